@@ -1,0 +1,16 @@
+"""Gradient accumulation for JAX, Optax and Flax: the update equals the update of the whole batch."""
+
+from optax_accum._state import AccumulationState, WeightedSum, from_multi_steps, has_updated, metrics
+from optax_accum._transformation import accumulate_gradients, apply_gradients
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccumulationState",
+    "WeightedSum",
+    "accumulate_gradients",
+    "apply_gradients",
+    "from_multi_steps",
+    "has_updated",
+    "metrics",
+]

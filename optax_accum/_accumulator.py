@@ -1,0 +1,165 @@
+"""Owns the arithmetic of an accumulator: zeros, add, mean. Knows no counters, batches or meshes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Tree = Any
+Leaf = Any
+Weight = float | jax.Array  # a Python float is known when tracing, an array when running
+
+
+def zeros(params: Tree, dtype: jnp.dtype | None) -> Tree:
+    """Returns an empty accumulator for gradients of `params`; leaves without a gradient get none."""
+
+    def empty(param: Leaf) -> Leaf:
+        param = jnp.asarray(param)
+        if not jnp.issubdtype(param.dtype, jnp.inexact):
+            return optax.MaskedNode()  # its gradient is a float0: nothing to add
+        return jnp.zeros_like(param, dtype=accumulator_dtype(param.dtype, dtype))
+
+    return jax.tree.map(empty, params)
+
+
+def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array) -> Tree:
+    """Returns `acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
+
+    A weight of zero adds nothing, whatever the gradient holds: it selects, because `0 * nan` is nan.
+    """
+
+    def add_leaf(grad: Leaf, total: Leaf) -> Leaf:
+        if is_float0(grad):
+            return optax.MaskedNode()
+        grad = jnp.asarray(grad)
+        dtype = accumulator_dtype(grad.dtype, None) if total is None else total.dtype
+        wide = accumulator_dtype(dtype, None)  # a narrow accumulator still adds in float32
+        share = _scale(grad.astype(wide), weight)
+        if total is None:
+            return share
+        return (jnp.where(first, 0, total.astype(wide)) + share).astype(dtype)
+
+    if acc is None:
+        return jax.tree.map(lambda grad: add_leaf(grad, None), grads)
+    return jax.tree.map(add_leaf, grads, acc)
+
+
+def mean(acc: Tree, grads: Tree, weight: Weight | None, dtype: jnp.dtype | str | None) -> Tree:
+    """Returns `acc / weight` (`acc` itself for a weight of None) in the dtype that is to be emitted.
+
+    One reciprocal, then a product: dividing each leaf by a traced scalar would not fuse into the optimizer.
+    """
+    scale = None if weight is None else reciprocal(weight)
+
+    def mean_leaf(grad: Leaf, total: Leaf) -> Leaf:
+        if is_float0(grad):
+            return grad
+        emitted = emitted_dtype(jnp.asarray(grad).dtype, total.dtype, dtype)
+        if scale is None:
+            return total.astype(emitted)
+        wide = accumulator_dtype(total.dtype, None)
+        return (total.astype(wide) * _real(scale, wide)).astype(emitted)
+
+    return jax.tree.map(mean_leaf, grads, acc)
+
+
+def all_finite(tree: Tree) -> jax.Array:
+    """Returns a bool scalar: no leaf holds a NaN or an infinity."""
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree) if not is_float0(leaf)]
+    return jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
+
+
+def reciprocal(weight: Weight) -> Weight:
+    """Returns `1 / weight`, and 1 for a weight of zero: such a window emits nothing, and must not make a NaN."""
+    return 1 / jnp.where(weight == 0, 1, weight) if isinstance(weight, jax.Array) else 1 / (weight or 1.0)
+
+
+def accumulator_dtype(dtype: Any, named: jnp.dtype | None) -> jnp.dtype:
+    """Returns `named`, or at least float32 and never narrower than `dtype`; complex stays complex."""
+    real = jnp.finfo(dtype).dtype
+    if named is None:
+        named = jnp.dtype(real if jnp.finfo(real).bits >= 32 else jnp.float32)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.dtype(jnp.complex128 if jnp.finfo(named).bits == 64 else jnp.complex64)
+    return named
+
+
+def emitted_dtype(grad: jnp.dtype, acc: jnp.dtype, emit_dtype: jnp.dtype | str | None) -> jnp.dtype:
+    """Returns the dtype in which the inner optimizer sees the gradient."""
+    if emit_dtype is None:
+        return acc
+    return grad if isinstance(emit_dtype, str) else accumulator_dtype(grad, emit_dtype)
+
+
+def is_float0(leaf: Leaf) -> bool:
+    """Returns whether `leaf` is the gradient that JAX gives to an integer parameter."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def check(acc: Tree, grads: Tree) -> None:
+    """Raises unless every leaf of `grads` can be added to the leaf of `acc` at the same path."""
+    leaves, treedef = jax.tree.flatten_with_path(grads)
+    try:
+        totals = treedef.flatten_up_to(acc)
+    except ValueError as error:
+        raise ValueError(_tree_mismatch(acc, grads)) from error
+    for (path, grad), total in zip(leaves, totals, strict=True):
+        _check_leaf(jax.tree_util.keystr(path) or "the only leaf", grad, total)
+
+
+def _check_leaf(path: str, grad: Leaf, total: Leaf) -> None:
+    if isinstance(total, optax.MaskedNode):
+        if not is_float0(grad):
+            raise TypeError(
+                f"A gradient must belong to a floating-point parameter: the parameter at {path} had none when the "
+                f"state was made, and its gradient has dtype {jnp.result_type(grad)}. Call init with parameters of a "
+                "floating-point dtype, or leave this one out with optax.masked."
+            )
+        return
+    if not hasattr(total, "shape"):
+        raise ValueError(
+            f"Gradients must have the tree of the state: at {path} they have one leaf and the state has the tree "
+            f"{jax.tree.structure(total)}. Call init again with the parameters that these gradients belong to."
+        )
+    if jnp.shape(grad) != total.shape:
+        raise ValueError(
+            f"Gradients must have the shapes of the state: at {path} the gradient has shape {jnp.shape(grad)} and the "
+            f"state has {total.shape}. Call init again with the parameters that these gradients belong to."
+        )
+    if is_float0(grad):
+        raise TypeError(
+            f"A gradient must have a floating-point dtype: at {path} it is a float0, which belongs to an integer "
+            f"parameter, and the state accumulates {total.dtype}. Call init again with the parameters in use."
+        )
+    if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(total):
+        raise TypeError(
+            f"A complex gradient cannot be added to a real accumulator: at {path} the gradient has dtype {grad.dtype} "
+            f"and shape {jnp.shape(grad)}, the state has {total.dtype} and {total.shape}. Make the state with complex "
+            "parameters."
+        )
+
+
+def _tree_mismatch(acc: Tree, grads: Tree) -> str:
+    keep = lambda node: isinstance(node, optax.MaskedNode)
+    shapes = [
+        {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=keep)}
+        for tree in (grads, acc)
+    ]
+    rule = "Gradients must have the tree of the state"
+    remedy = "Call init again with the parameters that these gradients belong to."
+    for path in [*shapes[0], *shapes[1]]:
+        found = [f"shape {shape[path]}" if path in shape else "no leaf" for shape in shapes]
+        if "no leaf" in found:
+            return f"{rule}: at {path} the gradients have {found[0]} and the state has {found[1]}. {remedy}"
+    return f"{rule}: they have {jax.tree.structure(grads)}, the state has {jax.tree.structure(acc)}. {remedy}"
+
+
+def _scale(grad: jax.Array, weight: Weight) -> jax.Array:
+    if isinstance(weight, float):
+        return grad if weight == 1.0 else (grad * weight if weight else jnp.zeros_like(grad))
+    return jnp.where(weight != 0, grad * _real(weight, grad.dtype), 0)
+
+
+def _real(scalar: Weight, dtype: jnp.dtype) -> Weight:
+    return scalar.astype(jnp.finfo(dtype).dtype) if isinstance(scalar, jax.Array) else scalar
