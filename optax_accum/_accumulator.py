@@ -59,7 +59,7 @@ def mean(acc: Tree, grads: Tree, weight: Weight | None, dtype: jnp.dtype | str |
         if scale is None:
             return total.astype(emitted)
         wide = accumulator_dtype(total.dtype, None)
-        return (total.astype(wide) * _real(scale, wide)).astype(emitted)
+        return (total.astype(wide) * jnp.asarray(scale, wide)).astype(emitted)
 
     return jax.tree.map(mean_leaf, grads, acc)
 
@@ -127,14 +127,15 @@ def _check_leaf(path: str, grad: Leaf, total: Leaf) -> None:
             f"Gradients must have the shapes of the state: at {path} the gradient has shape {jnp.shape(grad)} and the "
             f"state has {total.shape}. Call init again with the parameters that these gradients belong to."
         )
-    if is_float0(grad):
+    dtype = jax.dtypes.float0 if is_float0(grad) else jnp.result_type(grad)
+    if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
-            f"A gradient must have a floating-point dtype: at {path} it is a float0, which belongs to an integer "
-            f"parameter, and the state accumulates {total.dtype}. Call init again with the parameters in use."
+            f"A gradient must have a floating-point dtype: at {path} it is {'float0' if is_float0(grad) else dtype} and the state "
+            f"accumulates {total.dtype}. Call init again with the parameters that these gradients belong to."
         )
     if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(total):
         raise TypeError(
-            f"A complex gradient cannot be added to a real accumulator: at {path} the gradient has dtype {grad.dtype} "
+            f"A complex gradient cannot be added to a real accumulator: at {path} the gradient has dtype {dtype} "
             f"and shape {jnp.shape(grad)}, the state has {total.dtype} and {total.shape}. Make the state with complex "
             "parameters."
         )
@@ -158,8 +159,4 @@ def _tree_mismatch(acc: Tree, grads: Tree) -> str:
 def _scale(grad: jax.Array, weight: Weight) -> jax.Array:
     if isinstance(weight, float):
         return grad if weight == 1.0 else (grad * weight if weight else jnp.zeros_like(grad))
-    return jnp.where(weight != 0, grad * _real(weight, grad.dtype), 0)
-
-
-def _real(scalar: Weight, dtype: jnp.dtype) -> Weight:
-    return scalar.astype(jnp.finfo(dtype).dtype) if isinstance(scalar, jax.Array) else scalar
+    return jnp.where(weight != 0, grad * weight.astype(grad.dtype), 0)

@@ -47,7 +47,8 @@ def as_every(every: Any) -> Every:
 
 def as_count(count: Any) -> jax.Array:
     """Returns what a callable `every` gave, as an integer scalar."""
-    if _is_bool(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer) or jnp.shape(count):
+    dtype, shape = _dtype_and_shape(count)
+    if not jnp.issubdtype(dtype, jnp.integer) or shape:
         raise TypeError(
             f"A callable every must return an integer scalar: it returned {_describe(count)}. "
             "Wrap a schedule of floats: lambda step: schedule(step).astype(int)."
@@ -64,7 +65,7 @@ def as_flush(flush: Any, every: Every) -> Flag:
                 "close it."
             )
         return False
-    if jnp.result_type(flush) != jnp.bool_ or jnp.shape(flush):
+    if _dtype_and_shape(flush) != (jnp.bool_, ()):
         raise TypeError(
             f"flush must be a bool, or a bool scalar: flush={_describe(flush)}. Pass flush=(step == last), say."
         )
@@ -78,12 +79,8 @@ def as_weight(weight: Any) -> Weight:
 
 def as_scalar(name: str, value: Any, remedy: str) -> Weight:
     """Returns a real scalar as a Python float where it is a number, else in the default float dtype."""
-    try:
-        dtype, shape = jnp.result_type(value), jnp.shape(value)
-        real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    except TypeError:
-        real, shape = False, ()
-    if not real:
+    dtype, shape = _dtype_and_shape(value)
+    if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{name} must be a real number: {name}={_describe(value)}. {remedy}")
     if shape:
         raise ValueError(f"{name} must be a scalar: {name}={_describe(value)}. {remedy}")
@@ -132,12 +129,19 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "")
 
 def as_skip(skip: Any) -> jax.Array:
     """Returns what a callable `nonfinite` decided, as a bool scalar."""
-    if jnp.result_type(skip) != jnp.bool_ or jnp.shape(skip):
+    if _dtype_and_shape(skip) != (jnp.bool_, ()):
         raise TypeError(
             f"A callable nonfinite must return (skip, info) with a bool scalar first: it returned {_describe(skip)}. "
             "Reduce it to one answer with jnp.any or jnp.all."
         )
     return jnp.asarray(skip)
+
+
+def _dtype_and_shape(value: Any) -> tuple[Any, tuple[int, ...]]:
+    """Returns the dtype and shape of a number or an array, and the dtype `object` for anything else."""
+    if not isinstance(value, bool | int | float | complex | np.generic | np.ndarray | jax.Array):
+        return np.dtype(object), ()
+    return jnp.result_type(value), jnp.shape(value)
 
 
 def _is_bool(value: Any) -> bool:

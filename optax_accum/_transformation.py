@@ -171,11 +171,11 @@ class _Accumulation:
         kept = _has_accumulator(state)
         total = _accumulator.add(state.acc_grads if kept else None, grads, weight, state.mini_step == 0)
         added = state._replace(
-            mini_step=state.mini_step + arrived,
+            mini_step=_count(state.mini_step, arrived),
             acc_grads=total if kept else (),
             weight=state.weight + weight,
             mean_args=self._add_args(state.mean_args, extra_args, weight),
-            skipped=state.skipped + skip,
+            skipped=_count(state.skipped, skip),
             skip_state=skip_state,
         )
         return _Window(added, total, added.weight if kept else weight)
@@ -265,8 +265,12 @@ def _close(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state
         weight=reset(state.weight),
         mean_args=jax.tree.map(reset, state.mean_args),
         emitted=emitted,
-        discarded=state.discarded + (closes & ~emitted),
+        discarded=_count(state.discarded, closes & ~emitted),
     )
+
+
+def _count(total: jax.Array, flag: Flag) -> jax.Array:
+    return total + jnp.asarray(flag).astype(total.dtype)
 
 
 def _mean_args(sums: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:

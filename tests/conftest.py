@@ -1,0 +1,23 @@
+"""Eight virtual CPU devices, rank promotion raises, 64-bit numbers off; warnings are errors (pyproject.toml)."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def strict_dtypes():
+    with jax.numpy_dtype_promotion("strict"):
+        yield

@@ -1,0 +1,244 @@
+"""Every bad argument gets the rule, the value and the remedy, when it is built or traced; and the remedies work."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_accum
+
+PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+
+
+def build(every=2, **options):
+    return optax_accum.accumulate_gradients(optax.sgd(0.1), every, **options)
+
+
+def update(tx, grads=PARAMS, state=None, params=PARAMS, **extra):
+    return tx.update(grads, tx.init(PARAMS) if state is None else state, params, **extra)
+
+
+@pytest.mark.parametrize(
+    ("every", "error"),
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (np.int32(0), ValueError),
+        (True, TypeError),
+        (np.bool_(True), TypeError),
+        (jnp.array(True), TypeError),
+        (2.0, TypeError),
+        (np.float32(2), TypeError),
+        (float("nan"), TypeError),
+        (np.array([2]), TypeError),
+        (jnp.array([2, 2]), TypeError),
+        ("4", TypeError),
+    ],
+    ids=repr,
+)
+def test_every(every, error):
+    with pytest.raises(error, match=r"every must be an integer >= 1.*every=.*(Pass|Use)"):
+        build(every)
+
+
+@pytest.mark.parametrize("every", [3, np.int32(3), np.uint8(3), np.array(3), jnp.array(3), None, lambda step: 3])
+def test_every_that_is_fine(every):
+    state = update(build(every), **({"flush": False} if every is None else {}))[1]
+    assert state.mini_step == 1
+
+
+def test_every_known_only_at_run_time_is_refused():
+    with pytest.raises(TypeError, match="every must be an integer.*run time.*callable"):
+        jax.jit(lambda every: update(build(every))[1])(2)
+
+
+@pytest.mark.parametrize("count", [2.0, True, np.float32(2), np.array([2]), jnp.array(2.0)], ids=repr)
+def test_a_callable_every_that_returns_no_integer(count):
+    with pytest.raises(TypeError, match=r"must return an integer scalar: it returned .*astype\(int\)"):
+        update(build(lambda step: count))
+
+
+def test_the_remedy_for_a_schedule_of_floats():
+    schedule = optax.piecewise_constant_schedule(2.0, {1: 2.0})
+    with pytest.raises(TypeError, match="integer scalar"):
+        update(build(schedule))
+    tx = build(lambda step: schedule(step).astype(int))
+    _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+    assert state.mini_step == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"reduction": "average"}, ValueError, r'reduction must be one of "mean", "sum": reduction=\'average\''),
+        ({"reduction": None}, ValueError, "reduction must be one of"),
+        ({"nonfinite": "ignore"}, ValueError, r"nonfinite must be one of .*or a callable: nonfinite=\'ignore\'"),
+        ({"nonfinite": True}, ValueError, "nonfinite must be one of"),
+        ({"accumulator_dtype": jnp.int32}, TypeError, "accumulator_dtype must be a real floating.*int32.*jnp.float32"),
+        ({"accumulator_dtype": jnp.complex64}, TypeError, "accumulator_dtype must be a real floating.*complex64"),
+        ({"accumulator_dtype": "float99"}, TypeError, "accumulator_dtype must be a real floating.*float99"),
+        ({"accumulator_dtype": jnp.float64}, ValueError, "float64.*jax_enable_x64"),
+        ({"emit_dtype": jnp.int8}, TypeError, "emit_dtype must be a real floating.*int8"),
+        ({"emit_dtype": "grad"}, TypeError, "emit_dtype must be.*'grad'"),
+        ({"mean_args": "value"}, TypeError, r'mean_args must be a tuple of names.*\("value",\)'),
+        ({"mean_args": (1,)}, TypeError, "mean_args must be a tuple of names"),
+        ({"mean_args": ("weight",)}, ValueError, "mean_args must name extra arguments.*Leave out 'weight'"),
+    ],
+)
+def test_the_other_arguments_of_the_factory(options, error, message):
+    with pytest.raises(error, match=message):
+        build(**options)
+
+
+@pytest.mark.parametrize("inner", [optax.sgd, None, 0.1, optax.MultiSteps(optax.sgd(0.1), 2)], ids=repr)
+def test_inner_that_is_no_transformation(inner):
+    with pytest.raises(TypeError, match=r"inner must be an optax.GradientTransformation: inner=.*Pass"):
+        optax_accum.accumulate_gradients(inner, 2)
+
+
+def test_gradients_of_another_tree():
+    with pytest.raises(
+        ValueError, match=r"tree of the state: at \['b'\] the gradients have no leaf and the state.*\(3,\)"
+    ):
+        update(build(), {"w": PARAMS["w"]})
+    with pytest.raises(ValueError, match=r"at \['c'\] the gradients have shape \(1,\) and the state has no leaf.*init"):
+        update(build(), {**PARAMS, "c": jnp.ones(1)})
+    with pytest.raises(ValueError, match=r"at \['w'\] they have one leaf and the state has the tree"):
+        tx = build()
+        tx.update(PARAMS, tx.init({**PARAMS, "w": {"nested": PARAMS["w"]}}))
+
+
+@pytest.mark.parametrize("apply", [False, True])
+def test_gradients_of_another_shape(apply):
+    tx = build()
+    grads = {**PARAMS, "w": jnp.ones((3, 2))}
+    message = r"at \['w'\] the gradient has shape \(3, 2\) and the state has \(2, 3\).*init"
+    step = jax.jit(lambda *a: optax_accum.apply_gradients(tx, *a) if apply else tx.update(*a))
+    with pytest.raises(ValueError, match=message):
+        step(grads, tx.init(PARAMS), PARAMS)
+
+
+def test_a_complex_gradient_into_a_real_state():
+    message = r"at \['b'\] the gradient has dtype complex64 and shape \(3,\), the state has float32 and \(3,\).*complex"
+    with pytest.raises(TypeError, match=message):
+        update(build(), {**PARAMS, "b": jnp.ones(3, jnp.complex64)})
+
+
+def test_a_gradient_for_an_integer_parameter():
+    tx = build()
+    state = tx.init({"i": jnp.arange(2)})
+    with pytest.raises(TypeError, match=r"floating-point parameter: the parameter at \['i'\].*float32.*optax.masked"):
+        tx.update({"i": jnp.ones(2)}, state)
+
+
+def test_an_integer_gradient_for_a_float_parameter():
+    tx = build()
+    float0 = np.zeros(3, jax.dtypes.float0)
+    with pytest.raises(TypeError, match=r"at \['b'\] it is float0 and.*init"):
+        tx.update({**PARAMS, "b": float0}, tx.init(PARAMS))
+    with pytest.raises(TypeError, match=r"floating-point dtype: at \['b'\] it is int32"):
+        tx.update({**PARAMS, "b": jnp.ones(3, int)}, tx.init(PARAMS))
+
+
+def test_a_single_leaf_is_named_too():
+    tx = build()
+    with pytest.raises(ValueError, match=r"at the only leaf the gradient has shape \(2,\)"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(3)))
+
+
+@pytest.mark.parametrize(
+    ("weight", "error"),
+    [
+        (jnp.ones(2), ValueError),
+        (np.ones((1,)), ValueError),
+        (1j, TypeError),
+        (True, TypeError),
+        ("3", TypeError),
+        (None, TypeError),
+        ([1.0], TypeError),
+    ],
+    ids=repr,
+)
+def test_weight(weight, error):
+    with pytest.raises(error, match=r"weight must be a (scalar|real number): weight=.*Pass one number"):
+        update(build(), weight=weight)
+
+
+def test_a_mean_argument_that_is_no_scalar():
+    with pytest.raises(ValueError, match=r"value must be a scalar: value=float32\[2\].*mean_args"):
+        update(build(), value=jnp.ones(2))
+
+
+@pytest.mark.parametrize("flush", [1, 1.0, "yes", jnp.ones(2, bool), jnp.int32(1)], ids=repr)
+def test_flush(flush):
+    with pytest.raises(TypeError, match="flush must be a bool.*flush="):
+        update(build(), flush=flush)
+
+
+def test_flush_that_is_missing():
+    with pytest.raises(ValueError, match=r"every=None the caller closes the window: flush=None.*flush=False"):
+        update(build(None))
+    assert update(build(None), flush=False)[1].mini_step == 1  # the remedy
+
+
+def test_a_state_without_an_accumulator():
+    every, message = 4, r"Only every=1 works without an accumulator: every=4.*acc_grads=tx.init"
+    tx, state = build(every), build(1).init(PARAMS)
+    with pytest.raises(ValueError, match=message):
+        update(tx, state=state)
+    state = state._replace(acc_grads=tx.init(PARAMS).acc_grads)  # the remedy
+    assert update(tx, state=state)[1].mini_step == 1
+
+
+def test_a_state_that_is_not_ours():
+    old = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
+    with pytest.raises(TypeError, match=r"AccumulationState: state=MultiStepsState.*from_multi_steps"):
+        update(build(), state=old)
+    assert update(build(), state=optax_accum.from_multi_steps(old))[1].mini_step == 1  # the remedy
+
+
+def test_apply_gradients_without_params():
+    tx = build()
+    with pytest.raises(ValueError, match=r"apply_gradients returns new parameters.*params=None"):
+        optax_accum.apply_gradients(tx, PARAMS, tx.init(PARAMS), None)
+
+
+def test_a_callable_policy_that_returns_no_bool():
+    with pytest.raises(TypeError, match=r"callable nonfinite must return \(skip, info\).*float32\[3\].*jnp.any"):
+        update(build(nonfinite=lambda grads, step, params: (grads["b"], ())))
+
+
+@pytest.mark.parametrize("read", [optax_accum.has_updated, optax_accum.metrics])
+def test_a_state_that_holds_none_or_several(read):
+    with pytest.raises(ValueError, match="exactly one AccumulationState: it holds 0"):
+        read(optax.adam(0.1).init(PARAMS))
+    tx = optax.partition({"w": build(), "b": build()}, {"w": "w", "b": "b"})
+    with pytest.raises(ValueError, match="exactly one AccumulationState: it holds 2"):
+        read(tx.init(PARAMS))
+
+
+def test_from_multi_steps():
+    with pytest.raises(ValueError, match="holds an optax.MultiStepsState: state=ScaleByAdamState"):
+        optax_accum.from_multi_steps(optax.scale_by_adam().init(PARAMS))
+    with pytest.raises(ValueError, match="reduction must be"):
+        optax_accum.from_multi_steps(optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS), reduction="max")
+
+
+def _refuses_float32_over_bfloat16():
+    return optax.novograd(0.1), optax.contrib.mechanize(optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("inner", _refuses_float32_over_bfloat16(), ids=["novograd", "mechanize"])
+def test_the_optimizers_that_need_the_dtype_of_their_parameters(inner):
+    params = jnp.ones(3, jnp.bfloat16)
+    for every in (1, 2):
+        tx = optax_accum.accumulate_gradients(inner, every)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            jax.jit(tx.update)(params, tx.init(params), params)
+        assert re.search('float32.*bfloat16.*emit_dtype="gradient"', "\n".join(caught.value.__notes__))
+        tx = optax_accum.accumulate_gradients(inner, every, emit_dtype="gradient")  # the remedy
+        updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+        assert updates.dtype == jnp.bfloat16

@@ -1,0 +1,170 @@
+"""Dtypes: gradients are cast up once, sums do not stall, and wrapping changes no dtype."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_accum
+from optax_accum import _accumulator
+
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64]
+INNERS = {"sgd": optax.sgd(0.1, momentum=0.9), "adamw": optax.adamw(0.1), "rmsprop": optax.rmsprop(0.1)}
+
+
+def gradient(dtype, seed, shape=(16,)):
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=shape) + (1j * rng.normal(size=shape) if jnp.issubdtype(dtype, complex) else 0)
+    return jnp.asarray(values, dtype)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("emit_dtype", [None, "gradient", jnp.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wrapping_changes_no_dtype(inner, every, emit_dtype, dtype):
+    inner = INNERS[inner]
+    params, grads = gradient(dtype, 0), gradient(dtype, 1)
+    tx = optax_accum.accumulate_gradients(inner, every, emit_dtype=emit_dtype)
+    expected, expected_state = jax.eval_shape(inner.update, grads, inner.init(params), params)
+    state = tx.init(params)
+    dtypes = lambda tree: jax.tree.map(lambda leaf: leaf.dtype, tree)
+    for _ in range(every):
+        updates, state = jax.eval_shape(tx.update, grads, state, params)
+    assert updates.dtype == expected.dtype
+    assert dtypes(state.inner_opt_state) == dtypes(inner.init(params))
+    new, _ = jax.eval_shape(lambda *a: optax_accum.apply_gradients(tx, *a), grads, tx.init(params), params)
+    assert new.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named", "expected"),
+    [
+        (jnp.bfloat16, None, jnp.float32),
+        (jnp.float16, None, jnp.float32),
+        (jnp.float8_e4m3fn, None, jnp.float32),
+        (jnp.float32, None, jnp.float32),
+        (jnp.float64, None, jnp.float64),
+        (jnp.complex64, None, jnp.complex64),
+        (jnp.complex128, None, jnp.complex128),
+        (jnp.float32, jnp.bfloat16, jnp.bfloat16),
+        (jnp.complex64, jnp.bfloat16, jnp.complex64),
+        (jnp.complex64, jnp.float64, jnp.complex128),
+    ],
+)
+def test_the_dtype_of_the_accumulator(dtype, named, expected):
+    assert _accumulator.accumulator_dtype(dtype, named and jnp.dtype(named)) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_mean_of_many(dtype):
+    """64 micro-batches against the mean in float64; `emit_dtype=None` leaves it at float32's rounding."""
+    grads = [gradient(dtype, seed) for seed in range(64)]
+    tx = optax_accum.accumulate_gradients(optax.identity(), 64)
+    state, update = tx.init(grads[0]), jax.jit(tx.update)
+    for grad in grads[:-1]:
+        _, state = update(grad, state)
+    kind = np.complex128 if dtype == jnp.complex64 else np.float64
+    seen = []
+    spy = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (seen.append(g) or g, s))
+    optax_accum.accumulate_gradients(spy, 64).update(grads[-1], state._replace(inner_opt_state=()))
+    np.testing.assert_allclose(seen[0], np.mean([np.asarray(g, kind) for g in grads], 0), rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_sums_do_not_stall():
+    """512 x 0.01 in bfloat16 stops at 4: half of every later addend is rounded away."""
+    small = jnp.full(4, 0.01, jnp.bfloat16)
+    tx = optax_accum.accumulate_gradients(optax.identity(), 512, reduction="sum", emit_dtype="gradient")
+    narrow = optax_accum.accumulate_gradients(
+        optax.identity(), 512, reduction="sum", emit_dtype="gradient", accumulator_dtype=jnp.bfloat16
+    )
+
+    def run(tx):
+        def step(state, _):
+            updates, state = tx.update(small, state)
+            return state, updates
+
+        return jax.lax.scan(step, tx.init(small), None, length=512)[1][-1]
+
+    np.testing.assert_allclose(run(tx).astype(float), 5.12, rtol=5e-3)
+    np.testing.assert_allclose(run(narrow).astype(float), 4.0)  # and the comparison compares something
+
+
+def test_a_narrow_accumulator_still_multiplies_in_float32():
+    """A weight of 1001 tokens would be 1000 in bfloat16."""
+    grads = jnp.full(4, 1.0, jnp.float32)
+    tx = optax_accum.accumulate_gradients(optax.identity(), 2, accumulator_dtype=jnp.bfloat16)
+    state = tx.init(grads)
+    assert state.acc_grads.dtype == jnp.bfloat16
+    for weight in (1001.0, 3.0):
+        updates, state = tx.update(grads, state, weight=jnp.float32(weight))
+    np.testing.assert_allclose(updates, 1.0, rtol=5e-3)
+
+
+def test_complex_gradients_keep_their_imaginary_part():
+    grads = [jnp.array([1 + 2j, -3j]), jnp.array([3 - 4j, 1j])]
+    tx = optax_accum.accumulate_gradients(optax.identity(), 2)
+    state = tx.init(grads[0])
+    for grad, weight in zip(grads, (1.0, 3.0), strict=True):
+        updates, state = tx.update(grad, state, weight=jnp.float32(weight))
+    np.testing.assert_allclose(updates, (grads[0] + 3 * grads[1]) / 4)
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_and_complex128():
+    params = {"f": jnp.array([1.0 + 1e-12]), "c": jnp.array([1e-12 + 1j])}
+    tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 3)
+    update, state = jax.jit(tx.update), tx.init(params)
+    types = jax.tree.map(jax.typeof, state)
+    for weight in (1, 2.0, jnp.float32(3)):
+        updates, state = update(params, state, params, weight=weight, value=jnp.float32(1))
+        assert jax.tree.map(jax.typeof, state) == types
+    assert (state.acc_grads["f"].dtype, state.acc_grads["c"].dtype) == (jnp.float64, jnp.complex128)
+    np.testing.assert_allclose(state.acc_grads["f"] / 6, params["f"], rtol=1e-15)
+    expected, _ = optax.adamw(0.1).update(params, optax.adamw(0.1).init(params), params)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-12)
+    assert optax_accum.accumulate_gradients(optax.sgd(0.1), 2, accumulator_dtype=jnp.float64).init(params)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_float32_value_stays_float32_under_x64():
+    inner = optax.GradientTransformationExtraArgs(
+        lambda p: (), lambda g, s, p=None, *, value: (jax.tree.map(lambda x: x * value, g), s)
+    )
+    tx = optax_accum.accumulate_gradients(inner, 2)
+    grads = jnp.ones(2, jnp.float32)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(grads), value=jnp.float32(1))
+    assert updates.dtype == jnp.float32
+
+
+@pytest.mark.usefixtures("strict_dtypes")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"accumulator_dtype": "bfloat16"}, {"nonfinite": "skip"}], ids=str)
+def test_our_own_arithmetic_promotes_nothing(dtype, options):
+    tx = optax_accum.accumulate_gradients(optax.identity(), 2, **options)
+    grads = gradient(dtype, 0)
+    update = jax.jit(tx.update)
+    for weight in (1.0, jnp.float32(2), jnp.int32(3)):
+        updates, _ = update(grads, tx.init(grads), grads, weight=weight, value=jnp.float32(1), flush=jnp.array(True))
+    assert updates.dtype == dtype
+
+
+def test_mixed_dtypes_in_one_tree():
+    params = {"a": gradient(jnp.bfloat16, 0), "b": gradient(jnp.float32, 1), "c": gradient(jnp.complex64, 2)}
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
+    step, state = jax.jit(lambda *a: optax_accum.apply_gradients(tx, *a)), tx.init(params)
+    new = params
+    for _ in range(2):
+        new, state = step(params, state, new)
+    assert jax.tree.map(lambda x: x.dtype, new) == jax.tree.map(lambda x: x.dtype, params)
+    assert [x.dtype for x in jax.tree.leaves(state.acc_grads)] == [jnp.float32, jnp.float32, jnp.complex64]
+
+
+def test_bfloat16_gradients_over_float32_parameters():
+    params, grads = gradient(jnp.float32, 0), gradient(jnp.bfloat16, 1)
+    tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 2)
+    updates, _ = tx.update(grads, tx.init(params), params, flush=True)
+    expected, _ = optax.adamw(0.1).update(grads, optax.adamw(0.1).init(params), params)
+    assert updates.dtype == expected.dtype

@@ -1,0 +1,202 @@
+"""NaN and infinity at every position of a window, in every `nonfinite` mode, and the window after."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_accum
+
+K = 3
+GOOD = [jnp.array([1.0, -2.0]), jnp.array([3.0, 1.0]), jnp.array([-1.0, 4.0])]
+PARAMS = jnp.array([1.0, 2.0])
+
+
+def run(tx, grads, params=PARAMS, apply=False, **extra):
+    """Returns the parameters, the state and the updates after each micro-step."""
+    update = jax.jit(tx.update)
+    step = jax.jit(lambda *args, **kwargs: optax_accum.apply_gradients(tx, *args, **kwargs))
+    state, trail = tx.init(params), []
+    for grad in grads:
+        before = params
+        if apply:
+            params, state = step(grad, state, params, **extra)
+            updates = params - before
+        else:
+            updates, state = update(grad, state, params, **extra)
+            params = optax.apply_updates(params, updates)
+        trail.append(updates)
+    return params, state, trail
+
+
+def one_update(inner, grads, params=PARAMS, reduction=jnp.mean):
+    updates, state = inner.update(reduction(jnp.stack(grads), axis=0), inner.init(params), params)
+    return optax.apply_updates(params, updates), state
+
+
+def with_fault(position, fault):
+    return [jnp.array([fault, 1.0]) if i == position else grad for i, grad in enumerate(GOOD)]
+
+
+faults = pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
+positions = pytest.mark.parametrize("position", range(K))
+applies = pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
+INNER = optax.sgd(0.1, momentum=0.0)  # it has a state, and known answers
+
+
+@faults
+@positions
+@applies
+def test_propagate_shows_it_in_its_own_window_only(fault, position, apply):
+    tx = optax_accum.accumulate_gradients(INNER, K)
+    params, state, trail = run(tx, with_fault(position, fault), apply=apply)
+    assert not np.isfinite(params[0])
+    assert all(np.all(updates == 0) for updates in trail[:-1])
+    if not apply:  # the parameters of the caller recover, and so does the window
+        updates, state = None, state._replace(inner_opt_state=tx.init(PARAMS).inner_opt_state)
+        for grad in GOOD:
+            updates, state = tx.update(grad, state, PARAMS)
+        np.testing.assert_allclose(updates, -0.1 * jnp.mean(jnp.stack(GOOD), 0), rtol=1e-6)
+
+
+@faults
+@positions
+@applies
+def test_skip_waits_for_another(fault, position, apply):
+    tx = optax_accum.accumulate_gradients(INNER, K, nonfinite="skip")
+    grads = [*GOOD[:position], jnp.array([fault, 1.0]), *GOOD[position:]]
+    params, state, trail = run(tx, grads, apply=apply)
+    expected, _ = one_update(INNER, GOOD)
+    np.testing.assert_allclose(params, expected, rtol=1e-6)
+    assert all(np.all(updates == 0) for updates in trail[:-1])
+    assert (state.skipped, state.gradient_step, state.mini_step) == (1, 1, 0)
+
+
+@faults
+@positions
+@applies
+@pytest.mark.parametrize(("reduction", "reduce"), [("mean", jnp.mean), ("sum", jnp.sum)])
+def test_omit_ends_on_time_with_the_rest(fault, position, apply, reduction, reduce):
+    tx = optax_accum.accumulate_gradients(INNER, K, nonfinite="omit", reduction=reduction)
+    params, state, _ = run(tx, with_fault(position, fault), apply=apply)
+    rest = [grad for i, grad in enumerate(GOOD) if i != position]
+    np.testing.assert_allclose(params, one_update(INNER, rest, reduction=reduce)[0], rtol=1e-6)
+    assert (state.skipped, state.gradient_step, state.mini_step) == (1, 1, 0)
+
+
+@faults
+@positions
+@applies
+def test_discard_drops_the_window_and_nothing_else(fault, position, apply):
+    inner = optax.adam(0.1)
+    tx = optax_accum.accumulate_gradients(inner, K, nonfinite="discard")
+    params, state, trail = run(tx, with_fault(position, fault), apply=apply)
+    chex.assert_trees_all_equal(params, PARAMS)  # bit-identical
+    chex.assert_trees_all_equal(state.inner_opt_state, inner.init(PARAMS))
+    assert all(np.all(updates == 0) for updates in trail)
+    assert (state.discarded, state.gradient_step, state.mini_step) == (1, 0, 0)
+    assert not optax_accum.has_updated(state)
+
+
+@faults
+@pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard", optax.transforms.skip_not_finite])
+@pytest.mark.parametrize("every", [1, K])
+def test_the_window_after_a_fault_is_untouched_by_it(fault, nonfinite, every):
+    tx = optax_accum.accumulate_gradients(INNER, every, nonfinite=nonfinite)
+    bad = [jnp.full(2, fault)] * every
+    if nonfinite in ("omit", "discard"):
+        assert run(tx, bad)[1].discarded == 1  # nothing of the window was left
+    params, state, _ = run(tx, bad + GOOD[:every])
+    np.testing.assert_allclose(params, one_update(INNER, GOOD[:every])[0], rtol=1e-6)
+    assert state.gradient_step == 1
+
+
+def test_a_callable_decides_and_its_info_is_kept():
+    def skip_large(grads, gradient_step, params):
+        del gradient_step, params
+        norm = optax.tree.norm(grads)
+        return norm > 10, {"norm": norm}
+
+    tx = optax_accum.accumulate_gradients(INNER, 2, nonfinite=skip_large)
+    grads = [GOOD[0], jnp.array([300.0, 400.0]), GOOD[1]]
+    params, state, _ = run(tx, grads)
+    np.testing.assert_allclose(params, one_update(INNER, GOOD[:2])[0], rtol=1e-6)
+    np.testing.assert_allclose(run(tx, grads[:2])[1].skip_state["norm"], 500.0)
+    assert state.skipped == 1
+
+
+def test_skip_keeps_has_updated_honest():
+    """`MultiSteps` says that it has updated after a micro-step that it skipped."""
+    tx = optax_accum.accumulate_gradients(INNER, 1, nonfinite="skip")
+    _, state, _ = run(tx, [GOOD[0], jnp.array([np.nan, 0.0])])
+    assert not optax_accum.has_updated(state)
+    assert state.gradient_step == 1
+
+
+def test_a_flush_closes_what_a_skipped_micro_batch_left():
+    tx = optax_accum.accumulate_gradients(INNER, None, nonfinite="skip")
+    state = tx.init(PARAMS)
+    for grad, flush in [(GOOD[0], False), (GOOD[1], False), (jnp.array([np.nan, 0.0]), True)]:
+        updates, state = tx.update(grad, state, PARAMS, flush=flush)
+    np.testing.assert_allclose(PARAMS + updates, one_update(INNER, GOOD[:2])[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_counts_as_a_fault(weight):
+    weights = [1.0, weight, 1.0, 1.0]
+    grads = [GOOD[0], GOOD[0], GOOD[1], GOOD[2]]
+    tx = optax_accum.accumulate_gradients(INNER, K, nonfinite="skip")
+    state = tx.init(PARAMS)
+    for grad, w in zip(grads, weights, strict=True):
+        updates, state = tx.update(grad, state, PARAMS, weight=w)
+    np.testing.assert_allclose(PARAMS + updates, one_update(INNER, GOOD)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "omit", "discard"])
+def test_a_weight_of_zero_adds_nothing_even_of_a_nan(nonfinite, dtype):
+    """A micro-batch whose tokens are all masked has the gradient 0 / 0."""
+    tx = optax_accum.accumulate_gradients(INNER, K, nonfinite=nonfinite)
+    update, state = jax.jit(tx.update), tx.init(PARAMS)
+    for grad, weight in [(GOOD[0], 1), (jnp.full(2, np.nan), 0), (GOOD[1], 1)]:
+        updates, state = update(grad, state, PARAMS, weight=jnp.asarray(weight, dtype), value=grad[0])
+    np.testing.assert_allclose(PARAMS + updates, one_update(INNER, GOOD[:2])[0], rtol=1e-6)
+    assert (state.skipped, state.discarded) == (0, 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("every", [1, 2, None])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_window_of_weight_zero_is_discarded(reduction, every, traced):
+    inner = optax.adamw(0.1)
+    tx = optax_accum.accumulate_gradients(inner, every, reduction=reduction)
+    update = jax.jit(tx.update, static_argnames="flush") if traced else tx.update
+    state = tx.init(PARAMS)
+    for i in range(every or 2):
+        flush = {"flush": i == 1} if every is None else {}
+        updates, state = update(GOOD[0], state, PARAMS, weight=0.0, **flush)
+    assert np.all(updates == 0)
+    chex.assert_trees_all_equal(state.inner_opt_state, inner.init(PARAMS))
+    assert (state.discarded, state.gradient_step, state.mini_step) == (1, 0, 0)
+    updates, state = update(GOOD[0], state, PARAMS, **({"flush": True} if every is None else {}))
+    assert np.any(updates != 0) or every == 2
+
+
+def test_a_negative_weight_subtracts():
+    """Unlearning: the mean is `sum(w g) / sum(w)` with the sign that the weights have."""
+    tx = optax_accum.accumulate_gradients(INNER, 2)
+    state = tx.init(PARAMS)
+    for grad, weight in [(GOOD[0], 3.0), (GOOD[1], -1.0)]:
+        updates, state = tx.update(grad, state, PARAMS, weight=weight)
+    np.testing.assert_allclose(updates, -0.1 * (3 * GOOD[0] - GOOD[1]) / 2, rtol=1e-6)
+
+
+def test_multi_steps_is_poisoned_where_we_are_not():
+    """The reason for this file, and a proof that the faults above are faults."""
+    tx = optax.MultiSteps(INNER, K)
+    update, state, updates = jax.jit(tx.update), tx.init(PARAMS), None
+    for grad in with_fault(0, np.nan) + GOOD:
+        updates, state = update(grad, state, PARAMS)
+    assert np.isnan(updates[0])

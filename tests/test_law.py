@@ -1,0 +1,178 @@
+"""The law, stated once for all paths: the update equals the update of the whole batch."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_accum
+from tests import problems
+
+ROWS = 12
+PARTITIONS = [(12,), (6, 6), (4, 4, 4), (1,) * 12, (7, 5), (1, 10, 1), (2, 3, 7)]
+
+
+def through_update(inner, start, batches):
+    """`update`, then `optax.apply_updates`, jitted."""
+    tx = optax_accum.accumulate_gradients(inner, len(batches))
+    update = jax.jit(tx.update)
+    state, now = tx.init(start), start
+    for batch in batches:
+        updates, state = update(jax.grad(problems.loss)(now, batch), state, now, weight=float(len(batch[0])))
+        now = optax.apply_updates(now, updates)
+    return now, state
+
+
+def through_apply_gradients(inner, start, batches):
+    return problems.across_calls(inner, start, batches)
+
+
+def through_flush(inner, start, batches):
+    """The caller owns the window."""
+    tx = optax_accum.accumulate_gradients(inner, None)
+    step = jax.jit(lambda *args, **kwargs: optax_accum.apply_gradients(tx, *args, **kwargs), static_argnames="flush")
+    state, now = tx.init(start), start
+    for batch in batches:
+        grads = jax.grad(problems.loss)(now, batch)
+        now, state = step(grads, state, now, weight=len(batch[0]), flush=batch is batches[-1])
+    return now, state
+
+
+def through_a_short_window(inner, start, batches):
+    """The window is cut by a traced flush long before `every`."""
+    tx = optax_accum.accumulate_gradients(inner, 100)
+    update = jax.jit(tx.update)
+    state, now = tx.init(start), start
+    for i, batch in enumerate(batches):
+        grads = jax.grad(problems.loss)(now, batch)
+        flush = jnp.array(i == len(batches) - 1)
+        updates, state = update(grads, state, now, weight=len(batch[0]), flush=flush)
+        now = optax.apply_updates(now, updates)
+    return now, state
+
+
+def through_chain(inner, start, batches):
+    """Weights reach a transformation that stands in a chain."""
+    tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(inner, len(batches)))
+    state, now = tx.init(start), start
+    for batch in batches:
+        grads = jax.grad(problems.loss)(now, batch)
+        now, state = optax_accum.apply_gradients(tx, grads, state, now, weight=len(batch[0]))
+    return now, state[1]
+
+
+def through_a_sum(inner, start, batches):
+    """`reduction="sum"` with each micro-batch's share of the rows as its weight."""
+    tx = optax_accum.accumulate_gradients(inner, len(batches), reduction="sum")
+    state, now = tx.init(start), start
+    for batch in batches:
+        grads = jax.grad(problems.loss)(now, batch)
+        now, state = optax_accum.apply_gradients(tx, grads, state, now, weight=len(batch[0]) / ROWS)
+    return now, state
+
+
+PATHS = [
+    through_update,
+    through_apply_gradients,
+    through_flush,
+    through_a_short_window,
+    through_chain,
+    through_a_sum,
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("sizes", PARTITIONS, ids=str)
+def test_the_update_equals_the_update_of_the_whole_batch(path, sizes):
+    start, batch, inner = problems.params(), problems.rows(ROWS), optax.adamw(0.1)
+    whole, whole_state = problems.whole_batch_update(inner, start, batch)
+    now, state = path(inner, start, problems.cut(batch, sizes))
+    chex.assert_trees_all_close(now, whole, rtol=2e-5, atol=2e-6)
+    chex.assert_trees_all_close(state.inner_opt_state, whole_state, rtol=2e-5, atol=2e-6)
+    assert not np.allclose(now["w"], start["w"])  # and it compares something
+    assert optax_accum.has_updated(state)
+
+
+def test_a_mean_of_means_breaks_it():
+    """The comparison can fail: the same uneven partition without weights."""
+    start, batch, inner = problems.params(), problems.rows(ROWS), optax.sgd(0.1)
+    whole, _ = problems.whole_batch_update(inner, start, batch)
+    tx = optax_accum.accumulate_gradients(inner, 3)
+    state, now = tx.init(start), start
+    for micro_batch in problems.cut(batch, (1, 10, 1)):
+        now, state = optax_accum.apply_gradients(tx, jax.grad(problems.loss)(now, micro_batch), state, now)
+    assert not np.allclose(now["w"], whole["w"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_micro_step_is_the_inner_optimizer_bit_for_bit(reduction):
+    start, batch, inner = problems.params(), problems.rows(ROWS), optax.adamw(0.1)
+    tx = optax_accum.accumulate_gradients(inner, 1, reduction=reduction)
+    grads = jax.grad(problems.loss)(start, batch)
+    expected, expected_state = jax.jit(inner.update)(grads, inner.init(start), start)
+    updates, state = jax.jit(tx.update)(grads, tx.init(start), start)
+    chex.assert_trees_all_equal(updates, expected)
+    chex.assert_trees_all_equal(state.inner_opt_state, expected_state)
+
+
+@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
+def test_a_training_run_in_a_scan(apply):
+    """Five windows of four, inside one scan: one trace, and a state whose type is a fixed point."""
+    start, inner = problems.params(), optax.adam(optax.exponential_decay(0.1, 2, 0.5))
+    tx = optax_accum.accumulate_gradients(inner, 4)
+    x, y = problems.rows(5 * ROWS)
+    batches = x.reshape(5, ROWS, 4), y.reshape(5, ROWS, 3)
+
+    def update(carry, batch):
+        params, state = carry
+        updates, state = inner.update(jax.grad(problems.loss)(params, batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    def micro_step(carry, batch):
+        params, state = carry
+        grads = jax.grad(problems.loss)(params, batch)
+        if apply:
+            return optax_accum.apply_gradients(tx, grads, state, params), None
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (whole, _), _ = jax.lax.scan(update, (start, inner.init(start)), batches)
+    micro_batches = jax.tree.map(lambda b: b.reshape(20, 3, -1), batches)
+    (now, state), _ = jax.lax.scan(micro_step, (start, tx.init(start)), micro_batches)
+    chex.assert_trees_all_close(now, whole, rtol=1e-4, atol=1e-5)
+    assert state.gradient_step == 5
+
+
+def test_under_vmap_each_member_has_its_own_window():
+    """An ensemble in one vmap, whose members are at different micro-steps."""
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 3)
+    params, grads = jnp.ones((2, 4)), jnp.arange(8.0).reshape(2, 4)
+    state = jax.vmap(tx.init)(params)
+    state = state._replace(mini_step=jnp.array([0, 2], jnp.int32), weight=jnp.array([0.0, 2.0]))
+    updates, state = jax.vmap(tx.update)(grads, state, params)
+    assert np.all(updates[0] == 0)
+    assert np.any(updates[1] != 0)
+    np.testing.assert_array_equal(state.gradient_step, [0, 1])
+
+
+def test_in_shard_map_with_reduced_gradients():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2)
+    start, (x, y) = problems.params(), problems.rows(16)
+    whole, _ = problems.whole_batch_update(optax.adam(0.1), start, (x, y))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(spec(), spec(), spec("data")), out_specs=(spec(), spec()))
+    def step(params, state, batch):
+        local = jax.lax.pcast(params, "data", to="varying")  # the gradient of this device's rows
+        grads = jax.lax.pmean(jax.grad(problems.loss)(local, batch), "data")
+        return optax_accum.apply_gradients(tx, grads, state, params)
+
+    now, state = start, tx.init(start)
+    for i in range(2):
+        micro_batch = jax.tree.map(lambda b, i=i: b[8 * i : 8 * i + 8], (x, y))
+        now, state = step(now, state, micro_batch)
+    chex.assert_trees_all_close(now, whole, rtol=2e-5, atol=2e-6)

@@ -1,0 +1,315 @@
+"""The contract of `accumulate_gradients` and `apply_gradients`, line by line; the law itself is in test_law.py."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_accum
+
+PARAMS = {"w": jnp.arange(6.0).reshape(2, 3) - 2, "b": jnp.array([0.5, -0.5, 1.0])}
+GRADS = [jax.tree.map(lambda p, i=i: jnp.cos(p + i), PARAMS) for i in range(8)]
+SGD = optax.sgd(1.0)
+
+
+def mean(grads):
+    return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *grads)
+
+
+def close(updates, grads):
+    chex.assert_trees_all_close(updates, jax.tree.map(lambda g: -g, mean(grads)), rtol=1e-6)
+
+
+def test_the_step_is_a_pair_of_pure_functions_of_arrays():
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    chex.assert_tree_all_finite(tx.init(PARAMS))
+    state = tx.init(PARAMS)
+    first, second = (tx.update(GRADS[0], state, PARAMS) for _ in range(2))
+    chex.assert_trees_all_equal(first, second)
+
+
+@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
+@pytest.mark.parametrize(
+    "options", [{}, {"nonfinite": "skip"}, {"nonfinite": "discard"}, {"reduction": "sum"}], ids=str
+)
+def test_the_state_is_a_fixed_point_and_traced_once(apply, options):
+    """Types, weak types and shapes stay, so one compilation serves every micro-step, first, held and emitted."""
+    inner = optax.inject_hyperparams(optax.adamw)(0.1)  # its hyperparameters start as weak types
+    tx = optax_accum.accumulate_gradients(inner, 2, **options)
+
+    traces = []
+
+    @jax.jit
+    def step(grads, state, params, weight):
+        traces.append(1)
+        if apply:
+            return optax_accum.apply_gradients(tx, grads, state, params, weight=weight, value=1.0)
+        return tx.update(grads, state, params, weight=weight, value=1.0)
+
+    state, params = tx.init(PARAMS), PARAMS
+    types = jax.tree.map(jax.typeof, state)
+    for grads in GRADS[:5]:
+        result, state = step(grads, state, params, 2.0)
+        assert jax.tree.map(jax.typeof, state) == types
+        params = result if apply else params
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
+def test_a_held_micro_step_changes_nothing(apply):
+    tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 3)
+    state = tx.init(PARAMS)
+    if apply:
+        params, new = optax_accum.apply_gradients(tx, GRADS[0], state, PARAMS)
+        chex.assert_trees_all_equal(params, PARAMS)
+    else:
+        updates, new = tx.update(GRADS[0], state, PARAMS)
+        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, PARAMS))  # exact zeros
+    chex.assert_trees_all_equal(new.inner_opt_state, state.inner_opt_state)
+    assert (new.mini_step, new.gradient_step) == (1, 0)
+
+
+def test_apply_gradients_is_update_and_apply_updates():
+    for inner in (optax.adamw(0.1), optax_accum.accumulate_gradients(optax.adamw(0.1), 2)):
+        state = fused_state = inner.init(PARAMS)
+        params = fused = PARAMS
+        for grads in GRADS[:4]:
+            updates, state = inner.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            fused, fused_state = optax_accum.apply_gradients(inner, grads, fused_state, fused)
+            chex.assert_trees_all_equal(params, fused)
+            chex.assert_trees_all_equal(state, fused_state)
+
+
+def test_apply_gradients_passes_extra_arguments_to_any_transformation():
+    tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(SGD, None))
+    params, state = optax_accum.apply_gradients(tx, GRADS[0], tx.init(PARAMS), PARAMS, flush=True, weight=3.0)
+    chex.assert_trees_all_close(params, jax.tree.map(jnp.subtract, PARAMS, GRADS[0]), rtol=1e-6)
+    plain = optax.GradientTransformation(SGD.init, SGD.update)
+    optax_accum.apply_gradients(plain, GRADS[0], plain.init(PARAMS), PARAMS, value=1.0)
+
+
+def test_every_may_follow_the_updates():
+    """A schedule of the window's length: 1, then 2, then 0 (which acts as 1), then 3."""
+    lengths = jnp.array([1, 2, 0, 3])
+    tx = optax_accum.accumulate_gradients(SGD, lambda step: lengths[step])
+    update, state, emitted = jax.jit(tx.update), tx.init(PARAMS), []
+    for grads in GRADS[:7]:
+        updates, state = update(grads, state, PARAMS)
+        emitted.append(bool(optax_accum.has_updated(state)))
+    assert emitted == [True, False, True, True, False, False, True]
+    close(updates, GRADS[4:7])
+
+
+@pytest.mark.parametrize(("before", "after", "closes"), [(5, 3, 3), (2, 4, 4), (5, 1, 3), (None, 3, 3), (5, 2, 3)])
+def test_every_may_change_in_the_middle_of_a_window(before, after, closes):
+    """A resumed run: two micro-steps in the window, then another `every` (for 2: one micro-step)."""
+    done = 1 if before == 2 else 2
+    tx = optax_accum.accumulate_gradients(SGD, before)
+    state = tx.init(PARAMS)
+    for grads in GRADS[:done]:
+        _, state = tx.update(grads, state, PARAMS, flush=False)
+    tx = optax_accum.accumulate_gradients(SGD, after)
+    update = jax.jit(tx.update)
+    for i in range(done, closes):
+        assert not optax_accum.has_updated(state)
+        updates, state = update(GRADS[i], state, PARAMS)
+    assert optax_accum.has_updated(state)
+    close(updates, GRADS[:closes])
+    for i in range(after):  # and the window after is a whole one
+        updates, state = update(GRADS[i], state, PARAMS)
+    close(updates, GRADS[:after])
+
+
+@pytest.mark.parametrize("flush", [True, np.bool_(True), jnp.array(True)], ids=["static", "numpy", "traced"])
+@pytest.mark.parametrize("every", [None, 5])
+def test_flush_closes_the_window_with_the_divisor_of_what_is_in_it(every, flush):
+    tx = optax_accum.accumulate_gradients(SGD, every)
+    state = tx.init(PARAMS)
+    for i, grads in enumerate(GRADS[:3]):
+        updates, state = tx.update(grads, state, PARAMS, flush=flush if i == 2 else flush ^ True)
+    close(updates, GRADS[:3])
+    _, state = tx.update(GRADS[3], state, PARAMS, flush=False)
+    updates, state = tx.update(GRADS[4], state, PARAMS, flush=flush)
+    close(updates, GRADS[3:5])
+    assert state.gradient_step == 2
+
+
+def test_a_flush_on_time_is_no_second_update():
+    tx = optax_accum.accumulate_gradients(SGD, 2)
+    state = tx.init(PARAMS)
+    for flush in (False, True):
+        updates, state = tx.update(GRADS[0], state, PARAMS, flush=flush)
+    assert (state.gradient_step, state.mini_step) == (1, 0)
+
+
+def test_no_parameters_are_needed_by_an_inner_optimizer_that_needs_none():
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2)
+    updates, state = tx.update(GRADS[0], tx.init(PARAMS))
+    updates, state = tx.update(GRADS[1], state)
+    assert state.gradient_step == 1
+
+
+# Extra arguments.
+
+
+def test_extra_arguments_reach_inner_through_a_chain_and_value_as_its_mean():
+    seen = []
+
+    def update(updates, state, params=None, *, value, note, **rest):
+        seen.append((note, rest))
+        return jax.tree.map(lambda u: jnp.full_like(u, value), updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(inner, 3))
+    state = tx.init(PARAMS)
+    for grads, value, weight in zip(GRADS[:3], (1.0, 2.0, 6.0), (1, 2, 1), strict=True):
+        updates, state = tx.update(grads, state, PARAMS, value=value, weight=weight, note="static")
+    chex.assert_trees_all_close(updates, jax.tree.map(lambda p: jnp.full_like(p, 11 / 4), PARAMS))
+    assert set(map(str, seen)) == {"('static', {})"}  # neither weight nor flush goes further
+
+
+def test_reduce_on_plateau_sees_the_loss_of_the_window():
+    """`MultiSteps` shows it the loss of the last micro-batch, which rises while the loss of the window falls."""
+    inner = optax.chain(SGD, optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    tx = optax_accum.accumulate_gradients(inner, 2)
+    state = tx.init(PARAMS)
+    for low, high in [(5.0, 5.0), (3.0, 6.0), (1.0, 7.0), (0.0, 7.5)]:
+        for value in (low, high):
+            _, state = tx.update(GRADS[0], state, PARAMS, value=value)
+    plateau = state.inner_opt_state[1]
+    assert plateau.scale == 1.0
+    np.testing.assert_allclose(plateau.best_value, 3.75)
+
+
+def test_polyak_takes_its_step_from_the_loss_of_the_window():
+    inner = optax.polyak_sgd(max_learning_rate=10.0)
+    tx = optax_accum.accumulate_gradients(inner, 2)
+    state = tx.init(PARAMS)
+    for grads, value in zip(GRADS[:2], (1.0, 3.0), strict=True):
+        updates, state = tx.update(grads, state, PARAMS, value=value)
+    expected, _ = inner.update(mean(GRADS[:2]), inner.init(PARAMS), PARAMS, value=2.0)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5)
+
+
+def test_a_mean_argument_is_the_mean_of_the_micro_steps_that_gave_it():
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params=None, *, accuracy: (jax.tree.map(lambda u: u * 0 + accuracy, updates), state),
+    )
+    tx = optax_accum.accumulate_gradients(inner, 3, mean_args=("accuracy",))
+    state = tx.init(PARAMS)
+    _, state = tx.update(GRADS[0], state, PARAMS, accuracy=0.2)
+    _, state = tx.update(GRADS[1], state, PARAMS, accuracy=jnp.float32(np.nan), weight=0.0)
+    updates, state = tx.update(GRADS[2], state, PARAMS, accuracy=0.6)
+    chex.assert_trees_all_close(updates, jax.tree.map(lambda p: jnp.full_like(p, 0.4), PARAMS), rtol=1e-6)
+    assert jax.tree.leaves(state.mean_args) == [0, 0]
+
+
+# Trees and leaves.
+
+
+def test_none_masked_and_empty_leaves_pass_through():
+    params = {"w": jnp.ones(2), "none": None, "empty": jnp.zeros((0, 3)), "scalar": jnp.array(1.0)}
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2)
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert updates["none"] is None
+    assert updates["empty"].shape == (0, 3)
+    masked = {"w": jnp.ones(2), "frozen": optax.MaskedNode()}
+    updates, _ = tx.update(masked, tx.init(masked), masked)
+    assert updates["frozen"] == optax.MaskedNode()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_float0_passes_through(every):
+    """What `jax.grad(..., allow_int=True)` gives for an integer parameter; the inner optimizer leaves it alone."""
+    params = {"w": jnp.ones(2), "table": jnp.arange(3)}
+    grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2) + p["table"][1], allow_int=True)(params)
+    inner = optax.masked(optax.sgd(0.25), {"w": True, "table": False})
+    tx = optax_accum.accumulate_gradients(inner, every)
+    step = jax.jit(lambda *args: optax_accum.apply_gradients(tx, *args))
+    state, new = tx.init(params), params
+    for _ in range(every):
+        updates, _ = tx.update(grads, state, params)
+        assert updates["table"].dtype == jax.dtypes.float0
+        new, state = step(grads, state, new)
+    np.testing.assert_allclose(new["w"], 0.5)
+    np.testing.assert_array_equal(new["table"], params["table"])
+
+
+@pytest.mark.parametrize("wrap", ["partition", "masked"])
+def test_frozen_parameters_cost_no_accumulator(wrap):
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2)
+    if wrap == "partition":
+        tx = optax.partition({"train": tx, "freeze": optax.set_to_zero()}, {"w": "freeze", "b": "train"})
+    else:
+        tx = optax.masked(tx, {"w": False, "b": True})
+    state = tx.init(PARAMS)
+    sizes = [leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim]
+    assert sizes == [3, 3, 3]  # two moments and one accumulator, of "b" alone
+    for grads in GRADS[:2]:
+        updates, state = jax.jit(tx.update)(grads, state, PARAMS)
+    assert np.any(updates["b"] != 0)
+
+
+def test_every_one_allocates_no_accumulator():
+    inner = optax.adam(0.1)
+    size = lambda state: sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim)
+    state = optax_accum.accumulate_gradients(inner, 1).init(PARAMS)
+    assert size(state) == size(inner.init(PARAMS))
+    assert size(optax.MultiSteps(inner, 1).init(PARAMS)) > size(state)
+
+
+def test_abstract_init():
+    tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 2, nonfinite=optax.transforms.skip_not_finite)
+    shapes = jax.eval_shape(tx.init, PARAMS)
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), shapes) == jax.tree.map(
+        lambda s: (s.shape, s.dtype), tx.init(PARAMS)
+    )
+    out = jax.eval_shape(tx.update, PARAMS, shapes, PARAMS)
+    assert jax.tree.structure(out[1]) == jax.tree.structure(shapes)
+
+
+def test_the_tools_of_optax_see_into_the_state():
+    tx = optax_accum.accumulate_gradients(optax.inject_hyperparams(optax.adam)(0.1), 2)
+    state = tx.init(PARAMS)
+    np.testing.assert_allclose(optax.tree.get(state, "learning_rate"), 0.1)
+    state = optax.tree.set(state, learning_rate=jnp.float32(0.5))
+    np.testing.assert_allclose(state.inner_opt_state.hyperparams["learning_rate"], 0.5)
+    marked = optax.tree.map_params(tx, lambda _: "parameter", state, transform_non_params=lambda _: "other")
+    assert marked.acc_grads == {"w": "parameter", "b": "parameter"}
+    assert marked.mini_step == "other"
+
+
+def test_an_inner_optimizer_may_hold_a_typed_key():
+    tx = optax_accum.accumulate_gradients(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), 2)
+    state = tx.init(PARAMS)
+    for grads in GRADS[:2]:
+        updates, state = jax.jit(tx.update)(grads, state, PARAMS)
+    assert np.any(updates["w"] != 0)
+
+
+def test_accumulation_inside_accumulation():
+    """Two levels: the outer window is made of inner windows."""
+    tx = optax_accum.accumulate_gradients(optax_accum.accumulate_gradients(SGD, 2), 2)
+    update, state = jax.jit(tx.update), tx.init(PARAMS)
+    for grads in GRADS[:4]:
+        updates, state = update(grads, state, PARAMS)
+    close(updates, GRADS[:4])
+
+
+def test_eager_calls_compile_no_cond(monkeypatch):
+    """Outside jit the branch is known; a cond would be compiled again at every call."""
+    monkeypatch.setattr(jax.lax, "cond", lambda *_: pytest.fail("compiled a cond"))
+    for options in ({}, {"nonfinite": "discard"}, {"nonfinite": "skip"}):
+        tx = optax_accum.accumulate_gradients(optax.scale(0.1), 2, **options)
+        state = tx.init(PARAMS)
+        for grads in GRADS[:4]:
+            updates, state = tx.update(grads, state, PARAMS)
+        assert state.gradient_step == 2
