@@ -65,8 +65,14 @@ def mean(acc: Tree, grads: Tree, weight: Weight | None, dtype: jnp.dtype | str |
 
 
 def all_finite(tree: Tree) -> jax.Array:
-    """Returns a bool scalar: no leaf holds a NaN or an infinity."""
-    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree) if not is_float0(leaf)]
+    """Returns a bool scalar: no leaf holds a NaN or an infinity.
+
+    A leaf is finite if its largest and its smallest element are: unlike `isfinite` of every element, the two reductions
+    write no array of bools beside the leaf.
+    """
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if not is_float0(leaf)]
+    reals = [part for leaf in leaves for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
+    finite = [jnp.isfinite(extreme(real)) for real in reals if real.size for extreme in (jnp.max, jnp.min)]
     return jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
 
 
@@ -130,8 +136,8 @@ def _check_leaf(path: str, grad: Leaf, total: Leaf) -> None:
     dtype = jax.dtypes.float0 if is_float0(grad) else jnp.result_type(grad)
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
-            f"A gradient must have a floating-point dtype: at {path} it is {'float0' if is_float0(grad) else dtype} and the state "
-            f"accumulates {total.dtype}. Call init again with the parameters that these gradients belong to."
+            f"A gradient must have a floating-point dtype: at {path} it is "
+            f"{'float0' if is_float0(grad) else dtype} and the state accumulates {total.dtype}. Call init again with the parameters that these gradients belong to."
         )
     if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(total):
         raise TypeError(

@@ -13,18 +13,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 
 import optax_accum
 
 Tree = Any
 Rows = tuple[Any, Any]  # images float32 [b, 8, 8, 1], labels int32 [b]
-Apply = Callable[..., tuple[Tree, Tree]]  # (tx, grads, state, params, **extra_args) -> (params, state)
+COLORS = ("#f2b134", "#1f77b4", "#202020")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +41,20 @@ class Settings:
     output: Path = Path("demo.png")
 
 
-class Result(NamedTuple):
-    """What one way came to."""
+@dataclasses.dataclass
+class Way:
+    """One of the ways to train, how far it is, and what it took."""
 
     name: str
-    accuracy: float  # on the held-out digits
-    parameters: np.ndarray  # [P], all of them after the last update
-    losses: list[float]  # of each update, the mean over its micro-batches
-    milliseconds: float  # per update, the median
-    temporary_bytes: int  # of the compiled step
+    every: int
+    order: int  # -1 for reversed rows
+    step: jax.stages.Compiled
+    megabytes: float  # temporary memory of the step
+    params: Tree
+    state: Tree
+    losses: list[float] = dataclasses.field(default_factory=list[float])  # of an update: the mean of its micro-batches
+    milliseconds: list[float] = dataclasses.field(default_factory=list[float])  # of an update
+    accuracy: float = math.nan  # on the held-out digits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'The demo needs {", ".join(missing)}. Run: pip install "optax_accum[demo]"', file=sys.stderr)
         return 1
     try:
-        check(settings)
+        _check(settings)
     except ValueError as error:
         parser.error(str(error))
-    *results, reversed_rows = run(settings)
-    print(f"\n{table(results)}\n\n{explanation(results, reversed_rows)}")
-    draw(settings, results)
+    *ways, reversed_rows = run(settings)
+    print(f"\n{_table(ways)}\n\n{_explanation(ways, reversed_rows)}")
+    _draw(settings, ways)
     print(f"\nThe picture is in {settings.output.resolve()}")
     return 0
 
@@ -73,8 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m optax_accum.demo",
-        description="Trains a small CNN on handwritten digits at one effective batch three ways: the whole batch, "
-        "micro-batches through optax_accum, micro-batches through optax.MultiSteps. Prints a table, draws a picture.",
+        description="Trains a small CNN on handwritten digits three ways at one effective batch, and compares them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     count = _number(int, "an integer of at least 1", lambda value: value >= 1)
@@ -103,8 +108,7 @@ def _number(kind: type[int] | type[float], rule: str, holds: Callable[[Any], boo
     return parse
 
 
-def check(settings: Settings) -> None:
-    """Raises ValueError for settings that cannot be run."""
+def _check(settings: Settings) -> None:
     batch_size, every, output = settings.batch_size, settings.every, settings.output
     rows = len(_load_digits(settings.seed)[0][1])
     if batch_size > rows:
@@ -131,42 +135,37 @@ def _load_digits(seed: int) -> tuple[Rows, Rows]:
 def _check_optimizer(settings: Settings) -> None:
     name, known = settings.optimizer, _optimizers()
     if name not in known:
-        rule = "is made from a learning rate" if hasattr(optax, name) else "exists"
-        close = difflib.get_close_matches(name.lower(), known) or known
-        raise ValueError(f"--optimizer must name an optimizer of optax: none {rule} as {name}. Try {', '.join(close)}.")
+        close = ", ".join(difflib.get_close_matches(name.lower(), known) or known)
+        raise ValueError(f"--optimizer must be an optimizer that optax exports: {name}. Try one of these: {close}.")
     try:
         tx = _optimizer(settings)
         jax.eval_shape(lambda params: tx.update(params, tx.init(params), params, value=params[0, 0]), jnp.ones((2, 2)))
     except TypeError as error:
-        rule = "--optimizer must need no more than a learning rate, gradients and a loss"
-        raise ValueError(f"{rule}: {name} does ({error}). Try adamw.") from error
+        rule = "--optimizer must run on a learning rate, gradients and a loss alone"
+        raise ValueError(f"{rule}: {name} ({error}). Try adamw.") from error
 
 
 def _optimizers() -> list[str]:
     """Returns the names that optax exports of functions whose first parameter is a learning rate."""
-    public = [name for name in dir(optax) if not name.startswith(("_", "scale_by_"))]
-    functions = [name for name in public if inspect.isfunction(getattr(optax, name))]
-    first = lambda name: next(iter(inspect.signature(getattr(optax, name)).parameters), None)
-    return [name for name in functions if first(name) in ("learning_rate", "max_learning_rate")]
+    functions = inspect.getmembers(optax, inspect.isfunction)
+    first = {name: next(iter(inspect.signature(function).parameters), "") for name, function in functions}
+    return [name for name in first if first[name] in ("learning_rate", "max_learning_rate") and "scale_by" not in name]
 
 
 def _optimizer(settings: Settings) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(getattr(optax, settings.optimizer)(settings.learning_rate))
 
 
-def run(settings: Settings) -> list[Result]:
-    """Returns the results of the three ways, then of the whole batch with its rows reversed: what rounding alone does.
-
-    All of them make an update before any makes the next, so that a busy machine slows them alike.
-    """
+def run(settings: Settings) -> list[Way]:
+    """Trains the three ways and, to show what rounding alone does, the whole batch with its rows reversed."""
     train, test = _load_digits(settings.seed)
     model = _model()
     ways = _ways(settings, model, train)
     for batch in _batches(settings, train):
-        for way in ways:
+        for way in ways:  # in turn, so that a busy machine slows them alike
             _update(way, batch)
     accuracy = jax.jit(lambda params: jnp.mean(model.apply(params, test[0]).argmax(-1) == test[1]))
-    return [_result(way, accuracy(way.params)) for way in ways]
+    return [dataclasses.replace(way, accuracy=float(accuracy(way.params))) for way in ways]
 
 
 def _model() -> Any:
@@ -174,37 +173,24 @@ def _model() -> Any:
 
     pool = functools.partial(nn.avg_pool, window_shape=(2, 2), strides=(2, 2))
     flatten = lambda features: features.reshape(len(features), -1)
-    # Smooth, since rounding decides whether a relu near zero is on, and what differs once grows from there.
-    smooth = nn.tanh
-    convolutions = [nn.Conv(16, (3, 3)), smooth, nn.Conv(32, (3, 3)), smooth, pool]
-    return nn.Sequential([*convolutions, flatten, nn.Dense(256), smooth, nn.Dense(10)])
+    # tanh is smooth: rounding decides whether a relu near zero is on, and what differs once grows from there.
+    convolutions = [nn.Conv(16, (3, 3)), nn.tanh, nn.Conv(32, (3, 3)), nn.tanh, pool]
+    return nn.Sequential([*convolutions, flatten, nn.Dense(256), nn.tanh, nn.Dense(10)])
 
 
-@dataclasses.dataclass
-class _Way:
-    """One of the ways in training."""
-
-    name: str
-    every: int
-    order: int  # -1 for reversed rows
-    step: jax.stages.Compiled
-    params: Tree
-    state: Tree
-    losses: list[float] = dataclasses.field(default_factory=list[float])
-    seconds: list[float] = dataclasses.field(default_factory=list[float])
-
-
-def _ways(settings: Settings, model: Any, train: Rows) -> list[_Way]:
+def _ways(settings: Settings, model: Any, train: Rows) -> list[Way]:
     tx = _optimizer(settings)
     accumulated = optax_accum.accumulate_gradients(tx, settings.every)
     multi_steps = optax.MultiSteps(tx, settings.every)
     params = jax.jit(model.init)(jax.random.key(settings.seed), train[0][:1])
 
-    def way(name: str, tx: Any, apply: Apply, every: int = 1, order: int = 1) -> _Way:
+    def way(name: str, tx: Any, apply: Callable[..., Any], every: int = 1, order: int = 1) -> Way:
         # Copied: a donated buffer is gone, and some optimizers keep the initial parameters in their state.
         start = jax.tree.map(jnp.array, (params, tx.init(params)))
         micro_batch = [column[: settings.batch_size // every] for column in train]
-        return _Way(name, every, order, _compile(model, tx, apply, *start, *micro_batch), *start)
+        step = _compile(model, tx, apply, *start, *micro_batch)
+        memory: Any = step.memory_analysis()
+        return Way(name, every, order, step, memory.temp_size_in_bytes / 1e6, *start)
 
     return [
         way("whole batch", tx, _update_and_apply),
@@ -219,7 +205,7 @@ def _update_and_apply(tx: Any, grads: Tree, state: Tree, params: Tree, **extra_a
     return optax.apply_updates(params, updates), state
 
 
-def _compile(model: Any, tx: Any, apply: Apply, *arguments: Tree) -> jax.stages.Compiled:
+def _compile(model: Any, tx: Any, apply: Callable[..., Any], *arguments: Tree) -> jax.stages.Compiled:
     def mean_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, images), labels).mean()
 
@@ -237,13 +223,14 @@ def _batches(settings: Settings, train: Rows) -> Iterator[Rows]:
 
     random, rows, size = np.random.default_rng(settings.seed), len(train[1]), settings.batch_size
     epochs = [random.permutation(rows)[: rows - rows % size] for _ in range(settings.epochs)]
-    terminal = sys.stderr.isatty()  # a log gets a line every 5 s, not ten a second
-    bar = functools.partial(tqdm, unit="update", dynamic_ncols=terminal, mininterval=0.1 if terminal else 5)
-    for chosen in bar(np.concatenate(epochs).reshape(-1, size), desc="training three ways"):
+    pause = 0.1 if sys.stderr.isatty() else 5  # seconds between two refreshes; a log keeps them all
+    for chosen in tqdm(
+        np.concatenate(epochs).reshape(-1, size), "training three ways", unit="update", mininterval=pause
+    ):
         yield train[0][chosen], train[1][chosen]
 
 
-def _update(way: _Way, batch: Rows) -> None:
+def _update(way: Way, batch: Rows) -> None:
     images, labels = (jnp.split(jnp.asarray(rows[:: way.order]), way.every) for rows in batch)
     jax.block_until_ready((images, labels))
     start, losses = time.perf_counter(), list[jax.Array]()
@@ -251,89 +238,68 @@ def _update(way: _Way, batch: Rows) -> None:
         way.params, way.state, loss = way.step(way.params, way.state, *micro_batch)
         losses.append(loss)
     jax.block_until_ready((way.params, way.state))
-    way.seconds.append(time.perf_counter() - start)
+    way.milliseconds.append(1000 * (time.perf_counter() - start))
     way.losses.append(float(np.mean(losses)))
 
 
-def _result(way: _Way, accuracy: jax.Array) -> Result:
-    memory: Any = way.step.memory_analysis()
-    return Result(
-        name=way.name,
-        accuracy=float(accuracy),
-        parameters=np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(way.params)]),
-        losses=way.losses,
-        milliseconds=1000 * float(np.median(way.seconds)),
-        temporary_bytes=memory.temp_size_in_bytes,
-    )
-
-
-def table(results: list[Result]) -> str:
-    """Returns a line for each way; the parameters are compared with those of the first."""
-    lines = [f"{'':<18}{'test accuracy':>13}{'largest difference':>20}{'ms per update':>15}{'temporary memory':>18}"]
-    for name, accuracy, parameters, _, milliseconds, temporary_bytes in results:
-        difference = f"{_difference(parameters, results[0].parameters):.1e}" if name != results[0].name else "0"
-        memory = f"{temporary_bytes / 1e6:.2f} MB"
-        lines.append(f"{name:<18}{accuracy:>13.1%}{difference:>20}{milliseconds:>15.1f}{memory:>18}")
+def _table(ways: list[Way]) -> str:
+    lines = [
+        f"{'':<18}{'test accuracy':>13}{'largest parameter difference':>30}{'ms per update':>15}{'temporary memory':>18}"
+    ]
+    for way in ways:
+        difference = f"{_apart(way.params, ways[0].params).max():.1e}".replace("0.0e+00", "0")
+        measured = f"{np.median(way.milliseconds):>15.1f}{way.megabytes:>15.2f} MB"
+        lines.append(f"{way.name:<18}{way.accuracy:>13.1%}{difference:>30}{measured}")
     return "\n".join(lines)
 
 
-def _difference(some: Sequence[float] | np.ndarray, others: Sequence[float] | np.ndarray) -> float:
-    return float(np.abs(np.subtract(some, others)).max())
+def _apart(tree: Tree, other: Tree) -> np.ndarray:
+    """Returns how far apart the numbers of two trees are, in one array."""
+    return np.abs(np.subtract(ravel_pytree(tree)[0], ravel_pytree(other)[0]))
 
 
-def explanation(results: list[Result], reversed_rows: Result) -> str:
-    """Returns what the differences are, as far as it was measured."""
-    whole, *accumulated = results
-    if not np.isfinite([result.parameters for result in results]).all():
-        return "The training diverged: parameters are not finite. Try a smaller --learning-rate."
-    rounding = _difference(reversed_rows.parameters, whole.parameters)
-    text = (
-        f"Reversing the rows of the whole batch changes only the order of float32 sums, and moves it by {rounding:.1e}:"
-    )
-    text += " differences of that size are rounding."
-    for result in accumulated:
-        if _difference(result.parameters, whole.parameters) > 10 * rounding:
-            far = int((np.abs(result.parameters - whole.parameters) > 1e-5).sum())
-            text += (
-                f"\n{result.name} differs by more than ten times that: {far} of {whole.parameters.size} parameters by "
-                f"more than 1e-05, its losses by up to {_difference(result.losses, whole.losses):.1e}."
-            )
-    return text
+def _explanation(ways: list[Way], reversed_rows: Way) -> str:
+    whole, *accumulated = ways
+    rounding = _apart(reversed_rows.params, whole.params).max()
+    if not np.isfinite(rounding):
+        return "The training diverged: the parameters are not finite. Try a smaller --learning-rate."
+    lines = [
+        f"Reversing the rows of the whole batch moves it by {rounding:.1e}: float32 sums in another order. Differences",
+        "of that size are rounding. Temporary memory is beyond parameters, optimizer state and accumulator.",
+    ]
+    for way, apart in ((way, _apart(way.params, whole.params)) for way in accumulated):
+        if apart.max() > 10 * max(rounding, 1e-7):
+            far = f"{(apart > 1e-5).sum()} of {apart.size} parameters by more than 1e-05"
+            lines.append(f"{way.name} differs by more than ten times that, {far}.")
+    return "\n".join(lines)
 
 
-def draw(settings: Settings, results: list[Result]) -> None:
-    """Writes the picture: the loss of every update, and what it took."""
+def _draw(settings: Settings, ways: list[Way]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.8), layout="constrained")
     axes: Any = figure.subplot_mosaic([["loss", "memory", "time"]], width_ratios=[2.2, 1, 1])
-    cut = f"{settings.every} micro-batches of {settings.batch_size // settings.every}"
-    figure.suptitle(f"Handwritten digits, {settings.optimizer}: batches of {settings.batch_size}, whole and as {cut}")
-    _draw_losses(axes["loss"], results)
-    _draw_bars(axes["memory"], "Temporary memory of a step", "MB", [way.temporary_bytes / 1e6 for way in results])
-    _draw_bars(axes["time"], "Time of an update (median)", "milliseconds", [way.milliseconds for way in results])
+    title = f"Handwritten digits, {settings.optimizer}: batches of {settings.batch_size} whole and in micro-batches of"
+    figure.suptitle(f"{title} {settings.batch_size // settings.every}")
+    _draw_losses(axes["loss"], ways)
+    _draw_bars(axes["memory"], "Temporary memory of a step", "MB", [way.megabytes for way in ways])
+    _draw_bars(axes["time"], "Time of an update (median)", "ms", [np.median(way.milliseconds) for way in ways])
     figure.savefig(settings.output, format="png", dpi=150)
 
 
-def _draw_losses(axes: Any, results: list[Result]) -> None:
-    apart = max(_difference(result.losses, results[0].losses) for result in results)
-    for result, color, width, line in zip(results, _COLORS, (9, 4, 1.5), ("-", "-", "--"), strict=True):
-        axes.plot(
-            range(1, len(result.losses) + 1), result.losses, line, color=color, linewidth=width, label=result.name
-        )
-    axes.set(title=f"Loss: the three curves are at most {apart:.0e} apart", xlabel="update", ylabel="training loss")
-    axes.set_yscale("log")
+def _draw_losses(axes: Any, ways: list[Way]) -> None:
+    for way, color, line, width in zip(ways, COLORS, ("-", "-", "--"), (9, 4, 1.5), strict=True):
+        axes.plot(np.arange(len(way.losses)) + 1, way.losses, line, color=color, linewidth=width, label=way.name)
+    apart = max(_apart(way.losses, ways[0].losses).max() for way in ways)
+    axes.set(title=f"Loss: the three curves are at most {apart:.0e} apart", yscale="log")
+    axes.set(xlabel="update", ylabel="training loss")
     axes.legend()
 
 
-def _draw_bars(axes: Any, title: str, unit: str, heights: list[float]) -> None:
-    bars = axes.bar(("whole\nbatch", "optax_\naccum", "optax.\nMultiSteps"), heights, color=_COLORS)
+def _draw_bars(axes: Any, title: str, unit: str, heights: Sequence[Any]) -> None:
+    bars = axes.bar(("whole\nbatch", "optax_\naccum", "optax.\nMultiSteps"), heights, color=COLORS)
     axes.bar_label(bars, fmt="%.3g", padding=3)
-    axes.set(title=title, ylabel=unit)
-    axes.margins(y=0.12)
-
-
-_COLORS = ("#f2b134", "#1f77b4", "#202020")
+    axes.set(title=title, ylabel=unit, ymargin=0.1)
 
 
 if __name__ == "__main__":

@@ -107,8 +107,7 @@ def test_gradients_of_another_tree():
     with pytest.raises(ValueError, match=r"at \['c'\] the gradients have shape \(1,\) and the state has no leaf.*init"):
         update(build(), {**PARAMS, "c": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"at \['w'\] they have one leaf and the state has the tree"):
-        tx = build()
-        tx.update(PARAMS, tx.init({**PARAMS, "w": {"nested": PARAMS["w"]}}))
+        update(build(), state=build().init({**PARAMS, "w": {"nested": PARAMS["w"]}}))
 
 
 @pytest.mark.parametrize("apply", [False, True])

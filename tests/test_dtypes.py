@@ -28,7 +28,7 @@ def test_wrapping_changes_no_dtype(inner, every, emit_dtype, dtype):
     inner = INNERS[inner]
     params, grads = gradient(dtype, 0), gradient(dtype, 1)
     tx = optax_accum.accumulate_gradients(inner, every, emit_dtype=emit_dtype)
-    expected, expected_state = jax.eval_shape(inner.update, grads, inner.init(params), params)
+    expected, _expected_state = jax.eval_shape(inner.update, grads, inner.init(params), params)
     state = tx.init(params)
     dtypes = lambda tree: jax.tree.map(lambda leaf: leaf.dtype, tree)
     for _ in range(every):

@@ -86,7 +86,7 @@ def test_apply_gradients_is_update_and_apply_updates():
 
 def test_apply_gradients_passes_extra_arguments_to_any_transformation():
     tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(SGD, None))
-    params, state = optax_accum.apply_gradients(tx, GRADS[0], tx.init(PARAMS), PARAMS, flush=True, weight=3.0)
+    params, _state = optax_accum.apply_gradients(tx, GRADS[0], tx.init(PARAMS), PARAMS, flush=True, weight=3.0)
     chex.assert_trees_all_close(params, jax.tree.map(jnp.subtract, PARAMS, GRADS[0]), rtol=1e-6)
     plain = optax.GradientTransformation(SGD.init, SGD.update)
     optax_accum.apply_gradients(plain, GRADS[0], plain.init(PARAMS), PARAMS, value=1.0)
@@ -142,14 +142,14 @@ def test_a_flush_on_time_is_no_second_update():
     tx = optax_accum.accumulate_gradients(SGD, 2)
     state = tx.init(PARAMS)
     for flush in (False, True):
-        updates, state = tx.update(GRADS[0], state, PARAMS, flush=flush)
+        _, state = tx.update(GRADS[0], state, PARAMS, flush=flush)
     assert (state.gradient_step, state.mini_step) == (1, 0)
 
 
 def test_no_parameters_are_needed_by_an_inner_optimizer_that_needs_none():
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2)
-    updates, state = tx.update(GRADS[0], tx.init(PARAMS))
-    updates, state = tx.update(GRADS[1], state)
+    _, state = tx.update(GRADS[0], tx.init(PARAMS))
+    _, state = tx.update(GRADS[1], state)
     assert state.gradient_step == 1
 
 
@@ -311,5 +311,5 @@ def test_eager_calls_compile_no_cond(monkeypatch):
         tx = optax_accum.accumulate_gradients(optax.scale(0.1), 2, **options)
         state = tx.init(PARAMS)
         for grads in GRADS[:4]:
-            updates, state = tx.update(grads, state, PARAMS)
+            _, state = tx.update(grads, state, PARAMS)
         assert state.gradient_step == 2

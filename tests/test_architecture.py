@@ -1,0 +1,77 @@
+"""The rooms and arrows of the design: who may import whom, and what `import optax_accum` loads."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import optax_accum
+
+PACKAGE = pathlib.Path(optax_accum.__file__).parent
+FLOORS = [
+    {"_accumulator", "_state"},
+    {"_arguments"},
+    {"_transformation"},
+    {"demo"},
+]
+
+
+def imports_of(source):
+    """The rooms that a module's source imports."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "optax_accum":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("optax_accum."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("optax_accum.")}
+    return found
+
+
+def wrong_arrows(room, source):
+    floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
+    below = set().union(*FLOORS[:floor]) if room != "demo" else set(optax_accum.__all__) | {"demo"}
+    return imports_of(source) - below
+
+
+def test_every_room_stands_on_a_floor():
+    rooms = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    assert rooms == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("room", sorted(set().union(*FLOORS)))
+def test_imports_go_one_way(room):
+    assert not wrong_arrows(room, (PACKAGE / f"{room}.py").read_text())
+
+
+def test_a_wrong_arrow_is_found():
+    for source in (
+        "from optax_accum._transformation import x",
+        "from optax_accum import demo",
+        "import optax_accum.demo",
+    ):
+        assert wrong_arrows("_accumulator", source)
+
+
+def test_nothing_private_of_jax_is_used():
+    for path in PACKAGE.glob("*.py"):
+        assert "jax._src" not in path.read_text(), path
+
+
+def test_import_loads_neither_flax_nor_matplotlib():
+    program = "import sys, optax_accum; print(*{'flax', 'matplotlib', 'sklearn', 'tqdm'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
+
+
+def test_the_public_names_are_those_of_all():
+    public = {name for name in vars(optax_accum) if not name.startswith("_")}
+    assert public - {"demo"} == set(optax_accum.__all__)
+
+
+def test_every_public_name_has_a_docstring():
+    for name in optax_accum.__all__:
+        assert len(getattr(optax_accum, name).__doc__) > 60, name

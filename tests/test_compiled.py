@@ -1,0 +1,167 @@
+"""Facts of the compiled program: inner calls, branches, temporary memory, sharding. Time is the benchmark's."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import optax_accum
+
+PARAMS = {f"layer{i}": {"w": jnp.ones((256, 256)), "b": jnp.ones(256)} for i in range(4)}
+SIZE = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
+
+
+def counted(inner):
+    """Returns `inner` and the list that a host callback fills at each of its calls."""
+    calls = []
+
+    def update(updates, state, params=None, **extra):
+        jax.debug.callback(lambda: calls.append(1))
+        return inner.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update), calls
+
+
+@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "omit", "discard"])
+def test_the_inner_optimizer_runs_once_a_window(apply, nonfinite):
+    inner, calls = counted(optax.adam(0.1))
+    tx = optax_accum.accumulate_gradients(inner, 4, nonfinite=nonfinite)
+    step = jax.jit(lambda *a: optax_accum.apply_gradients(tx, *a) if apply else tx.update(*a))
+    params, state = jnp.ones(3), tx.init(jnp.ones(3))
+    for _ in range(12):
+        _, state = step(params, state, params)
+    jax.effects_barrier()
+    assert len(calls) == 3
+
+
+def test_multi_steps_runs_it_at_every_micro_step():
+    """The count can fail."""
+    inner, calls = counted(optax.adam(0.1))
+    tx = optax.MultiSteps(inner, 4)
+    update, state = jax.jit(tx.update), tx.init(jnp.ones(3))
+    for _ in range(4):
+        _, state = update(jnp.ones(3), state, jnp.ones(3))
+    jax.effects_barrier()
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
+@pytest.mark.parametrize("flush", [False, True])
+def test_a_static_flush_compiles_no_cond(apply, flush):
+    tx = optax_accum.accumulate_gradients(optax.adamw(0.1), None)
+    step = lambda *a, **k: optax_accum.apply_gradients(tx, *a, **k) if apply else tx.update(*a, **k)
+    trace = lambda flush: str(jax.make_jaxpr(step)(PARAMS, tx.init(PARAMS), PARAMS, flush=flush))
+    static = str(jax.make_jaxpr(lambda *a: step(*a, flush=flush))(PARAMS, tx.init(PARAMS), PARAMS))
+    assert "cond[" not in static
+    assert "cond[" in trace(jnp.array(flush))  # and the search can find one
+    assert ("sqrt" in static) == flush  # a held micro-step holds nothing of the optimizer
+
+
+def test_every_one_compiles_no_cond_and_no_select():
+    tx, inner = optax_accum.accumulate_gradients(optax.adamw(0.1), 1), optax.adamw(0.1)
+    jaxpr = str(jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS))
+    assert "cond[" not in jaxpr
+    assert len(re.findall("f32.256,256. = select_n", jaxpr)) == 0
+    ours = compiled(lambda p, s, g: tx.update(g, s, p), PARAMS, tx.init(PARAMS), PARAMS)
+    alone = compiled(lambda p, s, g: inner.update(g, s, p), PARAMS, inner.init(PARAMS), PARAMS)
+    assert ours.memory_analysis().temp_size_in_bytes <= alone.memory_analysis().temp_size_in_bytes + 0.02 * SIZE
+
+
+def compiled(step, *args):
+    return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+
+
+def temporary(step, *args):
+    """Temporary memory, in copies of the parameters; parameters and state are donated, in their order."""
+    return compiled(step, *args).memory_analysis().temp_size_in_bytes / SIZE
+
+
+def applied(tx):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)], ids=["sgd", "adamw"])
+def test_temporary_memory(inner):
+    """`update` needs the zeros that it returns; `apply_gradients` needs nothing beyond the inner optimizer."""
+    tx = optax_accum.accumulate_gradients(inner, 8)
+    fused = lambda params, state, grads: optax_accum.apply_gradients(tx, grads, state, params)
+    alone = temporary(applied(inner), PARAMS, inner.init(PARAMS), PARAMS)
+    assert temporary(applied(tx), PARAMS, tx.init(PARAMS), PARAMS) - alone <= 1.01
+    assert temporary(fused, PARAMS, tx.init(PARAMS), PARAMS) - alone <= 0.02
+    multi = optax.MultiSteps(inner, 8)
+    assert temporary(applied(multi), PARAMS, multi.init(PARAMS), PARAMS) - alone > 1.5
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard"])
+def test_a_policy_costs_no_memory(nonfinite):
+    tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 8, nonfinite=nonfinite)
+    fused = lambda params, state, grads: optax_accum.apply_gradients(tx, grads, state, params)
+    assert temporary(fused, PARAMS, tx.init(PARAMS), PARAMS) <= 0.02
+
+
+def test_arguments_donated_in_another_order_are_copied():
+    """Why the docstring of `apply_gradients` asks for the order in which they come back."""
+    tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 8)
+    crossed = lambda state, params, grads: optax_accum.apply_gradients(tx, grads, state, params)
+    assert temporary(crossed, tx.init(PARAMS), PARAMS, PARAMS) > 0.5
+
+
+def test_a_donated_state_shares_no_buffer():
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, mean_args=("value", "accuracy"))
+    step = jax.jit(
+        lambda params, state, grads: optax_accum.apply_gradients(tx, grads, state, params), donate_argnums=(0, 1)
+    )
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = tx.init(params)
+    for _ in range(3):
+        params, state = step(params, state, PARAMS)
+    assert state.gradient_step == 1
+
+
+def test_a_profile_shows_add_hold_emit_and_the_inner_optimizer():
+    tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 2)
+    text = jax.jit(tx.update).lower(PARAMS, tx.init(PARAMS), PARAMS).as_text(debug_info=True)
+    for scope in ("optax_accum.add", "optax_accum.hold", "optax_accum.emit", "optax_accum.inner"):
+        assert scope in text
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
+def test_the_sharding_of_the_state_is_kept(axis_type, apply):
+    """8 devices: `jit(init)` puts it where `out_shardings` says, and no micro-step moves it."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    shard = lambda leaf: NamedSharding(mesh, PartitionSpec(*["data", None][: leaf.ndim]))
+    params = jax.device_put(PARAMS, jax.tree.map(shard, PARAMS))
+    inner = optax.adamw(0.1)
+    tx = optax_accum.accumulate_gradients(inner, 2)
+    shardings = jax.tree.map(shard, jax.eval_shape(tx.init, params))
+
+    traces = []
+
+    def step(params, state, grads):
+        traces.append(1)
+        if apply:
+            return optax_accum.apply_gradients(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh):
+        state = jax.jit(tx.init, out_shardings=shardings)(params)
+        program = jax.jit(step, donate_argnums=(0, 1))
+        grads, before = jax.tree.map(jnp.copy, params), jax.tree.map(np.asarray, params)
+        for _ in range(2):
+            params, state = program(params, state, grads)
+            kept = jax.tree.map(lambda leaf, s: leaf.sharding.is_equivalent_to(s, leaf.ndim), state, shardings)
+            assert all(jax.tree.leaves(kept))
+        assert len(traces) == 1
+    expected, _ = applied(inner)(before, inner.init(before), before)
+    np.testing.assert_allclose(params["layer0"]["w"], expected["layer0"]["w"], rtol=1e-5)

@@ -1,0 +1,60 @@
+"""What is written runs: the examples of the docstrings and every code block of the README."""
+
+import doctest
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+import optax_accum
+from optax_accum import _state, _transformation
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("module", [_state, _transformation], ids=lambda module: module.__name__)
+def test_the_examples_of_the_docstrings(module):
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def test_the_readme_has_code_of_each_kind():
+    assert len(blocks("python")) >= 2
+    assert len(blocks("bash")) >= 2
+    assert set(re.findall(r"^```(\w+)", README, re.MULTILINE)) <= {"python", "bash", "bibtex"}
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.strip().splitlines()[0][:40])
+def test_a_python_block_of_the_readme(code):
+    exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("code", blocks("bash"), ids=lambda code: code.strip().splitlines()[0][:40])
+def test_a_bash_block_of_the_readme(code):
+    """Each is one line that a shell can parse, whose extras and modules exist; `.ci/run` runs them."""
+    assert len(code.strip().splitlines()) == 1
+    assert subprocess.run(["bash", "-n", "-c", code], check=False).returncode == 0
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra in re.findall(r"\.\[(\w+)\]", code):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
+    for module in re.findall(r"-m (optax_accum\.\w+|benchmarks\.\w+)", code):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+
+
+def test_links_and_pictures_of_the_readme_exist():
+    targets = re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r'src="([^":]+)"', README)
+    assert targets
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+def test_the_version_stands_in_one_place_and_in_the_changelog():
+    assert f"## {optax_accum.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert "version =" not in re.sub(r"(?s)\[tool.*", "", (ROOT / "pyproject.toml").read_text())
