@@ -133,11 +133,11 @@ def _check_leaf(path: str, grad: Leaf, total: Leaf) -> None:
             f"Gradients must have the shapes of the state: at {path} the gradient has shape {jnp.shape(grad)} and the "
             f"state has {total.shape}. Call init again with the parameters that these gradients belong to."
         )
-    dtype = jax.dtypes.float0 if is_float0(grad) else jnp.result_type(grad)
-    if not jnp.issubdtype(dtype, jnp.inexact):
+    dtype = "float0" if is_float0(grad) else jnp.result_type(grad)
+    if dtype == "float0" or not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
-            f"A gradient must have a floating-point dtype: at {path} it is "
-            f"{'float0' if is_float0(grad) else dtype} and the state accumulates {total.dtype}. Call init again with the parameters that these gradients belong to."
+            f"A gradient must have a floating-point dtype: at {path} it is {dtype} and the state accumulates "
+            f"{total.dtype}. Call init again with the parameters that these gradients belong to."
         )
     if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(total):
         raise TypeError(

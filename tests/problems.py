@@ -33,6 +33,9 @@ def loss(params, batch):
     return jnp.mean(jnp.sum((prediction - y) ** 2, axis=-1)) + jnp.sum(params["empty"])
 
 
+grad = jax.jit(jax.grad(loss))  # compiled once for each size of a micro-batch, whatever the path
+
+
 def cut(batch, sizes):
     """Returns consecutive micro-batches of the given sizes."""
     ends = np.cumsum(sizes)
@@ -41,8 +44,7 @@ def cut(batch, sizes):
 
 def whole_batch_update(inner, start, batch, **extra):
     """One update of `inner` on the whole batch: what every path must give."""
-    grads = jax.grad(loss)(start, batch)
-    updates, state = inner.update(grads, inner.init(start), start, **extra)
+    updates, state = inner.update(grad(start, batch), inner.init(start), start, **extra)
     return optax.apply_updates(start, updates), state
 
 
@@ -51,6 +53,5 @@ def across_calls(inner, start, batches, every="count", **options):
     tx = optax_accum.accumulate_gradients(inner, len(batches) if every == "count" else every, **options)
     state, now = tx.init(start), start
     for batch in batches:
-        grads = jax.grad(loss)(now, batch)
-        now, state = optax_accum.apply_gradients(tx, grads, state, now, weight=len(batch[0]))
+        now, state = optax_accum.apply_gradients(tx, grad(now, batch), state, now, weight=len(batch[0]))
     return now, state

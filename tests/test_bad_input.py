@@ -93,7 +93,7 @@ def test_the_other_arguments_of_the_factory(options, error, message):
         build(**options)
 
 
-@pytest.mark.parametrize("inner", [optax.sgd, None, 0.1, optax.MultiSteps(optax.sgd(0.1), 2)], ids=repr)
+@pytest.mark.parametrize("inner", [optax.sgd, None, 0.1, optax.MultiSteps(optax.sgd(0.1), 2)])
 def test_inner_that_is_no_transformation(inner):
     with pytest.raises(TypeError, match=r"inner must be an optax.GradientTransformation: inner=.*Pass"):
         optax_accum.accumulate_gradients(inner, 2)

@@ -1,5 +1,7 @@
 """NaN and infinity at every position of a window, in every `nonfinite` mode, and the window after."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,25 @@ GOOD = [jnp.array([1.0, -2.0]), jnp.array([3.0, 1.0]), jnp.array([-1.0, 4.0])]
 PARAMS = jnp.array([1.0, 2.0])
 
 
+ADAM = optax.adam(0.1)
+INNER = optax.sgd(0.1, momentum=0.0)  # it has a state, and known answers
+
+
+@functools.cache
+def accumulate(every, inner=INNER, **options):
+    """One transformation, and so one compilation, for all tests that ask for the same."""
+    return optax_accum.accumulate_gradients(inner, every, **options)
+
+
+@functools.cache
+def compiled(tx):
+    step = jax.jit(lambda *args, **kwargs: optax_accum.apply_gradients(tx, *args, **kwargs))
+    return jax.jit(tx.update), step
+
+
 def run(tx, grads, params=PARAMS, apply=False, **extra):
     """Returns the parameters, the state and the updates after each micro-step."""
-    update = jax.jit(tx.update)
-    step = jax.jit(lambda *args, **kwargs: optax_accum.apply_gradients(tx, *args, **kwargs))
+    update, step = compiled(tx)
     state, trail = tx.init(params), []
     for grad in grads:
         before = params
@@ -43,14 +60,13 @@ def with_fault(position, fault):
 faults = pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
 positions = pytest.mark.parametrize("position", range(K))
 applies = pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
-INNER = optax.sgd(0.1, momentum=0.0)  # it has a state, and known answers
 
 
 @faults
 @positions
 @applies
 def test_propagate_shows_it_in_its_own_window_only(fault, position, apply):
-    tx = optax_accum.accumulate_gradients(INNER, K)
+    tx = accumulate(K)
     params, state, trail = run(tx, with_fault(position, fault), apply=apply)
     assert not np.isfinite(params[0])
     assert all(np.all(updates == 0) for updates in trail[:-1])
@@ -65,7 +81,7 @@ def test_propagate_shows_it_in_its_own_window_only(fault, position, apply):
 @positions
 @applies
 def test_skip_waits_for_another(fault, position, apply):
-    tx = optax_accum.accumulate_gradients(INNER, K, nonfinite="skip")
+    tx = accumulate(K, nonfinite="skip")
     grads = [*GOOD[:position], jnp.array([fault, 1.0]), *GOOD[position:]]
     params, state, trail = run(tx, grads, apply=apply)
     expected, _ = one_update(INNER, GOOD)
@@ -79,7 +95,7 @@ def test_skip_waits_for_another(fault, position, apply):
 @applies
 @pytest.mark.parametrize(("reduction", "reduce"), [("mean", jnp.mean), ("sum", jnp.sum)])
 def test_omit_ends_on_time_with_the_rest(fault, position, apply, reduction, reduce):
-    tx = optax_accum.accumulate_gradients(INNER, K, nonfinite="omit", reduction=reduction)
+    tx = accumulate(K, nonfinite="omit", reduction=reduction)
     params, state, _ = run(tx, with_fault(position, fault), apply=apply)
     rest = [grad for i, grad in enumerate(GOOD) if i != position]
     np.testing.assert_allclose(params, one_update(INNER, rest, reduction=reduce)[0], rtol=1e-6)
@@ -90,8 +106,8 @@ def test_omit_ends_on_time_with_the_rest(fault, position, apply, reduction, redu
 @positions
 @applies
 def test_discard_drops_the_window_and_nothing_else(fault, position, apply):
-    inner = optax.adam(0.1)
-    tx = optax_accum.accumulate_gradients(inner, K, nonfinite="discard")
+    inner = ADAM
+    tx = accumulate(K, inner, nonfinite="discard")
     params, state, trail = run(tx, with_fault(position, fault), apply=apply)
     chex.assert_trees_all_equal(params, PARAMS)  # bit-identical
     chex.assert_trees_all_equal(state.inner_opt_state, inner.init(PARAMS))
@@ -104,7 +120,7 @@ def test_discard_drops_the_window_and_nothing_else(fault, position, apply):
 @pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard", optax.transforms.skip_not_finite])
 @pytest.mark.parametrize("every", [1, K])
 def test_the_window_after_a_fault_is_untouched_by_it(fault, nonfinite, every):
-    tx = optax_accum.accumulate_gradients(INNER, every, nonfinite=nonfinite)
+    tx = accumulate(every, nonfinite=nonfinite)
     bad = [jnp.full(2, fault)] * every
     if nonfinite in ("omit", "discard"):
         assert run(tx, bad)[1].discarded == 1  # nothing of the window was left
@@ -119,7 +135,7 @@ def test_a_callable_decides_and_its_info_is_kept():
         norm = optax.tree.norm(grads)
         return norm > 10, {"norm": norm}
 
-    tx = optax_accum.accumulate_gradients(INNER, 2, nonfinite=skip_large)
+    tx = accumulate(2, nonfinite=skip_large)
     grads = [GOOD[0], jnp.array([300.0, 400.0]), GOOD[1]]
     params, state, _ = run(tx, grads)
     np.testing.assert_allclose(params, one_update(INNER, GOOD[:2])[0], rtol=1e-6)
@@ -129,14 +145,14 @@ def test_a_callable_decides_and_its_info_is_kept():
 
 def test_skip_keeps_has_updated_honest():
     """`MultiSteps` says that it has updated after a micro-step that it skipped."""
-    tx = optax_accum.accumulate_gradients(INNER, 1, nonfinite="skip")
+    tx = accumulate(1, nonfinite="skip")
     _, state, _ = run(tx, [GOOD[0], jnp.array([np.nan, 0.0])])
     assert not optax_accum.has_updated(state)
     assert state.gradient_step == 1
 
 
 def test_a_flush_closes_what_a_skipped_micro_batch_left():
-    tx = optax_accum.accumulate_gradients(INNER, None, nonfinite="skip")
+    tx = accumulate(None, nonfinite="skip")
     state = tx.init(PARAMS)
     for grad, flush in [(GOOD[0], False), (GOOD[1], False), (jnp.array([np.nan, 0.0]), True)]:
         updates, state = tx.update(grad, state, PARAMS, flush=flush)
@@ -147,7 +163,7 @@ def test_a_flush_closes_what_a_skipped_micro_batch_left():
 def test_a_weight_that_is_not_finite_counts_as_a_fault(weight):
     weights = [1.0, weight, 1.0, 1.0]
     grads = [GOOD[0], GOOD[0], GOOD[1], GOOD[2]]
-    tx = optax_accum.accumulate_gradients(INNER, K, nonfinite="skip")
+    tx = accumulate(K, nonfinite="skip")
     state = tx.init(PARAMS)
     for grad, w in zip(grads, weights, strict=True):
         updates, state = tx.update(grad, state, PARAMS, weight=w)
@@ -158,8 +174,8 @@ def test_a_weight_that_is_not_finite_counts_as_a_fault(weight):
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "omit", "discard"])
 def test_a_weight_of_zero_adds_nothing_even_of_a_nan(nonfinite, dtype):
     """A micro-batch whose tokens are all masked has the gradient 0 / 0."""
-    tx = optax_accum.accumulate_gradients(INNER, K, nonfinite=nonfinite)
-    update, state = jax.jit(tx.update), tx.init(PARAMS)
+    tx = accumulate(K, nonfinite=nonfinite)
+    (update, _), state = compiled(tx), tx.init(PARAMS)
     for grad, weight in [(GOOD[0], 1), (jnp.full(2, np.nan), 0), (GOOD[1], 1)]:
         updates, state = update(grad, state, PARAMS, weight=jnp.asarray(weight, dtype), value=grad[0])
     np.testing.assert_allclose(PARAMS + updates, one_update(INNER, GOOD[:2])[0], rtol=1e-6)
@@ -186,7 +202,7 @@ def test_a_window_of_weight_zero_is_discarded(reduction, every, traced):
 
 def test_a_negative_weight_subtracts():
     """Unlearning: the mean is `sum(w g) / sum(w)` with the sign that the weights have."""
-    tx = optax_accum.accumulate_gradients(INNER, 2)
+    tx = accumulate(2)
     state = tx.init(PARAMS)
     for grad, weight in [(GOOD[0], 3.0), (GOOD[1], -1.0)]:
         updates, state = tx.update(grad, state, PARAMS, weight=weight)

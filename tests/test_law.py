@@ -20,7 +20,7 @@ def through_update(inner, start, batches):
     update = jax.jit(tx.update)
     state, now = tx.init(start), start
     for batch in batches:
-        updates, state = update(jax.grad(problems.loss)(now, batch), state, now, weight=float(len(batch[0])))
+        updates, state = update(problems.grad(now, batch), state, now, weight=float(len(batch[0])))
         now = optax.apply_updates(now, updates)
     return now, state
 
@@ -35,7 +35,7 @@ def through_flush(inner, start, batches):
     step = jax.jit(lambda *args, **kwargs: optax_accum.apply_gradients(tx, *args, **kwargs), static_argnames="flush")
     state, now = tx.init(start), start
     for batch in batches:
-        grads = jax.grad(problems.loss)(now, batch)
+        grads = problems.grad(now, batch)
         now, state = step(grads, state, now, weight=len(batch[0]), flush=batch is batches[-1])
     return now, state
 
@@ -46,7 +46,7 @@ def through_a_short_window(inner, start, batches):
     update = jax.jit(tx.update)
     state, now = tx.init(start), start
     for i, batch in enumerate(batches):
-        grads = jax.grad(problems.loss)(now, batch)
+        grads = problems.grad(now, batch)
         flush = jnp.array(i == len(batches) - 1)
         updates, state = update(grads, state, now, weight=len(batch[0]), flush=flush)
         now = optax.apply_updates(now, updates)
@@ -58,7 +58,7 @@ def through_chain(inner, start, batches):
     tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(inner, len(batches)))
     state, now = tx.init(start), start
     for batch in batches:
-        grads = jax.grad(problems.loss)(now, batch)
+        grads = problems.grad(now, batch)
         now, state = optax_accum.apply_gradients(tx, grads, state, now, weight=len(batch[0]))
     return now, state[1]
 
@@ -68,7 +68,7 @@ def through_a_sum(inner, start, batches):
     tx = optax_accum.accumulate_gradients(inner, len(batches), reduction="sum")
     state, now = tx.init(start), start
     for batch in batches:
-        grads = jax.grad(problems.loss)(now, batch)
+        grads = problems.grad(now, batch)
         now, state = optax_accum.apply_gradients(tx, grads, state, now, weight=len(batch[0]) / ROWS)
     return now, state
 
@@ -102,7 +102,7 @@ def test_a_mean_of_means_breaks_it():
     tx = optax_accum.accumulate_gradients(inner, 3)
     state, now = tx.init(start), start
     for micro_batch in problems.cut(batch, (1, 10, 1)):
-        now, state = optax_accum.apply_gradients(tx, jax.grad(problems.loss)(now, micro_batch), state, now)
+        now, state = optax_accum.apply_gradients(tx, problems.grad(now, micro_batch), state, now)
     assert not np.allclose(now["w"], whole["w"], rtol=1e-2)
 
 
@@ -110,7 +110,7 @@ def test_a_mean_of_means_breaks_it():
 def test_one_micro_step_is_the_inner_optimizer_bit_for_bit(reduction):
     start, batch, inner = problems.params(), problems.rows(ROWS), optax.adamw(0.1)
     tx = optax_accum.accumulate_gradients(inner, 1, reduction=reduction)
-    grads = jax.grad(problems.loss)(start, batch)
+    grads = problems.grad(start, batch)
     expected, expected_state = jax.jit(inner.update)(grads, inner.init(start), start)
     updates, state = jax.jit(tx.update)(grads, tx.init(start), start)
     chex.assert_trees_all_equal(updates, expected)

@@ -14,8 +14,9 @@ GRADS = [jax.tree.map(lambda p, i=i: jnp.sin(p + i), PARAMS) for i in range(8)]
 
 
 def train(tx, state, params, grads):
+    update = jax.jit(tx.update)
     for grad in grads:
-        updates, state = tx.update(grad, state, params)
+        updates, state = update(grad, state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 
