@@ -163,6 +163,6 @@ def _tree_mismatch(acc: Tree, grads: Tree) -> str:
 
 
 def _scale(grad: jax.Array, weight: Weight) -> jax.Array:
-    if isinstance(weight, float):
-        return grad if weight == 1.0 else (grad * weight if weight else jnp.zeros_like(grad))
-    return jnp.where(weight != 0, grad * weight.astype(grad.dtype), 0)
+    if isinstance(weight, jax.Array):
+        return jnp.where(weight != 0, grad * weight.astype(grad.dtype), 0)
+    return grad if weight == 1.0 else (grad * weight if weight else jnp.zeros_like(grad))

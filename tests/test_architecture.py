@@ -13,6 +13,7 @@ PACKAGE = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
     {"_accumulator", "_state"},
     {"_arguments"},
+    {"_micro_step"},
     {"_transformation"},
     {"demo"},
 ]

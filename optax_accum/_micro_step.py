@@ -1,0 +1,291 @@
+"""Owns one micro-step: the micro-batch joins its window, which then holds or emits. Leaves the sums to _accumulator."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from optax_accum import _accumulator, _arguments
+from optax_accum._accumulator import Tree
+from optax_accum._arguments import Every, Flag, Weight
+from optax_accum._state import AccumulationState, WeightedSum, new_state
+
+Skip = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
+
+
+class Window(NamedTuple):
+    """The window with this micro-batch in it."""
+
+    state: AccumulationState
+    total: Tree  # sum(w g)
+    weight: Weight  # sum(w)
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """What `accumulate_gradients` was asked for, and the functions that do it."""
+
+    inner: optax.GradientTransformationExtraArgs
+    every: Every
+    reduction: str
+    accumulator_dtype: jnp.dtype | None
+    emit_dtype: jnp.dtype | str | None
+    nonfinite: str | Skip
+    mean_args: tuple[str, ...]
+
+    def init(self, params: Tree) -> AccumulationState:
+        acc_grads = () if self.every == 1 else _accumulator.zeros(params, self.accumulator_dtype)
+        skip_state = ()
+        if callable(self.nonfinite):
+            skip_state = _zeros(jax.eval_shape(self.nonfinite, params, jnp.zeros([], jnp.int32), params)[1])
+        return new_state(_strong(self.inner.init(params)), acc_grads, self.mean_args, skip_state=skip_state)
+
+    def update(
+        self,
+        grads: Tree,
+        state: AccumulationState,
+        params: Tree | None = None,
+        *,
+        weight: Any = 1.0,
+        flush: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Tree, AccumulationState]:
+        def held(emit: Callable[[], Any]) -> Tree:
+            return _zeros(jax.eval_shape(emit)[0])
+
+        return self._step(grads, state, params, weight, flush, extra_args, lambda updates: updates, held)
+
+    def apply(
+        self,
+        grads: Tree,
+        state: AccumulationState,
+        params: Tree,
+        *,
+        weight: Any = 1.0,
+        flush: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Tree, AccumulationState]:
+        params = jax.tree.map(jnp.asarray, params)
+        apply = functools.partial(_apply_updates, params)
+        return self._step(grads, state, params, weight, flush, extra_args, apply, lambda _: params)
+
+    def _step(
+        self,
+        grads: Tree,
+        state: AccumulationState,
+        params: Tree | None,
+        weight: Any,
+        flush: Any,
+        extra_args: Mapping[str, Any],
+        finish: Callable[[Tree], Tree],
+        held: Callable[[Callable[[], Any]], Tree],
+    ) -> tuple[Tree, AccumulationState]:
+        """Adds the micro-batch to the window, then emits or holds.
+
+        `finish(updates)` is the result when it emits, `held(emit)` the result when it holds.
+        """
+        self._check(grads, state)
+        flush = _arguments.as_flush(flush, self.every)
+        with jax.named_scope("optax_accum.add"):
+            window = self._add(grads, state, params, _arguments.as_weight(weight), extra_args)
+            closes = _known(self._closes(window.state, flush))
+            usable = _known(self._usable(window, closes))
+
+        def emit() -> tuple[Tree, Any]:
+            with jax.named_scope("optax_accum.emit"):
+                updates, inner_opt_state = self._inner_update(grads, window, params, extra_args)
+                return finish(updates), inner_opt_state
+
+        def hold() -> tuple[Tree, Any]:
+            with jax.named_scope("optax_accum.hold"):
+                return held(emit), state.inner_opt_state
+
+        result, inner_opt_state = _emit_or_hold(closes, usable, emit, hold)
+        return result, _close(window.state, closes, usable, inner_opt_state)
+
+    def _check(self, grads: Tree, state: Any) -> None:
+        if not isinstance(state, AccumulationState):
+            raise TypeError(
+                f"The state must be what `init` returned, an AccumulationState: state={type(state).__name__}. Turn "
+                "that of optax.MultiSteps into one with from_multi_steps."
+            )
+        if _has_accumulator(state):
+            _accumulator.check(state.acc_grads, grads)
+        elif self.every != 1 and jax.tree.leaves(grads):
+            raise ValueError(
+                f"Only every=1 works without an accumulator: every={self.every}, and the state was made for every=1. "
+                "Add one with state._replace(acc_grads=tx.init(params).acc_grads)."
+            )
+
+    def _add(
+        self, grads: Tree, state: AccumulationState, params: Tree | None, weight: Weight, extra_args: Mapping[str, Any]
+    ) -> Window:
+        skip, skip_state = self._screen(grads, state, params, weight)
+        arrived = True if skip is False or self.nonfinite == "omit" else jnp.logical_not(skip)
+        weight = weight if skip is False else jnp.where(skip, 0, weight)
+        kept = _has_accumulator(state)
+        total = _accumulator.add(state.acc_grads if kept else None, grads, weight, state.mini_step == 0)
+        added = state._replace(
+            mini_step=_count(state.mini_step, arrived),
+            acc_grads=total if kept else (),
+            weight=state.weight + weight,
+            mean_args=self._add_args(state.mean_args, extra_args, weight),
+            skipped=_count(state.skipped, skip),
+            skip_state=skip_state,
+        )
+        return Window(added, total, added.weight if kept else weight)
+
+    def _screen(self, grads: Tree, state: AccumulationState, params: Tree | None, weight: Weight) -> tuple[Flag, Tree]:
+        """Returns whether this micro-batch is left out, and what a callable policy says about it."""
+        if callable(self.nonfinite):
+            skip, info = self.nonfinite(grads, state.gradient_step, params)
+            return _arguments.as_skip(skip), _cast_like(info, state.skip_state)
+        if self.nonfinite in ("skip", "omit"):
+            return ~_accumulator.all_finite((grads, weight)) & (weight != 0), ()
+        return False, ()
+
+    def _add_args(
+        self, sums: dict[str, WeightedSum], extra_args: Mapping[str, Any], weight: Weight
+    ) -> dict[str, WeightedSum]:
+        def add(name: str) -> WeightedSum:
+            if name not in extra_args:
+                return sums[name]
+            value = _arguments.as_scalar(name, extra_args[name], "Name only scalars in mean_args.")
+            share = jnp.where(weight != 0, weight * value, 0)
+            return WeightedSum(sums[name].total + share, sums[name].weight + weight)
+
+        return {name: add(name) for name in sums}
+
+    def _closes(self, state: AccumulationState, flush: Flag) -> Flag:
+        if self.every is None or flush is True:
+            return flush
+        if self.every == 1 and self.nonfinite in ("propagate", "omit", "discard"):
+            return True
+        every = _arguments.as_count(self.every(state.gradient_step)) if callable(self.every) else self.every
+        due = state.mini_step >= jnp.maximum(every, 1)
+        return due if flush is False else due | flush
+
+    def _usable(self, window: Window, closes: Flag) -> Flag:
+        """Returns whether an update can be made of this window; the gradients are read only if it closes."""
+        usable = window.weight != 0
+        if self.nonfinite != "discard" or closes is False:
+            return usable
+        finite = functools.partial(_accumulator.all_finite, (window.total, window.weight))
+        return usable & (finite() if closes is True else jax.lax.cond(closes, finite, lambda: jnp.array(True)))
+
+    def _inner_update(
+        self, grads: Tree, window: Window, params: Tree | None, extra_args: Mapping[str, Any]
+    ) -> tuple[Tree, Any]:
+        state = window.state
+        weight = window.weight if self.reduction == "mean" else None
+        mean = _accumulator.mean(window.total, grads, weight, self.emit_dtype)
+        extra_args = {**extra_args, **_mean_args(state.mean_args, extra_args)}
+        inner = lambda grads: self.inner.update(grads, state.inner_opt_state, params, **extra_args)
+        try:
+            with jax.named_scope("optax_accum.inner"):
+                updates, inner_opt_state = inner(mean)
+        except (TypeError, ValueError) as error:
+            if not _same_dtypes(mean, grads):
+                error.add_note(_DTYPE_NOTE.format(emitted=_dtypes(mean), given=_dtypes(grads)))
+            raise
+        if not _same_dtypes(mean, grads):
+            updates = _cast_like(updates, jax.eval_shape(lambda: inner(grads))[0])
+        return updates, _cast_like(inner_opt_state, state.inner_opt_state)
+
+
+_DTYPE_NOTE = (
+    "accumulate_gradients gave the inner optimizer gradients of dtype {emitted}, and was given {given}. An optimizer "
+    "that needs the dtype of its parameters (optax.novograd and optax.contrib.mechanize over bfloat16 ones) gets it "
+    'with emit_dtype="gradient".'
+)
+
+
+def _emit_or_hold(closes: Flag, usable: Flag, emit: Callable[[], Any], hold: Callable[[], Any]) -> Any:
+    """Calls the branch that is known when tracing, else compiles both: a cond, or a select for a static flush."""
+    if closes is False or usable is False:
+        return hold()
+    if closes is True:
+        return emit() if usable is True else _select(usable, emit(), hold())
+    return jax.lax.cond(closes & usable, emit, hold)
+
+
+def _close(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state: Any) -> AccumulationState:
+    """Returns the state after the micro-step: the counters of a closed window start again, its sum is left to lie."""
+    emitted = jnp.asarray(closes & usable)
+    reset = lambda count: jnp.where(closes, 0, count)
+    return state._replace(
+        mini_step=reset(state.mini_step),
+        gradient_step=jnp.where(emitted, optax.safe_increment(state.gradient_step), state.gradient_step),
+        inner_opt_state=inner_opt_state,
+        weight=reset(state.weight),
+        mean_args=jax.tree.map(reset, state.mean_args),
+        emitted=emitted,
+        discarded=_count(state.discarded, closes & ~emitted),
+    )
+
+
+def _count(total: jax.Array, flag: Flag) -> jax.Array:
+    return total + jnp.asarray(flag).astype(total.dtype)
+
+
+def _mean_args(sums: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Returns the weighted means of those extra arguments that came with this micro-step."""
+    means: dict[str, jax.Array] = {}
+    for name, (total, weight) in sums.items():
+        if name in extra_args:
+            value = jnp.asarray(extra_args[name])
+            mean = jnp.where(weight == 0, value.astype(total.dtype), total * _accumulator.reciprocal(weight))
+            inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+            means[name] = mean.astype(_accumulator.accumulator_dtype(value.dtype, None)) if inexact else mean
+    return means
+
+
+def _apply_updates(params: Tree, updates: Tree) -> Tree:
+    moved = jax.tree.map(lambda u, p: jnp.zeros_like(p) if _accumulator.is_float0(u) else u, updates, params)
+    return optax.apply_updates(params, moved)
+
+
+def _has_accumulator(state: AccumulationState) -> bool:
+    return not (isinstance(state.acc_grads, tuple) and not state.acc_grads)
+
+
+def _known(flag: Flag) -> Flag:
+    """Returns a Python bool where the value is known: outside jit, a cond would be compiled at every call."""
+    return flag if isinstance(flag, Tracer) else bool(flag)
+
+
+def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
+    def select(a: Any, b: Any) -> Any:
+        return a if _accumulator.is_float0(a) else jnp.where(flag, a, b)
+
+    return jax.tree.map(select, on_true, on_false)
+
+
+def _zeros(shapes: Tree) -> Tree:
+    def zeros(leaf: jax.ShapeDtypeStruct) -> Any:
+        return np.zeros(leaf.shape, leaf.dtype) if _accumulator.is_float0(leaf) else jnp.zeros_like(leaf)
+
+    return jax.tree.map(zeros, shapes)
+
+
+def _strong(tree: Tree) -> Tree:
+    """Returns `tree` without weak types, which an update would not give back."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), tree)
+
+
+def _cast_like(tree: Tree, like: Tree) -> Tree:
+    return jax.tree.map(lambda leaf, to: leaf if leaf.dtype == to.dtype else leaf.astype(to.dtype), tree, like)
+
+
+def _same_dtypes(tree: Tree, other: Tree) -> bool:
+    return _dtypes(tree) == _dtypes(other)
+
+
+def _dtypes(tree: Tree) -> str:
+    return ", ".join(dict.fromkeys(jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)))
