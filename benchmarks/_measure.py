@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from tqdm import tqdm
 
 Tree = Any
 Table = list[Sequence[str]]  # the head, then the rows
@@ -30,7 +29,8 @@ class Runner:
       carry: what the last call returned.
       constants: arguments that no call changes.
       calls: calls in one timing.
-      times: seconds per call, one for each round.
+      times: seconds per call, one for each timing.
+      spent: seconds in all timings.
     """
 
     name: str
@@ -39,10 +39,19 @@ class Runner:
     constants: tuple[Any, ...] = ()
     calls: int = 1
     times: list[float] = dataclasses.field(default_factory=list)
+    spent: float = 0.0
 
-    def step(self, *constants: Any) -> None:
-        """Makes one call, with other constants if some are given."""
-        self.carry = self.compiled(*self.carry, *(constants or self.constants))
+    def run(self, inputs: Sequence[tuple[Any, ...]] = ()) -> None:
+        """Times one call for each of `inputs`, or `calls` calls with the constants."""
+        inputs = inputs or [self.constants] * self.calls
+        jax.block_until_ready((self.carry, inputs))
+        start = time.perf_counter()
+        for constants in inputs:
+            self.carry = self.compiled(*self.carry, *constants)
+        jax.block_until_ready(self.carry)
+        seconds = time.perf_counter() - start
+        self.times.append(seconds / len(inputs))
+        self.spent += seconds
 
     @property
     def best(self) -> float:
@@ -60,26 +69,17 @@ def compile_donated(
     return Runner(name, compiled, carry, constants, calls)
 
 
-def interleave(runners: Sequence[Runner], seconds: float, rounds: int) -> None:
-    """Times every runner once per round, so that drift hits all, until the time or the rounds are used up."""
-    with tqdm(total=rounds, unit="round", leave=False, disable=None) as progress:
-        start = time.perf_counter()
-        for done in range(1, rounds + 1):
-            for runner in runners:
-                runner.times.append(_time(runner))
-            progress.update()
-            spent = time.perf_counter() - start
-            if spent * (done + 1) / done > seconds:
-                break
+def interleave(runners: Sequence[Runner], seconds: float, rounds: int) -> int:
+    """Times every runner once per round, so that drift hits all, while rounds and time are left; returns the rounds.
 
-
-def _time(runner: Runner) -> float:
-    jax.block_until_ready(runner.carry)
-    start = time.perf_counter()
-    for _ in range(runner.calls):
-        runner.step()
-    jax.block_until_ready(runner.carry)
-    return (time.perf_counter() - start) / runner.calls
+    Timings made before count as rounds. One round is made, however long it takes.
+    """
+    done = len(runners[0].times)
+    while done < rounds and sum(runner.spent for runner in runners) * (done + 1) <= seconds * max(done, 1):
+        for runner in runners:
+            runner.run()
+        done += 1
+    return done
 
 
 def temporary_copies(runner: Runner, params: Tree) -> float:
