@@ -257,15 +257,12 @@ def _explanation(ways: list[Way], shuffled: Way) -> str:
     rounding = _apart(shuffled.params, ways[0].params)
     if not math.isfinite(rounding):
         return "The training diverged: the parameters are not finite. Try a smaller --learning-rate."
-    text = (
-        f"The whole batch with its rows shuffled ends {rounding:.2g} away: rounding, float32 sums in another order.\n"
-    )
+    text = f"The whole batch with shuffled rows ends {rounding:.2g} away: rounding, float32 sums in another order.\n"
     larger = [way.name for way in ways if _apart(way.params, ways[0].params) > 100 * max(rounding, 1e-7)]
     if larger:
-        text += (
-            f"More than 100 times as far: {', '.join(larger)}. An optimizer that divides by the size of a gradient or\n"
-        )
-        text += "takes its sign can turn rounding into steps of the learning rate: compare with --optimizer sgd.\n"
+        text += f"More than 100 times as far: {', '.join(larger)}. An optimizer that takes the sign of a gradient or\n"
+        text += "divides by its size can turn rounding into steps of the learning rate: compare with --optimizer sgd.\n"
+        text += "One that reads the loss gets the mean over the window, but from optax.MultiSteps the last one in it.\n"
     return text + "Temporary memory is beyond parameters, optimizer state and accumulator."
 
 

@@ -1,0 +1,144 @@
+"""The demo from the command line: what it prints and draws, and what it refuses."""
+
+import dataclasses
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from optax_accum import demo
+
+SMALL = ["--batch-size", "64", "--every", "4", "--epochs", "2"]
+WAYS = ["whole batch", "optax_accum", "optax.MultiSteps"]
+
+
+@pytest.fixture(scope="module")
+def ways():
+    return demo.run(demo.Settings(batch_size=64, every=4, epochs=2))
+
+
+def png_size(path):
+    header = path.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG\r\n\x1a\n")
+    return int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
+
+
+def table_rows(text):
+    """Returns the columns of each row of the printed table, by the name of the way."""
+    pattern = rf"^({'|'.join(map(re.escape, WAYS))}) +([\d.]+)% +(\S+) +([\d.]+) +([\d.]+) MB$"
+    return {name: list(map(float, columns)) for name, *columns in re.findall(pattern, text, re.MULTILINE)}
+
+
+def test_the_command_prints_a_table_and_draws_a_picture(tmp_path):
+    output = tmp_path / "picture.png"
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "optax_accum.demo", *SMALL, "--output", str(output)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = table_rows(done.stdout)
+    assert list(rows) == WAYS
+    accuracies, differences, milliseconds, megabytes = zip(*rows.values(), strict=True)
+    assert min(accuracies) > 50
+    assert differences[0] == 0
+    assert max(differences) < 1e-4
+    assert min(milliseconds) > 0
+    assert megabytes[0] > megabytes[1] > 0
+    assert str(output) in done.stdout
+    assert "44/44" in done.stderr  # the progress bar: 2 epochs of 1437 // 64 batches
+    width, height = png_size(output)
+    assert width > 1000
+    assert height > 400
+    assert output.stat().st_size > 20_000
+
+
+def test_main_works_in_process(tmp_path, capsys):
+    output = tmp_path / "picture.png"
+    assert demo.main([*SMALL, "--epochs", "1", "--optimizer", "sgd", "--output", str(output)]) == 0
+    assert list(table_rows(capsys.readouterr().out)) == WAYS
+    png_size(output)
+
+
+def test_the_ways_train_and_end_at_the_same_parameters(ways):
+    whole, *others = ways
+    untrained = demo.run(demo.Settings(batch_size=1437, every=1, epochs=1, learning_rate=1e-30))[0]
+    moved = np.abs(ravel_pytree(whole.params)[0] - ravel_pytree(untrained.params)[0])
+    assert moved.max() > 1e-2
+    assert untrained.accuracy < 0.3 < 0.6 < whole.accuracy
+    for way in others:
+        np.testing.assert_allclose(ravel_pytree(way.params)[0], ravel_pytree(whole.params)[0], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(way.losses, whole.losses, rtol=1e-4)
+    assert [len(way.losses) for way in ways] == [44] * 4
+    assert whole.losses[-1] < whole.losses[0] / 2
+
+
+def test_the_explanation_names_what_is_larger_than_rounding(ways):
+    *three, shuffled = ways
+    assert "More than 100 times" not in demo._explanation(three, shuffled)
+    params = {"far": ravel_pytree(three[1].params)[0] + 1.0}
+    far = dataclasses.replace(three[1], params=params)
+    assert "More than 100 times as far: optax_accum." in demo._explanation([three[0], far, three[2]], shuffled)
+    diverged = dataclasses.replace(shuffled, params={"far": params["far"] * math.nan})
+    assert "diverged" in demo._explanation(three, diverged)
+
+
+def test_an_optimizer_that_reads_the_loss_gets_the_mean_of_the_window():
+    settings = demo.Settings(batch_size=64, every=4, epochs=1, optimizer="polyak_sgd", learning_rate=1.0)
+    whole, accumulated, multi_steps, _ = demo.run(settings)
+    assert demo._apart(accumulated.params, whole.params) < 1e-4 < demo._apart(multi_steps.params, whole.params)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--batch-size 0", "argument --batch-size: must be an integer of at least 1: '0'. Leave the option out"),
+        ("--batch-size 2.5", "argument --batch-size: must be an integer of at least 1: '2.5'"),
+        ("--every -1", "argument --every: must be an integer of at least 1: '-1'"),
+        ("--every many", "argument --every: must be an integer of at least 1: 'many'"),
+        ("--epochs 0", "argument --epochs: must be an integer of at least 1: '0'"),
+        ("--learning-rate 0", "argument --learning-rate: must be a finite number above 0: '0'"),
+        ("--learning-rate nan", "argument --learning-rate: must be a finite number above 0: 'nan'"),
+        ("--seed -1", "argument --seed: must be an integer from 0 to 2**32 - 1: '-1'"),
+        ("--every 7", "--every must divide --batch-size 256: 7. Try --every 8."),
+        ("--batch-size 2048", "--batch-size must be at most the 1437 training rows: 2048. Make it smaller."),
+        ("--optimizer adm", "must be an optimizer that optax exports: adm. Try one of these: adam,"),
+        ("--optimizer chain", "must be an optimizer that optax exports: chain. Try one of these: adabelief,"),
+        ("--optimizer scale_by_rprop", "must be an optimizer that optax exports: scale_by_rprop."),
+        ("--optimizer lbfgs", "must run on a learning rate, gradients and a loss alone: lbfgs ("),
+        ("--output no/such/folder/demo.png", "--output must be a file that can be written: no/such/folder/demo.png."),
+        ("--output .", "--output must be a file that can be written: ."),
+    ],
+)
+def test_bad_options_exit_with_2_and_say_why(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        demo.main(arguments.split())
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
+
+
+@pytest.mark.parametrize("option", ["every 8", "optimizer adam", "seed 0", "learning-rate 0.1", "batch-size 1437"])
+def test_the_remedies_are_accepted(option):
+    name, value = option.split()
+    every = ["--every", "1"] if name == "batch-size" else []
+    demo._check(demo.Settings(**vars(demo._parser().parse_args([f"--{name}", value, *every]))))
+
+
+def test_help_explains_each_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        demo.main(["--help"])
+    assert exit_.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(demo.Settings):
+        assert re.search(rf"--{field.name.replace('_', '-')} [A-Z_]+ [^-][^()]*\(default: {field.default}\)", text)
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert demo.main([]) == 1
+    assert 'The demo needs tqdm. Run: pip install "optax_accum[demo]"' in capsys.readouterr().err
