@@ -1,5 +1,7 @@
 """Gradient accumulation for JAX, Optax and Flax: the update equals the update of the whole batch."""
 
+from optax_accum._microbatch import value_and_grad
+from optax_accum._recompute import microbatched_apply
 from optax_accum._state import AccumulationState, WeightedSum, from_multi_steps, has_updated, metrics
 from optax_accum._transformation import accumulate_gradients, apply_gradients
 
@@ -13,4 +15,6 @@ __all__ = [
     "from_multi_steps",
     "has_updated",
     "metrics",
+    "microbatched_apply",
+    "value_and_grad",
 ]

@@ -119,6 +119,60 @@ def as_names(names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+def as_positive(name: str, count: Any) -> int | None:
+    """Returns `count` as a Python integer >= 1, or None."""
+    if count is None:
+        return None
+    try:
+        if _is_bool(count):
+            raise TypeError
+        number = operator.index(count)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer >= 1: {name}={count!r}. Pass an int.") from None
+    if number < 1:
+        raise ValueError(f"{name} must be an integer >= 1: {name}={number}. Pass 1 for the whole batch at once.")
+    return number
+
+
+def check_one_size(num_microbatches: Any, microbatch_size: Any) -> None:
+    """Raises unless one of the two is given."""
+    if (num_microbatches is None) == (microbatch_size is None):
+        raise ValueError(
+            "Exactly one of num_microbatches and microbatch_size must be given: "
+            f"num_microbatches={num_microbatches}, microbatch_size={microbatch_size}. Pass one of them."
+        )
+
+
+def as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
+    """Returns one number or several as a tuple."""
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(numbers, list | tuple) or not numbers or not all(type(number) is int for number in numbers):
+        raise TypeError(f"{name} must be an integer or a tuple of integers: {name}={argnums!r}. Count from 0.")
+    return tuple(numbers)
+
+
+def as_roles(roles: dict[str, Any], count: int) -> dict[str, Any]:
+    """Returns the numbers of the arguments in each role, counted from the front; each argument may have one role."""
+    taken: dict[int, str] = {}
+
+    def place(role: str, number: int) -> int:
+        if not -count <= number < count:
+            raise ValueError(f"{role} must name an argument by position: {role}={number}, and there are {count}.")
+        number %= count
+        if number in taken:
+            raise ValueError(
+                f"An argument has one role: argument {number} is named by {taken[number]} and by {role}. "
+                "Pass keys, carries, parameters and batches as arguments of their own."
+            )
+        taken[number] = role
+        return number
+
+    def placed(role: str, numbers: Any) -> Any:
+        return tuple(place(role, n) for n in numbers) if isinstance(numbers, tuple) else place(role, numbers)
+
+    return {role: None if numbers is None else placed(role, numbers) for role, numbers in roles.items()}
+
+
 def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "") -> str:
     """Returns `value` if it is one of the words `allowed`."""
     if not isinstance(value, str) or value not in allowed:
@@ -135,6 +189,72 @@ def as_skip(skip: Any) -> jax.Array:
             "Reduce it to one answer with jnp.any or jnp.all."
         )
     return jnp.asarray(skip)
+
+
+def check_differentiable(params: Any) -> None:
+    """Raises unless every leaf that is differentiated is of a floating-point dtype."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"Only floating-point arguments can be differentiated: argnums holds {jnp.result_type(leaf)} at "
+                f"{jax.tree_util.keystr(path)}. Pass it as another argument."
+            )
+
+
+def check_loss(loss: Any, shares: Any) -> None:
+    """Raises unless the loss is a real scalar, or a dict of them with the keys of the weights."""
+    for path, leaf in jax.tree.leaves_with_path(loss):
+        if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"fun must return a real scalar loss, or a dict of them: {jax.tree_util.keystr(path) or 'the loss'} is "
+                f"{leaf.dtype}{list(leaf.shape)}. Reduce it with jnp.mean, say; with has_aux=True the loss comes first."
+            )
+    found = sorted(loss) if isinstance(loss, dict) else None
+    wanted = sorted(shares) if isinstance(shares, dict) else None
+    if found is None and len(jax.tree.leaves(loss)) != 1:
+        raise TypeError(
+            f"fun must return a real scalar loss, or a dict of them: it returned {loss!r}. Add up its parts."
+        )
+    if shares is not None and found != wanted:
+        raise ValueError(
+            f"weight_fn must return a weight for each term of the loss: the loss has {found or 'no terms'}, the "
+            f"weights have {wanted or 'no terms'}. Return dicts with the same keys from both."
+        )
+
+
+def check_carry(carry: Any, new: Any) -> None:
+    """Raises unless the carry that `fun` returns has the tree, shapes and dtypes of the one it was given."""
+    old = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise TypeError(
+            f"The carry must keep its tree: it came as {jax.tree.structure(old)} and left as {jax.tree.structure(new)}."
+        )
+    for (path, a), b in zip(jax.tree.leaves_with_path(old), jax.tree.leaves(new), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise TypeError(
+                f"The carry must keep its type: at {jax.tree_util.keystr(path) or 'its only leaf'} it came as "
+                f"{a.dtype}{list(a.shape)} and left as {b.dtype}{list(b.shape)}. Cast it back in fun."
+            )
+
+
+def check_rows(outputs: Any, size: int) -> None:
+    """Raises unless every leaf of the outputs of the micro-batches [k, ...] has one row for each example."""
+    for path, leaf in jax.tree.leaves_with_path(outputs):
+        if leaf.ndim < 2 or leaf.shape[1] != size:
+            raise ValueError(
+                f"Outputs must have one row for each example: {jax.tree_util.keystr(path) or 'the output'} has shape "
+                f"{leaf.shape[1:]} for a micro-batch of {size} rows. Return rows, and reduce them outside."
+            )
+
+
+def check_keys(batches: list[Any]) -> None:
+    """Raises for a key that every micro-batch would share."""
+    for path, leaf in jax.tree.leaves_with_path(batches):
+        if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            raise TypeError(
+                f"A key in a batch argument would be the same for every micro-batch: {jax.tree_util.keystr(path)}. "
+                "Pass it as an argument of its own and name it with rng_argnum."
+            )
 
 
 def _dtype_and_shape(value: Any) -> tuple[Any, tuple[int, ...]]:

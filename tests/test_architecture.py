@@ -12,9 +12,9 @@ import optax_accum
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
     {"_accumulator", "_state"},
-    {"_arguments"},
-    {"_micro_step"},
-    {"_transformation"},
+    {"_arguments", "_split"},
+    {"_outputs", "_micro_step", "_recompute"},
+    {"_transformation", "_microbatch"},
     {"demo"},
 ]
 

@@ -1,0 +1,110 @@
+"""Owns auxiliary outputs: how those of the micro-batches become those of the batch. Knows no losses, no gradients."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum import _accumulator
+from optax_accum._split import Split
+
+Tree = Any
+Index = int | jax.Array  # of a micro-batch; the remainder is the last
+
+
+class Reduction(NamedTuple):
+    """`finish(add(add(start(...), x_0, ...), x_1, ...))` is the output for the batch."""
+
+    start: Callable[[jax.ShapeDtypeStruct, Split], Any]
+    add: Callable[[Any, jax.Array, Index, Any, bool], Any]  # state, output, index, share, is it the remainder
+    finish: Callable[[Any, jax.ShapeDtypeStruct], jax.Array]
+
+
+def reductions(aux_reduction: Tree, shapes: Tree, split: Split) -> list[Reduction]:
+    """Returns one `Reduction` for each leaf of the auxiliary output, after checking that it fits the leaf."""
+    try:
+        names = jax.tree.leaves(jax.tree.broadcast(aux_reduction, shapes))
+    except ValueError as error:
+        raise ValueError(
+            f"aux_reduction must be a prefix of the auxiliary output: aux_reduction={aux_reduction!r}, and the output "
+            f"has the tree {jax.tree.structure(shapes)}. Name one reduction, or one for each branch."
+        ) from error
+    leaves = jax.tree.leaves_with_path(shapes)
+    for name, (path, shape) in zip(names, leaves, strict=True):
+        _check(name, jax.tree_util.keystr(path), shape, split)
+    return [_REDUCTIONS[name] for name in names]
+
+
+def check_names(aux_reduction: Tree) -> None:
+    """Raises unless every leaf of `aux_reduction` names a reduction."""
+    for name in jax.tree.leaves(aux_reduction, is_leaf=lambda node: node is None):
+        if name not in _REDUCTIONS:
+            raise ValueError(f"aux_reduction must be one of {', '.join(_REDUCTIONS)}: {name!r}. Choose one of these.")
+
+
+def _check(name: str, path: str, shape: jax.ShapeDtypeStruct, split: Split) -> None:
+    where = f"auxiliary output {path}" if path else "the auxiliary output"
+    if name == "mean" and not jnp.issubdtype(shape.dtype, jnp.inexact):
+        raise TypeError(
+            f'"mean" needs a floating-point output: {where} has dtype {shape.dtype}. Take "sum", or cast it to float32.'
+        )
+    if name == "concat" and (not shape.ndim or shape.shape[0] != split.size):
+        raise ValueError(
+            f'"concat" needs one row for each example: {where} has shape {shape.shape} for a micro-batch of '
+            f'{split.size} rows. Take "stack", or another reduction.'
+        )
+
+
+def _wide(dtype: Any) -> Any:
+    return _accumulator.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+
+
+def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
+    return jnp.zeros(shape.shape, _wide(shape.dtype))
+
+
+def _lowest(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
+    if jnp.issubdtype(shape.dtype, jnp.bool_):
+        return jnp.zeros(shape.shape, bool)
+    lowest = -jnp.inf if jnp.issubdtype(shape.dtype, jnp.floating) else jnp.iinfo(shape.dtype).min
+    return jnp.full(shape.shape, lowest, shape.dtype)
+
+
+def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any, rest: bool) -> jax.Array:
+    return total + output.astype(total.dtype) * jnp.asarray(share, total.dtype)
+
+
+def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:
+    """Room for the rows of the whole micro-batches [b, k, ...] and of the remainder [r, ...]."""
+    return jnp.zeros((split.size, split.whole, *shape.shape[1:]), shape.dtype), jnp.zeros(
+        (split.rest, *shape.shape[1:]), shape.dtype
+    )
+
+
+def _put_rows(rows: Any, output: jax.Array, index: Index, share: Any, rest: bool) -> Any:
+    return (rows[0], output) if rest else (rows[0].at[:, index].set(output), rows[1])
+
+
+def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    whole, rest = rows
+    whole = whole.reshape(-1, *whole.shape[2:])
+    return jnp.concatenate([whole, rest]) if len(rest) else whole
+
+
+def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return total.astype(shape.dtype)
+
+
+_REDUCTIONS = {
+    "mean": Reduction(_zeros, _scaled, _cast),
+    "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype), _cast),
+    "max": Reduction(_lowest, lambda total, output, *_: jnp.maximum(total, output), _cast),
+    "last": Reduction(lambda shape, _: jnp.zeros(shape.shape, shape.dtype), lambda _, output, *__: output, _cast),
+    "stack": Reduction(
+        lambda shape, split: jnp.zeros((split.parts, *shape.shape), shape.dtype),
+        lambda stack, output, index, *_: stack.at[index].set(output),
+        _cast,
+    ),
+    "concat": Reduction(_rows, _put_rows, _joined),
+}

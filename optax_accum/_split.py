@@ -1,0 +1,162 @@
+"""Owns the cut: which rows are in which micro-batch, and how much each counts. Runs no loss, adds no gradient."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_accum import _accumulator
+from optax_accum._state import default_float
+
+Tree = Any
+Shares = jax.Array | float | dict[str, jax.Array]  # of each micro-batch [m], or one number for all
+
+# n rows, k whole micro-batches of b rows, and one of the r rows that are left; m = k + (r > 0) in all.
+
+
+class Split(NamedTuple):
+    """How `rows = whole * size + rest` rows are cut.
+
+    Row r is in micro-batch `r mod whole`; the last `rest` rows are in one of their own.
+    """
+
+    rows: int
+    size: int
+    whole: int
+    rest: int
+
+    @property
+    def parts(self) -> int:
+        """The number of micro-batches."""
+        return self.whole + (self.rest > 0)
+
+
+def split_rows(batch: Tree, num_microbatches: int | None, microbatch_size: int | None) -> Split:
+    """Returns how the rows of `batch` are cut, from its shapes alone."""
+    rows = count_rows(batch)
+    if num_microbatches is not None and num_microbatches > rows:
+        raise ValueError(
+            f"There must be a row for each micro-batch: num_microbatches={num_microbatches}, and the batch has {rows} "
+            f"rows. Pass num_microbatches={rows} at most."
+        )
+    size = min(rows, microbatch_size) if microbatch_size is not None else -(-rows // (num_microbatches or 1))
+    return Split(rows, size, rows // size, rows % size)
+
+
+def count_rows(batch: Tree) -> int:
+    """Returns the length that the leading axes of the leaves have in common."""
+    sizes = {jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in _leaves(batch) if is_split(leaf)}
+    if not sizes:
+        raise ValueError(
+            "A batch must have a leaf with rows to cut: the batch arguments hold scalars only. Check batch_argnums."
+        )
+    (first, rows), *others = sizes.items()
+    for path, size in others:
+        if size != rows:
+            raise ValueError(
+                f"The leaves of a batch must have as many rows: {_named(first)} has {rows}, {_named(path)} has {size}. "
+                "Pass what is not cut as another argument, outside batch_argnums."
+            )
+    if not rows:
+        raise ValueError(f"A batch must have rows: {_named(first)} has shape[0]=0. Skip empty batches.")
+    return rows
+
+
+def is_split(leaf: Any) -> bool:
+    """Returns whether a leaf of a batch is cut: arrays are, along their first axis; scalars stay whole."""
+    return jnp.ndim(leaf) > 0
+
+
+def stacked(split: Split, batch: Tree) -> Tree:
+    """Returns the whole micro-batches with their index as the second axis: leaves [b, k, ...] and scalars.
+
+    A reshape: interleaving leaves each row on the device where it is.
+    """
+
+    def stack(leaf: Any) -> Any:
+        if not is_split(leaf):
+            return leaf
+        rows = leaf if not split.rest else leaf[: split.whole * split.size]
+        return rows.reshape(split.size, split.whole, *leaf.shape[1:])
+
+    return jax.tree.map(stack, _arrays(batch))
+
+
+def micro_batch(stacked_batch: Tree, index: int | jax.Array) -> Tree:
+    """Returns whole micro-batch `index`: leaves [b, ...]."""
+
+    def take(leaf: Any) -> Any:
+        return jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False) if is_split(leaf) else leaf
+
+    return jax.tree.map(take, stacked_batch)
+
+
+def remainder(split: Split, batch: Tree) -> Tree:
+    """Returns the micro-batch of the rows that are left: leaves [r, ...]."""
+    return jax.tree.map(lambda leaf: leaf[split.rows - split.rest :] if is_split(leaf) else leaf, _arrays(batch))
+
+
+def shares(split: Split, batches: Sequence[Tree], weight_fn: Callable[..., Any] | None) -> tuple[Shares, Shares]:
+    """Returns `w_i / sum(w)` of the whole micro-batches ([k], or a number for all) and of the remainder ([]).
+
+    The weights are added in the default float dtype, so that counts of tokens cannot overflow.
+    """
+    if weight_fn is None:
+        return split.size / split.rows, split.rest / split.rows
+    whole = rest = None
+    if split.whole:
+        cut = [stacked(split, batch) for batch in batches]
+        axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, cut)
+        whole = jax.vmap(lambda *micro: _weights(weight_fn(*micro)), in_axes=axes, axis_size=split.whole)(*cut)
+    if split.rest:
+        rest = _weights(weight_fn(*(remainder(split, batch) for batch in batches)))
+    return _normalised(whole, rest)
+
+
+def _normalised(whole: Any, rest: Any) -> tuple[Any, Any]:
+    present = [part for part in (whole, rest) if part is not None]
+    total = jax.tree.map(lambda *parts: sum(jnp.sum(part) for part in parts), *present)
+    share = lambda part: jax.tree.map(lambda w, t: w * _accumulator.reciprocal(t), part, total)
+    return tuple(part if part is None else share(part) for part in (whole, rest))  # type: ignore[return-value]
+
+
+def live(shares: Shares) -> jax.Array:
+    """Returns which micro-batches count: a bool of the shape of their shares. The others are not run."""
+    return jnp.any(jnp.stack([jnp.asarray(share) != 0 for share in jax.tree.leaves(shares)]), axis=0)
+
+
+def _weights(weights: Any) -> Any:
+    """Returns what `weight_fn` gave, checked, in the dtype in which weights are added."""
+    if isinstance(weights, Mapping):
+        return {str(key): _weight(f"weight_fn's {key!r}", weight) for key, weight in weights.items()}
+    return _weight("weight_fn's result", weights)
+
+
+def _weight(name: str, weight: Any) -> jax.Array:
+    if not isinstance(weight, int | float | np.generic | np.ndarray | jax.Array) or isinstance(weight, bool):
+        raise TypeError(f"{name} must be a real scalar or a dict of them: it is {weight!r}. Return mask.sum(), say.")
+    dtype, shape = jnp.result_type(weight), jnp.shape(weight)
+    if shape:
+        raise ValueError(f"{name} must be a scalar: it has shape {shape}. Return mask.sum(), say.")
+    if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name} must be a real number: it has dtype {dtype}. Return mask.sum(), say.")
+    if dtype.itemsize < 4:
+        raise TypeError(
+            f"{name} must be counted in at least 32 bits: it has dtype {dtype}, which overflows or stalls. "
+            "Return mask.sum(dtype=jnp.float32), say."
+        )
+    return jnp.asarray(weight).astype(default_float())
+
+
+def _arrays(batch: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), batch)
+
+
+def _leaves(batch: Tree) -> list[tuple[Any, Any]]:
+    return jax.tree.leaves_with_path(batch)
+
+
+def _named(path: str) -> str:
+    return f"the leaf {path}" if path else "the batch"
