@@ -3,7 +3,7 @@
 from optax_accum._microbatch import value_and_grad
 from optax_accum._recompute import microbatched_apply
 from optax_accum._state import AccumulationState, WeightedSum, from_multi_steps, has_updated, metrics
-from optax_accum._transformation import accumulate_gradients, apply_gradients
+from optax_accum._transformation import accumulate_gradients, apply_gradients, value_and_apply_gradients
 
 __version__ = "0.1.0"
 
@@ -16,5 +16,6 @@ __all__ = [
     "has_updated",
     "metrics",
     "microbatched_apply",
+    "value_and_apply_gradients",
     "value_and_grad",
 ]

@@ -45,6 +45,29 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array) -> Tree
     return jax.tree.map(add_leaf, grads, acc)
 
 
+def add_backward(backward: Any, acc: Tree, weight: Weight, first: jax.Array) -> Tree:
+    """Does what `add` does inside the backward pass, which adds each gradient where it arises.
+
+    `backward(refs, weight)` runs that pass with the weight as its cotangent.
+    """
+    refs = jax.tree.map(lambda total: jax.new_ref(jnp.where(first, 0, total)), acc)
+
+    if isinstance(weight, jax.Array):
+        # A weight of zero often comes with a loss of 0 / 0, whose backward pass would add a nan.
+        jax.lax.cond(weight != 0, lambda: backward(refs, weight), lambda: None)
+    elif weight:
+        backward(refs, weight)
+    return jax.tree.map(jax.freeze, refs)
+
+
+def narrower(params: Tree, acc: Tree) -> str | None:
+    """Returns the path of a parameter whose gradient has another dtype than its accumulator, if there is one."""
+    for (path, leaf), total in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(acc), strict=True):
+        if jnp.result_type(leaf) != total.dtype:
+            return jax.tree_util.keystr(path) or "the only leaf"
+    return None
+
+
 def mean(acc: Tree, grads: Tree, weight: Weight | None, dtype: jnp.dtype | str | None) -> Tree:
     """Returns `acc / weight` (`acc` itself for a weight of None) in the dtype that is to be emitted.
 
@@ -103,13 +126,29 @@ def is_float0(leaf: Leaf) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
+def check_params(params: Tree, grads: Tree) -> None:
+    """Raises unless the gradients have the tree and the shapes of the parameters."""
+    if jax.tree.structure(params) != jax.tree.structure(grads):
+        raise ValueError(_tree_mismatch(params, grads, "parameters", "Pass the parameters that were differentiated."))
+    for (path, grad), param in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(params), strict=True):
+        if jnp.shape(grad) != jnp.shape(param):
+            raise ValueError(
+                f"Gradients must have the shapes of the parameters: at {jax.tree_util.keystr(path) or 'the only leaf'} "
+                f"the gradient has shape {jnp.shape(grad)} and the parameter {jnp.shape(param)}. Pass the parameters "
+                "that were differentiated."
+            )
+
+
 def check(acc: Tree, grads: Tree) -> None:
     """Raises unless every leaf of `grads` can be added to the leaf of `acc` at the same path."""
     leaves, treedef = jax.tree.flatten_with_path(grads)
     try:
         totals = treedef.flatten_up_to(acc)
     except ValueError as error:
-        raise ValueError(_tree_mismatch(acc, grads)) from error
+        remedy = "Call init again with the parameters that these gradients belong to."
+        if isinstance(grads, tuple) and len(grads) == 2:
+            remedy = "jax.value_and_grad returns (value, grads): pass the second."
+        raise ValueError(_tree_mismatch(acc, grads, "state", remedy)) from error
     for (path, grad), total in zip(leaves, totals, strict=True):
         _check_leaf(jax.tree_util.keystr(path) or "the only leaf", grad, total)
 
@@ -147,19 +186,19 @@ def _check_leaf(path: str, grad: Leaf, total: Leaf) -> None:
         )
 
 
-def _tree_mismatch(acc: Tree, grads: Tree) -> str:
+def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str) -> str:
     keep = lambda node: isinstance(node, optax.MaskedNode)
     shapes = [
         {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=keep)}
         for tree in (grads, acc)
     ]
-    rule = "Gradients must have the tree of the state"
-    remedy = "Call init again with the parameters that these gradients belong to."
+    rule = f"Gradients must have the tree of the {name}"
+    has = "have" if name.endswith("s") else "has"
     for path in [*shapes[0], *shapes[1]]:
         found = [f"shape {shape[path]}" if path in shape else "no leaf" for shape in shapes]
         if "no leaf" in found:
-            return f"{rule}: at {path} the gradients have {found[0]} and the state has {found[1]}. {remedy}"
-    return f"{rule}: they have {jax.tree.structure(grads)}, the state has {jax.tree.structure(acc)}. {remedy}"
+            return f"{rule}: at {path} the gradients have {found[0]} and the {name} {has} {found[1]}. {remedy}"
+    return f"{rule}: they have {jax.tree.structure(grads)}, the {name} {has} {jax.tree.structure(acc)}. {remedy}"
 
 
 def _scale(grad: jax.Array, weight: Weight) -> jax.Array:

@@ -22,7 +22,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             f"inner must be an optax.GradientTransformation: inner={inner!r}. Pass what a factory returned, such as "
-            "optax.adam(1e-3), or MultiSteps(...).gradient_transformation()."
+            "optax.adam(1e-3); for optax.MultiSteps, the optimizer that it wraps."
         )
     return optax.with_extra_args_support(inner)
 
@@ -51,7 +51,7 @@ def as_count(count: Any) -> jax.Array:
     if not jnp.issubdtype(dtype, jnp.integer) or shape:
         raise TypeError(
             f"A callable every must return an integer scalar: it returned {_describe(count)}. "
-            "Wrap a schedule of floats: lambda step: schedule(step).astype(int)."
+            "Wrap a schedule of floats: lambda step: jnp.asarray(schedule(step), int)."
         )
     return jnp.asarray(count)
 
@@ -92,7 +92,9 @@ def as_float_dtype(name: str, dtype: Any) -> jnp.dtype | None:
     if dtype is None:
         return None
     rule = f"{name} must be a real floating-point dtype or None"
-    remedy = "Pass jnp.float32, or None for at least float32; complex leaves take the complex dtype of that width."
+    remedy = "Pass jnp.float32, say; complex leaves take the complex dtype of that width."
+    if name == "emit_dtype":
+        remedy = 'Pass "gradient" for the dtype of the gradients, jnp.float32, say, or None for the accumulator\'s.'
     try:
         named = jnp.dtype(dtype)
     except TypeError:

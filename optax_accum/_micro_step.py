@@ -75,6 +75,25 @@ class Accumulation:
         apply = functools.partial(_apply_updates, params)
         return self._step(grads, state, params, weight, flush, extra_args, apply, lambda _: params)
 
+    def apply_backward(
+        self,
+        backward: Callable[[Tree, Weight], None],
+        state: AccumulationState,
+        params: Tree,
+        weight: Any,
+        flush: Any,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Tree, AccumulationState]:
+        """`apply` for a gradient that its backward pass adds to the accumulator in place; see `adds_in_place`."""
+        apply = functools.partial(_apply_updates, params)
+        add = functools.partial(_accumulator.add_backward, backward)
+        return self._step(state.acc_grads, state, params, weight, flush, extra_args, apply, lambda _: params, add)
+
+    def adds_in_place(self, state: AccumulationState, params: Tree) -> bool:
+        """Returns whether a backward pass may add to the accumulator: no policy has to see the gradient before."""
+        unseen = self.nonfinite in ("propagate", "discard") and _has_accumulator(state)
+        return unseen and _accumulator.narrower(params, state.acc_grads) is None
+
     def _step(
         self,
         grads: Tree,
@@ -85,15 +104,18 @@ class Accumulation:
         extra_args: Mapping[str, Any],
         finish: Callable[[Tree], Tree],
         held: Callable[[Callable[[], Any]], Tree],
+        add: Callable[[Tree | None, Weight, jax.Array], Tree] | None = None,
     ) -> tuple[Tree, AccumulationState]:
         """Adds the micro-batch to the window, then emits or holds.
 
-        `finish(updates)` is the result when it emits, `held(emit)` the result when it holds.
+        `finish(updates)` is the result when it emits, `held(emit)` the result when it holds, and `add(acc, weight,
+        first)` the accumulator with the micro-batch in it.
         """
-        self._check(grads, state)
+        add = add or (lambda acc, weight, first: _accumulator.add(acc, grads, weight, first))
+        self._check(grads, state, params)
         flush = _arguments.as_flush(flush, self.every)
         with jax.named_scope("optax_accum.add"):
-            window = self._add(grads, state, params, _arguments.as_weight(weight), extra_args)
+            window = self._add(add, grads, state, params, _arguments.as_weight(weight), extra_args)
             closes = _known(self._closes(window.state, flush))
             usable = _known(self._usable(window, closes))
 
@@ -109,11 +131,13 @@ class Accumulation:
         result, inner_opt_state = _emit_or_hold(closes, usable, emit, hold)
         return result, _close(window.state, closes, usable, inner_opt_state)
 
-    def _check(self, grads: Tree, state: Any) -> None:
+    def _check(self, grads: Tree, state: Any, params: Tree | None) -> None:
         if not isinstance(state, AccumulationState):
+            remedy = "The order is (gradients, state, parameters)."
+            if isinstance(state, optax.MultiStepsState):
+                remedy = "Turn that of optax.MultiSteps into one with from_multi_steps."
             raise TypeError(
-                f"The state must be what `init` returned, an AccumulationState: state={type(state).__name__}. Turn "
-                "that of optax.MultiSteps into one with from_multi_steps."
+                f"The state must be what `init` returned, an AccumulationState: state={type(state).__name__}. {remedy}"
             )
         if _has_accumulator(state):
             _accumulator.check(state.acc_grads, grads)
@@ -122,15 +146,23 @@ class Accumulation:
                 f"Only every=1 works without an accumulator: every={self.every}, and the state was made for every=1. "
                 "Add one with state._replace(acc_grads=tx.init(params).acc_grads)."
             )
+        if params is not None:
+            _accumulator.check_params(params, grads)
 
     def _add(
-        self, grads: Tree, state: AccumulationState, params: Tree | None, weight: Weight, extra_args: Mapping[str, Any]
+        self,
+        add: Callable[[Tree | None, Weight, jax.Array], Tree],
+        grads: Tree,
+        state: AccumulationState,
+        params: Tree | None,
+        weight: Weight,
+        extra_args: Mapping[str, Any],
     ) -> Window:
         skip, skip_state = self._screen(grads, state, params, weight)
         arrived = True if skip is False or self.nonfinite == "omit" else jnp.logical_not(skip)
         weight = weight if skip is False else jnp.where(skip, 0, weight)
         kept = _has_accumulator(state)
-        total = _accumulator.add(state.acc_grads if kept else None, grads, weight, state.mini_step == 0)
+        total = add(state.acc_grads if kept else None, weight, state.mini_step == 0)
         added = state._replace(
             mini_step=_count(state.mini_step, arrived),
             acc_grads=total if kept else (),
@@ -145,10 +177,10 @@ class Accumulation:
         """Returns whether this micro-batch is left out, and what a callable policy says about it."""
         if callable(self.nonfinite):
             skip, info = self.nonfinite(grads, state.gradient_step, params)
-            return _arguments.as_skip(skip), _cast_like(info, state.skip_state)
+            return _arguments.as_skip(skip), _like_skip_state(info, state)
         if self.nonfinite in ("skip", "omit"):
-            return ~_accumulator.all_finite((grads, weight)) & (weight != 0), ()
-        return False, ()
+            return ~_accumulator.all_finite((grads, weight)) & (weight != 0), state.skip_state
+        return False, state.skip_state
 
     def _add_args(
         self, sums: dict[str, WeightedSum], extra_args: Mapping[str, Any], weight: Weight
@@ -156,7 +188,9 @@ class Accumulation:
         def add(name: str) -> WeightedSum:
             if name not in extra_args:
                 return sums[name]
-            value = _arguments.as_scalar(name, extra_args[name], "Name only scalars in mean_args.")
+            value = _arguments.as_scalar(
+                name, extra_args[name], "Pass its mean, such as loss.mean(), or leave it out of mean_args."
+            )
             share = jnp.where(weight != 0, weight * value, 0)
             return WeightedSum(sums[name].total + share, sums[name].weight + weight)
 
@@ -232,6 +266,16 @@ def _close(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state
 
 def _count(total: jax.Array, flag: Flag) -> jax.Array:
     return total + jnp.asarray(flag).astype(total.dtype)
+
+
+def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:
+    if jax.tree.structure(info) != jax.tree.structure(state.skip_state):
+        raise ValueError(
+            f"A callable nonfinite must return an info of the tree in the state: it returned {info!r}, the state has "
+            f"{state.skip_state!r}. For a state of another policy: "
+            "state._replace(skip_state=tx.init(params).skip_state)."
+        )
+    return _cast_like(info, state.skip_state)
 
 
 def _mean_args(sums: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -28,7 +28,85 @@ def value_and_grad(
     accumulator_dtype: Any = None,
     in_place: bool | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Placeholder."""
+    """Does what `jax.value_and_grad` does, one micro-batch after the other: same call, same return, less memory.
+
+    A batch of rows is cut into micro-batches with weights `w_i`; with `l_i` the loss of one,
+
+        loss = sum_i s_i l_i,    gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
+
+    The shares `s_i` come from the data before the first forward pass, and scale the cotangent of each backward pass: so
+    the gradients are only added, and where dtypes allow that happens inside the backward pass, and no gradient of a
+    micro-batch ever stands beside the accumulator.
+
+    With n rows in k micro-batches, row r is in micro-batch `r mod k`, which leaves the rows of a sharded batch on their
+    devices. If k does not divide n, the last rows form one smaller micro-batch; nothing is padded or dropped.
+
+    Args:
+      fun: the loss, a mean over what the weights count. It returns a real scalar, or a dict of scalar terms, whose sum
+        is the loss; with `has_aux` or `carry_argnum` a pair, as below.
+      num_microbatches: the largest number of micro-batches, of `ceil(n / num_microbatches)` rows each; or
+      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: `fun` returns `(loss, aux)`.
+      batch_argnums: the argument, or several, that hold the batch: trees whose arrays are cut along their first axis.
+        Scalars stay whole; so does every other argument. What is to stay whole is passed there.
+      weight_fn: `weight_fn(micro_batch)`, given the batch arguments in order, returns how much a micro-batch counts: a
+        real scalar of at least 32 bits, such as `mask.sum()`; or a dict of them, one for each term of the loss, which
+        then has its own denominator. By default the number of rows. It is traced under `jax.vmap`. Weights are added in
+        the default float dtype, where 2^31 tokens do not overflow.
+      rng_argnum: an argument that is a key, old or new style: micro-batch i gets `jax.random.fold_in(key, i)`.
+      carry_argnum: an argument that is handed from one micro-batch to the next (the statistics of BatchNorm, say).
+        `fun` returns its new value: `(loss, carry)`, or `(loss, (aux, carry))` with `has_aux`.
+      aux_reduction: what becomes of `aux`, a prefix of its tree: `"mean"` (weighted; by rows for a dict of weights),
+        `"sum"`, `"max"`, `"concat"` (rows, in their order in the batch), `"stack"` (one entry for each micro-batch) or
+        `"last"`.
+      accumulator_dtype: as in `accumulate_gradients`.
+      in_place: whether to add inside the backward pass. By default wherever accumulator and parameters have the same
+        dtypes. The numbers are the same (a parameter that is used twice is added twice: to rounding).
+
+    Returns:
+      A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns, with
+      gradients in the accumulator's dtype: float32 for bfloat16 parameters (`optax.tree.cast_like(grads, params)` casts
+      them down).
+
+    Raises:
+      TypeError, ValueError: at trace time, with the rule, the value and the remedy.
+
+    Guarantees:
+      | case | result | known when |
+      |---|---|---|
+      | more micro-batches than rows; no rows; leaves of different lengths | an error | tracing |
+      | an argument in two roles; a key inside a batch argument | an error | tracing |
+      | the loss is no real scalar; its terms and the weights have other keys | an error | tracing |
+      | a carry that changes its tree, shape or dtype | an error | tracing |
+      | `"mean"` of an integer; `"concat"` of what has no rows | an error | tracing |
+      | a weight of zero | its micro-batch is not run: so their number may vary without a new compilation | running |
+      | outputs of a micro-batch that is not run | zeros in `"concat"` and `"stack"`, nothing elsewhere | running |
+      | all weights zero | a zero loss and a zero gradient, the carry unchanged | running |
+      | a weight of zero for one term only | its value is left out; guard a 0 / 0 in it with `jnp.maximum` | running |
+      | a NaN in one micro-batch | shows in the loss and in the gradient | running |
+      | a loss below 32 bits | its cotangent rounds the shares; return `loss.astype(jnp.float32)` | tracing |
+      | a bfloat16 parameter, a float32 accumulator | added after the backward pass, not inside | tracing |
+
+    Example:
+      Rows with masks of different lengths, and dropout:
+
+      >>> import jax, jax.numpy as jnp, optax_accum
+      >>> def loss(w, batch, key):
+      ...     kept = jax.random.bernoulli(key, 0.9, batch["x"].shape)
+      ...     error = (jnp.where(kept, batch["x"], 0) @ w - batch["y"]) ** 2
+      ...     return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
+      >>> value_and_grad = optax_accum.value_and_grad(
+      ...     loss, microbatch_size=4, weight_fn=lambda batch: batch["mask"].sum(), rng_argnum=2)
+      >>> batch = {"x": jnp.ones((10, 3)), "y": jnp.zeros(10), "mask": jnp.arange(10) < 7}
+      >>> value, grad = jax.jit(value_and_grad)(jnp.ones(3), batch, jax.random.key(0))
+      >>> grad.shape
+      (3,)
+
+    References:
+      Adding inside the backward pass uses JAX's mutable arrays (`jax.new_ref`, `jax.vjp(...).with_refs`). The
+      interleaved cut is also that of `optax.microbatch`.
+    """
     _arguments.check_one_size(num_microbatches, microbatch_size)
     _outputs.check_names(aux_reduction)
     rules = _Rules(
@@ -142,7 +220,7 @@ class _Cut:
         """Returns the references that gradients are added to in place, if any, and the totals before the first."""
         grads = _accumulator.zeros(self.params, self.rules.accumulator_dtype)
         refs = None
-        if can_add_in_place(self.params, self.rules.accumulator_dtype, self.rules.in_place):
+        if can_add_in_place(self.params, grads, self.rules.in_place):
             refs, grads = jax.tree.map(jax.new_ref, grads), None
         shapes = jax.tree.leaves(self.shapes.aux)
         outputs = [reduce.start(shape, self.split) for reduce, shape in zip(self.reductions, shapes, strict=True)]
@@ -226,22 +304,20 @@ def add_gradient(backward: Any, loss: jax.Array, grads: Tree | None, refs: Tree 
     return None
 
 
-def can_add_in_place(params: Tree, dtype: jnp.dtype | None, in_place: bool | None) -> bool:
+def can_add_in_place(params: Tree, acc: Tree, in_place: bool | None) -> bool:
     """Returns whether gradients are added inside the backward pass; raises where that is asked for and cannot be."""
-    if in_place is False:
-        return False
-    for path, leaf in jax.tree.leaves_with_path(params):
-        given = jnp.result_type(leaf)
-        total = _accumulator.accumulator_dtype(given, dtype)
-        if total != given:
-            if in_place:
-                raise TypeError(
-                    "in_place=True needs an accumulator in the dtype of the parameter, for JAX adds a gradient only "
-                    f"into an array of its dtype: at {jax.tree_util.keystr(path)} the parameter has {given} and the "
-                    f"accumulator {total}. Leave in_place=None, or pass accumulator_dtype={given.name} (sums stall)."
-                )
-            return False
-    return True
+    path = _accumulator.narrower(params, acc)
+    if in_place and path is not None:
+        raise TypeError(
+            "in_place=True needs accumulators in the dtype of the parameters, for JAX adds a gradient only into an "
+            f"array of its own dtype: at {path} they differ (parameters {_dtypes(params)}, accumulators "
+            f"{_dtypes(acc)}). Leave in_place=None, or name the parameters' dtype as accumulator_dtype (sums stall)."
+        )
+    return in_place is not False and path is None
+
+
+def _dtypes(tree: Tree) -> str:
+    return ", ".join(dict.fromkeys(jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)))
 
 
 def _loop(count: int, shares: Shares, add: Callable[[Any, _Totals], _Totals], totals: _Totals) -> _Totals:

@@ -20,7 +20,53 @@ def microbatched_apply(
     batch_argnums: int | Sequence[int] = 1,
     rng_argnum: int | None = None,
 ) -> Callable[..., Any]:
-    """Placeholder."""
+    """Applies a function in micro-batches, and again in the backward pass: all the outputs, the memory of one.
+
+
+        microbatched_apply(fun, k)(params, batch) = fun(params, batch)
+
+    For losses that couple examples, where no sum of micro-batch gradients is the gradient of the batch: contrastive and
+    ranking losses, balances over a batch. Any loss of all outputs has the whole batch's exact gradient, with respect to
+    parameters, batch and anything that `fun` closes over. The price is a second forward pass.
+
+    Args:
+      fun: `fun(params, batch)` returns a tree of arrays with one row for each example, and treats each row alone.
+      num_microbatches: the largest number of micro-batches; or
+      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      batch_argnums: the argument, or several, that hold the batch; see `value_and_grad`.
+      rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`, the same in both passes.
+
+    Returns:
+      A function of the arguments of `fun`, which returns its outputs for the whole batch, in the order of the rows.
+
+    Raises:
+      ValueError: an output without a row for each example. Otherwise as `value_and_grad`.
+
+    Guarantees:
+      | case | result | known when |
+      |---|---|---|
+      | the rows do not divide | one smaller micro-batch; nothing is padded or dropped | tracing |
+      | bfloat16 parameters | their gradient is added in float32, and cast down once | tracing |
+      | several calls in one loss (two towers) | each has its own micro-batches | tracing |
+      | `fun` couples examples (BatchNorm) | not the whole batch's output: see `verify` | never |
+
+    Example:
+      In-batch softmax over 8 rows, two at a time:
+
+      >>> import jax, jax.numpy as jnp, optax_accum
+      >>> encode = lambda params, x: jnp.tanh(x @ params)
+      >>> def loss(params, x, y, encode):
+      ...     logits = encode(params, x) @ encode(params, y).T
+      ...     return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
+      >>> params, x, y = jnp.eye(3), jnp.ones((8, 3)), jnp.ones((8, 3))
+      >>> small = optax_accum.microbatched_apply(encode, microbatch_size=2)
+      >>> whole, cut = (jax.grad(loss)(params, x, y, f) for f in (encode, small))
+      >>> bool(jnp.allclose(whole, cut))
+      True
+
+    References:
+      L. Gao et al., *Scaling deep contrastive learning batch size under memory limited setup* (GradCache), 2021.
+    """
     _arguments.check_one_size(num_microbatches, microbatch_size)
     count = _arguments.as_positive("num_microbatches", num_microbatches)
     size = _arguments.as_positive("microbatch_size", microbatch_size)

@@ -89,8 +89,9 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
       state: an `AccumulationState`, or any optimizer state that holds exactly one.
 
     Returns:
-      `mini_step` and `gradient_step` (int32), `weight` (`sum(w)` in the window so far, default float dtype), `skipped`
-      (micro-batches) and `discarded` (windows), int32 totals since `init`. All have shape [].
+      `mini_step` and `gradient_step` (int32), `weight` (`sum(w)` in the window so far, default float dtype; like
+      `mini_step` it is 0 again when the window has closed), `skipped` (micro-batches) and `discarded` (windows), int32
+      totals since `init`. All have shape [].
 
     Raises:
       ValueError: `state` holds none, or several.
@@ -129,7 +130,8 @@ def from_multi_steps(state: Tree, *, reduction: str = "mean", mean_args: tuple[s
       | between windows | the next micro-step starts a window |
       | another `every` than before | the window closes at `mini_step + 1 >= every`, with the right mean |
       | `every=1` | the accumulator of `MultiSteps` is kept until a state is made with `init` |
-      | `should_skip_update_fn` was given | the counters go on; its `skip_state` is dropped |
+      | `should_skip_update_fn` was given | the counters go on, and its `skip_state` with them |
+      | the wrong `reduction` | nothing can tell: the window in flight gets a wrong divisor |
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum
@@ -163,6 +165,7 @@ def from_multi_steps(state: Tree, *, reduction: str = "mean", mean_args: tuple[s
             mini_step=mini_step,
             gradient_step=jnp.asarray(node.gradient_step, jnp.int32),
             weight=mini_step.astype(default_float()),
+            skip_state=node.skip_state,
             emitted=jnp.asarray((node.mini_step == 0) & (node.gradient_step > 0)),
         )
 
@@ -195,7 +198,8 @@ def find_state(state: Tree) -> AccumulationState:
     found = [node for node in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(node)]
     if len(found) != 1:
         raise ValueError(
-            f"The optimizer state must hold exactly one AccumulationState: it holds {len(found)}. "
+            f"The optimizer state must hold exactly one AccumulationState: {type(state).__name__} "
+            f"holds {len(found)}. "
             + ("Pass the one that is meant." if found else "Pass the state of an `accumulate_gradients`.")
         )
     return found[0]

@@ -1,10 +1,14 @@
 """Owns accumulation across calls as users meet it: `accumulate_gradients` and `apply_gradients`."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from optax_accum import _arguments
+from optax_accum import _accumulator, _arguments
 from optax_accum._accumulator import Tree
 from optax_accum._arguments import Every
 from optax_accum._micro_step import Accumulation, Skip
@@ -41,8 +45,9 @@ def accumulate_gradients(
       emit_dtype: the dtype in which `inner` sees the gradient. By default the accumulator's; `"gradient"` for that of
         the gradients passed in, as `optax.MultiSteps` does; or a real floating-point dtype.
       nonfinite: what becomes of a micro-batch whose gradient or weight holds a NaN or an infinity. `"propagate"`: it
-        shows, in its own window only. `"skip"`: as if it had never come; the window waits for another. `"omit"`: the
-        window ends on time, with the rest. `"discard"`: the window ends on time, without an update. Or a callable
+        shows in the update of its own window, and in no other window's gradient. `"skip"`: as if it had never
+        come; the window waits for another. `"omit"`: the window ends on time, with the rest. `"discard"`: the window
+        ends on time, without an update. Or a callable
         `(grads, gradient_step, params) -> (skip, info)`, as `optax.MultiSteps` takes, which acts as `"skip"`; its
         `info` is kept as `state.skip_state`.
       mean_args: names of scalar extra arguments which `inner` gets as their weighted mean over the window.
@@ -84,7 +89,10 @@ def accumulate_gradients(
       | `None`, `MaskedNode`, empty leaves | pass through | tracing |
       | float0 (of an integer parameter) | passes through to `inner` and back | tracing |
       | inside `optax.masked` or `optax.partition` | nothing is allocated for the leaves left out | tracing |
-      | a mean argument not given at some micro-steps | the mean over those that gave it | tracing |
+      | a mean argument is not given at some micro-steps | the mean over those that gave it | tracing |
+      | a mean argument is not given at the closing one | `inner` does not get it | tracing |
+      | a NaN in a mean argument | shows in its mean: policies look at gradients and weights only | running |
+      | the state has another accumulator dtype than asked for | the state's is used | tracing |
       | under `jax.vmap` | a window for each member; `lax.cond` becomes a select, so `inner` always runs | tracing |
 
     Example:
@@ -128,7 +136,8 @@ def apply_gradients(
         emit:  params + updates of `inner`, inside the branch        hold:  params
 
     A held micro-step reads and writes the accumulator, and neither parameters nor optimizer state nor a tree of zeros,
-    so it costs what adding costs. The result is bit for bit that of the two calls.
+    so it costs what adding costs. The result is that of the two calls: bit for bit outside `jit`, and inside it to the
+    rounding of the compiler's fusions.
 
     Args:
       tx: what `accumulate_gradients` returned. For any other transformation (a chain that holds one, say) this is
@@ -175,3 +184,85 @@ def apply_gradients(
         return accumulation.apply(grads, state, params, **extra_args)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return optax.apply_updates(params, updates), state
+
+
+def value_and_apply_gradients(
+    fun: Callable[..., Any], tx: optax.GradientTransformation, *, has_aux: bool = False
+) -> Callable[..., tuple[Any, Tree, Tree]]:
+    """Makes a whole micro-step of a loss: `jax.value_and_grad(fun)` and then `apply_gradients(tx, ...)`, in place.
+
+    The backward pass adds each gradient to the accumulator in the state where it arises, scaled by the micro-batch's
+    weight. So no tree of gradients is ever written or read beside it, which is what a micro-step's memory mostly is.
+
+    Args:
+      fun: a loss `fun(params, *args) -> loss`, or `-> (loss, aux)` with `has_aux`.
+      tx: what `accumulate_gradients` returned; any other optimizer makes an update at every call.
+      has_aux: whether `fun` returns a pair.
+
+    Returns:
+      A function `step(params, state, *args, **extra_args) -> (value, params, state)`, where `value` is what `fun`
+      returned, and `extra_args` is what `tx.update` takes by keyword: `weight`, `flush`, and the arguments of the inner
+      optimizer. The loss is passed on as `value=`, unless `mean_args` of `tx` leaves it out. Donate the first two.
+
+    Raises:
+      TypeError: the loss is not a real scalar. Otherwise as `accumulate_gradients`.
+
+    Guarantees:
+      The same parameters and state as the two calls, to rounding (a parameter that is used twice is added twice).
+
+      | case | result | known when |
+      |---|---|---|
+      | parameters in the dtype of their accumulators | added in place | tracing |
+      | a bfloat16 parameter with a float32 accumulator | the gradient is written, then added | tracing |
+      | `nonfinite` is `"skip"`, `"omit"` or a callable, which must see the gradient | as above | tracing |
+      | `every=1`, or another optimizer | as above; nothing is accumulated | tracing |
+      | weight 0 | the backward pass is not run | running |
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, optax, optax_accum
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.5), every=2)
+      >>> step = optax_accum.value_and_apply_gradients(lambda params, x: jnp.mean((params - x) ** 2), tx)
+      >>> train_step = jax.jit(step, donate_argnums=(0, 1))
+      >>> params = jnp.array(0.0)
+      >>> state = tx.init(params)
+      >>> for x in (1.0, 3.0):
+      ...     loss, params, state = train_step(params, state, jnp.array([x]))
+      ...     print(loss, params)
+      1.0 0.0
+      9.0 2.0
+    """
+
+    @functools.wraps(fun)
+    def step(
+        params: Tree, state: Tree, *args: Any, weight: Any = 1.0, flush: Any = None, **extra_args: Any
+    ) -> tuple[Any, Tree, Tree]:
+        params = jax.tree.map(jnp.asarray, params)
+        loss, backward, value = _vjp(fun, has_aux, params, args)
+        accumulation = getattr(tx.update, "__self__", None)
+        if not isinstance(accumulation, Accumulation) or "value" in accumulation.mean_args:
+            extra_args = {"value": loss, **extra_args}
+        if isinstance(accumulation, Accumulation) and accumulation.adds_in_place(state, params):
+            run = lambda refs, weight: _discard(backward.with_refs(refs)(jnp.asarray(weight, loss.dtype)))
+            params, state = accumulation.apply_backward(run, state, params, weight, flush, extra_args)
+        else:
+            (grads,) = backward(jnp.ones_like(loss))
+            params, state = apply_gradients(tx, grads, state, params, weight=weight, flush=flush, **extra_args)
+        return value, params, state
+
+    return step
+
+
+def _vjp(fun: Callable[..., Any], has_aux: bool, params: Tree, args: tuple[Any, ...]) -> tuple[jax.Array, Any, Any]:
+    """Returns the loss in at least float32, its backward pass, and what `fun` returned."""
+
+    def wide(params: Tree) -> tuple[jax.Array, Any]:
+        out = fun(params, *args)
+        loss = out[0] if has_aux else out
+        _arguments.check_loss(loss, None)
+        return loss.astype(_accumulator.accumulator_dtype(loss.dtype, None)), out
+
+    return jax.vjp(wide, params, has_aux=True)
+
+
+def _discard(_: Any) -> None:
+    """Leaves nothing of the cotangents, which the references hold."""

@@ -7,7 +7,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import pytest
+from hypothesis import settings
 
+settings.register_profile("suite", max_examples=40, deadline=None, derandomize=True)
+settings.load_profile("suite")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -57,7 +57,9 @@ def test_every_known_only_at_run_time_is_refused():
 
 @pytest.mark.parametrize("count", [2.0, True, np.float32(2), np.array([2]), jnp.array(2.0)], ids=repr)
 def test_a_callable_every_that_returns_no_integer(count):
-    with pytest.raises(TypeError, match=r"must return an integer scalar: it returned .*astype\(int\)"):
+    with pytest.raises(
+        TypeError, match=r"must return an integer scalar: it returned .*jnp.asarray\(schedule\(step\), int\)"
+    ):
         update(build(lambda step: count))
 
 
@@ -65,7 +67,7 @@ def test_the_remedy_for_a_schedule_of_floats():
     schedule = optax.piecewise_constant_schedule(2.0, {1: 2.0})
     with pytest.raises(TypeError, match="integer scalar"):
         update(build(schedule))
-    tx = build(lambda step: schedule(step).astype(int))
+    tx = build(lambda step: jnp.asarray(schedule(step), int))
     _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
     assert state.mini_step == 1
 
@@ -167,7 +169,7 @@ def test_weight(weight, error):
 
 
 def test_a_mean_argument_that_is_no_scalar():
-    with pytest.raises(ValueError, match=r"value must be a scalar: value=float32\[2\].*mean_args"):
+    with pytest.raises(ValueError, match=r"value must be a scalar: value=float32\[2\].*loss.mean.*mean_args"):
         update(build(), value=jnp.ones(2))
 
 
@@ -212,11 +214,40 @@ def test_a_callable_policy_that_returns_no_bool():
 
 @pytest.mark.parametrize("read", [optax_accum.has_updated, optax_accum.metrics])
 def test_a_state_that_holds_none_or_several(read):
-    with pytest.raises(ValueError, match="exactly one AccumulationState: it holds 0"):
+    with pytest.raises(ValueError, match="exactly one AccumulationState: tuple holds 0"):
         read(optax.adam(0.1).init(PARAMS))
     tx = optax.partition({"w": build(), "b": build()}, {"w": "w", "b": "b"})
-    with pytest.raises(ValueError, match="exactly one AccumulationState: it holds 2"):
+    with pytest.raises(ValueError, match="exactly one AccumulationState: PartitionState holds 2"):
         read(tx.init(PARAMS))
+
+
+def test_gradients_that_are_not_those_of_the_parameters():
+    with pytest.raises(
+        ValueError, match=r"shapes of the parameters: at \['w'\] the gradient has shape \(2, 3\).*\(3, 3\)"
+    ):
+        update(build(), params={**PARAMS, "w": jnp.ones((3, 3))})
+    with pytest.raises(ValueError, match=r"tree of the parameters: at \['b'\].*parameters have no leaf"):
+        update(build(), params={"w": PARAMS["w"]})
+
+
+def test_what_jax_value_and_grad_returns_is_recognised():
+    with pytest.raises(ValueError, match=r"jax.value_and_grad returns \(value, grads\)"):
+        update(build(), grads=(jnp.array(1.0), PARAMS), params=None)
+
+
+def test_arguments_in_another_order():
+    tx = build()
+    with pytest.raises(TypeError, match=r"state=dict. The order is \(gradients, state, parameters\)"):
+        tx.update(tx.init(PARAMS), PARAMS, PARAMS)
+
+
+def test_the_info_of_another_policy():
+    policy = lambda grads, step, params: (jnp.array(False), {"norm": jnp.float32(0)})
+    tx, state = build(nonfinite=policy), build().init(PARAMS)
+    with pytest.raises(ValueError, match=r"info of the tree in the state.*tx.init\(params\).skip_state"):
+        update(tx, state=state)
+    state = state._replace(skip_state=tx.init(PARAMS).skip_state)  # the remedy
+    assert update(tx, state=state)[1].mini_step == 1
 
 
 def test_from_multi_steps():

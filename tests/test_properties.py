@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_accum
@@ -16,8 +16,6 @@ trees = st.recursive(
     max_leaves=5,
 )
 weights = st.one_of(st.just(0.0), st.floats(0.0625, 1024, width=32))
-settings.register_profile("suite", max_examples=40, deadline=None, derandomize=True)
-settings.load_profile("suite")
 
 
 def is_shape(node):

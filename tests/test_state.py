@@ -58,8 +58,9 @@ def test_a_multi_steps_of_another_length_can_switch():
 def test_a_skipping_multi_steps_can_switch():
     old = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.transforms.skip_not_finite)
     state = optax_accum.from_multi_steps(old.init(PARAMS))
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite="skip")
-    assert train(tx, state, PARAMS, GRADS[:2])[1].gradient_step == 1
+    for nonfinite in ("skip", optax.transforms.skip_not_finite):
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite=nonfinite)
+        assert train(tx, state, PARAMS, GRADS[:2])[1].gradient_step == 1
 
 
 def test_metrics():

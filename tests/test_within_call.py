@@ -1,0 +1,525 @@
+"""`value_and_grad` and `microbatched_apply`: the law within a call, for any cut, weight, dtype and path."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import optax_accum
+from tests import problems
+
+START, BATCH = problems.params(), problems.rows(12)
+WHOLE = jax.jit(jax.value_and_grad(problems.loss))(START, BATCH)
+in_places = pytest.mark.parametrize("in_place", [True, False], ids=["in place", "scan"])
+CUTS = [{"num_microbatches": k} for k in (1, 2, 5, 7, 12)] + [{"microbatch_size": b} for b in (1, 5, 12, 64)]
+
+
+def close(actual, expected, rtol=2e-5, atol=2e-6):
+    chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
+
+
+@in_places
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_the_gradient_equals_the_gradient_of_the_whole_batch(cut, in_place):
+    close(jax.jit(optax_accum.value_and_grad(problems.loss, in_place=in_place, **cut))(START, BATCH), WHOLE)
+
+
+@pytest.mark.parametrize("cut", [{"num_microbatches": 4}, {"microbatch_size": 5}], ids=str)
+def test_in_place_and_scan_are_bit_identical(cut):
+    both = [
+        jax.jit(optax_accum.value_and_grad(problems.loss, in_place=flag, **cut))(START, BATCH) for flag in (True, False)
+    ]
+    chex.assert_trees_all_equal(*both)
+
+
+def masked_loss(params, batch):
+    """A mean over the rows that count, 0 / 0 where none does."""
+    x, y, mask = batch
+    bias, scale = params["b"]
+    error = jnp.sum((scale * (x @ params["w"] + bias[None]) - y) ** 2, axis=-1)
+    return jnp.sum(mask * error) / jnp.sum(mask)
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=6, max_size=6), st.booleans(), st.sampled_from([2, 4]))
+def test_any_weights(weights, in_place, size):
+    """Micro-batches of weight zero have a loss of 0 / 0, and a backward pass full of nan."""
+    mask = jnp.repeat(jnp.array(weights, jnp.float32), 2)
+    batch = (*BATCH, mask)
+    value, grads = _masked(in_place, size)(START, batch)
+    if not mask.sum():
+        close((value, grads), jax.tree.map(jnp.zeros_like, WHOLE), atol=0)
+    else:
+        close((value, grads), MASKED(START, batch), rtol=1e-4, atol=1e-5)
+
+
+MASKED = jax.jit(jax.value_and_grad(masked_loss))
+COMPILED = {}
+
+
+def _masked(in_place, size):
+    if (in_place, size) not in COMPILED:
+        f = optax_accum.value_and_grad(
+            masked_loss, microbatch_size=size, weight_fn=lambda b: b[2].sum(), in_place=in_place
+        )
+        COMPILED[in_place, size] = jax.jit(f)
+    return COMPILED[in_place, size]
+
+
+@in_places
+def test_one_compilation_for_any_number_of_live_micro_batches(in_place):
+    traces, ran = [], []
+
+    def loss(params, batch):
+        traces.append(1)
+        jax.debug.callback(lambda: ran.append(1))
+        return masked_loss(params, batch)
+
+    step = jax.jit(
+        optax_accum.value_and_grad(loss, num_microbatches=4, weight_fn=lambda b: b[2].sum(), in_place=in_place)
+    )
+    once = None
+    for live in (4, 2, 0, 3):
+        mask = (jnp.arange(12) % 4 < live).astype(jnp.float32)  # row r is in micro-batch r mod 4
+        jax.effects_barrier()
+        ran.clear()
+        value, _ = step(START, (*BATCH, mask))
+        once = once or len(traces)
+        jax.effects_barrier()
+        assert len(ran) == live
+        assert np.isfinite(value)
+    assert len(traces) == once
+
+
+def test_ragged_sequences_whose_difficulty_grows_with_their_length():
+    """Where a mean of means is far off, and ours is not."""
+    rng = np.random.default_rng(0)
+    lengths = np.sort(rng.integers(1, 64, 32))
+    tokens = jnp.asarray(rng.normal(size=(32, 64)) + lengths[:, None] / 16, jnp.float32)
+    batch = tokens, jnp.asarray(np.arange(64) < lengths[:, None], jnp.float32)
+    loss = lambda w, b: jnp.sum(b[1] * (w * b[0] - 1) ** 2) / jnp.sum(b[1])
+    whole = jax.grad(loss)(jnp.array(0.5), batch)
+    order = jnp.asarray([r for i in range(8) for r in range(i * 4, i * 4 + 4)]).reshape(8, 4).T.ravel()
+    batch = jax.tree.map(lambda x: x[order], batch)  # so that a micro-batch holds sequences of like length
+    ours = optax_accum.value_and_grad(loss, num_microbatches=8, weight_fn=lambda b: b[1].sum())(jnp.array(0.5), batch)[
+        1
+    ]
+    means = optax_accum.value_and_grad(loss, num_microbatches=8)(jnp.array(0.5), batch)[1]
+    assert abs(ours / whole - 1) < 1e-5
+    assert abs(means / whole - 1) > 0.2
+
+
+@in_places
+def test_terms_with_denominators_of_their_own(in_place):
+    x, y = BATCH
+    masks = {"a": (jnp.arange(12) < 7).astype(jnp.float32), "b": (jnp.arange(12) % 3 == 0).astype(jnp.float32)}
+
+    def terms(params, batch):
+        x, y, masks = batch
+        per_row = {"a": jnp.sum((x @ params["w"] - y) ** 2, 1), "b": jnp.abs(x @ params["w"]).sum(1)}
+        return {t: jnp.sum(masks[t] * per_row[t]) / jnp.maximum(masks[t].sum(), 1) for t in masks}
+
+    batch = x, y, masks
+    whole = jax.value_and_grad(lambda p, b: sum(terms(p, b).values()))(START, batch)
+    weights = lambda b: {t: mask.sum() for t, mask in b[2].items()}
+    for cut in ({"num_microbatches": 4}, {"microbatch_size": 5}):
+        close(optax_accum.value_and_grad(terms, weight_fn=weights, in_place=in_place, **cut)(START, batch), whole)
+
+
+@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["typed", "raw"])
+def test_every_micro_batch_has_a_key_of_its_own(key):
+    def loss(w, x, key):
+        mask = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.mean(mask * x * w), mask
+
+    f = optax_accum.value_and_grad(
+        loss, num_microbatches=4, rng_argnum=-1, has_aux=True, aux_reduction="concat", in_place=False
+    )
+    (value, masks), grad = jax.jit(f)(jnp.array(2.0), jnp.ones(64), key)
+    cut = masks.reshape(16, 4).T  # row r is in micro-batch r mod 4
+    assert len({tuple(np.asarray(mask)) for mask in cut}) == 4
+    expected = [jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, (16,)) for i in range(4)]
+    np.testing.assert_array_equal(cut, expected)
+    np.testing.assert_allclose(grad, masks.mean(), rtol=1e-6)  # the backward pass saw the same masks
+    np.testing.assert_allclose(value, 2 * grad, rtol=1e-6)
+
+
+@in_places
+def test_auxiliary_outputs(in_place):
+    def loss(params, batch):
+        x, y = batch
+        prediction = x @ params["w"]
+        error = jnp.sum((prediction - y) ** 2, 1)
+        aux = {"rows": prediction, "mean": error.mean(), "sum": jnp.int32(len(x)), "max": error.max(), "any": error > 5}
+        return error.mean(), aux | {"stack": error.sum(), "last": x[-1], "half": error.mean().astype(jnp.bfloat16)}
+
+    reduction = {"rows": "concat", "mean": "mean", "sum": "sum", "max": "max", "any": "concat"}
+    reduction |= {"stack": "stack", "last": "last", "half": "mean"}
+    (_, whole), _ = jax.value_and_grad(loss, has_aux=True)(START, BATCH)
+    f = optax_accum.value_and_grad(loss, microbatch_size=5, has_aux=True, aux_reduction=reduction, in_place=in_place)
+    (_, aux), _ = jax.jit(f)(START, BATCH)
+    for name in ("rows", "mean", "sum", "max", "any"):
+        close(aux[name], whole[name])
+    assert jax.tree.map(lambda a: a.dtype, aux) == jax.tree.map(lambda a: a.dtype, whole)
+    assert aux["stack"].shape == (3,)
+    np.testing.assert_allclose(aux["stack"].sum(), whole["stack"], rtol=1e-5)
+    np.testing.assert_array_equal(aux["last"], BATCH[0][-1])
+
+
+@in_places
+def test_a_carry_goes_from_one_micro_batch_to_the_next(in_place):
+    """An average that moves once for each micro-batch, in their order; and a mixed return with aux."""
+
+    def loss(params, batch, average):
+        x, _ = batch
+        average = {"mean": 0.9 * average["mean"] + 0.1 * x.mean(0), "count": average["count"] + 1}
+        return problems.loss(params, batch), (x.sum(), average)
+
+    f = optax_accum.value_and_grad(
+        loss, microbatch_size=5, carry_argnum=2, has_aux=True, aux_reduction="sum", in_place=in_place
+    )
+    (value, (total, average)), grads = jax.jit(f)(START, BATCH, {"mean": jnp.zeros(4), "count": 0})
+    expected, x = jnp.zeros(4), BATCH[0]
+    for rows in (x[0:10:2], x[1:10:2], x[10:]):
+        expected = 0.9 * expected + 0.1 * rows.mean(0)
+    close((value, grads), WHOLE)
+    close(average["mean"], expected)
+    assert average["count"] == 3
+    np.testing.assert_allclose(total, x.sum(), rtol=1e-5)
+
+
+@in_places
+def test_several_differentiated_and_several_batch_arguments(in_place):
+    loss = lambda a, x, b, y, scale: scale * jnp.mean((x @ a + b[None] - y) ** 2)
+    args = START["w"], BATCH[0], jnp.ones(3), BATCH[1], 2.0
+    whole = jax.value_and_grad(loss, argnums=(0, 2))(*args)
+    f = optax_accum.value_and_grad(loss, microbatch_size=5, argnums=(0, 2), batch_argnums=(1, -2), in_place=in_place)
+    close(jax.jit(f)(*args), whole)
+
+
+def test_scalars_in_a_batch_stay_whole_and_numpy_is_fine():
+    loss = lambda w, batch, *, power: jnp.mean(batch["scale"] * jnp.abs(batch["x"] * w) ** power)
+    batch = {"x": np.arange(10.0, dtype=np.float32), "scale": 3.0, "none": None}
+    whole = jax.value_and_grad(loss)(jnp.array(2.0), batch, power=2)
+    close(optax_accum.value_and_grad(loss, microbatch_size=4)(jnp.array(2.0), batch, power=2), whole)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
+def test_dtypes(dtype):
+    w = jnp.asarray([1.0, -0.5, 0.25], dtype)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 3)), dtype)
+    loss = lambda w, x: jnp.mean(jnp.abs(x @ w).astype(jnp.float32) ** 2)
+    value, grads = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=4))(w, x)
+    whole_value, whole = jax.value_and_grad(loss)(w, x)
+    assert grads.dtype == (jnp.complex64 if dtype == jnp.complex64 else jnp.float32)
+    np.testing.assert_allclose(value, whole_value, rtol=1e-2)
+    np.testing.assert_allclose(grads, whole.astype(grads.dtype), rtol=3e-2, atol=1e-2)
+
+
+def test_bfloat16_gradients_are_added_in_float32():
+    loss = lambda w, x: jnp.sum(w.astype(jnp.float32) * x)
+    f = lambda **o: optax_accum.value_and_grad(loss, num_microbatches=512, **o)(jnp.bfloat16(1), jnp.full(512, 5.12))[1]
+    np.testing.assert_allclose(f(), 5.12, rtol=4e-3)
+    assert abs(f(accumulator_dtype=jnp.bfloat16, in_place=False) - 5.12) > 0.5  # and it stalls where it is asked to
+
+
+@in_places
+def test_a_nan_in_one_micro_batch_shows(in_place):
+    x = BATCH[0].at[5].set(jnp.nan)
+    value, grads = optax_accum.value_and_grad(problems.loss, num_microbatches=4, in_place=in_place)(
+        START, (x, BATCH[1])
+    )
+    assert np.isnan(value)
+    assert np.isnan(grads["w"]).all()
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64():
+    params, batch = jax.tree.map(lambda x: x.astype(jnp.float64), (START, BATCH))
+    whole = jax.value_and_grad(problems.loss)(params, batch)
+    ours = optax_accum.value_and_grad(problems.loss, microbatch_size=5)(params, batch)
+    close(ours, whole, rtol=1e-12, atol=1e-12)
+    assert ours[0].dtype == jnp.float64
+
+
+def stacked_problem(layers=8, width=64):
+    rng = np.random.default_rng(0)
+    params = {"layers": jnp.asarray(rng.normal(size=(layers, width, width)) / 8, jnp.float32), "out": jnp.ones(width)}
+
+    def loss(params, x):
+        layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+        h, _ = jax.lax.scan(layer, x, params["layers"])
+        return jnp.mean((h @ params["out"]) ** 2)
+
+    return loss, params, jnp.asarray(rng.normal(size=(16, width)), jnp.float32)
+
+
+def temporary(f, *args):
+    return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_in_place_keeps_no_gradient_beside_the_accumulator():
+    loss, params, x = stacked_problem()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    f = lambda flag: optax_accum.value_and_grad(loss, num_microbatches=8, in_place=flag)
+    assert temporary(f(False), params, x) - temporary(f(True), params, x) > 0.7 * size
+    chex.assert_trees_all_equal(jax.jit(f(True))(params, x), jax.jit(f(False))(params, x))
+
+
+def test_fewer_rows_at_a_time_take_less_memory():
+    loss, params, _ = stacked_problem(layers=2)
+    x = jnp.ones((512, 64))
+    assert temporary(optax_accum.value_and_grad(loss, num_microbatches=16), params, x) < 0.5 * temporary(
+        jax.value_and_grad(loss), params, x
+    )
+
+
+# In place across calls.
+
+
+@pytest.mark.parametrize("weight", [{}, {"weight": 2.0}, {"weight": jnp.float32(3)}], ids=["none", "static", "traced"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "discard", "skip"])
+def test_value_and_apply_gradients_is_the_two_calls(weight, nonfinite):
+    loss, params, x = stacked_problem(layers=2, width=16)
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, nonfinite=nonfinite)
+
+    def two(params, state, x, **extra):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return value, *optax_accum.apply_gradients(tx, grads, state, params, value=value, **extra)
+
+    steps = [jax.jit(optax_accum.value_and_apply_gradients(loss, tx)), jax.jit(two)]
+    results = []
+    for step in steps:
+        now, state = params, tx.init(params)
+        for i in range(5):
+            value, now, state = step(now, state, x[i : i + 4], **weight)
+        results.append((value, now, state))
+    close(*results, rtol=1e-4, atol=2e-5)
+    assert not np.allclose(now["layers"], params["layers"])
+    assert state.gradient_step == 2
+
+
+def test_a_micro_step_in_place_has_no_gradient_tree():
+    loss, params, x = stacked_problem()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 8)
+
+    def two(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return value, *optax_accum.apply_gradients(tx, grads, state, params)
+
+    memory = []
+    for step in (optax_accum.value_and_apply_gradients(loss, tx), two):
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), x[:2]).compile()
+        memory.append(compiled.memory_analysis().temp_size_in_bytes / size)
+    assert memory[0] < 0.4 < 1.0 < memory[1]
+
+
+def test_value_and_apply_gradients_skips_the_backward_pass_of_weight_zero():
+    loss = lambda w, x, mask: jnp.sum(mask * (w - x) ** 2) / mask.sum()
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 2)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx))
+    w, state = jnp.array(0.0), tx.init(jnp.array(0.0))
+    for mask in (jnp.zeros(2), jnp.ones(2)):
+        _, w, state = step(w, state, jnp.array([1.0, 3.0]), mask, weight=mask.sum())
+    np.testing.assert_allclose(w, 2.0)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_value_and_apply_gradients_falls_back(every):
+    """bfloat16 parameters, every=1, another optimizer, auxiliary outputs."""
+    loss = lambda w, x: (jnp.mean((w - x) ** 2).astype(jnp.float32), x.sum())
+    for tx in (optax_accum.accumulate_gradients(optax.sgd(0.5), every), optax.polyak_sgd()):
+        w = jnp.ones(3, jnp.bfloat16)
+        (value, aux), new, _ = optax_accum.value_and_apply_gradients(loss, tx, has_aux=True)(
+            w, tx.init(w), jnp.zeros(3)
+        )
+        assert (value, aux, new.dtype) == (1, 0, jnp.bfloat16)
+
+
+# microbatched_apply.
+
+
+def towers():
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(8, 8)) / 3, jnp.float32), "t": jnp.float32(0.5)}
+    x, y = (jnp.asarray(rng.normal(size=(14, 8)), jnp.float32) for _ in range(2))
+    return params, x, y
+
+
+def encode(params, x):
+    z = jnp.tanh(x @ params["w"]) @ params["w"]
+    return z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+
+
+def info_nce(a, b, params):
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(jnp.exp(params["t"]) * a @ b.T)))
+
+
+def ranking(a, b, params):
+    score = jnp.sum(a * b, -1)
+    return jnp.mean(jax.nn.softplus(score[:, None] - score[None]))
+
+
+def balance(a, b, params):
+    load = jnp.mean(jax.nn.softmax(a), 0)
+    return jnp.sum(load * jnp.log(load)) + jnp.mean(b) * params["t"]
+
+
+@pytest.mark.parametrize("loss", [info_nce, ranking, balance])
+@pytest.mark.parametrize("cut", [{"num_microbatches": 7}, {"microbatch_size": 4}], ids=str)
+def test_losses_that_couple_examples_have_the_gradient_of_the_batch(loss, cut):
+    params, x, y = towers()
+    small = optax_accum.microbatched_apply(encode, **cut)
+    total = lambda f: jax.jit(jax.value_and_grad(lambda p, x, y: loss(f(p, x), f(p, y), p), argnums=(0, 1, 2)))
+    close(total(small)(params, x, y), total(encode)(params, x, y), rtol=1e-5, atol=1e-6)
+    naive = optax_accum.value_and_grad(lambda p, b: loss(encode(p, b[0]), encode(p, b[1]), p), **cut)
+    assert not np.allclose(naive(params, (x, y))[1]["w"], total(encode)(params, x, y)[1][0]["w"], rtol=1e-2)
+
+
+def test_outputs_come_in_the_order_of_the_rows_and_keys_are_replayed():
+    def noisy(w, x, key):
+        return {"x": x * w, "mask": w * jax.random.bernoulli(key, 0.5, x.shape)}
+
+    f = optax_accum.microbatched_apply(noisy, 3, rng_argnum=2)
+    x, key = jnp.arange(13.0), jax.random.key(0)
+    out = f(jnp.array(1.0), x, key)
+    np.testing.assert_array_equal(out["x"], x)
+    gradient = jax.grad(lambda w: jnp.sum(f(w, x, key)["mask"] * x))(jnp.array(1.0))
+    np.testing.assert_allclose(gradient, jnp.sum(out["mask"] * x))
+
+
+def test_the_gradient_of_bfloat16_parameters_is_added_in_float32():
+    w, x = jnp.ones(1, jnp.bfloat16), jnp.full((512, 1), 0.01, jnp.bfloat16)
+    f = optax_accum.microbatched_apply(lambda w, x: x * w[None], 512)
+    np.testing.assert_allclose(
+        jax.grad(lambda w: jnp.sum(f(w, x).astype(jnp.float32)))(w).astype(float), 5.12, rtol=1e-2
+    )
+
+
+def test_the_forward_pass_keeps_one_micro_batch():
+    params = {"layers": jnp.ones((6, 32, 32)) / 32}
+    run = lambda p, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0][:, :4]
+    x = jnp.ones((1024, 32))
+    grad = lambda f: temporary(jax.grad(lambda p, x: jnp.sum(f(p, x).mean(0) ** 2)), params, x)
+    assert grad(optax_accum.microbatched_apply(run, microbatch_size=64)) < grad(run) / 3
+
+
+# Bad input.
+
+MEAN = lambda w, x, *rest: jnp.mean(w * x)
+X = jnp.ones(6)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2, "microbatch_size": 3}], ids=["neither", "both"])
+@pytest.mark.parametrize("wrap", [optax_accum.value_and_grad, optax_accum.microbatched_apply])
+def test_one_of_number_and_size(wrap, options):
+    with pytest.raises(ValueError, match="Exactly one of num_microbatches and microbatch_size.*Pass one"):
+        wrap(MEAN, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_microbatches": 0}, ValueError, "num_microbatches must be an integer >= 1: num_microbatches=0"),
+        ({"num_microbatches": 2.0}, TypeError, "num_microbatches must be an integer"),
+        ({"microbatch_size": True}, TypeError, "microbatch_size must be an integer"),
+        ({"num_microbatches": 2, "argnums": "w"}, TypeError, "argnums must be an integer or a tuple"),
+        ({"num_microbatches": 2, "batch_argnums": ()}, TypeError, "batch_argnums must be an integer or a tuple"),
+        ({"num_microbatches": 2, "aux_reduction": "avg"}, ValueError, "aux_reduction must be one of.*'avg'"),
+        ({"num_microbatches": 2, "accumulator_dtype": int}, TypeError, "accumulator_dtype must be a real floating"),
+    ],
+)
+def test_arguments_of_the_factory(options, error, message):
+    with pytest.raises(error, match=message):
+        optax_accum.value_and_grad(MEAN, **options)
+
+
+def loss_with(value):
+    return lambda w, x: value(jnp.mean(w * x), x)
+
+
+@pytest.mark.parametrize(
+    ("fun", "options", "batch", "error", "message"),
+    [
+        (MEAN, {}, {"a": X, "b": jnp.ones(4)}, ValueError, r"as many rows: the leaf \[0\]\['a'\] has 6.*\['b'\] has 4"),
+        (MEAN, {"num_microbatches": 7}, X, ValueError, "num_microbatches=7, and the batch has 6 rows"),
+        (MEAN, {}, jnp.ones(0), ValueError, r"must have rows.*shape\[0\]=0"),
+        (MEAN, {}, 3.0, ValueError, "must have a leaf with rows"),
+        (MEAN, {}, (X, jax.random.key(0)), TypeError, "key in a batch argument.*rng_argnum"),
+        (MEAN, {"batch_argnums": 0}, X, ValueError, "argument 0 is named by argnums and by batch_argnums"),
+        (MEAN, {"rng_argnum": 1}, X, ValueError, "argument 1 is named by batch_argnums and by rng_argnum"),
+        (MEAN, {"carry_argnum": 5}, X, ValueError, "carry_argnum=5, and there are 2"),
+        (loss_with(lambda m, x: x), {}, X, TypeError, r"real scalar loss.*float32\[3\]"),
+        (loss_with(lambda m, x: (m, m)), {}, X, TypeError, "real scalar loss, or a dict"),
+        (loss_with(lambda m, x: m), {"has_aux": True}, X, TypeError, "must return a pair, loss first"),
+        (loss_with(lambda m, x: jnp.int32(1)), {}, X, TypeError, r"real scalar loss.*int32\[\]"),
+        (MEAN, {"weight_fn": lambda x: {"a": 1.0}}, X, ValueError, r"loss has no terms, the weights have \['a'\]"),
+        (loss_with(lambda m, x: {"b": m}), {"weight_fn": lambda x: {"a": 1.0}}, X, ValueError, r"\['b'\].*\['a'\]"),
+        (MEAN, {"weight_fn": lambda x: x}, X, ValueError, "weight_fn's result must be a scalar"),
+        (
+            MEAN,
+            {"weight_fn": lambda x: x.sum().astype(jnp.int8)},
+            X,
+            TypeError,
+            "32 bits: it has dtype int8, which over",
+        ),
+        (MEAN, {"weight_fn": lambda x: x.sum().astype(jnp.bfloat16)}, X, TypeError, "32 bits: it has dtype bfloat16"),
+        (MEAN, {"weight_fn": lambda x: x.sum() > 1}, X, TypeError, "must be a real number: it has dtype bool"),
+        (MEAN, {"weight_fn": lambda x: None}, X, TypeError, "real scalar or a dict of them: it is None"),
+        (loss_with(lambda m, x: (m, len(x))), {"has_aux": True}, X, TypeError, '"mean" needs a floating.*int32'),
+        (
+            loss_with(lambda m, x: (m, x[:1])),
+            {"has_aux": True, "aux_reduction": "concat"},
+            X,
+            ValueError,
+            r'"concat" needs one row.*\(1,\)',
+        ),
+        (
+            loss_with(lambda m, x: (m, {"a": m})),
+            {"has_aux": True, "aux_reduction": {"b": "sum"}},
+            X,
+            ValueError,
+            "aux_reduction must be a prefix",
+        ),
+    ],
+)
+def test_bad_input_at_trace_time(fun, options, batch, error, message):
+    options = {"num_microbatches": 2, **options}
+    with pytest.raises(error, match=message):
+        jax.jit(optax_accum.value_and_grad(fun, **options))(jnp.array(1.0), batch)
+
+
+def test_a_carry_that_changes_its_type():
+    f = optax_accum.value_and_grad(lambda w, x, c: (jnp.mean(w * x), c * 1.5), num_microbatches=2, carry_argnum=2)
+    with pytest.raises(TypeError, match=r"carry must keep its type.*int32\[\] and left as float32\[\]"):
+        f(jnp.array(1.0), X, jnp.int32(1))
+    g = optax_accum.value_and_grad(lambda w, x, c: (jnp.mean(w * x), (c, c)), num_microbatches=2, carry_argnum=2)
+    with pytest.raises(TypeError, match="carry must keep its tree"):
+        g(jnp.array(1.0), X, jnp.float32(1))
+
+
+def test_integers_cannot_be_differentiated():
+    with pytest.raises(TypeError, match=r"argnums holds int32 at \[0\]\['i'\]"):
+        optax_accum.value_and_grad(lambda p, x: jnp.mean(p["i"] * x), num_microbatches=2)({"i": 3}, X)
+
+
+def test_in_place_where_it_cannot_be():
+    f = optax_accum.value_and_grad(
+        lambda w, x: jnp.mean((w * x).astype(jnp.float32)), num_microbatches=2, in_place=True
+    )
+    with pytest.raises(TypeError, match=r"in_place=True needs.*bfloat16, accumulators float32.*in_place=None"):
+        f(jnp.bfloat16(1), X)
+
+
+def test_outputs_without_rows():
+    with pytest.raises(ValueError, match=r"one row for each example: the output has shape \(\) .* 3 rows"):
+        optax_accum.microbatched_apply(lambda w, x: jnp.sum(w * x), 2)(jnp.array(1.0), X)
+
+
+def test_weights_beyond_two_to_the_31_do_not_overflow():
+    f = optax_accum.value_and_grad(MEAN, num_microbatches=3, weight_fn=lambda x: jnp.int32(2**30))
+    np.testing.assert_allclose(f(jnp.array(2.0), X), (2.0, 1.0))
