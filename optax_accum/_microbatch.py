@@ -27,6 +27,7 @@ def value_and_grad(
     aux_reduction: Tree = "mean",
     accumulator_dtype: Any = None,
     in_place: bool | None = None,
+    unroll: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Does what `jax.value_and_grad` does, one micro-batch after the other: same call, same return, less memory.
 
@@ -63,6 +64,9 @@ def value_and_grad(
       accumulator_dtype: as in `accumulate_gradients`.
       in_place: whether to add inside the backward pass. By default wherever accumulator and parameters have the same
         dtypes. The numbers are the same (a parameter that is used twice is added twice: to rounding).
+      unroll: compile each micro-batch for itself, one after the other, instead of a loop over them. For convolutions on
+        CPU, which XLA runs many times slower inside any loop (jax-ml/jax#12868). Compile time grows with k, gradients
+        are added after the backward pass, and before JAX 0.12 the compiler keeps several micro-batches at once.
 
     Returns:
       A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns, with
@@ -123,6 +127,7 @@ def value_and_grad(
         aux_reduction=aux_reduction,
         accumulator_dtype=_arguments.as_float_dtype("accumulator_dtype", accumulator_dtype),
         in_place=in_place,
+        unroll=unroll,
     )
 
     return functools.wraps(fun)(lambda *args, **kwargs: rules(*args, **kwargs))
@@ -162,13 +167,15 @@ class _Rules:
     aux_reduction: Tree
     accumulator_dtype: jnp.dtype | None
     in_place: bool | None
+    unroll: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Cuts the batch, adds each micro-batch's share of the gradient, and finishes what was added up."""
         cut = _Cut(self, args, kwargs)
         refs, totals = cut.start()
-        totals = _loop(cut.split.whole, cut.shares, functools.partial(cut.add_whole, refs), totals)
-        totals = _loop_rest(cut.rest_share, functools.partial(cut.add_rest, refs), totals)
+        loop, last = (_unrolled, _unrolled_rest) if self.unroll else (_loop, _loop_rest)
+        totals = loop(cut.split.whole, cut.shares, functools.partial(cut.add_whole, refs), totals)
+        totals = last(cut.rest_share, functools.partial(cut.add_rest, refs), totals)
         return cut.finish(refs, totals)
 
     def for_arguments(self, count: int) -> "_Rules":
@@ -220,7 +227,7 @@ class _Cut:
         """Returns the references that gradients are added to in place, if any, and the totals before the first."""
         grads = _accumulator.zeros(self.params, self.rules.accumulator_dtype)
         refs = None
-        if can_add_in_place(self.params, grads, self.rules.in_place):
+        if can_add_in_place(self.params, grads, self.rules.in_place) and not self.rules.unroll:
             refs, grads = jax.tree.map(jax.new_ref, grads), None
         shapes = jax.tree.leaves(self.shapes.aux)
         outputs = [reduce.start(shape, self.split) for reduce, shape in zip(self.reductions, shapes, strict=True)]
@@ -229,7 +236,10 @@ class _Cut:
     def add_whole(self, refs: Tree | None, index: Any, totals: _Totals) -> _Totals:
         """Adds whole micro-batch `index`."""
         share = self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
-        return self._add(refs, totals, _split.micro_batch(self.stacked, index), share, index, rest=False)
+        rows = _split.micro_batch(self.stacked, index)
+        if self.rules.unroll:  # else the compiler may run the micro-batches side by side
+            rows, totals = jax.lax.optimization_barrier((rows, totals))
+        return self._add(refs, totals, rows, share, index, rest=False)
 
     def add_rest(self, refs: Tree | None, totals: _Totals) -> _Totals:
         """Adds the smaller micro-batch of the rows that are left."""
@@ -330,11 +340,23 @@ def _loop(count: int, shares: Shares, add: Callable[[Any, _Totals], _Totals], to
 
 
 def _loop_rest(share: Shares | None, add: Callable[[_Totals], _Totals], totals: _Totals) -> _Totals:
-    if share is None or (isinstance(share, float) and not share):
-        return totals
-    if isinstance(share, float):
-        return add(totals)
+    if share is None or isinstance(share, float):
+        return add(totals) if share else totals
     return jax.lax.fori_loop(0, _split.live(share).astype(int), lambda _, totals: add(totals), totals)
+
+
+def _unrolled(count: int, shares: Shares, add: Callable[[Any, _Totals], _Totals], totals: _Totals) -> _Totals:
+    """Does what `_loop` does, without a loop in the compiled program."""
+    for index in range(count):
+        share = shares if isinstance(shares, float) else _split.live(shares)[index]
+        totals = _unrolled_rest(share, functools.partial(add, index), totals)
+    return totals
+
+
+def _unrolled_rest(share: Shares | None, add: Callable[[_Totals], _Totals], totals: _Totals) -> _Totals:
+    if share is None or isinstance(share, float):
+        return add(totals) if share else totals
+    return jax.lax.cond(_split.live(share), add, lambda totals: totals, totals)
 
 
 def _weighted(loss: Any, share: Any) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 from optax_accum import demo
 
 SMALL = ["--batch-size", "64", "--every", "4", "--epochs", "2"]
-WAYS = ["whole batch", "optax_accum", "optax.MultiSteps"]
+WAYS = ["whole batch", "accumulate_gradients", "value_and_grad", "optax.MultiSteps"]
 
 
 @pytest.fixture(scope="module")
@@ -72,23 +72,23 @@ def test_the_ways_train_and_end_at_the_same_parameters(ways):
     for way in others:
         np.testing.assert_allclose(ravel_pytree(way.params)[0], ravel_pytree(whole.params)[0], atol=1e-4, rtol=0)
         np.testing.assert_allclose(way.losses, whole.losses, rtol=1e-4)
-    assert [len(way.losses) for way in ways] == [44] * 4
+    assert [len(way.losses) for way in ways] == [44] * 5
     assert whole.losses[-1] < whole.losses[0] / 2
 
 
 def test_the_explanation_names_what_is_larger_than_rounding(ways):
-    *three, shuffled = ways
-    assert "More than 100 times" not in demo._explanation(three, shuffled)
-    params = {"far": ravel_pytree(three[1].params)[0] + 1.0}
-    far = dataclasses.replace(three[1], params=params)
-    assert "More than 100 times as far: optax_accum." in demo._explanation([three[0], far, three[2]], shuffled)
+    *four, shuffled = ways
+    assert "More than 100 times" not in demo._explanation(four, shuffled)
+    params = {"far": ravel_pytree(four[1].params)[0] + 1.0}
+    far = dataclasses.replace(four[1], params=params)
+    assert "More than 100 times as far: accumulate_gradients." in demo._explanation([four[0], far, four[3]], shuffled)
     diverged = dataclasses.replace(shuffled, params={"far": params["far"] * math.nan})
-    assert "diverged" in demo._explanation(three, diverged)
+    assert "diverged" in demo._explanation(four, diverged)
 
 
 def test_an_optimizer_that_reads_the_loss_gets_the_mean_of_the_window():
     settings = demo.Settings(batch_size=64, every=4, epochs=1, optimizer="polyak_sgd", learning_rate=1.0)
-    whole, accumulated, multi_steps, _ = demo.run(settings)
+    whole, accumulated, _, multi_steps, _ = demo.run(settings)
     assert demo._apart(accumulated.params, whole.params) < 1e-4 < demo._apart(multi_steps.params, whole.params)
 
 

@@ -28,6 +28,16 @@ def test_the_gradient_equals_the_gradient_of_the_whole_batch(cut, in_place):
     close(jax.jit(optax_accum.value_and_grad(problems.loss, in_place=in_place, **cut))(START, BATCH), WHOLE)
 
 
+@pytest.mark.parametrize("weight_fn", [None, lambda batch: batch[0].shape[0]], ids=["rows", "weight_fn"])
+def test_unrolled_there_is_no_loop_and_the_same_gradient(weight_fn):
+    f = optax_accum.value_and_grad(problems.loss, microbatch_size=5, unroll=True, weight_fn=weight_fn)
+    close(jax.jit(f)(START, BATCH), WHOLE)
+    assert "while" not in str(jax.make_jaxpr(f)(START, BATCH))
+    assert "scan" not in str(jax.make_jaxpr(f)(START, BATCH))
+    loop = optax_accum.value_and_grad(problems.loss, microbatch_size=5)
+    assert "scan" in str(jax.make_jaxpr(loop)(START, BATCH))
+
+
 @pytest.mark.parametrize("cut", [{"num_microbatches": 4}, {"microbatch_size": 5}], ids=str)
 def test_in_place_and_scan_are_bit_identical(cut):
     both = [
