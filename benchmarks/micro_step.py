@@ -265,7 +265,7 @@ def _times(window: float, table: Measured) -> tuple[str, str, str]:
 
 
 def _targets() -> list[Target]:
-    """The numbers of DESIGN.md, section 7."""
+    """The numbers to reach."""
     gain = lambda ours: lambda table: table.window(MULTI_STEPS) / table.window(ours)
     ideal = lambda table: table.window(APPLY) / table.ideal
     beyond = lambda ours: lambda table: table.temporary[ours] - table.temporary[INNER]
