@@ -178,7 +178,7 @@ def _hand_written(loss: Callable[..., Any], k: int, params: Tree, batch: Tree) -
     start = optax.tree.zeros_like(params, dtype=jnp.float32), jnp.zeros([])
     micro_batches = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
     (grads, _), _ = jax.lax.scan(body, start, micro_batches)
-    return jax.tree.map(lambda total: total / k, grads)
+    return jax.tree.map(lambda total, param: (total / k).astype(param.dtype), grads, params)
 
 
 def _optax_microbatch(loss: Callable[..., Any], k: int, params: Tree, batch: Tree) -> Tree:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_accum import _accumulator, _arguments, _outputs, _split
 from optax_accum._accumulator import Tree
@@ -61,7 +62,9 @@ def value_and_grad(
       aux_reduction: what becomes of `aux`, a prefix of its tree: `"mean"` (weighted; by rows for a dict of weights),
         `"sum"`, `"max"`, `"concat"` (rows, in their order in the batch), `"stack"` (one entry for each micro-batch) or
         `"last"`.
-      accumulator_dtype: as in `accumulate_gradients`.
+      accumulator_dtype: the dtype to add in, and to return: `jnp.float32` spares an optimizer over bfloat16 parameters
+        the rounding of the mean (its state then turns to float32 as well). By default sums are in at least float32, and
+        gradients come back in the dtypes of the parameters, as from `jax.value_and_grad`.
       in_place: whether to add inside the backward pass. By default wherever accumulator and parameters have the same
         dtypes. The numbers are the same (a parameter that is used twice is added twice: to rounding).
       unroll: compile each micro-batch for itself, one after the other, instead of a loop over them. For convolutions on
@@ -69,9 +72,7 @@ def value_and_grad(
         are added after the backward pass, and before JAX 0.12 the compiler keeps several micro-batches at once.
 
     Returns:
-      A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns, with
-      gradients in the accumulator's dtype: float32 for bfloat16 parameters (`optax.tree.cast_like(grads, params)` casts
-      them down).
+      A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
 
     Raises:
       TypeError, ValueError: at trace time, with the rule, the value and the remedy.
@@ -264,6 +265,8 @@ class _Cut:
     def finish(self, refs: Tree | None, totals: _Totals) -> tuple[Any, Any]:
         """Returns what `jax.value_and_grad` would return for the whole batch."""
         grads = totals.grads if refs is None else jax.tree.map(jax.freeze, refs)
+        if self.rules.accumulator_dtype is None:
+            grads = optax.tree.cast_like(grads, self.params)
         leaves, treedef = jax.tree.flatten(self.shapes.aux)
         finished = zip(self.reductions, totals.outputs, leaves, strict=True)
         aux = jax.tree.unflatten(treedef, [reduce.finish(total, shape) for reduce, total, shape in finished])

@@ -11,10 +11,11 @@ import optax_accum
 
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
-    {"_accumulator", "_state"},
+    {"_accumulator", "_state", "_report"},
     {"_arguments", "_split"},
     {"_outputs", "_micro_step", "_recompute"},
     {"_transformation", "_microbatch"},
+    {"_verify"},
     {"demo"},
 ]
 

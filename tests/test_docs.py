@@ -8,14 +8,14 @@ import subprocess
 import pytest
 
 import optax_accum
-from optax_accum import _microbatch, _recompute, _state, _transformation
+from optax_accum import _microbatch, _recompute, _state, _transformation, _verify
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "module", [_state, _transformation, _microbatch, _recompute], ids=lambda module: module.__name__
+    "module", [_state, _transformation, _microbatch, _recompute, _verify], ids=lambda module: module.__name__
 )
 def test_the_examples_of_the_docstrings(module):
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)

@@ -223,8 +223,11 @@ def test_dtypes(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 3)), dtype)
     loss = lambda w, x: jnp.mean(jnp.abs(x @ w).astype(jnp.float32) ** 2)
     value, grads = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=4))(w, x)
+    named = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=4, accumulator_dtype=jnp.float32))(w, x)[1]
+    assert named.dtype == (jnp.complex64 if dtype == jnp.complex64 else jnp.float32)
+    np.testing.assert_allclose(named.astype(dtype), grads)
     whole_value, whole = jax.value_and_grad(loss)(w, x)
-    assert grads.dtype == (jnp.complex64 if dtype == jnp.complex64 else jnp.float32)
+    assert grads.dtype == whole.dtype == dtype
     np.testing.assert_allclose(value, whole_value, rtol=1e-2)
     np.testing.assert_allclose(grads, whole.astype(grads.dtype), rtol=3e-2, atol=1e-2)
 

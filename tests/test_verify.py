@@ -1,0 +1,203 @@
+"""Is each planted cause found, by name, and is nothing found in sound losses?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optax_accum._verify import verify
+
+rng = np.random.default_rng(0)
+N, D = 8, 3
+X = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
+Y = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
+W = {"w": jnp.asarray(rng.normal(size=(D, D)), jnp.float32), "b": jnp.full((D,), 0.1, jnp.float32)}
+LENGTHS = jnp.array([1, 3, 2, 3, 1, 1, 2, 3])
+MASK = (jnp.arange(D)[None, :] < LENGTHS[:, None]).astype(jnp.float32)
+BATCH = {"x": X, "y": Y, "mask": MASK, "label": jnp.arange(N) % D, "token": jnp.arange(N * 2).reshape(N, 2) % 5}
+
+
+def outputs(params, batch):
+    return jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
+
+
+def mse(params, batch):
+    return jnp.mean((outputs(params, batch) - batch["y"]) ** 2)
+
+
+def masked(params, batch):
+    return jnp.sum(batch["mask"] * (outputs(params, batch) - batch["y"]) ** 2) / jnp.sum(batch["mask"])
+
+
+def tokens(batch):
+    return batch["mask"].sum()
+
+
+def batch_norm(params, batch):
+    h = outputs(params, batch)
+    h = (h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-3)
+    return jnp.mean((h - batch["y"]) ** 2)
+
+
+def info_nce(params, batch):
+    logits = outputs(params, batch) @ batch["y"].T
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(logits)))
+
+
+def dropout(params, batch, key):
+    keep = jax.random.bernoulli(key, 0.8, batch["x"].shape)
+    return mse(params, batch | {"x": jnp.where(keep, batch["x"] / 0.8, 0)})
+
+
+def two_means(params, batch):
+    return masked(params, batch) + mse(params, batch)
+
+
+def ranking(params, batch):
+    scores = params["table"][batch["token"]].sum((1, 2))
+    return jnp.mean(jax.nn.softplus(scores[:, None] - scores[None, :]))
+
+
+def with_carry(params, batch, carry):
+    loss = mse(params, batch)
+    return loss * (1 + carry), jax.lax.stop_gradient(loss)
+
+
+def statistics(params, batch, carry):
+    return mse(params, batch), 0.9 * carry + 0.1 * jnp.mean(batch["x"])
+
+
+TABLE = {"table": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)}
+MANY = {name: jnp.concatenate([leaf] * 8) for name, leaf in BATCH.items()}
+KEY = jax.random.key(1)
+
+PLANTED = {
+    "masked mean": ("weights", masked, W, BATCH, (), {}),
+    "wrong weights": ("weights", mse, W, BATCH, (), {"weight_fn": tokens}),
+    "two denominators": ("weights", two_means, W, BATCH, (), {}),
+    "sum": ("sum", lambda p, b: N * jnp.sum((outputs(p, b) - b["y"]) ** 2), W, BATCH, (), {}),
+    "BatchNorm": ("coupled examples", batch_norm, W, BATCH, (), {}),
+    "InfoNCE": ("coupled examples", info_nce, W, BATCH, (), {}),
+    "ranking of integer tokens": ("coupled examples", ranking, TABLE, {"token": BATCH["token"]}, (), {}),
+    "dropout, one key": ("shared key", dropout, W, BATCH, (KEY,), {}),
+    "dropout, one old-style key": ("shared key", dropout, W, BATCH, (jax.random.PRNGKey(1),), {}),
+    "bfloat16 sums": (
+        "low-precision accumulator",
+        mse,
+        W,
+        MANY,
+        (),
+        {"accumulator_dtype": jnp.bfloat16, "num_microbatches": 64},
+    ),
+    "carry in the loss": ("mutable state", with_carry, W, BATCH, (jnp.float32(0.5),), {"carry_argnum": 2}),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_each_planted_cause_is_found(name):
+    kind, fun, params, batch, args, options = PLANTED[name]
+    report = verify(fun, params, batch, *args, **options)
+    assert not report.holds
+    assert [cause.kind for cause in report.causes] == [kind]
+    assert report.causes[0].remedy in " ".join(str(report).split())
+    assert len(str(report).splitlines()) <= 24
+
+
+def half(tree, dtype):
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.float32 else leaf, tree)
+
+
+def cross_entropy(params, batch):
+    chosen = jax.nn.log_softmax(outputs(params, batch)) * jax.nn.one_hot(batch["label"], D)
+    return -jnp.mean(chosen.sum(1)), {"correct": jnp.sum(batch["label"])}
+
+
+def layer_norm(params, batch):
+    h = outputs(params, batch)
+    h = (h - h.mean(1, keepdims=True)) / jnp.sqrt(h.var(1, keepdims=True) + 1e-3)
+    return jnp.mean((h - batch["y"]) ** 2)
+
+
+def embedding(params, batch):
+    return jnp.mean(params["table"][batch["token"]] ** 3)
+
+
+def complex_loss(params, batch):
+    return jnp.mean(jnp.abs(batch["x"] @ params - batch["y"]) ** 2)
+
+
+def terms(params, batch):
+    return {"data": masked(params, batch), "rows": mse(params, batch)}
+
+
+def term_weights(batch):
+    return {"data": tokens(batch), "rows": jnp.float32(len(batch["x"]))}
+
+
+SOUND = {
+    "mse": (mse, W, BATCH, (), {}),
+    "mse, three micro-batches": (mse, W, BATCH, (), {"num_microbatches": 3}),
+    "cross-entropy": (cross_entropy, W, BATCH, (), {"has_aux": True}),
+    "masked mean": (masked, W, BATCH, (), {"weight_fn": tokens}),
+    "terms": (terms, W, BATCH, (), {"weight_fn": term_weights}),
+    "dropout": (dropout, W, BATCH, (KEY,), {"rng_argnum": 2}),
+    "bfloat16": (mse, half(W, jnp.bfloat16), half(BATCH, jnp.bfloat16), (), {}),
+    "float16": (mse, half(W, jnp.float16), half(BATCH, jnp.float16), (), {}),
+    "bfloat16 inside": (
+        lambda p, b: mse(half(p, jnp.bfloat16), half(b, jnp.bfloat16)).astype("float32"),
+        W,
+        BATCH,
+        (),
+        {},
+    ),
+    "embedding": (embedding, TABLE, {"token": BATCH["token"]}, (), {}),
+    "LayerNorm": (layer_norm, W, BATCH, (), {}),
+    "complex": (complex_loss, W["w"] + 1j, BATCH, (), {}),
+    "a scalar in the batch": (lambda p, b: b["scale"] * mse(p, b), W, BATCH | {"scale": 2.0}, (), {}),
+    "running statistics": (statistics, W, BATCH, (jnp.float32(0.0),), {"carry_argnum": 2}),
+    "weight decay": (lambda p, b: mse(p, b) + 0.1 * jnp.sum(p["w"] ** 2), W, BATCH, (), {}),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_nothing_is_found_in_a_sound_loss(name):
+    fun, params, batch, args, options = SOUND[name]
+    report = verify(fun, params, batch, *args, **options)
+    assert report.holds, str(report)
+    assert not report.causes
+    assert len(report.errors) == 1 + len(jax.tree.leaves(params))
+    assert str(report).startswith("The law holds")
+
+
+def test_an_impure_function_is_found_before_anything_is_compared():
+    calls = []
+
+    def counting(params, batch):
+        calls.append(None)
+        return mse(params, batch) * len(calls)
+
+    report = verify(counting, W, BATCH)
+    assert not report.holds
+    assert not report.errors
+    assert [cause.kind for cause in report.causes] == ["mutable state"]
+
+
+def test_two_causes_are_both_found():
+    report = verify(masked, W, MANY, accumulator_dtype=jnp.bfloat16, num_microbatches=16)
+    assert [cause.kind for cause in report.causes] == ["low-precision accumulator", "weights"]
+
+
+@pytest.mark.parametrize(
+    ("fun", "params", "batch", "options", "message"),
+    [
+        (mse, W, jax.tree.map(lambda leaf: leaf[:3], BATCH), {}, "needs 4 rows or more.*has 3. Pass a batch of 4"),
+        (mse, W, BATCH, {"num_microbatches": 9}, "needs 9 rows or more.*has 8"),
+        (mse, W, BATCH, {"num_microbatches": 1}, "a cut to compare: num_microbatches=1. Pass 2"),
+        (outputs, W, BATCH, {}, "must return a real scalar loss"),
+        (lambda p, b: mse(p, b) * jnp.nan, W, BATCH, {}, "must have a finite loss"),
+        (lambda p, b: 0 * mse(p, b), W, BATCH, {}, "0 everywhere"),
+    ],
+)
+def test_bad_input(fun, params, batch, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        verify(fun, params, batch, **options)
