@@ -1,6 +1,9 @@
 """What is read from a state, and the way from a running `optax.MultiSteps`."""
 
+import pickle
+
 import chex
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +64,15 @@ def test_a_skipping_multi_steps_can_switch():
     for nonfinite in ("skip", optax.transforms.skip_not_finite):
         tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite=nonfinite)
         assert train(tx, state, PARAMS, GRADS[:2])[1].gradient_step == 1
+
+
+def test_a_window_in_flight_survives_being_saved():
+    """Bytes and pickles of a state in the middle of a window; training goes on bit for bit."""
+    tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 4)
+    params, state = train(tx, tx.init(PARAMS), PARAMS, GRADS[:6])
+    stored = flax.serialization.from_bytes(tx.init(PARAMS), flax.serialization.to_bytes(state))
+    for restored in (stored, pickle.loads(pickle.dumps(state))):
+        chex.assert_trees_all_equal(train(tx, restored, params, GRADS), train(tx, state, params, GRADS))
 
 
 def test_metrics():

@@ -528,6 +528,13 @@ def test_in_place_where_it_cannot_be():
         f(jnp.bfloat16(1), X)
 
 
+def test_jax_adds_in_place_only_into_an_array_of_the_same_dtype():
+    """Why bfloat16 parameters with float32 sums fall back to the scan: the day this fails, they need not."""
+    _, backward = jax.vjp(lambda w: jnp.sum(w.astype(jnp.float32)), jnp.ones(3, jnp.bfloat16))
+    with pytest.raises(ValueError, match="float32"):
+        jax.jit(lambda: backward.with_refs(jax.new_ref(jnp.zeros(3, jnp.float32)))(jnp.float32(1)))()
+
+
 def test_outputs_without_rows():
     with pytest.raises(ValueError, match=r"one row for each example: the output has shape \(\) .* 3 rows"):
         optax_accum.microbatched_apply(lambda w, x: jnp.sum(w * x), 2)(jnp.array(1.0), X)
