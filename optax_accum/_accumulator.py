@@ -121,6 +121,28 @@ def emitted_dtype(grad: jnp.dtype, acc: jnp.dtype, emit_dtype: jnp.dtype | str |
     return grad if isinstance(emit_dtype, str) else accumulator_dtype(grad, emit_dtype)
 
 
+def strong(tree: Tree) -> Tree:
+    """Returns `tree` without weak types, which an update would not give back."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), tree)
+
+
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """Returns `tree` in the dtypes of `like`; keys stay as they are."""
+    return jax.tree.map(lambda leaf, to: leaf if leaf.dtype == to.dtype else leaf.astype(to.dtype), tree, like)
+
+
+def dtypes(tree: Tree) -> str:
+    """Returns the names of the dtypes in `tree`, each once, for a message."""
+    return ", ".join(dict.fromkeys(jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)))
+
+
+def same_dtypes(tree: Tree, other: Tree) -> bool:
+    """Returns whether two trees have the same dtypes, leaf by leaf."""
+    return all(
+        map(lambda a, b: jnp.result_type(a) == jnp.result_type(b), jax.tree.leaves(tree), jax.tree.leaves(other))
+    )
+
+
 def is_float0(leaf: Leaf) -> bool:
     """Returns whether `leaf` is the gradient that JAX gives to an integer parameter."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0

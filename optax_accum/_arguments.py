@@ -34,15 +34,7 @@ def as_every(every: Any) -> Every:
     rule = "every must be an integer >= 1, a callable of gradient_step, or None"
     if isinstance(every, Tracer):
         raise TypeError(f"{rule}: every={every}. A value known only at run time goes into a callable, or use flush.")
-    try:
-        if _is_bool(every):
-            raise TypeError
-        count = operator.index(every)
-    except TypeError:
-        raise TypeError(f"{rule}: every={every!r}. Pass an int, such as every=4.") from None
-    if count < 1:
-        raise ValueError(f"{rule}: every={count}. Use every=1 for an update at every micro-step.")
-    return count
+    return _integer(rule, "every", every, "Use every=1 for an update at every micro-step.")
 
 
 def as_count(count: Any) -> jax.Array:
@@ -123,17 +115,8 @@ def as_names(names: Any) -> tuple[str, ...]:
 
 def as_positive(name: str, count: Any) -> int | None:
     """Returns `count` as a Python integer >= 1, or None."""
-    if count is None:
-        return None
-    try:
-        if _is_bool(count):
-            raise TypeError
-        number = operator.index(count)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer >= 1: {name}={count!r}. Pass an int.") from None
-    if number < 1:
-        raise ValueError(f"{name} must be an integer >= 1: {name}={number}. Pass 1 for the whole batch at once.")
-    return number
+    rule = f"{name} must be an integer >= 1"
+    return None if count is None else _integer(rule, name, count, "Pass 1 for the smallest.")
 
 
 def check_one_size(num_microbatches: Any, microbatch_size: Any) -> None:
@@ -257,6 +240,18 @@ def check_keys(batches: list[Any]) -> None:
                 f"A key in a batch argument would be the same for every micro-batch: {jax.tree_util.keystr(path)}. "
                 "Pass it as an argument of its own and name it with rng_argnum."
             )
+
+
+def _integer(rule: str, name: str, value: Any, remedy: str) -> int:
+    try:
+        if _is_bool(value):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{rule}: {name}={value!r}. Pass an int, such as {name}=4.") from None
+    if number < 1:
+        raise ValueError(f"{rule}: {name}={number}. {remedy}")
+    return number
 
 
 def _dtype_and_shape(value: Any) -> tuple[Any, tuple[int, ...]]:

@@ -44,7 +44,7 @@ class Accumulation:
         skip_state = ()
         if callable(self.nonfinite):
             skip_state = _zeros(jax.eval_shape(self.nonfinite, params, jnp.zeros([], jnp.int32), params)[1])
-        return new_state(_strong(self.inner.init(params)), acc_grads, self.mean_args, skip_state=skip_state)
+        return new_state(_accumulator.strong(self.inner.init(params)), acc_grads, self.mean_args, skip_state=skip_state)
 
     def update(
         self,
@@ -225,12 +225,12 @@ class Accumulation:
             with jax.named_scope("optax_accum.inner"):
                 updates, inner_opt_state = inner(mean)
         except (TypeError, ValueError) as error:
-            if not _same_dtypes(mean, grads):
-                error.add_note(_DTYPE_NOTE.format(emitted=_dtypes(mean), given=_dtypes(grads)))
+            if not _accumulator.same_dtypes(mean, grads):
+                error.add_note(_DTYPE_NOTE.format(emitted=_accumulator.dtypes(mean), given=_accumulator.dtypes(grads)))
             raise
-        if not _same_dtypes(mean, grads):
-            updates = _cast_like(updates, jax.eval_shape(lambda: inner(grads))[0])
-        return updates, _cast_like(inner_opt_state, state.inner_opt_state)
+        if not _accumulator.same_dtypes(mean, grads):
+            updates = _accumulator.cast_like(updates, jax.eval_shape(lambda: inner(grads))[0])
+        return updates, _accumulator.cast_like(inner_opt_state, state.inner_opt_state)
 
 
 _DTYPE_NOTE = (
@@ -275,7 +275,7 @@ def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:
             f"{state.skip_state!r}. For a state of another policy: "
             "state._replace(skip_state=tx.init(params).skip_state)."
         )
-    return _cast_like(info, state.skip_state)
+    return _accumulator.cast_like(info, state.skip_state)
 
 
 def _mean_args(sums: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -316,20 +316,3 @@ def _zeros(shapes: Tree) -> Tree:
         return np.zeros(leaf.shape, leaf.dtype) if _accumulator.is_float0(leaf) else jnp.zeros_like(leaf)
 
     return jax.tree.map(zeros, shapes)
-
-
-def _strong(tree: Tree) -> Tree:
-    """Returns `tree` without weak types, which an update would not give back."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), tree)
-
-
-def _cast_like(tree: Tree, like: Tree) -> Tree:
-    return jax.tree.map(lambda leaf, to: leaf if leaf.dtype == to.dtype else leaf.astype(to.dtype), tree, like)
-
-
-def _same_dtypes(tree: Tree, other: Tree) -> bool:
-    return _dtypes(tree) == _dtypes(other)
-
-
-def _dtypes(tree: Tree) -> str:
-    return ", ".join(dict.fromkeys(jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)))

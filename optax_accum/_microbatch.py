@@ -220,7 +220,7 @@ class _Cut:
         self.stacked = _split.stacked(self.split, self.batches)
         self.params = tuple(args[n] for n in rules.argnums)
         _arguments.check_differentiable(self.params)
-        self.carry = None if rules.carry_argnum is None else _strong(args[rules.carry_argnum])
+        self.carry = None if rules.carry_argnum is None else _accumulator.strong(args[rules.carry_argnum])
         self.shapes = self._shapes()
         self.reductions = _outputs.reductions(rules.aux_reduction, self.shapes.aux, self.split)
 
@@ -260,7 +260,7 @@ class _Cut:
             reduce.add(total, output, index, weight, rest)
             for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)
         ]
-        return _Totals(totals.loss + loss, grads, _strong(parts.carry), outputs)
+        return _Totals(totals.loss + loss, grads, _accumulator.strong(parts.carry), outputs)
 
     def finish(self, refs: Tree | None, totals: _Totals) -> tuple[Any, Any]:
         """Returns what `jax.value_and_grad` would return for the whole batch."""
@@ -323,14 +323,11 @@ def can_add_in_place(params: Tree, acc: Tree, in_place: bool | None) -> bool:
     if in_place and path is not None:
         raise TypeError(
             "in_place=True needs accumulators in the dtype of the parameters, for JAX adds a gradient only into an "
-            f"array of its own dtype: at {path} they differ (parameters {_dtypes(params)}, accumulators "
-            f"{_dtypes(acc)}). Leave in_place=None, or name the parameters' dtype as accumulator_dtype (sums stall)."
+            f"array of its own dtype: at {path} they differ (parameters {_accumulator.dtypes(params)}, accumulators "
+            f"{_accumulator.dtypes(acc)}). Leave in_place=None, or name the parameters' dtype as accumulator_dtype "
+            "(its sums stall)."
         )
     return in_place is not False and path is None
-
-
-def _dtypes(tree: Tree) -> str:
-    return ", ".join(dict.fromkeys(jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)))
 
 
 def _loop(count: int, shares: Shares, add: Callable[[Any, _Totals], _Totals], totals: _Totals) -> _Totals:
@@ -372,7 +369,3 @@ def _weighted(loss: Any, share: Any) -> jax.Array:
     if not isinstance(share, dict):
         return sum(term(leaf, share) for leaf in jax.tree.leaves(loss))  # type: ignore[return-value]
     return sum(jnp.where(share[key] != 0, term(loss[key], share[key]), 0) for key in share)  # type: ignore[return-value]
-
-
-def _strong(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), tree)
