@@ -275,9 +275,10 @@ def _explanation(ways: list[Way], shuffled: Way) -> str:
         text += "divides by its size can turn rounding into steps of the learning rate: compare with --optimizer sgd.\n"
         text += "One that reads the loss gets the mean over the window, but from optax.MultiSteps the last one in it.\n"
     text += "Temporary memory is beyond parameters, optimizer state and the accumulator of a window. That of\n"
-    text += "value_and_grad holds its accumulator, which it needs during a call alone; its micro-batches are unrolled, for\n"
-    text += "XLA runs convolutions slowly inside a loop on CPU, and before JAX 0.12 the compiler keeps several at once."
-    return text
+    text += (
+        "value_and_grad holds its accumulator, which it needs during a call alone. Its micro-batches are unrolled:\n"
+    )
+    return text + "on CPU a loop slows convolutions down; before JAX 0.12 the compiler keeps several of them at once."
 
 
 def _draw(settings: Settings, ways: list[Way]) -> None:
