@@ -26,7 +26,7 @@ def zeros(params: Tree, dtype: jnp.dtype | None) -> Tree:
 def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array) -> Tree:
     """Returns `acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
 
-    A weight of zero adds nothing, whatever the gradient holds: it selects, because `0 * nan` is nan.
+    The weight is [], or [d] with one for each row of leaves [d, ...]. A weight of zero adds nothing, whatever the gradient holds: it selects, because `0 * nan` is nan.
     """
 
     def add_leaf(grad: Leaf, total: Leaf) -> Leaf:
@@ -225,5 +225,6 @@ def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str) -> str:
 
 def _scale(grad: jax.Array, weight: Weight) -> jax.Array:
     if isinstance(weight, jax.Array):
+        weight = weight.reshape(weight.shape + (1,) * (grad.ndim - weight.ndim)) if weight.ndim else weight
         return jnp.where(weight != 0, grad * weight.astype(grad.dtype), 0)
     return grad if weight == 1.0 else (grad * weight if weight else jnp.zeros_like(grad))

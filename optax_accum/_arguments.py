@@ -64,18 +64,24 @@ def as_flush(flush: Any, every: Every) -> Flag:
     return flush if isinstance(flush, jax.Array) else bool(flush)
 
 
-def as_weight(weight: Any) -> Weight:
+def as_weight(weight: Any, rows: int | None = None) -> Weight:
     """Returns `weight` as a Python float where it is a number, else as a scalar of the default float dtype."""
-    return as_scalar("weight", weight, "Pass one number for the micro-batch, such as mask.sum().")
+    return as_scalar("weight", weight, "Pass one number for the micro-batch, such as mask.sum().", rows)
 
 
-def as_scalar(name: str, value: Any, remedy: str) -> Weight:
-    """Returns a real scalar as a Python float where it is a number, else in the default float dtype."""
+def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> Weight:
+    """Returns a real scalar as a Python float where it is a number, else in the default float dtype.
+
+    With `rows` it is an array of so many: one number for each device, or the same for all.
+    """
     dtype, shape = _dtype_and_shape(value)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{name} must be a real number: {name}={_describe(value)}. {remedy}")
-    if shape:
-        raise ValueError(f"{name} must be a scalar: {name}={_describe(value)}. {remedy}")
+    if shape and (rows is None or shape != (rows,)):
+        expected = "a scalar" if rows is None else f"a scalar, or {rows} numbers, one for each device"
+        raise ValueError(f"{name} must be {expected}: {name}={_describe(value)}. {remedy}")
+    if rows is not None:
+        return jnp.broadcast_to(jnp.asarray(value, default_float()), (rows,))
     return value.astype(default_float()) if isinstance(value, jax.Array) else float(value)
 
 

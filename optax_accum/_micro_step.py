@@ -11,9 +11,10 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from optax_accum import _accumulator, _arguments
+from optax_accum import _accumulator, _arguments, _sharding
 from optax_accum._accumulator import Tree
 from optax_accum._arguments import Every, Flag, Weight
+from optax_accum._sharding import Axes
 from optax_accum._state import AccumulationState, WeightedSum, new_state
 
 Skip = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
@@ -38,13 +39,17 @@ class Accumulation:
     emit_dtype: jnp.dtype | str | None
     nonfinite: str | Skip
     mean_args: tuple[str, ...]
+    reduce_axes: Axes = ()
+    reduce_to: Tree = None
 
     def init(self, params: Tree) -> AccumulationState:
-        acc_grads = () if self.every == 1 else _accumulator.zeros(params, self.accumulator_dtype)
+        acc_grads = () if self.every == 1 else self._zeros(params)
         skip_state = ()
         if callable(self.nonfinite):
             skip_state = _zeros(jax.eval_shape(self.nonfinite, params, jnp.zeros([], jnp.int32), params)[1])
-        return new_state(_accumulator.strong(self.inner.init(params)), acc_grads, self.mean_args, skip_state=skip_state)
+        inner_opt_state = _accumulator.strong(self.inner.init(self._sharded(params, params)))
+        scalar = (lambda: _sharding.zero_scalars(params, self.reduce_axes)) if self.reduce_axes else None
+        return new_state(inner_opt_state, acc_grads, self.mean_args, scalar, skip_state=skip_state)
 
     def update(
         self,
@@ -59,7 +64,8 @@ class Accumulation:
         def held(emit: Callable[[], Any]) -> Tree:
             return _zeros(jax.eval_shape(emit)[0])
 
-        return self._step(grads, state, params, weight, flush, extra_args, lambda updates: updates, held)
+        whole = lambda updates: updates if params is None else self._whole(updates, params)
+        return self._step(grads, state, params, weight, flush, extra_args, whole, held)
 
     def apply(
         self,
@@ -72,22 +78,27 @@ class Accumulation:
         **extra_args: Any,
     ) -> tuple[Tree, AccumulationState]:
         params = jax.tree.map(jnp.asarray, params)
-        apply = functools.partial(_apply_updates, params)
-        return self._step(grads, state, params, weight, flush, extra_args, apply, lambda _: params)
+        return self._step(grads, state, params, weight, flush, extra_args, self._applied(params), lambda _: params)
 
-    def apply_backward(
+    def apply_added(
         self,
-        backward: Callable[[Tree, Weight], None],
+        acc_grads: Tree,
         state: AccumulationState,
         params: Tree,
-        weight: Any,
-        flush: Any,
-        extra_args: Mapping[str, Any],
+        *,
+        weight: Any = 1.0,
+        flush: Any = None,
+        **extra_args: Any,
     ) -> tuple[Tree, AccumulationState]:
-        """`apply` for a gradient that its backward pass adds to the accumulator in place; see `adds_in_place`."""
-        apply = functools.partial(_apply_updates, params)
-        add = functools.partial(_accumulator.add_backward, backward)
-        return self._step(state.acc_grads, state, params, weight, flush, extra_args, apply, lambda _: params, add)
+        """`apply` for a gradient that its backward pass has added to the accumulator; see `adds_in_place`."""
+        add = lambda acc, weight, first: acc_grads
+        return self._step(
+            state.acc_grads, state, params, weight, flush, extra_args, self._applied(params), lambda _: params, add
+        )
+
+    def _applied(self, params: Tree) -> Callable[[Tree], Tree]:
+        """Returns what makes new parameters of updates: where the updates are sharded, on the shards."""
+        return lambda updates: self._whole(_apply_updates(self._sharded(params, params), updates), params)
 
     def adds_in_place(self, state: AccumulationState, params: Tree) -> bool:
         """Returns whether a backward pass may add to the accumulator: no policy has to see the gradient before."""
@@ -112,10 +123,12 @@ class Accumulation:
         first)` the accumulator with the micro-batch in it.
         """
         add = add or (lambda acc, weight, first: _accumulator.add(acc, grads, weight, first))
+        if self.reduce_axes:
+            grads = _sharding.as_rows(grads, state.acc_grads if _has_accumulator(state) else None, self.reduce_axes)
         self._check(grads, state, params)
         flush = _arguments.as_flush(flush, self.every)
         with jax.named_scope("optax_accum.add"):
-            window = self._add(add, grads, state, params, _arguments.as_weight(weight), extra_args)
+            window = self._add(add, grads, state, params, _arguments.as_weight(weight, self._rows(state)), extra_args)
             closes = _known(self._closes(window.state, flush))
             usable = _known(self._usable(window, closes))
 
@@ -147,7 +160,7 @@ class Accumulation:
                 "Add one with state._replace(acc_grads=tx.init(params).acc_grads)."
             )
         if params is not None:
-            _accumulator.check_params(params, grads)
+            _accumulator.check_params(params, self._like(grads))
 
     def _add(
         self,
@@ -162,10 +175,10 @@ class Accumulation:
         arrived = True if skip is False or self.nonfinite == "omit" else jnp.logical_not(skip)
         weight = weight if skip is False else jnp.where(skip, 0, weight)
         kept = _has_accumulator(state)
-        total = add(state.acc_grads if kept else None, weight, state.mini_step == 0)
+        total = add(_sharding.to_device(state.acc_grads) if kept else None, weight, state.mini_step == 0)
         added = state._replace(
             mini_step=_count(state.mini_step, arrived),
-            acc_grads=total if kept else (),
+            acc_grads=_sharding.to_memory_of(total, state.acc_grads) if kept else (),
             weight=state.weight + weight,
             mean_args=self._add_args(state.mean_args, extra_args, weight),
             skipped=_count(state.skipped, skip),
@@ -179,8 +192,15 @@ class Accumulation:
             skip, info = self.nonfinite(grads, state.gradient_step, params)
             return _arguments.as_skip(skip), _like_skip_state(info, state)
         if self.nonfinite in ("skip", "omit"):
-            return ~_accumulator.all_finite((grads, weight)) & (weight != 0), state.skip_state
+            return self._nonfinite(grads, weight), state.skip_state
         return False, state.skip_state
+
+    def _nonfinite(self, grads: Tree, weight: Weight) -> jax.Array:
+        """Returns whether a gradient that counts, on any device, holds a NaN or an infinity."""
+        if not self.reduce_axes:
+            return ~_accumulator.all_finite((grads, weight)) & (weight != 0)
+        rows = [leaf for leaf in jax.tree.leaves((grads, weight)) if not _accumulator.is_float0(leaf)]
+        return _sharding.any_row(~jax.vmap(_accumulator.all_finite)(rows) & (weight != 0), self.reduce_axes)
 
     def _add_args(
         self, sums: dict[str, WeightedSum], extra_args: Mapping[str, Any], weight: Weight
@@ -188,9 +208,8 @@ class Accumulation:
         def add(name: str) -> WeightedSum:
             if name not in extra_args:
                 return sums[name]
-            value = _arguments.as_scalar(
-                name, extra_args[name], "Pass its mean, such as loss.mean(), or leave it out of mean_args."
-            )
+            remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
+            value = _arguments.as_scalar(name, extra_args[name], remedy, len(weight) if self.reduce_axes else None)
             share = jnp.where(weight != 0, weight * value, 0)
             return WeightedSum(sums[name].total + share, sums[name].weight + weight)
 
@@ -206,21 +225,28 @@ class Accumulation:
         return due if flush is False else due | flush
 
     def _usable(self, window: Window, closes: Flag) -> Flag:
-        """Returns whether an update can be made of this window; the gradients are read only if it closes."""
-        usable = window.weight != 0
-        if self.nonfinite != "discard" or closes is False:
-            return usable
-        finite = functools.partial(_accumulator.all_finite, (window.total, window.weight))
-        return usable & (finite() if closes is True else jax.lax.cond(closes, finite, lambda: jnp.array(True)))
+        """Returns whether an update can be made of this window; what is costly to know is asked only if it closes."""
+
+        def usable() -> Flag:
+            weighty = self._sum(window.weight) != 0
+            return weighty if self.nonfinite != "discard" else weighty & ~self._nonfinite(window.total, window.weight)
+
+        costly = self.nonfinite == "discard" or self.reduce_axes
+        if closes is False or closes is True or not costly:
+            return True if closes is False else usable()
+        return jax.lax.cond(closes, usable, lambda: jnp.array(True))
 
     def _inner_update(
         self, grads: Tree, window: Window, params: Tree | None, extra_args: Mapping[str, Any]
     ) -> tuple[Tree, Any]:
         state = window.state
-        weight = window.weight if self.reduction == "mean" else None
-        mean = _accumulator.mean(window.total, grads, weight, self.emit_dtype)
-        extra_args = {**extra_args, **_mean_args(state.mean_args, extra_args)}
-        inner = lambda grads: self.inner.update(grads, state.inner_opt_state, params, **extra_args)
+        to = None if self.reduce_to is None else _sharding.shardings(self.reduce_to, window.total, self.reduce_axes)
+        total, grads = self._sum(window.total, to), self._like(grads, to)
+        weight = self._sum(window.weight) if self.reduction == "mean" else None
+        mean = _accumulator.mean(total, grads, weight, self.emit_dtype)
+        extra_args = {**extra_args, **_mean_args(self._sum(state.mean_args), extra_args)}
+        old, params = _sharding.to_device(state.inner_opt_state), self._sharded(params, params)
+        inner = lambda grads: self.inner.update(grads, old, params, **extra_args)
         try:
             with jax.named_scope("optax_accum.inner"):
                 updates, inner_opt_state = inner(mean)
@@ -230,7 +256,37 @@ class Accumulation:
             raise
         if not _accumulator.same_dtypes(mean, grads):
             updates = _accumulator.cast_like(updates, jax.eval_shape(lambda: inner(grads))[0])
-        return updates, _accumulator.cast_like(inner_opt_state, state.inner_opt_state)
+        inner_opt_state = _accumulator.cast_like(inner_opt_state, state.inner_opt_state)
+        return updates, _sharding.to_memory_of(inner_opt_state, state.inner_opt_state)
+
+    def _zeros(self, params: Tree) -> Tree:
+        if not self.reduce_axes:
+            return _accumulator.zeros(params, self.accumulator_dtype)
+        shapes = jax.eval_shape(lambda: _accumulator.zeros(params, self.accumulator_dtype))
+        return _sharding.zero_rows(shapes, params, self.reduce_axes)
+
+    def _rows(self, state: AccumulationState) -> int | None:
+        return len(state.weight) if self.reduce_axes else None
+
+    def _sum(self, rows: Tree, to: Tree = None) -> Tree:
+        """Returns the sum over devices, where there are some."""
+        return _sharding.sum_rows(rows, self.reduce_axes, to) if self.reduce_axes else rows
+
+    def _like(self, grads: Tree, to: Tree = None) -> Tree:
+        """Returns leaves with the shapes and dtypes of the gradient of the whole batch."""
+        return _zeros(jax.eval_shape(lambda: self._sum(grads, to))) if self.reduce_axes else grads
+
+    def _sharded(self, tree: Tree, params: Tree | None) -> Tree:
+        """Returns a tree like `params` sharded as the update is to be, where that was asked for."""
+        if self.reduce_to is None or params is None:
+            return tree
+        return _sharding.place(tree, _sharding.shardings(self.reduce_to, params, self.reduce_axes))
+
+    def _whole(self, tree: Tree, params: Tree) -> Tree:
+        """Undoes `_sharded`."""
+        if self.reduce_to is None:
+            return tree
+        return _sharding.gather(tree, self.reduce_to, params, self.reduce_axes)
 
 
 _DTYPE_NOTE = (
@@ -284,7 +340,8 @@ def _mean_args(sums: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> d
     for name, (total, weight) in sums.items():
         if name in extra_args:
             value = jnp.asarray(extra_args[name])
-            mean = jnp.where(weight == 0, value.astype(total.dtype), total * _accumulator.reciprocal(weight))
+            unweighted = 0 if value.ndim else value.astype(total.dtype)
+            mean = jnp.where(weight == 0, unweighted, total * _accumulator.reciprocal(weight))
             inexact = jnp.issubdtype(value.dtype, jnp.inexact)
             means[name] = mean.astype(_accumulator.accumulator_dtype(value.dtype, None)) if inexact else mean
     return means
@@ -308,7 +365,8 @@ def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
     def select(a: Any, b: Any) -> Any:
         return a if _accumulator.is_float0(a) else jnp.where(flag, a, b)
 
-    return jax.tree.map(select, on_true, on_false)
+    chosen = jax.tree.map(select, *map(_sharding.to_device, (on_true, on_false)))
+    return _sharding.to_memory_of(chosen, on_false)
 
 
 def _zeros(shapes: Tree) -> Tree:

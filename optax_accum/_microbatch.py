@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import _accumulator, _arguments, _outputs, _split
+from optax_accum import _accumulator, _arguments, _outputs, _sharding, _split
 from optax_accum._accumulator import Tree
+from optax_accum._sharding import Axes
 from optax_accum._split import Shares
 
 
@@ -29,6 +30,9 @@ def value_and_grad(
     accumulator_dtype: Any = None,
     in_place: bool | None = None,
     unroll: bool = False,
+    reduce_axes: str | Sequence[str] | None = None,
+    reduce_to: Tree = None,
+    reduced: bool = True,
 ) -> Callable[..., tuple[Any, Any]]:
     """Does what `jax.value_and_grad` does, one micro-batch after the other: same call, same return, less memory.
 
@@ -129,6 +133,9 @@ def value_and_grad(
         accumulator_dtype=_arguments.as_float_dtype("accumulator_dtype", accumulator_dtype),
         in_place=in_place,
         unroll=unroll,
+        reduce_axes=_sharding.as_axes(reduce_axes),
+        reduce_to=reduce_to,
+        reduced=reduced,
     )
 
     return functools.wraps(fun)(lambda *args, **kwargs: rules(*args, **kwargs))
@@ -140,7 +147,7 @@ class _Totals(NamedTuple):
     loss: jax.Array  # [], sum of share times loss
     grads: Tree | None  # sum of share times gradient; None while references hold it
     carry: Tree
-    outputs: list[Any]
+    outputs: Any
 
 
 class _Parts(NamedTuple):
@@ -169,8 +176,22 @@ class _Rules:
     accumulator_dtype: jnp.dtype | None
     in_place: bool | None
     unroll: bool
+    reduce_axes: Axes
+    reduce_to: Tree
+    reduced: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
+        rules = self.for_arguments(len(args))
+        params = tuple(args[n] for n in rules.argnums)
+        totals = rules.over_devices(args, kwargs) if rules.reduce_axes else rules.add_up(args, kwargs)
+        grads = totals.grads
+        if rules.accumulator_dtype is None:
+            grads = optax.tree.cast_like(grads, params)
+        value = rules.joined(_Parts(totals.loss, totals.carry, totals.outputs))
+        return value, grads[0] if rules.single else grads
+
+    def add_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Totals":
         """Cuts the batch, adds each micro-batch's share of the gradient, and finishes what was added up."""
         cut = _Cut(self, args, kwargs)
         refs, totals = cut.start()
@@ -178,6 +199,33 @@ class _Rules:
         totals = loop(cut.split.whole, cut.shares, functools.partial(cut.add_whole, refs), totals)
         totals = last(cut.rest_share, functools.partial(cut.add_rest, refs), totals)
         return cut.finish(refs, totals)
+
+    def over_devices(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Totals":
+        """Does `add_up` on each device with its own rows, and adds the results once."""
+        axes = self.reduce_axes
+
+        def local(kwargs: Mapping[str, Any], *args: Any) -> tuple[_Totals, Tree]:
+            totals = self.add_up(args, kwargs)
+            return totals._replace(carry=None), totals.carry
+
+        if _sharding.is_manual(axes):
+            own, carry = local(kwargs, *args)
+            rows = jax.tree.map(lambda leaf: leaf[None], own)
+        else:
+            split = [number + 1 for number in self.batch_argnums]
+            rows, carry = _sharding.per_device(local, axes, split, (kwargs, *args))
+        outputs = _outputs.over_devices(self.aux_reduction, rows.outputs, axes, reduced=self.reduced)
+        if not self.reduced:
+            own = jax.tree.map(lambda leaf: leaf[0], rows) if _sharding.is_manual(axes) else rows
+            return own._replace(carry=carry, outputs=outputs)
+        to = None if self.reduce_to is None else self._to(args)
+        return _Totals(_sharding.sum_rows(rows.loss, axes), _sharding.sum_rows(rows.grads, axes, to), carry, outputs)
+
+    def _to(self, args: Sequence[Any]) -> tuple[Tree, ...]:
+        """Returns the shardings of the sums, one tree for each differentiated argument."""
+        to = (self.reduce_to,) if self.single else self.reduce_to
+        params = tuple(args[n] for n in self.argnums)
+        return tuple(_sharding.shardings(t, p, self.reduce_axes) for t, p in zip(to, params, strict=True))
 
     def for_arguments(self, count: int) -> "_Rules":
         """Returns the rules with every argument's number in `range(count)`, and every argument in one role."""
@@ -210,13 +258,17 @@ class _Rules:
 class _Cut:
     """One call: the batch cut, the shares of its micro-batches, and what `fun` will return for each."""
 
-    def __init__(self, rules: _Rules, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
-        self.rules = rules = rules.for_arguments(len(args))
-        self.args, self.kwargs = args, kwargs
+    def __init__(self, rules: _Rules, args: Sequence[Any], kwargs: Mapping[str, Any]):
+        self.rules, self.axes = rules, rules.reduce_axes
+        self.kwargs = kwargs
+        self.args = args = self._own(args) if self.axes else args
         self.batches = [args[n] for n in rules.batch_argnums]
         _arguments.check_keys(self.batches)
-        self.split = _split.split_rows(self.batches, rules.num_microbatches, rules.microbatch_size)
-        self.shares, self.rest_share = _split.shares(self.split, self.batches, rules.weight_fn)
+        devices = jax.lax.psum(1, self.axes) if self.axes else None
+        self.split = _split.split_rows(self.batches, rules.num_microbatches, rules.microbatch_size, devices)
+        over = self.axes if rules.reduced else ()
+        self.shares, self.rest_share = _split.shares(self.split, self.batches, rules.weight_fn, over)
+        self.rows_share = 1 / (self.split.rows * jax.lax.psum(1, over))
         self.stacked = _split.stacked(self.split, self.batches)
         self.params = tuple(args[n] for n in rules.argnums)
         _arguments.check_differentiable(self.params)
@@ -232,7 +284,8 @@ class _Cut:
             refs, grads = jax.tree.map(jax.new_ref, grads), None
         shapes = jax.tree.leaves(self.shapes.aux)
         outputs = [reduce.start(shape, self.split) for reduce, shape in zip(self.reductions, shapes, strict=True)]
-        return refs, _Totals(jnp.zeros([], self._loss_dtype(wide=True)), grads, self.carry, outputs)
+        loss = jnp.zeros([], self._loss_dtype(wide=True))
+        return refs, self._varying(_Totals(loss, grads, self.carry, outputs))
 
     def add_whole(self, refs: Tree | None, index: Any, totals: _Totals) -> _Totals:
         """Adds whole micro-batch `index`."""
@@ -254,27 +307,41 @@ class _Cut:
             loss, backward, parts = self._differentiate(self._micro_args(micro_batches, totals.carry, index), share)
         with jax.named_scope("optax_accum.add"):
             grads = add_gradient(backward, loss, totals.grads, refs)
-        rows = (self.split.rest if rest else self.split.size) / self.split.rows
-        weight = rows if isinstance(share, dict) else share
+        rows = self.split.rest if rest else self.split.size
+        weight = rows * self.rows_share if isinstance(share, dict) else share
         outputs = [
             reduce.add(total, output, index, weight, rest)
             for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)
         ]
-        return _Totals(totals.loss + loss, grads, _accumulator.strong(parts.carry), outputs)
+        return self._varying(_Totals(totals.loss + loss, grads, _accumulator.strong(parts.carry), outputs))
 
-    def finish(self, refs: Tree | None, totals: _Totals) -> tuple[Any, Any]:
-        """Returns what `jax.value_and_grad` would return for the whole batch."""
+    def finish(self, refs: Tree | None, totals: _Totals) -> _Totals:
+        """Returns the sums, the outputs of the batch among them."""
         grads = totals.grads if refs is None else jax.tree.map(jax.freeze, refs)
-        if self.rules.accumulator_dtype is None:
-            grads = optax.tree.cast_like(grads, self.params)
         leaves, treedef = jax.tree.flatten(self.shapes.aux)
         finished = zip(self.reductions, totals.outputs, leaves, strict=True)
         aux = jax.tree.unflatten(treedef, [reduce.finish(total, shape) for reduce, total, shape in finished])
-        loss = totals.loss.astype(self._loss_dtype(wide=False))
-        return self.rules.joined(_Parts(loss, totals.carry, aux)), self._ungrouped(grads)
+        return _Totals(totals.loss.astype(self._loss_dtype(wide=False)), grads, totals.carry, aux)
 
-    def _ungrouped(self, grads: Any) -> Any:
-        return grads[0] if self.rules.single else grads
+    def _own(self, args: Sequence[Any]) -> list[Any]:
+        """Returns the arguments on this device: parameters whose gradients are not reduced, and a key of its own."""
+        own, rules = list(args), self.rules
+        for number in rules.argnums:
+            own[number] = _sharding.varying(args[number], self.axes)
+        if rules.rng_argnum is not None:
+            own[rules.rng_argnum] = _sharding.own_key(args[rules.rng_argnum], self.axes)
+        return own
+
+    def _varying(self, totals: _Totals) -> _Totals:
+        """Returns the totals as values that differ between devices; the carry may not."""
+        if not self.axes:
+            return totals
+        if any(_sharding.differs(leaf, self.axes) for leaf in jax.tree.leaves(totals.carry)):
+            raise ValueError(
+                f"With reduce_axes, the carry must be the same on all devices: it differs over {self.axes}. Return "
+                f"jax.lax.pmean(carry, {self.axes}) from fun; that communicates at every micro-batch."
+            )
+        return _sharding.varying(totals._replace(carry=None), self.axes)._replace(carry=totals.carry)
 
     def _micro_args(self, micro_batches: list[Tree], carry: Tree, index: Any) -> list[Any]:
         """Returns the arguments of `fun` for one micro-batch: its rows, its own key, the carry."""

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _accumulator
+from optax_accum import _accumulator, _sharding
+from optax_accum._sharding import Axes
 from optax_accum._split import Split
 
 Tree = Any
@@ -23,17 +24,40 @@ class Reduction(NamedTuple):
 
 def reductions(aux_reduction: Tree, shapes: Tree, split: Split) -> list[Reduction]:
     """Returns one `Reduction` for each leaf of the auxiliary output, after checking that it fits the leaf."""
+    names = leaf_names(aux_reduction, shapes)
+    leaves = jax.tree.leaves_with_path(shapes)
+    for name, (path, shape) in zip(names, leaves, strict=True):
+        _check(name, jax.tree_util.keystr(path), shape, split)
+    return [_REDUCTIONS[name] for name in names]
+
+
+def over_devices(aux_reduction: Tree, rows: Tree, axes: Axes, *, reduced: bool) -> Tree:
+    """Returns the outputs of the whole batch, of those [d, ...] of each device's own rows."""
+    names, (leaves, treedef) = leaf_names(aux_reduction, rows), jax.tree.flatten(rows)
+    reduce = {"mean": _sharding.sum_rows, "sum": _sharding.sum_rows, "max": _sharding.max_rows}
+
+    def finish(name: str, leaf: jax.Array) -> jax.Array:
+        if name not in (*reduce, "concat"):
+            raise ValueError(
+                f'With reduce_axes, each device has micro-batches of its own, and "{name}" of them is not one output. '
+                'Take "mean", "sum", "max" or "concat".'
+            )
+        if name == "concat":
+            return leaf[0] if _sharding.is_manual(axes) else _sharding.joined_rows(leaf)
+        return reduce[name](leaf, axes) if reduced else leaf
+
+    return jax.tree.unflatten(treedef, [finish(name, leaf) for name, leaf in zip(names, leaves, strict=True)])
+
+
+def leaf_names(aux_reduction: Tree, shapes: Tree) -> list[str]:
+    """Returns the name of the reduction of each leaf of the auxiliary output."""
     try:
-        names = jax.tree.leaves(jax.tree.broadcast(aux_reduction, shapes))
+        return jax.tree.leaves(jax.tree.broadcast(aux_reduction, shapes))
     except ValueError as error:
         raise ValueError(
             f"aux_reduction must be a prefix of the auxiliary output: aux_reduction={aux_reduction!r}, and the output "
             f"has the tree {jax.tree.structure(shapes)}. Name one reduction, or one for each branch."
         ) from error
-    leaves = jax.tree.leaves_with_path(shapes)
-    for name, (path, shape) in zip(names, leaves, strict=True):
-        _check(name, jax.tree_util.keystr(path), shape, split)
-    return [_REDUCTIONS[name] for name in names]
 
 
 def check_names(aux_reduction: Tree) -> None:

@@ -33,14 +33,24 @@ class Split(NamedTuple):
         return self.whole + (self.rest > 0)
 
 
-def split_rows(batch: Tree, num_microbatches: int | None, microbatch_size: int | None) -> Split:
-    """Returns how the rows of `batch` are cut, from its shapes alone."""
+def split_rows(
+    batch: Tree, num_microbatches: int | None, microbatch_size: int | None, devices: int | None = None
+) -> Split:
+    """Returns how the rows of `batch` are cut, from its shapes alone: those of one of the `devices`, if given."""
     rows = count_rows(batch)
     if num_microbatches is not None and num_microbatches > rows:
+        where = "the batch has" if devices is None else f"each of {devices} devices has"
         raise ValueError(
-            f"There must be a row for each micro-batch: num_microbatches={num_microbatches}, and the batch has {rows} "
+            f"There must be a row for each micro-batch: num_microbatches={num_microbatches}, and {where} {rows} "
             f"rows. Pass num_microbatches={rows} at most."
         )
+    if microbatch_size is not None and devices is not None:
+        if microbatch_size % devices:
+            raise ValueError(
+                f"The rows of a micro-batch must divide over the devices of reduce_axes: microbatch_size="
+                f"{microbatch_size}, {devices} devices. Pass a multiple of {devices}."
+            )
+        microbatch_size //= devices
     size = min(rows, microbatch_size) if microbatch_size is not None else -(-rows // (num_microbatches or 1))
     return Split(rows, size, rows // size, rows % size)
 
@@ -98,13 +108,17 @@ def remainder(split: Split, batch: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf[split.rows - split.rest :] if is_split(leaf) else leaf, _arrays(batch))
 
 
-def shares(split: Split, batches: Sequence[Tree], weight_fn: Callable[..., Any] | None) -> tuple[Shares, Shares]:
+def shares(
+    split: Split, batches: Sequence[Tree], weight_fn: Callable[..., Any] | None, over: tuple[str, ...] = ()
+) -> tuple[Shares, Shares]:
     """Returns `w_i / sum(w)` of the whole micro-batches ([k], or a number for all) and of the remainder ([]).
 
-    The weights are added in the default float dtype, so that counts of tokens cannot overflow.
+    The weights are added in the default float dtype, so that counts of tokens cannot overflow; and `over` those axes of
+    the mesh, where each device has a batch of its own.
     """
     if weight_fn is None:
-        return split.size / split.rows, split.rest / split.rows
+        rows = split.rows * jax.lax.psum(1, over)
+        return split.size / rows, split.rest / rows
     whole = rest = None
     if split.whole:
         cut = [stacked(split, batch) for batch in batches]
@@ -112,12 +126,12 @@ def shares(split: Split, batches: Sequence[Tree], weight_fn: Callable[..., Any] 
         whole = jax.vmap(lambda *micro: _weights(weight_fn(*micro)), in_axes=axes, axis_size=split.whole)(*cut)
     if split.rest:
         rest = _weights(weight_fn(*(remainder(split, batch) for batch in batches)))
-    return _normalised(whole, rest)
+    return _normalised(whole, rest, over)
 
 
-def _normalised(whole: Any, rest: Any) -> tuple[Any, Any]:
+def _normalised(whole: Any, rest: Any, over: tuple[str, ...]) -> tuple[Any, Any]:
     present = [part for part in (whole, rest) if part is not None]
-    total = jax.tree.map(lambda *parts: sum(jnp.sum(part) for part in parts), *present)
+    total = jax.tree.map(lambda *parts: jax.lax.psum(sum(jnp.sum(part) for part in parts), over), *present)
     share = lambda part: jax.tree.map(lambda w, t: w * _accumulator.reciprocal(t), part, total)
     return tuple(part if part is None else share(part) for part in (whole, rest))  # type: ignore[return-value]
 

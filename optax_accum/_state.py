@@ -1,5 +1,6 @@
 """Owns the state of a window in flight and what is read from it. Adds nothing, decides nothing."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -104,7 +105,8 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
       {'mini_step': 1, 'gradient_step': 0, 'weight': 7.0, 'skipped': 0, 'discarded': 0}
     """
     found = find_state(state)
-    return {name: getattr(found, name) for name in ("mini_step", "gradient_step", "weight", "skipped", "discarded")}
+    counts = {name: getattr(found, name) for name in ("mini_step", "gradient_step", "weight", "skipped", "discarded")}
+    return {**counts, "weight": jnp.sum(found.weight)}
 
 
 def from_multi_steps(state: Tree, *, reduction: str = "mean", mean_args: tuple[str, ...] = ("value",)) -> Tree:
@@ -172,11 +174,17 @@ def from_multi_steps(state: Tree, *, reduction: str = "mean", mean_args: tuple[s
     return jax.tree.map(convert, state, is_leaf=is_multi_steps)
 
 
-def new_state(inner_opt_state: Any, acc_grads: Any, mean_args: tuple[str, ...], **fields: Any) -> AccumulationState:
-    """Returns the state before the first micro-step, with `fields` in place of its zeros."""
+def new_state(
+    inner_opt_state: Any,
+    acc_grads: Any,
+    mean_args: tuple[str, ...],
+    scalar: Callable[[], jax.Array] | None = None,
+    **fields: Any,
+) -> AccumulationState:
+    """Returns the state before the first micro-step: `scalar()` for sums of weights, `fields` in place of zeros."""
     # One buffer for each field: a state that is donated may not hold the same one twice.
     count = lambda: jnp.zeros([], jnp.int32)
-    scalar = lambda: jnp.zeros([], default_float())
+    scalar = scalar or (lambda: jnp.zeros([], default_float()))
     blank = AccumulationState(
         mini_step=count(),
         gradient_step=count(),

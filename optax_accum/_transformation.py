@@ -1,17 +1,19 @@
 """Owns accumulation across calls as users meet it: `accumulate_gradients` and `apply_gradients`."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import _accumulator, _arguments
-from optax_accum._accumulator import Tree
+from optax_accum import _accumulator, _arguments, _sharding
+from optax_accum._accumulator import Tree, Weight
 from optax_accum._arguments import Every
 from optax_accum._micro_step import Accumulation, Skip
+from optax_accum._sharding import Axes
 
 
 def accumulate_gradients(
@@ -23,6 +25,8 @@ def accumulate_gradients(
     emit_dtype: Any = None,
     nonfinite: str | Skip = "propagate",
     mean_args: tuple[str, ...] = ("value",),
+    reduce_axes: str | Sequence[str] | None = None,
+    reduce_to: Tree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it updates once per window of micro-steps, with the gradient of the whole batch.
 
@@ -124,8 +128,21 @@ def accumulate_gradients(
         if callable(nonfinite)
         else _arguments.one_of("nonfinite", nonfinite, policies, " or a callable"),
         mean_args=_arguments.as_names(mean_args),
+        reduce_axes=_sharding.as_axes(reduce_axes),
+        reduce_to=reduce_to,
     )
+    _check_reduction(accumulation)
     return optax.GradientTransformationExtraArgs(accumulation.init, cast(Any, accumulation.update))
+
+
+def _check_reduction(accumulation: Accumulation) -> None:
+    if accumulation.reduce_to is not None and not accumulation.reduce_axes:
+        raise ValueError("reduce_to says where the sum over reduce_axes goes: reduce_axes=None. Name the axes, too.")
+    if callable(accumulation.nonfinite) and accumulation.reduce_axes:
+        raise ValueError(
+            "A callable nonfinite looks at the gradient of a micro-batch, which reduce_axes does not reduce: "
+            f'reduce_axes={accumulation.reduce_axes}. Take "skip", "omit" or "discard".'
+        )
 
 
 def apply_gradients(
@@ -187,7 +204,13 @@ def apply_gradients(
 
 
 def value_and_apply_gradients(
-    fun: Callable[..., Any], tx: optax.GradientTransformation, *, has_aux: bool = False
+    fun: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] = 1,
+    weight_fn: Callable[..., Any] | None = None,
+    rng_argnum: int | None = None,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
     """Makes a whole micro-step of a loss: `jax.value_and_grad(fun)` and then `apply_gradients(tx, ...)`, in place.
 
@@ -232,24 +255,87 @@ def value_and_apply_gradients(
       9.0 2.0
     """
 
+    micro_step = _MicroStep(
+        fun=fun,
+        has_aux=has_aux,
+        batch_argnums=_arguments.as_argnums("batch_argnums", batch_argnums),
+        weight_fn=weight_fn,
+        rng_argnum=rng_argnum,
+    )
+
     @functools.wraps(fun)
     def step(
-        params: Tree, state: Tree, *args: Any, weight: Any = 1.0, flush: Any = None, **extra_args: Any
+        params: Tree, state: Tree, *args: Any, weight: Any = None, flush: Any = None, **extra_args: Any
     ) -> tuple[Any, Tree, Tree]:
         params = jax.tree.map(jnp.asarray, params)
-        loss, backward, value = _vjp(fun, has_aux, params, args)
         accumulation = getattr(tx.update, "__self__", None)
-        if not isinstance(accumulation, Accumulation) or "value" in accumulation.mean_args:
-            extra_args = {"value": loss, **extra_args}
-        if isinstance(accumulation, Accumulation) and accumulation.adds_in_place(state, params):
-            run = lambda refs, weight: _discard(backward.with_refs(refs)(jnp.asarray(weight, loss.dtype)))
-            params, state = accumulation.apply_backward(run, state, params, weight, flush, extra_args)
+        accumulation = accumulation if isinstance(accumulation, Accumulation) else None
+        in_place = accumulation is not None and accumulation.adds_in_place(state, params)
+        done = micro_step.run(accumulation.reduce_axes if accumulation else (), in_place, params, state, args, weight)
+        if accumulation is None or "value" in accumulation.mean_args:
+            extra_args = {"value": done.loss, **extra_args}
+        extra_args = {"weight": done.weight, "flush": flush, **extra_args}
+        if in_place:
+            params, state = accumulation.apply_added(done.grads, state, params, **extra_args)
         else:
-            (grads,) = backward(jnp.ones_like(loss))
-            params, state = apply_gradients(tx, grads, state, params, weight=weight, flush=flush, **extra_args)
-        return value, params, state
+            params, state = apply_gradients(tx, done.grads, state, params, **extra_args)
+        return done.value, params, state
 
     return step
+
+
+class _Done(NamedTuple):
+    """One micro-batch differentiated; with `reduce_axes`, rows [d, ...]."""
+
+    loss: jax.Array  # []
+    value: Any  # what `fun` returned
+    weight: Weight
+    grads: Tree  # the gradient, or the accumulator with the gradient in it
+
+
+@dataclasses.dataclass(frozen=True)
+class _MicroStep:
+    """What `value_and_apply_gradients` was asked for, and the functions that differentiate."""
+
+    fun: Callable[..., Any]
+    has_aux: bool
+    batch_argnums: tuple[int, ...]
+    weight_fn: Callable[..., Any] | None
+    rng_argnum: int | None
+
+    def run(self, axes: Axes, in_place: bool, params: Tree, state: Tree, args: tuple[Any, ...], weight: Any) -> _Done:
+        """Differentiates one micro-batch, with `axes` on each device its own rows."""
+        acc = _sharding.to_device(state.acc_grads) if in_place else None
+        if not axes:
+            return self._differentiate(params, acc, weight, in_place and state.mini_step == 0, args)
+        if weight is not None:
+            weight = _arguments.as_weight(weight, len(state.weight))
+        local = functools.partial(self._on_device, axes)
+        if _sharding.is_manual(axes):
+            done = local(params, acc, weight, state.mini_step == 0, *args)
+            return done._replace(grads=jax.tree.map(lambda leaf: leaf[None], done.grads)) if in_place else done
+        split = (1, 2, *(number + 3 for number in self.batch_argnums))
+        own = lambda *args: (local(*args), None)
+        return _sharding.per_device(own, axes, split, (params, acc, weight, state.mini_step == 0, *args))[0]
+
+    def _on_device(self, axes: Axes, params: Tree, acc: Tree, weight: Any, first: Any, *args: Any) -> _Done:
+        if self.rng_argnum is not None:
+            own = _sharding.own_key(args[self.rng_argnum - 1], axes)
+            args = (*args[: self.rng_argnum - 1], own, *args[self.rng_argnum :])
+        acc, weight = _sharding.own_row((acc, weight))
+        return self._differentiate(_sharding.varying(params, axes), acc, weight, first, args)
+
+    def _differentiate(self, params: Tree, acc: Tree | None, weight: Any, first: Any, args: tuple[Any, ...]) -> _Done:
+        if weight is None:
+            batch = [(params, *args)[number] for number in self.batch_argnums] if self.weight_fn else []
+            weight = self.weight_fn(*batch) if self.weight_fn else 1.0
+        weight = _arguments.as_weight(weight)
+        loss, backward, value = _vjp(self.fun, self.has_aux, params, args)
+        if acc is None:
+            (grads,) = backward(jnp.ones_like(loss))
+            return _Done(loss, value, weight, grads)
+        run = lambda refs, weight: _discard(backward.with_refs(refs)(jnp.ones_like(loss) * jnp.asarray(weight, loss.dtype)))
+        return _Done(loss, value, weight, _accumulator.add_backward(run, acc, weight, first))
 
 
 def _vjp(fun: Callable[..., Any], has_aux: bool, params: Tree, args: tuple[Any, ...]) -> tuple[jax.Array, Any, Any]:

@@ -11,11 +11,11 @@ import optax_accum
 
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
-    {"_accumulator", "_state", "_report"},
-    {"_arguments", "_split"},
+    {"_accumulator", "_state", "_report", "_collectives"},
+    {"_arguments", "_split", "_sharding"},
     {"_outputs", "_micro_step", "_recompute"},
-    {"_transformation", "_microbatch"},
-    {"_verify"},
+    {"_transformation", "_microbatch", "_placement"},
+    {"_planning", "_verify"},
     {"demo"},
 ]
 

@@ -1,0 +1,383 @@
+"""Owns space: rows of partial sums, one for each device, and the one reduction that adds them. Knows no optimizer.
+
+A gradient that has not been reduced is a leaf [d, ...], one row for each of the d devices along the reduced axes, each
+row on its device. On every mesh that is an ordinary array: it passes jit boundaries and branches, can be added,
+compared, saved and loaded, and adding two of them moves nothing.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optax_accum._accumulator import is_float0
+from optax_accum._state import default_float
+
+Tree = Any
+Axes = tuple[str, ...]
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def as_axes(reduce_axes: Any) -> Axes:
+    """Returns the names of the axes: `()` for None."""
+    axes = (reduce_axes,) if isinstance(reduce_axes, str) else reduce_axes
+    if axes is None:
+        return ()
+    if not isinstance(axes, Sequence) or not axes or not all(isinstance(axis, str) and axis for axis in axes):
+        raise TypeError(
+            f"reduce_axes must be the name of a mesh axis or a tuple of names: reduce_axes={reduce_axes!r}. "
+            'Pass "data", say, or None on one device.'
+        )
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"reduce_axes must name each axis once: reduce_axes={reduce_axes!r}.")
+    return tuple(axes)
+
+
+def is_manual(axes: Axes) -> bool:
+    """Returns whether this runs inside a `jax.shard_map` over the axes: per device, not on whole arrays."""
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes) & set(axes)
+    if manual and manual != set(axes):
+        raise ValueError(
+            f"reduce_axes must be all inside jax.shard_map, or none: of {axes} only {tuple(sorted(manual))} are here. "
+            "Name all of them in the axis_names of the shard_map, or fewer in reduce_axes."
+        )
+    return bool(manual)
+
+
+def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
+    """Returns the mesh in reach: that of `jax.set_mesh`, or the one on which the arrays of `trees` lie."""
+    meshes = [getattr(getattr(_type(leaf), "sharding", None), "mesh", None) for leaf in jax.tree.leaves(trees)]
+    meshes = [jax.sharding.get_abstract_mesh(), *meshes]
+    mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
+    if mesh is None:
+        raise ValueError(
+            f"reduce_axes needs a mesh in reach: reduce_axes={axes}, and inside jit arrays do not tell theirs. Call it "
+            "under `with jax.set_mesh(mesh):`."
+        )
+    missing = [axis for axis in axes if axis not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"reduce_axes must name axes of the mesh: {missing[0]!r} is none of {mesh.axis_names}. Name one of these."
+        )
+    return mesh
+
+
+def num_rows(mesh: Mesh, axes: Axes) -> int:
+    """Returns how many devices lie along the axes."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
+    """Marks parameters, inside `jax.shard_map`, so that their gradients stay on the device that made them.
+
+    JAX adds the gradient of a parameter that all devices share over these devices, at once. The gradient of what this
+    function returns is each device's own, and `accumulate_gradients(..., reduce_axes=...)` adds it at the end of the
+    window.
+
+    Args:
+      params: the parameters, replicated over `reduce_axes`.
+      reduce_axes: the name of an axis of the mesh, or several: those of `accumulate_gradients`.
+
+    Returns:
+      The same values, of a type that varies over `reduce_axes`.
+
+    Raises:
+      ValueError: outside a `jax.shard_map` over these axes. There, `value_and_grad(..., reduce_axes=..., reduced=False)`
+        and `value_and_apply_gradients` do all of it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_accum
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> @jax.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+      ... def gradients(w, x):
+      ...     local = optax_accum.defer_reduction(w, "data")
+      ...     return jax.grad(lambda w: jnp.mean(x) * w)(local)[None]
+      >>> gradients(jnp.float32(1.0), jnp.ones(jax.device_count())).shape == (jax.device_count(),)
+      True
+    """
+    axes = as_axes(reduce_axes)
+    if not is_manual(axes):
+        raise ValueError(
+            f"defer_reduction works inside jax.shard_map over {axes}. Outside, use value_and_grad(..., "
+            "reduce_axes=..., reduced=False), which returns one row of gradients for each device."
+        )
+    return varying(params, axes)
+
+
+def varying(tree: Tree, axes: Axes) -> Tree:
+    """Returns `tree` as values that may differ between devices, inside `jax.shard_map`."""
+
+    def vary(leaf: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in _varies_over(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, tree)
+
+
+def differs(leaf: Any, axes: Axes) -> bool:
+    """Returns whether a value inside `jax.shard_map` may differ between devices."""
+    return bool(set(axes) & _varies_over(leaf))
+
+
+def zero_rows(acc: Tree, params: Tree, axes: Axes) -> Tree:
+    """Returns an empty accumulator [d, ...] for each leaf [...] of `acc`, each row on its device."""
+    if is_manual(axes):
+        return varying(jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), acc), axes)
+    mesh = mesh_of(axes, params)
+    specs = dict(zip(jax.tree.leaves(_paths(params)), map(_spec, jax.tree.leaves(params)), strict=True))
+
+    def zeros(path: str, leaf: Any) -> jax.Array:
+        return _placed_zeros((num_rows(mesh, axes), *leaf.shape), leaf.dtype, mesh, axes, specs.get(path))
+
+    return jax.tree.map(zeros, _paths(acc), acc)
+
+
+def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
+    """Returns one zero of the default float dtype for each device: [d]."""
+    if is_manual(axes):
+        return varying(jnp.zeros([1], default_float()), axes)
+    mesh = mesh_of(axes, params)
+    return _placed_zeros((num_rows(mesh, axes),), default_float(), mesh, axes, PartitionSpec())
+
+
+def as_rows(grads: Tree, acc: Tree | None, axes: Axes) -> Tree:
+    """Returns gradients as rows [d, ...], and raises where they have been reduced already."""
+    if not is_manual(axes):
+        if acc is not None:
+            jax.tree.map(_check_rows, _paths(grads), grads, acc)
+        return grads
+    tracked = differs(jax.lax.axis_index(axes[0]), axes)  # not under check_vma=False
+    for path, leaf in jax.tree.leaves_with_path(grads):
+        if tracked and not is_float0(leaf) and not set(axes) <= _varies_over(leaf):
+            raise ValueError(
+                f"With reduce_axes, gradients must not be reduced before the window closes: at "
+                f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient is the same on all devices of {axes}. "
+                "Differentiate with respect to defer_reduction(params, reduce_axes)."
+            )
+    return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else leaf[None], grads)
+
+
+def own_row(rows: Tree) -> Tree:
+    """Returns this device's row [...] of rows [d, ...], inside `jax.shard_map`."""
+    return jax.tree.map(lambda leaf: leaf[0], rows)
+
+
+def sum_rows(rows: Tree, axes: Axes, to: Tree = None) -> Tree:
+    """Adds the rows [d, ...] of each leaf: the one reduction of a window.
+
+    An all-reduce; or, for a leaf that `to` shards over the axes, a reduce-scatter.
+    """
+    if is_manual(axes):
+        return jax.tree.map(lambda leaf: jax.lax.psum(leaf[0], axes), rows)
+    if to is None:
+        return jax.tree.map(_sum, rows)
+    return jax.tree.map(lambda leaf, sharding: _scatter(leaf, sharding, axes), rows, to)
+
+
+def max_rows(rows: Tree, axes: Axes) -> Tree:
+    """Returns the largest of the rows [d, ...] of each leaf."""
+    if is_manual(axes):
+        return jax.tree.map(lambda leaf: jax.lax.pmax(leaf[0], axes), rows)
+    return jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), rows)
+
+
+def joined_rows(rows: Tree) -> Tree:
+    """Returns leaves [d, n, ...] as [d n, ...], each row where it is."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rows)
+
+
+def any_row(flags: jax.Array, axes: Axes) -> jax.Array:
+    """Returns whether a flag [d] is true on any device: one number from each."""
+    return sum_rows(flags.astype(jnp.int32), axes) > 0
+
+
+def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
+    """Returns `to`, a prefix of `params` made of `PartitionSpec`s or shardings, as one `NamedSharding` for each leaf."""
+    is_leaf = lambda node: isinstance(node, PartitionSpec | NamedSharding)
+
+    def named(to: Any) -> NamedSharding:
+        if not is_leaf(to):
+            raise TypeError(f"reduce_to must hold a jax.sharding.PartitionSpec or NamedSharding: it holds {to!r}.")
+        return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
+
+    try:
+        return jax.tree.map(named, jax.tree.broadcast(to, params, is_leaf=is_leaf), is_leaf=is_leaf)
+    except ValueError as error:
+        raise ValueError(
+            f"reduce_to must be a prefix of the tree of the parameters: {jax.tree.structure(to, is_leaf=is_leaf)}, and "
+            f"the parameters have {jax.tree.structure(params)}. shard_over(params, reduce_axes) makes one."
+        ) from error
+
+
+def place(tree: Tree, to: Tree) -> Tree:
+    """Returns `tree` in the given shardings, inside or outside jit, on either kind of mesh."""
+
+    def move(leaf: Any, sharding: NamedSharding) -> Any:
+        explicit = AxisType.Explicit in sharding.mesh.axis_types
+        return jax.sharding.reshard(leaf, sharding) if explicit else jax.lax.with_sharding_constraint(leaf, sharding)
+
+    return jax.tree.map(move, tree, to)
+
+
+def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
+    """Returns `tree` sharded as the parameters are: where they do not tell, as `to` without the reduced axes."""
+
+    def whole(param: Any, to: NamedSharding) -> NamedSharding:
+        spec = _spec(param)
+        spec = PartitionSpec(*(_without(entry, axes) for entry in to.spec)) if spec is None else spec
+        return NamedSharding(to.mesh, spec)
+
+    return place(tree, jax.tree.map(whole, params, shardings(to, params, axes)))
+
+
+def to_device(tree: Tree) -> Tree:
+    """Returns `tree` with the leaves that lie in host memory moved to the device."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if on_host(leaf) else leaf, tree)
+
+
+def to_memory_of(tree: Tree, like: Tree) -> Tree:
+    """Returns `tree` with the leaves moved to host memory that lie there in `like`."""
+    move = lambda leaf, old: jax.device_put(leaf, jax.memory.Space.Host) if on_host(old) else leaf
+    return jax.tree.map(move, tree, like)
+
+
+def on_host(leaf: Any) -> bool:
+    """Returns whether an array, or a value inside jit, lies in host memory."""
+    return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
+
+
+def per_device(
+    fun: Callable[..., tuple[Tree, Tree]], axes: Axes, split: Sequence[int], args: Sequence[Any]
+) -> tuple[Tree, Tree]:
+    """Runs `fun` on each device; mesh axes that are not named are left to the partitioner.
+
+    `fun` returns `(own, same)`: what each device has of its own comes back as rows [d, ...], what all have as it is.
+    The arrays in arguments `split` are dealt out along their first axis. All others are on every device whole, and so
+    is what `fun` closes over.
+    """
+    mesh = mesh_of(axes, args)
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    numbers = jax.tree.leaves(tuple(jax.tree.map(lambda _, n=n: n, arg) for n, arg in enumerate(args)))
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    dealt = [number in split and jnp.ndim(leaf) > 0 for number, leaf in zip(numbers, leaves, strict=True)]
+    arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+    specs = [PartitionSpec(axes) if deal else PartitionSpec() for deal, array in zip(dealt, is_array, strict=True) if array]
+    for leaf, deal in zip(leaves, dealt, strict=True):
+        if deal:
+            _check_divides(axes, mesh, leaf.shape[0])
+
+    integers: list[Any] = []  # the gradients of integer parameters, which no array can hold
+
+    def local(*arrays: Any) -> Tree:
+        given = iter(arrays)
+        filled = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        own, same = fun(*jax.tree.unflatten(treedef, filled))
+        integers.append(jax.tree.map(lambda leaf: leaf if is_float0(leaf) else None, own))
+        own = jax.tree.map(lambda leaf: None if is_float0(leaf) else jnp.asarray(leaf)[None], own)
+        return varying(own, axes), same
+
+    out_specs = PartitionSpec(axes), PartitionSpec()
+    run = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(axes))
+    own, same = run(*arrays)
+    is_none = lambda node: node is None
+    return jax.tree.map(lambda row, other: other if row is None else row, own, integers[-1], is_leaf=is_none), same
+
+
+def own_key(key: Any, axes: Axes) -> Any:
+    """Returns another key on each device, inside `jax.shard_map`."""
+    return jax.random.fold_in(key, jax.lax.axis_index(axes))
+
+
+def _sum(leaf: jax.Array) -> jax.Array:
+    return leaf if is_float0(leaf) else jnp.sum(leaf, axis=0, dtype=leaf.dtype)
+
+
+def _scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
+    """Adds rows [d, ...] into a leaf that is sharded as `to`: each device gets the part that it keeps."""
+    spec = [_names(entry) for entry in to.spec] + [()] * (leaf.ndim - 1 - len(to.spec))
+    scattered = [(dim, tuple(name for name in names if name in axes)) for dim, names in enumerate(spec)]
+    others = [tuple(name for name in names if name not in axes) for names in spec]
+    whole = tuple(axis for axis in axes if not any(axis in names for _, names in scattered))
+    if any(names[len(rest) :] != mine for names, rest, (_, mine) in zip(spec, others, scattered, strict=True)):
+        raise ValueError(
+            f"reduce_to must name the reduced axes last in each dimension: {to.spec}, and reduce_axes={axes}."
+        )
+
+    def add(row: jax.Array) -> jax.Array:
+        total = jax.lax.psum(row[0], whole) if whole else row[0]
+        for dim, names in scattered:
+            if names:
+                total = jax.lax.psum_scatter(total, names, scatter_dimension=dim, tiled=True)
+        return total
+
+    in_specs = PartitionSpec(axes, *(names or None for names in others))
+    return jax.shard_map(add, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec)(leaf)
+
+
+def _placed_zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh, axes: Axes, spec: Any) -> jax.Array:
+    """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, where it is known."""
+    free = PartitionSpec.UNCONSTRAINED
+    others = [free] * (len(shape) - 1) if spec is None else [_without(entry, axes) for entry in spec]
+    explicit = AxisType.Explicit in mesh.axis_types
+    concrete = spec is not None or not isinstance(jnp.zeros([]), jax.core.Tracer)
+    if explicit or concrete:
+        others = [None if entry is free else entry for entry in others]
+    sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))
+    zeros = lambda: place(jnp.zeros(shape, dtype), sharding)
+    return jax.jit(zeros)() if concrete else zeros()
+
+
+def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
+    """Raises unless the rows of a batch can be dealt out evenly."""
+    devices = num_rows(mesh, axes)
+    if rows % devices:
+        raise ValueError(
+            f"The rows of a batch must divide over the devices of reduce_axes: {rows} rows, {devices} devices along "
+            f"{axes}. Pad the batch to {-(-rows // devices) * devices} rows, with weight_fn to leave the padding out."
+        )
+
+
+def _check_rows(path: str, grad: Any, total: Any) -> None:
+    if getattr(total, "shape", None) != getattr(grad, "shape", None) and grad.shape == getattr(total, "shape", ())[1:]:
+        raise ValueError(
+            f"With reduce_axes, gradients come as one row for each device: at {path} the gradient has shape "
+            f"{grad.shape} and the state {total.shape}, so it has been reduced already. Take it from "
+            "value_and_grad(..., reduce_axes=..., reduced=False), or call value_and_apply_gradients."
+        )
+
+
+def _varies_over(leaf: Any) -> set[str]:
+    return set(jax.typeof(leaf).manual_axis_type.varying)
+
+
+def _type(leaf: Any) -> Any:
+    """Returns what tells the sharding of an array: itself, or while tracing its type."""
+    return jax.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf
+
+
+def _spec(leaf: Any) -> PartitionSpec | None:
+    """Returns how a leaf is sharded, where that is known."""
+    sharding = getattr(_type(leaf), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    unknown = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in sharding.mesh.axis_types
+    return None if unknown else sharding.spec
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _without(entry: Any, axes: Axes) -> Any:
+    kept = tuple(name for name in _names(entry) if name not in axes)
+    return kept if len(kept) > 1 else (kept[0] if kept else None)
+
+
+def _paths(tree: Tree) -> Tree:
+    """Returns the path of each leaf, for messages, at the place of the leaf."""
+    return jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path) or "the only leaf", tree)
