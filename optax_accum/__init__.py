@@ -1,8 +1,12 @@
 """Gradient accumulation for JAX, Optax and Flax: the update equals the update of the whole batch."""
 
+from optax_accum._collectives import Collective, Collectives, count_collectives
 from optax_accum._microbatch import value_and_grad
+from optax_accum._placement import redistribute, shard_over, state_sharding
+from optax_accum._planning import BatchSplit, split_global_batch
 from optax_accum._recompute import microbatched_apply
 from optax_accum._report import Cause, Report
+from optax_accum._sharding import defer_reduction
 from optax_accum._state import AccumulationState, WeightedSum, from_multi_steps, has_updated, metrics
 from optax_accum._transformation import accumulate_gradients, apply_gradients, value_and_apply_gradients
 from optax_accum._verify import verify
@@ -11,15 +15,24 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccumulationState",
+    "BatchSplit",
     "Cause",
+    "Collective",
+    "Collectives",
     "Report",
     "WeightedSum",
     "accumulate_gradients",
     "apply_gradients",
+    "count_collectives",
+    "defer_reduction",
     "from_multi_steps",
     "has_updated",
     "metrics",
     "microbatched_apply",
+    "redistribute",
+    "shard_over",
+    "split_global_batch",
+    "state_sharding",
     "value_and_apply_gradients",
     "value_and_grad",
     "verify",

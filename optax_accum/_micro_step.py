@@ -65,7 +65,7 @@ class Accumulation:
             return _zeros(jax.eval_shape(emit)[0])
 
         whole = lambda updates: updates if params is None else self._whole(updates, params)
-        return self._step(grads, state, params, weight, flush, extra_args, whole, held)
+        return self._step(self._as_rows(grads, state), state, params, weight, flush, extra_args, whole, held)
 
     def apply(
         self,
@@ -77,7 +77,7 @@ class Accumulation:
         flush: Any = None,
         **extra_args: Any,
     ) -> tuple[Tree, AccumulationState]:
-        params = jax.tree.map(jnp.asarray, params)
+        params, grads = jax.tree.map(jnp.asarray, params), self._as_rows(grads, state)
         return self._step(grads, state, params, weight, flush, extra_args, self._applied(params), lambda _: params)
 
     def apply_added(
@@ -123,8 +123,6 @@ class Accumulation:
         first)` the accumulator with the micro-batch in it.
         """
         add = add or (lambda acc, weight, first: _accumulator.add(acc, grads, weight, first))
-        if self.reduce_axes:
-            grads = _sharding.as_rows(grads, state.acc_grads if _has_accumulator(state) else None, self.reduce_axes)
         self._check(grads, state, params)
         flush = _arguments.as_flush(flush, self.every)
         with jax.named_scope("optax_accum.add"):
@@ -264,6 +262,9 @@ class Accumulation:
             return _accumulator.zeros(params, self.accumulator_dtype)
         shapes = jax.eval_shape(lambda: _accumulator.zeros(params, self.accumulator_dtype))
         return _sharding.zero_rows(shapes, params, self.reduce_axes)
+
+    def _as_rows(self, grads: Tree, state: AccumulationState) -> Tree:
+        return _sharding.as_rows(grads, getattr(state, "acc_grads", ()), self.reduce_axes) if self.reduce_axes else grads
 
     def _rows(self, state: AccumulationState) -> int | None:
         return len(state.weight) if self.reduce_axes else None

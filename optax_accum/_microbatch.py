@@ -203,6 +203,8 @@ class _Rules:
     def over_devices(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Totals":
         """Does `add_up` on each device with its own rows, and adds the results once."""
         axes = self.reduce_axes
+        if self.reduced and self.reduce_to is None:
+            _sharding.check_replicated([args[number] for number in self.argnums], axes)
 
         def local(kwargs: Mapping[str, Any], *args: Any) -> tuple[_Totals, Tree]:
             totals = self.add_up(args, kwargs)
@@ -212,6 +214,7 @@ class _Rules:
             own, carry = local(kwargs, *args)
             rows = jax.tree.map(lambda leaf: leaf[None], own)
         else:
+            _arguments.check_keys([args[number] for number in self.batch_argnums])
             split = [number + 1 for number in self.batch_argnums]
             rows, carry = _sharding.per_device(local, axes, split, (kwargs, *args))
         outputs = _outputs.over_devices(self.aux_reduction, rows.outputs, axes, reduced=self.reduced)
@@ -305,6 +308,8 @@ class _Cut:
     ) -> _Totals:
         with jax.named_scope("optax_accum.micro_batch"):
             loss, backward, parts = self._differentiate(self._micro_args(micro_batches, totals.carry, index), share)
+            if self.axes:
+                _sharding.check_own_loss(loss, self.axes)
         with jax.named_scope("optax_accum.add"):
             grads = add_gradient(backward, loss, totals.grads, refs)
         rows = self.split.rest if rest else self.split.size

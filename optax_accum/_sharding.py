@@ -49,9 +49,9 @@ def is_manual(axes: Axes) -> bool:
 
 
 def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
-    """Returns the mesh in reach: that of `jax.set_mesh`, or the one on which the arrays of `trees` lie."""
+    """Returns the mesh in reach: the one on which the arrays of `trees` lie, or that of `jax.set_mesh`."""
     meshes = [getattr(getattr(_type(leaf), "sharding", None), "mesh", None) for leaf in jax.tree.leaves(trees)]
-    meshes = [jax.sharding.get_abstract_mesh(), *meshes]
+    meshes.append(jax.sharding.get_abstract_mesh())
     mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
     if mesh is None:
         raise ValueError(
@@ -129,7 +129,7 @@ def zero_rows(acc: Tree, params: Tree, axes: Axes) -> Tree:
     if is_manual(axes):
         return varying(jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), acc), axes)
     mesh = mesh_of(axes, params)
-    specs = dict(zip(jax.tree.leaves(_paths(params)), map(_spec, jax.tree.leaves(params)), strict=True))
+    specs = dict(zip(jax.tree.leaves(_paths(params)), map(spec_of, jax.tree.leaves(params)), strict=True))
 
     def zeros(path: str, leaf: Any) -> jax.Array:
         return _placed_zeros((num_rows(mesh, axes), *leaf.shape), leaf.dtype, mesh, axes, specs.get(path))
@@ -148,8 +148,7 @@ def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
 def as_rows(grads: Tree, acc: Tree | None, axes: Axes) -> Tree:
     """Returns gradients as rows [d, ...], and raises where they have been reduced already."""
     if not is_manual(axes):
-        if acc is not None:
-            jax.tree.map(_check_rows, _paths(grads), grads, acc)
+        _check_rows(grads, acc)
         return grads
     tracked = differs(jax.lax.axis_index(axes[0]), axes)  # not under check_vma=False
     for path, leaf in jax.tree.leaves_with_path(grads):
@@ -228,8 +227,8 @@ def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
     """Returns `tree` sharded as the parameters are: where they do not tell, as `to` without the reduced axes."""
 
     def whole(param: Any, to: NamedSharding) -> NamedSharding:
-        spec = _spec(param)
-        spec = PartitionSpec(*(_without(entry, axes) for entry in to.spec)) if spec is None else spec
+        spec = spec_of(param)
+        spec = PartitionSpec(*(without(entry, axes) for entry in to.spec)) if spec is None else spec
         return NamedSharding(to.mesh, spec)
 
     return place(tree, jax.tree.map(whole, params, shardings(to, params, axes)))
@@ -266,10 +265,12 @@ def per_device(
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     dealt = [number in split and jnp.ndim(leaf) > 0 for number, leaf in zip(numbers, leaves, strict=True)]
     arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-    specs = [PartitionSpec(axes) if deal else PartitionSpec() for deal, array in zip(dealt, is_array, strict=True) if array]
-    for leaf, deal in zip(leaves, dealt, strict=True):
+    deals = [deal for deal, array in zip(dealt, is_array, strict=True) if array]
+    for leaf, deal in zip(arrays, deals, strict=True):
         if deal:
             _check_divides(axes, mesh, leaf.shape[0])
+    if AxisType.Explicit in mesh.axis_types:
+        arrays = [_dealt(leaf, deal, mesh, axes) for leaf, deal in zip(arrays, deals, strict=True)]
 
     integers: list[Any] = []  # the gradients of integer parameters, which no array can hold
 
@@ -282,8 +283,9 @@ def per_device(
         return varying(own, axes), same
 
     out_specs = PartitionSpec(axes), PartitionSpec()
-    run = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(axes))
-    own, same = run(*arrays)
+    in_specs = tuple(PartitionSpec(axes) if deal else PartitionSpec() for deal in deals)
+    run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
+    own, same = jax.jit(run)(*arrays)
     is_none = lambda node: node is None
     return jax.tree.map(lambda row, other: other if row is None else row, own, integers[-1], is_leaf=is_none), same
 
@@ -293,13 +295,22 @@ def own_key(key: Any, axes: Axes) -> Any:
     return jax.random.fold_in(key, jax.lax.axis_index(axes))
 
 
+def _dealt(leaf: Any, deal: bool, mesh: Mesh, axes: Axes) -> jax.Array:
+    """Returns an array on an Explicit mesh with its rows over the axes, or whole on all devices along them."""
+    leaf = jnp.asarray(leaf)
+    first, *others = [*(spec_of(leaf) or ()), *[None] * leaf.ndim][: leaf.ndim] or [None]
+    kept = tuple(name for name in names_of(first) if name not in axes)
+    entries = [(*axes, *kept) if deal else without(first, axes), *(without(entry, axes) for entry in others)]
+    return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), PartitionSpec(*entries[: leaf.ndim])))
+
+
 def _sum(leaf: jax.Array) -> jax.Array:
     return leaf if is_float0(leaf) else jnp.sum(leaf, axis=0, dtype=leaf.dtype)
 
 
 def _scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
     """Adds rows [d, ...] into a leaf that is sharded as `to`: each device gets the part that it keeps."""
-    spec = [_names(entry) for entry in to.spec] + [()] * (leaf.ndim - 1 - len(to.spec))
+    spec = [names_of(entry) for entry in to.spec] + [()] * (leaf.ndim - 1 - len(to.spec))
     scattered = [(dim, tuple(name for name in names if name in axes)) for dim, names in enumerate(spec)]
     others = [tuple(name for name in names if name not in axes) for names in spec]
     whole = tuple(axis for axis in axes if not any(axis in names for _, names in scattered))
@@ -322,7 +333,7 @@ def _scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
 def _placed_zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh, axes: Axes, spec: Any) -> jax.Array:
     """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, where it is known."""
     free = PartitionSpec.UNCONSTRAINED
-    others = [free] * (len(shape) - 1) if spec is None else [_without(entry, axes) for entry in spec]
+    others = [free] * (len(shape) - 1) if spec is None else [without(entry, axes) for entry in spec]
     explicit = AxisType.Explicit in mesh.axis_types
     concrete = spec is not None or not isinstance(jnp.zeros([]), jax.core.Tracer)
     if explicit or concrete:
@@ -342,13 +353,60 @@ def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
         )
 
 
-def _check_rows(path: str, grad: Any, total: Any) -> None:
-    if getattr(total, "shape", None) != getattr(grad, "shape", None) and grad.shape == getattr(total, "shape", ())[1:]:
+def check_num_rows(weight: jax.Array, axes: Axes, *trees: Tree) -> None:
+    """Raises unless a state has one row for each device: `weight` is that of the state."""
+    devices = 1 if is_manual(axes) else num_rows(mesh_of(axes, *trees), axes)
+    if weight.shape != (devices,):
+        raise ValueError(_row_mismatch(weight.shape, devices))
+
+
+def check_own_loss(loss: jax.Array, axes: Axes) -> None:
+    """Raises where a loss has been averaged over the devices already: its gradient would be divided twice."""
+    if differs(jax.lax.axis_index(axes[0]), axes) and not differs(loss, axes):
         raise ValueError(
-            f"With reduce_axes, gradients come as one row for each device: at {path} the gradient has shape "
-            f"{grad.shape} and the state {total.shape}, so it has been reduced already. Take it from "
-            "value_and_grad(..., reduce_axes=..., reduced=False), or call value_and_apply_gradients."
+            f"With reduce_axes, the loss must be that of each device's own rows: here it is the same on all devices of "
+            f"{axes}. Leave jax.lax.pmean out of it."
         )
+
+
+def check_replicated(params: Tree, axes: Axes) -> None:
+    """Raises where a parameter is known to be sharded over the reduced axes: it would be gathered unasked."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        spec = spec_of(leaf) or ()
+        if not is_manual(axes) and any(set(names_of(entry)) & set(axes) for entry in spec):
+            raise ValueError(
+                f"Parameters must be replicated over reduce_axes, unless reduce_to says where their gradients go: at "
+                f"{jax.tree_util.keystr(path) or 'the only leaf'} the sharding is {spec}. To gather them before each "
+                "gradient and keep a whole accumulator on each device, pass reduce_to=shard_over(params, reduce_axes); "
+                "to reduce every micro-batch instead, leave out reduce_axes."
+            )
+
+
+def _row_mismatch(rows: tuple[int, ...], devices: int) -> str:
+    had = f"rows for {rows[0]} devices" if rows else "no rows"
+    return (
+        f"The state must have one row for each device: it has {had}, and there are {devices} devices. Call "
+        f"redistribute(state, {devices}), or init again."
+    )
+
+
+def _check_rows(grads: Tree, acc: Tree) -> None:
+    """Raises where gradients have rows for other devices than the accumulator, or none; trees are checked elsewhere."""
+    try:
+        totals = jax.tree.structure(grads).flatten_up_to(acc)
+    except ValueError:
+        return
+    for (path, grad), total in zip(jax.tree.leaves_with_path(grads), totals, strict=True):
+        old, new = getattr(total, "shape", ()), jnp.shape(grad)
+        if len(old) == len(new) and old[1:] == new[1:] and old != new:
+            raise ValueError(_row_mismatch(old[:1], new[0]))
+        if old != new and new == old[1:]:
+            raise ValueError(
+                f"With reduce_axes, gradients come as one row for each device: at "
+                f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient has shape {new} and the state {old}, so "
+                "it has been reduced already. Take it from value_and_grad(..., reduce_axes=..., reduced=False), or "
+                "call value_and_apply_gradients."
+            )
 
 
 def _varies_over(leaf: Any) -> set[str]:
@@ -360,7 +418,7 @@ def _type(leaf: Any) -> Any:
     return jax.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf
 
 
-def _spec(leaf: Any) -> PartitionSpec | None:
+def spec_of(leaf: Any) -> PartitionSpec | None:
     """Returns how a leaf is sharded, where that is known."""
     sharding = getattr(_type(leaf), "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
@@ -369,12 +427,12 @@ def _spec(leaf: Any) -> PartitionSpec | None:
     return None if unknown else sharding.spec
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def names_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _without(entry: Any, axes: Axes) -> Any:
-    kept = tuple(name for name in _names(entry) if name not in axes)
+def without(entry: Any, axes: Axes) -> Any:
+    kept = tuple(name for name in names_of(entry) if name not in axes)
     return kept if len(kept) > 1 else (kept[0] if kept else None)
 
 

@@ -271,7 +271,8 @@ def value_and_apply_gradients(
         accumulation = getattr(tx.update, "__self__", None)
         accumulation = accumulation if isinstance(accumulation, Accumulation) else None
         in_place = accumulation is not None and accumulation.adds_in_place(state, params)
-        done = micro_step.run(accumulation.reduce_axes if accumulation else (), in_place, params, state, args, weight)
+        axes, to = (accumulation.reduce_axes, accumulation.reduce_to) if accumulation else ((), None)
+        done = micro_step.run(axes, to, in_place, params, state, args, weight)
         if accumulation is None or "value" in accumulation.mean_args:
             extra_args = {"value": done.loss, **extra_args}
         extra_args = {"weight": done.weight, "flush": flush, **extra_args}
@@ -303,11 +304,23 @@ class _MicroStep:
     weight_fn: Callable[..., Any] | None
     rng_argnum: int | None
 
-    def run(self, axes: Axes, in_place: bool, params: Tree, state: Tree, args: tuple[Any, ...], weight: Any) -> _Done:
+    def run(
+        self,
+        axes: Axes,
+        reduce_to: Tree,
+        in_place: bool,
+        params: Tree,
+        state: Tree,
+        args: tuple[Any, ...],
+        weight: Any,
+    ) -> _Done:
         """Differentiates one micro-batch, with `axes` on each device its own rows."""
         acc = _sharding.to_device(state.acc_grads) if in_place else None
         if not axes:
-            return self._differentiate(params, acc, weight, in_place and state.mini_step == 0, args)
+            return self._differentiate(axes, params, acc, weight, in_place and state.mini_step == 0, args)
+        _sharding.check_num_rows(state.weight, axes, params, args)
+        if reduce_to is None:
+            _sharding.check_replicated(params, axes)
         if weight is not None:
             weight = _arguments.as_weight(weight, len(state.weight))
         local = functools.partial(self._on_device, axes)
@@ -323,14 +336,18 @@ class _MicroStep:
             own = _sharding.own_key(args[self.rng_argnum - 1], axes)
             args = (*args[: self.rng_argnum - 1], own, *args[self.rng_argnum :])
         acc, weight = _sharding.own_row((acc, weight))
-        return self._differentiate(_sharding.varying(params, axes), acc, weight, first, args)
+        return self._differentiate(axes, _sharding.varying(params, axes), acc, weight, first, args)
 
-    def _differentiate(self, params: Tree, acc: Tree | None, weight: Any, first: Any, args: tuple[Any, ...]) -> _Done:
+    def _differentiate(
+        self, axes: Axes, params: Tree, acc: Tree | None, weight: Any, first: Any, args: tuple[Any, ...]
+    ) -> _Done:
         if weight is None:
             batch = [(params, *args)[number] for number in self.batch_argnums] if self.weight_fn else []
             weight = self.weight_fn(*batch) if self.weight_fn else 1.0
         weight = _arguments.as_weight(weight)
         loss, backward, value = _vjp(self.fun, self.has_aux, params, args)
+        if axes:
+            _sharding.check_own_loss(loss, axes)
         if acc is None:
             (grads,) = backward(jnp.ones_like(loss))
             return _Done(loss, value, weight, grads)

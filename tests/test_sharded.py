@@ -1,0 +1,540 @@
+"""On a mesh: one reduction for a window, the law on every mesh, and states that stay where they belong."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
+
+import optax_accum
+
+TYPES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
+SHAPES = {"data": {"data": 8}, "data x tensor": {"data": 4, "tensor": 2}, "data x fsdp": {"data": 4, "fsdp": 2}}
+ROWS, WIDTH, HIDDEN = 64, 16, 32
+GRADIENT_BYTES = 4 * (WIDTH * HIDDEN + HIDDEN + HIDDEN)
+INNER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))  # needs the whole gradient, and its norm
+
+
+def make_mesh(kind, shape):
+    sizes = SHAPES[shape]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(TYPES[kind],) * len(sizes))
+
+
+@pytest.fixture(params=[(kind, shape) for kind in TYPES for shape in SHAPES], ids=" ".join)
+def mesh(request):
+    mesh = make_mesh(*request.param)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.fixture(params=TYPES)
+def data_mesh(request):
+    mesh = make_mesh(request.param, "data")
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def loss(params, batch):
+    """A mean over the rows that count: biased layers, a ragged mask."""
+    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
+    error = (jnp.sum(hidden * params["v"][None], axis=-1) - batch["y"]) ** 2
+    return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
+
+
+def tokens(batch):
+    return batch["mask"].sum()
+
+
+def host_params():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: np.asarray(rng.normal(size=shape), np.float32)
+    return {"w": draw(WIDTH, HIDDEN), "b": draw(HIDDEN), "v": draw(HIDDEN)}
+
+
+def host_batch(rows=ROWS, seed=1):
+    """Rows of which every device has another number that count, one device in eight none at all."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: np.asarray(rng.normal(size=shape), np.float32)
+    mask = np.asarray(rng.random(rows) < np.linspace(0.2, 0.9, rows), np.float32)
+    mask[: rows // 8] = 0
+    return {"x": draw(rows, WIDTH), "y": draw(rows), "mask": mask}
+
+
+def specs(mesh):
+    if "tensor" in mesh.axis_names:
+        return {"w": P(None, "tensor"), "b": P("tensor"), "v": P("tensor")}
+    if "fsdp" in mesh.axis_names:
+        return {"w": P(None, "fsdp"), "b": P("fsdp"), "v": P("fsdp")}
+    return {"w": P(), "b": P(), "v": P()}
+
+
+def place(mesh, tree, spec):
+    prefix = jax.tree.broadcast(spec, tree, is_leaf=lambda node: isinstance(node, P))
+    return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), tree, prefix)
+
+
+def close(got, want, tolerance=2e-6):
+    jax.tree.map(lambda a, b: assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance), got, want)
+
+
+def whole_update(params, batch, inner=INNER):
+    updates, _ = inner.update(jax.grad(loss)(params, batch), inner.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+def collectives(jitted, *args):
+    return optax_accum.count_collectives(jitted.lower(*args).compile())
+
+
+def made(tx, params, **options):
+    """The state, built where it belongs, and the step that leaves it there."""
+    where = optax_accum.state_sharding(tx, params, **options)
+    state = jax.jit(tx.init, out_shardings=where)(params)
+    return state, (jax.tree.map(lambda leaf: leaf.sharding, params), where)
+
+
+# Within a call
+
+
+@pytest.mark.parametrize("options", [{}, {"in_place": False}, {"unroll": True}], ids=str)
+@pytest.mark.parametrize("cut", [{"num_microbatches": 3}, {"microbatch_size": 16}], ids=str)
+def test_the_gradient_is_that_of_the_whole_batch(data_mesh, cut, options):
+    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
+    cut_loss = optax_accum.value_and_grad(loss, weight_fn=tokens, reduce_axes="data", **cut, **options)
+    close(jax.jit(cut_loss)(params, batch), jax.value_and_grad(loss)(host_params(), host_batch()))
+
+
+def test_the_gradient_on_every_mesh_and_its_one_reduction(mesh):
+    params, batch = place(mesh, host_params(), specs(mesh)), place(mesh, host_batch(), P("data"))
+    cut_loss = jax.jit(
+        optax_accum.value_and_grad(loss, num_microbatches=4, weight_fn=tokens, reduce_axes="data"),
+        out_shardings=(None, jax.tree.map(lambda leaf: leaf.sharding, params)),
+    )
+    close(cut_loss(params, batch), jax.value_and_grad(loss)(host_params(), host_batch()))
+    found = collectives(cut_loss, params, batch)
+    assert not [op for op in found.select(place="loop") if op.group == mesh.shape["data"] and op.bytes > 64]
+    across = [op for op in found.select("all-reduce", "outside") if op.group == mesh.shape["data"] and op.bytes > 64]
+    other = mesh.size // mesh.shape["data"]
+    assert sum(op.bytes for op in across) == pytest.approx(GRADIENT_BYTES / other, abs=16)
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_one_reduction_whatever_k_is_and_no_row_moves(data_mesh, k):
+    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
+    found = collectives(
+        jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k, weight_fn=tokens, reduce_axes="data")), params, batch
+    )
+    assert not found.select(place=("loop", "branch"))
+    assert {op.kind for op in found} == {"all-reduce"}
+    (reduction,) = found.select(min_bytes=64)
+    assert reduction.bytes == GRADIENT_BYTES + 4  # and the loss
+    assert sum(op.bytes for op in found) == GRADIENT_BYTES + 8  # and the sum of the weights
+
+
+def test_by_hand_there_is_one_reduction_for_each_micro_batch(data_mesh):
+    """What the others do; and that the tests above could have failed."""
+    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
+
+    def naive(params, batch):
+        split = jax.tree.map(lambda leaf: leaf.reshape(-1, 4, *leaf.shape[1:]).swapaxes(0, 1), batch)
+        add = lambda total, micro: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, micro)), None)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), split)[0]
+
+    found = collectives(jax.jit(naive), params, batch)
+    assert found.select(place="loop", min_bytes=64).bytes == 4 * GRADIENT_BYTES
+
+
+def test_outputs_keys_and_a_synchronised_carry(data_mesh):
+    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
+
+    def with_outputs(params, batch, key, count):
+        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        aux = {"x": batch["x"][:, 0], "n": batch["mask"].sum(), "most": batch["y"].max(), "kept": kept}
+        return loss(params, batch), ({**aux, "mean": batch["y"].mean()}, count + jax.lax.psum(1, "data"))
+
+    reductions = {"x": "concat", "n": "sum", "most": "max", "kept": "concat", "mean": "mean"}
+    run = optax_accum.value_and_grad(
+        with_outputs, has_aux=True, num_microbatches=2, rng_argnum=2, carry_argnum=3, aux_reduction=reductions,
+        reduce_axes="data",
+    )  # fmt: skip
+    (_, (aux, count)), _ = jax.jit(run)(params, batch, jax.random.key(0), jnp.int32(0))
+    host = host_batch()
+    assert_array_equal(aux["x"], host["x"][:, 0])
+    assert_allclose(aux["n"], host["mask"].sum())
+    assert_allclose(aux["most"], host["y"].max())
+    assert_allclose(aux["mean"], host["y"].mean(), atol=1e-6)
+    assert count == 16  # 8 devices, 2 micro-batches
+    assert len(np.unique(aux["kept"], axis=0)) == ROWS  # no mask twice, on no device, in no micro-batch
+
+
+def test_inside_a_shard_map_of_the_user(data_mesh):
+    run = optax_accum.value_and_grad(loss, num_microbatches=4, weight_fn=tokens, reduce_axes="data")
+    mapped = jax.shard_map(run, in_specs=(P(), P("data")), out_specs=P())
+    got = jax.jit(mapped)(place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data")))
+    close(got, jax.value_and_grad(loss)(host_params(), host_batch()))
+
+
+def test_two_reduced_axes():
+    mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        params, batch = place(mesh, host_params(), P()), place(mesh, host_batch(), P(("pod", "data")))
+        run = optax_accum.value_and_grad(
+            loss, num_microbatches=2, weight_fn=tokens, reduce_axes=("pod", "data"), reduce_to={"w": P("pod", "data"), "b": P(("pod", "data")), "v": P()}
+        )
+        value, grads = jax.jit(run)(params, batch)
+        close((value, grads), jax.value_and_grad(loss)(host_params(), host_batch()))
+        assert grads["w"].sharding.is_equivalent_to(NamedSharding(mesh, P("pod", "data")), 2)
+
+
+# Across calls
+
+
+def train(mesh, tx, params, batches, step=None, **options):
+    state, where = made(tx, params, **options)
+    step = step or optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
+    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(None, *where))
+    for batch in batches:
+        _, params, state = step(params, state, place(mesh, batch, P("data")))
+    assert step._cache_size() == 1
+    jax.tree.map(lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim) or pytest.fail(str(leaf)), state, where[1])
+    return params, state, step
+
+
+BATCHES = [host_batch(seed=seed) for seed in range(3)]
+JOINED = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES)
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["replicated", "ZeRO-1"])
+def test_the_update_is_that_of_the_whole_batch(mesh, zero):
+    params = place(mesh, host_params(), specs(mesh))
+    to = optax_accum.shard_over(params, "data") if zero else None
+    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data", reduce_to=to)
+    got, state, _ = train(mesh, tx, params, BATCHES)
+    close(got, whole_update(host_params(), JOINED))
+    assert optax_accum.has_updated(state)
+    if zero:
+        moment = state.inner_opt_state[1][0].mu["w"]
+        assert "data" in str(moment.sharding.spec) and moment.sharding.is_equivalent_to(to["w"], 2)
+
+
+def test_a_held_micro_step_communicates_nothing(data_mesh):
+    """Every collective stands in a branch that only the closing micro-step takes."""
+    params = place(data_mesh, host_params(), P())
+    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    state, where = made(tx, params)
+    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
+    found = collectives(jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data")))
+    assert not found.select(place=("outside", "loop"))
+    (reduction,) = found.select(min_bytes=64)
+    assert reduction.kind == "all-reduce" and GRADIENT_BYTES <= reduction.bytes <= GRADIENT_BYTES + 12
+
+
+def test_owned_windows_hold_without_any_collective(data_mesh):
+    params = place(data_mesh, host_params(), P())
+    tx = optax_accum.accumulate_gradients(INNER, every=None, reduce_axes="data")
+    state, _ = made(tx, params)
+    hold = functools.partial(optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens), flush=False)
+    assert not collectives(jax.jit(hold), params, state, place(data_mesh, host_batch(), P("data")))
+
+
+def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
+    params = place(data_mesh, host_params(), P())
+    tx = optax_accum.accumulate_gradients(
+        INNER, every=3, reduce_axes="data", reduce_to=optax_accum.shard_over(params, "data")
+    )
+    state, where = made(tx, params)
+    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
+    found = collectives(jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data")))
+    assert not found.select(place=("outside", "loop"))
+    assert found.select("reduce-scatter").bytes == found.select("all-gather").bytes == GRADIENT_BYTES
+    assert not found.select("all-reduce", min_bytes=64)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_both_mechanisms_together_reduce_once(data_mesh, k):
+    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
+    tx = optax_accum.accumulate_gradients(INNER, every=2, reduce_axes="data")
+    cut_loss = optax_accum.value_and_grad(loss, num_microbatches=k, weight_fn=tokens, reduce_axes="data", reduced=False)
+
+    def step(params, state, batch):
+        value, grads = cut_loss(params, batch)
+        weight = batch["mask"].reshape(8, -1).sum(1)
+        return value, *optax_accum.apply_gradients(tx, grads, state, params, weight=weight, value=value)
+
+    got, _, jitted = train(data_mesh, tx, params, BATCHES[:2], step)
+    first_two = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES[:2])
+    close(got, whole_update(host_params(), first_two))
+    state, _ = made(tx, params)
+    assert not collectives(jitted, place(data_mesh, host_params(), P()), state, batch).select(place=("outside", "loop"))
+
+
+def test_in_a_shard_map_of_the_user(data_mesh):
+    params = place(data_mesh, host_params(), P())
+    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.state_sharding(tx, params))
+
+    @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P("data"), P(), spec))
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(optax_accum.defer_reduction(params, "data"), batch)
+        params, state = optax_accum.apply_gradients(tx, grads, state, params, weight=tokens(batch))
+        return value[None], params, state
+
+    batches = [{**batch, "mask": np.maximum(batch["mask"], 0.01)} for batch in BATCHES]
+    got, _, _ = train(data_mesh, tx, params, batches, step)
+    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+    close(got, whole_update(host_params(), joined))
+
+
+def test_in_place_in_a_shard_map_of_the_user(data_mesh):
+    params = place(data_mesh, host_params(), P())
+    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.state_sharding(tx, params))
+    micro_step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
+
+    @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P("data"), P(), spec))
+    def step(params, state, batch):
+        value, params, state = micro_step(params, state, batch)
+        return value[None], params, state
+
+    close(train(data_mesh, tx, params, BATCHES, step)[0], whole_update(host_params(), JOINED))
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard"])
+def test_a_nan_on_one_device_is_agreed_on_by_all(data_mesh, nonfinite):
+    bad = {**BATCHES[1], "y": np.where(np.arange(ROWS) == ROWS - 1, np.nan, BATCHES[1]["y"]).astype("f")}
+    bad["mask"] = np.where(np.arange(ROWS) == ROWS - 1, 1, bad["mask"]).astype("f")
+    tx = optax_accum.accumulate_gradients(INNER, every=2, reduce_axes="data", nonfinite=nonfinite)
+    batches = [BATCHES[0], bad] + ([BATCHES[2]] if nonfinite == "skip" else [])
+    got, state, _ = train(data_mesh, tx, place(data_mesh, host_params(), P()), batches)
+    kept = [batch for batch in batches if batch is not bad]
+    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *kept)
+    close(got, host_params() if nonfinite == "discard" else whole_update(host_params(), joined))
+    numbers = optax_accum.metrics(state)
+    assert (numbers["skipped"], numbers["discarded"]) == ((0, 1) if nonfinite == "discard" else (1, 0))
+
+
+def test_agreeing_costs_one_small_number(data_mesh):
+    params = place(data_mesh, host_params(), P())
+    for nonfinite, limit in (("omit", 8), ("discard", 0)):
+        tx = optax_accum.accumulate_gradients(INNER, every=2, reduce_axes="data", nonfinite=nonfinite)
+        state, where = made(tx, params)
+        step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
+        found = collectives(jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data")))
+        assert found.select(place=("outside", "loop")).bytes <= limit
+
+
+def test_mean_arguments_are_those_of_all_devices(data_mesh):
+    tx = optax_accum.accumulate_gradients(optax.with_extra_args_support(_value_as_update()), every=2, reduce_axes="data")
+    params = place(data_mesh, {"p": np.zeros(3, "f")}, P())
+    state, _ = made(tx, params)
+    step = jax.jit(functools.partial(optax_accum.apply_gradients, tx))
+    rows = {"p": jnp.ones((8, 3))}
+    for start in (0.0, 8.0):
+        params, state = step(rows, state, params, value=start + jnp.arange(8.0), weight=jnp.arange(8.0))
+    assert_allclose(params["p"], np.average(np.arange(16), weights=np.tile(np.arange(8), 2)), rtol=1e-6)
+
+
+def _value_as_update():
+    update = lambda grads, state, params=None, *, value, **_: (jax.tree.map(lambda g: jnp.full_like(g, value), grads), state)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def test_a_sum_and_every_one(data_mesh):
+    params, rows = place(data_mesh, {"p": np.zeros(3, "f")}, P()), {"p": jnp.ones((8, 3))}
+    for every, reduction, want in ((1, "mean", -1), (1, "sum", -8), (2, "sum", 0)):
+        tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every, reduction=reduction, reduce_axes="data")
+        updates, state = jax.jit(tx.update)(rows, tx.init(params), params)
+        assert_array_equal(updates["p"], np.full(3, want))
+        assert (state.acc_grads == ()) == (every == 1)
+
+
+def test_integer_parameters_and_bfloat16(data_mesh):
+    params = place(data_mesh, {"w": np.ones(4, jnp.bfloat16), "n": np.arange(3)}, P())
+    fun = lambda params, x: jnp.mean((x @ params["w"].astype(jnp.float32)) ** 2)
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.5), every=1, reduce_axes="data")
+    step = optax_accum.value_and_apply_gradients(fun, optax.MaskedNode and tx)
+    for every in (1, 2):
+        tx = optax_accum.accumulate_gradients(optax.masked(optax.sgd(0.5), {"w": True, "n": False}), every, reduce_axes="data")
+        step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx))
+        _, new, _ = step(params, tx.init(params), place(data_mesh, np.ones((16, 4), "f"), P("data")))
+        assert_array_equal(new["n"], np.arange(3))
+        assert_allclose(new["w"].astype(float), np.full(4, -3.0 if every == 1 else 1.0))
+
+
+# Where a state lives
+
+
+def test_the_state_of_a_chain_is_built_in_place(mesh):
+    params = place(mesh, host_params(), specs(mesh))
+    tx = optax.chain(
+        optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data"), optax.add_decayed_weights(0.0)
+    )
+    state, _ = made(tx, params, reduce_axes="data")
+    ours = state[0]
+    for name, spec in specs(mesh).items():
+        rows = ours.acc_grads[name]
+        assert rows.shape == (mesh.shape["data"], *host_params()[name].shape)
+        assert rows.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *spec)), rows.ndim)
+        moment = ours.inner_opt_state[0].nu[name]
+        assert moment.sharding.is_equivalent_to(NamedSharding(mesh, spec), moment.ndim)
+    assert len(ours.mini_step.sharding.device_set) == 8
+    with pytest.raises(ValueError, match="inside the chain.*Pass reduce_axes="):
+        optax_accum.state_sharding(tx, params)
+
+
+def test_abstract_parameters_are_enough(data_mesh):
+    params = {"w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=NamedSharding(data_mesh, P()))}
+    tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data")
+    where = optax_accum.state_sharding(tx, params)
+    assert where.acc_grads["w"].spec == P("data", None, None)
+    assert optax_accum.shard_over(params, "data")["w"].spec == P("data", None)
+
+
+def host_memory_works():
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    return "pinned_host" in kinds and tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
+
+
+@pytest.mark.skipif(not host_memory_works(), reason="XLA on CPU moves arrays to the host inside jit from JAX 0.12 on")
+@pytest.mark.parametrize("offload", ["acc_grads", "inner_opt_state", ("acc_grads", "inner_opt_state")], ids=str)
+def test_what_is_offloaded_stays_in_host_memory(data_mesh, offload):
+    params = place(data_mesh, host_params(), P())
+    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    state, where = made(tx, params, offload=offload)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens), out_shardings=(None, *where))
+    for batch in BATCHES:
+        _, params, state = step(params, state, place(data_mesh, batch, P("data")))
+    close(params, whole_update(host_params(), JOINED))
+    kinds = {"acc_grads": state.acc_grads["w"], "inner_opt_state": state.inner_opt_state[1][0].mu["w"]}
+    for name, leaf in kinds.items():
+        assert leaf.sharding.memory_kind == ("pinned_host" if name in offload else "device")
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8, 16, None])
+def test_a_window_in_flight_goes_on_with_other_devices(data_mesh, devices):
+    params = place(data_mesh, host_params(), P())
+    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    _, state, _ = train(data_mesh, tx, params, BATCHES[:2])
+    host = jax.tree.map(np.asarray, state)
+    moved = optax_accum.redistribute(host, devices)
+    assert isinstance(moved.weight, np.ndarray | np.generic)
+    sums = lambda state: (jax.tree.map(lambda leaf: leaf.sum(0), state.acc_grads), state.weight.sum())
+    new = (moved.acc_grads, moved.weight) if devices is None else sums(moved)
+    close(new, sums(host), 1e-5)
+    assert moved.weight.shape == (() if devices is None else (devices,))
+    close(sums(optax_accum.redistribute(moved, 8)), sums(host), 1e-5)
+
+
+# Bad input
+
+
+def test_bad_axes_and_batches(data_mesh):
+    params = place(data_mesh, host_params(), P())
+    run = lambda axes, rows=ROWS, **kw: optax_accum.value_and_grad(
+        loss, **{"num_microbatches": 2, **kw}, reduce_axes=axes
+    )(params, host_batch(rows))
+    with pytest.raises(ValueError, match=r"'model' is none of \('data',\)"):
+        run("model")
+    with pytest.raises(ValueError, match=r"'model' is none of \('data',\)"):
+        optax_accum.accumulate_gradients(INNER, 2, reduce_axes="model").init(params)
+    with pytest.raises(ValueError, match="63 rows, 8 devices.*Pad the batch to 64 rows"):
+        run("data", 63)
+    with pytest.raises(ValueError, match="num_microbatches=9, and each of 8 devices has 8 rows"):
+        run("data", num_microbatches=9)
+    with pytest.raises(ValueError, match="microbatch_size=12, 8 devices. Pass a multiple of 8"):
+        run("data", num_microbatches=None, microbatch_size=12)
+    for axes, error in ((3, TypeError), ((), TypeError), (("data", "data"), ValueError)):
+        with pytest.raises(error, match="reduce_axes must"):
+            run(axes)
+
+
+def test_no_mesh_in_reach():
+    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    with pytest.raises(ValueError, match="needs a mesh in reach.*jax.set_mesh"):
+        tx.init(host_params())
+    with pytest.raises(ValueError, match="needs a mesh in reach"):
+        jax.jit(optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data"))(host_params(), host_batch())
+
+
+def test_gradients_that_have_been_reduced_already(data_mesh):
+    params = place(data_mesh, host_params(), P())
+    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"reduced already.*reduced=False"):
+        tx.update(params, state, params)
+    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.state_sharding(tx, params))
+
+    @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P(), spec))
+    def step(params, state, batch):
+        return optax_accum.apply_gradients(tx, jax.grad(loss)(params, batch), state, params)
+
+    with pytest.raises(ValueError, match="defer_reduction"):
+        step(params, state, host_batch())
+    with pytest.raises(ValueError, match="works inside jax.shard_map"):
+        optax_accum.defer_reduction(params, "data")
+
+
+def test_a_loss_that_is_averaged_over_devices(data_mesh):
+    params = place(data_mesh, host_params(), P())
+    averaged = lambda params, batch: jax.lax.pmean(loss(params, batch), "data")
+    with pytest.raises(ValueError, match=r"Leave jax.lax.pmean out"):
+        optax_accum.value_and_grad(averaged, num_microbatches=2, reduce_axes="data")(params, host_batch())
+    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    with pytest.raises(ValueError, match=r"Leave jax.lax.pmean out"):
+        optax_accum.value_and_apply_gradients(averaged, tx)(params, tx.init(params), host_batch())
+
+
+def test_a_carry_and_outputs_that_differ_between_devices(data_mesh):
+    params, carry = place(data_mesh, host_params(), P()), jnp.float32(0)
+    fun = lambda params, batch, carry: (loss(params, batch), carry + batch["y"].sum())
+    with pytest.raises(ValueError, match=r"the carry must be the same.*pmean"):
+        optax_accum.value_and_grad(fun, num_microbatches=2, carry_argnum=2, reduce_axes="data")(params, host_batch(), carry)
+    fun = lambda params, batch: (loss(params, batch), batch["y"].sum())
+    with pytest.raises(ValueError, match='"stack" of them is not one output'):
+        optax_accum.value_and_grad(fun, num_microbatches=2, has_aux=True, aux_reduction="stack", reduce_axes="data")(
+            params, host_batch()
+        )
+
+
+def test_parameters_that_are_sharded_over_the_reduced_axis(data_mesh):
+    sharded = place(data_mesh, host_params(), P("data"))
+    run = functools.partial(optax_accum.value_and_grad, loss, num_microbatches=2, weight_fn=tokens, reduce_axes="data")
+    with pytest.raises(ValueError, match=r"replicated over reduce_axes.*reduce_to=shard_over"):
+        run()(sharded, host_batch())
+    to = optax_accum.shard_over(sharded, "data")
+    value, grads = jax.jit(run(reduce_to=to))(sharded, place(data_mesh, host_batch(), P("data")))
+    close((value, grads), jax.value_and_grad(loss)(host_params(), host_batch()))
+    assert grads["w"].sharding.is_equivalent_to(to["w"], 2)
+
+
+def test_a_state_for_other_devices_or_another_tree(data_mesh):
+    params = place(data_mesh, host_params(), P())
+    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    state, step = tx.init(params), optax_accum.value_and_apply_gradients(loss, tx)
+    with pytest.raises(ValueError, match=r"rows for 4 devices, and there are 8.*redistribute\(state, 8\)"):
+        step(params, optax_accum.redistribute(state, 4), host_batch())
+    with pytest.raises(ValueError, match=r"has no rows.*redistribute\(state, 8\)"):
+        step(params, optax_accum.redistribute(state, None), host_batch())
+    rows = {name: jnp.zeros((8, *leaf.shape)) for name, leaf in params.items()}
+    with pytest.raises(ValueError, match=r"redistribute\(state, 8\)"):
+        tx.update(rows, optax_accum.redistribute(state, 4), params)
+    with pytest.raises(ValueError, match="must have the tree of the state"):
+        tx.update({"other": jnp.zeros((8, 3))}, state, None)
+    for call, message in (
+        (lambda: optax_accum.redistribute(state, 0), "at least 1"),
+        (lambda: optax_accum.redistribute(params, 2), "holds an AccumulationState"),
+        (lambda: optax_accum.state_sharding(tx, params, offload="moments"), "offload must name"),
+        (lambda: optax_accum.accumulate_gradients(INNER, 2, reduce_to=P()), "Name the axes"),
+        (lambda: optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data", nonfinite=lambda *_: None), "callable nonfinite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    wrong = optax_accum.accumulate_gradients(INNER, 1, reduce_axes="data", reduce_to={"w": P("data")})
+    with pytest.raises(ValueError, match="reduce_to must be a prefix"):
+        wrong.init(params)
