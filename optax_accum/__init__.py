@@ -2,13 +2,14 @@
 
 from optax_accum._collectives import Collective, Collectives, count_collectives
 from optax_accum._microbatch import value_and_grad
-from optax_accum._placement import redistribute, shard_over, state_sharding
+from optax_accum._placement import check_processes, checkpoint_target, redistribute, shard_over, state_sharding
 from optax_accum._planning import BatchSplit, split_global_batch
 from optax_accum._recompute import microbatched_apply
 from optax_accum._report import Cause, Report
 from optax_accum._sharding import defer_reduction
 from optax_accum._state import AccumulationState, WeightedSum, from_multi_steps, has_updated, metrics
-from optax_accum._transformation import accumulate_gradients, apply_gradients, value_and_apply_gradients
+from optax_accum._train_step import value_and_apply_gradients
+from optax_accum._transformation import accumulate_gradients, apply_gradients
 from optax_accum._verify import verify
 
 __version__ = "0.1.0"
@@ -23,6 +24,8 @@ __all__ = [
     "WeightedSum",
     "accumulate_gradients",
     "apply_gradients",
+    "check_processes",
+    "checkpoint_target",
     "count_collectives",
     "defer_reduction",
     "from_multi_steps",

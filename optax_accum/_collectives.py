@@ -42,7 +42,13 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Collectives:
-    """What `count_collectives` found; prints as a table."""
+    """What `count_collectives` found; prints as a table.
+
+    Attributes:
+      operations: the collective operations, in the order of the program.
+      count: how many run, trip counts included.
+      bytes: how many bytes they move on one device, trip counts included.
+    """
 
     operations: tuple[Collective, ...]
 
@@ -184,7 +190,9 @@ def _walk(
             for inner in (inner for key in branches for inner in called.get(key, ())):
                 yield from _walk(computations, inner, "branch", times, known)
         elif instruction.opcode in ("call", "fusion", "async-start", "custom-call"):
-            for inner in (inner for key in ("to_apply", "calls", "called_computations") for inner in called.get(key, ())):
+            for inner in (
+                inner for key in ("to_apply", "calls", "called_computations") for inner in called.get(key, ())
+            ):
                 yield from _walk(computations, inner, place, times, known)
 
 

@@ -1,7 +1,6 @@
 """Owns one micro-step: the micro-batch joins its window, which then holds or emits. Leaves the sums to _accumulator."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,10 +10,10 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from optax_accum import _accumulator, _arguments, _sharding
+from optax_accum import _accumulator, _arguments, _mesh, _sharding
 from optax_accum._accumulator import Tree
 from optax_accum._arguments import Every, Flag, Weight
-from optax_accum._sharding import Axes
+from optax_accum._mesh import Axes
 from optax_accum._state import AccumulationState, WeightedSum, new_state
 
 Skip = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
@@ -173,10 +172,10 @@ class Accumulation:
         arrived = True if skip is False or self.nonfinite == "omit" else jnp.logical_not(skip)
         weight = weight if skip is False else jnp.where(skip, 0, weight)
         kept = _has_accumulator(state)
-        total = add(_sharding.to_device(state.acc_grads) if kept else None, weight, state.mini_step == 0)
+        total = add(_mesh.to_device(state.acc_grads) if kept else None, weight, state.mini_step == 0)
         added = state._replace(
             mini_step=_count(state.mini_step, arrived),
-            acc_grads=_sharding.to_memory_of(total, state.acc_grads) if kept else (),
+            acc_grads=_mesh.to_memory_of(total, state.acc_grads) if kept else (),
             weight=state.weight + weight,
             mean_args=self._add_args(state.mean_args, extra_args, weight),
             skipped=_count(state.skipped, skip),
@@ -207,7 +206,8 @@ class Accumulation:
             if name not in extra_args:
                 return sums[name]
             remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
-            value = _arguments.as_scalar(name, extra_args[name], remedy, len(weight) if self.reduce_axes else None)
+            rows = weight.shape[0] if self.reduce_axes and isinstance(weight, jax.Array) else None
+            value = _arguments.as_scalar(name, extra_args[name], remedy, rows)
             share = jnp.where(weight != 0, weight * value, 0)
             return WeightedSum(sums[name].total + share, sums[name].weight + weight)
 
@@ -238,12 +238,12 @@ class Accumulation:
         self, grads: Tree, window: Window, params: Tree | None, extra_args: Mapping[str, Any]
     ) -> tuple[Tree, Any]:
         state = window.state
-        to = None if self.reduce_to is None else _sharding.shardings(self.reduce_to, window.total, self.reduce_axes)
+        to = None if self.reduce_to is None else _mesh.shardings(self.reduce_to, window.total, self.reduce_axes)
         total, grads = self._sum(window.total, to), self._like(grads, to)
         weight = self._sum(window.weight) if self.reduction == "mean" else None
         mean = _accumulator.mean(total, grads, weight, self.emit_dtype)
         extra_args = {**extra_args, **_mean_args(self._sum(state.mean_args), extra_args)}
-        old, params = _sharding.to_device(state.inner_opt_state), self._sharded(params, params)
+        old, params = _mesh.to_device(state.inner_opt_state), self._sharded(params, params)
         inner = lambda grads: self.inner.update(grads, old, params, **extra_args)
         try:
             with jax.named_scope("optax_accum.inner"):
@@ -255,7 +255,7 @@ class Accumulation:
         if not _accumulator.same_dtypes(mean, grads):
             updates = _accumulator.cast_like(updates, jax.eval_shape(lambda: inner(grads))[0])
         inner_opt_state = _accumulator.cast_like(inner_opt_state, state.inner_opt_state)
-        return updates, _sharding.to_memory_of(inner_opt_state, state.inner_opt_state)
+        return updates, _mesh.to_memory_of(inner_opt_state, state.inner_opt_state)
 
     def _zeros(self, params: Tree) -> Tree:
         if not self.reduce_axes:
@@ -264,10 +264,12 @@ class Accumulation:
         return _sharding.zero_rows(shapes, params, self.reduce_axes)
 
     def _as_rows(self, grads: Tree, state: AccumulationState) -> Tree:
-        return _sharding.as_rows(grads, getattr(state, "acc_grads", ()), self.reduce_axes) if self.reduce_axes else grads
+        return (
+            _sharding.as_rows(grads, getattr(state, "acc_grads", ()), self.reduce_axes) if self.reduce_axes else grads
+        )
 
     def _rows(self, state: AccumulationState) -> int | None:
-        return len(state.weight) if self.reduce_axes else None
+        return state.weight.shape[0] if self.reduce_axes else None
 
     def _sum(self, rows: Tree, to: Tree = None) -> Tree:
         """Returns the sum over devices, where there are some."""
@@ -281,13 +283,13 @@ class Accumulation:
         """Returns a tree like `params` sharded as the update is to be, where that was asked for."""
         if self.reduce_to is None or params is None:
             return tree
-        return _sharding.place(tree, _sharding.shardings(self.reduce_to, params, self.reduce_axes))
+        return _mesh.place(tree, _mesh.shardings(self.reduce_to, params, self.reduce_axes))
 
     def _whole(self, tree: Tree, params: Tree) -> Tree:
         """Undoes `_sharded`."""
         if self.reduce_to is None:
             return tree
-        return _sharding.gather(tree, self.reduce_to, params, self.reduce_axes)
+        return _mesh.gather(tree, self.reduce_to, params, self.reduce_axes)
 
 
 _DTYPE_NOTE = (
@@ -366,8 +368,8 @@ def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
     def select(a: Any, b: Any) -> Any:
         return a if _accumulator.is_float0(a) else jnp.where(flag, a, b)
 
-    chosen = jax.tree.map(select, *map(_sharding.to_device, (on_true, on_false)))
-    return _sharding.to_memory_of(chosen, on_false)
+    chosen = jax.tree.map(select, *map(_mesh.to_device, (on_true, on_false)))
+    return _mesh.to_memory_of(chosen, on_false)
 
 
 def _zeros(shapes: Tree) -> Tree:

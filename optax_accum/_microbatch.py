@@ -1,18 +1,15 @@
 """Owns accumulation within a call: each micro-batch of a batch is differentiated and added. Knows no optimizer."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optax_accum import _accumulator, _arguments, _outputs, _sharding, _split
+from optax_accum import _arguments, _mesh, _outputs, _sharding
 from optax_accum._accumulator import Tree
-from optax_accum._sharding import Axes
-from optax_accum._split import Shares
+from optax_accum._cut import Parts, Rules, Totals
 
 
 def value_and_grad(
@@ -74,6 +71,13 @@ def value_and_grad(
       unroll: compile each micro-batch for itself, one after the other, instead of a loop over them. For convolutions on
         CPU, which XLA runs many times slower inside any loop (jax-ml/jax#12868). Compile time grows with k, gradients
         are added after the backward pass, and before JAX 0.12 the compiler keeps several micro-batches at once.
+      reduce_axes: the mesh axis, or axes, over which the batch is sharded. Each device cuts its own rows and adds its
+        own gradients, and the sums are added over the devices once, however many micro-batches there are. `fun` and
+        `weight_fn` see rows of one device; weights are added over all. Other mesh axes are left to the partitioner.
+      reduce_to: how the gradients are to be sharded: a prefix of their tree (for several `argnums` a tuple of such) of
+        `PartitionSpec`s or `NamedSharding`s. Where it names a reduced axis, the reduction is a reduce-scatter.
+      reduced: with False, nothing is reduced: loss, gradients and outputs are rows [d, ...], one for each device and
+        weighted by its own rows, for `accumulate_gradients(..., reduce_axes=...)`.
 
     Returns:
       A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
@@ -96,6 +100,12 @@ def value_and_grad(
       | a NaN in one micro-batch | shows in the loss and in the gradient | running |
       | a loss below 32 bits | its cotangent rounds the shares; return `loss.astype(jnp.float32)` | tracing |
       | a bfloat16 parameter, a float32 accumulator | added after the backward pass, not inside | tracing |
+      | `reduce_axes`: rows or `microbatch_size` do not divide over the devices | an error | tracing |
+      | `reduce_axes`: no such axis; no mesh in reach | an error | tracing |
+      | `reduce_axes`: parameters sharded over it, and no `reduce_to` | an error that says what it costs | tracing |
+      | `reduce_axes`: a carry that differs between devices; outputs `"stack"` and `"last"` | an error | tracing |
+      | `reduce_axes`: each device's key | `fold_in(fold_in(key, device), i)` | running |
+      | `reduce_axes`: `fun` communicates, and a weight is zero on some devices only | they wait for ever | running |
 
     Example:
       Rows with masks of different lengths, and dropout:
@@ -118,7 +128,7 @@ def value_and_grad(
     """
     _arguments.check_one_size(num_microbatches, microbatch_size)
     _outputs.check_names(aux_reduction)
-    rules = _Rules(
+    rules = Rules(
         fun=fun,
         num_microbatches=_arguments.as_positive("num_microbatches", num_microbatches),
         microbatch_size=_arguments.as_positive("microbatch_size", microbatch_size),
@@ -133,311 +143,53 @@ def value_and_grad(
         accumulator_dtype=_arguments.as_float_dtype("accumulator_dtype", accumulator_dtype),
         in_place=in_place,
         unroll=unroll,
-        reduce_axes=_sharding.as_axes(reduce_axes),
+        reduce_axes=_mesh.as_axes(reduce_axes),
         reduce_to=reduce_to,
         reduced=reduced,
     )
 
-    return functools.wraps(fun)(lambda *args, **kwargs: rules(*args, **kwargs))
+    return functools.wraps(fun)(functools.partial(_value_and_grad, rules))
 
 
-class _Totals(NamedTuple):
-    """What is added up over the micro-batches, and what each hands on to the next."""
-
-    loss: jax.Array  # [], sum of share times loss
-    grads: Tree | None  # sum of share times gradient; None while references hold it
-    carry: Tree
-    outputs: Any
-
-
-class _Parts(NamedTuple):
-    """What `fun` returns, by role."""
-
-    loss: Any  # [], or a dict of terms, each []
-    carry: Tree
-    aux: Tree
+def _value_and_grad(rules: Rules, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
+    rules = rules.for_arguments(len(args))
+    params = tuple(args[n] for n in rules.argnums)
+    totals = _over_devices(rules, args, kwargs) if rules.reduce_axes else rules.add_up(args, kwargs)
+    grads: Any = totals.grads
+    if rules.accumulator_dtype is None:
+        grads = optax.tree.cast_like(grads, params)
+    value = rules.joined(Parts(totals.loss, totals.carry, totals.outputs))
+    return value, grads[0] if rules.single else grads
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rules:
-    """What `value_and_grad` was asked for, and the functions that do it."""
+def _over_devices(rules: Rules, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Totals:
+    """Does `rules.add_up` on each device with its own rows, and adds the results once."""
+    axes = rules.reduce_axes
+    if rules.reduced and rules.reduce_to is None:
+        _sharding.check_replicated([args[number] for number in rules.argnums], axes)
 
-    fun: Callable[..., Any]
-    num_microbatches: int | None
-    microbatch_size: int | None
-    argnums: tuple[int, ...]
-    single: bool
-    has_aux: bool
-    batch_argnums: tuple[int, ...]
-    weight_fn: Callable[..., Any] | None
-    rng_argnum: int | None
-    carry_argnum: int | None
-    aux_reduction: Tree
-    accumulator_dtype: jnp.dtype | None
-    in_place: bool | None
-    unroll: bool
-    reduce_axes: Axes
-    reduce_to: Tree
-    reduced: bool
+    def local(kwargs: Mapping[str, Any], *args: Any) -> tuple[Totals, Tree]:
+        totals = rules.add_up(args, kwargs)
+        return totals._replace(carry=None), totals.carry
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
-        rules = self.for_arguments(len(args))
-        params = tuple(args[n] for n in rules.argnums)
-        totals = rules.over_devices(args, kwargs) if rules.reduce_axes else rules.add_up(args, kwargs)
-        grads = totals.grads
-        if rules.accumulator_dtype is None:
-            grads = optax.tree.cast_like(grads, params)
-        value = rules.joined(_Parts(totals.loss, totals.carry, totals.outputs))
-        return value, grads[0] if rules.single else grads
-
-    def add_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Totals":
-        """Cuts the batch, adds each micro-batch's share of the gradient, and finishes what was added up."""
-        cut = _Cut(self, args, kwargs)
-        refs, totals = cut.start()
-        loop, last = (_unrolled, _unrolled_rest) if self.unroll else (_loop, _loop_rest)
-        totals = loop(cut.split.whole, cut.shares, functools.partial(cut.add_whole, refs), totals)
-        totals = last(cut.rest_share, functools.partial(cut.add_rest, refs), totals)
-        return cut.finish(refs, totals)
-
-    def over_devices(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Totals":
-        """Does `add_up` on each device with its own rows, and adds the results once."""
-        axes = self.reduce_axes
-        if self.reduced and self.reduce_to is None:
-            _sharding.check_replicated([args[number] for number in self.argnums], axes)
-
-        def local(kwargs: Mapping[str, Any], *args: Any) -> tuple[_Totals, Tree]:
-            totals = self.add_up(args, kwargs)
-            return totals._replace(carry=None), totals.carry
-
-        if _sharding.is_manual(axes):
-            own, carry = local(kwargs, *args)
-            rows = jax.tree.map(lambda leaf: leaf[None], own)
-        else:
-            _arguments.check_keys([args[number] for number in self.batch_argnums])
-            split = [number + 1 for number in self.batch_argnums]
-            rows, carry = _sharding.per_device(local, axes, split, (kwargs, *args))
-        outputs = _outputs.over_devices(self.aux_reduction, rows.outputs, axes, reduced=self.reduced)
-        if not self.reduced:
-            own = jax.tree.map(lambda leaf: leaf[0], rows) if _sharding.is_manual(axes) else rows
-            return own._replace(carry=carry, outputs=outputs)
-        to = None if self.reduce_to is None else self._to(args)
-        return _Totals(_sharding.sum_rows(rows.loss, axes), _sharding.sum_rows(rows.grads, axes, to), carry, outputs)
-
-    def _to(self, args: Sequence[Any]) -> tuple[Tree, ...]:
-        """Returns the shardings of the sums, one tree for each differentiated argument."""
-        to = (self.reduce_to,) if self.single else self.reduce_to
-        params = tuple(args[n] for n in self.argnums)
-        return tuple(_sharding.shardings(t, p, self.reduce_axes) for t, p in zip(to, params, strict=True))
-
-    def for_arguments(self, count: int) -> "_Rules":
-        """Returns the rules with every argument's number in `range(count)`, and every argument in one role."""
-        roles = ("argnums", "batch_argnums", "rng_argnum", "carry_argnum")
-        numbers = _arguments.as_roles({role: getattr(self, role) for role in roles}, count)
-        return dataclasses.replace(self, **numbers)
-
-    def parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Parts:
-        """Calls `fun` and takes apart what it returns."""
-        out = self.fun(*args, **kwargs)
-        if not self.has_aux and self.carry_argnum is None:
-            return _Parts(out, None, None)
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError(f"With has_aux or carry_argnum, fun must return a pair, loss first: it returned {out!r}.")
-        if self.carry_argnum is None:
-            return _Parts(out[0], None, out[1])
-        if not self.has_aux:
-            return _Parts(out[0], out[1], None)
-        if not isinstance(out[1], tuple) or len(out[1]) != 2:
-            raise TypeError(f"With has_aux and carry_argnum, fun returns (loss, (aux, carry)): it returned {out!r}.")
-        return _Parts(out[0], out[1][1], out[1][0])
-
-    def joined(self, parts: _Parts) -> Any:
-        """Puts together what `parts` took apart."""
-        if self.carry_argnum is None:
-            return (parts.loss, parts.aux) if self.has_aux else parts.loss
-        return parts.loss, ((parts.aux, parts.carry) if self.has_aux else parts.carry)
+    if _mesh.is_manual(axes):
+        own, carry = local(kwargs, *args)
+        rows = jax.tree.map(lambda leaf: leaf[None], own)
+    else:
+        _arguments.check_keys([args[number] for number in rules.batch_argnums])
+        split = [number + 1 for number in rules.batch_argnums]
+        rows, carry = _sharding.per_device(local, axes, split, (kwargs, *args))
+    outputs = _outputs.over_devices(rules.aux_reduction, rows.outputs, axes, reduced=rules.reduced)
+    if not rules.reduced:
+        own = jax.tree.map(lambda leaf: leaf[0], rows) if _mesh.is_manual(axes) else rows
+        return own._replace(carry=carry, outputs=outputs)
+    to = None if rules.reduce_to is None else _to(rules, args)
+    return Totals(_sharding.sum_rows(rows.loss, axes), _sharding.sum_rows(rows.grads, axes, to), carry, outputs)
 
 
-class _Cut:
-    """One call: the batch cut, the shares of its micro-batches, and what `fun` will return for each."""
-
-    def __init__(self, rules: _Rules, args: Sequence[Any], kwargs: Mapping[str, Any]):
-        self.rules, self.axes = rules, rules.reduce_axes
-        self.kwargs = kwargs
-        self.args = args = self._own(args) if self.axes else args
-        self.batches = [args[n] for n in rules.batch_argnums]
-        _arguments.check_keys(self.batches)
-        devices = jax.lax.psum(1, self.axes) if self.axes else None
-        self.split = _split.split_rows(self.batches, rules.num_microbatches, rules.microbatch_size, devices)
-        over = self.axes if rules.reduced else ()
-        self.shares, self.rest_share = _split.shares(self.split, self.batches, rules.weight_fn, over)
-        self.rows_share = 1 / (self.split.rows * jax.lax.psum(1, over))
-        self.stacked = _split.stacked(self.split, self.batches)
-        self.params = tuple(args[n] for n in rules.argnums)
-        _arguments.check_differentiable(self.params)
-        self.carry = None if rules.carry_argnum is None else _accumulator.strong(args[rules.carry_argnum])
-        self.shapes = self._shapes()
-        self.reductions = _outputs.reductions(rules.aux_reduction, self.shapes.aux, self.split)
-
-    def start(self) -> tuple[Tree | None, _Totals]:
-        """Returns the references that gradients are added to in place, if any, and the totals before the first."""
-        grads = _accumulator.zeros(self.params, self.rules.accumulator_dtype)
-        refs = None
-        if can_add_in_place(self.params, grads, self.rules.in_place) and not self.rules.unroll:
-            refs, grads = jax.tree.map(jax.new_ref, grads), None
-        shapes = jax.tree.leaves(self.shapes.aux)
-        outputs = [reduce.start(shape, self.split) for reduce, shape in zip(self.reductions, shapes, strict=True)]
-        loss = jnp.zeros([], self._loss_dtype(wide=True))
-        return refs, self._varying(_Totals(loss, grads, self.carry, outputs))
-
-    def add_whole(self, refs: Tree | None, index: Any, totals: _Totals) -> _Totals:
-        """Adds whole micro-batch `index`."""
-        share = self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
-        rows = _split.micro_batch(self.stacked, index)
-        if self.rules.unroll:  # else the compiler may run the micro-batches side by side
-            rows, totals = jax.lax.optimization_barrier((rows, totals))
-        return self._add(refs, totals, rows, share, index, rest=False)
-
-    def add_rest(self, refs: Tree | None, totals: _Totals) -> _Totals:
-        """Adds the smaller micro-batch of the rows that are left."""
-        rows = _split.remainder(self.split, self.batches)
-        return self._add(refs, totals, rows, self.rest_share, self.split.whole, rest=True)
-
-    def _add(
-        self, refs: Tree | None, totals: _Totals, micro_batches: list[Tree], share: Any, index: Any, *, rest: bool
-    ) -> _Totals:
-        with jax.named_scope("optax_accum.micro_batch"):
-            loss, backward, parts = self._differentiate(self._micro_args(micro_batches, totals.carry, index), share)
-            if self.axes:
-                _sharding.check_own_loss(loss, self.axes)
-        with jax.named_scope("optax_accum.add"):
-            grads = add_gradient(backward, loss, totals.grads, refs)
-        rows = self.split.rest if rest else self.split.size
-        weight = rows * self.rows_share if isinstance(share, dict) else share
-        outputs = [
-            reduce.add(total, output, index, weight, rest)
-            for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)
-        ]
-        return self._varying(_Totals(totals.loss + loss, grads, _accumulator.strong(parts.carry), outputs))
-
-    def finish(self, refs: Tree | None, totals: _Totals) -> _Totals:
-        """Returns the sums, the outputs of the batch among them."""
-        grads = totals.grads if refs is None else jax.tree.map(jax.freeze, refs)
-        leaves, treedef = jax.tree.flatten(self.shapes.aux)
-        finished = zip(self.reductions, totals.outputs, leaves, strict=True)
-        aux = jax.tree.unflatten(treedef, [reduce.finish(total, shape) for reduce, total, shape in finished])
-        return _Totals(totals.loss.astype(self._loss_dtype(wide=False)), grads, totals.carry, aux)
-
-    def _own(self, args: Sequence[Any]) -> list[Any]:
-        """Returns the arguments on this device: parameters whose gradients are not reduced, and a key of its own."""
-        own, rules = list(args), self.rules
-        for number in rules.argnums:
-            own[number] = _sharding.varying(args[number], self.axes)
-        if rules.rng_argnum is not None:
-            own[rules.rng_argnum] = _sharding.own_key(args[rules.rng_argnum], self.axes)
-        return own
-
-    def _varying(self, totals: _Totals) -> _Totals:
-        """Returns the totals as values that differ between devices; the carry may not."""
-        if not self.axes:
-            return totals
-        if any(_sharding.differs(leaf, self.axes) for leaf in jax.tree.leaves(totals.carry)):
-            raise ValueError(
-                f"With reduce_axes, the carry must be the same on all devices: it differs over {self.axes}. Return "
-                f"jax.lax.pmean(carry, {self.axes}) from fun; that communicates at every micro-batch."
-            )
-        return _sharding.varying(totals._replace(carry=None), self.axes)._replace(carry=totals.carry)
-
-    def _micro_args(self, micro_batches: list[Tree], carry: Tree, index: Any) -> list[Any]:
-        """Returns the arguments of `fun` for one micro-batch: its rows, its own key, the carry."""
-        rules, args = self.rules, list(self.args)
-        for number, rows in zip(rules.batch_argnums, micro_batches, strict=True):
-            args[number] = rows
-        if rules.rng_argnum is not None:
-            args[rules.rng_argnum] = jax.random.fold_in(args[rules.rng_argnum], index)
-        if rules.carry_argnum is not None:
-            args[rules.carry_argnum] = carry
-        return args
-
-    def _differentiate(self, args: list[Any], share: Any) -> tuple[jax.Array, Any, _Parts]:
-        def contribution(*params: Any) -> tuple[jax.Array, _Parts]:
-            placed = dict(zip(self.rules.argnums, params, strict=True))
-            parts = self.rules.parts([placed.get(n, arg) for n, arg in enumerate(args)], self.kwargs)
-            return _weighted(parts.loss, share), parts
-
-        return jax.vjp(contribution, *self.params, has_aux=True)
-
-    def _shapes(self) -> _Parts:
-        """Returns the shapes that `fun` returns for a whole micro-batch, after checking them."""
-        micro_args = lambda: self._micro_args(_split.micro_batch(self.stacked, 0), self.carry, 0)
-        shapes = jax.eval_shape(lambda: self.rules.parts(micro_args(), self.kwargs))
-        _arguments.check_loss(shapes.loss, self.shares if self.rules.weight_fn else None)
-        _arguments.check_carry(self.carry, shapes.carry)
-        return shapes
-
-    def _loss_dtype(self, *, wide: bool) -> Any:
-        dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.shapes.loss)))
-        return _accumulator.accumulator_dtype(dtype, None) if wide else dtype
-
-
-def add_gradient(backward: Any, loss: jax.Array, grads: Tree | None, refs: Tree | None) -> Tree | None:
-    """Adds the gradient of `loss`: to the references, inside the backward pass, or to `grads`, after it."""
-    one = jnp.ones_like(loss)
-    if refs is None:
-        return _accumulator.add(grads, backward(one), 1.0, jnp.array(False))
-    backward.with_refs(*refs)(one)
-    return None
-
-
-def can_add_in_place(params: Tree, acc: Tree, in_place: bool | None) -> bool:
-    """Returns whether gradients are added inside the backward pass; raises where that is asked for and cannot be."""
-    path = _accumulator.narrower(params, acc)
-    if in_place and path is not None:
-        raise TypeError(
-            "in_place=True needs accumulators in the dtype of the parameters, for JAX adds a gradient only into an "
-            f"array of its own dtype: at {path} they differ (parameters {_accumulator.dtypes(params)}, accumulators "
-            f"{_accumulator.dtypes(acc)}). Leave in_place=None, or name the parameters' dtype as accumulator_dtype "
-            "(its sums stall)."
-        )
-    return in_place is not False and path is None
-
-
-def _loop(count: int, shares: Shares, add: Callable[[Any, _Totals], _Totals], totals: _Totals) -> _Totals:
-    """Adds the whole micro-batches in order; those of weight zero are not run, so their number may be traced."""
-    if isinstance(shares, float):
-        return add(0, totals) if count == 1 else jax.lax.fori_loop(0, count, add, totals)
-    alive = _split.live(shares)
-    order = jnp.argsort(jnp.logical_not(alive), stable=True)
-    return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
-
-
-def _loop_rest(share: Shares | None, add: Callable[[_Totals], _Totals], totals: _Totals) -> _Totals:
-    if share is None or isinstance(share, float):
-        return add(totals) if share else totals
-    return jax.lax.fori_loop(0, _split.live(share).astype(int), lambda _, totals: add(totals), totals)
-
-
-def _unrolled(count: int, shares: Shares, add: Callable[[Any, _Totals], _Totals], totals: _Totals) -> _Totals:
-    """Does what `_loop` does, without a loop in the compiled program."""
-    for index in range(count):
-        share = shares if isinstance(shares, float) else _split.live(shares)[index]
-        totals = _unrolled_rest(share, functools.partial(add, index), totals)
-    return totals
-
-
-def _unrolled_rest(share: Shares | None, add: Callable[[_Totals], _Totals], totals: _Totals) -> _Totals:
-    if share is None or isinstance(share, float):
-        return add(totals) if share else totals
-    return jax.lax.cond(_split.live(share), add, lambda totals: totals, totals)
-
-
-def _weighted(loss: Any, share: Any) -> jax.Array:
-    """Returns this micro-batch's share of the loss; the backward pass of a loss below 32 bits rounds the share."""
-
-    def term(loss: jax.Array, share: Any) -> jax.Array:
-        wide = loss.astype(_accumulator.accumulator_dtype(loss.dtype, None))
-        return wide * jnp.asarray(share, wide.dtype)
-
-    if not isinstance(share, dict):
-        return sum(term(leaf, share) for leaf in jax.tree.leaves(loss))  # type: ignore[return-value]
-    return sum(jnp.where(share[key] != 0, term(loss[key], share[key]), 0) for key in share)  # type: ignore[return-value]
+def _to(rules: Rules, args: Sequence[Any]) -> tuple[Tree, ...]:
+    """Returns the shardings of the sums, one tree for each differentiated argument."""
+    to = (rules.reduce_to,) if rules.single else rules.reduce_to
+    params = tuple(args[n] for n in rules.argnums)
+    return tuple(_mesh.shardings(t, p, rules.reduce_axes) for t, p in zip(to, params, strict=True))

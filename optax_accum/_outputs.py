@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _accumulator, _sharding
-from optax_accum._sharding import Axes
+from optax_accum import _accumulator, _mesh, _sharding
+from optax_accum._mesh import Axes
 from optax_accum._split import Split
 
 Tree = Any
@@ -43,7 +43,7 @@ def over_devices(aux_reduction: Tree, rows: Tree, axes: Axes, *, reduced: bool) 
                 'Take "mean", "sum", "max" or "concat".'
             )
         if name == "concat":
-            return leaf[0] if _sharding.is_manual(axes) else _sharding.joined_rows(leaf)
+            return leaf[0] if _mesh.is_manual(axes) else _sharding.joined_rows(leaf)
         return reduce[name](leaf, axes) if reduced else leaf
 
     return jax.tree.unflatten(treedef, [finish(name, leaf) for name, leaf in zip(names, leaves, strict=True)])

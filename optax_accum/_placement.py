@@ -1,4 +1,4 @@
-"""Owns where a state lives: its shardings, its memory, and its rows on another number of devices. Adds nothing."""
+"""Owns where a state lives: its shardings, its memory, its rows on another number of devices. Adds no gradient."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -8,12 +8,13 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_accum import _sharding
-from optax_accum._sharding import Axes
+from optax_accum import _mesh
+from optax_accum._mesh import Axes
 from optax_accum._state import AccumulationState
 
 Tree = Any
 OFFLOADABLE = ("acc_grads", "inner_opt_state")
+_ROWS = ("acc_grads", "weight", "mean_args")  # the fields that have rows under reduce_axes
 
 
 def state_sharding(
@@ -36,8 +37,8 @@ def state_sharding(
       reduce_axes: as given to `accumulate_gradients`; needed only where that is inside a chain.
       reduce_to: as given to `accumulate_gradients`, likewise: the state of the inner optimizer is sharded so (ZeRO-1).
       offload: `"acc_grads"`, `"inner_opt_state"` or both: the arrays that are kept in the host's memory. A micro-step
-        moves them to the device where it uses them: the accumulator each time, the inner optimizer's state when a window
-        emits.
+        moves them to the device where it uses them: the accumulator each time, the inner optimizer's state when a
+        window emits.
 
     Returns:
       A tree of `NamedSharding`s like the state. Its `.spec`s serve as specs of a `jax.shard_map` as well.
@@ -51,6 +52,7 @@ def state_sharding(
       |---|---|
       | a statistic of another shape than its parameter (Adafactor's) | replicated |
       | `offload` of the inner state | its moments; counters stay on the device |
+      | `offload` of the inner state and donation | do not donate the state: JAX mixes up the two memories |
       | `offload` on the CPU before JAX 0.12 | XLA cannot move arrays inside `jit`: an error of XLA |
 
     Example:
@@ -65,16 +67,16 @@ def state_sharding(
       PartitionSpec('data', None, None)
     """
     ours = getattr(tx.update, "__self__", None)
-    axes = _sharding.as_axes(reduce_axes) or getattr(ours, "reduce_axes", ())
+    axes = _mesh.as_axes(reduce_axes) or getattr(ours, "reduce_axes", ())
     reduce_to = getattr(ours, "reduce_to", None) if reduce_to is None else reduce_to
     offload = (offload,) if isinstance(offload, str) else tuple(offload)
     for name in offload:
         if name not in OFFLOADABLE:
             raise ValueError(f"offload must name fields of the state: {name!r} is none of {', '.join(OFFLOADABLE)}.")
-    mesh = _sharding.mesh_of(axes, params)
-    with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+    mesh = _mesh.mesh_of(axes, params)
+    with jax.sharding.use_abstract_mesh(cast(Any, getattr(mesh, "abstract_mesh", mesh))):
         state = jax.eval_shape(tx.init, params)
-        to = None if reduce_to is None else _sharding.shardings(reduce_to, params, axes)
+        to = None if reduce_to is None else _mesh.shardings(reduce_to, params, axes)
     return _Placement(params, to, mesh, axes, offload).of(state)
 
 
@@ -86,8 +88,8 @@ def shard_over(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
       reduce_axes: the axes over which the update is to be sharded.
 
     Returns:
-      A tree of `NamedSharding`s. A parameter that is sharded over these axes already (FSDP) keeps its sharding; one with
-      no free dimension that divides stays replicated over them.
+      A tree of `NamedSharding`s. A parameter that is sharded over these axes already (FSDP) keeps its sharding; one
+      with no free dimension that divides stays replicated over them.
 
     Raises:
       ValueError: no parameter lies on a mesh, or the mesh lacks an axis.
@@ -100,16 +102,16 @@ def shard_over(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
       >>> optax_accum.shard_over(params, "data").mesh.axis_names
       ('data',)
     """
-    axes = _sharding.as_axes(reduce_axes)
-    mesh = _sharding.mesh_of(axes, params)
-    devices = _sharding.num_rows(mesh, axes)
+    axes = _mesh.as_axes(reduce_axes)
+    mesh = _mesh.mesh_of(axes, params)
+    devices = _mesh.num_rows(mesh, axes)
 
     def over(param: Any) -> NamedSharding:
-        spec = _whole_spec(_sharding.spec_of(param), param.ndim)
-        taken = any(set(_sharding.names_of(entry)) & set(axes) for entry in spec)
+        spec = _whole_spec(_mesh.spec_of(param), param.ndim)
+        taken = any(set(_mesh.names_of(entry)) & set(axes) for entry in spec)
         free = [n for n, entry in enumerate(spec) if entry is None and param.shape[n] and param.shape[n] % devices == 0]
         if not taken and free:
-            spec[free[0]] = axes if len(axes) > 1 else axes[0]
+            spec[free[0]] = axes
         return NamedSharding(cast(Any, mesh), PartitionSpec(*spec))
 
     return jax.tree.map(over, params)
@@ -157,10 +159,99 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
             return node
         old = node.weight.shape[0] if node.weight.ndim else None
         move = lambda leaf: _moved(leaf, old, num_devices)
-        fields = ("acc_grads", "weight", "mean_args")
-        return node._replace(**{name: jax.tree.map(move, getattr(node, name)) for name in fields})
+        return node._replace(**{name: jax.tree.map(move, getattr(node, name)) for name in _ROWS})
 
     return jax.tree.map(convert, state, is_leaf=is_ours)
+
+
+def checkpoint_target(
+    tx: optax.GradientTransformation, params: Tree, num_devices: int, **options: Any
+) -> Tree:
+    """Returns what to restore a saved state into, when it was saved on `num_devices` devices.
+
+    Args:
+      tx: an optimizer, alone or in a chain.
+      params: the parameters, or their shapes, placed on the mesh of today.
+      num_devices: the devices along `reduce_axes` when the state was saved. Save the number beside the state.
+      **options: those of `state_sharding`.
+
+    Returns:
+      A tree like the state, for `orbax.checkpoint`: shapes with the shardings of today. If the number of devices has
+      changed, the rows are NumPy arrays: pass what was restored to `redistribute`, then to `jax.device_put` with
+      `state_sharding`.
+
+    Raises:
+      ValueError: as `state_sharding`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_accum
+      >>> from jax.sharding import NamedSharding, PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> params = jax.device_put(jnp.ones(3), NamedSharding(mesh, P()))
+      >>> tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data")
+      >>> target = optax_accum.checkpoint_target(tx, params, num_devices=2 * jax.device_count())
+      >>> target.acc_grads.shape == (2 * jax.device_count(), 3)
+      True
+    """
+    where = state_sharding(tx, params, **options)
+    mesh = jax.tree.leaves(where)[0].mesh
+    with jax.sharding.use_abstract_mesh(cast(Any, getattr(mesh, "abstract_mesh", mesh))):
+        shapes = jax.eval_shape(tx.init, params)
+    is_ours = lambda node: isinstance(node, AccumulationState)
+    rows = [node.weight.shape for node in jax.tree.leaves(shapes, is_leaf=is_ours) if is_ours(node)]
+    if all(shape in ((), (num_devices,)) for shape in rows):
+        return jax.tree.map(_shape, shapes, where)
+
+    def target(node: Any, where: Any) -> Any:
+        if not is_ours(node):
+            return _shape(node, where)
+        # Zeros that take no memory: Orbax reads their shape, their dtype, and that they are NumPy arrays.
+        saved = lambda leaf: np.broadcast_to(np.zeros([], leaf.dtype), (num_devices, *leaf.shape[1:]))
+        fields = {name: jax.tree.map(saved, getattr(node, name)) for name in _ROWS}
+        return jax.tree.map(_shape, node, where)._replace(**fields)
+
+    return jax.tree.map(target, shapes, where, is_leaf=is_ours)
+
+
+def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def check_processes(**facts: Any) -> None:
+    """Raises unless all processes of a run were given the same: a run whose processes differ hangs, or is wrong.
+
+    Call it in every process before the first step; it communicates once.
+
+    Args:
+      **facts: what must be the same, by name, of values that print: `every=4`, `batch=jax.tree.map(jnp.shape, batch)`.
+
+    Raises:
+      ValueError: in every process, with the name and the value of the first fact that differs.
+
+    Guarantees:
+      | case | result |
+      |---|---|
+      | one process | nothing is done |
+      | a process that never calls it | the others wait as long as the collectives of JAX do |
+      | facts that take more than 4000 bytes together | the first 4000 are compared |
+
+    Example:
+      >>> import optax_accum
+      >>> optax_accum.check_processes(every=4, rows=64)
+    """
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils  # loads much that a single process does not need
+
+    text = repr({name: str(value) for name, value in sorted(facts.items())}).encode()[:4000]
+    mine = np.frombuffer(text.ljust(4000), np.uint8)
+    texts = [bytes(row).decode(errors="replace").rstrip() for row in multihost_utils.process_allgather(mine)]
+    for number, text in enumerate(texts):
+        if text != texts[0]:
+            raise ValueError(
+                f"The processes of a run must agree: process 0 has {texts[0]}, process {number} has {text}. Start all "
+                "of them with the same settings."
+            )
 
 
 def _moved(leaf: Any, old: int | None, new: int | None) -> Any:
@@ -182,7 +273,7 @@ class _Placement:
         keep = lambda node: isinstance(node, NamedSharding)
         inner = jax.tree.leaves(to, is_leaf=keep) if to is not None else jax.tree.leaves(params)
         self.params = [
-            (path, leaf.shape, _whole_spec(_sharding.spec_of(leaf), leaf.ndim), _target(other, leaf.ndim))
+            (path, leaf.shape, _whole_spec(_mesh.spec_of(leaf), leaf.ndim), _target(other, leaf.ndim))
             for (path, leaf), other in zip(jax.tree.leaves_with_path(params), inner, strict=True)
         ]
 
@@ -224,7 +315,7 @@ class _Placement:
         _, _, spec, to = max(found, key=lambda param: len(param[0]))
         spec = to if sharded else spec
         if rows:
-            spec = [self.axes, *(_sharding.without(entry, self.axes) for entry in spec)]
+            spec = [self.axes, *(_mesh.without(entry, self.axes) for entry in spec)]
         return self._named(*spec, memory=memory)
 
     def _named(self, *spec: Any, memory: str | None = None) -> NamedSharding:
@@ -234,7 +325,7 @@ class _Placement:
 
 
 def _target(to: Any, ndim: int) -> list[Any]:
-    return _whole_spec(to.spec if isinstance(to, NamedSharding) else _sharding.spec_of(to), ndim)
+    return _whole_spec(to.spec if isinstance(to, NamedSharding) else _mesh.spec_of(to), ndim)
 
 
 def _whole_spec(spec: PartitionSpec | None, ndim: int) -> list[Any]:

@@ -28,7 +28,7 @@ class BatchSplit:
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """The rows of weight zero that each micro-batch needs to be dealt out evenly; less than a row for each device."""
+        """The rows of weight zero that each micro-batch needs to be dealt out evenly: fewer than devices."""
         rows = zip(self.device_rows, self.sizes, strict=True)
         return tuple(most * self.num_devices - size for most, size in rows)
 

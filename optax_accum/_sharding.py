@@ -1,74 +1,25 @@
-"""Owns space: rows of partial sums, one for each device, and the one reduction that adds them. Knows no optimizer.
+"""Owns rows of partial sums, one for each device, and the one reduction that adds them. Knows no optimizer.
 
 A gradient that has not been reduced is a leaf [d, ...], one row for each of the d devices along the reduced axes, each
 row on its device. On every mesh that is an ordinary array: it passes jit boundaries and branches, can be added,
 compared, saved and loaded, and adding two of them moves nothing.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from optax_accum import _mesh
 from optax_accum._accumulator import is_float0
+from optax_accum._mesh import Axes, Mesh
 from optax_accum._state import default_float
 
 Tree = Any
-Axes = tuple[str, ...]
-Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-
-
-def as_axes(reduce_axes: Any) -> Axes:
-    """Returns the names of the axes: `()` for None."""
-    axes = (reduce_axes,) if isinstance(reduce_axes, str) else reduce_axes
-    if axes is None:
-        return ()
-    if not isinstance(axes, Sequence) or not axes or not all(isinstance(axis, str) and axis for axis in axes):
-        raise TypeError(
-            f"reduce_axes must be the name of a mesh axis or a tuple of names: reduce_axes={reduce_axes!r}. "
-            'Pass "data", say, or None on one device.'
-        )
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"reduce_axes must name each axis once: reduce_axes={reduce_axes!r}.")
-    return tuple(axes)
-
-
-def is_manual(axes: Axes) -> bool:
-    """Returns whether this runs inside a `jax.shard_map` over the axes: per device, not on whole arrays."""
-    manual = set(jax.sharding.get_abstract_mesh().manual_axes) & set(axes)
-    if manual and manual != set(axes):
-        raise ValueError(
-            f"reduce_axes must be all inside jax.shard_map, or none: of {axes} only {tuple(sorted(manual))} are here. "
-            "Name all of them in the axis_names of the shard_map, or fewer in reduce_axes."
-        )
-    return bool(manual)
-
-
-def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
-    """Returns the mesh in reach: the one on which the arrays of `trees` lie, or that of `jax.set_mesh`."""
-    meshes = [getattr(getattr(_type(leaf), "sharding", None), "mesh", None) for leaf in jax.tree.leaves(trees)]
-    meshes.append(jax.sharding.get_abstract_mesh())
-    mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
-    if mesh is None:
-        raise ValueError(
-            f"reduce_axes needs a mesh in reach: reduce_axes={axes}, and inside jit arrays do not tell theirs. Call it "
-            "under `with jax.set_mesh(mesh):`."
-        )
-    missing = [axis for axis in axes if axis not in mesh.axis_names]
-    if missing:
-        raise ValueError(
-            f"reduce_axes must name axes of the mesh: {missing[0]!r} is none of {mesh.axis_names}. Name one of these."
-        )
-    return mesh
-
-
-def num_rows(mesh: Mesh, axes: Axes) -> int:
-    """Returns how many devices lie along the axes."""
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
@@ -86,8 +37,8 @@ def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
       The same values, of a type that varies over `reduce_axes`.
 
     Raises:
-      ValueError: outside a `jax.shard_map` over these axes. There, `value_and_grad(..., reduce_axes=..., reduced=False)`
-        and `value_and_apply_gradients` do all of it.
+      ValueError: outside a `jax.shard_map` over these axes. There, `value_and_grad(..., reduce_axes=...,
+        reduced=False)` and `value_and_apply_gradients` do all of it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_accum
@@ -100,8 +51,8 @@ def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
       >>> gradients(jnp.float32(1.0), jnp.ones(jax.device_count())).shape == (jax.device_count(),)
       True
     """
-    axes = as_axes(reduce_axes)
-    if not is_manual(axes):
+    axes = _mesh.as_axes(reduce_axes)
+    if not _mesh.is_manual(axes):
         raise ValueError(
             f"defer_reduction works inside jax.shard_map over {axes}. Outside, use value_and_grad(..., "
             "reduce_axes=..., reduced=False), which returns one row of gradients for each device."
@@ -126,28 +77,28 @@ def differs(leaf: Any, axes: Axes) -> bool:
 
 def zero_rows(acc: Tree, params: Tree, axes: Axes) -> Tree:
     """Returns an empty accumulator [d, ...] for each leaf [...] of `acc`, each row on its device."""
-    if is_manual(axes):
+    if _mesh.is_manual(axes):
         return varying(jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), acc), axes)
-    mesh = mesh_of(axes, params)
-    specs = dict(zip(jax.tree.leaves(_paths(params)), map(spec_of, jax.tree.leaves(params)), strict=True))
+    mesh = _mesh.mesh_of(axes, params)
+    specs = dict(zip(jax.tree.leaves(_paths(params)), map(_mesh.spec_of, jax.tree.leaves(params)), strict=True))
 
     def zeros(path: str, leaf: Any) -> jax.Array:
-        return _placed_zeros((num_rows(mesh, axes), *leaf.shape), leaf.dtype, mesh, axes, specs.get(path))
+        return _placed_zeros((_mesh.num_rows(mesh, axes), *leaf.shape), leaf.dtype, mesh, axes, specs.get(path))
 
     return jax.tree.map(zeros, _paths(acc), acc)
 
 
 def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
     """Returns one zero of the default float dtype for each device: [d]."""
-    if is_manual(axes):
+    if _mesh.is_manual(axes):
         return varying(jnp.zeros([1], default_float()), axes)
-    mesh = mesh_of(axes, params)
-    return _placed_zeros((num_rows(mesh, axes),), default_float(), mesh, axes, PartitionSpec())
+    mesh = _mesh.mesh_of(axes, params)
+    return _placed_zeros((_mesh.num_rows(mesh, axes),), default_float(), mesh, axes, PartitionSpec())
 
 
 def as_rows(grads: Tree, acc: Tree | None, axes: Axes) -> Tree:
     """Returns gradients as rows [d, ...], and raises where they have been reduced already."""
-    if not is_manual(axes):
+    if not _mesh.is_manual(axes):
         _check_rows(grads, acc)
         return grads
     tracked = differs(jax.lax.axis_index(axes[0]), axes)  # not under check_vma=False
@@ -171,7 +122,7 @@ def sum_rows(rows: Tree, axes: Axes, to: Tree = None) -> Tree:
 
     An all-reduce; or, for a leaf that `to` shards over the axes, a reduce-scatter.
     """
-    if is_manual(axes):
+    if _mesh.is_manual(axes):
         return jax.tree.map(lambda leaf: jax.lax.psum(leaf[0], axes), rows)
     if to is None:
         return jax.tree.map(_sum, rows)
@@ -180,7 +131,7 @@ def sum_rows(rows: Tree, axes: Axes, to: Tree = None) -> Tree:
 
 def max_rows(rows: Tree, axes: Axes) -> Tree:
     """Returns the largest of the rows [d, ...] of each leaf."""
-    if is_manual(axes):
+    if _mesh.is_manual(axes):
         return jax.tree.map(lambda leaf: jax.lax.pmax(leaf[0], axes), rows)
     return jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), rows)
 
@@ -195,61 +146,6 @@ def any_row(flags: jax.Array, axes: Axes) -> jax.Array:
     return sum_rows(flags.astype(jnp.int32), axes) > 0
 
 
-def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
-    """Returns `to`, a prefix of `params` made of `PartitionSpec`s or shardings, as one `NamedSharding` for each leaf."""
-    is_leaf = lambda node: isinstance(node, PartitionSpec | NamedSharding)
-
-    def named(to: Any) -> NamedSharding:
-        if not is_leaf(to):
-            raise TypeError(f"reduce_to must hold a jax.sharding.PartitionSpec or NamedSharding: it holds {to!r}.")
-        return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
-
-    try:
-        return jax.tree.map(named, jax.tree.broadcast(to, params, is_leaf=is_leaf), is_leaf=is_leaf)
-    except ValueError as error:
-        raise ValueError(
-            f"reduce_to must be a prefix of the tree of the parameters: {jax.tree.structure(to, is_leaf=is_leaf)}, and "
-            f"the parameters have {jax.tree.structure(params)}. shard_over(params, reduce_axes) makes one."
-        ) from error
-
-
-def place(tree: Tree, to: Tree) -> Tree:
-    """Returns `tree` in the given shardings, inside or outside jit, on either kind of mesh."""
-
-    def move(leaf: Any, sharding: NamedSharding) -> Any:
-        explicit = AxisType.Explicit in sharding.mesh.axis_types
-        return jax.sharding.reshard(leaf, sharding) if explicit else jax.lax.with_sharding_constraint(leaf, sharding)
-
-    return jax.tree.map(move, tree, to)
-
-
-def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
-    """Returns `tree` sharded as the parameters are: where they do not tell, as `to` without the reduced axes."""
-
-    def whole(param: Any, to: NamedSharding) -> NamedSharding:
-        spec = spec_of(param)
-        spec = PartitionSpec(*(without(entry, axes) for entry in to.spec)) if spec is None else spec
-        return NamedSharding(to.mesh, spec)
-
-    return place(tree, jax.tree.map(whole, params, shardings(to, params, axes)))
-
-
-def to_device(tree: Tree) -> Tree:
-    """Returns `tree` with the leaves that lie in host memory moved to the device."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if on_host(leaf) else leaf, tree)
-
-
-def to_memory_of(tree: Tree, like: Tree) -> Tree:
-    """Returns `tree` with the leaves moved to host memory that lie there in `like`."""
-    move = lambda leaf, old: jax.device_put(leaf, jax.memory.Space.Host) if on_host(old) else leaf
-    return jax.tree.map(move, tree, like)
-
-
-def on_host(leaf: Any) -> bool:
-    """Returns whether an array, or a value inside jit, lies in host memory."""
-    return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
-
-
 def per_device(
     fun: Callable[..., tuple[Tree, Tree]], axes: Axes, split: Sequence[int], args: Sequence[Any]
 ) -> tuple[Tree, Tree]:
@@ -259,7 +155,7 @@ def per_device(
     The arrays in arguments `split` are dealt out along their first axis. All others are on every device whole, and so
     is what `fun` closes over.
     """
-    mesh = mesh_of(axes, args)
+    mesh = _mesh.mesh_of(axes, args)
     leaves, treedef = jax.tree.flatten(tuple(args))
     numbers = jax.tree.leaves(tuple(jax.tree.map(lambda _, n=n: n, arg) for n, arg in enumerate(args)))
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
@@ -298,9 +194,12 @@ def own_key(key: Any, axes: Axes) -> Any:
 def _dealt(leaf: Any, deal: bool, mesh: Mesh, axes: Axes) -> jax.Array:
     """Returns an array on an Explicit mesh with its rows over the axes, or whole on all devices along them."""
     leaf = jnp.asarray(leaf)
-    first, *others = [*(spec_of(leaf) or ()), *[None] * leaf.ndim][: leaf.ndim] or [None]
-    kept = tuple(name for name in names_of(first) if name not in axes)
-    entries = [(*axes, *kept) if deal else without(first, axes), *(without(entry, axes) for entry in others)]
+    first, *others = [*(_mesh.spec_of(leaf) or ()), *[None] * leaf.ndim][: leaf.ndim] or [None]
+    kept = tuple(name for name in _mesh.names_of(first) if name not in axes)
+    entries = [
+        (*axes, *kept) if deal else _mesh.without(first, axes),
+        *(_mesh.without(entry, axes) for entry in others),
+    ]
     return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), PartitionSpec(*entries[: leaf.ndim])))
 
 
@@ -310,7 +209,7 @@ def _sum(leaf: jax.Array) -> jax.Array:
 
 def _scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
     """Adds rows [d, ...] into a leaf that is sharded as `to`: each device gets the part that it keeps."""
-    spec = [names_of(entry) for entry in to.spec] + [()] * (leaf.ndim - 1 - len(to.spec))
+    spec = [_mesh.names_of(entry) for entry in to.spec] + [()] * (leaf.ndim - 1 - len(to.spec))
     scattered = [(dim, tuple(name for name in names if name in axes)) for dim, names in enumerate(spec)]
     others = [tuple(name for name in names if name not in axes) for names in spec]
     whole = tuple(axis for axis in axes if not any(axis in names for _, names in scattered))
@@ -333,19 +232,19 @@ def _scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
 def _placed_zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh, axes: Axes, spec: Any) -> jax.Array:
     """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, where it is known."""
     free = PartitionSpec.UNCONSTRAINED
-    others = [free] * (len(shape) - 1) if spec is None else [without(entry, axes) for entry in spec]
+    others = [free] * (len(shape) - 1) if spec is None else [_mesh.without(entry, axes) for entry in spec]
     explicit = AxisType.Explicit in mesh.axis_types
-    concrete = spec is not None or not isinstance(jnp.zeros([]), jax.core.Tracer)
+    concrete = spec is not None or not isinstance(jnp.zeros([]), Tracer)
     if explicit or concrete:
         others = [None if entry is free else entry for entry in others]
     sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))
-    zeros = lambda: place(jnp.zeros(shape, dtype), sharding)
+    zeros = lambda: _mesh.place(jnp.zeros(shape, dtype), sharding)
     return jax.jit(zeros)() if concrete else zeros()
 
 
 def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
     """Raises unless the rows of a batch can be dealt out evenly."""
-    devices = num_rows(mesh, axes)
+    devices = _mesh.num_rows(mesh, axes)
     if rows % devices:
         raise ValueError(
             f"The rows of a batch must divide over the devices of reduce_axes: {rows} rows, {devices} devices along "
@@ -355,7 +254,7 @@ def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
 
 def check_num_rows(weight: jax.Array, axes: Axes, *trees: Tree) -> None:
     """Raises unless a state has one row for each device: `weight` is that of the state."""
-    devices = 1 if is_manual(axes) else num_rows(mesh_of(axes, *trees), axes)
+    devices = 1 if _mesh.is_manual(axes) else _mesh.num_rows(_mesh.mesh_of(axes, *trees), axes)
     if weight.shape != (devices,):
         raise ValueError(_row_mismatch(weight.shape, devices))
 
@@ -372,8 +271,8 @@ def check_own_loss(loss: jax.Array, axes: Axes) -> None:
 def check_replicated(params: Tree, axes: Axes) -> None:
     """Raises where a parameter is known to be sharded over the reduced axes: it would be gathered unasked."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        spec = spec_of(leaf) or ()
-        if not is_manual(axes) and any(set(names_of(entry)) & set(axes) for entry in spec):
+        spec = _mesh.spec_of(leaf) or ()
+        if not _mesh.is_manual(axes) and any(set(_mesh.names_of(entry)) & set(axes) for entry in spec):
             raise ValueError(
                 f"Parameters must be replicated over reduce_axes, unless reduce_to says where their gradients go: at "
                 f"{jax.tree_util.keystr(path) or 'the only leaf'} the sharding is {spec}. To gather them before each "
@@ -411,29 +310,6 @@ def _check_rows(grads: Tree, acc: Tree) -> None:
 
 def _varies_over(leaf: Any) -> set[str]:
     return set(jax.typeof(leaf).manual_axis_type.varying)
-
-
-def _type(leaf: Any) -> Any:
-    """Returns what tells the sharding of an array: itself, or while tracing its type."""
-    return jax.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf
-
-
-def spec_of(leaf: Any) -> PartitionSpec | None:
-    """Returns how a leaf is sharded, where that is known."""
-    sharding = getattr(_type(leaf), "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-        return None
-    unknown = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in sharding.mesh.axis_types
-    return None if unknown else sharding.spec
-
-
-def names_of(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def without(entry: Any, axes: Axes) -> Any:
-    kept = tuple(name for name in names_of(entry) if name not in axes)
-    return kept if len(kept) > 1 else (kept[0] if kept else None)
 
 
 def _paths(tree: Tree) -> Tree:

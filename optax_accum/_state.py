@@ -35,6 +35,9 @@ class AccumulationState(NamedTuple):
       skipped: int32 []. Micro-batches left out by `nonfinite="skip"`, `"omit"` or a callable, since `init`.
       discarded: int32 []. Windows that closed without an update (weight zero, or `nonfinite="discard"`), since `init`.
       skip_state: the `info` that a callable `nonfinite` returned last; `()` otherwise.
+
+    With `reduce_axes`, the sums are those of each of the d devices: leaves of `acc_grads` are [d, ...], `weight` and
+    those of `mean_args` [d], one row on each device.
     """
 
     mini_step: jax.Array

@@ -11,11 +11,12 @@ import optax_accum
 
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
-    {"_accumulator", "_state", "_report", "_collectives"},
+    {"_accumulator", "_state", "_report", "_collectives", "_mesh"},
     {"_arguments", "_split", "_sharding"},
     {"_outputs", "_micro_step", "_recompute"},
-    {"_transformation", "_microbatch", "_placement"},
-    {"_planning", "_verify"},
+    {"_cut", "_transformation", "_placement"},
+    {"_microbatch", "_train_step", "_planning"},
+    {"_verify"},
     {"demo"},
 ]
 

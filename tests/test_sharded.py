@@ -17,7 +17,7 @@ TYPES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 SHAPES = {"data": {"data": 8}, "data x tensor": {"data": 4, "tensor": 2}, "data x fsdp": {"data": 4, "fsdp": 2}}
 ROWS, WIDTH, HIDDEN = 64, 16, 32
 GRADIENT_BYTES = 4 * (WIDTH * HIDDEN + HIDDEN + HIDDEN)
-INNER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))  # needs the whole gradient, and its norm
+INNER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))  # needs the norm of all
 
 
 def make_mesh(kind, shape):
@@ -127,7 +127,9 @@ def test_the_gradient_on_every_mesh_and_its_one_reduction(mesh):
 def test_one_reduction_whatever_k_is_and_no_row_moves(data_mesh, k):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
     found = collectives(
-        jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k, weight_fn=tokens, reduce_axes="data")), params, batch
+        jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k, weight_fn=tokens, reduce_axes="data")),
+        params,
+        batch,
     )
     assert not found.select(place=("loop", "branch"))
     assert {op.kind for op in found} == {"all-reduce"}
@@ -184,7 +186,11 @@ def test_two_reduced_axes():
     with jax.set_mesh(mesh):
         params, batch = place(mesh, host_params(), P()), place(mesh, host_batch(), P(("pod", "data")))
         run = optax_accum.value_and_grad(
-            loss, num_microbatches=2, weight_fn=tokens, reduce_axes=("pod", "data"), reduce_to={"w": P("pod", "data"), "b": P(("pod", "data")), "v": P()}
+            loss,
+            num_microbatches=2,
+            weight_fn=tokens,
+            reduce_axes=("pod", "data"),
+            reduce_to={"w": P("pod", "data"), "b": P(("pod", "data")), "v": P()},
         )
         value, grads = jax.jit(run)(params, batch)
         close((value, grads), jax.value_and_grad(loss)(host_params(), host_batch()))
@@ -201,7 +207,11 @@ def train(mesh, tx, params, batches, step=None, **options):
     for batch in batches:
         _, params, state = step(params, state, place(mesh, batch, P("data")))
     assert step._cache_size() == 1
-    jax.tree.map(lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim) or pytest.fail(str(leaf)), state, where[1])
+    jax.tree.map(
+        lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim) or pytest.fail(str(leaf)),
+        state,
+        where[1],
+    )
     return params, state, step
 
 
@@ -219,7 +229,8 @@ def test_the_update_is_that_of_the_whole_batch(mesh, zero):
     assert optax_accum.has_updated(state)
     if zero:
         moment = state.inner_opt_state[1][0].mu["w"]
-        assert "data" in str(moment.sharding.spec) and moment.sharding.is_equivalent_to(to["w"], 2)
+        assert "data" in str(moment.sharding.spec)
+        assert moment.sharding.is_equivalent_to(to["w"], 2)
 
 
 def test_a_held_micro_step_communicates_nothing(data_mesh):
@@ -228,10 +239,13 @@ def test_a_held_micro_step_communicates_nothing(data_mesh):
     tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
     state, where = made(tx, params)
     step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
-    found = collectives(jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data")))
+    found = collectives(
+        jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data"))
+    )
     assert not found.select(place=("outside", "loop"))
     (reduction,) = found.select(min_bytes=64)
-    assert reduction.kind == "all-reduce" and GRADIENT_BYTES <= reduction.bytes <= GRADIENT_BYTES + 12
+    assert reduction.kind == "all-reduce"
+    assert GRADIENT_BYTES <= reduction.bytes <= GRADIENT_BYTES + 12
 
 
 def test_owned_windows_hold_without_any_collective(data_mesh):
@@ -249,7 +263,9 @@ def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
     )
     state, where = made(tx, params)
     step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
-    found = collectives(jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data")))
+    found = collectives(
+        jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data"))
+    )
     assert not found.select(place=("outside", "loop"))
     assert found.select("reduce-scatter").bytes == found.select("all-gather").bytes == GRADIENT_BYTES
     assert not found.select("all-reduce", min_bytes=64)
@@ -324,12 +340,16 @@ def test_agreeing_costs_one_small_number(data_mesh):
         tx = optax_accum.accumulate_gradients(INNER, every=2, reduce_axes="data", nonfinite=nonfinite)
         state, where = made(tx, params)
         step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
-        found = collectives(jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data")))
+        found = collectives(
+            jax.jit(step, out_shardings=(None, *where)), params, state, place(data_mesh, host_batch(), P("data"))
+        )
         assert found.select(place=("outside", "loop")).bytes <= limit
 
 
 def test_mean_arguments_are_those_of_all_devices(data_mesh):
-    tx = optax_accum.accumulate_gradients(optax.with_extra_args_support(_value_as_update()), every=2, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(
+        optax.with_extra_args_support(_value_as_update()), every=2, reduce_axes="data"
+    )
     params = place(data_mesh, {"p": np.zeros(3, "f")}, P())
     state, _ = made(tx, params)
     step = jax.jit(functools.partial(optax_accum.apply_gradients, tx))
@@ -340,7 +360,10 @@ def test_mean_arguments_are_those_of_all_devices(data_mesh):
 
 
 def _value_as_update():
-    update = lambda grads, state, params=None, *, value, **_: (jax.tree.map(lambda g: jnp.full_like(g, value), grads), state)
+    update = lambda grads, state, params=None, *, value, **_: (
+        jax.tree.map(lambda g: jnp.full_like(g, value), grads),
+        state,
+    )
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
@@ -356,10 +379,10 @@ def test_a_sum_and_every_one(data_mesh):
 def test_integer_parameters_and_bfloat16(data_mesh):
     params = place(data_mesh, {"w": np.ones(4, jnp.bfloat16), "n": np.arange(3)}, P())
     fun = lambda params, x: jnp.mean((x @ params["w"].astype(jnp.float32)) ** 2)
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.5), every=1, reduce_axes="data")
-    step = optax_accum.value_and_apply_gradients(fun, optax.MaskedNode and tx)
     for every in (1, 2):
-        tx = optax_accum.accumulate_gradients(optax.masked(optax.sgd(0.5), {"w": True, "n": False}), every, reduce_axes="data")
+        tx = optax_accum.accumulate_gradients(
+            optax.masked(optax.sgd(0.5), {"w": True, "n": False}), every, reduce_axes="data"
+        )
         step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx))
         _, new, _ = step(params, tx.init(params), place(data_mesh, np.ones((16, 4), "f"), P("data")))
         assert_array_equal(new["n"], np.arange(3))
@@ -475,7 +498,7 @@ def test_gradients_that_have_been_reduced_already(data_mesh):
         return optax_accum.apply_gradients(tx, jax.grad(loss)(params, batch), state, params)
 
     with pytest.raises(ValueError, match="defer_reduction"):
-        step(params, state, host_batch())
+        step(params, state, place(data_mesh, host_batch(), P("data")))
     with pytest.raises(ValueError, match="works inside jax.shard_map"):
         optax_accum.defer_reduction(params, "data")
 
@@ -494,7 +517,9 @@ def test_a_carry_and_outputs_that_differ_between_devices(data_mesh):
     params, carry = place(data_mesh, host_params(), P()), jnp.float32(0)
     fun = lambda params, batch, carry: (loss(params, batch), carry + batch["y"].sum())
     with pytest.raises(ValueError, match=r"the carry must be the same.*pmean"):
-        optax_accum.value_and_grad(fun, num_microbatches=2, carry_argnum=2, reduce_axes="data")(params, host_batch(), carry)
+        optax_accum.value_and_grad(fun, num_microbatches=2, carry_argnum=2, reduce_axes="data")(
+            params, host_batch(), carry
+        )
     fun = lambda params, batch: (loss(params, batch), batch["y"].sum())
     with pytest.raises(ValueError, match='"stack" of them is not one output'):
         optax_accum.value_and_grad(fun, num_microbatches=2, has_aux=True, aux_reduction="stack", reduce_axes="data")(
@@ -531,7 +556,10 @@ def test_a_state_for_other_devices_or_another_tree(data_mesh):
         (lambda: optax_accum.redistribute(params, 2), "holds an AccumulationState"),
         (lambda: optax_accum.state_sharding(tx, params, offload="moments"), "offload must name"),
         (lambda: optax_accum.accumulate_gradients(INNER, 2, reduce_to=P()), "Name the axes"),
-        (lambda: optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data", nonfinite=lambda *_: None), "callable nonfinite"),
+        (
+            lambda: optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data", nonfinite=lambda *_: None),
+            "callable nonfinite",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -1,0 +1,271 @@
+"""Trains on several processes, and goes on after a crash or on another number of them: copy what you need of it.
+
+Run `python -m optax_accum.processes --processes 2`. Each process stands for one host: it sees its own rows of every
+micro-batch and a device of its own. On real hosts, start one process on each, without `launch`: `jax.distributed`
+finds the others by itself on a cluster, or by `--coordinator`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import optax_accum
+
+Tree = Any
+WIDTH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run is asked for; each is an option of the command line."""
+
+    processes: int = 2
+    global_batch: int = 200  # rows of one update
+    max_microbatch: int = 16  # rows that fit on one device
+    updates: int = 20
+    save_every: int = 0  # micro-steps between checkpoints; 0: none
+    checkpoints: str = ""  # the folder to save to, and to go on from
+    restarts: int = 0  # how often the group starts again after a crash
+    timeout: float = 300.0  # seconds for the whole run
+    output: str = ""  # .npz file for the parameters at the end
+    learning_rate: float = 3e-3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Launches the processes, or is one of them."""
+    parser = argparse.ArgumentParser(prog="optax_accum.processes", description=__doc__)
+    for field in dataclasses.fields(Settings):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    parser.add_argument("--process", type=int, help="be this process of the group, instead of launching it")
+    parser.add_argument("--coordinator", help="address of process 0, host:port")
+    options = vars(parser.parse_args(argv))
+    process, coordinator = options.pop("process"), options.pop("coordinator")
+    settings = Settings(**options)
+    if process is None:
+        return launch(settings)
+    train(settings, process, coordinator)
+    return 0
+
+
+def launch(settings: Settings) -> int:
+    """Runs the group of processes, again after a crash as often as `restarts` allows, and returns its exit status."""
+    deadline = time.monotonic() + settings.timeout
+    for attempt in range(settings.restarts + 1):
+        with tempfile.TemporaryDirectory() as logs:
+            group = start(settings, pathlib.Path(logs))
+            failed = wait(group, deadline)
+            if failed is None:
+                return 0
+            print(f"process {failed} ended early (attempt {attempt + 1}); its last words:", file=sys.stderr)
+            print((pathlib.Path(logs) / f"{failed}.log").read_text()[-2000:], file=sys.stderr)
+    return 1
+
+
+def start(settings: Settings, logs: pathlib.Path | None = None) -> list[subprocess.Popen[str]]:
+    """Starts one process for each number; what process 0 prints is printed here."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(settings).items()]
+    command = [sys.executable, "-m", "optax_accum.processes", *options, "--coordinator", coordinator]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device for each process
+    group = []
+    for number in range(settings.processes):
+        error = (logs / f"{number}.log").open("w") if logs else subprocess.DEVNULL
+        out = None if number == 0 else subprocess.DEVNULL
+        own = [*command, "--process", str(number)]
+        group.append(subprocess.Popen(own, env=environment, stdout=out, stderr=error, text=True))
+    return group
+
+
+def wait(group: list[subprocess.Popen[str]], deadline: float) -> int | None:
+    """Waits until all have ended well, or ends them all and returns the number of the first that did not."""
+    try:
+        while any(process.poll() is None for process in group):
+            failed = [number for number, process in enumerate(group) if process.poll() not in (None, 0)]
+            if failed or time.monotonic() > deadline:
+                return failed[0] if failed else next(n for n, process in enumerate(group) if process.poll() is None)
+            time.sleep(0.02)
+        return next((number for number, process in enumerate(group) if process.returncode), None)
+    finally:
+        kill(group)
+
+
+def kill(group: list[subprocess.Popen[str]]) -> None:
+    """Ends every process: a group of which one has died cannot go on."""
+    for process in group:
+        process.kill()
+    for process in group:
+        process.wait()
+
+
+def train(settings: Settings, process: int = 0, coordinator: str | None = None) -> None:
+    """Is one process: joins the group, goes on from the last checkpoint, trains, saves."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if settings.processes > 1:
+        jax.distributed.initialize(coordinator, settings.processes, process)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        Run(settings, mesh).train()
+
+
+class Run:
+    """A training run as one process sees it: every method is called by all of them."""
+
+    def __init__(self, settings: Settings, mesh: jax.sharding.Mesh):
+        self.settings, self.mesh = settings, mesh
+        optax_accum.check_processes(**dataclasses.asdict(settings), devices=mesh.size)
+        # The caller owns the window: it knows which micro-step is the last of a batch, however it was split.
+        self.tx = optax_accum.accumulate_gradients(optax.adam(settings.learning_rate), every=None, reduce_axes="data")
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.rows = NamedSharding(mesh, PartitionSpec("data"))
+        self.params = jax.device_put(initial_params(), self.replicated)
+        self.where = optax_accum.state_sharding(self.tx, self.params)
+        self.state = jax.jit(self.tx.init, out_shardings=self.where)(self.params)
+        self.split = optax_accum.split_global_batch(settings.global_batch, settings.max_microbatch, mesh.size)
+        self.seen = 0  # rows of the stream
+        step = optax_accum.value_and_apply_gradients(loss, self.tx, weight_fn=lambda batch: batch["mask"].sum())
+        out = (self.rows, self.replicated, self.where)
+        self.step = jax.jit(step, static_argnames="flush", donate_argnums=(0, 1), out_shardings=out)
+        self.mean = jax.jit(lambda losses: losses.mean(), out_shardings=self.replicated)
+        self.checkpoints = Checkpoints(settings) if settings.checkpoints else None
+
+    def train(self) -> None:
+        """Takes the stream of rows from where the last checkpoint left it to the last update."""
+        if self.checkpoints:
+            self.restore(self.checkpoints)
+        images, labels = digits()
+        for micro_step, (rows, last) in enumerate(self.micro_batches(), start=1):
+            batch = self.dealt_out(rows, images, labels)
+            losses, self.params, self.state = self.step(self.params, self.state, batch, flush=last)
+            self.seen += len(rows)
+            if self.checkpoints and self.settings.save_every and micro_step % self.settings.save_every == 0:
+                self.checkpoints.save(self.seen, self.params, self.state, self.mesh.size)
+            if last and jax.process_index() == 0:
+                print(f"update {self.seen // self.settings.global_batch}: rows {self.seen}", flush=True)
+        if self.checkpoints:
+            self.checkpoints.close()
+        if self.settings.output and jax.process_index() == 0:
+            np.savez(self.settings.output, **jax.tree.map(np.asarray, self.params))
+        accuracy = jnp.mean(jnp.argmax(predict(self.params, images), axis=-1) == labels)
+        if jax.process_index() == 0:
+            print(f"{optax_accum.metrics(self.state)['gradient_step']} updates, accuracy {accuracy:.3f}", flush=True)
+
+    def micro_batches(self) -> Iterator[tuple[np.ndarray, bool]]:
+        """Yields the rows of each micro-batch, and whether it closes its window.
+
+        A run that goes on in the middle of a window on as many devices takes the micro-batches that it would have
+        taken; on another number it splits what is left of the window anew.
+        """
+        batch, sizes = self.settings.global_batch, self.split.sizes
+        while self.seen < batch * self.settings.updates:
+            done = self.seen % batch
+            starts = np.cumsum([0, *sizes])
+            if done in starts:
+                left = sizes[int(np.searchsorted(starts, done)) :]
+            else:
+                most = max(self.split.device_rows)
+                left = optax_accum.split_global_batch(batch - done, most, self.mesh.size).sizes
+            for number, size in enumerate(left, start=1):
+                yield stream(self.seen, size), number == len(left)
+
+    def dealt_out(self, rows: np.ndarray, images: np.ndarray, labels: np.ndarray) -> Tree:
+        """Returns a micro-batch of which this process holds its own rows; rows of weight zero make it even."""
+        size = max(self.split.device_rows) * self.mesh.size  # one shape for all micro-batches
+        index, mask = np.resize(rows, size), np.arange(size) < len(rows)
+        mine = slice(jax.process_index() * size // jax.process_count(), (jax.process_index() + 1) * size // jax.process_count())
+        local = {"x": images[index[mine]], "y": labels[index[mine]], "mask": mask[mine].astype(np.float32)}
+        return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, self.rows), local)
+
+    def restore(self, checkpoints: "Checkpoints") -> None:
+        """Goes on from the last checkpoint, if there is one."""
+        target = lambda devices: (
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.params),
+            optax_accum.checkpoint_target(self.tx, self.params, devices),
+        )
+        if found := checkpoints.restore(target):
+            self.seen, self.params, state, devices = found
+            moved = state if devices == self.mesh.size else optax_accum.redistribute(state, self.mesh.size)
+            self.state = jax.device_put(moved, self.where)
+            if jax.process_index() == 0:
+                print(f"goes on after row {self.seen}, saved on {devices} devices", flush=True)
+
+
+class Checkpoints:
+    """Orbax writes a checkpoint under another name and renames it at the end: one that was cut is not found."""
+
+    def __init__(self, settings: Settings):
+        import orbax.checkpoint as ocp
+
+        self.ocp = ocp
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self.manager = ocp.CheckpointManager(pathlib.Path(settings.checkpoints).resolve(), options=options)
+
+    def save(self, seen: int, params: Tree, state: Tree, devices: int) -> None:
+        args, tree = self.ocp.args, {"params": params, "state": state}
+        both = args.Composite(run=args.StandardSave(tree), info=args.JsonSave({"devices": devices}))
+        self.manager.save(seen, args=both)
+
+    def restore(self, target: Any) -> tuple[int, Tree, Tree, int] | None:
+        """Returns the rows seen, the parameters, the state and the devices it was saved on."""
+        if (seen := self.manager.latest_step()) is None:
+            return None
+        args = self.ocp.args
+        devices = self.manager.restore(seen, args=args.Composite(info=args.JsonRestore()))["info"]["devices"]
+        params, state = target(devices)
+        tree = args.StandardRestore({"params": params, "state": state})
+        run = self.manager.restore(seen, args=args.Composite(run=tree))["run"]
+        return seen, run["params"], run["state"], devices
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Returns the 1797 images [n, 64] and labels [n] of handwritten digits that ship with scikit-learn."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return (images / 16).astype(np.float32), labels.astype(np.int32)
+
+
+def stream(start: int, size: int, length: int = 1797) -> np.ndarray:
+    """Returns which rows of the data set are rows `start` to `start + size` of an endless, shuffled stream."""
+    positions = np.arange(start, start + size)
+    orders = {epoch: np.random.default_rng(epoch).permutation(length) for epoch in np.unique(positions // length)}
+    return np.array([orders[position // length][position % length] for position in positions])
+
+
+def initial_params() -> Tree:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: np.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), np.float32)
+    return {"w": draw(64, WIDTH), "b": np.zeros(WIDTH, np.float32), "v": draw(WIDTH, 10)}
+
+
+def predict(params: Tree, x: Any) -> jax.Array:
+    return jax.nn.relu(x @ params["w"] + params["b"]) @ params["v"]
+
+
+def loss(params: Tree, batch: Tree) -> jax.Array:
+    """The mean over the rows that count; a device that has none of them is not asked."""
+    each = optax.softmax_cross_entropy_with_integer_labels(predict(params, batch["x"]), batch["y"])
+    return jnp.sum(batch["mask"] * each) / jnp.sum(batch["mask"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""`count_collectives` against programs whose collectives are known, written by hand and compiled."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_accum
+
+BYTES = 4 * 8 * 16
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def found(mesh, fun, out_specs=None, **arguments):
+    """The collectives of `fun`, which each device runs on its own [8, 16] floats."""
+    local = lambda x: fun(x[0], **arguments)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=out_specs or P(), check_vma=False)
+    x = jax.device_put(jnp.ones((8, 8, 16)), NamedSharding(mesh, P("data")))
+    return optax_accum.count_collectives(jax.jit(mapped).lower(x).compile())
+
+
+def psum(x):
+    return jax.lax.psum(x, "data")
+
+
+def test_each_kind(mesh):
+    everywhere = P("data")
+    for kind, fun, out_specs, moved in (
+        ("all-reduce", psum, P(), BYTES),
+        ("all-gather", lambda x: jax.lax.all_gather(x, "data"), P(), 8 * BYTES),
+        ("reduce-scatter", lambda x: jax.lax.psum_scatter(x, "data", tiled=True), everywhere, BYTES),
+        ("all-to-all", lambda x: jax.lax.all_to_all(x, "data", 0, 0, tiled=True), everywhere, BYTES),
+        (
+            "collective-permute",
+            lambda x: jax.lax.ppermute(x, "data", [(i, (i + 1) % 8) for i in range(8)]),
+            everywhere,
+            BYTES,
+        ),
+    ):
+        (op,) = found(mesh, fun, out_specs)
+        assert (op.kind, op.place, op.times, op.known, op.bytes) == (kind, "outside", 1, True, moved)
+        assert op.group == (None if kind == "collective-permute" else 8)
+
+
+def test_trip_counts_multiply(mesh):
+    def fun(x):
+        inner = lambda _, x: jnp.sin(psum(x))
+        return jax.lax.fori_loop(0, 3, lambda _, x: jnp.cos(jax.lax.fori_loop(0, 5, inner, x)), x)
+
+    (op,) = found(mesh, fun)
+    assert (op.place, op.times, op.known) == ("loop", 15, True)
+    counted = found(mesh, fun)
+    assert (counted.count, counted.bytes) == (15, 15 * BYTES)
+    assert str(counted).split() == ["all-reduce", "in", "loops", "15", "runs", f"{15 * BYTES:,}", "bytes"]
+
+
+def test_a_loop_of_unknown_length(mesh):
+    def fun(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 1e6, lambda x: psum(x) + 1, x)
+
+    (op,) = found(mesh, fun)
+    assert (op.place, op.times, op.known) == ("loop", 1, False)
+    assert "unknown length" in str(found(mesh, fun))
+
+
+def test_branches_and_loops_inside_them(mesh):
+    def fun(x, loop):
+        many = lambda x: jax.lax.fori_loop(0, 4, lambda _, x: jnp.sin(psum(x)), x)
+        return jax.lax.cond(jnp.sum(psum(x[0])) > 3, many if loop else psum, lambda x: x, x)
+
+    for loop in (False, True):
+        counted = found(mesh, fun, loop=loop)
+        (inside,), (outside,) = counted.select(place="branch"), counted.select(place="outside")
+        assert (inside.times, inside.bytes, outside.bytes) == (4 if loop else 1, BYTES, 64)
+
+
+def test_several_arrays_in_one_operation(mesh):
+    (op,) = found(mesh, lambda x: jax.lax.psum((x, x[0], x[0, 0]), "data"))
+    assert op.bytes == BYTES + 64 + 4
+
+
+def test_none_and_what_is_no_program(mesh):
+    counted = found(mesh, lambda x: x + 1, P("data"))
+    assert (len(counted), counted.count, counted.bytes, str(counted)) == (0, 0, 0, "no collectives")
+    with pytest.raises(TypeError, match="Pass jax.jit"):
+        optax_accum.count_collectives(3)
+    with pytest.raises(ValueError, match="has an ENTRY"):
+        optax_accum.count_collectives("nothing")
+    with pytest.raises(ValueError, match="kind must be one of"):
+        counted.select("allreduce")
+    with pytest.raises(ValueError, match="place must be one of"):
+        counted.select(place="inside")
+
+
+def test_texts_of_other_backends():
+    """Asynchronous pairs, other notations of groups, tuples: as GPUs and TPUs print them."""
+    text = """HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(f32[] %a, f32[] %b)
+}
+
+%wrapped (p: bf16[4,128]) -> bf16[128] {
+  %p = bf16[4,128]{1,0} parameter(0)
+  ROOT %rs = bf16[1,128]{1,0} reduce-scatter(%p), replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[16], y: bf16[4,128]) -> f32[16] {
+  %x = f32[16]{0:T(256)} parameter(0)
+  %y = bf16[4,128]{1,0:T(8,128)(2,1)} parameter(1)
+  %ars = f32[16]{0:T(256)} all-reduce-start(%x), replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="jit(f)/psum"}
+  %ard = f32[16]{0} all-reduce-done(%ars)
+  %ags = (f32[16]{0}, f32[64]{0}) all-gather-start(%ard), replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}
+  %agd = f32[64]{0} all-gather-done(%ags)
+  %rss = ((bf16[4,128]{1,0}), bf16[1,128]{1,0}) async-start(%y), calls=%wrapped
+  %rsd = bf16[1,128]{1,0} async-done(%rss)
+  ROOT %out = f32[16]{0} copy(%ard)
+}
+"""
+    counted = optax_accum.count_collectives(text)
+    assert [(op.kind, op.bytes, op.group) for op in counted] == [
+        ("all-reduce", 64, 2),
+        ("all-gather", 256, 4),
+        ("reduce-scatter", 1024, 4),
+    ]
+    assert counted.operations[0].source == "jit(f)/psum"
+
+
+def test_a_function_called_twice_counts_twice():
+    text = """HloModule m
+
+%f (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  ROOT %r = f32[4] all-reduce(%p), replica_groups={}
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4] parameter(0)
+  %one = f32[4] call(%x), to_apply=%f
+  ROOT %two = f32[4] call(%one), to_apply=%f
+}
+"""
+    assert optax_accum.count_collectives(text).count == 2
