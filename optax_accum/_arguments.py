@@ -72,7 +72,7 @@ def as_weight(weight: Any, rows: int | None = None) -> Weight:
 def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> Weight:
     """Returns a real scalar as a Python float where it is a number, else in the default float dtype.
 
-    With `rows` it is an array of so many: one number for each device, or the same for all.
+    With `rows` it may also be so many numbers, one for each device.
     """
     dtype, shape = _dtype_and_shape(value)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
@@ -80,8 +80,8 @@ def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> We
     if shape and (rows is None or shape != (rows,)):
         expected = "a scalar" if rows is None else f"a scalar, or {rows} numbers, one for each device"
         raise ValueError(f"{name} must be {expected}: {name}={_describe(value)}. {remedy}")
-    if rows is not None:
-        return jnp.broadcast_to(jnp.asarray(value, default_float()), (rows,))
+    if shape:
+        return jnp.asarray(value, default_float())
     return value.astype(default_float()) if isinstance(value, jax.Array) else float(value)
 
 

@@ -125,7 +125,7 @@ class Accumulation:
         self._check(grads, state, params)
         flush = _arguments.as_flush(flush, self.every)
         with jax.named_scope("optax_accum.add"):
-            window = self._add(add, grads, state, params, _arguments.as_weight(weight, self._rows(state)), extra_args)
+            window = self._add(add, grads, state, params, self.as_weight(weight, state), extra_args)
             closes = _known(self._closes(window.state, flush))
             usable = _known(self._usable(window, closes))
 
@@ -208,6 +208,7 @@ class Accumulation:
             remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
             rows = weight.shape[0] if self.reduce_axes and isinstance(weight, jax.Array) else None
             value = _arguments.as_scalar(name, extra_args[name], remedy, rows)
+            value = value if rows is None else jnp.broadcast_to(value, (rows,))
             share = jnp.where(weight != 0, weight * value, 0)
             return WeightedSum(sums[name].total + share, sums[name].weight + weight)
 
@@ -268,8 +269,12 @@ class Accumulation:
             _sharding.as_rows(grads, getattr(state, "acc_grads", ()), self.reduce_axes) if self.reduce_axes else grads
         )
 
-    def _rows(self, state: AccumulationState) -> int | None:
-        return state.weight.shape[0] if self.reduce_axes else None
+    def as_weight(self, weight: Any, state: AccumulationState) -> Weight:
+        """Returns a weight; with `reduce_axes` one for each device [d], which share the weight of a micro-batch."""
+        if not self.reduce_axes:
+            return _arguments.as_weight(weight)
+        weight = _arguments.as_weight(weight, state.weight.shape[0])
+        return _sharding.weight_rows(weight, state.weight, self.reduce_axes, share=self.reduction == "mean")
 
     def _sum(self, rows: Tree, to: Tree = None) -> Tree:
         """Returns the sum over devices, where there are some."""

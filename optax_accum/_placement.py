@@ -164,9 +164,7 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
     return jax.tree.map(convert, state, is_leaf=is_ours)
 
 
-def checkpoint_target(
-    tx: optax.GradientTransformation, params: Tree, num_devices: int, **options: Any
-) -> Tree:
+def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_devices: int, **options: Any) -> Tree:
     """Returns what to restore a saved state into, when it was saved on `num_devices` devices.
 
     Args:
@@ -195,7 +193,7 @@ def checkpoint_target(
     """
     where = state_sharding(tx, params, **options)
     mesh = jax.tree.leaves(where)[0].mesh
-    with jax.sharding.use_abstract_mesh(cast(Any, getattr(mesh, "abstract_mesh", mesh))):
+    with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
         shapes = jax.eval_shape(tx.init, params)
     is_ours = lambda node: isinstance(node, AccumulationState)
     rows = [node.weight.shape for node in jax.tree.leaves(shapes, is_leaf=is_ours) if is_ours(node)]

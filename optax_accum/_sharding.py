@@ -112,6 +112,14 @@ def as_rows(grads: Tree, acc: Tree | None, axes: Axes) -> Tree:
     return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else leaf[None], grads)
 
 
+def weight_rows(weight: Any, like: jax.Array, axes: Axes, *, share: bool) -> jax.Array:
+    """Returns a weight for each device, of the shape of `like`: its own, or if `share` its part of that of them all."""
+    own = jnp.ndim(weight) or (_mesh.is_manual(axes) and isinstance(weight, jax.Array) and differs(weight, axes))
+    devices = jax.lax.psum(1, axes) if _mesh.is_manual(axes) else like.shape[0]
+    part = weight if own or not share else weight / devices
+    return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
+
+
 def own_row(rows: Tree) -> Tree:
     """Returns this device's row [...] of rows [d, ...], inside `jax.shard_map`."""
     return jax.tree.map(lambda leaf: leaf[0], rows)

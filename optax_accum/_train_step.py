@@ -92,8 +92,7 @@ def value_and_apply_gradients(
         accumulation = getattr(tx.update, "__self__", None)
         accumulation = accumulation if isinstance(accumulation, Accumulation) else None
         in_place = accumulation.adds_in_place(state, params) if accumulation else False
-        axes, to = (accumulation.reduce_axes, accumulation.reduce_to) if accumulation else ((), None)
-        done = micro_step.run(axes, to, in_place, params, state, args, weight)
+        done = micro_step.run(accumulation, in_place, params, state, args, weight)
         if accumulation is None or "value" in accumulation.mean_args:
             extra_args = {"value": done.loss, **extra_args}
         extra_args = {"weight": done.weight, "flush": flush, **extra_args}
@@ -128,23 +127,23 @@ class _MicroStep:
 
     def run(
         self,
-        axes: Axes,
-        reduce_to: Tree,
+        accumulation: Accumulation | None,
         in_place: bool,
         params: Tree,
         state: Tree,
         args: tuple[Any, ...],
         weight: Any,
     ) -> _Done:
-        """Differentiates one micro-batch, with `axes` on each device its own rows."""
+        """Differentiates one micro-batch, with `reduce_axes` on each device its own rows."""
         acc = _mesh.to_device(state.acc_grads) if in_place else None
-        if not axes:
-            return self._differentiate(axes, params, acc, weight, in_place and state.mini_step == 0, args)
+        if accumulation is None or not accumulation.reduce_axes:
+            return self._differentiate((), params, acc, weight, in_place and state.mini_step == 0, args)
+        axes = accumulation.reduce_axes
         _sharding.check_num_rows(state.weight, axes, params, args)
-        if reduce_to is None:
+        if accumulation.reduce_to is None:
             _sharding.check_replicated(params, axes)
-        if weight is not None:
-            weight = _arguments.as_weight(weight, len(state.weight))
+        if weight is not None or self.weight_fn is None:
+            weight = accumulation.as_weight(1.0 if weight is None else weight, state)
         local = functools.partial(self._on_device, axes)
         if _mesh.is_manual(axes):
             done = local(params, acc, weight, state.mini_step == 0, *args)

@@ -54,8 +54,9 @@ def accumulate_gradients(
         micro-step: each device adds its own, in rows [d, ...] of `acc_grads` for d devices, and the rows are added
         once, when the window emits. Gradients come as rows from `value_and_apply_gradients`, or from
         `value_and_grad(..., reduce_axes=..., reduced=False)`; inside a `jax.shard_map` over these axes as plain
-        gradients with respect to `defer_reduction(params, reduce_axes)`. A weight or a mean argument is one number for each device [d] (inside
-        `jax.shard_map` that device's own), or one for all.
+        gradients with respect to `defer_reduction(params, reduce_axes)`. A weight is one number for each device [d]
+        (inside `jax.shard_map` that device's own), or that of the micro-batch, of which each device has the same part;
+        a mean argument likewise one for each device or the same for all.
       reduce_to: with `reduce_axes`, how the sum is to be sharded: a prefix of the parameters' tree, made of
         `PartitionSpec`s or `NamedSharding`s, such as `shard_over(params, reduce_axes)`. Where it names a reduced axis,
         the reduction is a reduce-scatter, `inner` works on its shards, and the parameters are gathered afterwards

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,20 +76,23 @@ def launch(settings: Settings) -> int:
     return 1
 
 
-def start(settings: Settings, logs: pathlib.Path | None = None) -> list[subprocess.Popen[str]]:
-    """Starts one process for each number; what process 0 prints is printed here."""
+def start(
+    settings: Settings, logs: pathlib.Path | None = None, of_process: Mapping[int, Mapping[str, Any]] | None = None
+) -> list[subprocess.Popen[str]]:
+    """Starts one process for each number, with settings `of_process` of its own; process 0 prints here."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(settings).items()]
-    command = [sys.executable, "-m", "optax_accum.processes", *options, "--coordinator", coordinator]
+    command = [sys.executable, "-m", "optax_accum.processes", "--coordinator", coordinator]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device for each process
     group = []
     for number in range(settings.processes):
-        error = (logs / f"{number}.log").open("w") if logs else subprocess.DEVNULL
-        out = None if number == 0 else subprocess.DEVNULL
-        own = [*command, "--process", str(number)]
-        group.append(subprocess.Popen(own, env=environment, stdout=out, stderr=error, text=True))
+        own = {**dataclasses.asdict(settings), **(of_process or {}).get(number, {}), "process": number}
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
+        with open(logs / f"{number}.log" if logs else os.devnull, "w") as error:
+            out = None if number == 0 else subprocess.DEVNULL
+            one = subprocess.Popen([*command, *options], env=environment, stdout=out, stderr=error, text=True)
+        group.append(one)
     return group
 
 
@@ -156,15 +159,20 @@ class Run:
             self.seen += len(rows)
             if self.checkpoints and self.settings.save_every and micro_step % self.settings.save_every == 0:
                 self.checkpoints.save(self.seen, self.params, self.state, self.mesh.size)
-            if last and jax.process_index() == 0:
-                print(f"update {self.seen // self.settings.global_batch}: rows {self.seen}", flush=True)
+            if last:
+                value = self.mean(losses)  # of the last micro-batch; every process has a part in it
+                self.say(f"update {self.seen // self.settings.global_batch}: loss {value:.3f}")
         if self.checkpoints:
             self.checkpoints.close()
         if self.settings.output and jax.process_index() == 0:
             np.savez(self.settings.output, **jax.tree.map(np.asarray, self.params))
         accuracy = jnp.mean(jnp.argmax(predict(self.params, images), axis=-1) == labels)
+        self.say(f"{self.state.gradient_step} updates, accuracy {accuracy:.3f}")
+
+    def say(self, message: str) -> None:
+        """Prints a message once, not in every process."""
         if jax.process_index() == 0:
-            print(f"{optax_accum.metrics(self.state)['gradient_step']} updates, accuracy {accuracy:.3f}", flush=True)
+            print(message, flush=True)
 
     def micro_batches(self) -> Iterator[tuple[np.ndarray, bool]]:
         """Yields the rows of each micro-batch, and whether it closes its window.
@@ -188,22 +196,25 @@ class Run:
         """Returns a micro-batch of which this process holds its own rows; rows of weight zero make it even."""
         size = max(self.split.device_rows) * self.mesh.size  # one shape for all micro-batches
         index, mask = np.resize(rows, size), np.arange(size) < len(rows)
-        mine = slice(jax.process_index() * size // jax.process_count(), (jax.process_index() + 1) * size // jax.process_count())
+        mine = slice(
+            jax.process_index() * size // jax.process_count(), (jax.process_index() + 1) * size // jax.process_count()
+        )
         local = {"x": images[index[mine]], "y": labels[index[mine]], "mask": mask[mine].astype(np.float32)}
         return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, self.rows), local)
 
     def restore(self, checkpoints: "Checkpoints") -> None:
         """Goes on from the last checkpoint, if there is one."""
         target = lambda devices: (
-            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.params),
+            jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.params
+            ),
             optax_accum.checkpoint_target(self.tx, self.params, devices),
         )
         if found := checkpoints.restore(target):
             self.seen, self.params, state, devices = found
             moved = state if devices == self.mesh.size else optax_accum.redistribute(state, self.mesh.size)
             self.state = jax.device_put(moved, self.where)
-            if jax.process_index() == 0:
-                print(f"goes on after row {self.seen}, saved on {devices} devices", flush=True)
+            self.say(f"goes on after row {self.seen}, saved on {devices} devices")
 
 
 class Checkpoints:
@@ -217,6 +228,7 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(pathlib.Path(settings.checkpoints).resolve(), options=options)
 
     def save(self, seen: int, params: Tree, state: Tree, devices: int) -> None:
+        """Writes a checkpoint of which every process has a part."""
         args, tree = self.ocp.args, {"params": params, "state": state}
         both = args.Composite(run=args.StandardSave(tree), info=args.JsonSave({"devices": devices}))
         self.manager.save(seen, args=both)
@@ -233,6 +245,7 @@ class Checkpoints:
         return seen, run["params"], run["state"], devices
 
     def close(self) -> None:
+        """Waits until all is written."""
         self.manager.close()
 
 
@@ -252,12 +265,14 @@ def stream(start: int, size: int, length: int = 1797) -> np.ndarray:
 
 
 def initial_params() -> Tree:
+    """Returns the same weights of a small network in every process."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: np.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), np.float32)
     return {"w": draw(64, WIDTH), "b": np.zeros(WIDTH, np.float32), "v": draw(WIDTH, 10)}
 
 
 def predict(params: Tree, x: Any) -> jax.Array:
+    """Returns logits [n, 10] of images [n, 64]."""
     return jax.nn.relu(x @ params["w"] + params["b"]) @ params["v"]
 
 

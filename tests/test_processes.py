@@ -1,0 +1,206 @@
+"""Real processes: they train what one process trains, survive SIGKILL, and go on in other numbers."""
+
+import dataclasses
+import pathlib
+import random
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
+
+import optax_accum
+from optax_accum import processes
+from optax_accum.processes import Settings
+
+UPDATES = 8
+CRASHES = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """Processes that start twenty times read what the first of them compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
+def launched(tmp_path, **settings):
+    """The parameters at the end of a launched run."""
+    output = tmp_path / "params.npz"
+    assert processes.launch(Settings(output=str(output), timeout=120, **settings)) == 0
+    return dict(np.load(output))
+
+
+def alone(devices, updates=UPDATES):
+    """The parameters at the end of the same run in this process, on some of its devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), jax.numpy_rank_promotion("allow"):
+        run = processes.Run(Settings(processes=1, updates=updates), mesh)
+        run.train()
+    return jax.tree.map(np.asarray, run.params)
+
+
+def close(got, want, tolerance):
+    for name, leaf in want.items():
+        assert_allclose(got[name], leaf, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_several_processes_train_what_one_does(tmp_path, number):
+    got = launched(tmp_path, processes=number, updates=UPDATES)
+    start = processes.initial_params()
+    assert all(np.max(np.abs(got[name] - start[name])) > 1e-2 for name in got)
+    close(got, alone(number), 1e-5)  # as many devices, in one process
+    close(got, alone(1), 1e-4)  # one device: other micro-batches, the same updates
+
+
+def crash(group, checkpoints, seed):
+    """Waits for a new checkpoint, and at a random moment after it ends one process with SIGKILL; the rest cannot go on.
+
+    Returns whether a checkpoint was being written.
+    """
+    before = saved(checkpoints)
+    chance = random.Random(seed)
+    while saved(checkpoints) <= before:
+        assert all(process.poll() is None for process in group), "the run ended before it was killed"
+        time.sleep(0.002)
+    time.sleep(chance.uniform(0, 0.6))
+    chance.choice(group).kill()
+    cut = any("tmp" in path.name for path in checkpoints.glob("*"))
+    processes.kill(group)
+    return cut
+
+
+def saved(checkpoints):
+    steps = [int(path.name) for path in pathlib.Path(checkpoints).glob("*") if path.name.isdigit()]
+    return max(steps, default=-1)
+
+
+def test_a_group_that_is_killed_twenty_times_ends_bit_identical(tmp_path):
+    settings = Settings(processes=2, updates=30, save_every=2, output=str(tmp_path / "params.npz"))
+    undisturbed = launched(tmp_path, processes=2, updates=30)
+    checkpoints = tmp_path / "checkpoints"
+    settings = dataclasses.replace(settings, checkpoints=str(checkpoints))
+    cut = [crash(processes.start(settings), checkpoints, seed) for seed in range(CRASHES)]
+    assert sum(cut) >= 2  # some while a checkpoint was being written
+    assert 0 < saved(checkpoints) < 30 * settings.global_batch
+    assert processes.launch(settings) == 0
+    got = dict(np.load(tmp_path / "params.npz"))
+    for name, leaf in undisturbed.items():
+        assert_array_equal(got[name], leaf)
+
+
+def test_the_launcher_starts_again_after_a_crash(tmp_path, monkeypatch):
+    """The first group loses a process; the second goes on from its checkpoint."""
+    settings = Settings(processes=2, updates=10, save_every=2, checkpoints=str(tmp_path / "c"), restarts=1, timeout=120)
+    start, groups = processes.start, []
+
+    def start_and_crash(*args):
+        groups.append(start(*args))
+        if len(groups) == 1:
+            crash(groups[0], tmp_path / "c", 0)
+        return groups[-1]
+
+    monkeypatch.setattr(processes, "start", start_and_crash)
+    assert processes.launch(settings) == 0
+    assert len(groups) == 2
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_another_number_of_processes_goes_on_in_the_middle_of_a_window(tmp_path, number):
+    checkpoints = str(tmp_path / "c")
+    # 7 micro-batches to an update on 2 devices: the last checkpoint of 4 updates, at 27, is in the middle of a window.
+    launched(tmp_path, processes=2, updates=4, save_every=27, checkpoints=checkpoints)
+    assert saved(checkpoints) % 200
+    got = launched(tmp_path, processes=number, updates=UPDATES, checkpoints=checkpoints)
+    close(got, alone(1), 1e-4)
+
+
+def test_a_checkpoint_that_was_cut_is_not_picked_up(tmp_path):
+    manager = processes.Checkpoints(Settings(checkpoints=str(tmp_path)))
+    params, state = {"w": jnp.ones(3)}, {"s": jnp.zeros(3)}
+    manager.save(100, params, state, 1)
+    manager.close()
+    whole, half = tmp_path / "100", tmp_path / "200.orbax-checkpoint-tmp"
+    half.mkdir()
+    for path in list(whole.rglob("*"))[:3]:
+        if path.is_file():
+            (half / path.name).write_bytes(path.read_bytes()[:10])
+    seen, restored, _, devices = processes.Checkpoints(Settings(checkpoints=str(tmp_path))).restore(
+        lambda devices: (params, state)
+    )
+    assert (seen, devices) == (100, 1)
+    assert_array_equal(restored["w"], params["w"])
+
+
+@pytest.mark.parametrize("other", [{"max_microbatch": 8}, {"global_batch": 100}], ids=str)
+def test_processes_that_disagree_say_so(tmp_path, other):
+    """Another `every`, another shape of the batch: a message in bounded time, not a hang."""
+    begun = time.monotonic()
+    group = processes.start(Settings(updates=2), tmp_path, of_process={1: other})
+    assert processes.wait(group, begun + 60) is not None
+    assert time.monotonic() - begun < 60
+    words = "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    name, value = next(iter(other.items()))
+    assert "The processes of a run must agree" in words
+    assert f"'{name}': '{value}'" in words
+
+
+def test_one_process_agrees_with_itself():
+    optax_accum.check_processes(every=3, shape=(4, 5))
+
+
+# Orbax, in one process
+
+
+@pytest.mark.parametrize("devices", [8, 4])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_window_in_flight_is_saved_and_goes_on(tmp_path, devices, kind):
+    """On as many devices with the same bits, on half as many with the same numbers."""
+    fun = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) - 1) ** 2)
+    tx = optax_accum.accumulate_gradients(optax.adam(1e-2, eps=1e-3), every=4, reduce_axes="data")
+    data = np.random.default_rng(0).normal(size=(8, 16, 5)).astype(np.float32)
+
+    def placed(number):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:number]), ("data",), axis_types=(getattr(AxisType, kind),))
+        params = jax.device_put({"w": np.full((5, 3), 0.1, np.float32)}, NamedSharding(mesh, P()))
+        return mesh, params
+
+    def train(mesh, params, state, batches):
+        where = optax_accum.state_sharding(tx, params)
+        step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx), out_shardings=(None, None, where))
+        for x in batches:
+            _, params, state = step(params, state, jax.device_put(x, NamedSharding(mesh, P("data"))))
+        return params, state
+
+    mesh, params = placed(8)
+    with jax.set_mesh(mesh):
+        params, state = train(mesh, params, tx.init(params), data[:6])  # two micro-steps into the second window
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "c", {"params": params, "state": state})
+        undisturbed, _ = train(mesh, params, state, data[6:])
+    mesh, fresh = placed(devices)
+    with jax.set_mesh(mesh):
+        target = {
+            "params": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh),
+            "state": optax_accum.checkpoint_target(tx, fresh, num_devices=8),
+        }
+        with ocp.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(tmp_path / "c", target)
+        state = optax_accum.redistribute(restored["state"], devices)
+        state = jax.device_put(state, optax_accum.state_sharding(tx, fresh))
+        got, state = train(mesh, restored["params"], state, data[6:])
+    assert optax_accum.has_updated(state)
+    if devices == 8:
+        assert_array_equal(got["w"], undisturbed["w"])
+    else:
+        assert_allclose(got["w"], undisturbed["w"], atol=1e-6)
