@@ -42,8 +42,8 @@ NOTES = """\
 A window is k micro-batches of {rows} rows on each device and one update. Counted in the compiled program, trip counts
 included, with collectives above {small} bytes: reductions are all-reduces and reduce-scatters, moves all others. Bytes
 are those of one device, in copies of the parameters P. Held: collectives of any size in a micro-step that does not
-close its window. Times are those of the fastest round; the contenders take turns, their arguments donated; virtual devices share the cores of
-the host, so only large ratios mean something."""
+close its window. Times are those of the fastest round; the contenders take turns, their arguments donated; virtual
+devices share the cores of the host, so only large ratios mean something."""
 
 
 PAPER = """\

@@ -63,8 +63,8 @@ def state_sharding(
       >>> tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data")
       >>> with jax.set_mesh(mesh):
       ...     state = jax.jit(tx.init, out_shardings=optax_accum.state_sharding(tx, params))(params)
-      >>> state.acc_grads["w"].sharding.spec
-      PartitionSpec('data', None, None)
+      >>> state.acc_grads["w"].sharding.spec[0]
+      'data'
     """
     ours = getattr(tx.update, "__self__", None)
     axes = _mesh.as_axes(reduce_axes) or getattr(ours, "reduce_axes", ())

@@ -43,7 +43,7 @@ def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
     Example:
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> @jax.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
       ... def gradients(w, x):
       ...     local = optax_accum.defer_reduction(w, "data")

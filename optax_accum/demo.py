@@ -22,6 +22,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import optax_accum
+from optax_accum import processes
 
 Tree = Any
 Rows = tuple[Any, Any]  # images float32 [b, 8, 8, 1], labels int32 [b]
@@ -60,7 +61,10 @@ class Way:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains four ways, prints the table, draws the picture, and returns the exit code."""
     parser = _parser()
-    settings = Settings(**vars(parser.parse_args(argv)))
+    options = vars(parser.parse_args(argv))
+    if number := options.pop("processes"):
+        return processes.main([f"--processes={number}"])
+    settings = Settings(**options)
     # Imported only where they are used, so that a missing one can be named here.
     if missing := [name for name in ("flax", "matplotlib", "sklearn", "tqdm") if not importlib.util.find_spec(name)]:
         print(f'The demo needs {", ".join(missing)}. Run: pip install "optax_accum[demo]"', file=sys.stderr)
@@ -95,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         ("output", Path, "PNG file to write, in a folder that exists"),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(Settings, name), help=text)
+    parser.add_argument("--processes", type=count, help="run optax_accum.processes instead, on so many processes")
     return parser
 
 

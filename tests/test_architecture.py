@@ -38,9 +38,7 @@ def imports_of(source):
 def wrong_arrows(room, source):
     floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
     below = (
-        set().union(*FLOORS[:floor])
-        if room not in ("demo", "processes")
-        else set(optax_accum.__all__) | {"demo", "processes"}
+        set().union(*FLOORS[:floor]) if room not in ("demo", "processes") else set(optax_accum.__all__) | {"processes"}
     )
     return imports_of(source) - below
 

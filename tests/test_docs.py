@@ -8,14 +8,38 @@ import subprocess
 import pytest
 
 import optax_accum
-from optax_accum import _microbatch, _recompute, _state, _transformation, _verify
+from optax_accum import (
+    _collectives,
+    _microbatch,
+    _placement,
+    _planning,
+    _recompute,
+    _sharding,
+    _state,
+    _train_step,
+    _transformation,
+    _verify,
+)
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "module", [_state, _transformation, _microbatch, _recompute, _verify], ids=lambda module: module.__name__
+    "module",
+    [
+        _collectives,
+        _microbatch,
+        _placement,
+        _planning,
+        _recompute,
+        _sharding,
+        _state,
+        _train_step,
+        _transformation,
+        _verify,
+    ],
+    ids=lambda module: module.__name__,
 )
 def test_the_examples_of_the_docstrings(module):
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
@@ -23,8 +47,8 @@ def test_the_examples_of_the_docstrings(module):
     assert result.failed == 0
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(language, text=README):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def test_the_readme_has_code_of_each_kind():
@@ -36,6 +60,14 @@ def test_the_readme_has_code_of_each_kind():
 @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.strip().splitlines()[0][:40])
 def test_a_python_block_of_the_readme(code):
     exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_the_python_blocks_of_a_page_run_one_after_the_other(page):
+    namespace, code = {}, blocks("python", page.read_text())
+    assert code
+    for block in code:
+        exec(compile(block, page.name, "exec"), namespace)
 
 
 @pytest.mark.parametrize("code", blocks("bash"), ids=lambda code: code.strip().splitlines()[0][:40])
