@@ -566,3 +566,19 @@ def test_a_state_for_other_devices_or_another_tree(data_mesh):
     wrong = optax_accum.accumulate_gradients(INNER, 1, reduce_axes="data", reduce_to={"w": P("data")})
     with pytest.raises(ValueError, match="reduce_to must be a prefix"):
         wrong.init(params)
+
+
+def test_fsdp_across_calls(data_mesh):
+    """Parameters sharded over the reduced axis: gathered for each gradient; for the update only where none can know."""
+    params = place(data_mesh, host_params(), P("data"))
+    to = optax_accum.shard_over(params, "data")
+    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data", reduce_to=to)
+    got, state, step = train(data_mesh, tx, params, BATCHES)
+    close(got, whole_update(host_params(), JOINED))
+    assert got["w"].sharding.is_equivalent_to(to["w"], 2)
+    found = collectives(step, params, made(tx, params)[0], place(data_mesh, host_batch(), P("data")))
+    assert found.select("reduce-scatter").bytes == GRADIENT_BYTES
+    assert found.select("all-gather", "outside").bytes == GRADIENT_BYTES
+    # Inside jit an array on an Auto mesh does not tell its sharding: new parameters are gathered, then cut again.
+    auto = AxisType.Auto in data_mesh.axis_types
+    assert found.select("all-gather", "branch").bytes == (GRADIENT_BYTES if auto else 0)
