@@ -47,6 +47,14 @@ def test_the_examples_of_the_docstrings(module):
     assert result.failed == 0
 
 
+def test_the_examples_of_the_flax_room():
+    from optax_accum import flax
+
+    result = doctest.testmod(flax, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted > 10
+    assert result.failed == 0
+
+
 def blocks(language, text=README):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
@@ -54,7 +62,7 @@ def blocks(language, text=README):
 def test_the_readme_has_code_of_each_kind():
     assert len(blocks("python")) >= 2
     assert len(blocks("bash")) >= 2
-    assert set(re.findall(r"^```(\w+)", README, re.MULTILINE)) <= {"python", "bash", "bibtex"}
+    assert set(re.findall(r"^```(\w+)", README, re.MULTILINE)) <= {"python", "bash", "bibtex", "diff"}
 
 
 @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.strip().splitlines()[0][:40])

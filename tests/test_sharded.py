@@ -573,7 +573,7 @@ def test_fsdp_across_calls(data_mesh):
     params = place(data_mesh, host_params(), P("data"))
     to = optax_accum.shard_over(params, "data")
     tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data", reduce_to=to)
-    got, state, step = train(data_mesh, tx, params, BATCHES)
+    got, _, step = train(data_mesh, tx, params, BATCHES)
     close(got, whole_update(host_params(), JOINED))
     assert got["w"].sharding.is_equivalent_to(to["w"], 2)
     found = collectives(step, params, made(tx, params)[0], place(data_mesh, host_batch(), P("data")))
