@@ -229,7 +229,7 @@ def _group(rest: str) -> int | None:
         return listed[1].count(",") + 1
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):
         return int(iota[2])
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", mesh[2]) if name in sizes)
     return None

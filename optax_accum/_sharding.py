@@ -189,7 +189,8 @@ def per_device(
     out_specs = PartitionSpec(axes), PartitionSpec()
     in_specs = tuple(PartitionSpec(axes) if deal else PartitionSpec() for deal in deals)
     run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
-    own, same = jax.jit(run)(*arrays)
+    traced = any(isinstance(leaf, Tracer) for leaf in arrays)
+    own, same = run(*arrays) if traced else jax.jit(run)(*arrays)  # outside jit, shard_map knows no references
     is_none = lambda node: node is None
     return jax.tree.map(lambda row, other: other if row is None else row, own, integers[-1], is_leaf=is_none), same
 

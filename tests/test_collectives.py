@@ -117,7 +117,7 @@ ENTRY %main (x: f32[16], y: bf16[4,128]) -> f32[16] {
   %y = bf16[4,128]{1,0:T(8,128)(2,1)} parameter(1)
   %ars = f32[16]{0:T(256)} all-reduce-start(%x), replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="jit(f)/psum"}
   %ard = f32[16]{0} all-reduce-done(%ars)
-  %ags = (f32[16]{0}, f32[64]{0}) all-gather-start(%ard), replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}
+  %ags = (f32[16]{0}, f32[64]{0}) all-gather-start(%ard), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, dimensions={0}
   %agd = f32[64]{0} all-gather-done(%ags)
   %rss = ((bf16[4,128]{1,0}), bf16[1,128]{1,0}) async-start(%y), calls=%wrapped
   %rsd = bf16[1,128]{1,0} async-done(%rss)
