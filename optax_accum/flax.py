@@ -453,7 +453,19 @@ def _from_state_dict(state: TrainState, saved: dict[str, Any]) -> TrainState:
     }
     if missing := sorted({"step", "params", "opt_state"} - set(restored)):
         raise ValueError(f"The checkpoint is not one of a TrainState: {missing} are missing.")
+    for name, value in restored.items():
+        _check_shapes(name, fields[name], value)
     return state.replace(**restored)
+
+
+def _check_shapes(field: str, mine: Tree, saved: Tree) -> None:
+    """Raises where a restored field has another shape: it is of another model, or of another optimizer."""
+    for (path, old), new in zip(jax.tree.leaves_with_path(mine), jax.tree.leaves(saved), strict=True):
+        if jnp.shape(old) != jnp.shape(new):
+            raise ValueError(
+                f"The checkpoint is one of another model: at {field}{jax.tree_util.keystr(path)} it has shape "
+                f"{jnp.shape(new)}, and the state {jnp.shape(old)}. Create the state with the model that was saved."
+            )
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
