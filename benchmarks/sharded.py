@@ -311,35 +311,21 @@ def _paper_rows() -> Iterator[tuple[str, ...]]:
             batch = jax.tree.map(shape(P("data")), jax.eval_shape(functools.partial(_batch, k)))
             ours = optax_accum.value_and_grad(_loss, num_microbatches=k, reduce_axes="data")
             to = optax_accum.shard_over(params, "data")
-            ways = {
-                "one for each micro-batch": (functools.partial(_as_in_maxtext, k), None),
-                "ours: all-reduce": (lambda params, batch, ours=ours: ours(params, batch)[1], None),
+            gradients = {
+                "one for each micro-batch": functools.partial(_as_in_maxtext, k),
+                "ours: all-reduce": lambda params, batch, ours=ours: ours(params, batch)[1],
             }
-            for way, (gradient, _) in ways.items():
+            for way, gradient in gradients.items():
                 found = optax_accum.count_collectives(jax.jit(gradient).lower(params, batch).compile())
-                row = _row(found, 1, copy)
-                sent = 2 * row.reduced * (DEVICES - 1) / DEVICES
-                yield (
-                    str(DEVICES),
-                    str(k),
-                    way,
-                    str(row.reductions),
-                    f"{row.reduced:.2f}",
-                    f"{row.moved:.2f}",
-                    f"{sent:.2f}",
-                )
+                yield _paper_row(k, way, _row(found, 1, copy), passes=2)  # an all-reduce goes round the ring twice
             row = _row(_zero(params, to, batch, k, mesh), 1, copy)
-            sent = (row.reduced + row.moved) * (DEVICES - 1) / DEVICES
-            way = "ours: reduce-scatter, all-gather"
-            yield (
-                str(DEVICES),
-                str(k),
-                way,
-                str(row.reductions),
-                f"{row.reduced:.2f}",
-                f"{row.moved:.2f}",
-                f"{sent:.2f}",
-            )
+            yield _paper_row(k, "ours: reduce-scatter, all-gather", row, passes=1)
+
+
+def _paper_row(k: int, way: str, row: Row, passes: int) -> tuple[str, ...]:
+    sent = (passes * row.reduced + (row.moved if passes == 1 else 0)) * (DEVICES - 1) / DEVICES
+    numbers = (f"{number:.2f}" for number in (row.reduced, row.moved, sent))
+    return str(DEVICES), str(k), way, str(row.reductions), *numbers
 
 
 def _zero(params: Tree, to: Tree, batch: Tree, k: int, mesh: Any) -> optax_accum.Collectives:
