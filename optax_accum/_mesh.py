@@ -127,10 +127,12 @@ def spec_of(leaf: Any) -> PartitionSpec | None:
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
+    """Returns the axes that one dimension is sharded over."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def without(entry: Any, axes: Axes) -> Any:
+    """Returns the sharding of one dimension, less the given axes."""
     kept = tuple(name for name in names_of(entry) if name not in axes)
     return kept if len(kept) > 1 else (kept[0] if kept else None)
 

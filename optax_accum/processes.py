@@ -1,8 +1,8 @@
 """Trains on several processes, and goes on after a crash or on another number of them: copy what you need of it.
 
 Run `python -m optax_accum.processes --processes 2`. Each process stands for one host: it sees its own rows of every
-micro-batch and a device of its own. On real hosts, start one process on each, without `launch`: `jax.distributed`
-finds the others by itself on a cluster, or by `--coordinator`.
+micro-batch and a device of its own. On real hosts, start one on each by hand, with the same settings, its own number as
+`--process` and the address of process 0 as `--coordinator`.
 """
 
 import argparse
