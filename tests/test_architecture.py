@@ -20,18 +20,25 @@ FLOORS = [
     {"processes", "flax"},
     {"demo"},
 ]
+FLAX_FLOORS = [{"_batch_norm", "_loss_scale", "_window"}, {"_linen", "_nnx"}, {"__init__"}]
 
 
-def imports_of(source):
-    """The rooms that a module's source imports."""
-    found = set()
+def sources(room):
+    """The sources of a room: of one module, or of all in a folder."""
+    folder = PACKAGE / room
+    return [path.read_text() for path in (folder.glob("*.py") if folder.is_dir() else [PACKAGE / f"{room}.py"])]
+
+
+def imports_of(source, package="optax_accum"):
+    """The rooms of a package that a module's source imports."""
+    found, inside, depth = set(), f"{package}.", package.count(".") + 1
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module == "optax_accum":
+        if isinstance(node, ast.ImportFrom) and node.module == package:
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("optax_accum."):
-            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(inside):
+            found.add(node.module.split(".")[depth])
         elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("optax_accum.")}
+            found |= {a.name.split(".")[depth] for a in node.names if a.name.startswith(inside)}
     return found
 
 
@@ -46,13 +53,33 @@ def wrong_arrows(room, source):
 
 
 def test_every_room_stands_on_a_floor():
-    rooms = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
-    assert rooms == set().union(*FLOORS)
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert modules | folders == set().union(*FLOORS)
+    assert {path.stem for path in (PACKAGE / "flax").glob("*.py")} == set().union(*FLAX_FLOORS)
 
 
 @pytest.mark.parametrize("room", sorted(set().union(*FLOORS)))
 def test_imports_go_one_way(room):
-    assert not wrong_arrows(room, (PACKAGE / f"{room}.py").read_text())
+    assert sources(room)
+    for source in sources(room):
+        assert not wrong_arrows(room, source)
+
+
+def test_imports_go_one_way_inside_the_flax_room():
+    for number, rooms in enumerate(FLAX_FLOORS):
+        below = set().union(*FLAX_FLOORS[:number])
+        for room in rooms:
+            source = (PACKAGE / "flax" / f"{room}.py").read_text()
+            assert imports_of(source, "optax_accum.flax") <= below
+
+
+def test_the_flax_room_shows_no_more_than_its_names():
+    from optax_accum import flax
+
+    assert sorted(flax.__all__) == flax.__all__
+    for name in flax.__all__:
+        assert len(getattr(flax, name).__doc__) > 60, name
 
 
 def test_a_wrong_arrow_is_found():
@@ -65,7 +92,7 @@ def test_a_wrong_arrow_is_found():
 
 
 def test_nothing_private_of_jax_is_used():
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         assert "jax._src" not in path.read_text(), path
 
 

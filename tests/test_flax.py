@@ -16,6 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import optax_accum
 from optax_accum import flax as accum
+from optax_accum.flax import _window
 
 ROWS = [3, 5, 4]
 RNG = np.random.default_rng(0)
@@ -104,7 +105,7 @@ def test_extra_arguments_reach_the_optimizer_and_fields_are_replaced():
 
 
 def test_an_optimizer_that_does_not_accumulate_works_and_says_so_once():
-    accum._warn_once.cache_clear()
+    _window.warn_once.cache_clear()
     plain, ours = created(optax.sgd(0.1), train_state.TrainState), created(optax.sgd(0.1))
     grads = gradient(plain, (X, Y))[1]
     with warnings.catch_warnings(record=True) as caught:
@@ -319,7 +320,7 @@ def test_batch_norm_and_random_streams_of_a_module():
     whole, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
     loss = lambda model, batch: nnx_loss(model, batch, norm=True)
     nnx.value_and_grad(loss)(whole, (X, Y))
-    accum.value_and_grad(loss, num_microbatches=4, momentum=0.9)(model, (X, Y))
+    accum.value_and_grad(loss, num_microbatches=4)(model, (X, Y))
     stats = lambda model: arrays(nnx.state(model, nnx.BatchStat))
     close(stats(model), stats(whole))
     dropping = Net(nnx.Rngs(0, dropout=1), rate=0.5)
@@ -352,7 +353,7 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     model, whole = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
     reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
     reference.update(whole, nnx.grad(nnx_loss)(whole, (X, Y)))
-    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
     step = accum.nnx_train_step(nnx_loss, num_microbatches=2)
     step(model, optimizer, (X[:8], Y[:8]))
     assert (int(optimizer.step[...]), int(optimizer.micro_step[...])) == (0, 1)
@@ -362,7 +363,7 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     params = lambda model: arrays(nnx.state(model, nnx.Param))
     close(params(model), params(whole), 1e-4)
     again = Net(nnx.Rngs(1))
-    other = accum.Optimizer(again, tx, wrt=nnx.Param)
+    other = accum.Optimizer(again, tx, wrt=nnx.Param, metrics=("loss",))
     with ocp.StandardCheckpointer() as checkpointer:
         nnx.update((again, other), checkpointer.restore(tmp_path / "c", nnx.state((again, other))))
     step(again, other, (X[8:], Y[8:]))
@@ -376,7 +377,7 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
 def test_bad_input():
     state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), metrics=("loss",))
     grads = gradient(state, (X, Y))[1]
-    with pytest.raises(ValueError, match=r"metrics must have the names given to create: \['other'\]"):
+    with pytest.raises(ValueError, match=r"metrics must have the names that were announced: \['other'\]"):
         state.apply_gradients(grads=grads, metrics={"other": 1.0})
     with pytest.raises(ValueError, match="A metric must be a scalar: 'loss' has shape"):
         state.apply_gradients(grads=grads, metrics={"loss": jnp.ones(3)})

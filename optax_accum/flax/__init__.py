@@ -1,0 +1,21 @@
+"""Flax train steps with accumulation: a Linen `TrainState`, NNX functions, and BatchNorm that steps once per update.
+
+Imported as `optax_accum.flax`, never by `optax_accum` itself.
+"""
+
+from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
+from optax_accum.flax._linen import TrainState, train_step
+from optax_accum.flax._loss_scale import next_scale, unscale
+from optax_accum.flax._nnx import Optimizer, nnx_train_step, value_and_grad
+
+__all__ = [
+    "Optimizer",
+    "TrainState",
+    "batch_moments",
+    "merge_batch_stats",
+    "next_scale",
+    "nnx_train_step",
+    "train_step",
+    "unscale",
+    "value_and_grad",
+]

@@ -1,0 +1,112 @@
+"""Owns the running statistics of BatchNorm: those of a cut batch become those of the whole one. Knows no model."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+
+
+def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
+    """Returns what can be averaged over micro-batches, from the running statistics that each of them would leave.
+
+    BatchNorm returned `new = momentum old + (1 - momentum) statistics`. With `d` and `v`, the mean and the variance of
+    the micro-batch less the running ones,
+
+        d_i,    v_i + d_i^2
+
+    are linear in the weights. Use them as an auxiliary output with `aux_reduction="mean"`, or let `TrainState` and
+    `value_and_grad` do so.
+
+    Args:
+      new: the statistics that the model returned for one micro-batch, given `old`: a tree whose `mean` and `var` stand
+        side by side, as Flax has them. What stands alone is averaged.
+      old: the running statistics before the update: the same for all its micro-batches.
+      momentum: of the BatchNorm layers: 0.99 is Flax's default. A number, or a prefix of the tree made of numbers.
+
+    Raises:
+      ValueError: the trees or shapes differ; a momentum that is not in [0, 1).
+    """
+    check_stats(old, new)
+    momenta = _momenta(momentum, old)
+    less = jax.tree.map(lambda momentum, new, old: (new - old) / (1 - momentum), momenta, new, old)
+    return _map_pairs(lambda mean, var: (mean, var + mean**2), less)
+
+
+def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
+    """Returns the running statistics after one update, from the mean `batch_moments` of its micro-batches.
+
+    The law of total variance, and one momentum step whatever the number of micro-batches:
+
+        mean = sum_i n_i mean_i / n,    var = sum_i n_i (var_i + mean_i^2) / n - mean^2
+
+    The moments are taken about the running mean, which the law allows and rounding prefers: a mean of 1000 with a
+    variance of 1 would lose that variance in float32.
+
+    It is exact for the running statistics. What it cannot change: inside a micro-batch, BatchNorm normalises with the
+    statistics of that micro-batch, so gradients are not those of the whole batch; `verify` says so.
+
+    Args:
+      moments: the mean of `batch_moments` over the micro-batches, weighted by their rows.
+      old: the running statistics before the update.
+      momentum: of the BatchNorm layers, as given to `batch_moments`.
+
+    Guarantees:
+      | case | result |
+      |---|---|
+      | one micro-batch | the statistics that the model returned, to rounding |
+      | the layers are in inference mode | `old`, bit for bit |
+      | variances that rounding would make negative | zero |
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_accum.flax import batch_moments, merge_batch_stats
+      >>> old = {"mean": jnp.zeros(1), "var": jnp.ones(1)}
+      >>> left = lambda mean: {"mean": 0.1 * jnp.array([mean]), "var": 0.9 * old["var"]}  # two constant micro-batches
+      >>> first, second = (batch_moments(left(mean), old, 0.9) for mean in (-1.0, 1.0))
+      >>> mean_moments = {name: (first[name] + second[name]) / 2 for name in old}
+      >>> print(merge_batch_stats(mean_moments, old, 0.9)["var"])  # the batch has variance 1, each half has none
+      [1.]
+    """
+    momenta = _momenta(momentum, old)
+    less = _map_pairs(lambda mean, second: (mean, second - mean**2), moments)
+    step = lambda momentum, less, old: (old + (1 - momentum) * less).astype(old.dtype)
+    return _map_pairs(lambda mean, var: (mean, jnp.maximum(var, 0)), jax.tree.map(step, momenta, less, old))
+
+
+def check_stats(old: Tree, new: Tree) -> None:
+    """Raises unless statistics stayed what they were, but for their values."""
+    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+    if old is None:
+        raise ValueError(
+            "The state has no batch_stats: pass batch_stats=variables['batch_stats'] to TrainState.create."
+        )
+    if jax.tree.structure(old) != jax.tree.structure(new) or shapes(old) != shapes(new):
+        raise ValueError(f"batch_stats must keep their tree and shapes: {shapes(old)} became {shapes(new)}.")
+
+
+def check_momentum(momentum: Any) -> None:
+    """Raises unless the momentum leaves some room for new statistics."""
+    if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+        raise ValueError(
+            "To merge batch_stats over micro-batches takes the momentum of the BatchNorm layers, a number in [0, 1): "
+            f"momentum={momentum!r}. Pass what the layers have; flax.linen.BatchNorm has 0.99 unless told otherwise."
+        )
+
+
+def _momenta(momentum: Tree, stats: Tree) -> Tree:
+    for number in jax.tree.leaves(momentum, is_leaf=lambda node: node is None):
+        check_momentum(number)
+    return jax.tree.broadcast(momentum, stats)
+
+
+def _map_pairs(fun: Callable[[Any, Any], tuple[Any, Any]], stats: Tree) -> Tree:
+    """Applies `fun` to each `mean` and `var` that stand side by side; what stands alone stays."""
+    if not isinstance(stats, Mapping):
+        return stats
+    mapped = {name: _map_pairs(fun, node) for name, node in stats.items()}
+    if "mean" in mapped and "var" in mapped:
+        mapped["mean"], mapped["var"] = fun(mapped["mean"], mapped["var"])
+    return mapped if isinstance(stats, dict) else cast(Any, type(stats))(mapped)

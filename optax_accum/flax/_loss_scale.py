@@ -1,0 +1,52 @@
+"""Owns float16: a loss scale that is divided out once per update and moves once per window."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_accum
+
+Tree = Any
+
+
+def unscale() -> optax.GradientTransformationExtraArgs:
+    """Divides gradients by the extra argument `scale`: once per update, inside `accumulate_gradients`.
+
+    For float16, with the scale of `flax.training.dynamic_scale.DynamicScale`:
+
+        tx = accumulate_gradients(optax.chain(unscale(), optax.adam(1e-3)), every=8, nonfinite="discard")
+
+    Multiply the loss by the scale, pass `scale=` to every micro-step, and move it with `next_scale` when a window has
+    closed. `DynamicScale.value_and_grad` itself does not hold under accumulation: it moves the scale at every
+    micro-batch, so that one window would add gradients of different scales, and divides k times.
+    """
+
+    def update(grads: Tree, state: Any, params: Tree = None, *, scale: Any, **_: Any) -> tuple[Tree, Any]:
+        return jax.tree.map(lambda g: g * (1 / jnp.asarray(scale, g.dtype)), grads), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), cast(Any, update))
+
+
+def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
+    """Returns the dynamic scale after a micro-step: it moves only when a window has closed.
+
+    Args:
+      dynamic_scale: a `flax.training.dynamic_scale.DynamicScale`.
+      before: the optimizer state before the micro-step.
+      after: the state after it, of `accumulate_gradients(..., nonfinite="discard")`.
+
+    Returns:
+      The scale grown after `growth_interval` updates in a row, backed off after a window that was discarded.
+    """
+    updated = optax_accum.has_updated(after)
+    discarded = optax_accum.metrics(after)["discarded"] > optax_accum.metrics(before)["discarded"]
+    grow = updated & (dynamic_scale.fin_steps >= dynamic_scale.growth_interval)
+    largest = jnp.finfo(jnp.float32).max
+    scale = jnp.asarray(dynamic_scale.scale, jnp.float32)
+    grown = jnp.where(grow, jnp.minimum(scale * dynamic_scale.growth_factor, largest), scale)
+    smallest = 0.0 if dynamic_scale.minimum_scale is None else dynamic_scale.minimum_scale
+    scale = jnp.where(discarded, jnp.maximum(scale * dynamic_scale.backoff_factor, smallest), grown)
+    steps = jnp.where(grow | discarded, 0, dynamic_scale.fin_steps + updated.astype(jnp.int32))
+    return dynamic_scale.replace(scale=scale, fin_steps=steps)

@@ -1,0 +1,128 @@
+"""Owns what is summed over a window beside the gradients: metrics, and statistics. Knows neither Linen nor NNX."""
+
+import functools
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum import AccumulationState, WeightedSum
+
+Tree = Any
+
+
+class MicroStep(NamedTuple):
+    """What one micro-step did to its window.
+
+    Attributes:
+      first: whether it began the window, so that all sums begin anew.
+      kept: whether its micro-batch counts: not where the gradient was skipped or omitted.
+      emitted: whether it made an update.
+    """
+
+    first: Any
+    kept: Any
+    emitted: Any
+
+    @classmethod
+    def between(cls, before: AccumulationState | None, after: AccumulationState | None) -> "MicroStep":
+        """Reads it off two states; an optimizer that does not accumulate updates at every call."""
+        if before is None or after is None:
+            return cls(first=True, kept=True, emitted=jnp.array(True))
+        return cls(before.mini_step == 0, after.skipped == before.skipped, after.emitted)
+
+
+def find_window(opt_state: Tree) -> AccumulationState | None:
+    """Returns the one `AccumulationState` in an optimizer's state, or None if it does not accumulate."""
+    is_ours = lambda node: isinstance(node, AccumulationState)
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(node)]
+    if len(found) > 1:
+        raise ValueError(
+            f"The optimizer must have one window: it holds {len(found)} of accumulate_gradients. Wrap the whole of it "
+            "once, accumulate_gradients(optax.partition(...), every)."
+        )
+    return found[0] if found else None
+
+
+@functools.cache
+def warn_once() -> None:
+    """Says that window features were asked of an optimizer that does not accumulate."""
+    warnings.warn(
+        "weight, flush and metrics belong to a window, and this optimizer has none: each call is an update. Wrap it in "
+        "optax_accum.accumulate_gradients.",
+        stacklevel=4,
+    )
+
+
+def zero_sums(values: Tree) -> WeightedSum:
+    """Returns sums of nothing yet, in at least float32."""
+    zeros = lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+    return WeightedSum(jax.tree.map(zeros, values), jnp.zeros([]))
+
+
+def zero_metrics(names: Iterable[str]) -> dict[str, WeightedSum]:
+    """Returns a sum for each named metric."""
+    return {name: zero_sums(jnp.zeros([])) for name in names}
+
+
+def add(sums: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroStep) -> WeightedSum:
+    """Adds `weight * values` to the sums of the window, or begins it anew."""
+    weight = jnp.where(micro_step.kept, weight, 0)
+
+    def added(total: jax.Array, value: jax.Array) -> jax.Array:
+        weighted = jnp.where(weight == 0, 0, weight * value)  # a NaN that does not count does not show
+        return jnp.where(micro_step.first, 0, total) + weighted.astype(total.dtype)
+
+    return WeightedSum(jax.tree.map(added, sums.total, values), added(sums.weight, jnp.ones([])))
+
+
+def add_metrics(
+    sums: dict[str, WeightedSum], metrics: Mapping[str, Any], weight: jax.Array, micro_step: MicroStep
+) -> dict[str, WeightedSum]:
+    """Adds the metrics of a micro-batch to those of the window; raises if they are not the ones announced."""
+    if sorted(metrics) != sorted(sums):
+        raise ValueError(
+            f"metrics must have the names that were announced: {sorted(metrics)}, and the window has {sorted(sums)}. "
+            f"Pass metrics={tuple(sorted(metrics))} to TrainState.create or Optimizer."
+        )
+    for name, value in metrics.items():
+        if jnp.ndim(value):
+            raise ValueError(f"A metric must be a scalar: {name!r} has shape {jnp.shape(value)}. Pass its mean.")
+    return {name: add(sums[name], jnp.asarray(metrics[name]), weight, micro_step) for name in sums}
+
+
+def mean(sums: WeightedSum, empty: float = 0.0) -> Tree:
+    """Returns the mean over the window so far, or over the one that has just closed; `empty` over nothing."""
+    nothing = sums.weight == 0
+    divisor = jnp.where(nothing, 1, sums.weight)
+    return jax.tree.map(lambda total: jnp.where(nothing, empty, total / divisor), sums.total)
+
+
+def mean_metrics(sums: dict[str, WeightedSum]) -> dict[str, jax.Array]:
+    """Returns the weighted means of the metrics; NaN where no micro-batch has counted."""
+    return {name: mean(sums[name], empty=jnp.nan) for name in sums}
+
+
+def own_buffers(state: Tree, params: Tree) -> Tree:
+    """Copies what an optimizer's new state shares with the parameters or twice holds: a buffer is donated only once."""
+    seen = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def own(leaf: Any) -> Any:
+        if id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, state)
+
+
+def as_weight(weight: Any) -> jax.Array:
+    """Returns the weight of a whole micro-batch, given as one number or as one for each device."""
+    return jnp.sum(jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float)))
+
+
+def num_rows(batch: Tree) -> int:
+    """Returns the rows of a batch: those of its first array that is no scalar."""
+    return next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf))
