@@ -24,3 +24,10 @@ def x64():
 def strict_dtypes():
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture
+def rank_promotion():
+    """Flax layers add biases to batches."""
+    with jax.numpy_rank_promotion("allow"):
+        yield

@@ -1,4 +1,4 @@
-"""Flax train steps: what one line changes, and what acts once per update."""
+"""Linen train steps: what a window changes in them, and what acts once per update."""
 
 import warnings
 
@@ -10,69 +10,16 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
-from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import dynamic_scale, train_state
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose
 
 import optax_accum
 from optax_accum import flax as accum
 from optax_accum.flax import _window
+from tests.flax_problems import ROWS, X, Y, close, created, cross_entropy, equal, gradient, micro_batches
 
-ROWS = [3, 5, 4]
-RNG = np.random.default_rng(0)
-X, Y = RNG.normal(size=(12, 6)).astype("f"), RNG.integers(0, 3, size=12)
-
-
-@pytest.fixture(autouse=True)
-def ranks():
-    """Flax layers add biases to batches."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
-class MLP(nn.Module):
-    norm: bool = False
-
-    @nn.compact
-    def __call__(self, x, train=True):
-        x = nn.Dense(8)(x)
-        if self.norm:
-            x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
-        return nn.Dense(3)(nn.relu(x))
-
-
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def micro_batches():
-    ends = np.cumsum(ROWS)
-    return [(X[end - n : end], Y[end - n : end]) for end, n in zip(ends, ROWS, strict=True)]
-
-
-def created(tx, cls=accum.TrainState, norm=False, **kwargs):
-    model = MLP(norm)
-    variables = model.init(jax.random.key(0), X[:2])
-    if norm:
-        kwargs = {"batch_stats": variables["batch_stats"], "momentum": 0.9, **kwargs}
-    return cls.create(apply_fn=model.apply, params=variables["params"], tx=tx, **kwargs)
-
-
-def gradient(state, batch):
-    return jax.value_and_grad(lambda params: cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]))(
-        state.params
-    )
-
-
-def close(got, want, tolerance=1e-6):
-    jax.tree.map(lambda a, b: assert_allclose(a, b, atol=tolerance), got, want)
-
-
-def equal(got, want):
-    jax.tree.map(assert_array_equal, got, want)
-
-
-# Linen
+pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
 def test_one_line_changes_and_the_update_is_that_of_the_whole_batch():
@@ -147,6 +94,92 @@ def test_batch_statistics_make_one_exact_step_for_each_update():
     assert np.max(np.abs(np.average(naive, axis=0, weights=ROWS) - var)) > 1e-3  # the mean of variances is not it
 
 
+@pytest.mark.parametrize("nonfinite", ["skip", "omit"])
+def test_a_nan_that_is_left_out_stays_out_of_statistics_and_metrics(nonfinite):
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=None, nonfinite=nonfinite)
+    state = clean = created(tx, norm=True, metrics=("loss",))
+    bad = (np.full_like(X[:3], np.nan), Y[:3])
+    for name, batches in (
+        ("clean", micro_batches()),
+        ("state", [bad, *micro_batches()[:1], bad, *micro_batches()[1:]]),
+    ):
+        run = created(tx, norm=True, metrics=("loss",))
+        for number, batch in enumerate(batches, start=1):
+            grads, stats = normalised(run, batch)
+            run = run.apply_gradients(
+                grads=grads,
+                batch_stats=stats,
+                weight=len(batch[0]),
+                metrics={"loss": jnp.sum(batch[0])},
+                flush=number == len(batches),
+            )
+        clean, state = (run, state) if name == "clean" else (clean, run)
+    assert int(state.opt_state.skipped) == 2
+    equal(
+        (state.params, state.batch_stats, state.window_metrics()),
+        (clean.params, clean.batch_stats, clean.window_metrics()),
+    )
+
+
+def test_the_metrics_of_nothing_are_no_number():
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    assert np.isnan(created(tx, metrics=("loss",)).window_metrics()["loss"])
+
+
+def test_statistics_far_from_zero_keep_their_variance():
+    """Moments about the running mean: a mean of 1000 and a variance of 1 in float32."""
+    rng = np.random.default_rng(0)
+    old = {"mean": jnp.full(4, 1000.0), "var": jnp.ones(4)}
+    rows = (1000 + rng.normal(size=(12, 4))).astype("f")
+    left = lambda x: {
+        "mean": 0.9 * old["mean"] + 0.1 * jnp.asarray(x.astype("d").mean(0), jnp.float32),
+        "var": 0.9 * old["var"] + 0.1 * jnp.asarray(x.astype("d").var(0), jnp.float32),
+    }
+    parts = [accum.batch_moments(left(part), old, 0.9) for part in np.split(rows, 3)]
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / 3, *parts)
+    close(accum.merge_batch_stats(mean, old, 0.9), left(rows), 2e-4)
+    untouched = accum.merge_batch_stats(accum.batch_moments(old, old, 0.9), old, 0.9)
+    equal(untouched, old)  # layers in inference mode
+
+
+def test_the_train_state_of_an_example_of_flax_is_subclassed():
+    """As in Flax's ImageNet example: fields of its own, one of them named as ours, without defaults."""
+
+    class State(accum.TrainState):
+        batch_stats: object
+        dynamic_scale: object
+
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), State, norm=True, dynamic_scale=None)
+    grads, stats = normalised(state, (X, Y))
+    state = state.apply_gradients(grads=grads, batch_stats=stats, dynamic_scale=jnp.ones([]))
+    assert (int(state.step), int(state.micro_step), float(state.dynamic_scale)) == (0, 1, 1.0)
+    plain = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), train_state.TrainState)
+    bare = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), State, batch_stats=None, dynamic_scale=None)
+    equal(flax.serialization.from_bytes(bare, flax.serialization.to_bytes(plain)).params, plain.params)
+
+
+def test_fp8_statistics_are_overwritten_by_their_maximum_over_the_window():
+    """That of the inputs is what the whole batch leaves; held micro-steps leave all as it was."""
+    model = nn.Dense(3, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    variables = model.init(jax.random.key(0), X)
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=3)
+    create = lambda cls, tx: cls.create(apply_fn=model.apply, params=variables, tx=tx)
+    grads = lambda state, batch: jax.grad(lambda p: cross_entropy(state.apply_fn(p, batch[0]), batch[1]))(state.params)
+    whole = create(train_state.TrainState, optax.sgd(0.1))
+    whole = whole.apply_gradients(grads=grads(whole, (X, Y)))
+    state = create(accum.TrainState, tx)
+    for batch in micro_batches():
+        equal(state.params, variables)
+        state = state.apply_gradients(grads=grads(state, batch), weight=len(batch[0]))
+    history = lambda state: state.params[OVERWRITE_WITH_GRADIENT]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
+    assert float(history(state).max()) == float(np.abs(X).max())
+    equal(history(state), history(whole))
+    plain = create(accum.TrainState, optax.sgd(0.1))
+    equal(plain.apply_gradients(grads=grads(plain, (X, Y))).params, whole.params)
+    with pytest.raises(ValueError, match="are new values"):
+        accum.train_step(lambda *_: None, num_microbatches=2)(create(accum.TrainState, tx), (X, Y), jax.random.key(0))
+
+
 def test_a_schedule_an_average_and_a_log_act_once_per_update():
     """Naively, what counts micro-steps acts three times too often, and what counts updates three times too seldom."""
     schedule = lambda step: 0.1 / (1 + step)
@@ -193,6 +226,59 @@ def test_train_step(norm):
     else:
         close(state.params, whole.apply_gradients(grads=want[1]).params)
         assert_allclose(metrics["loss"], want[0], rtol=1e-6)
+
+
+def test_statistics_count_by_rows_whatever_the_weight():
+    """The loss counts the labels that are known; BatchNorm sees every row."""
+    known = jnp.arange(12) < 5
+
+    def fun(params, batch, key, state):
+        x, labels, known = batch
+        logits, new = state.apply_fn({"params": params, "batch_stats": state.batch_stats}, x, mutable=["batch_stats"])
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.sum(known * each) / jnp.maximum(known.sum(), 1), new
+
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    state = created(tx, norm=True, metrics=("loss",))
+    want = normalised(state, (X, Y))[1]
+    step = accum.train_step(fun, num_microbatches=2, weight_fn=lambda batch: 1e-6 + batch[2].sum())
+    for rows in (slice(0, 8), slice(8, 12)):
+        state, _ = step(state, (X[rows], Y[rows], known[rows]), jax.random.key(0))
+    close(state.batch_stats, want)
+
+
+def test_a_train_step_is_compiled_once_and_donates_any_optimizer():
+    """`dog` keeps the parameters that it began with in its state: the same buffer, which is donated only once."""
+    tx = optax_accum.accumulate_gradients(optax.contrib.dog(), every=2)
+    state = created(tx, metrics=("loss",))
+    fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
+    step = accum.train_step(fun, num_microbatches=2)
+    for number in range(3):
+        given, (state, _) = state, step(state, (X, Y), jax.random.key(number))
+    assert step._cache_size() == 1
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((given.params, given.opt_state.inner_opt_state)))
+
+
+def test_a_train_step_on_eight_devices():
+    """Each device normalises and drops its own rows; gradients and statistics are those of all of them."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def fun(params, batch, key, state):
+        x, labels = batch
+        logits, new = state.apply_fn({"params": params, "batch_stats": state.batch_stats}, x, mutable=["batch_stats"])
+        return cross_entropy(logits, labels), new
+
+    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
+    state = created(tx, norm=True, metrics=("loss",))
+    want = normalised(state, (np.concatenate([X, X[:4]]), np.concatenate([Y, Y[:4]])))[1]
+    step = accum.train_step(fun, num_microbatches=2, reduce_axes="data")
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        state = jax.device_put(state, jax.NamedSharding(mesh, jax.P()))
+        for x, labels in ((X[:8], Y[:8]), (np.concatenate([X[8:], X[:4]]), np.concatenate([Y[8:], Y[:4]]))):
+            state, _ = step(state, jax.device_put((x, labels), rows), jax.random.key(0))
+    assert int(state.step) == 1
+    close(state.batch_stats, want)
 
 
 def test_float16_with_a_dynamic_scale():
@@ -265,8 +351,10 @@ def test_checkpoints_of_others():
         flax.serialization.from_state_dict(created(tx), {})
     with pytest.raises(ValueError, match="not one of a TrainState with these fields"):
         flax.serialization.from_state_dict(created(tx), {"other": 1})
-    with pytest.raises(ValueError, match="do not match|don't match"):
+    with pytest.raises(ValueError, match=r"of another optimizer: .*opt_state"):
         flax.serialization.from_bytes(created(optax.sgd(0.1, momentum=0.9)), flax.serialization.to_bytes(plain))
+    with pytest.raises(ValueError, match=r"of another optimizer: .*opt_state"):
+        flax.serialization.from_bytes(created(tx), flax.serialization.to_bytes(multi))
 
 
 def test_a_resumed_run_may_change_every():
@@ -280,95 +368,6 @@ def test_a_resumed_run_may_change_every():
     resumed = resumed.apply_gradients(grads=gradient(resumed, batch)[1], weight=len(batch[0]))
     assert int(resumed.step) == 1
     close(resumed.params, whole.apply_gradients(grads=gradient(whole, (X, Y))[1]).params)
-
-
-# NNX
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs, rate=0.0):
-        self.first = nnx.Linear(6, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
-        self.drop = nnx.Dropout(rate, rngs=rngs)
-        self.last = nnx.Linear(8, 3, rngs=rngs)
-
-    def __call__(self, x, norm=True):
-        x = self.first(x)
-        x = self.norm(x) if norm else x
-        return self.last(self.drop(nnx.relu(x)))
-
-
-def nnx_loss(model, batch, norm=False):
-    return cross_entropy(model(batch[0], norm), batch[1])
-
-
-def arrays(tree):
-    return jax.tree.map(np.asarray, nnx.to_pure_dict(tree))
-
-
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
-def test_the_gradient_of_a_module_is_that_of_the_whole_batch(jit):
-    model = Net(nnx.Rngs(0))
-    want_value, want = nnx.value_and_grad(nnx_loss)(model, (X, Y))
-    cut = accum.value_and_grad(nnx_loss, num_microbatches=5, weight_fn=lambda batch: batch[0].shape[0])
-    value, grads = jit(lambda model, batch: cut(model, batch))(model, (X, Y))
-    assert_allclose(value, want_value, rtol=1e-6)
-    close(arrays(grads), arrays(want))
-
-
-def test_batch_norm_and_random_streams_of_a_module():
-    whole, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    loss = lambda model, batch: nnx_loss(model, batch, norm=True)
-    nnx.value_and_grad(loss)(whole, (X, Y))
-    accum.value_and_grad(loss, num_microbatches=4)(model, (X, Y))
-    stats = lambda model: arrays(nnx.state(model, nnx.BatchStat))
-    close(stats(model), stats(whole))
-    dropping = Net(nnx.Rngs(0, dropout=1), rate=0.5)
-    masks = lambda model, x: (jnp.float32(0) + model.first.kernel.sum() * 0, model.drop(jnp.ones_like(x)))
-    (_, kept), _ = accum.value_and_grad(masks, has_aux=True, num_microbatches=4, aux_reduction="stack")(dropping, X)
-    assert len(np.unique(np.asarray(kept).reshape(4, -1), axis=0)) == 4
-    counts = [leaf for path, leaf in jax.tree.leaves_with_path(nnx.state(dropping)) if "count" in str(path)]
-    assert 4 in [int(count) for count in counts]
-
-
-def test_frozen_parameters_cost_no_accumulator():
-    model = nnx.LoRALinear if hasattr(nnx, "LoRALinear") else None
-    layer = model(6, 3, lora_rank=2, rngs=nnx.Rngs(0))
-    loss = lambda layer, batch: cross_entropy(layer(batch[0]), batch[1])
-    _, grads = accum.value_and_grad(loss, wrt=nnx.LoRAParam, num_microbatches=3)(layer, (X, Y))
-    sizes = sorted(leaf.shape for leaf in jax.tree.leaves(grads))
-    assert sizes == [(2, 3), (6, 2)]
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
-    optimizer = accum.Optimizer(layer, tx, wrt=nnx.LoRAParam)
-    before = arrays(nnx.state(layer))
-    for _ in range(2):
-        optimizer.update(layer, grads)
-    after = arrays(nnx.state(layer))
-    equal(after["kernel"], before["kernel"])
-    assert np.max(np.abs(after["lora"]["lora_b"] - before["lora"]["lora_b"])) > 0
-
-
-def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
-    tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=2)
-    model, whole = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
-    reference.update(whole, nnx.grad(nnx_loss)(whole, (X, Y)))
-    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
-    step = accum.nnx_train_step(nnx_loss, num_microbatches=2)
-    step(model, optimizer, (X[:8], Y[:8]))
-    assert (int(optimizer.step[...]), int(optimizer.micro_step[...])) == (0, 1)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "c", nnx.state((model, optimizer)))
-    step(model, optimizer, (X[8:], Y[8:]))
-    params = lambda model: arrays(nnx.state(model, nnx.Param))
-    close(params(model), params(whole), 1e-4)
-    again = Net(nnx.Rngs(1))
-    other = accum.Optimizer(again, tx, wrt=nnx.Param, metrics=("loss",))
-    with ocp.StandardCheckpointer() as checkpointer:
-        nnx.update((again, other), checkpointer.restore(tmp_path / "c", nnx.state((again, other))))
-    step(again, other, (X[8:], Y[8:]))
-    equal(params(again), params(model))
-    assert int(other.step[...]) == 1
 
 
 # Bad input
@@ -386,3 +385,10 @@ def test_bad_input():
     normed = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), norm=True)
     with pytest.raises(ValueError, match="must keep their tree and shapes"):
         normed.apply_gradients(grads=normalised(normed, (X, Y))[0], batch_stats={"mean": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"takes the momentum of the BatchNorm layers.*momentum=None"):
+        created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), norm=True, momentum=None)
+    with pytest.raises(ValueError, match=r"momentum=1"):
+        accum.merge_batch_stats({"mean": jnp.ones(3)}, {"mean": jnp.ones(3)}, 1)
+    two = optax.chain(*(optax_accum.accumulate_gradients(optax.sgd(0.1), 2) for _ in range(2)))
+    with pytest.raises(ValueError, match="must have one window: it holds 2"):
+        created(two)

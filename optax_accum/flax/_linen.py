@@ -77,7 +77,7 @@ class TrainState(train_state.TrainState, kw_only=True):
     """
 
     micro_step: Any = 0
-    batch_stats: Any = None
+    batch_stats: Any = flax.struct.field(default_factory=lambda: None)  # a subclass may declare it without a default
     window: Any = None
     momentum: Any = flax.struct.field(pytree_node=False, default=None)
 
@@ -113,7 +113,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         window = kwargs.get("window")
         if window is None:
             stats, overwritten = state.batch_stats, _overwritten(params)
-            merges = stats is not None and _window.find_window(state.opt_state) is not None
+            merges = _window.find_window(state.opt_state) is not None and stats is not None
             if merges:
                 check_momentum(momentum)
             window = Window(
@@ -271,7 +271,9 @@ def _from_state_dict(state: TrainState, saved: dict[str, Any]) -> TrainState:
         raise ValueError(f"The checkpoint is not one of a TrainState with these fields: it has {unknown}, too.")
     if missing := sorted({"step", "params", "opt_state"} - set(saved)):
         raise ValueError(f"The checkpoint is not one of a TrainState: {missing} are missing.")
-    return state.replace(**{name: _restored(name, getattr(state, name), saved[name]) for name in fields if name in saved})
+    return state.replace(
+        **{name: _restored(name, getattr(state, name), saved[name]) for name in fields if name in saved}
+    )
 
 
 def _restored(field: str, mine: Tree, saved: Tree) -> Tree:

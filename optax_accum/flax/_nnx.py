@@ -60,7 +60,9 @@ def value_and_grad(
 
         def pure(params: Any, *args_and_state: Any) -> tuple[jax.Array, Any]:
             *args, stats, rest = args_and_state
-            copies = jax.tree.map(lambda leaf: leaf, (stats, rest))  # variables of this trace, which the model may change
+            copies = jax.tree.map(
+                lambda leaf: leaf, (stats, rest)
+            )  # variables of this trace, which the model may change
             micro = nnx.merge(graph, params, *copies)
             streams = _own_streams(micro, axes)
             out = fun(micro, *args)
@@ -250,7 +252,7 @@ def _step_stats(model: Any, window: dict[str, Any], weight: jax.Array, micro_ste
 
 def _own_streams(model: Any, axes: str | Sequence[str] | None) -> Any:
     """Gives each device random streams of its own, with `reduce_axes`; returns those that all of them had."""
-    keys = nnx.state(model, nnx.RngKey)
+    keys = jax.tree.map(lambda key: key, nnx.state(model, nnx.RngKey))  # not the variables of the model
     if axes:
         device = jax.lax.axis_index(axes)
         own = lambda key: jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), device).reshape(key.shape)

@@ -1,0 +1,218 @@
+"""NNX: gradients of a module, its random streams and statistics, and an optimizer with a window."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from numpy.testing import assert_allclose
+
+import optax_accum
+from optax_accum import flax as accum
+from tests.flax_problems import ROWS, Net, X, Y, arrays, close, cross_entropy, equal, micro_batches, nnx_loss
+
+pytestmark = pytest.mark.usefixtures("rank_promotion")
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+def test_the_gradient_of_a_module_is_that_of_the_whole_batch(jit):
+    model = Net(nnx.Rngs(0))
+    want_value, want = nnx.value_and_grad(nnx_loss)(model, (X, Y))
+    cut = accum.value_and_grad(nnx_loss, num_microbatches=5, weight_fn=lambda batch: batch[0].shape[0])
+    value, grads = jit(lambda model, batch: cut(model, batch))(model, (X, Y))
+    assert_allclose(value, want_value, rtol=1e-6)
+    close(arrays(grads), arrays(want))
+
+
+def test_batch_norm_and_random_streams_of_a_module():
+    whole, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    loss = lambda model, batch: nnx_loss(model, batch, norm=True)
+    nnx.value_and_grad(loss)(whole, (X, Y))
+    accum.value_and_grad(loss, num_microbatches=4)(model, (X, Y))
+    stats = lambda model: arrays(nnx.state(model, nnx.BatchStat))
+    close(stats(model), stats(whole))
+    dropping = Net(nnx.Rngs(0, dropout=1), rate=0.5)
+    masks = lambda model, x: (jnp.float32(0) + model.first.kernel.sum() * 0, model.drop(jnp.ones_like(x)))
+    (_, kept), _ = accum.value_and_grad(masks, has_aux=True, num_microbatches=4, aux_reduction="stack")(dropping, X)
+    assert len(np.unique(np.asarray(kept).reshape(4, -1), axis=0)) == 4
+    counts = [leaf for path, leaf in jax.tree.leaves_with_path(nnx.state(dropping)) if "count" in str(path)]
+    assert 4 in [int(count) for count in counts]
+
+
+class TwoNorms(nnx.Module):
+    """Layers of different momenta in a list, whose statistics have integers in their paths."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(6, 4, rngs=rngs)
+        self.norms = nnx.List([nnx.BatchNorm(4, momentum=m, rngs=rngs) for m in (0.9, 0.5)])
+
+    def __call__(self, x):
+        x = self.first(x)
+        return sum(norm(x) for norm in self.norms)
+
+
+def statistics(model):
+    return arrays(nnx.state(model, nnx.BatchStat))
+
+
+def two_norms():
+    model = TwoNorms(nnx.Rngs(0))
+    return model, lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+
+
+def test_batch_norm_makes_one_step_for_each_update_across_calls():
+    """With any way to the gradients: here those of Flax, one micro-batch at a time, twice."""
+    (model, loss), (whole, _) = two_norms(), two_norms()
+    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=3)
+    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        value, grads = nnx.value_and_grad(loss)(model, batch)
+        optimizer.update(model, grads, weight=batch[1].shape[0], metrics={"loss": value})
+
+    for _ in range(2):
+        want = loss(whole, (X, Y))
+        for number, batch in enumerate(micro_batches(), start=1):
+            before = statistics(model)
+            step(model, optimizer, batch)
+            if number < 3:
+                equal(statistics(model), before)
+        close(statistics(model), statistics(whole))
+    losses = [float(loss(model, batch)) for batch in micro_batches()]
+    assert_allclose(optimizer.window_metrics()["loss"], np.average(losses, weights=ROWS), rtol=1e-5)
+    assert abs(np.average(losses, weights=ROWS) - want) > 1e-4  # each was normalised by its own micro-batch
+
+
+def test_a_nan_that_is_left_out_stays_out_of_a_module():
+    (model, loss), (clean, _) = two_norms(), two_norms()
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=3, nonfinite="skip")
+    bad = (np.full_like(X[:3], np.nan), Y[:3])
+    for module, batches in ((clean, micro_batches()), (model, [*micro_batches()[:1], bad, *micro_batches()[1:]])):
+        optimizer = accum.Optimizer(module, tx, wrt=nnx.Param, metrics=("loss",))
+        for batch in batches:
+            value, grads = nnx.value_and_grad(loss)(module, batch)
+            optimizer.update(module, grads, weight=len(batch[0]), metrics={"loss": value})
+        assert int(optimizer.step[...]) == 1
+        assert np.isfinite(optimizer.window_metrics()["loss"])
+    equal(arrays(nnx.state(model)), arrays(nnx.state(clean)))
+
+
+def test_the_train_step_steps_statistics_once_and_averages_metrics():
+    """Two micro-batches in each of two calls, of another weight than their rows."""
+    (model, loss), (whole, _) = two_norms(), two_norms()
+    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
+    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss", "first"))
+    fun = lambda model, batch: (loss(model, batch), {"first": jnp.mean(batch[0][:, 0])})
+    step = accum.nnx_train_step(fun, has_aux=True, num_microbatches=2, weight_fn=lambda batch: 1.0 + batch[1].sum())
+    weights = [1.0 + Y[:8].sum(), 1.0 + Y[8:].sum()]
+    parts = [[1.0 + Y[rows].sum() for rows in cut] for cut in CUTS]
+    for rows in (slice(0, 8), slice(8, 12)):
+        metrics = step(model, optimizer, (X[rows], Y[rows]))
+    loss(whole, (X, Y))
+    close(statistics(model), statistics(whole))
+    means = [np.average([X[rows, 0].mean() for rows in cut], weights=w) for cut, w in zip(CUTS, parts, strict=True)]
+    assert_allclose(metrics["first"], np.average(means, weights=weights), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"names that were announced: \['first', 'loss'\], and the window has \[\]"):
+        step(model, accum.Optimizer(model, tx, wrt=nnx.Param), (X, Y))
+
+
+CUTS = [[slice(0, 8, 2), slice(1, 8, 2)], [slice(8, 12, 2), slice(9, 12, 2)]]
+
+
+def test_devices_have_random_streams_of_their_own():
+    """Masks differ from device to device and from micro-batch to micro-batch; the model's streams advance alike."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = Net(nnx.Rngs(0, dropout=1), rate=0.5)
+    kept = lambda model, x: (model.first.kernel.sum() * 0, model.drop(jnp.ones_like(x)))
+    cut = accum.value_and_grad(kept, has_aux=True, num_microbatches=2, aux_reduction="concat", reduce_axes="data")
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(np.ones((8, 64), "f"), jax.NamedSharding(mesh, jax.P("data")))
+        (_, masks), _ = nnx.jit(lambda model, x: cut(model, x))(model, rows)
+    assert len(np.unique(np.asarray(masks), axis=0)) == 8
+    assert int(model.drop.rngs.count[...]) == 2
+
+
+def test_batch_norm_and_the_gradient_over_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    (model, loss), (whole, _) = two_norms(), two_norms()
+    plain = Net(nnx.Rngs(0))
+    _, want = nnx.value_and_grad(nnx_loss)(plain, (X, Y))
+    loss(whole, (X, Y))
+    with jax.set_mesh(mesh):
+        batch = jax.device_put((X, Y), jax.NamedSharding(mesh, jax.P("data")))
+        options = {"num_microbatches": 3, "reduce_axes": "data"}
+        accum.value_and_grad(lambda model, batch: model(batch[0]).mean(), **options)(model, batch)
+        _, grads = accum.value_and_grad(nnx_loss, **options)(plain, batch)
+    close(statistics(model), statistics(whole))
+    close(arrays(grads), arrays(want))
+
+
+def test_a_running_multi_steps_goes_on():
+    """The state of an `nnx.Optimizer` around `optax.MultiSteps`, in the middle of a window."""
+    model, whole = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
+    reference.update(whole, nnx.grad(nnx_loss)(whole, (X, Y)))
+    old = nnx.Optimizer(model, optax.MultiSteps(optax.adam(0.1), 3), wrt=nnx.Param)
+    cut = [(X[i::3], Y[i::3]) for i in range(3)]
+    old.update(model, nnx.grad(nnx_loss)(model, cut[0]))
+    new = accum.Optimizer(model, optax_accum.accumulate_gradients(optax.adam(0.1), 3), wrt=nnx.Param)
+    nnx.update(new.opt_state, nnx.state(optax_accum.from_multi_steps(nnx.as_pure(old.opt_state))))
+    for batch in cut[1:]:
+        new.update(model, nnx.grad(nnx_loss)(model, batch))
+    assert int(new.step[...]) == 1
+    close(arrays(nnx.state(model, nnx.Param)), arrays(nnx.state(whole, nnx.Param)), 1e-4)
+
+
+def test_bad_input():
+    model, loss = two_norms()
+    _, grads = nnx.value_and_grad(loss)(model, (X, Y))
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    with pytest.raises(ValueError, match="A metric must be a scalar"):
+        optimizer.update(model, grads, metrics={"loss": jnp.ones(2)})
+    model.norms.append(nnx.BatchNorm(4, use_bias=False, use_scale=False, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="must keep their tree and shapes"):
+        optimizer.update(model, grads)
+
+
+def test_frozen_parameters_cost_no_accumulator():
+    model = nnx.LoRALinear if hasattr(nnx, "LoRALinear") else None
+    layer = model(6, 3, lora_rank=2, rngs=nnx.Rngs(0))
+    loss = lambda layer, batch: cross_entropy(layer(batch[0]), batch[1])
+    _, grads = accum.value_and_grad(loss, wrt=nnx.LoRAParam, num_microbatches=3)(layer, (X, Y))
+    sizes = sorted(leaf.shape for leaf in jax.tree.leaves(grads))
+    assert sizes == [(2, 3), (6, 2)]
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    optimizer = accum.Optimizer(layer, tx, wrt=nnx.LoRAParam)
+    before = arrays(nnx.state(layer))
+    for _ in range(2):
+        optimizer.update(layer, grads)
+    after = arrays(nnx.state(layer))
+    equal(after["kernel"], before["kernel"])
+    assert np.max(np.abs(after["lora"]["lora_b"] - before["lora"]["lora_b"])) > 0
+
+
+def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=2)
+    model, whole = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
+    reference.update(whole, nnx.grad(nnx_loss)(whole, (X, Y)))
+    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    step = accum.nnx_train_step(nnx_loss, num_microbatches=2)
+    step(model, optimizer, (X[:8], Y[:8]))
+    assert (int(optimizer.step[...]), int(optimizer.micro_step[...])) == (0, 1)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", nnx.state((model, optimizer)))
+    step(model, optimizer, (X[8:], Y[8:]))
+    params = lambda model: arrays(nnx.state(model, nnx.Param))
+    close(params(model), params(whole), 1e-4)
+    again = Net(nnx.Rngs(1))
+    other = accum.Optimizer(again, tx, wrt=nnx.Param, metrics=("loss",))
+    with ocp.StandardCheckpointer() as checkpointer:
+        nnx.update((again, other), checkpointer.restore(tmp_path / "c", nnx.state((again, other))))
+    step(again, other, (X[8:], Y[8:]))
+    equal(params(again), params(model))
+    assert int(other.step[...]) == 1
