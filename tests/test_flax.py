@@ -327,6 +327,9 @@ def test_a_state_in_the_middle_of_a_window_goes_on_bit_identical(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "c", half)
     equal(advance(restored, micro_batches()[2:]), undisturbed)
+    other = created(optax_accum.accumulate_gradients(optax.sgd(0.1), every=3), norm=True, metrics=("loss",))
+    with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match=r"opt_state\.inner_opt_state"):
+        checkpointer.restore(tmp_path / "c", other)
     restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(half))
     equal(advance(restored, micro_batches()[2:]), undisturbed)
 

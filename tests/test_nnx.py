@@ -202,8 +202,11 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     reference.update(whole, nnx.grad(nnx_loss)(whole, (X, Y)))
     optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
     step = accum.nnx_train_step(nnx_loss, num_microbatches=2)
+    given = nnx.as_pure(nnx.state((model, optimizer.opt_state), nnx.Any(nnx.Param, nnx.OptState)))
     step(model, optimizer, (X[:8], Y[:8]))
     assert (int(optimizer.step[...]), int(optimizer.micro_step[...])) == (0, 1)
+    donated = {leaf.shape for leaf in jax.tree.leaves(given) if leaf.is_deleted()}
+    assert donated >= {(6, 8), (8, 3)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "c", nnx.state((model, optimizer)))
     step(model, optimizer, (X[8:], Y[8:]))
@@ -213,6 +216,9 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     other = accum.Optimizer(again, tx, wrt=nnx.Param, metrics=("loss",))
     with ocp.StandardCheckpointer() as checkpointer:
         nnx.update((again, other), checkpointer.restore(tmp_path / "c", nnx.state((again, other))))
+    wrong = accum.Optimizer(again, optax_accum.accumulate_gradients(optax.sgd(0.1), every=2), wrt=nnx.Param)
+    with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match=r"opt_state\.inner_opt_state"):
+        checkpointer.restore(tmp_path / "c", nnx.state((again, wrong)))
     step(again, other, (X[8:], Y[8:]))
     equal(params(again), params(model))
     assert int(other.step[...]) == 1
