@@ -2,10 +2,11 @@
 
 from optax_accum._collectives import Collective, Collectives, count_collectives
 from optax_accum._microbatch import value_and_grad
-from optax_accum._placement import check_processes, checkpoint_target, redistribute, shard_over, state_sharding
+from optax_accum._placement import shard_over, state_sharding
 from optax_accum._planning import BatchSplit, split_global_batch
 from optax_accum._recompute import microbatched_apply
 from optax_accum._report import Cause, Report
+from optax_accum._resume import check_processes, checkpoint_target, redistribute
 from optax_accum._sharding import defer_reduction
 from optax_accum._state import AccumulationState, WeightedSum, from_multi_steps, has_updated, metrics
 from optax_accum._train_step import value_and_apply_gradients

@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.core import Tracer
 
-from optax_accum import _accumulator, _arguments, _mesh, _sharding
+from optax_accum import _accumulator, _arguments, _emit, _mesh, _sharding
 from optax_accum._accumulator import Tree
 from optax_accum._arguments import Every, Flag, Weight
 from optax_accum._mesh import Axes
@@ -45,7 +43,7 @@ class Accumulation:
         acc_grads = () if self.every == 1 else self._zeros(params)
         skip_state = ()
         if callable(self.nonfinite):
-            skip_state = _zeros(jax.eval_shape(self.nonfinite, params, jnp.zeros([], jnp.int32), params)[1])
+            skip_state = _emit.zeros(jax.eval_shape(self.nonfinite, params, jnp.zeros([], jnp.int32), params)[1])
         inner_opt_state = _accumulator.strong(self.inner.init(self._sharded(params, params)))
         scalar = (lambda: _sharding.zero_scalars(params, self.reduce_axes)) if self.reduce_axes else None
         return new_state(inner_opt_state, acc_grads, self.mean_args, scalar, skip_state=skip_state)
@@ -61,7 +59,7 @@ class Accumulation:
         **extra_args: Any,
     ) -> tuple[Tree, AccumulationState]:
         def held(emit: Callable[[], Any]) -> Tree:
-            return _zeros(jax.eval_shape(emit)[0])
+            return _emit.zeros(jax.eval_shape(emit)[0])
 
         whole = lambda updates: updates if params is None else self._whole(updates, params)
         return self._step(self._as_rows(grads, state), state, params, weight, flush, extra_args, whole, held)
@@ -97,7 +95,7 @@ class Accumulation:
 
     def _applied(self, params: Tree) -> Callable[[Tree], Tree]:
         """Returns what makes new parameters of updates: where the updates are sharded, on the shards."""
-        return lambda updates: self._whole(_apply_updates(self._sharded(params, params), updates), params)
+        return lambda updates: self._whole(_emit.apply_updates(self._sharded(params, params), updates), params)
 
     def adds_in_place(self, state: AccumulationState, params: Tree) -> bool:
         """Returns whether a backward pass may add to the accumulator: no policy has to see the gradient before."""
@@ -126,8 +124,8 @@ class Accumulation:
         flush = _arguments.as_flush(flush, self.every)
         with jax.named_scope("optax_accum.add"):
             window = self._add(add, grads, state, params, self.as_weight(weight, state), extra_args)
-            closes = _known(self._closes(window.state, flush))
-            usable = _known(self._usable(window, closes))
+            closes = _emit.known(self._closes(window.state, flush))
+            usable = _emit.known(self._usable(window, closes))
 
         def emit() -> tuple[Tree, Any]:
             with jax.named_scope("optax_accum.emit"):
@@ -138,8 +136,8 @@ class Accumulation:
             with jax.named_scope("optax_accum.hold"):
                 return held(emit), state.inner_opt_state
 
-        result, inner_opt_state = _emit_or_hold(closes, usable, emit, hold)
-        return result, _close(window.state, closes, usable, inner_opt_state)
+        result, inner_opt_state = _emit.emit_or_hold(closes, usable, emit, hold)
+        return result, _emit.close(window.state, closes, usable, inner_opt_state)
 
     def _check(self, grads: Tree, state: Any, params: Tree | None) -> None:
         if not isinstance(state, AccumulationState):
@@ -174,11 +172,11 @@ class Accumulation:
         kept = _has_accumulator(state)
         total = add(_mesh.to_device(state.acc_grads) if kept else None, weight, state.mini_step == 0)
         added = state._replace(
-            mini_step=_count(state.mini_step, arrived),
+            mini_step=_emit.count(state.mini_step, arrived),
             acc_grads=_mesh.to_memory_of(total, state.acc_grads) if kept else (),
             weight=state.weight + weight,
             mean_args=self._add_args(state.mean_args, extra_args, weight),
-            skipped=_count(state.skipped, skip),
+            skipped=_emit.count(state.skipped, skip),
             skip_state=skip_state,
         )
         return Window(added, total, added.weight if kept else weight)
@@ -243,7 +241,7 @@ class Accumulation:
         total, grads = self._sum(window.total, to), self._like(grads, to)
         weight = self._sum(window.weight) if self.reduction == "mean" else None
         mean = _accumulator.mean(total, grads, weight, self.emit_dtype)
-        extra_args = {**extra_args, **_mean_args(self._sum(state.mean_args), extra_args)}
+        extra_args = {**extra_args, **_emit.mean_args(self._sum(state.mean_args), extra_args)}
         old, params = _mesh.to_device(state.inner_opt_state), self._sharded(params, params)
         inner = lambda grads: self.inner.update(grads, old, params, **extra_args)
         try:
@@ -282,7 +280,7 @@ class Accumulation:
 
     def _like(self, grads: Tree, to: Tree = None) -> Tree:
         """Returns leaves with the shapes and dtypes of the gradient of the whole batch."""
-        return _zeros(jax.eval_shape(lambda: self._sum(grads, to))) if self.reduce_axes else grads
+        return _emit.zeros(jax.eval_shape(lambda: self._sum(grads, to))) if self.reduce_axes else grads
 
     def _sharded(self, tree: Tree, params: Tree | None) -> Tree:
         """Returns a tree like `params` sharded as the update is to be, where that was asked for."""
@@ -304,34 +302,6 @@ _DTYPE_NOTE = (
 )
 
 
-def _emit_or_hold(closes: Flag, usable: Flag, emit: Callable[[], Any], hold: Callable[[], Any]) -> Any:
-    """Calls the branch that is known when tracing, else compiles both: a cond, or a select for a static flush."""
-    if closes is False or usable is False:
-        return hold()
-    if closes is True:
-        return emit() if usable is True else _select(usable, emit(), hold())
-    return jax.lax.cond(closes & usable, emit, hold)
-
-
-def _close(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state: Any) -> AccumulationState:
-    """Returns the state after the micro-step: the counters of a closed window start again, its sum is left to lie."""
-    emitted = jnp.asarray(closes & usable)
-    reset = lambda count: jnp.where(closes, 0, count)
-    return state._replace(
-        mini_step=reset(state.mini_step),
-        gradient_step=jnp.where(emitted, optax.safe_increment(state.gradient_step), state.gradient_step),
-        inner_opt_state=inner_opt_state,
-        weight=reset(state.weight),
-        mean_args=jax.tree.map(reset, state.mean_args),
-        emitted=emitted,
-        discarded=_count(state.discarded, closes & ~emitted),
-    )
-
-
-def _count(total: jax.Array, flag: Flag) -> jax.Array:
-    return total + jnp.asarray(flag).astype(total.dtype)
-
-
 def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:
     if jax.tree.structure(info) != jax.tree.structure(state.skip_state):
         raise ValueError(
@@ -342,43 +312,5 @@ def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:
     return _accumulator.cast_like(info, state.skip_state)
 
 
-def _mean_args(sums: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Returns the weighted means of those extra arguments that came with this micro-step."""
-    means: dict[str, jax.Array] = {}
-    for name, (total, weight) in sums.items():
-        if name in extra_args:
-            value = jnp.asarray(extra_args[name])
-            unweighted = 0 if value.ndim else value.astype(total.dtype)
-            mean = jnp.where(weight == 0, unweighted, total * _accumulator.reciprocal(weight))
-            inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-            means[name] = mean.astype(_accumulator.accumulator_dtype(value.dtype, None)) if inexact else mean
-    return means
-
-
-def _apply_updates(params: Tree, updates: Tree) -> Tree:
-    moved = jax.tree.map(lambda u, p: jnp.zeros_like(p) if _accumulator.is_float0(u) else u, updates, params)
-    return optax.apply_updates(params, moved)
-
-
 def _has_accumulator(state: AccumulationState) -> bool:
     return not (isinstance(state.acc_grads, tuple) and not state.acc_grads)
-
-
-def _known(flag: Flag) -> Flag:
-    """Returns a Python bool where the value is known: outside jit, a cond would be compiled at every call."""
-    return flag if isinstance(flag, Tracer) else bool(flag)
-
-
-def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
-    def select(a: Any, b: Any) -> Any:
-        return a if _accumulator.is_float0(a) else jnp.where(flag, a, b)
-
-    chosen = jax.tree.map(select, *map(_mesh.to_device, (on_true, on_false)))
-    return _mesh.to_memory_of(chosen, on_false)
-
-
-def _zeros(shapes: Tree) -> Tree:
-    def zeros(leaf: jax.ShapeDtypeStruct) -> Any:
-        return np.zeros(leaf.shape, leaf.dtype) if _accumulator.is_float0(leaf) else jnp.zeros_like(leaf)
-
-    return jax.tree.map(zeros, shapes)

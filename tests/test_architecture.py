@@ -13,9 +13,10 @@ PACKAGE = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
     {"_accumulator", "_state", "_report", "_collectives", "_mesh"},
     {"_arguments", "_split", "_sharding"},
+    {"_emit"},
     {"_outputs", "_micro_step", "_recompute"},
     {"_cut", "_transformation", "_placement"},
-    {"_microbatch", "_train_step", "_planning"},
+    {"_microbatch", "_train_step", "_planning", "_resume"},
     {"_verify"},
     {"processes", "flax"},
     {"demo"},

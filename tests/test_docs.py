@@ -15,7 +15,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-WITH_EXAMPLES = "collectives microbatch placement planning recompute sharding state train_step transformation verify"
+WITH_EXAMPLES = (
+    "collectives microbatch placement planning recompute resume sharding state train_step transformation verify"
+)
 
 
 @pytest.mark.parametrize("room", WITH_EXAMPLES.split())
