@@ -1,7 +1,9 @@
 """Owns the checks of what users pass: each says the rule, the value and the remedy. Computes nothing."""
 
+import difflib
+import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -67,6 +69,17 @@ def as_flush(flush: Any, every: Every) -> Flag:
 def as_weight(weight: Any, rows: int | None = None) -> Weight:
     """Returns `weight` as a Python float where it is a number, else as a scalar of the default float dtype."""
     return as_scalar("weight", weight, "Pass one number for the micro-batch, such as mask.sum().", rows)
+
+
+def check_extra_args(names: Iterable[str], inner: Callable[..., Any]) -> None:
+    """Raises for a misspelt `weight` or `flush`, which would pass for an argument of the inner optimizer and be lost."""
+    for name in names:
+        meant = difflib.get_close_matches(name, ("weight", "flush"), n=1, cutoff=0.9)
+        if meant and name not in inspect.signature(inner).parameters:
+            raise TypeError(
+                f"An extra argument must not be mistaken for {meant[0]!r}: {name!r} would go to the inner optimizer, whose "
+                f"update does not name it. Pass {meant[0]}=."
+            )
 
 
 def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> Weight:

@@ -121,6 +121,7 @@ class Accumulation:
         """
         add = add or (lambda acc, weight, first: _accumulator.add(acc, grads, weight, first))
         self._check(grads, state, params)
+        _arguments.check_extra_args(set(extra_args) - set(self.mean_args), self.inner.update)
         flush = _arguments.as_flush(flush, self.every)
         with jax.named_scope("optax_accum.add"):
             window = self._add(add, grads, state, params, self.as_weight(weight, state), extra_args)

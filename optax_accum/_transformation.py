@@ -96,6 +96,7 @@ def accumulate_gradients(
       | a NaN under `"omit"` | weight 0, `skipped + 1` | running |
       | a NaN under `"discard"` | at the end zero updates, inner state untouched, `discarded + 1` | running |
       | `flush` on a skipped micro-batch | closes the window with the rest | running |
+      | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` names it | tracing |
       | `None`, `MaskedNode`, empty leaves | pass through | tracing |
       | float0 (of an integer parameter) | passes through to `inner` and back | tracing |
       | inside `optax.masked` or `optax.partition` | nothing is allocated for the leaves left out | tracing |

@@ -168,6 +168,17 @@ def test_weight(weight, error):
         update(build(), weight=weight)
 
 
+@pytest.mark.parametrize(("name", "meant"), [("weights", "weight"), ("flushs", "flush")])
+def test_a_misspelt_weight_does_not_get_lost(name, meant):
+    with pytest.raises(TypeError, match=f"mistaken for '{meant}': '{name}'.*Pass {meant}="):
+        update(build(), **{name: 1.0})
+    named = lambda grads, state, params=None, *, weights=None, **_: (jax.tree.map(lambda g: g * weights, grads), state)
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), named)
+    tx = optax_accum.accumulate_gradients(inner, 1)
+    updates, _ = tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weights=2.0, height=1.0)
+    assert updates.tolist() == [2, 2, 2]
+
+
 def test_a_mean_argument_that_is_no_scalar():
     with pytest.raises(ValueError, match=r"value must be a scalar: value=float32\[2\].*loss.mean.*mean_args"):
         update(build(), value=jnp.ones(2))
