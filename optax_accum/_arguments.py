@@ -72,13 +72,13 @@ def as_weight(weight: Any, rows: int | None = None) -> Weight:
 
 
 def check_extra_args(names: Iterable[str], inner: Callable[..., Any]) -> None:
-    """Raises for a misspelt `weight` or `flush`, which would pass for an argument of the inner optimizer and be lost."""
+    """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
     for name in names:
         meant = difflib.get_close_matches(name, ("weight", "flush"), n=1, cutoff=0.9)
         if meant and name not in inspect.signature(inner).parameters:
             raise TypeError(
-                f"An extra argument must not be mistaken for {meant[0]!r}: {name!r} would go to the inner optimizer, whose "
-                f"update does not name it. Pass {meant[0]}=."
+                f"An extra argument must not be mistaken for {meant[0]!r}: {name!r} would go to the inner optimizer, "
+                f"whose update does not name it. Pass {meant[0]}=."
             )
 
 
