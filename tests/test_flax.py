@@ -413,6 +413,7 @@ def test_bad_input():
         normed.apply_gradients(grads=normalised(normed, (X, Y))[0], batch_stats={"mean": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"takes the momentum of the BatchNorm layers.*momentum=None"):
         created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), norm=True, momentum=None)
+    accum.merge_batch_stats({"mean": jnp.ones(3)}, {"mean": jnp.ones(3)}, np.float32(0.9))
     with pytest.raises(ValueError, match=r"momentum=1"):
         accum.merge_batch_stats({"mean": jnp.ones(3)}, {"mean": jnp.ones(3)}, 1)
     two = optax.chain(*(optax_accum.accumulate_gradients(optax.sgd(0.1), 2) for _ in range(2)))

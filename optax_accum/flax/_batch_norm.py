@@ -1,5 +1,6 @@
 """Owns the running statistics of BatchNorm: those of a cut batch become those of the whole one. Knows no model."""
 
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -89,7 +90,7 @@ def check_stats(old: Tree, new: Tree) -> None:
 
 def check_momentum(momentum: Any) -> None:
     """Raises unless the momentum leaves some room for new statistics."""
-    if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+    if isinstance(momentum, bool) or not isinstance(momentum, numbers.Real) or not 0 <= momentum < 1:
         raise ValueError(
             "To merge batch_stats over micro-batches takes the momentum of the BatchNorm layers, a number in [0, 1): "
             f"momentum={momentum!r}. Pass what the layers have; flax.linen.BatchNorm has 0.99 unless told otherwise."
