@@ -74,7 +74,8 @@ def as_weight(weight: Any, rows: int | None = None) -> Weight:
 def check_extra_args(names: Iterable[str], inner: Callable[..., Any]) -> None:
     """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
     for name in names:
-        meant = difflib.get_close_matches(name, ("weight", "flush"), n=1, cutoff=0.9)
+        swapped = [word for word in ("weight", "flush") if sorted(word) == sorted(name)]
+        meant = swapped or difflib.get_close_matches(name, ("weight", "flush"), n=1, cutoff=0.9)
         if meant and name not in inspect.signature(inner).parameters:
             raise TypeError(
                 f"An extra argument must not be mistaken for {meant[0]!r}: {name!r} would go to the inner optimizer, "

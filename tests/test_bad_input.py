@@ -168,7 +168,7 @@ def test_weight(weight, error):
         update(build(), weight=weight)
 
 
-@pytest.mark.parametrize(("name", "meant"), [("weights", "weight"), ("flushs", "flush")])
+@pytest.mark.parametrize(("name", "meant"), [("weights", "weight"), ("weigth", "weight"), ("flushs", "flush")])
 def test_a_misspelt_weight_does_not_get_lost(name, meant):
     with pytest.raises(TypeError, match=f"mistaken for '{meant}': '{name}'.*Pass {meant}="):
         update(build(), **{name: 1.0})

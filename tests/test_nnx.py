@@ -107,14 +107,13 @@ def test_the_train_step_steps_statistics_once_and_averages_metrics():
     optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss", "first"))
     fun = lambda model, batch: (loss(model, batch), {"first": jnp.mean(batch[0][:, 0])})
     step = accum.nnx_train_step(fun, has_aux=True, num_microbatches=2, weight_fn=lambda batch: 1.0 + batch[1].sum())
-    weights = [1.0 + Y[:8].sum(), 1.0 + Y[8:].sum()]
     parts = [[1.0 + Y[rows].sum() for rows in cut] for cut in CUTS]
     for rows in (slice(0, 8), slice(8, 12)):
         metrics = step(model, optimizer, (X[rows], Y[rows]))
     loss(whole, (X, Y))
     close(statistics(model), statistics(whole))
     means = [np.average([X[rows, 0].mean() for rows in cut], weights=w) for cut, w in zip(CUTS, parts, strict=True)]
-    assert_allclose(metrics["first"], np.average(means, weights=weights), rtol=1e-5)
+    assert_allclose(metrics["first"], np.average(means, weights=np.sum(parts, axis=1)), rtol=1e-5)
     with pytest.raises(ValueError, match=r"names that were announced: \['first', 'loss'\], and the window has \[\]"):
         step(model, accum.Optimizer(model, tx, wrt=nnx.Param), (X, Y))
 
@@ -148,6 +147,87 @@ def test_batch_norm_and_the_gradient_over_devices():
         _, grads = accum.value_and_grad(nnx_loss, **options)(plain, batch)
     close(statistics(model), statistics(whole))
     close(arrays(grads), arrays(want))
+
+
+class Transformed(nnx.Module):
+    """Layers under transformations of NNX, which make traces of their own."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(6, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
+
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def layers(rngs):
+            return nnx.Linear(4, 4, rngs=rngs)
+
+        self.layers = layers(rngs.split(3))
+
+    def __call__(self, x):
+        @nnx.remat
+        def start(model, x):
+            return model.norm(model.first(x))
+
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def through(layer, x):
+            return nnx.relu(layer(x))
+
+        return through(self.layers, start(self, x))
+
+
+def test_a_module_under_transformations():
+    model, whole = Transformed(nnx.Rngs(0)), Transformed(nnx.Rngs(0))
+    loss = lambda model, batch: jnp.mean((model(batch[0]).sum(-1) - batch[1]) ** 2)
+    batch = np.repeat(X[:4], 3, axis=0), np.repeat(Y[:4], 3)  # each micro-batch has the same rows: normalised alike
+    want_value, want = nnx.value_and_grad(loss)(whole, batch)
+    cut = accum.value_and_grad(loss, microbatch_size=4)
+    value, grads = nnx.jit(lambda model, batch: cut(model, batch))(model, batch)
+    assert_allclose(value, want_value, rtol=1e-5)
+    close(arrays(grads), arrays(want), 1e-5)
+    close(statistics(model), statistics(whole))
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_train_step_over_devices(axis_type, deferred):
+    """Statistics, metrics and parameters are those of the whole batch, with one reduction per window if deferred."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    plain, (whole, normed) = Net(nnx.Rngs(0)), two_norms()
+    plain_loss = nnx_loss(plain, (X, Y))
+    reference = nnx.Optimizer(plain, optax.adam(0.1), wrt=nnx.Param)
+    reference.update(plain, nnx.grad(nnx_loss)(plain, (X, Y)))
+    normed(whole, (X, Y))
+    axes = {"reduce_axes": "data"} if deferred else {}
+    options = {"num_microbatches": 1, "reduce_axes": "data", "reduced": not deferred}
+    with jax.set_mesh(mesh):
+        replicated, rows = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("data"))
+        for model, loss in ((Net(nnx.Rngs(0)), nnx_loss), (two_norms()[0], normed)):
+            nnx.update(model, jax.device_put(nnx.state(model), replicated))
+            tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=2, **axes)
+            optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+            step = accum.nnx_train_step(loss, **options)
+            for part in (slice(0, 8), slice(8, 12)):
+                metrics = step(model, optimizer, jax.device_put((X[part], Y[part]), rows))
+            assert int(optimizer.step[...]) == 1
+            if loss is nnx_loss:
+                close(arrays(nnx.state(model, nnx.Param)), arrays(nnx.state(plain, nnx.Param)), 1e-4)
+                assert_allclose(metrics["loss"], plain_loss, rtol=1e-5)
+            else:
+                close(statistics(model), statistics(whole))
+
+
+def test_sums_begin_anew_and_a_late_flush_closes():
+    (model, loss), (whole, _) = two_norms(), two_norms()
+    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=4)
+    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    grads = nnx.state(model, nnx.Param)
+    loss(whole, (X, Y))
+    loss(model, (X, Y))
+    optimizer.update(model, grads, metrics={"loss": 10.0})
+    optimizer.update(model, jax.tree.map(jnp.zeros_like, grads), weight=0, flush=True)
+    close(statistics(model), statistics(whole))
+    optimizer.update(model, grads)
+    optimizer.update(model, grads, metrics={"loss": 2})
+    assert_allclose(optimizer.window_metrics()["loss"], 2)
 
 
 def test_a_micro_step_takes_no_memory_beside_the_state():
@@ -191,6 +271,15 @@ def test_bad_input():
     optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
     with pytest.raises(ValueError, match="A metric must be a scalar"):
         optimizer.update(model, grads, metrics={"loss": jnp.ones(2)})
+    with pytest.raises(TypeError, match=r"metrics must be a tuple of names: metrics='loss'"):
+        accum.Optimizer(model, tx, wrt=nnx.Param, metrics="loss")
+    step = accum.nnx_train_step(
+        lambda model, batch: (loss(model, batch), {"loss": 0.0}), has_aux=True, num_microbatches=2
+    )
+    with pytest.raises(ValueError, match=r"metrics has a 'loss', too"):
+        step(model, optimizer, (X, Y))
+    with pytest.raises(TypeError, match=r"optimizer=Optimizer. Create it with optax_accum.flax.Optimizer"):
+        step(model, nnx.Optimizer(model, tx, wrt=nnx.Param), (X, Y))
     model.norms.append(nnx.BatchNorm(4, use_bias=False, use_scale=False, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="must keep their tree and shapes"):
         optimizer.update(model, grads)

@@ -46,8 +46,9 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
     The moments are taken about the running mean, which the law allows and rounding prefers: a mean of 1000 with a
     variance of 1 would lose that variance in float32.
 
-    It is exact for the running statistics. What it cannot change: inside a micro-batch, BatchNorm normalises with the
-    statistics of that micro-batch, so gradients are not those of the whole batch; `verify` says so.
+    It is exact for the inputs that a layer has seen. What it cannot change: inside a micro-batch, BatchNorm normalises
+    with the statistics of that micro-batch, so gradients, and what a second BatchNorm behind it sees, are not those of
+    the whole batch; `verify` says so.
 
     Args:
       moments: the mean of `batch_moments` over the micro-batches, weighted by their rows.
@@ -90,7 +91,8 @@ def check_stats(old: Tree, new: Tree) -> None:
 
 def check_momentum(momentum: Any) -> None:
     """Raises unless the momentum leaves some room for new statistics."""
-    if isinstance(momentum, bool) or not isinstance(momentum, numbers.Real) or not 0 <= momentum < 1:
+    is_number = isinstance(momentum, numbers.Real) and momentum is not False
+    if not is_number or not 0 <= float(momentum) < 1:
         raise ValueError(
             "To merge batch_stats over micro-batches takes the momentum of the BatchNorm layers, a number in [0, 1): "
             f"momentum={momentum!r}. Pass what the layers have; flax.linen.BatchNorm has 0.99 unless told otherwise."

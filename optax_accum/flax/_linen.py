@@ -31,8 +31,8 @@ class Window(NamedTuple):
     """
 
     metrics: dict[str, WeightedSum]
-    moments: WeightedSum | None
-    maxima: Tree
+    moments: WeightedSum | None = None
+    maxima: Tree = None
 
 
 class TrainState(train_state.TrainState, kw_only=True):
@@ -53,6 +53,8 @@ class TrainState(train_state.TrainState, kw_only=True):
       |---|---|
       | an optimizer that does not accumulate | what Flax's own does; `weight`, `flush`, `metrics` warn once |
       | the window is held | `step`, `params` and `batch_stats` are the same, bit for bit |
+      | the same, but part of an `optax.chain` stands outside the window | that part acts at every micro-step |
+      | closed late, by `weight=0, flush=True` alone | the statistics of the window step, as they should |
       | the window is discarded | the same, and the metrics of the window begin anew |
       | `nonfinite` leaves a micro-batch out | so do metrics and `batch_stats`: a NaN in them does not stay |
       | no micro-batch of the window has counted yet | `window_metrics` are NaN |
@@ -78,7 +80,7 @@ class TrainState(train_state.TrainState, kw_only=True):
 
     micro_step: Any = 0
     batch_stats: Any = flax.struct.field(default_factory=lambda: None)  # a subclass may declare it without a default
-    window: Any = None
+    window: Any = flax.struct.field(default_factory=lambda: Window({}))
     momentum: Any = flax.struct.field(pytree_node=False, default=None)
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -113,7 +115,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         window = kwargs.get("window")
         if window is None:
             stats, overwritten = state.batch_stats, _overwritten(params)
-            merges = _window.find_window(state.opt_state) is not None and stats is not None
+            merges = _window.find_window(state.opt_state) is not None and bool(jax.tree.leaves(stats))
             if merges:
                 check_momentum(momentum)
             window = Window(
@@ -160,12 +162,11 @@ class TrainState(train_state.TrainState, kw_only=True):
         )
         micro_step = MicroStep.between(before, _window.find_window(opt_state))
         window, counted = self.window, _window.as_weight(weight)
-        if metrics is not None:
-            window = window._replace(metrics=_window.add_metrics(window.metrics, metrics, counted, micro_step))
-        if "batch_stats" in replaced and before is not None:
+        window = window._replace(metrics=_window.add_metrics(window.metrics, metrics, counted, micro_step))
+        if before is not None:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
-            stats, moments = self._add_stats(replaced["batch_stats"], counted, micro_step)
-            replaced["batch_stats"], window = stats, window._replace(moments=moments)
+            stats, moments = self._add_stats(replaced.pop("batch_stats", None), counted, micro_step)
+            replaced, window = {"batch_stats": stats, **replaced}, window._replace(moments=moments)
         if _overwritten(grads) is not None:
             maxima, overwritten = self._overwrite(_overwritten(grads), micro_step)
             params, window = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}, window._replace(maxima=maxima)
@@ -177,11 +178,15 @@ class TrainState(train_state.TrainState, kw_only=True):
         """Returns the weighted means of the metrics over the window so far, or over the one that has just closed."""
         return _window.mean_metrics(self.window.metrics)
 
-    def _add_stats(self, new: Tree, weight: jax.Array, micro_step: MicroStep) -> tuple[Tree, WeightedSum]:
+    def _add_stats(self, new: Tree, weight: jax.Array, micro_step: MicroStep) -> tuple[Tree, WeightedSum | None]:
         """Returns the running statistics, which step when the window emits, and its moments."""
-        old = self.batch_stats
-        check_stats(old, new)
-        moments = _window.add(self.window.moments, batch_moments(new, old, self.momentum), weight, micro_step)
+        old, moments = self.batch_stats, self.window.moments
+        if new is not None:
+            check_stats(old, new)
+        if moments is None:
+            return old, None
+        new, weight = (old, jnp.zeros([])) if new is None else (new, weight)
+        moments = _window.add(moments, batch_moments(new, old, self.momentum), weight, micro_step)
         merged = merge_batch_stats(_window.mean(moments), old, self.momentum)
         return jax.tree.map(lambda new, old: jnp.where(micro_step.emitted, new, old), merged, old), moments
 
@@ -202,48 +207,79 @@ def train_step(
 
     Args:
       fun: `fun(params, batch, key, state) -> (loss, extra)`, where `extra` is a dict that may hold `"metrics"`, a dict
-        of scalars, and `"batch_stats"`, as the model returned them. Give `state.apply_fn` the key as `rngs`.
+        of scalars, and must hold `"batch_stats"`, as the model returned them, if the state has some. Give
+        `state.apply_fn` the key as `rngs`. The state comes without its parameters and those of the optimizer.
       weight_fn: how much a micro-batch counts: by default its number of rows. `batch_stats` always count by rows.
-      **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `reduce_axes`, ...
+      **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `reduce_axes`; and
+        `reduced=False`, if `reduce_axes` was given to `accumulate_gradients` too.
 
     Returns:
-      A jitted `step(state, batch, key) -> (state, metrics)` that donates `state`, a `TrainState` created with
-      `metrics=("loss", ...)`. The metrics are those of the window so far.
+      A jitted `step(state, batch, key, flush=None) -> (state, metrics)` that donates `state`, a `TrainState` created
+      with `metrics=("loss", ...)`. The metrics are those of the window so far.
 
     Raises:
-      ValueError: fp8 statistics beside the parameters: their gradients are new values, which must not be added.
+      TypeError: the state is one of Flax's own; `fun` returns no pair.
+      ValueError: `extra` lacks `"batch_stats"`, or has other entries; a metric of the name `"loss"`; fp8 statistics
+        beside the parameters: their gradients are new values, which must not be added.
     """
+    reduced = options.get("reduced", True)
 
     def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
-        loss, extra = fun(params, batch, key, state)
-        rows, moments = jnp.float32(_window.num_rows(batch)), None
-        if "batch_stats" in extra:
+        loss, extra = _checked(fun(params, batch, key, state), state)
+        metrics = _window.with_loss(loss, extra.get("metrics", {}))
+        sums = {"metrics": _window.weighted(metrics, _window.weight_of(weight_fn, batch))}
+        if extra.get("batch_stats"):
             moments = batch_moments(extra["batch_stats"], state.batch_stats, state.momentum)
-            moments = jax.tree.map(lambda leaf: rows * leaf, moments)
-        return loss, (extra.get("metrics", {}), (moments, rows))
+            sums["moments"] = _window.weighted(moments, _window.weight_of(None, batch))
+        return loss, sums
 
     cut = optax_accum.value_and_grad(
-        pure, has_aux=True, rng_argnum=2, weight_fn=weight_fn, aux_reduction=("mean", "sum"), **options
+        pure, has_aux=True, rng_argnum=2, weight_fn=weight_fn, aux_reduction="sum", **options
     )
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, batch: Tree, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        if _overwritten(state.params) is not None:
-            raise ValueError(
-                f"train_step adds gradients within a call, and those of {OVERWRITE_WITH_GRADIENT!r} are new values. "
-                "Take state.apply_gradients for each micro-batch, which takes their maximum over the window."
-            )
-        (loss, (metrics, sums)), grads = cut(state.params, batch, key, state)
-        moments, new = _window.mean(WeightedSum(*sums)), {}
-        if moments is not None:
-            new = {"batch_stats": merge_batch_stats(moments, state.batch_stats, state.momentum)}
-        rows = _window.num_rows(batch)
-        weight = weight_fn(batch) if weight_fn else rows
-        metrics = {"loss": loss, **metrics}
-        state = state.apply_gradients(grads=grads, weight=weight, stats_weight=rows, metrics=metrics, **new)
+    def step(
+        state: TrainState, batch: Tree, key: jax.Array, flush: Any = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        _check_state(state)
+        (_, sums), grads = cut(state.params, batch, key, state.replace(params=None, opt_state=None, window=None))
+        weight = sums["metrics"].weight
+        means = {name: _window.mean(total) for name, total in _window.over_devices(sums, reduced=reduced).items()}
+        new: dict[str, Any] = {"weight": weight, "stats_weight": _window.num_rows(batch), "metrics": means["metrics"]}
+        if "moments" in means:
+            new["batch_stats"] = merge_batch_stats(means["moments"], state.batch_stats, state.momentum)
+        state = state.apply_gradients(grads=grads, flush=flush, **new)
         return state, state.window_metrics()
 
     return step
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"train_step needs a state that has a window: state={type(state).__name__}. Create it with "
+            "optax_accum.flax.TrainState."
+        )
+    if _overwritten(state.params) is not None:
+        raise ValueError(
+            f"train_step adds gradients within a call, and those of {OVERWRITE_WITH_GRADIENT!r} are new values. "
+            "Take state.apply_gradients for each micro-batch, which takes their maximum over the window."
+        )
+
+
+def _checked(out: Any, state: TrainState) -> tuple[jax.Array, Mapping[str, Any]]:
+    """Returns what the `fun` of a train step returned, if it is what it must be."""
+    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], Mapping):
+        raise TypeError("fun must return (loss, extra), where extra is a dict. With nothing to add, return (loss, {}).")
+    extra = out[1]
+    if unknown := sorted(set(extra) - {"metrics", "batch_stats"}):
+        raise ValueError(f'extra may hold "metrics" and "batch_stats": it has {unknown}. Put metrics into "metrics".')
+    if jax.tree.leaves(state.batch_stats) and "batch_stats" not in extra:
+        raise ValueError(
+            'extra must hold "batch_stats", since the state has some: it has none. Return what the model returned with '
+            'mutable=["batch_stats"], or state.batch_stats where they are to stay.'
+        )
+    return out
 
 
 def _overwritten(tree: Tree) -> Tree:

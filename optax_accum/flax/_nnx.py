@@ -49,36 +49,32 @@ def value_and_grad(
       (2, 1)
     """
     reduction, axes = options.pop("aux_reduction", "mean"), options.get("reduce_axes")
-    batch_argnums = options.get("batch_argnums", 1)
+    batch_argnums, reduced = options.get("batch_argnums", 1), options.get("reduced", True)
 
     @functools.wraps(fun)
     def run(model: Any, *args: Any) -> tuple[Any, Any]:
         running, momenta = _batch_norms(model)
         graph, params, stats, rest = nnx.split(model, wrt, running, ...)
-        old = nnx.to_pure_dict(stats)
-        momentum = momenta(old)
 
         def pure(params: Any, *args_and_state: Any) -> tuple[jax.Array, Any]:
             *args, stats, rest = args_and_state
-            copies = jax.tree.map(
-                lambda leaf: leaf, (stats, rest)
-            )  # variables of this trace, which the model may change
-            micro = nnx.merge(graph, params, *copies)
+            copies = jax.tree.map(lambda leaf: leaf, (params, stats, rest))  # variables of this trace
+            micro = nnx.merge(graph, *copies)
             streams = _own_streams(micro, axes)
             out = fun(micro, *args)
             loss, aux = out if has_aux else (out, None)
             nnx.update(micro, streams)
             _, _, new, rest = nnx.split(micro, wrt, running, ...)
-            rows = jnp.float32(_window.num_rows([(params, *args)[n] for n in _numbers(batch_argnums)]))
-            moments = batch_moments(nnx.to_pure_dict(new), old, momentum)
-            return loss, (((jax.tree.map(lambda leaf: rows * leaf, moments), rows), aux), rest)
+            old, rows = nnx.to_pure_dict(stats), _window.num_rows([(params, *args)[n] for n in _numbers(batch_argnums)])
+            moments = batch_moments(nnx.to_pure_dict(new), old, momenta(old))
+            return loss, ((_window.weighted(moments, jnp.float32(rows)), aux), rest)
 
         cut = optax_accum.value_and_grad(
             pure, has_aux=True, carry_argnum=len(args) + 2, aux_reduction=("sum", reduction), **options
         )
         (loss, ((sums, aux), rest)), grads = cut(params, *args, stats, rest)
-        merged = merge_batch_stats(_window.mean(WeightedSum(*sums)), old, momentum)
-        nnx.replace_by_pure_dict(stats, merged)
+        old, moments = nnx.to_pure_dict(stats), _window.mean(_window.over_devices(sums, reduced=reduced))
+        nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, momenta(old)))
         nnx.update(model, stats, rest)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -164,9 +160,8 @@ class Optimizer(nnx.Optimizer):
         params, state = optax_accum.apply_gradients(self.tx, grads, state, params, **nnx.as_pure(extra))
         micro_step = MicroStep.between(before, _window.find_window(state))
         window, counted = nnx.as_pure(self.window), _window.as_weight(weight)
-        if metrics is not None:
-            metrics = nnx.as_pure(dict(metrics))
-            window = {**window, "metrics": _window.add_metrics(window["metrics"], metrics, counted, micro_step)}
+        metrics = None if metrics is None else nnx.as_pure(dict(metrics))
+        window = {**window, "metrics": _window.add_metrics(window["metrics"], metrics, counted, micro_step)}
         if "moments" in window:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             window = _step_stats(model, window, counted, micro_step)
@@ -197,21 +192,38 @@ def nnx_train_step(
       weight_fn: how much a micro-batch counts: by default its number of rows. Statistics always count by rows.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
-      **options: those of `value_and_grad`.
+      **options: those of `value_and_grad`; and `reduced=False`, if `reduce_axes` was given to `accumulate_gradients`
+        too.
 
     Returns:
-      A function `step(model, optimizer, batch) -> metrics` under `nnx.jit`, which donates the model and the optimizer:
-      an `Optimizer` of this module, created with `metrics=("loss", ...)`. The metrics are those of the window so far.
+      A function `step(model, optimizer, batch, flush=None) -> metrics` under `nnx.jit`, which donates the model and the
+      optimizer: an `Optimizer` of this module, created with `metrics=("loss", ...)`. The metrics are those of the
+      window so far.
+
+    Raises:
+      TypeError: the optimizer is one of Flax's own.
+      ValueError: a metric of the name `"loss"`.
     """
-    cut = value_and_grad(fun, wrt=wrt, has_aux=has_aux, weight_fn=weight_fn, **options)
+    reduced = options.get("reduced", True)
+
+    def measured(model: Any, batch: Tree) -> tuple[jax.Array, WeightedSum]:
+        out = fun(model, batch)
+        loss, metrics = out if has_aux else (out, {})
+        return loss, _window.weighted(_window.with_loss(loss, metrics), _window.weight_of(weight_fn, batch))
+
+    cut = value_and_grad(measured, wrt=wrt, has_aux=True, weight_fn=weight_fn, aux_reduction="sum", **options)
 
     @functools.partial(nnx.jit, donate_argnums=(0, 1))
-    def step(model: Any, optimizer: Optimizer, batch: Tree) -> dict[str, jax.Array]:
-        value, grads = cut(model, batch)
-        loss, metrics = value if has_aux else (value, {})
+    def step(model: Any, optimizer: Any, batch: Tree, flush: Any = None) -> dict[str, jax.Array]:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"nnx_train_step needs an optimizer that has a window: optimizer={type(optimizer).__name__}. Create it "
+                "with optax_accum.flax.Optimizer."
+            )
+        (_, sums), grads = cut(model, batch)
+        metrics = _window.mean(_window.over_devices(sums, reduced=reduced))
         rows = _window.num_rows(batch)
-        weight = weight_fn(batch) if weight_fn else rows
-        optimizer.update(model, grads, weight=weight, stats_weight=rows, metrics={"loss": loss, **metrics})
+        optimizer.update(model, grads, weight=sums.weight, stats_weight=rows, metrics=metrics, flush=flush)
         return optimizer.window_metrics()
 
     return step

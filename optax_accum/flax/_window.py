@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +64,15 @@ def zero_sums(values: Tree) -> WeightedSum:
 
 def zero_metrics(names: Iterable[str]) -> dict[str, WeightedSum]:
     """Returns a sum for each named metric."""
+    if isinstance(names, str):
+        raise TypeError(f"metrics must be a tuple of names: metrics={names!r}. Pass ({names!r},).")
     return {name: zero_sums(jnp.zeros([])) for name in names}
+
+
+def weighted(values: Tree, weight: Any) -> WeightedSum:
+    """Returns the sums of one micro-batch, in at least float32."""
+    wide = lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+    return WeightedSum(jax.tree.map(lambda leaf: weight * wide(leaf), values), weight)
 
 
 def add(sums: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroStep) -> WeightedSum:
@@ -79,18 +87,27 @@ def add(sums: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroSte
 
 
 def add_metrics(
-    sums: dict[str, WeightedSum], metrics: Mapping[str, Any], weight: jax.Array, micro_step: MicroStep
+    sums: dict[str, WeightedSum], metrics: Mapping[str, Any] | None, weight: jax.Array, micro_step: MicroStep
 ) -> dict[str, WeightedSum]:
-    """Adds the metrics of a micro-batch to those of the window; raises if they are not the ones announced."""
+    """Adds the metrics of a micro-batch, or nothing, to those of the window; raises if they were not announced."""
+    if metrics is None:
+        return {name: add(sums[name], jnp.zeros([]), jnp.zeros([]), micro_step) for name in sums}
     if sorted(metrics) != sorted(sums):
         raise ValueError(
             f"metrics must have the names that were announced: {sorted(metrics)}, and the window has {sorted(sums)}. "
-            f"Pass metrics={tuple(sorted(metrics))} to TrainState.create or Optimizer."
+            f"Pass those, or announce metrics={tuple(sorted(metrics))} to TrainState.create or Optimizer."
         )
     for name, value in metrics.items():
         if jnp.ndim(value):
             raise ValueError(f"A metric must be a scalar: {name!r} has shape {jnp.shape(value)}. Pass its mean.")
     return {name: add(sums[name], jnp.asarray(metrics[name]), weight, micro_step) for name in sums}
+
+
+def with_loss(loss: jax.Array, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metrics of a train step: the loss is one of them."""
+    if "loss" in metrics:
+        raise ValueError("A train step measures the loss itself: metrics has a 'loss', too. Give it another name.")
+    return {"loss": loss, **metrics}
 
 
 def mean(sums: WeightedSum, empty: float = 0.0) -> Tree:
@@ -118,6 +135,11 @@ def own_buffers(state: Tree, params: Tree) -> Tree:
     return jax.tree.map(own, state)
 
 
+def over_devices(sums: Tree, *, reduced: bool) -> Tree:
+    """Returns sums over all devices: with `reduced=False` they come as rows, one for each."""
+    return sums if reduced else jax.tree.map(lambda rows: jnp.sum(rows, axis=0), sums)
+
+
 def as_weight(weight: Any) -> jax.Array:
     """Returns the weight of a whole micro-batch, given as one number or as one for each device."""
     return jnp.sum(jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float)))
@@ -126,3 +148,14 @@ def as_weight(weight: Any) -> jax.Array:
 def num_rows(batch: Tree) -> int:
     """Returns the rows of a batch: those of its first array that is no scalar."""
     return next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf))
+
+
+def weight_of(weight_fn: Callable[..., Any] | None, batch: Tree) -> jax.Array:
+    """Returns how much a micro-batch of a train step counts."""
+    weight = weight_fn(batch) if weight_fn else num_rows(batch)
+    if isinstance(weight, Mapping):
+        raise ValueError(
+            f"A train step takes one weight for a micro-batch: weight_fn returned {sorted(weight)}. For terms with "
+            "denominators of their own, take value_and_grad."
+        )
+    return jnp.asarray(weight, jnp.result_type(float))
