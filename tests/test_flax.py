@@ -282,26 +282,68 @@ def test_a_micro_step_takes_no_memory_beside_the_state():
     assert temporary(accum.TrainState) < 0.05 < 0.9 < temporary(train_state.TrainState)
 
 
-def test_a_train_step_on_four_devices():
-    """Each device normalises and drops its own rows; gradients and statistics are those of all of them."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_train_step_on_four_devices(axis_type, deferred, norm):
+    """Each device normalises its own rows; gradients, metrics and statistics are those of all of them."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
 
     def fun(params, batch, key, state):
         x, labels = batch
-        logits, new = state.apply_fn({"params": params, "batch_stats": state.batch_stats}, x, mutable=["batch_stats"])
-        return cross_entropy(logits, labels), new
+        variables = {"params": params, **({"batch_stats": state.batch_stats} if norm else {})}
+        logits, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+        return cross_entropy(logits, labels), {"metrics": {"label": labels.max() > 0}, **new}
 
-    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
-    state = created(tx, norm=True, metrics=("loss",))
-    want = normalised(state, (np.concatenate([X, X[:4]]), np.concatenate([Y, Y[:4]])))[1]
-    step = accum.train_step(fun, num_microbatches=2, reduce_axes="data")
+    axes = {"reduce_axes": "data"} if deferred else {}
+    state = created(optax.sgd(0.1), train_state.TrainState) if not norm else created(optax.sgd(0.1), norm=True)
+    want = normalised(state, (X, Y))[1] if norm else state.apply_gradients(grads=gradient(state, (X, Y))[1]).params
+    step = accum.train_step(fun, num_microbatches=1, reduce_axes="data", reduced=not deferred)
     with jax.set_mesh(mesh):
-        rows = jax.NamedSharding(mesh, jax.P("data"))
-        state = jax.device_put(state, jax.NamedSharding(mesh, jax.P()))
-        for x, labels in ((X[:8], Y[:8]), (np.concatenate([X[8:], X[:4]]), np.concatenate([Y[8:], Y[:4]]))):
-            state, _ = step(state, jax.device_put((x, labels), rows), jax.random.key(0))
+        rows, replicated = (jax.NamedSharding(mesh, jax.P(*names)) for names in (("data",), ()))
+        params, stats = jax.device_put((state.params, getattr(state, "batch_stats", None)), replicated)
+        state = accum.TrainState.create(
+            apply_fn=state.apply_fn,
+            params=params,
+            batch_stats=stats,
+            momentum=0.9,
+            tx=optax_accum.accumulate_gradients(optax.sgd(0.1), every=2, **axes),
+            metrics=("loss", "label"),
+        )
+        for part in (slice(0, 8), slice(8, 12)):
+            state, metrics = step(state, jax.device_put((X[part], Y[part]), rows), jax.random.key(0))
     assert int(state.step) == 1
+    assert 0 < float(metrics["label"]) <= 1
+    close(state.batch_stats if norm else state.params, want)
+
+
+def test_a_train_step_is_flushed():
+    fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
+    whole = created(optax.sgd(0.1), train_state.TrainState)
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), every=None), metrics=("loss",))
+    step = accum.train_step(fun, num_microbatches=2)
+    state, _ = step(state, (X[:8], Y[:8]), jax.random.key(0), flush=False)
+    state, metrics = step(state, (X[8:], Y[8:]), jax.random.key(0), flush=True)
+    loss, grads = gradient(whole, (X, Y))
+    close(state.params, whole.apply_gradients(grads=grads).params)
+    assert_allclose(metrics["loss"], loss, rtol=1e-6)
+
+
+def test_sums_begin_anew_and_a_late_flush_closes():
+    """A loader that finds out too late closes the window without a gradient, statistics or metrics."""
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), every=4), norm=True, metrics=("loss",))
+    grads, want = normalised(state, (X, Y))
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    state = state.apply_gradients(grads=grads, batch_stats=want, metrics={"loss": 10.0})
+    state = state.apply_gradients(grads=zeros, weight=0, flush=True)
     close(state.batch_stats, want)
+    assert_allclose(state.window_metrics()["loss"], 10)
+    old, left = state.batch_stats, normalised(state, (X[:4], Y[:4]))[1]
+    state = state.apply_gradients(grads=zeros)
+    state = state.apply_gradients(grads=zeros, batch_stats=left, metrics={"loss": 2}, flush=True)
+    assert_allclose(state.window_metrics()["loss"], 2)
+    close(state.batch_stats, left)
+    assert np.max(np.abs(old["BatchNorm_0"]["mean"] - left["BatchNorm_0"]["mean"])) > 1e-3
 
 
 def test_float16_with_a_dynamic_scale():
@@ -411,6 +453,9 @@ def test_bad_input():
     normed = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), norm=True)
     with pytest.raises(ValueError, match="must keep their tree and shapes"):
         normed.apply_gradients(grads=normalised(normed, (X, Y))[0], batch_stats={"mean": jnp.ones(3)})
+    with pytest.raises(TypeError, match=r"metrics must be a tuple of names: metrics='loss'"):
+        created(optax.sgd(0.1), metrics="loss")
+    assert created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), batch_stats={}).window.moments is None
     with pytest.raises(ValueError, match=r"takes the momentum of the BatchNorm layers.*momentum=None"):
         created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), norm=True, momentum=None)
     accum.merge_batch_stats({"mean": jnp.ones(3)}, {"mean": jnp.ones(3)}, np.float32(0.9))
@@ -419,3 +464,35 @@ def test_bad_input():
     two = optax.chain(*(optax_accum.accumulate_gradients(optax.sgd(0.1), 2) for _ in range(2)))
     with pytest.raises(ValueError, match="must have one window: it holds 2"):
         created(two)
+
+
+@pytest.mark.parametrize(
+    ("out", "norm", "error", "message"),
+    [
+        (lambda loss, new: loss, False, TypeError, r"fun must return \(loss, extra\)"),
+        (lambda loss, new: (loss, {"accuracy": loss}), False, ValueError, r"it has \['accuracy'\]. Put metrics into"),
+        (lambda loss, new: (loss, {"metrics": {"loss": loss}}), False, ValueError, "metrics has a 'loss', too"),
+        (lambda loss, new: (loss, {}), True, ValueError, 'extra must hold "batch_stats", since the state has some'),
+    ],
+)
+def test_what_the_fun_of_a_train_step_returns(out, norm, error, message):
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), norm=norm, metrics=("loss",))
+
+    def fun(params, batch, key, state):
+        variables = {"params": params, **({"batch_stats": state.batch_stats} if norm else {})}
+        logits, new = state.apply_fn(variables, batch[0], mutable=["batch_stats"])
+        return out(cross_entropy(logits, batch[1]), new)
+
+    with pytest.raises(error, match=message):
+        accum.train_step(fun, num_microbatches=2)(state, (X, Y), jax.random.key(0))
+    plain = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), train_state.TrainState)
+    with pytest.raises(TypeError, match=r"state=TrainState. Create it with optax_accum.flax.TrainState"):
+        accum.train_step(fun, num_microbatches=2)(plain, (X, Y), jax.random.key(0))
+
+
+def test_a_train_step_takes_one_weight():
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), metrics=("loss",))
+    fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
+    step = accum.train_step(fun, num_microbatches=2, weight_fn=lambda batch: {"rows": 1.0})
+    with pytest.raises(ValueError, match=r"takes one weight for a micro-batch: weight_fn returned \['rows'\]"):
+        step(state, (X, Y), jax.random.key(0))
