@@ -310,8 +310,14 @@ def test_a_train_step_on_four_devices(axis_type, deferred, norm):
             tx=optax_accum.accumulate_gradients(optax.sgd(0.1), every=2, **axes),
             metrics=("loss", "label"),
         )
-        for part in (slice(0, 8), slice(8, 12)):
-            state, metrics = step(state, jax.device_put((X[part], Y[part]), rows), jax.random.key(0))
+        parts = [jax.device_put((X[part], Y[part]), rows) for part in (slice(0, 8), slice(8, 12))]
+        found = optax_accum.count_collectives(step.lower(state, parts[0], jax.random.key(0)).compile())
+        for part in parts:
+            state, metrics = step(state, part, jax.random.key(0))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    reduced_always = found.select(place=("outside", "loop")).bytes
+    assert reduced_always < size / 2 if deferred else reduced_always >= size
+    assert found.select(place="loop").count == 0
     assert int(state.step) == 1
     assert 0 < float(metrics["label"]) <= 1
     close(state.batch_stats if norm else state.params, want)
