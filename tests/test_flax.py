@@ -138,6 +138,10 @@ def test_statistics_far_from_zero_keep_their_variance():
     parts = [accum.batch_moments(left(part), old, 0.9) for part in np.split(rows, 3)]
     mean = jax.tree.map(lambda *leaves: sum(leaves) / 3, *parts)
     close(accum.merge_batch_stats(mean, old, 0.9), left(rows), 2e-4)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), old)
+    moments = accum.batch_moments(half, half, 0.9)
+    assert {leaf.dtype for leaf in jax.tree.leaves(moments)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(accum.merge_batch_stats(moments, half, 0.9))} == {jnp.bfloat16.dtype}
     untouched = accum.merge_batch_stats(accum.batch_moments(old, old, 0.9), old, 0.9)
     equal(untouched, old)  # layers in inference mode
 
@@ -323,6 +327,29 @@ def test_a_train_step_on_four_devices(axis_type, deferred, norm):
     close(state.batch_stats if norm else state.params, want)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_train_step_of_an_optimizer_that_does_not_accumulate(norm):
+    """Micro-batches within the call only: no window, and no warning that there is none."""
+
+    def fun(params, batch, key, state):
+        variables = {"params": params, **({"batch_stats": state.batch_stats} if norm else {})}
+        logits, new = state.apply_fn(variables, batch[0], mutable=["batch_stats"])
+        return cross_entropy(logits, batch[1]), new
+
+    _window.warn_once.cache_clear()
+    state = whole = created(optax.sgd(0.1), norm=norm)
+    loss = gradient(whole, (X, Y))[0] if not norm else None
+    state, metrics = accum.train_step(fun, num_microbatches=3)(
+        jax.tree.map(jnp.array, state), (X, Y), jax.random.key(0)
+    )
+    assert int(state.step) == 1
+    if norm:
+        close(state.batch_stats, normalised(whole, (X, Y))[1])
+    else:
+        close(state.params, whole.apply_gradients(grads=gradient(whole, (X, Y))[1]).params)
+        assert_allclose(metrics["loss"], loss, rtol=1e-6)
+
+
 def test_a_train_step_is_flushed():
     fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
     whole = created(optax.sgd(0.1), train_state.TrainState)
@@ -413,6 +440,7 @@ def test_checkpoints_of_others():
     assert ours.step == 1
     multi = created(optax.MultiSteps(optax.adam(0.1), 3), train_state.TrainState)
     multi = multi.apply_gradients(grads=gradient(multi, (X, Y))[1])
+    multi = flax.serialization.from_bytes(multi, flax.serialization.to_bytes(multi))
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=3)
     moved = created(tx).replace(params=multi.params, opt_state=optax_accum.from_multi_steps(multi.opt_state))
     for _ in range(2):

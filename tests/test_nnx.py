@@ -215,6 +215,17 @@ def test_the_train_step_over_devices(axis_type, deferred):
                 close(statistics(model), statistics(whole))
 
 
+def test_the_train_step_of_an_optimizer_that_does_not_accumulate():
+    (model, loss), (whole, _) = two_norms(), two_norms()
+    optimizer = accum.Optimizer(model, optax.set_to_zero(), wrt=nnx.Param)
+    step = accum.nnx_train_step(loss, num_microbatches=3)
+    for number in (1, 2):
+        metrics = step(model, optimizer, (X, Y))
+        loss(whole, (X, Y))
+        assert (int(optimizer.step[...]), sorted(metrics)) == (number, ["loss"])
+        close(statistics(model), statistics(whole))
+
+
 def test_sums_begin_anew_and_a_late_flush_closes():
     (model, loss), (whole, _) = two_norms(), two_norms()
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=4)

@@ -18,7 +18,7 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
 
         d_i,    v_i + d_i^2
 
-    are linear in the weights. Use them as an auxiliary output with `aux_reduction="mean"`, or let `TrainState` and
+    are linear in the weights; they come in at least float32. Use them as an auxiliary output with `aux_reduction="mean"`, or let `TrainState` and
     `value_and_grad` do so.
 
     Args:
@@ -32,7 +32,8 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
     """
     check_stats(old, new)
     momenta = _momenta(momentum, old)
-    less = jax.tree.map(lambda momentum, new, old: (new - old) / (1 - momentum), momenta, new, old)
+    wide = lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+    less = jax.tree.map(lambda momentum, new, old: (wide(new) - wide(old)) / (1 - momentum), momenta, new, old)
     return _map_pairs(lambda mean, var: (mean, var + mean**2), less)
 
 

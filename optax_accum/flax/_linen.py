@@ -55,7 +55,7 @@ class TrainState(train_state.TrainState, kw_only=True):
       | the window is held | `step`, `params` and `batch_stats` are the same, bit for bit |
       | the same, but part of an `optax.chain` stands outside the window | that part acts at every micro-step |
       | closed late, by `weight=0, flush=True` alone | the statistics of the window step, as they should |
-      | the window is discarded | the same, and the metrics of the window begin anew |
+      | the window is discarded | as if held, but the next micro-step begins anew |
       | `nonfinite` leaves a micro-batch out | so do metrics and `batch_stats`: a NaN in them does not stay |
       | no micro-batch of the window has counted yet | `window_metrics` are NaN |
       | fp8 statistics beside the parameters | the maximum over the window overwrites them when it emits |
@@ -215,7 +215,8 @@ def train_step(
 
     Returns:
       A jitted `step(state, batch, key, flush=None) -> (state, metrics)` that donates `state`, a `TrainState` created
-      with `metrics=("loss", ...)`. The metrics are those of the window so far.
+      with `metrics=("loss", ...)`. The metrics are those of the window so far; of the call, if the optimizer does not
+      accumulate.
 
     Raises:
       TypeError: the state is one of Flax's own; `fun` returns no pair.
@@ -245,10 +246,13 @@ def train_step(
         (_, sums), grads = cut(state.params, batch, key, state.replace(params=None, opt_state=None, window=None))
         weight = sums["metrics"].weight
         means = {name: _window.mean(total) for name, total in _window.over_devices(sums, reduced=reduced).items()}
-        new: dict[str, Any] = {"weight": weight, "stats_weight": _window.num_rows(batch), "metrics": means["metrics"]}
+        metrics, new = means["metrics"], {}
         if "moments" in means:
-            new["batch_stats"] = merge_batch_stats(means["moments"], state.batch_stats, state.momentum)
-        state = state.apply_gradients(grads=grads, flush=flush, **new)
+            new = {"batch_stats": merge_batch_stats(means["moments"], state.batch_stats, state.momentum)}
+        if _window.find_window(state.opt_state) is None:  # each call is an update
+            return state.apply_gradients(grads=grads, flush=flush, **new), metrics
+        new |= {"weight": weight, "stats_weight": _window.num_rows(batch)}
+        state = state.apply_gradients(grads=grads, flush=flush, metrics=metrics, **new)
         return state, state.window_metrics()
 
     return step

@@ -198,7 +198,7 @@ def nnx_train_step(
     Returns:
       A function `step(model, optimizer, batch, flush=None) -> metrics` under `nnx.jit`, which donates the model and the
       optimizer: an `Optimizer` of this module, created with `metrics=("loss", ...)`. The metrics are those of the
-      window so far.
+      window so far; of the call, if the optimizer does not accumulate.
 
     Raises:
       TypeError: the optimizer is one of Flax's own.
@@ -222,6 +222,9 @@ def nnx_train_step(
             )
         (_, sums), grads = cut(model, batch)
         metrics = _window.mean(_window.over_devices(sums, reduced=reduced))
+        if _window.find_window(nnx.as_pure(optimizer.opt_state)) is None:  # each call is an update
+            optimizer.update(model, grads, flush=flush)
+            return metrics
         rows = _window.num_rows(batch)
         optimizer.update(model, grads, weight=sums.weight, stats_weight=rows, metrics=metrics, flush=flush)
         return optimizer.window_metrics()
