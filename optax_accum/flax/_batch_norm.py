@@ -18,8 +18,8 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
 
         d_i,    v_i + d_i^2
 
-    are linear in the weights; they come in at least float32. Use them as an auxiliary output with `aux_reduction="mean"`, or let `TrainState` and
-    `value_and_grad` do so.
+    are linear in the weights; they come in at least float32. Use them as an auxiliary output with
+    `aux_reduction="mean"`, or let `TrainState` and `value_and_grad` do so.
 
     Args:
       new: the statistics that the model returned for one micro-batch, given `old`: a tree whose `mean` and `var` stand

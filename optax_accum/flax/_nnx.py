@@ -60,10 +60,11 @@ def value_and_grad(
             *args, stats, rest = args_and_state
             copies = jax.tree.map(lambda leaf: leaf, (params, stats, rest))  # variables of this trace
             micro = nnx.merge(graph, *copies)
-            streams = _own_streams(micro, axes)
+            streams = _own_streams(micro, axes) if axes else None
             out = fun(micro, *args)
             loss, aux = out if has_aux else (out, None)
-            nnx.update(micro, streams)
+            if axes:
+                nnx.update(micro, streams)
             _, _, new, rest = nnx.split(micro, wrt, running, ...)
             old, rows = nnx.to_pure_dict(stats), _window.num_rows([(params, *args)[n] for n in _numbers(batch_argnums)])
             moments = batch_moments(nnx.to_pure_dict(new), old, momenta(old))
@@ -265,13 +266,12 @@ def _step_stats(model: Any, window: dict[str, Any], weight: jax.Array, micro_ste
     return {**window, "batch_stats": stats, "moments": moments}
 
 
-def _own_streams(model: Any, axes: str | Sequence[str] | None) -> Any:
-    """Gives each device random streams of its own, with `reduce_axes`; returns those that all of them had."""
+def _own_streams(model: Any, axes: str | Sequence[str]) -> Any:
+    """Gives each device random streams of its own; returns those that all of them had."""
     keys = jax.tree.map(lambda key: key, nnx.state(model, nnx.RngKey))  # not the variables of the model
-    if axes:
-        device = jax.lax.axis_index(axes)
-        own = lambda key: jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), device).reshape(key.shape)
-        nnx.update(model, jax.tree.map(own, keys))
+    device = jax.lax.axis_index(axes)
+    own = lambda key: jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), device).reshape(key.shape)
+    nnx.update(model, jax.tree.map(own, keys))
     return keys
 
 
