@@ -60,6 +60,7 @@ def test_an_optimizer_that_does_not_accumulate_works_and_says_so_once():
         moved = ours.apply_gradients(grads=grads, weight=2.0)
         moved = moved.apply_gradients(grads=grads, flush=True)
     assert ["this optimizer has none" in str(warning.message) for warning in caught] == [True]
+    assert caught[0].filename == __file__
     equal(moved.params, plain.apply_gradients(grads=grads).apply_gradients(grads=grads).params)
     assert moved.step == 2
 
@@ -144,6 +145,40 @@ def test_statistics_far_from_zero_keep_their_variance():
     assert {leaf.dtype for leaf in jax.tree.leaves(accum.merge_batch_stats(moments, half, 0.9))} == {jnp.bfloat16.dtype}
     untouched = accum.merge_batch_stats(accum.batch_moments(old, old, 0.9), old, 0.9)
     equal(untouched, old)  # layers in inference mode
+
+
+def test_layers_of_different_momenta_and_frozen_statistics():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            norm = lambda momentum: nn.BatchNorm(use_running_average=False, momentum=momentum, use_scale=False)(x)
+            return norm(0.9) + norm(0.5)
+
+    model = Two()
+    variables = model.init(jax.random.key(0), X)
+    left = lambda x: model.apply(variables, x, mutable=["batch_stats"])[1]["batch_stats"]
+    state = accum.TrainState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        batch_stats=flax.core.freeze(variables["batch_stats"]),
+        momentum={"BatchNorm_0": 0.9, "BatchNorm_1": 0.5},
+        tx=optax_accum.accumulate_gradients(optax.set_to_zero(), every=3),
+    )
+    for freeze, batch in zip((flax.core.freeze, dict, dict), micro_batches(), strict=True):
+        state = jax.jit(lambda state, new, n: state.apply_gradients(grads=state.params, batch_stats=new, weight=n))(
+            state, freeze(left(batch[0])), len(batch[0])
+        )
+    close(state.batch_stats, left(X))
+
+
+def test_statistics_that_came_too_late_are_refused():
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 1)
+    state = created(tx, norm=True)
+    grads, stats = normalised(state, (X, Y))
+    late = created(tx).replace(params=state.params, batch_stats=state.batch_stats, momentum=0.9)
+    late = late.replace(opt_state=state.opt_state)
+    with pytest.raises(ValueError, match="has no sums for batch_stats: they were put into it later"):
+        late.apply_gradients(grads=grads, batch_stats=stats)
 
 
 def test_the_train_state_of_an_example_of_flax_is_subclassed():
@@ -395,6 +430,11 @@ def test_float16_with_a_dynamic_scale():
         return new, after, accum.next_scale(scale, state, after)
 
     scale = scale.replace(scale=jnp.float32(scale.scale), fin_steps=jnp.int32(0))
+    _, empty = optax_accum.apply_gradients(tx, params, state, params, scale=1.0, weight=0, flush=True)
+    assert int(empty.discarded) == 1
+    assert accum.next_scale(scale, state, empty).scale == scale.scale  # nothing overflowed
+    half, _ = accum.unscale().update({"w": jnp.float16(60000)}, None, scale=65536.0)  # more than float16 holds
+    assert_allclose(half["w"], 60000 / 65536, rtol=1e-3)
     scales = []
     for x in (1e-4, 3e-4, 1e-4, 3e-4, 1e-4, 3e-4, 6e4, 1.0):  # the last window overflows in float16
         before = params
@@ -457,6 +497,28 @@ def test_checkpoints_of_others():
         flax.serialization.from_bytes(created(optax.sgd(0.1, momentum=0.9)), flax.serialization.to_bytes(plain))
     with pytest.raises(ValueError, match=r"of another optimizer: .*opt_state"):
         flax.serialization.from_bytes(created(tx), flax.serialization.to_bytes(multi))
+    restore = lambda mine, saved: flax.serialization.from_bytes(mine, flax.serialization.to_bytes(saved))
+    with pytest.raises(ValueError, match=r"of another model: it has no batch_stats, and the state has some"):
+        restore(created(tx, norm=True).replace(params=created(tx).params, opt_state=created(tx).opt_state), created(tx))
+    with pytest.raises(ValueError, match=r"of another model: it has batch_stats, and the state has none"):
+        restore(created(tx), created(tx, norm=True))
+    half = created(tx).replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), multi.params))
+    with pytest.raises(ValueError, match=r"params\['Dense_0'\]\['bias'\] it has bfloat16 \[8\], and the state float32"):
+        restore(created(tx), half)
+
+
+def test_a_checkpoint_of_flax_counted_micro_steps_and_other_metrics():
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=3)
+    plain = created(tx, train_state.TrainState)
+    for batch in [*micro_batches(), *micro_batches()[:1]]:
+        plain = plain.apply_gradients(grads=gradient(plain, batch)[1])
+    restore = lambda mine, saved: flax.serialization.from_bytes(mine, flax.serialization.to_bytes(saved))
+    ours = restore(created(tx, metrics=("loss",)), plain)
+    assert (int(ours.step), int(ours.micro_step), ours.step.dtype) == (1, 4, jnp.int32)
+    ours = ours.apply_gradients(grads=gradient(ours, (X, Y))[1], metrics={"loss": 3.0})
+    more = restore(created(tx, metrics=("accuracy", "loss")), ours)
+    assert_allclose([more.window_metrics()[name] for name in ("accuracy", "loss")], [np.nan, 3])
+    assert sorted(restore(created(tx, metrics=("accuracy",)), ours).window_metrics()) == ["accuracy"]
 
 
 def test_a_resumed_run_may_change_every():

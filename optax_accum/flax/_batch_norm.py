@@ -2,10 +2,11 @@
 
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core import unfreeze
 
 Tree = Any
 
@@ -31,6 +32,7 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
       ValueError: the trees or shapes differ; a momentum that is not in [0, 1).
     """
     check_stats(old, new)
+    new, old = unfreeze(new), unfreeze(old)
     momenta = _momenta(momentum, old)
     wide = lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
     less = jax.tree.map(lambda momentum, new, old: (wide(new) - wide(old)) / (1 - momentum), momenta, new, old)
@@ -73,6 +75,7 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
       >>> print(merge_batch_stats(mean_moments, old, 0.9)["var"])  # the batch has variance 1, each half has none
       [1.]
     """
+    old = unfreeze(old)
     momenta = _momenta(momentum, old)
     less = _map_pairs(lambda mean, second: (mean, second - mean**2), moments)
     step = lambda momentum, less, old: (old + (1 - momentum) * less).astype(old.dtype)
@@ -86,24 +89,26 @@ def check_stats(old: Tree, new: Tree) -> None:
         raise ValueError(
             "The state has no batch_stats: pass batch_stats=variables['batch_stats'] to TrainState.create."
         )
+    old, new = unfreeze(old), unfreeze(new)
     if jax.tree.structure(old) != jax.tree.structure(new) or shapes(old) != shapes(new):
         raise ValueError(f"batch_stats must keep their tree and shapes: {shapes(old)} became {shapes(new)}.")
 
 
-def check_momentum(momentum: Any) -> None:
-    """Raises unless the momentum leaves some room for new statistics."""
-    is_number = isinstance(momentum, numbers.Real) and momentum is not False
-    if not is_number or not 0 <= float(momentum) < 1:
-        raise ValueError(
-            "To merge batch_stats over micro-batches takes the momentum of the BatchNorm layers, a number in [0, 1): "
-            f"momentum={momentum!r}. Pass what the layers have; flax.linen.BatchNorm has 0.99 unless told otherwise."
-        )
+def check_momentum(momentum: Tree) -> None:
+    """Raises unless each momentum leaves some room for new statistics."""
+    for number in jax.tree.leaves(momentum, is_leaf=lambda node: node is None):
+        is_number = isinstance(number, numbers.Real) and number is not False
+        if not is_number or not 0 <= float(number) < 1:
+            raise ValueError(
+                "To merge batch_stats over micro-batches takes the momentum of the BatchNorm layers, a number in "
+                f"[0, 1): momentum={momentum!r}. Pass what the layers have; flax.linen.BatchNorm has 0.99 unless told "
+                "otherwise."
+            )
 
 
 def _momenta(momentum: Tree, stats: Tree) -> Tree:
-    for number in jax.tree.leaves(momentum, is_leaf=lambda node: node is None):
-        check_momentum(number)
-    return jax.tree.broadcast(momentum, stats)
+    check_momentum(momentum)
+    return jax.tree.broadcast(unfreeze(momentum), stats)
 
 
 def _map_pairs(fun: Callable[[Any, Any], tuple[Any, Any]], stats: Tree) -> Tree:
@@ -113,4 +118,4 @@ def _map_pairs(fun: Callable[[Any, Any], tuple[Any, Any]], stats: Tree) -> Tree:
     mapped = {name: _map_pairs(fun, node) for name, node in stats.items()}
     if "mean" in mapped and "var" in mapped:
         mapped["mean"], mapped["var"] = fun(mapped["mean"], mapped["var"])
-    return mapped if isinstance(stats, dict) else cast(Any, type(stats))(mapped)
+    return mapped

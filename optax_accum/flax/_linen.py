@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self, cast
 
+import flax.core
 import flax.serialization
 import flax.struct
 import jax
@@ -46,7 +47,7 @@ class TrainState(train_state.TrainState, kw_only=True):
       batch_stats: the running statistics of BatchNorm, or None. They stay what they are while a window is held, and
         make one momentum step when it emits, with the statistics of the whole window (see `merge_batch_stats`).
       window: the sums over the window so far: see `window_metrics`.
-      momentum: that of the BatchNorm layers; needed with `batch_stats`.
+      momentum: that of the BatchNorm layers, needed with `batch_stats`; a number, or a prefix of their tree.
 
     Guarantees:
       | case | result |
@@ -59,8 +60,9 @@ class TrainState(train_state.TrainState, kw_only=True):
       | `nonfinite` leaves a micro-batch out | so do metrics and `batch_stats`: a NaN in them does not stay |
       | no micro-batch of the window has counted yet | `window_metrics` are NaN |
       | fp8 statistics beside the parameters | the maximum over the window overwrites them when it emits |
-      | a checkpoint of Flax's own `TrainState` | is restored; the fields that it lacks stay as created |
-      | one of another model or optimizer | refused by `flax.serialization`, with the name of what differs |
+      | a checkpoint of Flax's own `TrainState` | is restored; its `step` counted micro-steps, if it accumulated |
+      | one of another model, optimizer or dtype | refused by `flax.serialization`, with the name of what differs |
+      | one of other metrics | those of the same names go on |
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -95,7 +97,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         params: Tree,
         tx: Any,
         metrics: tuple[str, ...] = (),
-        momentum: float | None = None,
+        momentum: Tree = None,
         **kwargs: Any,
     ) -> Self:
         """Creates a state before its first micro-step.
@@ -105,12 +107,15 @@ class TrainState(train_state.TrainState, kw_only=True):
           params: its parameters.
           tx: the optimizer.
           metrics: the names of the metrics that `apply_gradients` will be given.
-          momentum: that of the BatchNorm layers, with `batch_stats`: it cannot be read off them.
+          momentum: that of the BatchNorm layers, with `batch_stats`: it cannot be read off them. A number, or a prefix
+            of their tree: `{"BatchNorm_0": 0.9, "BatchNorm_1": 0.99}`.
           **kwargs: other fields, such as `batch_stats`.
 
         Raises:
           ValueError: `batch_stats` without `momentum`; an optimizer of several windows.
         """
+        kwargs["batch_stats"] = flax.core.unfreeze(kwargs.get("batch_stats", cast(Any, None)))
+        momentum = flax.core.freeze(momentum) if isinstance(momentum, Mapping) else momentum
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, momentum=momentum, **kwargs)
         window = kwargs.get("window")
         if window is None:
@@ -184,6 +189,11 @@ class TrainState(train_state.TrainState, kw_only=True):
         if new is not None:
             check_stats(old, new)
         if moments is None:
+            if jax.tree.leaves(new):
+                raise ValueError(
+                    "The window of this state has no sums for batch_stats: they were put into it later, or the "
+                    "optimizer was. Pass batch_stats, momentum and the optimizer to TrainState.create."
+                )
             return old, None
         new, weight = (old, jnp.zeros([])) if new is None else (new, weight)
         moments = _window.add(moments, batch_moments(new, old, self.momentum), weight, micro_step)
@@ -311,26 +321,45 @@ def _from_state_dict(state: TrainState, saved: dict[str, Any]) -> TrainState:
         raise ValueError(f"The checkpoint is not one of a TrainState with these fields: it has {unknown}, too.")
     if missing := sorted({"step", "params", "opt_state"} - set(saved)):
         raise ValueError(f"The checkpoint is not one of a TrainState: {missing} are missing.")
-    return state.replace(
-        **{name: _restored(name, getattr(state, name), saved[name]) for name in fields if name in saved}
-    )
+    if "window" in saved:
+        names = state.window.metrics
+        kept = {name: sums for name, sums in saved["window"]["metrics"].items() if name in names}
+        blank = {name: flax.serialization.to_state_dict(names[name]) for name in names}
+        saved = {**saved, "window": {**saved["window"], "metrics": {**blank, **kept}}}
+    restored = {name: _restored(name, getattr(state, name), saved[name]) for name in fields if name in saved}
+    window = _window.find_window(restored["opt_state"])
+    if "micro_step" not in saved and window is not None:  # Flax's own counted micro-steps
+        restored |= {"step": window.gradient_step, "micro_step": restored["step"]}
+    counts = {name: jnp.asarray(restored[name], jnp.int32) for name in ("step", "micro_step") if name in restored}
+    return state.replace(**{**restored, **counts})
 
 
 def _restored(field: str, mine: Tree, saved: Tree) -> Tree:
-    """Restores one field; raises where its tree or a shape is another: it is of another model or optimizer."""
+    """Restores one field; raises where its tree, a shape or a dtype is another: of another model or optimizer."""
     other = "optimizer" if field == "opt_state" else "model"
     remedy = f"Create the state with the {other} that was saved."
+    if (mine is None) != (saved is None):
+        has = f"has {field}, and the state has none" if mine is None else f"has no {field}, and the state has some"
+        raise ValueError(f"The checkpoint is one of another {other}: it {has}. {remedy}")
     try:
         restored = flax.serialization.from_state_dict(mine, saved, name=field)
+        pairs = list(zip(jax.tree.leaves_with_path(mine), jax.tree.leaves(restored), strict=True))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"The checkpoint is one of another {other}: {error} {remedy}") from error
-    for (path, old), new in zip(jax.tree.leaves_with_path(mine), jax.tree.leaves(restored), strict=True):
-        if jnp.shape(old) != jnp.shape(new):
+    for (path, old), new in pairs:
+        if _kind(old) != _kind(new):
             raise ValueError(
-                f"The checkpoint is one of another model: at {field}{jax.tree_util.keystr(path)} it has shape "
-                f"{jnp.shape(new)}, and the state {jnp.shape(old)}. {remedy}"
+                f"The checkpoint is one of another model: at {field}{jax.tree_util.keystr(path)} it has {_kind(new)}, "
+                f"and the state {_kind(old)}. {remedy}"
             )
     return restored
+
+
+def _kind(leaf: Any) -> str:
+    """Describes a leaf by its shape and, of what is no counter, its dtype: `float32 [3, 2]`."""
+    dtype = jnp.result_type(leaf)
+    name = f"{dtype} " if jnp.issubdtype(dtype, jnp.inexact) else ""
+    return f"{name}[{', '.join(map(str, jnp.shape(leaf)))}]"
 
 
 flax.serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict, override=True)

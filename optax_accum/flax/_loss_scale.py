@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 import optax_accum
+from optax_accum.flax._window import find_window
 
 Tree = Any
 
@@ -24,7 +25,8 @@ def unscale() -> optax.GradientTransformationExtraArgs:
     """
 
     def update(grads: Tree, state: Any, params: Tree = None, *, scale: Any, **_: Any) -> tuple[Tree, Any]:
-        return jax.tree.map(lambda g: g * (1 / jnp.asarray(scale, g.dtype)), grads), state
+        divisor = jnp.asarray(scale, jnp.float32)  # in float16, a scale of 65536 is infinite
+        return jax.tree.map(lambda g: (g * (1 / divisor)).astype(g.dtype), grads), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), cast(Any, update))
 
@@ -38,10 +40,12 @@ def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
       after: the state after it, of `accumulate_gradients(..., nonfinite="discard")`.
 
     Returns:
-      The scale grown after `growth_interval` updates in a row, backed off after a window that was discarded.
+      The scale grown after `growth_interval` updates in a row, backed off after a window that was discarded for an
+      infinity or a NaN in it; not after one that was empty.
     """
     updated = optax_accum.has_updated(after)
     discarded = optax_accum.metrics(after)["discarded"] > optax_accum.metrics(before)["discarded"]
+    discarded = jax.lax.cond(discarded, lambda: _overflowed(after), lambda: jnp.array(False))
     grow = updated & (dynamic_scale.fin_steps >= dynamic_scale.growth_interval)
     largest = jnp.finfo(jnp.float32).max
     scale = jnp.asarray(dynamic_scale.scale, jnp.float32)
@@ -50,3 +54,12 @@ def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
     scale = jnp.where(discarded, jnp.maximum(scale * dynamic_scale.backoff_factor, smallest), grown)
     steps = jnp.where(grow | discarded, 0, dynamic_scale.fin_steps + updated.astype(jnp.int32))
     return dynamic_scale.replace(scale=scale, fin_steps=steps)
+
+
+def _overflowed(opt_state: Tree) -> jax.Array:
+    """Returns whether the window that has just closed holds what is not finite; its sum is left to lie."""
+    window = find_window(opt_state)
+    sums = jax.tree.leaves(window.acc_grads if window else ())
+    if not sums:  # every=1 keeps no sum: an empty window of one micro-batch is not told apart
+        return jnp.array(True)
+    return ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in sums]))

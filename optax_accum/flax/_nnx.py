@@ -23,7 +23,9 @@ def value_and_grad(
     """Does what `nnx.value_and_grad(fun)` does, one micro-batch after the other.
 
     Args:
-      fun: a loss `fun(model, batch, *args)`, whose first argument is an NNX module; it may change the module's state.
+      fun: a loss `fun(model, batch, *args)`, whose first argument is an NNX module; it may change the values of the
+        module's variables, and make no new ones (`sow` does). All other arguments are arrays and trees of them, given
+        by position: an `nnx.Rngs` belongs into the module.
       wrt: the variables to differentiate, such as `nnx.LoRAParam`: all others cost no accumulator.
       has_aux: `fun` returns `(loss, aux)`.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `weight_fn`, ...
@@ -97,6 +99,7 @@ class Optimizer(nnx.Optimizer):
       | the window is held | parameters and the statistics of `nnx.BatchNorm` are what they were before it |
       | the window emits | `nnx.BatchNorm` makes one momentum step, with the statistics of the whole window |
       | `nonfinite` leaves a micro-batch out | so do metrics and statistics: a NaN in them does not stay |
+      | several optimizers on one model with BatchNorm | each would take its statistics: take one, `optax.partition` |
       | statistics are loaded into the model later | create the optimizer after that, or load its state as well |
 
     Example:

@@ -52,7 +52,7 @@ def warn_once() -> None:
     warnings.warn(
         "weight, flush and metrics belong to a window, and this optimizer has none: each call is an update. Wrap it in "
         "optax_accum.accumulate_gradients.",
-        stacklevel=4,
+        stacklevel=3,
     )
 
 
