@@ -21,7 +21,7 @@ FLOORS = [
     {"processes", "flax"},
     {"demo"},
 ]
-FLAX_FLOORS = [{"_batch_norm", "_window"}, {"_linen", "_loss_scale", "_nnx"}, {"__init__"}]
+FLAX_FLOORS = [{"_batch_norm", "_window"}, {"_checkpoint", "_loss_scale"}, {"_linen", "_nnx"}, {"__init__"}]
 
 
 def sources(room):

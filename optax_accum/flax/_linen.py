@@ -17,6 +17,7 @@ import optax_accum
 from optax_accum import WeightedSum
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, check_momentum, check_stats, merge_batch_stats
+from optax_accum.flax._checkpoint import from_state_dict, to_state_dict
 from optax_accum.flax._window import MicroStep
 
 Tree = Any
@@ -87,7 +88,7 @@ class TrainState(train_state.TrainState, kw_only=True):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        flax.serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict, override=True)
+        flax.serialization.register_serialization_state(cls, to_state_dict, from_state_dict, override=True)
 
     @classmethod
     def create(
@@ -305,61 +306,4 @@ def _trained(tree: Tree) -> Tree:
     return tree if _overwritten(tree) is None else tree["params"]
 
 
-def _pytree_fields(state: TrainState) -> list[str]:
-    fields = dataclasses.fields(cast(Any, state))
-    return [field.name for field in fields if field.metadata.get("pytree_node", True)]
-
-
-def _to_state_dict(state: TrainState) -> dict[str, Any]:
-    return {name: flax.serialization.to_state_dict(getattr(state, name)) for name in _pytree_fields(state)}
-
-
-def _from_state_dict(state: TrainState, saved: dict[str, Any]) -> TrainState:
-    """Restores a saved state; fields that Flax's own `TrainState` does not have may be missing."""
-    fields = _pytree_fields(state)
-    if unknown := sorted(set(saved) - set(fields)):
-        raise ValueError(f"The checkpoint is not one of a TrainState with these fields: it has {unknown}, too.")
-    if missing := sorted({"step", "params", "opt_state"} - set(saved)):
-        raise ValueError(f"The checkpoint is not one of a TrainState: {missing} are missing.")
-    if "window" in saved:
-        names = state.window.metrics
-        kept = {name: sums for name, sums in saved["window"]["metrics"].items() if name in names}
-        blank = {name: flax.serialization.to_state_dict(names[name]) for name in names}
-        saved = {**saved, "window": {**saved["window"], "metrics": {**blank, **kept}}}
-    restored = {name: _restored(name, getattr(state, name), saved[name]) for name in fields if name in saved}
-    window = _window.find_window(restored["opt_state"])
-    if "micro_step" not in saved and window is not None:  # Flax's own counted micro-steps
-        restored |= {"step": window.gradient_step, "micro_step": restored["step"]}
-    counts = {name: jnp.asarray(restored[name], jnp.int32) for name in ("step", "micro_step") if name in restored}
-    return state.replace(**{**restored, **counts})
-
-
-def _restored(field: str, mine: Tree, saved: Tree) -> Tree:
-    """Restores one field; raises where its tree, a shape or a dtype is another: of another model or optimizer."""
-    other = "optimizer" if field == "opt_state" else "model"
-    remedy = f"Create the state with the {other} that was saved."
-    if (mine is None) != (saved is None):
-        has = f"has {field}, and the state has none" if mine is None else f"has no {field}, and the state has some"
-        raise ValueError(f"The checkpoint is one of another {other}: it {has}. {remedy}")
-    try:
-        restored = flax.serialization.from_state_dict(mine, saved, name=field)
-        pairs = list(zip(jax.tree.leaves_with_path(mine), jax.tree.leaves(restored), strict=True))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"The checkpoint is one of another {other}: {error} {remedy}") from error
-    for (path, old), new in pairs:
-        if _kind(old) != _kind(new):
-            raise ValueError(
-                f"The checkpoint is one of another model: at {field}{jax.tree_util.keystr(path)} it has {_kind(new)}, "
-                f"and the state {_kind(old)}. {remedy}"
-            )
-    return restored
-
-
-def _kind(leaf: Any) -> str:
-    """Describes a leaf by its shape and, of what is no counter, its dtype: `float32 [3, 2]`."""
-    dtype = jnp.result_type(leaf)
-    name = f"{dtype} " if jnp.issubdtype(dtype, jnp.inexact) else ""
-    return f"{name}[{', '.join(map(str, jnp.shape(leaf)))}]"
-
-
-flax.serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict, override=True)
+flax.serialization.register_serialization_state(TrainState, to_state_dict, from_state_dict, override=True)

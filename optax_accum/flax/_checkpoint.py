@@ -1,0 +1,70 @@
+"""Owns what `flax.serialization` saves and restores of a train state, and what it refuses. Knows no file format."""
+
+import dataclasses
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+
+from optax_accum.flax._window import find_window
+
+Tree = Any
+
+
+def _pytree_fields(state: Any) -> list[str]:
+    fields = dataclasses.fields(state)
+    return [field.name for field in fields if field.metadata.get("pytree_node", True)]
+
+
+def to_state_dict(state: Any) -> dict[str, Any]:
+    """Returns all that is saved of a state: its fields that are trees."""
+    return {name: flax.serialization.to_state_dict(getattr(state, name)) for name in _pytree_fields(state)}
+
+
+def from_state_dict(state: Any, saved: dict[str, Any]) -> Any:
+    """Restores a saved state; fields that Flax's own `TrainState` does not have may be missing."""
+    fields = _pytree_fields(state)
+    if unknown := sorted(set(saved) - set(fields)):
+        raise ValueError(f"The checkpoint is not one of a TrainState with these fields: it has {unknown}, too.")
+    if missing := sorted({"step", "params", "opt_state"} - set(saved)):
+        raise ValueError(f"The checkpoint is not one of a TrainState: {missing} are missing.")
+    if "window" in saved:
+        names = state.window.metrics
+        kept = {name: sums for name, sums in saved["window"]["metrics"].items() if name in names}
+        blank = {name: flax.serialization.to_state_dict(names[name]) for name in names}
+        saved = {**saved, "window": {**saved["window"], "metrics": {**blank, **kept}}}
+    restored = {name: _restored(name, getattr(state, name), saved[name]) for name in fields if name in saved}
+    window = find_window(restored["opt_state"])
+    if "micro_step" not in saved and window is not None:  # Flax's own counted micro-steps
+        restored |= {"step": window.gradient_step, "micro_step": restored["step"]}
+    counts = {name: jnp.asarray(restored[name], jnp.int32) for name in ("step", "micro_step") if name in restored}
+    return state.replace(**{**restored, **counts})
+
+
+def _restored(field: str, mine: Tree, saved: Tree) -> Tree:
+    """Restores one field; raises where its tree, a shape or a dtype is another: of another model or optimizer."""
+    other = "optimizer" if field == "opt_state" else "model"
+    remedy = f"Create the state with the {other} that was saved."
+    if (mine is None) != (saved is None):
+        has = f"has {field}, and the state has none" if mine is None else f"has no {field}, and the state has some"
+        raise ValueError(f"The checkpoint is one of another {other}: it {has}. {remedy}")
+    try:
+        restored = flax.serialization.from_state_dict(mine, saved, name=field)
+        pairs = list(zip(jax.tree.leaves_with_path(mine), jax.tree.leaves(restored), strict=True))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"The checkpoint is one of another {other}: {error} {remedy}") from error
+    for (path, old), new in pairs:
+        if _kind(old) != _kind(new):
+            raise ValueError(
+                f"The checkpoint is one of another model: at {field}{jax.tree_util.keystr(path)} it has {_kind(new)}, "
+                f"and the state {_kind(old)}. {remedy}"
+            )
+    return restored
+
+
+def _kind(leaf: Any) -> str:
+    """Describes a leaf by its shape and, of what is no counter, its dtype: `float32 [3, 2]`."""
+    dtype = jnp.result_type(leaf)
+    name = f"{dtype} " if jnp.issubdtype(dtype, jnp.inexact) else ""
+    return f"{name}[{', '.join(map(str, jnp.shape(leaf)))}]"
