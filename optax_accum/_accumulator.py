@@ -128,8 +128,13 @@ def strong(tree: Tree) -> Tree:
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
-    """Returns `tree` in the dtypes of `like`; keys stay as they are."""
-    return jax.tree.map(lambda leaf, to: leaf if leaf.dtype == to.dtype else leaf.astype(to.dtype), tree, like)
+    """Returns `tree` in the dtypes of `like`; keys stay as they are, Python numbers become arrays."""
+
+    def cast(leaf: Any, to: Any) -> Any:
+        leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        return leaf if leaf.dtype == to.dtype else leaf.astype(to.dtype)
+
+    return jax.tree.map(cast, tree, like)
 
 
 def dtypes(tree: Tree) -> str:

@@ -197,6 +197,20 @@ def test_the_train_state_of_an_example_of_flax_is_subclassed():
     equal(flax.serialization.from_bytes(bare, flax.serialization.to_bytes(plain)).params, plain.params)
 
 
+def test_a_field_named_metrics_stays_the_users():
+    """As in Flax's guide: a collection of metrics in the state, given to `create` and replaced by the user."""
+
+    class State(accum.TrainState):
+        metrics: object
+
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), State, metrics={"count": 0})
+    state = state.apply_gradients(grads=gradient(state, (X, Y))[1], metrics={"count": 1})
+    assert (state.metrics, state.window_metrics()) == ({"count": 1}, {})
+    assert state.replace(metrics={"count": 2}).metrics == {"count": 2}
+    with pytest.raises(ValueError, match="State has a field `metrics`"):
+        accum.train_step(lambda *_: None, num_microbatches=2)(state, (X, Y), jax.random.key(0))
+
+
 def test_fp8_statistics_are_overwritten_by_their_maximum_over_the_window():
     """That of the inputs is what the whole batch leaves; held micro-steps leave all as it was."""
     model = nn.Dense(3, dot_general_cls=nn.Fp8DirectDotGeneralOp)

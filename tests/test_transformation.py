@@ -313,3 +313,16 @@ def test_eager_calls_compile_no_cond(monkeypatch):
         for grads in GRADS[:4]:
             _, state = tx.update(grads, state, PARAMS)
         assert state.gradient_step == 2
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_inner_state_of_python_numbers(jit):
+    """As `optax.inject_hyperparams` leaves it with a schedule that returns a Python integer."""
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=lambda step: 1)
+    tx = optax_accum.accumulate_gradients(inner, 2)
+    params = jnp.zeros(3)
+    state = tx.init(params)
+    update = jit(tx.update)
+    for _ in range(2):
+        updates, state = update(jnp.ones(3), state, params)
+    assert updates.tolist() == [-1, -1, -1]

@@ -40,7 +40,9 @@ class Window(NamedTuple):
 class TrainState(train_state.TrainState, kw_only=True):
     """`flax.training.train_state.TrainState` whose `step` counts updates, for an optimizer that accumulates.
 
-    Change the import, and wrap the optimizer in `accumulate_gradients`; the train step stays as it is.
+    Change the import, and wrap the optimizer in `accumulate_gradients`; the train step stays as it is. Only a random
+    key that was folded with `state.step` is now folded with `state.micro_step`: else all micro-batches of a window
+    share it.
 
     Attributes:
       step: int32 []. Updates made. Schedules, logs and evaluations that ask for it act once per update.
@@ -60,6 +62,7 @@ class TrainState(train_state.TrainState, kw_only=True):
       | the window is discarded | as if held, but the next micro-step begins anew |
       | `nonfinite` leaves a micro-batch out | so do metrics and `batch_stats`: a NaN in them does not stay |
       | no micro-batch of the window has counted yet | `window_metrics` are NaN |
+      | a subclass has a field `metrics` | it is replaced, as by Flax; the window averages none |
       | fp8 statistics beside the parameters | the maximum over the window overwrites them when it emits |
       | a checkpoint of Flax's own `TrainState` | is restored; its `step` counted micro-steps, if it accumulated |
       | one of another model, optimizer or dtype | refused by `flax.serialization`, with the name of what differs |
@@ -97,7 +100,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         apply_fn: Callable[..., Any],
         params: Tree,
         tx: Any,
-        metrics: tuple[str, ...] = (),
+        metrics: Any = None,
         momentum: Tree = None,
         **kwargs: Any,
     ) -> Self:
@@ -115,6 +118,8 @@ class TrainState(train_state.TrainState, kw_only=True):
         Raises:
           ValueError: `batch_stats` without `momentum`; an optimizer of several windows.
         """
+        if "metrics" in _field_names(cls) and metrics is not None:
+            kwargs["metrics"], metrics = metrics, None
         kwargs["batch_stats"] = flax.core.unfreeze(kwargs.get("batch_stats", cast(Any, None)))
         momentum = flax.core.freeze(momentum) if isinstance(momentum, Mapping) else momentum
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, momentum=momentum, **kwargs)
@@ -125,7 +130,7 @@ class TrainState(train_state.TrainState, kw_only=True):
             if merges:
                 check_momentum(momentum)
             window = Window(
-                metrics=_window.zero_metrics(metrics),
+                metrics=_window.zero_metrics(metrics or ()),
                 moments=_window.zero_sums(stats) if merges else None,
                 maxima=jax.tree.map(jnp.zeros_like, overwritten),
             )
@@ -156,10 +161,12 @@ class TrainState(train_state.TrainState, kw_only=True):
         Raises:
           ValueError: metrics of other names or that are no scalars; `batch_stats` of another tree.
         """
+        fields = _field_names(type(self))
+        if "metrics" in fields and metrics is not None:
+            kwargs["metrics"], metrics = metrics, None
         before = _window.find_window(self.opt_state)
         if before is None and not (weight is None and flush is None and metrics is None):
             _window.warn_once()
-        fields = {field.name for field in dataclasses.fields(cast(Any, self))}
         replaced = {name: kwargs.pop(name) for name in list(kwargs) if name in fields}
         of_window = {} if before is None else {"weight": weight, "flush": flush}
         extra = {**kwargs, **{name: value for name, value in of_window.items() if value is not None}}
@@ -275,6 +282,11 @@ def _check_state(state: Any) -> None:
             f"train_step needs a state that has a window: state={type(state).__name__}. Create it with "
             "optax_accum.flax.TrainState."
         )
+    if "metrics" in _field_names(type(state)):
+        raise ValueError(
+            f"train_step averages metrics over the window: {type(state).__name__} has a field `metrics`. Give it "
+            "another name."
+        )
     if _overwritten(state.params) is not None:
         raise ValueError(
             f"train_step adds gradients within a call, and those of {OVERWRITE_WITH_GRADIENT!r} are new values. "
@@ -295,6 +307,10 @@ def _checked(out: Any, state: TrainState) -> tuple[jax.Array, Mapping[str, Any]]
             'mutable=["batch_stats"], or state.batch_stats where they are to stay.'
         )
     return out
+
+
+def _field_names(cls: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
 
 
 def _overwritten(tree: Tree) -> Tree:
