@@ -57,8 +57,8 @@ def _restored(field: str, mine: Tree, saved: Tree) -> Tree:
     for (path, old), new in pairs:
         if _kind(old) != _kind(new):
             raise ValueError(
-                f"The checkpoint is one of another model: at {field}{jax.tree_util.keystr(path)} it has {_kind(new)}, "
-                f"and the state {_kind(old)}. {remedy}"
+                f"The checkpoint is one of another {other}: at {field}{jax.tree_util.keystr(path)} it has "
+                f"{_kind(new)}, and the state {_kind(old)}. {remedy}"
             )
     return restored
 
