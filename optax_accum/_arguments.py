@@ -12,11 +12,16 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from optax_accum._roles import check_arrays
 from optax_accum._state import default_float
+from optax_accum._tracing import Flag
 
-Flag = bool | jax.Array  # a Python bool is known when tracing
 Weight = float | jax.Array  # so is a Python float
 Every = int | Callable[[jax.Array], Any] | None
+
+
+class Rows(float):
+    """A weight that nobody named: the rows of a micro-batch. They count where a mean is taken, and not in a sum."""
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -47,7 +52,7 @@ def as_count(count: Any) -> jax.Array:
             f"A callable every must return an integer scalar: it returned {_describe(count)}. "
             "Wrap a schedule of floats: lambda step: jnp.asarray(schedule(step), int)."
         )
-    return jnp.asarray(count)
+    return jnp.clip(jnp.asarray(count), 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
 
 
 def as_flush(flush: Any, every: Every) -> Flag:
@@ -66,21 +71,30 @@ def as_flush(flush: Any, every: Every) -> Flag:
     return flush if isinstance(flush, jax.Array) else bool(flush)
 
 
-def as_weight(weight: Any, rows: int | None = None) -> Weight:
-    """Returns `weight` as a Python float where it is a number, else as a scalar of the default float dtype."""
-    return as_scalar("weight", weight, "Pass one number for the micro-batch, such as mask.sum().", rows)
+def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Weight:
+    """Returns a weight as a Python float where it is a number, else as a scalar of the default float dtype."""
+    remedy = "Pass one number for the micro-batch, such as mask.sum()."
+    if name != "weight":
+        remedy = "Return one number for the micro-batch, such as mask.sum(), or a dict of them for a dict of terms."
+    value = as_scalar(name, weight, remedy, rows)
+    dtype = jnp.result_type(weight)
+    if dtype.itemsize < 4:
+        raise TypeError(
+            f"{name} must be counted in at least 32 bits: it has dtype {dtype}, which overflows or stalls. "
+            "Count with mask.sum(dtype=jnp.float32), say."
+        )
+    return value
 
 
-def check_extra_args(names: Iterable[str], inner: Callable[..., Any]) -> None:
-    """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
+def misspelt(names: Iterable[str], inner: Callable[..., Any]) -> dict[str, str]:
+    """Returns those names that are nearly `weight` or `flush`, and which; but for those that `inner` names."""
+    found: dict[str, str] = {}
     for name in names:
         swapped = [word for word in ("weight", "flush") if sorted(word) == sorted(name)]
         meant = swapped or difflib.get_close_matches(name, ("weight", "flush"), n=1, cutoff=0.9)
         if meant and name not in inspect.signature(inner).parameters:
-            raise TypeError(
-                f"An extra argument must not be mistaken for {meant[0]!r}: {name!r} would go to the inner optimizer, "
-                f"whose update does not name it. Pass {meant[0]}=."
-            )
+            found[name] = meant[0]
+    return found
 
 
 def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> Weight:
@@ -148,36 +162,6 @@ def check_one_size(num_microbatches: Any, microbatch_size: Any) -> None:
         )
 
 
-def as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
-    """Returns one number or several as a tuple."""
-    numbers = (argnums,) if isinstance(argnums, int) else argnums
-    if not isinstance(numbers, list | tuple) or not numbers or not all(type(number) is int for number in numbers):
-        raise TypeError(f"{name} must be an integer or a tuple of integers: {name}={argnums!r}. Count from 0.")
-    return tuple(numbers)
-
-
-def as_roles(roles: dict[str, Any], count: int) -> dict[str, Any]:
-    """Returns the numbers of the arguments in each role, counted from the front; each argument may have one role."""
-    taken: dict[int, str] = {}
-
-    def place(role: str, number: int) -> int:
-        if not -count <= number < count:
-            raise ValueError(f"{role} must name an argument by position: {role}={number}, and there are {count}.")
-        number %= count
-        if number in taken:
-            raise ValueError(
-                f"An argument has one role: argument {number} is named by {taken[number]} and by {role}. "
-                "Pass keys, carries, parameters and batches as arguments of their own."
-            )
-        taken[number] = role
-        return number
-
-    def placed(role: str, numbers: Any) -> Any:
-        return tuple(place(role, n) for n in numbers) if isinstance(numbers, tuple) else place(role, numbers)
-
-    return {role: None if numbers is None else placed(role, numbers) for role, numbers in roles.items()}
-
-
 def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "") -> str:
     """Returns `value` if it is one of the words `allowed`."""
     if not isinstance(value, str) or value not in allowed:
@@ -198,11 +182,15 @@ def as_skip(skip: Any) -> jax.Array:
 
 def check_differentiable(params: Any) -> None:
     """Raises unless every leaf that is differentiated is of a floating-point dtype."""
+    check_arrays(
+        "What argnums names", params, "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0]."
+    )
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 f"Only floating-point arguments can be differentiated: argnums holds {jnp.result_type(leaf)} at "
-                f"{jax.tree_util.keystr(path)}. Pass it as another argument."
+                f"{jax.tree_util.keystr(path) or 'the only leaf'}. Pass it as another argument, named by whole_argnums "
+                "if it has as many rows as the batch."
             )
 
 
@@ -249,16 +237,6 @@ def check_rows(outputs: Any, size: int) -> None:
             raise ValueError(
                 f"Outputs must have one row for each example: {jax.tree_util.keystr(path) or 'the output'} has shape "
                 f"{leaf.shape[1:]} for a micro-batch of {size} rows. Return rows, and reduce them outside."
-            )
-
-
-def check_keys(batches: list[Any]) -> None:
-    """Raises for a key that every micro-batch would share."""
-    for path, leaf in jax.tree.leaves_with_path(batches):
-        if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
-            raise TypeError(
-                f"A key in a batch argument would be the same for every micro-batch: {jax.tree_util.keystr(path)}. "
-                "Pass it as an argument of its own and name it with rng_argnum."
             )
 
 

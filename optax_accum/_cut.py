@@ -2,16 +2,22 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _accumulator, _arguments, _outputs, _sharding, _split
+from optax_accum import _accumulator, _arguments, _outputs, _sharding, _split, _tracing
 from optax_accum._accumulator import Tree
 from optax_accum._mesh import Axes
+from optax_accum._roles import Call, Name, Roles
 from optax_accum._split import Shares
+
+_AGAIN = (
+    "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
+    "in place or the number of micro-batches is traced (weight_fn). Pass in_place=False to value_and_grad."
+)
 
 
 class Totals(NamedTuple):
@@ -36,15 +42,13 @@ class Rules:
     """What `value_and_grad` was asked for, and the functions that do it."""
 
     fun: Callable[..., Any]
+    roles: Roles
     num_microbatches: int | None
     microbatch_size: int | None
-    argnums: tuple[int, ...]
+    group_size: int
     single: bool
     has_aux: bool
-    batch_argnums: tuple[int, ...]
     weight_fn: Callable[..., Any] | None
-    rng_argnum: int | None
-    carry_argnum: int | None
     aux_reduction: Tree
     accumulator_dtype: jnp.dtype | None
     in_place: bool | None
@@ -53,29 +57,26 @@ class Rules:
     reduce_to: Tree
     reduced: bool
 
-    def add_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Totals:
-        """Cuts the batch, adds each micro-batch's share of the gradient, and finishes what was added up."""
-        cut = Cut(self, args, kwargs)
+    def add_up(self, call: Call, *, again: bool) -> Totals:
+        """Cuts the batch, adds each micro-batch's share of the gradient, and finishes what was added up.
+
+        `again` says that this is to be differentiated again, which takes a sum beside the backward pass.
+        """
+        cut = Cut(self, call, again)
         refs, totals = cut.start()
-        loop, last = (_unrolled, _unrolled_rest) if self.unroll else (_loop, _loop_rest)
+        loop, last = _LOOPS["unrolled" if self.unroll else "static" if cut.static else "dynamic"]
         totals = loop(cut.split.whole, cut.shares, functools.partial(cut.add_whole, refs), totals)
         totals = last(cut.rest_share, functools.partial(cut.add_rest, refs), totals)
         return cut.finish(refs, totals)
 
-    def for_arguments(self, count: int) -> "Rules":
-        """Returns the rules with every argument's number in `range(count)`, and every argument in one role."""
-        roles = ("argnums", "batch_argnums", "rng_argnum", "carry_argnum")
-        numbers = _arguments.as_roles({role: getattr(self, role) for role in roles}, count)
-        return dataclasses.replace(self, **numbers)
-
-    def parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
+    def parts(self, call: Call) -> Parts:
         """Calls `fun` and takes apart what it returns."""
-        out = self.fun(*args, **kwargs)
-        if not self.has_aux and self.carry_argnum is None:
+        out = call.apply(self.fun)
+        if not self.has_aux and call.carry is None:
             return Parts(out, None, None)
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(f"With has_aux or carry_argnum, fun must return a pair, loss first: it returned {out!r}.")
-        if self.carry_argnum is None:
+        if call.carry is None:
             return Parts(out[0], None, out[1])
         if not self.has_aux:
             return Parts(out[0], out[1], None)
@@ -85,7 +86,7 @@ class Rules:
 
     def joined(self, parts: Parts) -> Any:
         """Puts together what `parts` took apart."""
-        if self.carry_argnum is None:
+        if self.roles.carry_argnum is None:
             return (parts.loss, parts.aux) if self.has_aux else parts.loss
         return parts.loss, ((parts.aux, parts.carry) if self.has_aux else parts.carry)
 
@@ -93,30 +94,32 @@ class Rules:
 class Cut:
     """One call: the batch cut, the shares of its micro-batches, and what `fun` will return for each."""
 
-    def __init__(self, rules: Rules, args: Sequence[Any], kwargs: Mapping[str, Any]):
+    def __init__(self, rules: Rules, call: Call, again: bool):
         self.rules, self.axes = rules, rules.reduce_axes
-        self.kwargs = kwargs
-        self.args = args = self._own(args) if self.axes else args
-        self.batches = [args[n] for n in rules.batch_argnums]
-        _arguments.check_keys(self.batches)
+        self.call = call = self._own(call) if self.axes else call
+        self.static = again or rules.in_place is False
+        self.batches = list(call[call.batch])
         devices = jax.lax.psum(1, self.axes) if self.axes else None
-        self.split = _split.split_rows(self.batches, rules.num_microbatches, rules.microbatch_size, devices)
+        self.split = _split.split_rows(
+            self.batches, rules.num_microbatches, rules.microbatch_size, devices, rules.group_size
+        )
         over = self.axes if rules.reduced else ()
         self.shares, self.rest_share = _split.shares(self.split, self.batches, rules.weight_fn, over)
-        self.rows_share = 1 / (self.split.rows * jax.lax.psum(1, over))
+        self.rows = _split.live_rows(self.split, self.shares, self.rest_share, over)
         self.stacked = _split.stacked(self.split, self.batches)
-        self.params = tuple(args[n] for n in rules.argnums)
+        self.params = call[call.params]
         _arguments.check_differentiable(self.params)
-        self.carry = None if rules.carry_argnum is None else _accumulator.strong(args[rules.carry_argnum])
+        self.carry = None if call.carry is None else _accumulator.strong(call.arguments[call.carry])
         self.shapes = self._shapes()
         self.reductions = _outputs.reductions(rules.aux_reduction, self.shapes.aux, self.split)
+        self.start_grads = _accumulator.zeros(self.params, rules.accumulator_dtype)
+        self.in_place = not (again or rules.unroll) and self._adds_in_place()
+        if self.in_place or (rules.weight_fn is not None and not (self.static or rules.unroll)):
+            self._refuse_differentiation()
 
     def start(self) -> tuple[Tree | None, Totals]:
         """Returns the references that gradients are added to in place, if any, and the totals before the first."""
-        grads = _accumulator.zeros(self.params, self.rules.accumulator_dtype)
-        refs = None
-        if can_add_in_place(self.params, grads, self.rules.in_place) and not self.rules.unroll:
-            refs, grads = jax.tree.map(jax.new_ref, grads), None
+        refs, grads = (jax.tree.map(jax.new_ref, self.start_grads), None) if self.in_place else (None, self.start_grads)
         shapes = jax.tree.leaves(self.shapes.aux)
         outputs = [reduce.start(shape, self.split) for reduce, shape in zip(self.reductions, shapes, strict=True)]
         loss = jnp.zeros([], self._loss_dtype(wide=True))
@@ -125,7 +128,7 @@ class Cut:
     def add_whole(self, refs: Tree | None, index: Any, totals: Totals) -> Totals:
         """Adds whole micro-batch `index`."""
         share = self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
-        rows = _split.micro_batch(self.stacked, index)
+        rows = _split.micro_batch(self.split, self.stacked, index)
         if self.rules.unroll:  # else the compiler may run the micro-batches side by side
             rows, totals = jax.lax.optimization_barrier((rows, totals))
         return self._add(refs, totals, rows, share, index, rest=False)
@@ -139,15 +142,15 @@ class Cut:
         self, refs: Tree | None, totals: Totals, micro_batches: list[Tree], share: Any, index: Any, *, rest: bool
     ) -> Totals:
         with jax.named_scope("optax_accum.micro_batch"):
-            loss, backward, parts = self._differentiate(self._micro_args(micro_batches, totals.carry, index), share)
+            loss, backward, parts = self._differentiate(self._micro_call(micro_batches, totals.carry, index), share)
             if self.axes:
                 _sharding.check_own_loss(loss, self.axes)
         with jax.named_scope("optax_accum.add"):
             grads = add_gradient(backward, loss, totals.grads, refs)
         rows = self.split.rest if rest else self.split.size
-        weight = rows * self.rows_share if isinstance(share, dict) else share
+        weight = rows / self.rows if isinstance(share, dict) else share
         outputs = [
-            reduce.add(total, output, index, weight, rest)
+            reduce.add(total, jnp.asarray(output), index, weight, rest)
             for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)
         ]
         return self._varying(Totals(totals.loss + loss, grads, _accumulator.strong(parts.carry), outputs))
@@ -160,14 +163,26 @@ class Cut:
         aux = jax.tree.unflatten(treedef, [reduce.finish(total, shape) for reduce, total, shape in finished])
         return Totals(totals.loss.astype(self._loss_dtype(wide=False)), grads, totals.carry, aux)
 
-    def _own(self, args: Sequence[Any]) -> list[Any]:
-        """Returns the arguments on this device: parameters whose gradients are not reduced, and a key of its own."""
-        own, rules = list(args), self.rules
-        for number in rules.argnums:
-            own[number] = _sharding.varying(args[number], self.axes)
-        if rules.rng_argnum is not None:
-            own[rules.rng_argnum] = _sharding.own_key(args[rules.rng_argnum], self.axes)
-        return own
+    def _own(self, call: Call) -> Call:
+        """Returns the call on this device: parameters whose gradients are not reduced, and a key of its own."""
+        params: dict[Name, Any] = {name: _sharding.varying(call.arguments[name], self.axes) for name in call.params}
+        return call.with_arguments(params).own_key(jax.lax.axis_index(self.axes))
+
+    def _adds_in_place(self) -> bool:
+        """Returns whether gradients are added inside the backward pass; raises where asked for in vain."""
+        if not can_add_in_place(self.params, self.start_grads, self.rules.in_place):
+            return False
+
+        def one() -> None:
+            call = self._micro_call(_split.micro_batch(self.split, self.stacked, 0), self.carry, 0)
+            share = jax.tree.map(lambda s: s[0], self.shares) if isinstance(self.shares, dict) else 1.0
+            loss, backward, _ = self._differentiate(call, share)
+            add_gradient(backward, loss, None, jax.tree.map(jax.new_ref, self.start_grads))
+
+        traced = _tracing.traces_in_place(one)
+        if self.rules.in_place and not traced:
+            raise TypeError(_tracing.NOT_IN_PLACE)
+        return traced
 
     def _varying(self, totals: Totals) -> Totals:
         """Returns the totals as values that differ between devices; the carry may not."""
@@ -180,29 +195,28 @@ class Cut:
             )
         return _sharding.varying(totals._replace(carry=None), self.axes)._replace(carry=totals.carry)
 
-    def _micro_args(self, micro_batches: list[Tree], carry: Tree, index: Any) -> list[Any]:
-        """Returns the arguments of `fun` for one micro-batch: its rows, its own key, the carry."""
-        rules, args = self.rules, list(self.args)
-        for number, rows in zip(rules.batch_argnums, micro_batches, strict=True):
-            args[number] = rows
-        if rules.rng_argnum is not None:
-            args[rules.rng_argnum] = jax.random.fold_in(args[rules.rng_argnum], index)
-        if rules.carry_argnum is not None:
-            args[rules.carry_argnum] = carry
-        return args
+    def _refuse_differentiation(self) -> None:
+        """Lets nobody differentiate this again through a `jit`: JAX cannot, and its errors do not say what can."""
+        values = self.params, self.stacked, self.batches, list(self.call.arguments.values())
+        self.params, self.stacked, self.batches, arguments = _tracing.refuse_differentiation(values, _AGAIN)
+        self.call = self.call.with_arguments(dict(zip(self.call.arguments, arguments, strict=True)))
 
-    def _differentiate(self, args: list[Any], share: Any) -> tuple[jax.Array, Any, Parts]:
+    def _micro_call(self, micro_batches: Sequence[Tree], carry: Tree, index: Any) -> Call:
+        """Returns the call of `fun` for one micro-batch: its rows, its own key, the carry."""
+        call = self.call.own_key(index).with_arguments(dict(zip(self.call.batch, micro_batches, strict=True)))
+        return call if call.carry is None else call.with_arguments({call.carry: carry})
+
+    def _differentiate(self, call: Call, share: Any) -> tuple[jax.Array, Any, Parts]:
         def contribution(*params: Any) -> tuple[jax.Array, Parts]:
-            placed = dict(zip(self.rules.argnums, params, strict=True))
-            parts = self.rules.parts([placed.get(n, arg) for n, arg in enumerate(args)], self.kwargs)
+            parts = self.rules.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
             return _weighted(parts.loss, share), parts
 
         return jax.vjp(contribution, *self.params, has_aux=True)
 
     def _shapes(self) -> Parts:
         """Returns the shapes that `fun` returns for a whole micro-batch, after checking them."""
-        micro_args = lambda: self._micro_args(_split.micro_batch(self.stacked, 0), self.carry, 0)
-        shapes = jax.eval_shape(lambda: self.rules.parts(micro_args(), self.kwargs))
+        first = lambda: self._micro_call(_split.micro_batch(self.split, self.stacked, 0), self.carry, 0)
+        shapes = jax.eval_shape(lambda: self.rules.parts(first()))
         _arguments.check_loss(shapes.loss, self.shares if self.rules.weight_fn else None)
         _arguments.check_carry(self.carry, shapes.carry)
         return shapes
@@ -222,7 +236,7 @@ def add_gradient(backward: Any, loss: jax.Array, grads: Tree | None, refs: Tree 
 
 
 def can_add_in_place(params: Tree, acc: Tree, in_place: bool | None) -> bool:
-    """Returns whether gradients are added inside the backward pass; raises where that is asked for and cannot be."""
+    """Returns whether gradients are added in the backward pass; raises where that is asked for and cannot be."""
     path = _accumulator.narrower(params, acc)
     if in_place and path is not None:
         raise TypeError(
@@ -249,6 +263,15 @@ def _loop_rest(share: Shares | None, add: Callable[[Totals], Totals], totals: To
     return jax.lax.fori_loop(0, _split.live(share).astype(int), lambda _, totals: add(totals), totals)
 
 
+def _static(count: int, shares: Shares, add: Callable[[Any, Totals], Totals], totals: Totals) -> Totals:
+    """Does what `_loop` does in a loop over all, which JAX can differentiate again."""
+    if isinstance(shares, float):
+        return _loop(count, shares, add, totals)
+    alive = _split.live(shares)
+    one = lambda index, totals: _tracing.branch(alive[index], lambda: add(index, totals), lambda: totals)
+    return jax.lax.fori_loop(0, count, one, totals)
+
+
 def _unrolled(count: int, shares: Shares, add: Callable[[Any, Totals], Totals], totals: Totals) -> Totals:
     """Does what `_loop` does, without a loop in the compiled program."""
     for index in range(count):
@@ -260,7 +283,14 @@ def _unrolled(count: int, shares: Shares, add: Callable[[Any, Totals], Totals], 
 def _unrolled_rest(share: Shares | None, add: Callable[[Totals], Totals], totals: Totals) -> Totals:
     if share is None or isinstance(share, float):
         return add(totals) if share else totals
-    return jax.lax.cond(_split.live(share), add, lambda totals: totals, totals)
+    return _tracing.branch(_split.live(share), lambda: add(totals), lambda: totals)
+
+
+_LOOPS: dict[str, tuple[Callable[..., Totals], Callable[..., Totals]]] = {
+    "dynamic": (_loop, _loop_rest),
+    "static": (_static, _unrolled_rest),
+    "unrolled": (_unrolled, _unrolled_rest),
+}
 
 
 def _weighted(loss: Any, share: Any) -> jax.Array:

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from optax_accum import _accumulator, _mesh
+from optax_accum import _accumulator, _mesh, _tracing
 from optax_accum._accumulator import Tree
-from optax_accum._arguments import Flag
 from optax_accum._state import AccumulationState, WeightedSum
+from optax_accum._tracing import Flag
 
 
 def known(flag: Flag) -> Flag:
@@ -21,12 +21,12 @@ def known(flag: Flag) -> Flag:
 
 
 def emit_or_hold(closes: Flag, usable: Flag, emit: Callable[[], Any], hold: Callable[[], Any]) -> Any:
-    """Calls the branch that is known when tracing, else compiles both: a cond, or a select for a static flush."""
+    """Calls the outcome that is known when tracing, else compiles both: a branch, or a select for a static flush."""
     if closes is False or usable is False:
         return hold()
     if closes is True:
         return emit() if usable is True else _select(usable, emit(), hold())
-    return jax.lax.cond(closes & usable, emit, hold)
+    return _tracing.branch(closes & usable, emit, hold)
 
 
 def close(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state: Any) -> AccumulationState:

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_accum import _accumulator, _arguments, _emit, _mesh, _sharding
+from optax_accum import _accumulator, _arguments, _emit, _inner, _mesh, _sharding, _tracing
 from optax_accum._accumulator import Tree
-from optax_accum._arguments import Every, Flag, Weight
+from optax_accum._arguments import Every, Weight
 from optax_accum._mesh import Axes
 from optax_accum._state import AccumulationState, WeightedSum, new_state
+from optax_accum._tracing import Flag
 
 Skip = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
 
@@ -89,18 +91,27 @@ class Accumulation:
     ) -> tuple[Tree, AccumulationState]:
         """`apply` for a gradient that its backward pass has added to the accumulator; see `adds_in_place`."""
         add = lambda acc, weight, first: acc_grads
-        return self._step(
-            state.acc_grads, state, params, weight, flush, extra_args, self._applied(params), lambda _: params, add
-        )
+        like = lambda param, total: total if hasattr(total, "dtype") else np.zeros(jnp.shape(param), jax.dtypes.float0)
+        grads = jax.tree.map(like, params, state.acc_grads)
+        return self._step(grads, state, params, weight, flush, extra_args, self._applied(params), lambda _: params, add)
 
     def _applied(self, params: Tree) -> Callable[[Tree], Tree]:
         """Returns what makes new parameters of updates: where the updates are sharded, on the shards."""
         return lambda updates: self._whole(_emit.apply_updates(self._sharded(params, params), updates), params)
 
-    def adds_in_place(self, state: AccumulationState, params: Tree) -> bool:
-        """Returns whether a backward pass may add to the accumulator: no policy has to see the gradient before."""
-        unseen = self.nonfinite in ("propagate", "discard") and _has_accumulator(state)
-        return unseen and _accumulator.narrower(params, state.acc_grads) is None
+    def counters(self, state: AccumulationState) -> AccumulationState:
+        """Returns the state without what is large or lies in rows."""
+        return state._replace(acc_grads=(), inner_opt_state=(), weight=(), mean_args={}, skip_state=())
+
+    def why_not_in_place(self, state: AccumulationState, params: Tree) -> str | None:
+        """Returns what keeps a backward pass from adding to the accumulator, if something does."""
+        if not _has_accumulator(state):
+            return "the state holds no accumulator (every=1)"
+        if self.nonfinite not in ("propagate", "discard"):
+            return f"a policy has to see the gradient before it is added (nonfinite={self.nonfinite!r})"
+        if path := _accumulator.narrower(params, state.acc_grads):
+            return f"the parameter and its accumulator have different dtypes at {path}"
+        return None
 
     def _step(
         self,
@@ -121,7 +132,8 @@ class Accumulation:
         """
         add = add or (lambda acc, weight, first: _accumulator.add(acc, grads, weight, first))
         self._check(grads, state, params)
-        _arguments.check_extra_args(set(extra_args) - set(self.mean_args), self.inner.update)
+        names, like = set(extra_args) - set(self.mean_args), self._like(grads)
+        _inner.check_extra_args(self.inner, names, like, state.inner_opt_state, params, extra_args)
         flush = _arguments.as_flush(flush, self.every)
         with jax.named_scope("optax_accum.add"):
             window = self._add(add, grads, state, params, self.as_weight(weight, state), extra_args)
@@ -131,6 +143,8 @@ class Accumulation:
         def emit() -> tuple[Tree, Any]:
             with jax.named_scope("optax_accum.emit"):
                 updates, inner_opt_state = self._inner_update(grads, window, params, extra_args)
+                if closes is not False and not (closes is True and usable is True):
+                    _inner.check_kept(inner_opt_state, state.inner_opt_state)
                 return finish(updates), inner_opt_state
 
         def hold() -> tuple[Tree, Any]:
@@ -140,7 +154,8 @@ class Accumulation:
         result, inner_opt_state = _emit.emit_or_hold(closes, usable, emit, hold)
         return result, _emit.close(window.state, closes, usable, inner_opt_state)
 
-    def _check(self, grads: Tree, state: Any, params: Tree | None) -> None:
+    def check_state(self, state: Any) -> None:
+        """Raises unless the state is one of ours."""
         if not isinstance(state, AccumulationState):
             remedy = "The order is (gradients, state, parameters)."
             if isinstance(state, optax.MultiStepsState):
@@ -148,6 +163,9 @@ class Accumulation:
             raise TypeError(
                 f"The state must be what `init` returned, an AccumulationState: state={type(state).__name__}. {remedy}"
             )
+
+    def _check(self, grads: Tree, state: Any, params: Tree | None) -> None:
+        self.check_state(state)
         if _has_accumulator(state):
             _accumulator.check(state.acc_grads, grads)
         elif self.every != 1 and jax.tree.leaves(grads):
@@ -219,7 +237,7 @@ class Accumulation:
         if self.every == 1 and self.nonfinite in ("propagate", "omit", "discard"):
             return True
         every = _arguments.as_count(self.every(state.gradient_step)) if callable(self.every) else self.every
-        due = state.mini_step >= jnp.maximum(every, 1)
+        due = state.mini_step >= every
         return due if flush is False else due | flush
 
     def _usable(self, window: Window, closes: Flag) -> Flag:
@@ -232,7 +250,7 @@ class Accumulation:
         costly = self.nonfinite == "discard" or self.reduce_axes
         if closes is False or closes is True or not costly:
             return True if closes is False else usable()
-        return jax.lax.cond(closes, usable, lambda: jnp.array(True))
+        return _tracing.branch(closes, usable, lambda: jnp.array(True))
 
     def _inner_update(
         self, grads: Tree, window: Window, params: Tree | None, extra_args: Mapping[str, Any]
@@ -244,17 +262,9 @@ class Accumulation:
         mean = _accumulator.mean(total, grads, weight, self.emit_dtype)
         extra_args = {**extra_args, **_emit.mean_args(self._sum(state.mean_args), extra_args)}
         old, params = _mesh.to_device(state.inner_opt_state), self._sharded(params, params)
-        inner = lambda grads: self.inner.update(grads, old, params, **extra_args)
-        try:
-            with jax.named_scope("optax_accum.inner"):
-                updates, inner_opt_state = inner(mean)
-        except (TypeError, ValueError) as error:
-            if not _accumulator.same_dtypes(mean, grads):
-                error.add_note(_DTYPE_NOTE.format(emitted=_accumulator.dtypes(mean), given=_accumulator.dtypes(grads)))
-            raise
-        if not _accumulator.same_dtypes(mean, grads):
-            updates = _accumulator.cast_like(updates, jax.eval_shape(lambda: inner(grads))[0])
-        inner_opt_state = _accumulator.cast_like(inner_opt_state, state.inner_opt_state)
+        updates, inner_opt_state = _inner.update(self.inner, mean, grads, old, params, extra_args)
+        if not _inner.keeps(inner_opt_state, old):
+            return updates, inner_opt_state
         return updates, _mesh.to_memory_of(inner_opt_state, state.inner_opt_state)
 
     def _zeros(self, params: Tree) -> Tree:
@@ -270,6 +280,8 @@ class Accumulation:
 
     def as_weight(self, weight: Any, state: AccumulationState) -> Weight:
         """Returns a weight; with `reduce_axes` one for each device [d], which share the weight of a micro-batch."""
+        if isinstance(weight, _arguments.Rows) and self.reduction == "sum":
+            weight = 1.0
         if not self.reduce_axes:
             return _arguments.as_weight(weight)
         weight = _arguments.as_weight(weight, state.weight.shape[0])
@@ -296,13 +308,6 @@ class Accumulation:
         return _mesh.gather(tree, self.reduce_to, params, self.reduce_axes)
 
 
-_DTYPE_NOTE = (
-    "accumulate_gradients gave the inner optimizer gradients of dtype {emitted}, and was given {given}. An optimizer "
-    "that needs the dtype of its parameters (optax.novograd and optax.contrib.mechanize over bfloat16 ones) gets it "
-    'with emit_dtype="gradient".'
-)
-
-
 def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:
     if jax.tree.structure(info) != jax.tree.structure(state.skip_state):
         raise ValueError(
@@ -314,4 +319,4 @@ def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:
 
 
 def _has_accumulator(state: AccumulationState) -> bool:
-    return not (isinstance(state.acc_grads, tuple) and not state.acc_grads)
+    return not (type(state.acc_grads) is tuple and not state.acc_grads)  # a MaskedNode is a tuple, too

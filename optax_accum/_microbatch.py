@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import optax
 
-from optax_accum import _arguments, _mesh, _outputs, _sharding
+from optax_accum import _arguments, _mesh, _outputs, _sharding, _split, _tracing
 from optax_accum._accumulator import Tree
 from optax_accum._cut import Parts, Rules, Totals
+from optax_accum._program import compiled_once
+from optax_accum._roles import Call, Roles
 
 
 def value_and_grad(
@@ -19,7 +21,11 @@ def value_and_grad(
     microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    batch_argnums: int | Sequence[int] = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnames: str | Sequence[str] = (),
+    whole_argnums: int | Sequence[int] = (),
+    whole_argnames: str | Sequence[str] = (),
+    group_size: int = 1,
     weight_fn: Callable[..., Any] | None = None,
     rng_argnum: int | None = None,
     carry_argnum: int | None = None,
@@ -51,13 +57,20 @@ def value_and_grad(
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       argnums: as in `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
-      batch_argnums: the argument, or several, that hold the batch: trees whose arrays are cut along their first axis.
-        Scalars stay whole; so does every other argument. What is to stay whole is passed there.
+      batch_argnums: the argument, or several, that hold the batch: trees whose arrays are cut along their first axis,
+        whatever that axis means; scalars stay whole. Argument 1, unless `batch_argnames` names the batch.
+      batch_argnames: the same for arguments that are passed by keyword; `weight_fn` is given them last.
+      whole_argnums: arguments that every micro-batch gets whole though they have as many rows as the batch (a table, a
+        mask), and keys that all micro-batches share on purpose. All others stay whole unasked.
+      whole_argnames: the same for arguments that are passed by keyword.
+      group_size: so many consecutive rows stay together in one micro-batch (pairs, the completions of one prompt): the
+        rows are cut in groups.
       weight_fn: `weight_fn(micro_batch)`, given the batch arguments in order, returns how much a micro-batch counts: a
         real scalar of at least 32 bits, such as `mask.sum()`; or a dict of them, one for each term of the loss, which
         then has its own denominator. By default the number of rows. It is traced under `jax.vmap`. Weights are added in
         the default float dtype, where 2^31 tokens do not overflow.
-      rng_argnum: an argument that is a key, old or new style: micro-batch i gets `jax.random.fold_in(key, i)`.
+      rng_argnum: an argument that is a key, old or new style, or a tree of keys: micro-batch i gets
+        `jax.random.fold_in(key, i)` of each.
       carry_argnum: an argument that is handed from one micro-batch to the next (the statistics of BatchNorm, say).
         `fun` returns its new value: `(loss, carry)`, or `(loss, (aux, carry))` with `has_aux`.
       aux_reduction: what becomes of `aux`, a prefix of its tree: `"mean"` (weighted; by rows for a dict of weights),
@@ -67,7 +80,8 @@ def value_and_grad(
         the rounding of the mean (its state then turns to float32 as well). By default sums are in at least float32, and
         gradients come back in the dtypes of the parameters, as from `jax.value_and_grad`.
       in_place: whether to add inside the backward pass. By default wherever accumulator and parameters have the same
-        dtypes. The numbers are the same (a parameter that is used twice is added twice: to rounding).
+        dtypes. The numbers are the same (a parameter that is used twice is added twice: to rounding). With False, what
+        is returned can be differentiated again in every way.
       unroll: compile each micro-batch for itself, one after the other, instead of a loop over them. For convolutions on
         CPU, which XLA runs many times slower inside any loop (jax-ml/jax#12868). Compile time grows with k, gradients
         are added after the backward pass, and before JAX 0.12 the compiler keeps several micro-batches at once.
@@ -77,7 +91,8 @@ def value_and_grad(
       reduce_to: how the gradients are to be sharded: a prefix of their tree (for several `argnums` a tuple of such) of
         `PartitionSpec`s or `NamedSharding`s. Where it names a reduced axis, the reduction is a reduce-scatter.
       reduced: with False, nothing is reduced: loss, gradients and outputs are rows [d, ...], one for each device and
-        weighted by its own rows, for `accumulate_gradients(..., reduce_axes=...)`.
+        weighted by its own rows, for `accumulate_gradients(..., reduce_axes=...)`; inside `jax.shard_map` each device's
+        own [...]. Outputs with `"concat"` are in the order of the batch, as always.
 
     Returns:
       A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
@@ -90,16 +105,27 @@ def value_and_grad(
       |---|---|---|
       | more micro-batches than rows; no rows; leaves of different lengths | an error | tracing |
       | an argument in two roles; a key inside a batch argument | an error | tracing |
+      | a key that `rng_argnum` does not name: all micro-batches would draw the same | an error | tracing |
+      | another argument with as many rows as the batch: it would be broadcast | an error | tracing |
+      | `group_size` does not divide the rows, or those of a micro-batch | an error | tracing |
+      | options that contradict each other | an error | building |
       | the loss is no real scalar; its terms and the weights have other keys | an error | tracing |
       | a carry that changes its tree, shape or dtype | an error | tracing |
-      | `"mean"` of an integer; `"concat"` of what has no rows | an error | tracing |
+      | `"mean"` of an integer; `"max"` of a complex; any key; `"concat"` of what has no rows | an error | tracing |
+      | `"sum"` of bools | counts them, in int32 | running |
+      | `"mean"` with a dict of weights | by the rows of those micro-batches that are run | running |
       | a weight of zero | its micro-batch is not run: so their number may vary without a new compilation | running |
       | outputs of a micro-batch that is not run | zeros in `"concat"` and `"stack"`, nothing elsewhere | running |
       | all weights zero | a zero loss and a zero gradient, the carry unchanged | running |
+      | weights that add to zero (+2, -2), as in `accumulate_gradients` | the same | running |
       | a weight of zero for one term only | its value is left out; guard a 0 / 0 in it with `jnp.maximum` | running |
       | a NaN in one micro-batch | shows in the loss and in the gradient | running |
       | a loss below 32 bits | its cotangent rounds the shares; return `loss.astype(jnp.float32)` | tracing |
       | a bfloat16 parameter, a float32 accumulator | added after the backward pass, not inside | tracing |
+      | before JAX 0.11, a slice of a parameter (`p[0]`, `p[:n]`) | as above | tracing |
+      | differentiated again (`jacfwd`, `hessian`, MAML) | as above, and works in every way | tracing |
+      | the same, through a `jit` or `jax.checkpoint` around this | an error: pass `in_place=False` | tracing |
+      | called outside `jit` | traced at each call, and compiled once for each program that comes out | running |
       | `reduce_axes`: rows or `microbatch_size` do not divide over the devices | an error | tracing |
       | `reduce_axes`: no such axis; no mesh in reach | an error | tracing |
       | `reduce_axes`: parameters sharded over it, and no `reduce_to` | an error that says what it costs | tracing |
@@ -130,15 +156,21 @@ def value_and_grad(
     _outputs.check_names(aux_reduction)
     rules = Rules(
         fun=fun,
+        roles=Roles.named(
+            argnums=argnums,
+            batch_argnums=batch_argnums,
+            batch_argnames=batch_argnames,
+            whole_argnums=whole_argnums,
+            whole_argnames=whole_argnames,
+            rng_argnum=rng_argnum,
+            carry_argnum=carry_argnum,
+        ),
         num_microbatches=_arguments.as_positive("num_microbatches", num_microbatches),
         microbatch_size=_arguments.as_positive("microbatch_size", microbatch_size),
-        argnums=_arguments.as_argnums("argnums", argnums),
+        group_size=_arguments.as_positive("group_size", group_size) or 1,
         single=isinstance(argnums, int),
         has_aux=has_aux,
-        batch_argnums=_arguments.as_argnums("batch_argnums", batch_argnums),
         weight_fn=weight_fn,
-        rng_argnum=rng_argnum,
-        carry_argnum=carry_argnum,
         aux_reduction=aux_reduction,
         accumulator_dtype=_arguments.as_float_dtype("accumulator_dtype", accumulator_dtype),
         in_place=in_place,
@@ -147,49 +179,75 @@ def value_and_grad(
         reduce_to=reduce_to,
         reduced=reduced,
     )
+    _check_options(rules)
+    compute = functools.partial(_value_and_grad, rules)
+    compute = compute if rules.reduce_axes else compiled_once(compute)  # a mesh is read off arrays that are not traced
 
-    return functools.wraps(fun)(functools.partial(_value_and_grad, rules))
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return compute(_tracing.is_differentiated((args, kwargs)), args, kwargs)
+
+    return run
 
 
-def _value_and_grad(rules: Rules, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def _check_options(rules: Rules) -> None:
+    """Raises for options that contradict each other."""
+    if rules.in_place and rules.unroll:
+        raise ValueError(
+            "in_place=True adds inside the backward pass, unroll=True after it: in_place=True, unroll=True. Pass one."
+        )
+    if rules.reduce_axes:
+        if rules.reduce_to is not None and not rules.reduced:
+            raise ValueError(
+                "reduce_to says where the sum over reduce_axes goes, reduced=False that there is none: both are given. "
+                "Pass reduced=False here and reduce_to to accumulate_gradients, which adds them."
+            )
+    elif rules.reduce_to is not None or not rules.reduced:
+        option = "reduced=False" if rules.reduce_to is None else "reduce_to"
+        raise ValueError(f"{option} is about the sum over reduce_axes: reduce_axes=None. Name the axes, or leave it.")
+
+
+def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
-    rules = rules.for_arguments(len(args))
-    params = tuple(args[n] for n in rules.argnums)
-    totals = _over_devices(rules, args, kwargs) if rules.reduce_axes else rules.add_up(args, kwargs)
+    call = rules.roles.of(args, kwargs)
+    call.check_shared(_split.count_rows(call[call.batch]))
+    totals = _over_devices(rules, call, again) if rules.reduce_axes else rules.add_up(call, again=again)
     grads: Any = totals.grads
     if rules.accumulator_dtype is None:
-        grads = optax.tree.cast_like(grads, params)
+        grads = optax.tree.cast_like(grads, call[call.params])
     value = rules.joined(Parts(totals.loss, totals.carry, totals.outputs))
     return value, grads[0] if rules.single else grads
 
 
-def _over_devices(rules: Rules, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Totals:
+def _over_devices(rules: Rules, call: Call, again: bool) -> Totals:
     """Does `rules.add_up` on each device with its own rows, and adds the results once."""
     axes = rules.reduce_axes
-    if rules.reduced and rules.reduce_to is None:
-        _sharding.check_replicated([args[number] for number in rules.argnums], axes)
+    if rules.reduce_to is None:
+        _sharding.check_replicated(call[call.params], axes)
+    names = tuple(call.arguments)
 
-    def local(kwargs: Mapping[str, Any], *args: Any) -> tuple[Totals, Tree]:
-        totals = rules.add_up(args, kwargs)
+    def local(*values: Any) -> tuple[Totals, Tree]:
+        totals = rules.add_up(call.with_arguments(dict(zip(names, values, strict=True))), again=again)
         return totals._replace(carry=None), totals.carry
 
     if _mesh.is_manual(axes):
-        own, carry = local(kwargs, *args)
+        own, carry = local(*call[names])
         rows = jax.tree.map(lambda leaf: leaf[None], own)
     else:
-        _arguments.check_keys([args[number] for number in rules.batch_argnums])
-        split = [number + 1 for number in rules.batch_argnums]
-        rows, carry = _sharding.per_device(local, axes, split, (kwargs, *args))
+        rows, carry = _sharding.per_device(local, axes, [names.index(name) for name in call.batch], call[names])
     outputs = _outputs.over_devices(rules.aux_reduction, rows.outputs, axes, reduced=rules.reduced)
     if not rules.reduced:
-        own = jax.tree.map(lambda leaf: leaf[0], rows) if _mesh.is_manual(axes) else rows
-        return own._replace(carry=carry, outputs=outputs)
-    to = None if rules.reduce_to is None else _to(rules, args)
+        return _sharding.as_own(rows._replace(outputs=None), axes)._replace(carry=carry, outputs=outputs)
+    to = None if rules.reduce_to is None else _to(rules, call)
     return Totals(_sharding.sum_rows(rows.loss, axes), _sharding.sum_rows(rows.grads, axes, to), carry, outputs)
 
 
-def _to(rules: Rules, args: Sequence[Any]) -> tuple[Tree, ...]:
+def _to(rules: Rules, call: Call) -> tuple[Tree, ...]:
     """Returns the shardings of the sums, one tree for each differentiated argument."""
     to = (rules.reduce_to,) if rules.single else rules.reduce_to
-    params = tuple(args[n] for n in rules.argnums)
-    return tuple(_mesh.shardings(t, p, rules.reduce_axes) for t, p in zip(to, params, strict=True))
+    if not isinstance(to, list | tuple) or len(to) != len(call.params):
+        raise ValueError(
+            f"With several argnums, reduce_to must be a tuple of as many trees: argnums={call.params}, "
+            f"reduce_to={rules.reduce_to!r}."
+        )
+    return tuple(_mesh.shardings(t, p, rules.reduce_axes) for t, p in zip(to, call[call.params], strict=True))

@@ -44,7 +44,7 @@ def over_devices(aux_reduction: Tree, rows: Tree, axes: Axes, *, reduced: bool) 
             )
         if name == "concat":
             return leaf[0] if _mesh.is_manual(axes) else _sharding.joined_rows(leaf)
-        return reduce[name](leaf, axes) if reduced else leaf
+        return reduce[name](leaf, axes) if reduced else _sharding.as_own(leaf, axes)
 
     return jax.tree.unflatten(treedef, [finish(name, leaf) for name, leaf in zip(names, leaves, strict=True)])
 
@@ -69,10 +69,18 @@ def check_names(aux_reduction: Tree) -> None:
 
 def _check(name: str, path: str, shape: jax.ShapeDtypeStruct, split: Split) -> None:
     where = f"auxiliary output {path}" if path else "the auxiliary output"
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"An auxiliary output is data: {where} is a key. Return jax.random.key_data(key), or leave it out."
+        )
     if name == "mean" and not jnp.issubdtype(shape.dtype, jnp.inexact):
         raise TypeError(
-            f'"mean" needs a floating-point output: {where} has dtype {shape.dtype}. Take "sum", or cast it to float32.'
+            f'"mean", the default, needs a floating-point output: {where} has dtype {shape.dtype}. Take '
+            'aux_reduction="sum" (or a prefix of the output, {"count": "sum", "loss": "mean"}) for counts; cast it to '
+            "float32 for a mean."
         )
+    if name == "max" and jnp.issubdtype(shape.dtype, jnp.complexfloating):
+        raise TypeError(f'"max" needs numbers that are ordered: {where} has dtype {shape.dtype}. Take "mean" or "sum".')
     if name == "concat" and (not shape.ndim or shape.shape[0] != split.size):
         raise ValueError(
             f'"concat" needs one row for each example: {where} has shape {shape.shape} for a micro-batch of '
@@ -81,6 +89,8 @@ def _check(name: str, path: str, shape: jax.ShapeDtypeStruct, split: Split) -> N
 
 
 def _wide(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jnp.int32  # a sum of them counts
     return _accumulator.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
@@ -100,19 +110,22 @@ def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any, rest:
 
 
 def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:
-    """Room for the rows of the whole micro-batches [b, k, ...] and of the remainder [r, ...]."""
-    return jnp.zeros((split.size, split.whole, *shape.shape[1:]), shape.dtype), jnp.zeros(
-        (split.rest, *shape.shape[1:]), shape.dtype
-    )
+    """Room for the rows of the whole micro-batches, as `_split.stacked` has them, and of the remainder [r, ...]."""
+    zeros = lambda *rows: jnp.zeros((*rows, *shape.shape[1:]), shape.dtype)
+    together = () if split.group == 1 else (split.group,)
+    return zeros(split.size // split.group, split.whole, *together), zeros(split.rest)
 
 
 def _put_rows(rows: Any, output: jax.Array, index: Index, share: Any, rest: bool) -> Any:
-    return (rows[0], output) if rest else (rows[0].at[:, index].set(output), rows[1])
+    if rest:
+        return rows[0], output
+    count, _, *shape = rows[0].shape
+    return rows[0].at[:, index].set(output.reshape(count, *shape)), rows[1]
 
 
 def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
     whole, rest = rows
-    whole = whole.reshape(-1, *whole.shape[2:])
+    whole = whole.reshape(-1, *shape.shape[1:])
     return jnp.concatenate([whole, rest]) if len(rest) else whole
 
 
@@ -120,9 +133,13 @@ def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return total.astype(shape.dtype)
 
 
+def _counted(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return total if jnp.issubdtype(shape.dtype, jnp.bool_) else _cast(total, shape)
+
+
 _REDUCTIONS = {
     "mean": Reduction(_zeros, _scaled, _cast),
-    "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype), _cast),
+    "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype), _counted),
     "max": Reduction(_lowest, lambda total, output, *_: jnp.maximum(total, output), _cast),
     "last": Reduction(lambda shape, _: jnp.zeros(shape.shape, shape.dtype), lambda _, output, *__: output, _cast),
     "stack": Reduction(

@@ -1,13 +1,17 @@
 """Owns losses that couple examples: a forward pass in micro-batches, run again in the backward pass. Knows no loss."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from optax_accum import _accumulator, _arguments, _split
+from optax_accum import _accumulator, _arguments, _split, _tracing
+from optax_accum._program import compiled_once
+from optax_accum._roles import Roles
 
 Tree = Any
 
@@ -17,7 +21,11 @@ def microbatched_apply(
     num_microbatches: int | None = None,
     *,
     microbatch_size: int | None = None,
-    batch_argnums: int | Sequence[int] = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnames: str | Sequence[str] = (),
+    whole_argnums: int | Sequence[int] = (),
+    whole_argnames: str | Sequence[str] = (),
+    group_size: int = 1,
     rng_argnum: int | None = None,
 ) -> Callable[..., Any]:
     """Applies a function in micro-batches, and again in the backward pass: all the outputs, the memory of one.
@@ -33,20 +41,27 @@ def microbatched_apply(
       fun: `fun(params, batch)` returns a tree of arrays with one row for each example, and treats each row alone.
       num_microbatches: the largest number of micro-batches; or
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
-      batch_argnums: the argument, or several, that hold the batch; see `value_and_grad`.
+      batch_argnums: the argument, or several, that hold the batch; see `value_and_grad`, also for the next five.
+      batch_argnames: the same for arguments that are passed by keyword.
+      whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.
+      whole_argnames: the same for arguments that are passed by keyword.
+      group_size: so many consecutive rows stay together in one micro-batch.
       rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`, the same in both passes.
 
     Returns:
       A function of the arguments of `fun`, which returns its outputs for the whole batch, in the order of the rows.
 
     Raises:
-      ValueError: an output without a row for each example. Otherwise as `value_and_grad`.
+      ValueError: an output without a row for each example; a key that no role names, or another argument with as many
+        rows as the batch. Otherwise as `value_and_grad`.
 
     Guarantees:
       | case | result | known when |
       |---|---|---|
       | the rows do not divide | one smaller micro-batch; nothing is padded or dropped | tracing |
       | bfloat16 parameters | their gradient is added in float32, and cast down once | tracing |
+      | a flag, a name or a function among the arguments | stays what it is | tracing |
+      | forward mode (`jvp`, `jacfwd`, `hessian`) | works, in bfloat16 too | tracing |
       | several calls in one loss (two towers) | each has its own micro-batches | tracing |
       | `fun` couples examples (BatchNorm) | not the whole batch's output: see `verify` | never |
 
@@ -68,52 +83,85 @@ def microbatched_apply(
       L. Gao et al., *Scaling deep contrastive learning batch size under memory limited setup* (GradCache), 2021.
     """
     _arguments.check_one_size(num_microbatches, microbatch_size)
-    count = _arguments.as_positive("num_microbatches", num_microbatches)
-    size = _arguments.as_positive("microbatch_size", microbatch_size)
-    roles = {"batch_argnums": _arguments.as_argnums("batch_argnums", batch_argnums), "rng_argnum": rng_argnum}
+    rules = _Rules(
+        fun=fun,
+        roles=Roles.named(
+            argnums=None,
+            batch_argnums=batch_argnums,
+            batch_argnames=batch_argnames,
+            whole_argnums=whole_argnums,
+            whole_argnames=whole_argnames,
+            rng_argnum=rng_argnum,
+        ),
+        num_microbatches=_arguments.as_positive("num_microbatches", num_microbatches),
+        microbatch_size=_arguments.as_positive("microbatch_size", microbatch_size),
+        group_size=_arguments.as_positive("group_size", group_size) or 1,
+    )
+    compute = compiled_once(rules.apply)
 
     @functools.wraps(fun)
     def applied(*args: Any, **kwargs: Any) -> Any:
-        numbers = _arguments.as_roles(roles, len(args))
-        batch_numbers, rng_number = numbers["batch_argnums"], numbers["rng_argnum"]
-        batches = [args[n] for n in batch_numbers]
-        _arguments.check_keys(batches)
-        split = _split.split_rows(batches, count, size)
-        rest = [None if n in batch_numbers else arg for n, arg in enumerate(args)]
-        leaves, treedef = jax.tree.flatten(rest)
-        opened = [_opened(leaf) for leaf in leaves]
-
-        @jax.checkpoint
-        def one(opened: list[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
-            micro_args = treedef.unflatten([_grafted(*pair) for pair in opened])
-            for number, rows in zip(batch_numbers, micro_batches, strict=True):
-                micro_args[number] = rows
-            if rng_number is not None:
-                micro_args[rng_number] = jax.random.fold_in(micro_args[rng_number], index)
-            return fun(*micro_args, **kwargs)
-
-        return _mapped(functools.partial(one, opened), split, batches)
+        return compute(_tracing.is_differentiated((args, kwargs)), args, kwargs)
 
     return applied
 
 
-def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: _split.Split, batches: list[Tree]) -> Any:
+@dataclasses.dataclass(frozen=True)
+class _Rules:
+    """What `microbatched_apply` was asked for, and the functions that do it."""
+
+    fun: Callable[..., Any]
+    roles: Roles
+    num_microbatches: int | None
+    microbatch_size: int | None
+    group_size: int
+
+    def apply(self, again: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the outputs of all micro-batches, in the order of the rows."""
+        call = self.roles.of(args, kwargs)
+        batches = call[call.batch]
+        call.check_shared(_split.count_rows(batches))
+        split = _split.split_rows(batches, self.num_microbatches, self.microbatch_size, group=self.group_size)
+        others = {name: arg for name, arg in call.arguments.items() if name not in call.batch}
+        leaves, treedef = jax.tree.flatten(list(others.values()))
+        arrays = [
+            leaf for leaf in leaves if _is_array(leaf)
+        ]  # the others (a flag, a name, a function) stay what they are
+        opened = [_opened(leaf) for leaf in arrays]
+
+        @jax.checkpoint
+        def one(opened: list[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
+            grafted = (_grafted(*pair) for pair in opened)
+            own = treedef.unflatten([next(grafted) if _is_array(leaf) else leaf for leaf in leaves])
+            micro = call.with_arguments(dict(zip(others, own, strict=True)))
+            return (
+                micro.with_arguments(dict(zip(call.batch, micro_batches, strict=True))).own_key(index).apply(self.fun)
+            )
+
+        return _mapped(functools.partial(one, opened), split, batches)
+
+
+def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: _split.Split, batches: Sequence[Tree]) -> Any:
     """Returns the outputs of all micro-batches, in the order of the rows."""
-    stacked = _split.stacked(split, batches)
-    leaves, treedef = jax.tree.flatten(stacked)
+    leaves, treedef = jax.tree.flatten(_split.stacked(split, batches))
     scanned = [jnp.moveaxis(leaf, 1, 0) for leaf in leaves if _split.is_split(leaf)]
 
     def micro(xs: tuple[list[jax.Array], jax.Array]) -> Any:
         rows = iter(xs[0])
-        return one(treedef.unflatten([next(rows) if _split.is_split(leaf) else leaf for leaf in leaves]), xs[1])
+        micro_batch = treedef.unflatten([next(rows) if _split.is_split(leaf) else leaf for leaf in leaves])
+        return one(_split.ungrouped(split, micro_batch), xs[1])
 
     whole = jax.lax.map(micro, (scanned, jnp.arange(split.whole)))
     _arguments.check_rows(whole, split.size)
-    whole = jax.tree.map(lambda out: jnp.moveaxis(out, 0, 1).reshape(-1, *out.shape[2:]), whole)
+    whole = jax.tree.map(functools.partial(_split.in_order, split), whole)
     if not split.rest:
         return whole
     rest = one(_split.remainder(split, batches), split.whole)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), whole, rest)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 # The gradient of a narrow leaf (bfloat16, say) is a sum over micro-batches, so it is added in float32: `_opened` lends
@@ -131,22 +179,22 @@ def _grafted(leaf: Any, wide: jax.Array | None) -> Any:
     return leaf if wide is None else _graft(leaf, wide)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _lend(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     return leaf, jnp.zeros_like(leaf, dtype=_accumulator.accumulator_dtype(leaf.dtype, None))
 
 
-_lend.defvjp(
-    lambda leaf: (_lend(leaf), None), lambda _, cotangents: (cotangents[0] + cotangents[1].astype(cotangents[0].dtype),)
-)
+@_lend.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    lent = _lend(*primals)
+    return lent, (jnp.zeros_like(lent[0]), tangents[0].astype(lent[1].dtype))
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _graft(leaf: jax.Array, wide: jax.Array) -> jax.Array:
     return leaf
 
 
-_graft.defvjp(
-    lambda leaf, wide: (leaf, None),
-    lambda _, cotangent: (None, cotangent.astype(_accumulator.accumulator_dtype(cotangent.dtype, None))),
-)
+@_graft.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[1].astype(primals[0].dtype)

@@ -117,12 +117,19 @@ def weight_rows(weight: Any, like: jax.Array, axes: Axes, *, share: bool) -> jax
     own = jnp.ndim(weight) or (_mesh.is_manual(axes) and isinstance(weight, jax.Array) and differs(weight, axes))
     devices = jax.lax.psum(1, axes) if _mesh.is_manual(axes) else like.shape[0]
     part = weight if own or not share else weight / devices
-    return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
+    rows = jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
+    spec = None if _mesh.is_manual(axes) else _mesh.spec_of(like)
+    return _mesh.place(rows, NamedSharding(cast(Any, _mesh.mesh_of(axes, like)), spec)) if spec else rows
 
 
 def own_row(rows: Tree) -> Tree:
     """Returns this device's row [...] of rows [d, ...], inside `jax.shard_map`."""
     return jax.tree.map(lambda leaf: leaf[0], rows)
+
+
+def as_own(rows: Tree, axes: Axes) -> Tree:
+    """Returns what each device has of its own as users see it: rows [d, ...]; inside `jax.shard_map` its own [...]."""
+    return own_row(rows) if _mesh.is_manual(axes) else rows
 
 
 def sum_rows(rows: Tree, axes: Axes, to: Tree = None) -> Tree:
@@ -193,11 +200,6 @@ def per_device(
     own, same = run(*arrays) if traced else jax.jit(run)(*arrays)  # outside jit, shard_map knows no references
     is_none = lambda node: node is None
     return jax.tree.map(lambda row, other: other if row is None else row, own, integers[-1], is_leaf=is_none), same
-
-
-def own_key(key: Any, axes: Axes) -> Any:
-    """Returns another key on each device, inside `jax.shard_map`."""
-    return jax.random.fold_in(key, jax.lax.axis_index(axes))
 
 
 def _dealt(leaf: Any, deal: bool, mesh: Mesh, axes: Axes) -> jax.Array:

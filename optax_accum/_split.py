@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from optax_accum import _accumulator
+from optax_accum import _accumulator, _arguments
 from optax_accum._state import default_float
 
 Tree = Any
@@ -19,13 +18,14 @@ Shares = jax.Array | float | dict[str, jax.Array]  # of each micro-batch [m], or
 class Split(NamedTuple):
     """How `rows = whole * size + rest` rows are cut.
 
-    Row r is in micro-batch `r mod whole`; the last `rest` rows are in one of their own.
+    Group j of `group` consecutive rows is in micro-batch `j mod whole`; the last `rest` rows are in one of their own.
     """
 
     rows: int
     size: int
     whole: int
     rest: int
+    group: int = 1
 
     @property
     def parts(self) -> int:
@@ -34,15 +34,21 @@ class Split(NamedTuple):
 
 
 def split_rows(
-    batch: Tree, num_microbatches: int | None, microbatch_size: int | None, devices: int | None = None
+    batch: Tree,
+    num_microbatches: int | None,
+    microbatch_size: int | None,
+    devices: int | None = None,
+    group: int = 1,
 ) -> Split:
     """Returns how the rows of `batch` are cut, from its shapes alone: those of one of the `devices`, if given."""
     rows = count_rows(batch)
-    if num_microbatches is not None and num_microbatches > rows:
-        where = "the batch has" if devices is None else f"each of {devices} devices has"
+    where = "the batch has" if devices is None else f"each of {devices} devices has"
+    check_groups(where, rows, group)
+    if num_microbatches is not None and num_microbatches > rows // group:
+        what, has = ("row", f"{rows} rows") if group == 1 else ("group", f"{rows // group} groups of {group} rows")
         raise ValueError(
-            f"There must be a row for each micro-batch: num_microbatches={num_microbatches}, and {where} {rows} "
-            f"rows. Pass num_microbatches={rows} at most."
+            f"There must be a {what} for each micro-batch: num_microbatches={num_microbatches}, and {where} {has}. "
+            f"Pass num_microbatches={rows // group} at most."
         )
     if microbatch_size is not None and devices is not None:
         if microbatch_size % devices:
@@ -51,8 +57,21 @@ def split_rows(
                 f"{microbatch_size}, {devices} devices. Pass a multiple of {devices}."
             )
         microbatch_size //= devices
-    size = min(rows, microbatch_size) if microbatch_size is not None else -(-rows // (num_microbatches or 1))
-    return Split(rows, size, rows // size, rows % size)
+    if microbatch_size is not None:
+        check_groups("a micro-batch on one device has", microbatch_size, group)
+        size = min(rows, microbatch_size)
+    else:
+        size = -(-rows // group // (num_microbatches or 1)) * group
+    return Split(rows, size, rows // size, rows % size, group)
+
+
+def check_groups(where: str, rows: int, group: int) -> None:
+    """Raises unless so many rows are whole groups."""
+    if rows % group:
+        raise ValueError(
+            f"group_size must divide the rows that are together: group_size={group}, and {where} {rows} rows. Pass "
+            f"{rows - rows % group or group} or {rows - rows % group + group} rows."
+        )
 
 
 def count_rows(batch: Tree) -> int:
@@ -82,25 +101,40 @@ def is_split(leaf: Any) -> bool:
 def stacked(split: Split, batch: Tree) -> Tree:
     """Returns the whole micro-batches with their index as the second axis: leaves [b, k, ...] and scalars.
 
-    A reshape: interleaving leaves each row on the device where it is.
+    A reshape: interleaving leaves each row on the device where it is. With groups of g rows, [b / g, k, g, ...].
     """
+    count, together = split.size // split.group, () if split.group == 1 else (split.group,)
 
     def stack(leaf: Any) -> Any:
         if not is_split(leaf):
             return leaf
         rows = leaf if not split.rest else leaf[: split.whole * split.size]
-        return rows.reshape(split.size, split.whole, *leaf.shape[1:])
+        return rows.reshape(count, split.whole, *together, *leaf.shape[1:])
 
     return jax.tree.map(stack, _arrays(batch))
 
 
-def micro_batch(stacked_batch: Tree, index: int | jax.Array) -> Tree:
+def micro_batch(split: Split, stacked_batch: Tree, index: int | jax.Array) -> Tree:
     """Returns whole micro-batch `index`: leaves [b, ...]."""
 
     def take(leaf: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False) if is_split(leaf) else leaf
 
-    return jax.tree.map(take, stacked_batch)
+    return ungrouped(split, jax.tree.map(take, stacked_batch))
+
+
+def ungrouped(split: Split, micro_batch: Tree) -> Tree:
+    """Returns a micro-batch [b / g, g, ...] as [b, ...]."""
+    if split.group == 1:
+        return micro_batch
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]) if is_split(leaf) else leaf, micro_batch)
+
+
+def in_order(split: Split, rows: jax.Array) -> jax.Array:
+    """Returns what the whole micro-batches gave for their rows, [k, b, ...], in the order of the batch."""
+    shape = rows.shape[2:]
+    rows = rows.reshape(split.whole, split.size // split.group, split.group, *shape)
+    return jnp.moveaxis(rows, 0, 1).reshape(-1, *shape)
 
 
 def remainder(split: Split, batch: Tree) -> Tree:
@@ -123,7 +157,8 @@ def shares(
     if split.whole:
         cut = [stacked(split, batch) for batch in batches]
         axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, cut)
-        whole = jax.vmap(lambda *micro: _weights(weight_fn(*micro)), in_axes=axes, axis_size=split.whole)(*cut)
+        weigh = lambda *micro: _weights(weight_fn(*(ungrouped(split, rows) for rows in micro)))
+        whole = jax.vmap(weigh, in_axes=axes, axis_size=split.whole)(*cut)
     if split.rest:
         rest = _weights(weight_fn(*(remainder(split, batch) for batch in batches)))
     return _normalised(whole, rest, over)
@@ -132,8 +167,17 @@ def shares(
 def _normalised(whole: Any, rest: Any, over: tuple[str, ...]) -> tuple[Any, Any]:
     present = [part for part in (whole, rest) if part is not None]
     total = jax.tree.map(lambda *parts: jax.lax.psum(sum(jnp.sum(part) for part in parts), over), *present)
-    share = lambda part: jax.tree.map(lambda w, t: w * _accumulator.reciprocal(t), part, total)
+    share = lambda part: jax.tree.map(lambda w, t: jnp.where(t == 0, 0, w * _accumulator.reciprocal(t)), part, total)
     return tuple(part if part is None else share(part) for part in (whole, rest))  # type: ignore[return-value]
+
+
+def live_rows(split: Split, whole: Shares | None, rest: Shares | None, over: tuple[str, ...] = ()) -> Any:
+    """Returns the rows of all micro-batches that are run, at least 1; `over` those axes of the mesh, too."""
+    if isinstance(whole, float):
+        return split.rows * jax.lax.psum(1, over)
+    count = 0 if whole is None else jnp.sum(live(whole)) * split.size
+    count += 0 if rest is None else live(rest) * split.rest
+    return jnp.maximum(jax.lax.psum(count, over), 1)
 
 
 def live(shares: Shares) -> jax.Array:
@@ -144,24 +188,12 @@ def live(shares: Shares) -> jax.Array:
 def _weights(weights: Any) -> Any:
     """Returns what `weight_fn` gave, checked, in the dtype in which weights are added."""
     if isinstance(weights, Mapping):
-        return {str(key): _weight(f"weight_fn's {key!r}", weight) for key, weight in weights.items()}
-    return _weight("weight_fn's result", weights)
+        return {str(key): _weight(weight, f"weight_fn's {key!r}") for key, weight in weights.items()}
+    return _weight(weights, "weight_fn's result")
 
 
-def _weight(name: str, weight: Any) -> jax.Array:
-    if not isinstance(weight, int | float | np.generic | np.ndarray | jax.Array) or isinstance(weight, bool):
-        raise TypeError(f"{name} must be a real scalar or a dict of them: it is {weight!r}. Return mask.sum(), say.")
-    dtype, shape = jnp.result_type(weight), jnp.shape(weight)
-    if shape:
-        raise ValueError(f"{name} must be a scalar: it has shape {shape}. Return mask.sum(), say.")
-    if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"{name} must be a real number: it has dtype {dtype}. Return mask.sum(), say.")
-    if dtype.itemsize < 4:
-        raise TypeError(
-            f"{name} must be counted in at least 32 bits: it has dtype {dtype}, which overflows or stalls. "
-            "Return mask.sum(dtype=jnp.float32), say."
-        )
-    return jnp.asarray(weight).astype(default_float())
+def _weight(weight: Any, name: str) -> jax.Array:
+    return jnp.asarray(_arguments.as_weight(weight, name=name), default_float())
 
 
 def _arrays(batch: Tree) -> Tree:

@@ -216,6 +216,22 @@ def find_state(state: Tree) -> AccumulationState:
     return found[0]
 
 
+def micro_step(state: Tree, *, keyed: bool) -> jax.Array | int:
+    """Returns the number of this micro-step in its window; 0 for an optimizer that has none.
+
+    Raises:
+      ValueError: there are several windows, and a key is to be drawn for this micro-step.
+    """
+    is_ours = lambda node: isinstance(node, AccumulationState)
+    found = [node for node in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(node)]
+    if len(found) > 1 and keyed:
+        raise ValueError(
+            f"rng_argnum draws a key for each micro-step of one window: the state holds {len(found)} windows. "
+            "Pass a key of your own at each micro-step and share it by whole_argnums."
+        )
+    return found[0].mini_step if found else 0
+
+
 def default_float() -> jnp.dtype:
     """Returns the dtype of weights: float32, or float64 when JAX runs with 64-bit numbers."""
     return jnp.result_type(float)

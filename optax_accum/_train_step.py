@@ -2,17 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_accum import _accumulator, _arguments, _mesh, _sharding
+from optax_accum import _accumulator, _arguments, _mesh, _sharding, _split, _tracing
 from optax_accum._accumulator import Tree, Weight
 from optax_accum._mesh import Axes
 from optax_accum._micro_step import Accumulation
+from optax_accum._program import compiled_once
+from optax_accum._roles import Call, Roles
+from optax_accum._state import micro_step
 from optax_accum._transformation import apply_gradients
 
 
@@ -21,9 +25,14 @@ def value_and_apply_gradients(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
-    batch_argnums: int | Sequence[int] = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnames: str | Sequence[str] = (),
+    whole_argnums: int | Sequence[int] = (),
+    whole_argnames: str | Sequence[str] = (),
+    group_size: int = 1,
     weight_fn: Callable[..., Any] | None = None,
     rng_argnum: int | None = None,
+    in_place: bool | None = None,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
     """Makes a whole micro-step of a loss: `jax.value_and_grad(fun)` and then `apply_gradients(tx, ...)`, in place.
 
@@ -34,10 +43,18 @@ def value_and_apply_gradients(
       fun: a loss `fun(params, *args) -> loss`, or `-> (loss, aux)` with `has_aux`.
       tx: what `accumulate_gradients` returned; any other optimizer makes an update at every call.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: the argument of `fun`, or several, that hold the batch; used by the next two, and by `reduce_axes`.
-      weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such as `batch["mask"].sum()`: one, if not given
-        at the call.
-      rng_argnum: with `reduce_axes`, an argument that is a key: each device gets one of its own.
+      batch_argnums: the argument of `fun`, or several, that hold the rows of the micro-batch; argument 1, unless
+        `batch_argnames` names the batch.
+      batch_argnames: the same for arguments that are passed by keyword.
+      whole_argnums: arguments that are no part of the batch though they have as many rows, and keys that all
+        micro-batches share on purpose.
+      whole_argnames: the same for arguments that are passed by keyword.
+      group_size: so many consecutive rows belong together; it must divide the rows of each device.
+      weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such as `batch["mask"].sum()`. By default the
+        number of its rows, and 1 if `tx` takes a sum.
+      rng_argnum: an argument that is a key, or a tree of keys: micro-step i of a window gets
+        `jax.random.fold_in(key, i)`, with `reduce_axes` of a key of the device's own. Pass another key in each window.
+      in_place: whether to add inside the backward pass. By default wherever that gives the same gradient.
 
     With `reduce_axes` in `tx`, each device differentiates its own rows of the batch and adds to its own row of the
     accumulator; `fun` and `weight_fn` see the rows of one device. Every other argument is on all devices whole.
@@ -49,7 +66,8 @@ def value_and_apply_gradients(
       `mean_args` of `tx` leaves it out. Donate the first two.
 
     Raises:
-      TypeError: the loss is not a real scalar. Otherwise as `accumulate_gradients`.
+      TypeError, ValueError: the loss is not a real scalar; arguments whose roles do not fit. Otherwise as
+        `accumulate_gradients`.
 
     Guarantees:
       The same parameters and state as the two calls, to rounding (a parameter that is used twice is added twice).
@@ -59,8 +77,16 @@ def value_and_apply_gradients(
       | parameters in the dtype of their accumulators | added in place | tracing |
       | a bfloat16 parameter with a float32 accumulator | the gradient is written, then added | tracing |
       | `nonfinite` is `"skip"`, `"omit"` or a callable, which must see the gradient | as above | tracing |
+      | float16 or float8 in `fun`, whose range a weight may leave | as above, unless `in_place=True` | tracing |
+      | a `jax.custom_vjp` in `fun`, which need not be linear (a clip) | as above, unless `in_place=True` | tracing |
+      | before JAX 0.11, a slice of a parameter (`p[0]`, `p[:n]`) | as above | tracing |
+      | differentiated again, with no `jit` between | as above | tracing |
       | `every=1`, or another optimizer | as above; nothing is accumulated | tracing |
-      | weight 0 | the backward pass is not run | running |
+      | `in_place=True` where it cannot be | an error | tracing |
+      | weight 0, added in place | the backward pass is not run | running |
+      | an integer parameter | stays | tracing |
+      | a key that no role names; an argument with as many rows as the batch | an error | tracing |
+      | `rng_argnum` and an optimizer with several windows | an error | tracing |
       | `reduce_axes`: rows that the devices do not divide; a loss averaged with `pmean` | an error | tracing |
 
     Example:
@@ -76,31 +102,31 @@ def value_and_apply_gradients(
       1.0 0.0
       9.0 2.0
     """
-    micro_step = _MicroStep(
+    rules = _MicroStep(
         fun=fun,
+        tx=tx,
         has_aux=has_aux,
-        batch_argnums=_arguments.as_argnums("batch_argnums", batch_argnums),
+        roles=Roles.named(
+            batch_argnums=batch_argnums,
+            batch_argnames=batch_argnames,
+            whole_argnums=whole_argnums,
+            whole_argnames=whole_argnames,
+            rng_argnum=rng_argnum,
+        ),
+        group_size=_arguments.as_positive("group_size", group_size) or 1,
         weight_fn=weight_fn,
-        rng_argnum=rng_argnum,
+        in_place=in_place,
     )
+    compute = rules.step if rules.axes else compiled_once(rules.step)  # a mesh is read off arrays that are not traced
 
     @functools.wraps(fun)
     def step(
         params: Tree, state: Tree, *args: Any, weight: Any = None, flush: Any = None, **extra_args: Any
     ) -> tuple[Any, Tree, Tree]:
-        params = jax.tree.map(jnp.asarray, params)
-        accumulation = getattr(tx.update, "__self__", None)
-        accumulation = accumulation if isinstance(accumulation, Accumulation) else None
-        in_place = accumulation.adds_in_place(state, params) if accumulation else False
-        done = micro_step.run(accumulation, in_place, params, state, args, weight)
-        if accumulation is None or "value" in accumulation.mean_args:
-            extra_args = {"value": done.loss, **extra_args}
-        extra_args = {"weight": done.weight, "flush": flush, **extra_args}
-        if accumulation and in_place:
-            params, state = accumulation.apply_added(done.grads, state, params, **extra_args)
-        else:
-            params, state = apply_gradients(tx, done.grads, state, params, **extra_args)
-        return done.value, params, state
+        again = _tracing.is_differentiated((params, state, args, weight, extra_args))
+        if type(weight) in (int, float) and not _tracing.is_staged():
+            weight = jnp.asarray(weight, jnp.result_type(float))  # one program for all weights
+        return compute(again, params, state, args, weight, flush, extra_args)
 
     del step.__wrapped__  # `jax.jit(step, static_argnames="flush")` reads the signature of `step`, not of `fun`
     return step
@@ -112,83 +138,190 @@ class _Done(NamedTuple):
     loss: jax.Array  # []
     value: Any  # what `fun` returned
     weight: Weight
-    grads: Tree  # the gradient, or the accumulator with the gradient in it
+    grads: Tree | None  # the gradient; None where the backward pass has added it
+    acc: Tree | None  # the accumulator with the gradient in it, then
 
 
 @dataclasses.dataclass(frozen=True)
 class _MicroStep:
-    """What `value_and_apply_gradients` was asked for, and the functions that differentiate."""
+    """What `value_and_apply_gradients` was asked for, and the functions that do it."""
 
     fun: Callable[..., Any]
+    tx: optax.GradientTransformation
     has_aux: bool
-    batch_argnums: tuple[int, ...]
+    roles: Roles
+    group_size: int
     weight_fn: Callable[..., Any] | None
-    rng_argnum: int | None
+    in_place: bool | None
 
-    def run(
+    @property
+    def accumulation(self) -> Accumulation | None:
+        """What the optimizer was asked for, if it is one of ours and not inside another."""
+        found = getattr(self.tx.update, "__self__", None)
+        return found if isinstance(found, Accumulation) else None
+
+    @property
+    def axes(self) -> Axes:
+        """The axes over which the optimizer reduces."""
+        return self.accumulation.reduce_axes if self.accumulation else ()
+
+    def step(
         self,
-        accumulation: Accumulation | None,
-        in_place: bool,
+        again: bool,
         params: Tree,
         state: Tree,
-        args: tuple[Any, ...],
+        args: Sequence[Any],
         weight: Any,
-    ) -> _Done:
-        """Differentiates one micro-batch, with `reduce_axes` on each device its own rows."""
-        acc = _mesh.to_device(state.acc_grads) if in_place else None
-        if accumulation is None or not accumulation.reduce_axes:
-            return self._differentiate((), params, acc, weight, in_place and state.mini_step == 0, args)
-        axes = accumulation.reduce_axes
-        _sharding.check_num_rows(state.weight, axes, params, args)
+        flush: Any,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Tree, Tree]:
+        """Differentiates one micro-batch, adds its gradient to the window, and applies what comes out.
+
+        `again` says that this is to be differentiated again.
+        """
+        accumulation, params = self.accumulation, jax.tree.map(jnp.asarray, params)
+        if accumulation:
+            accumulation.check_state(state)
+        ours = {*self.roles.batch_argnames, *self.roles.whole_argnames}
+        call = self.roles.of((params, *args), {name: extra_args[name] for name in ours & extra_args.keys()})
+        self._check(call, weighted=weight is not None or self.weight_fn is not None)
+        acc = None if again else self._acc(state, params)
+        done = self._on_devices(call, acc, weight, state) if self.axes else self._run(call, acc, weight, state)
+        extra_args = {name: arg for name, arg in extra_args.items() if name not in ours}
+        if accumulation is None or "value" in accumulation.mean_args:
+            extra_args = {"value": done.loss, **extra_args}
+        extra_args = {"weight": done.weight, "flush": flush, **extra_args}
+        if accumulation and done.grads is None:
+            return done.value, *accumulation.apply_added(done.acc, state, params, **extra_args)
+        return done.value, *apply_gradients(self.tx, done.grads, state, params, **extra_args)
+
+    def _check(self, call: Call, *, weighted: bool) -> None:
+        """Raises for a batch whose rows do not fit, and for what every micro-batch would share unasked."""
+        batch = call[call.batch]
+        has_rows = any(map(_split.is_split, jax.tree.leaves(batch)))
+        rows = _split.count_rows(batch) if has_rows or not weighted else None
+        call.check_shared(rows)
+        _split.check_groups("the micro-batch has", rows or 0, self.group_size)
+
+    def _acc(self, state: Tree, params: Tree) -> Tree | None:
+        """Returns the accumulator that a backward pass may add to, or None."""
+        why_not = self.accumulation.why_not_in_place(state, params) if self.accumulation else "it does not accumulate"
+        if self.in_place and why_not:
+            raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
+        return None if why_not or self.in_place is False else _mesh.to_device(state.acc_grads)
+
+    def _on_devices(self, call: Call, acc: Tree | None, weight: Any, state: Tree) -> _Done:
+        """Does `_run` on each device with its own rows of the batch and its own row of the accumulator."""
+        accumulation, axes, names = cast(Accumulation, self.accumulation), self.axes, tuple(call.arguments)
+        _sharding.check_num_rows(state.weight, axes, call[names])
         if accumulation.reduce_to is None:
-            _sharding.check_replicated(params, axes)
-        if weight is not None or self.weight_fn is None:
-            weight = accumulation.as_weight(1.0 if weight is None else weight, state)
-        local = functools.partial(self._on_device, axes)
+            _sharding.check_replicated(call[call.params], axes)
+        if weight is not None:
+            weight = accumulation.as_weight(weight, state)
+
+        def local(acc: Tree | None, weight: Any, state: Tree, *values: Any) -> tuple[_Done, None]:
+            own = call.with_arguments(dict(zip(names, values, strict=True))).own_key(jax.lax.axis_index(axes))
+            own = own.with_arguments({0: _sharding.varying(own.arguments[0], axes)})
+            acc, weight = _sharding.own_row((acc, weight))
+            return self._run(own, acc, weight, state), None
+
+        window = accumulation.counters(state)
         if _mesh.is_manual(axes):
-            done = local(params, acc, weight, state.mini_step == 0, *args)
-            return done._replace(grads=jax.tree.map(lambda leaf: leaf[None], done.grads)) if in_place else done
-        split = (1, 2, *(number + 3 for number in self.batch_argnums))
-        own = lambda *args: (local(*args), None)
-        return _sharding.per_device(own, axes, split, (params, acc, weight, state.mini_step == 0, *args))[0]
+            done, _ = local(acc, weight, window, *call[names])
+            rows = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], tree)
+            return done._replace(weight=rows(done.weight), acc=rows(done.acc))
+        split = (0, 1, *(names.index(name) + 3 for name in call.batch))
+        return _sharding.per_device(local, axes, split, (acc, weight, window, *call[names]))[0]
 
-    def _on_device(self, axes: Axes, params: Tree, acc: Tree, weight: Any, first: Any, *args: Any) -> _Done:
-        if self.rng_argnum is not None:
-            own = _sharding.own_key(args[self.rng_argnum - 1], axes)
-            args = (*args[: self.rng_argnum - 1], own, *args[self.rng_argnum :])
-        acc, weight = _sharding.own_row((acc, weight))
-        return self._differentiate(axes, _sharding.varying(params, axes), acc, weight, first, args)
+    def _run(self, call: Call, acc: Tree | None, weight: Any, state: Tree) -> _Done:
+        """Differentiates one micro-batch on one device."""
+        index = micro_step(state, keyed=call.rng is not None)
+        call = call.own_key(index)
+        weight = self._weight(call) if weight is None else _arguments.as_weight(weight)
+        loss, backward, value = _vjp(self.fun, self.has_aux, call)
+        if self.axes:
+            _sharding.check_own_loss(loss, self.axes)
+        if acc is None or not self._adds_in_place(call, acc):
+            return _Done(loss, value, weight, backward(jnp.ones_like(loss)), None)
+        run = lambda refs, weight: backward.with_refs(refs, jnp.ones_like(loss) * jnp.asarray(weight, loss.dtype))
+        return _Done(loss, value, weight, None, _accumulator.add_backward(run, acc, weight, index == 0))
 
-    def _differentiate(
-        self, axes: Axes, params: Tree, acc: Tree | None, weight: Any, first: Any, args: tuple[Any, ...]
-    ) -> _Done:
-        if weight is None:
-            batch = [(params, *args)[number] for number in self.batch_argnums] if self.weight_fn else []
-            weight = self.weight_fn(*batch) if self.weight_fn else 1.0
-        weight = _arguments.as_weight(weight)
-        loss, backward, value = _vjp(self.fun, self.has_aux, params, args)
-        if axes:
-            _sharding.check_own_loss(loss, axes)
-        if acc is None:
-            (grads,) = backward(jnp.ones_like(loss))
-            return _Done(loss, value, weight, grads)
-        run = lambda refs, weight: _discard(
-            backward.with_refs(refs)(jnp.ones_like(loss) * jnp.asarray(weight, loss.dtype))
-        )
-        return _Done(loss, value, weight, _accumulator.add_backward(run, acc, weight, first))
+    def _weight(self, call: Call) -> Weight:
+        """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
+        if self.weight_fn:
+            return _arguments.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
+        if self.accumulation and self.accumulation.reduction == "sum":
+            return 1.0
+        return _arguments.Rows(_split.count_rows(call[call.batch]))
+
+    def _adds_in_place(self, call: Call, acc: Tree) -> bool:
+        """Returns whether the backward pass adds the gradient: not where a weight in its cotangent could matter."""
+        if self.in_place is None and _bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr):
+            return False
+
+        def add() -> None:
+            loss, backward, _ = _vjp(self.fun, self.has_aux, call)
+            backward.with_refs(jax.tree.map(jax.new_ref, acc), jnp.ones_like(loss))
+
+        traced = _tracing.traces_in_place(add)
+        if self.in_place and not traced:
+            raise TypeError(_tracing.NOT_IN_PLACE)
+        return traced
 
 
-def _vjp(fun: Callable[..., Any], has_aux: bool, params: Tree, args: tuple[Any, ...]) -> tuple[jax.Array, Any, Any]:
+class _Backward:
+    """The backward pass of a loss, whose parameters may be integers: they get no reference, and a float0 gradient."""
+
+    def __init__(self, backward: Any, params: Tree):
+        self.backward = backward
+        self.leaves, self.treedef = jax.tree.flatten(params)
+
+    def __call__(self, cotangent: jax.Array) -> Tree:
+        """Returns the gradient."""
+        (grads,) = self.backward(cotangent)
+        given = iter(grads)
+        filled = [next(given) if is_inexact(p) else np.zeros(p.shape, jax.dtypes.float0) for p in self.leaves]
+        return self.treedef.unflatten(filled)
+
+    def with_refs(self, refs: Tree, cotangent: jax.Array) -> None:
+        """Adds the gradient to the references, of which an accumulator has one for each inexact parameter."""
+        self.backward.with_refs(jax.tree.leaves(refs))(cotangent)
+
+
+def _vjp(fun: Callable[..., Any], has_aux: bool, call: Call) -> tuple[jax.Array, _Backward, Any]:
     """Returns the loss in at least float32, its backward pass, and what `fun` returned."""
+    params = call.arguments[0]
+    leaves, treedef = jax.tree.flatten(params)
 
-    def wide(params: Tree) -> tuple[jax.Array, Any]:
-        out = fun(params, *args)
+    def wide(inexact: list[jax.Array]) -> tuple[jax.Array, Any]:
+        given = iter(inexact)
+        own = treedef.unflatten([next(given) if is_inexact(leaf) else leaf for leaf in leaves])
+        out = call.with_arguments({0: own}).apply(fun)
         loss = out[0] if has_aux else out
         _arguments.check_loss(loss, None)
         return loss.astype(_accumulator.accumulator_dtype(loss.dtype, None)), out
 
-    return jax.vjp(wide, params, has_aux=True)
+    loss, backward, out = jax.vjp(wide, [leaf for leaf in leaves if is_inexact(leaf)], has_aux=True)
+    return loss, _Backward(backward, params), out
 
 
-def _discard(_: Any) -> None:
-    """Leaves nothing of the cotangents, which the references hold."""
+def is_inexact(leaf: Any) -> bool:
+    """Returns whether a parameter has a gradient."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _bends(jaxpr: Any) -> bool:
+    """Returns whether a factor in the cotangent could give another gradient than one on the gradient.
+
+    Where a number has a shorter range than float32 (float16, float8), a large weight overflows and a small one
+    vanishes; and a backward pass that the user wrote need not be linear (a clip).
+    """
+    for equation in jaxpr.eqns:
+        dtypes = [getattr(var.aval, "dtype", jnp.dtype(bool)) for var in equation.outvars]
+        if any(jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).max < 1e38 for d in dtypes):
+            return True
+        if equation.primitive.name.startswith("custom_vjp_call"):
+            return True
+        if any(map(_bends, _tracing.inner_programs(equation))):
+            return True
+    return False

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import optax
 
-from optax_accum import _arguments, _mesh
+from optax_accum import _arguments, _emit, _mesh
 from optax_accum._accumulator import Tree
 from optax_accum._arguments import Every
 from optax_accum._micro_step import Accumulation, Skip
@@ -213,4 +213,4 @@ def apply_gradients(
     if isinstance(accumulation, Accumulation):
         return accumulation.apply(grads, state, params, **extra_args)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
-    return optax.apply_updates(params, updates), state
+    return _emit.apply_updates(params, updates), state

@@ -11,9 +11,10 @@ import optax_accum
 
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
-    {"_accumulator", "_state", "_report", "_collectives", "_mesh"},
-    {"_arguments", "_split", "_sharding"},
-    {"_emit"},
+    {"_accumulator", "_state", "_report", "_collectives", "_mesh", "_tracing"},
+    {"_roles", "_program"},
+    {"_arguments", "_sharding"},
+    {"_split", "_emit", "_inner"},
     {"_outputs", "_micro_step", "_recompute"},
     {"_cut", "_transformation", "_placement"},
     {"_microbatch", "_train_step", "_planning", "_resume"},

@@ -1,5 +1,7 @@
 """The law, stated once for all paths: the update equals the update of the whole batch."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import optax
 import pytest
 
 import optax_accum
-from tests import problems
+from tests import paths, problems
 
 ROWS = 12
 PARTITIONS = [(12,), (6, 6), (4, 4, 4), (1,) * 12, (7, 5), (1, 10, 1), (2, 3, 7)]
@@ -176,3 +178,64 @@ def test_in_shard_map_with_reduced_gradients():
         micro_batch = jax.tree.map(lambda b, i=i: b[8 * i : 8 * i + 8], (x, y))
         now, state = step(now, state, micro_batch)
     chex.assert_trees_all_close(now, whole, rtol=2e-5, atol=2e-6)
+
+
+# Every public path, against an oracle in float64.
+
+WEIGHTS = {"rows": (paths.mean_over_rows, None), "mask": (paths.mean_over_mask, paths.count)}
+by_weight = pytest.mark.parametrize("weight", WEIGHTS)
+FEW = ("gathers", "slices", "ties", "takes the last")
+
+
+def check(path, start, batch, uses, weight="rows", dtype=None, rtol=2e-5):
+    mean, weigh = WEIGHTS[weight]
+    want = paths.oracle(paths.loss_of(uses, mean), start, batch)
+    now = jax.tree.map(np.asarray, path(paths.loss_of(uses, mean, dtype), weigh, start, batch))
+    moved = max(
+        np.max(np.abs(np.asarray(a, float) - b)) for a, b in zip(*map(jax.tree.leaves, (start, want)), strict=True)
+    )
+    assert moved > 1e-3  # it compares something
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=rtol * moved + 4e-7), now, want)
+
+
+@by_weight
+@pytest.mark.parametrize("path", paths.PATHS)
+def test_every_path_makes_the_update_of_the_whole_batch(path, weight):
+    check(paths.PATHS[path], paths.params(), paths.rows(), FEW, weight)
+
+
+@pytest.mark.parametrize("path", [name for name in paths.PATHS if name not in paths.TAKES_NO_INTEGERS])
+def test_integers_among_the_parameters_stay(path):
+    check(paths.PATHS[path], paths.params(integers=True), paths.rows(), FEW)
+
+
+@pytest.mark.parametrize("use", paths.USES)
+@pytest.mark.parametrize("path", ["value_and_apply_gradients", "value_and_grad, eager"])
+def test_whatever_a_loss_does_with_a_parameter(path, use):
+    check(paths.PATHS[path], paths.params(), paths.rows(), (use,))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("path", ["apply_gradients", "value_and_apply_gradients", "value_and_grad"])
+def test_computed_in_a_narrow_dtype(path, dtype):
+    check(paths.PATHS[path], paths.params(), paths.rows(), FEW, "mask", dtype, rtol=2e-2)
+
+
+@by_weight
+@pytest.mark.parametrize("kind", paths.KINDS, ids=["auto", "explicit"])
+@pytest.mark.parametrize("path", paths.SHARDED)
+def test_every_path_over_devices(path, kind, weight):
+    mesh = paths.mesh_of(kind)
+    with jax.set_mesh(mesh):
+        check(functools.partial(paths.SHARDED[path], mesh), paths.params(), paths.rows(), FEW, weight)
+
+
+@by_weight
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+@pytest.mark.parametrize("path", paths.MANUAL)
+def test_every_path_in_a_shard_map(path, check_vma, weight):
+    # Half of the combinations on either kind of mesh.
+    mesh = paths.mesh_of(paths.KINDS[(weight == "mask") ^ check_vma])
+    with jax.set_mesh(mesh):
+        run = functools.partial(paths.MANUAL[path], mesh, check_vma=check_vma)
+        check(run, paths.params(), paths.rows(), FEW, weight)

@@ -301,6 +301,7 @@ def test_value_and_apply_gradients_is_the_two_calls(weight, nonfinite):
 
     def two(params, state, x, **extra):
         value, grads = jax.value_and_grad(loss)(params, x)
+        extra = {"weight": len(x), **extra}
         return value, *optax_accum.apply_gradients(tx, grads, state, params, value=value, **extra)
 
     steps = [jax.jit(optax_accum.value_and_apply_gradients(loss, tx)), jax.jit(two)]
@@ -334,7 +335,7 @@ def test_a_micro_step_in_place_has_no_gradient_tree():
 def test_value_and_apply_gradients_skips_the_backward_pass_of_weight_zero():
     loss = lambda w, x, mask: jnp.sum(mask * (w - x) ** 2) / mask.sum()
     tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 2)
-    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx))
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, batch_argnums=(1, 2)))
     w, state = jnp.array(0.0), tx.init(jnp.array(0.0))
     for mask in (jnp.zeros(2), jnp.ones(2)):
         _, w, state = step(w, state, jnp.array([1.0, 3.0]), mask, weight=mask.sum())
@@ -481,9 +482,15 @@ def loss_with(value):
             "32 bits: it has dtype int8, which over",
         ),
         (MEAN, {"weight_fn": lambda x: x.sum().astype(jnp.bfloat16)}, X, TypeError, "32 bits: it has dtype bfloat16"),
-        (MEAN, {"weight_fn": lambda x: x.sum() > 1}, X, TypeError, "must be a real number: it has dtype bool"),
-        (MEAN, {"weight_fn": lambda x: None}, X, TypeError, "real scalar or a dict of them: it is None"),
-        (loss_with(lambda m, x: (m, len(x))), {"has_aux": True}, X, TypeError, '"mean" needs a floating.*int32'),
+        (MEAN, {"weight_fn": lambda x: x.sum() > 1}, X, TypeError, "must be a real number: weight_fn's result=bool"),
+        (MEAN, {"weight_fn": lambda x: None}, X, TypeError, "must be a real number: .*None.*or a dict of them"),
+        (
+            loss_with(lambda m, x: (m, len(x))),
+            {"has_aux": True},
+            X,
+            TypeError,
+            '"mean", the default, needs a floating.*int32.*"sum"',
+        ),
         (
             loss_with(lambda m, x: (m, x[:1])),
             {"has_aux": True, "aux_reduction": "concat"},

@@ -1,0 +1,217 @@
+"""Owns the roles of arguments: which hold the batch, a key, a carry, and which stay whole. Cuts nothing."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = Any
+Name = int | str  # of an argument: its position, or its keyword
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What a factory was told of the arguments of `fun`; `of` finds them in one call."""
+
+    argnums: tuple[int, ...] = ()
+    batch_argnums: tuple[int, ...] = ()
+    batch_argnames: tuple[str, ...] = ()
+    rng_argnum: int | None = None
+    carry_argnum: int | None = None
+    whole_argnums: tuple[int, ...] = ()
+    whole_argnames: tuple[str, ...] = ()
+
+    @classmethod
+    def named(cls, *, batch_argnums: Any, batch_argnames: Any = (), argnums: Any = 0, **roles: Any) -> "Roles":
+        """Returns the roles as users name them: without a batch, argument 1 is it."""
+        names = as_argnames("batch_argnames", batch_argnames)
+        if batch_argnums is None:
+            batch_argnums = () if names else 1
+        return cls(
+            argnums=() if argnums is None else as_argnums("argnums", argnums),
+            batch_argnums=as_argnums("batch_argnums", batch_argnums, empty=bool(names)),
+            batch_argnames=names,
+            rng_argnum=_one("rng_argnum", roles.get("rng_argnum")),
+            carry_argnum=_one("carry_argnum", roles.get("carry_argnum")),
+            whole_argnums=as_argnums("whole_argnums", roles.get("whole_argnums", ()), empty=True),
+            whole_argnames=as_argnames("whole_argnames", roles.get("whole_argnames", ())),
+        )
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Call":
+        """Returns one call with its arguments in their roles, each in one at most."""
+        taken: dict[int, str] = {}
+        place = lambda role: tuple(_placed(role, number, len(args), taken) for number in _many(getattr(self, role)))
+        params, batch, rng, carry, whole = map(
+            place, ("argnums", "batch_argnums", "rng_argnum", "carry_argnum", "whole_argnums")
+        )
+        for name in self.batch_argnames:
+            if name in self.whole_argnames:
+                raise ValueError(f"An argument has one role: {name!r} is in batch_argnames and in whole_argnames.")
+        call = Call(
+            arguments={**dict(enumerate(args)), **kwargs},
+            params=params,
+            batch=(*batch, *(name for name in self.batch_argnames if name in kwargs)),
+            rng=rng[0] if rng else None,
+            carry=carry[0] if carry else None,
+            whole=(*whole, *self.whole_argnames),
+        )
+        for name in call.batch:
+            _check_batch(name, call.arguments[name])
+        if call.rng is not None:
+            _check_rng(call.arguments[call.rng])
+        return call
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of one call of `fun`, by position or keyword, and the names of those that have a role."""
+
+    arguments: dict[Name, Any]
+    params: tuple[int, ...]
+    batch: tuple[Name, ...]
+    rng: int | None
+    carry: int | None
+    whole: tuple[Name, ...]
+
+    def __getitem__(self, names: tuple[Name, ...]) -> tuple[Any, ...]:
+        return tuple(self.arguments[name] for name in names)
+
+    def with_arguments(self, arguments: Mapping[Name, Any]) -> "Call":
+        """Returns the call with other values for some of its arguments."""
+        return dataclasses.replace(self, arguments={**self.arguments, **arguments})
+
+    def apply(self, fun: Callable[..., Any]) -> Any:
+        """Calls `fun` as the user did."""
+        args = [arg for name, arg in self.arguments.items() if isinstance(name, int)]
+        return fun(*args, **{name: arg for name, arg in self.arguments.items() if isinstance(name, str)})
+
+    def own_key(self, index: Any) -> "Call":
+        """Returns the call with the key of micro-batch `index`, or of a device: `jax.random.fold_in` of each key."""
+        if self.rng is None:
+            return self
+        fold = lambda key: jax.random.fold_in(key, index)
+        return self.with_arguments({self.rng: jax.tree.map(fold, self.arguments[self.rng])})
+
+    def check_shared(self, rows: int | None) -> None:
+        """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows."""
+        known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
+        for name in self.arguments.keys() - known:
+            for path, leaf in jax.tree.leaves_with_path(self.arguments[name]):
+                _check_shared(name, f"{describe(name)}{jax.tree_util.keystr(path)}", leaf, rows)
+
+
+def describe(name: Name) -> str:
+    """Returns an argument's name for a message."""
+    return f"argument {name}" if isinstance(name, int) else f"argument {name!r}"
+
+
+def as_argnums(role: str, argnums: Any, *, empty: bool = False) -> tuple[int, ...]:
+    """Returns one number or several as a tuple."""
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    if (
+        not isinstance(numbers, list | tuple)
+        or not (numbers or empty)
+        or not all(type(number) is int for number in numbers)
+    ):
+        raise TypeError(f"{role} must be an integer or a tuple of integers: {role}={argnums!r}. Count from 0.")
+    return tuple(numbers)
+
+
+def as_argnames(role: str, argnames: Any) -> tuple[str, ...]:
+    """Returns one name or several as a tuple."""
+    names = (argnames,) if isinstance(argnames, str) else argnames
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f'{role} must be the name of an argument or a tuple of names: {role}={argnames!r}. Pass "x".')
+    return tuple(names)
+
+
+def is_key(leaf: Any) -> bool:
+    """Returns whether a leaf is a random key, or an array of them; of the old style, one key."""
+    dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
+    return dtype is not None and (jnp.issubdtype(dtype, jax.dtypes.prng_key) or (shape == (2,) and dtype == jnp.uint32))
+
+
+def check_arrays(what: str, tree: Tree, remedy: str) -> None:
+    """Raises for a leaf that is neither an array nor a number, naming its path."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            if isinstance(leaf, jax.ShapeDtypeStruct) or hasattr(leaf, "__jax_array__"):
+                continue
+            raise TypeError(
+                f"{what} must hold arrays: at {jax.tree_util.keystr(path) or 'the only leaf'} there is {_short(leaf)}. "
+                f"{remedy}"
+            )
+
+
+def _many(numbers: Any) -> tuple[int, ...]:
+    return numbers if isinstance(numbers, tuple) else () if numbers is None else (numbers,)
+
+
+def _one(role: str, number: Any) -> int | None:
+    if number is not None and type(number) is not int:
+        raise TypeError(f"{role} must be an integer or None: {role}={number!r}. Count from 0.")
+    return number
+
+
+def _placed(role: str, number: int, count: int, taken: dict[int, str]) -> int:
+    """Returns the number counted from the front, and notes that it is taken."""
+    if not -count <= number < count:
+        raise ValueError(
+            f"{role} must name an argument by position: {role}={number}, and there are {count}. Pass that argument by "
+            "position; a batch that comes by keyword is named by batch_argnames."
+        )
+    number %= count
+    if number in taken:
+        raise ValueError(
+            f"An argument has one role: argument {number} is named by {taken[number]} and by {role}. "
+            "Pass keys, carries, parameters and batches as arguments of their own."
+        )
+    taken[number] = role
+    return number
+
+
+def _check_batch(name: Name, batch: Tree) -> None:
+    check_arrays(f"A batch ({describe(name)})", batch, "Pass it as another argument, or make it an array.")
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            raise TypeError(
+                f"A key in a batch argument would be the same for every micro-batch: {jax.tree_util.keystr(path)}. "
+                "Pass it as an argument of its own and name it with rng_argnum."
+            )
+
+
+def _check_rng(keys: Tree) -> None:
+    for path, leaf in jax.tree.leaves_with_path(keys):
+        if not is_key(leaf):
+            raise TypeError(
+                f"rng_argnum must name a random key, or a tree of them: {jax.tree_util.keystr(path) or 'it'} is "
+                f"{_short(leaf)}. Pass jax.random.key(seed)."
+            )
+
+
+def _check_shared(name: Name, where: str, leaf: Any, rows: int | None) -> None:
+    declare = f"pass whole_argnums={name}" if isinstance(name, int) else f"pass whole_argnames={name!r}"
+    shape = getattr(leaf, "shape", ())
+    if is_key(leaf):
+        named = f"Pass rng_argnum={name}" if isinstance(name, int) else "Pass it by position and name it by rng_argnum"
+        raise ValueError(
+            f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a key. {named}; "
+            f"to share it on purpose, {declare}."
+        )
+    if rows is not None and rows > 1 and shape and shape[0] == rows:
+        role = "batch_argnums" if isinstance(name, int) else "batch_argnames"
+        raise ValueError(
+            f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
+            f"{shape}, the batch {rows} rows. Name it in {role}; if every micro-batch needs all of it, "
+            f"{declare}."
+        )
+
+
+def _short(leaf: Any) -> str:
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    text = repr(leaf)
+    return f"{text[:57]}..." if len(text) > 60 else text

@@ -1,0 +1,90 @@
+"""Owns what a call cannot read off its arguments: is it traced, is it differentiated again, which JAX is this."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend import core
+
+Tree = Any
+Flag = bool | jax.Array  # a Python bool is known when tracing
+_JAX = jax.__version_info__[:3]
+NOT_IN_PLACE = (
+    f"in_place=True needs JAX 0.11 or later for this loss: JAX {jax.__version__} adds to no slice of a parameter (p[0] "
+    "or p[:n]) inside the backward pass. Leave in_place=None."
+)
+
+
+def is_staged() -> bool:
+    """Returns whether a program is being traced, as inside `jit`, rather than run."""
+    return isinstance(jnp.zeros([]), Tracer)
+
+
+def is_differentiated(tree: Tree) -> bool:
+    """Returns whether JAX is differentiating what is computed from `tree`, with no `jit` between."""
+    seen: list[bool] = []
+
+    @jax.custom_jvp
+    def identity(leaves: list[Any]) -> list[Any]:
+        return leaves
+
+    @identity.defjvp
+    def _(leaves: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        seen.append(True)
+        return leaves[0], tangents[0]
+
+    if tracers := [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer) and _is_inexact(leaf)]:
+        identity(tracers)
+    return bool(seen)
+
+
+def refuse_differentiation(tree: Tree, message: str) -> Tree:
+    """Returns `tree`; whoever differentiates it after this call, through a `jit` between, gets the message."""
+
+    @jax.custom_jvp
+    def identity(leaves: list[Any]) -> list[Any]:
+        return leaves
+
+    @identity.defjvp
+    def _(leaves: Any, tangents: Any) -> Any:
+        raise ValueError(message)
+
+    leaves, treedef = jax.tree.flatten(tree)
+    inexact = [isinstance(leaf, jax.Array) and _is_inexact(leaf) for leaf in leaves]
+    guarded = iter(identity([leaf for leaf, yes in zip(leaves, inexact, strict=True) if yes]))
+    return treedef.unflatten([next(guarded) if yes else leaf for leaf, yes in zip(leaves, inexact, strict=True)])
+
+
+def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
+    """Calls one of two functions when running: `lax.cond`, with branches in the order that compiles well.
+
+    Before JAX 0.11.1 a GPU copies all that passes through a `cond`; a `switch` of the same branches it does not.
+    """
+    if _JAX >= (0, 11, 1):
+        return jax.lax.cond(flag, on_true, on_false)
+    return jax.lax.switch(jnp.asarray(flag).astype(jnp.int32), [on_false, on_true])
+
+
+def traces_in_place(add: Callable[[], Any]) -> bool:
+    """Returns whether JAX can trace a backward pass that adds in place: before 0.11 not through a slice."""
+    if _JAX >= (0, 11, 0):
+        return True
+    try:
+        jax.eval_shape(add)
+    except TypeError:
+        return False
+    return True
+
+
+def inner_programs(equation: Any) -> Iterator[Any]:
+    """Yields the programs inside an equation of a traced program: of a loop, a branch, a function."""
+    for inner in jax.tree.leaves(list(equation.params.values())):
+        program = getattr(inner, "jaxpr", inner)  # with or without its constants
+        if isinstance(program, core.Jaxpr):
+            yield program
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
