@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from optax_accum._roles import check_arrays
+from optax_accum._roles import NOT_ARRAYS, check_arrays
 from optax_accum._state import default_float
 from optax_accum._tracing import Flag
 
@@ -182,9 +182,7 @@ def as_skip(skip: Any) -> jax.Array:
 
 def check_differentiable(params: Any) -> None:
     """Raises unless every leaf that is differentiated is of a floating-point dtype."""
-    check_arrays(
-        "What argnums names", params, "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0]."
-    )
+    check_arrays("What argnums names", params, NOT_ARRAYS)
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(

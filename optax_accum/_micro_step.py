@@ -13,6 +13,7 @@ from optax_accum import _accumulator, _arguments, _emit, _inner, _mesh, _shardin
 from optax_accum._accumulator import Tree
 from optax_accum._arguments import Every, Weight
 from optax_accum._mesh import Axes
+from optax_accum._roles import NOT_ARRAYS, check_arrays
 from optax_accum._state import AccumulationState, WeightedSum, new_state
 from optax_accum._tracing import Flag
 
@@ -42,6 +43,7 @@ class Accumulation:
     reduce_to: Tree = None
 
     def init(self, params: Tree) -> AccumulationState:
+        check_arrays("Parameters", params, NOT_ARRAYS)
         acc_grads = () if self.every == 1 else self._zeros(params)
         skip_state = ()
         if callable(self.nonfinite):

@@ -10,6 +10,7 @@ import numpy as np
 
 Tree = Any
 Name = int | str  # of an argument: its position, or its keyword
+NOT_ARRAYS = "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0] of Equinox."
 
 
 @dataclasses.dataclass(frozen=True)

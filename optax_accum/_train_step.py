@@ -15,7 +15,7 @@ from optax_accum._accumulator import Tree, Weight
 from optax_accum._mesh import Axes
 from optax_accum._micro_step import Accumulation
 from optax_accum._program import compiled_once
-from optax_accum._roles import Call, Roles
+from optax_accum._roles import NOT_ARRAYS, Call, Roles, check_arrays
 from optax_accum._state import micro_step
 from optax_accum._transformation import apply_gradients
 
@@ -179,6 +179,7 @@ class _MicroStep:
 
         `again` says that this is to be differentiated again.
         """
+        check_arrays("Parameters", params, NOT_ARRAYS)
         accumulation, params = self.accumulation, jax.tree.map(jnp.asarray, params)
         if accumulation:
             accumulation.check_state(state)
@@ -201,7 +202,8 @@ class _MicroStep:
         has_rows = any(map(_split.is_split, jax.tree.leaves(batch)))
         rows = _split.count_rows(batch) if has_rows or not weighted else None
         call.check_shared(rows)
-        _split.check_groups("the micro-batch has", rows or 0, self.group_size)
+        if not self.axes or _mesh.is_manual(self.axes):
+            _split.check_groups("the micro-batch has", rows or 0, self.group_size)
 
     def _acc(self, state: Tree, params: Tree) -> Tree | None:
         """Returns the accumulator that a backward pass may add to, or None."""
@@ -222,6 +224,9 @@ class _MicroStep:
         def local(acc: Tree | None, weight: Any, state: Tree, *values: Any) -> tuple[_Done, None]:
             own = call.with_arguments(dict(zip(names, values, strict=True))).own_key(jax.lax.axis_index(axes))
             own = own.with_arguments({0: _sharding.varying(own.arguments[0], axes)})
+            if self.group_size > 1:
+                rows, devices = _split.count_rows(own[own.batch]), jax.lax.psum(1, axes)
+                _split.check_groups(f"each of {devices} devices has", rows, self.group_size)
             acc, weight = _sharding.own_row((acc, weight))
             return self._run(own, acc, weight, state), None
 
@@ -316,9 +321,10 @@ def _bends(jaxpr: Any) -> bool:
     Where a number has a shorter range than float32 (float16, float8), a large weight overflows and a small one
     vanishes; and a backward pass that the user wrote need not be linear (a clip).
     """
+    widest = jnp.finfo(jnp.float32).maxexp
     for equation in jaxpr.eqns:
         dtypes = [getattr(var.aval, "dtype", jnp.dtype(bool)) for var in equation.outvars]
-        if any(jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).max < 1e38 for d in dtypes):
+        if any(jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).maxexp < widest for d in dtypes):
             return True
         if equation.primitive.name.startswith("custom_vjp_call"):
             return True

@@ -1,0 +1,184 @@
+"""Functions of ours under JAX's transformations, and outside `jit`: they work, or name the option that does."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_accum
+
+rng = np.random.default_rng(0)
+W = jnp.asarray(rng.normal(size=3), jnp.float32)
+BATCH = {"x": jnp.asarray(rng.normal(size=(7, 3)), jnp.float32), "y": jnp.ones(7)}
+TX = optax_accum.accumulate_gradients(optax.sgd(0.5), 2)
+
+
+def loss(w, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ w) - batch["y"]) ** 2)
+
+
+def count(batch):
+    return batch["y"].sum()
+
+
+HESSIAN = jax.hessian(loss)(W, BATCH)
+WAYS = {
+    "jacfwd": lambda f: jax.jacfwd(lambda w: f(w, BATCH)[1])(W),
+    "jacrev": lambda f: jax.jacrev(lambda w: f(w, BATCH)[1])(W),
+    "hessian": lambda f: jax.hessian(lambda w: f(w, BATCH)[0])(W),
+    "jit of jacfwd": lambda f: jax.jit(jax.jacfwd(lambda w: f(w, BATCH)[1]))(W),
+}
+THROUGH = {
+    "jacfwd of jit": lambda f: jax.jacfwd(jax.jit(lambda w: f(w, BATCH)[1]))(W),
+    "jacrev of jit": lambda f: jax.jacrev(jax.jit(lambda w: f(w, BATCH)[1]))(W),
+    "hessian of jit": lambda f: jax.hessian(jax.jit(lambda w: f(w, BATCH)[0]))(W),
+    "jacrev of checkpoint": lambda f: jax.jacrev(jax.checkpoint(lambda w: f(w, BATCH)[1]))(W),
+}
+by_weight = pytest.mark.parametrize("weight_fn", [None, count], ids=["rows", "weight_fn"])
+
+
+@by_weight
+@pytest.mark.parametrize("way", WAYS)
+def test_value_and_grad_is_differentiated_again(way, weight_fn):
+    f = optax_accum.value_and_grad(loss, num_microbatches=3, weight_fn=weight_fn)
+    np.testing.assert_allclose(WAYS[way](f), HESSIAN, rtol=1e-4, atol=1e-6)
+
+
+@by_weight
+@pytest.mark.parametrize("way", THROUGH)
+def test_through_a_jit_it_names_the_option_that_works(way, weight_fn):
+    f = optax_accum.value_and_grad(loss, num_microbatches=3, weight_fn=weight_fn)
+    with pytest.raises(ValueError, match="Pass in_place=False"):
+        THROUGH[way](f)
+    f = optax_accum.value_and_grad(loss, num_microbatches=3, weight_fn=weight_fn, in_place=False)
+    np.testing.assert_allclose(THROUGH[way](f), HESSIAN, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"in_place": False}, {"weight_fn": count}], ids=str)
+def test_under_vmap(options):
+    ws = jnp.stack([W, -W, 2 * W])
+    cut = optax_accum.value_and_grad(loss, num_microbatches=3, **options)
+    got, want = (jax.vmap(f, (0, None))(ws, BATCH) for f in (cut, jax.value_and_grad(loss)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("options", [{}, {"weight_fn": count}, {"weight": jnp.array([1.0, 0.0, 2.0])}], ids=str)
+def test_micro_steps_under_vmap(options, jit):
+    """An ensemble: each member with a weight of its own, one of them zero."""
+    ws, weight = jnp.stack([W, -W, 2 * W]), options.get("weight", jnp.full(3, 7.0))
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.5), None)
+    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=options.get("weight_fn"))
+    own = {} if "weight" not in options else {"weight": 0}
+    run = lambda w, state, weight: step(w, state, BATCH, flush=True, **({"weight": weight} if own else {}))
+    _, now, _ = jit(jax.vmap(run))(ws, jax.vmap(tx.init)(ws), weight)
+    moved = ws - 0.5 * jax.vmap(jax.grad(loss), (0, None))(ws, BATCH)
+    np.testing.assert_allclose(now, jnp.where((weight == 0)[:, None], ws, moved), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_microbatched_apply_in_forward_mode(dtype):
+    encode = lambda w, x: jnp.tanh(x @ w)
+    cut = optax_accum.microbatched_apply(encode, 3)
+    w, x = W.astype(dtype), BATCH["x"].astype(dtype)
+    got, want = (jax.jit(jax.jacfwd(f))(w, x) for f in (cut, encode))
+    np.testing.assert_allclose(got.astype("f"), want.astype("f"), rtol=2e-2, atol=1e-3)
+
+
+def test_a_micro_step_is_differentiated_again():
+    step = optax_accum.value_and_apply_gradients(loss, optax_accum.accumulate_gradients(optax.sgd(0.5), None))
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.5), None)
+    move = lambda w: step(w, tx.init(w), BATCH, flush=True)[1]
+    np.testing.assert_allclose(jax.jacfwd(move)(W), jnp.eye(3) - 0.5 * HESSIAN, rtol=1e-4, atol=1e-5)
+
+
+# Outside jit
+
+
+def compilations(run):
+    """How often XLA compiled while `run` ran."""
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: seen.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
+    )
+    try:
+        run()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    return len(seen)
+
+
+def eager_calls():
+    cut = optax_accum.value_and_grad(loss, num_microbatches=3)
+    encode = optax_accum.microbatched_apply(lambda w, x: jnp.tanh(x @ w), 3)
+    step = optax_accum.value_and_apply_gradients(loss, TX)
+    state = TX.init(W)
+    return {
+        "value_and_grad": lambda: cut(W, BATCH),
+        "value_and_grad, differentiated": lambda: jax.grad(lambda w: cut(w, BATCH)[0])(W),
+        "microbatched_apply": lambda: encode(W, BATCH["x"]),
+        "microbatched_apply, differentiated": lambda: jax.grad(lambda w: encode(w, BATCH["x"]).sum())(W),
+        "value_and_apply_gradients": lambda: step(W, state, BATCH, weight=3),
+    }
+
+
+@pytest.mark.parametrize("name", eager_calls())
+def test_a_second_call_outside_jit_compiles_nothing(name):
+    call = eager_calls()[name]
+    assert compilations(call) > 0
+    call()
+    assert compilations(call) == 0
+
+
+def test_what_a_loss_closes_over_may_change_between_calls():
+    """Unlike under `jax.jit`: numbers, arrays, and the constants and backward passes that no program's text shows."""
+    factor, table, strength, inner = 1.0, jnp.ones(3), 1.0, jax.jit(lambda w: w)
+
+    @jax.custom_vjp
+    def reverse(w):
+        return w
+
+    reverse.defvjp(lambda w: (w, None), lambda _, g: (-strength * g,))
+    encode = optax_accum.microbatched_apply(lambda w, x: x @ reverse(inner(w * table) * factor), 3)
+    plain = lambda w, x: x @ reverse(inner(w * table) * factor)
+    grad = lambda f: jax.grad(lambda w: f(w, BATCH["x"]).sum())(W)
+    seen = []
+    for change in ("nothing", "factor", "table", "strength", "inner"):
+        if change == "factor":
+            factor = 2.0
+        elif change == "table":
+            table = jnp.array([1.0, 2.0, 3.0])
+        elif change == "strength":
+            strength = 5.0
+        elif change == "inner":
+            const = jnp.array([3.0, 2.0, 1.0])
+            inner = jax.jit(lambda w, const=const: w * const)
+        np.testing.assert_allclose(grad(encode), grad(plain), rtol=1e-5)
+        seen.append(tuple(np.asarray(grad(encode)).tolist()))
+    assert len(set(seen)) == len(seen)
+
+
+def test_many_calls_outside_jit_keep_nothing():
+    f = optax_accum.value_and_grad(loss, num_microbatches=3)
+    f(W, BATCH)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(30):
+        f(W, BATCH)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 2000
+
+
+def test_under_disable_jit_a_loss_sees_its_numbers():
+    seen = []
+
+    def watched(w, batch):
+        seen.append(batch["x"][0, 0] > 100)
+        return loss(w, batch)
+
+    with jax.disable_jit():
+        got = optax_accum.value_and_grad(watched, num_microbatches=7, in_place=False, unroll=True)(W, BATCH)
+    np.testing.assert_allclose(got[1], jax.grad(loss)(W, BATCH), rtol=1e-5)
