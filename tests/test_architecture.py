@@ -21,7 +21,13 @@ FLOORS = [
     {"processes", "flax"},
     {"demo"},
 ]
-FLAX_FLOORS = [{"_batch_norm", "_window"}, {"_checkpoint", "_loss_scale"}, {"_linen", "_nnx"}, {"__init__"}]
+FLAX_FLOORS = [
+    {"_batch_norm", "_window"},
+    {"_checkpoint", "_loss_scale"},
+    {"_linen", "_nnx"},
+    {"_linen_step"},
+    {"__init__"},
+]
 
 
 def sources(room):

@@ -4,7 +4,8 @@ Imported as `optax_accum.flax`, never by `optax_accum` itself.
 """
 
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
-from optax_accum.flax._linen import TrainState, train_step
+from optax_accum.flax._linen import TrainState
+from optax_accum.flax._linen_step import train_step
 from optax_accum.flax._loss_scale import next_scale, unscale
 from optax_accum.flax._nnx import Optimizer, nnx_train_step, value_and_grad
 
