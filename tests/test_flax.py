@@ -309,6 +309,28 @@ def test_statistics_count_by_rows_whatever_the_weight():
     close(state.batch_stats, want)
 
 
+def test_rows_that_are_not_run_do_not_count_in_statistics():
+    """Half of the rows of the second call are padding, in micro-batches of weight zero: only what was run counts."""
+    known = jnp.array([1] * 8 + [1, 0, 1, 0, 1, 0, 1, 0])
+    x, labels = np.concatenate([X, X[:4]]), np.concatenate([Y, Y[:4]])
+
+    def fun(params, batch, key, state):
+        logits, new = state.apply_fn(
+            {"params": params, "batch_stats": state.batch_stats}, batch[0], mutable=["batch_stats"]
+        )
+        return cross_entropy(logits, batch[1]), new
+
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    state = created(tx, norm=True, metrics=("loss",))
+    run = np.flatnonzero(known)
+    want = normalised(state, (x[run], labels[run]))[1]
+    step = accum.train_step(fun, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
+    for rows in (slice(0, 8), slice(8, 16)):
+        state, _ = step(state, (x[rows], labels[rows], known[rows]), jax.random.key(0))
+    assert int(state.step) == 1
+    close(state.batch_stats, want)
+
+
 def test_a_train_step_is_compiled_once_and_donates_any_optimizer():
     """`dog` keeps the parameters that it began with in its state: the same buffer, which is donated only once."""
     tx = optax_accum.accumulate_gradients(optax.contrib.dog(), every=2)

@@ -121,6 +121,21 @@ def test_the_train_step_steps_statistics_once_and_averages_metrics():
 CUTS = [[slice(0, 8, 2), slice(1, 8, 2)], [slice(8, 12, 2), slice(9, 12, 2)]]
 
 
+def test_rows_that_are_not_run_do_not_count_in_statistics():
+    """Half of the rows of the second call are padding, in micro-batches of weight zero: only what was run counts."""
+    known = jnp.array([1] * 8 + [1, 0, 1, 0, 1, 0, 1, 0])
+    x, labels = np.concatenate([X, X[:4]]), np.concatenate([Y, Y[:4]])
+    (model, loss), (whole, _) = two_norms(), two_norms()
+    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
+    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    step = accum.nnx_train_step(loss, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
+    for rows in (slice(0, 8), slice(8, 16)):
+        step(model, optimizer, (x[rows], labels[rows], known[rows]))
+    assert int(optimizer.step[...]) == 1
+    loss(whole, (x[np.flatnonzero(known)], labels[np.flatnonzero(known)]))
+    close(statistics(model), statistics(whole))
+
+
 def test_devices_have_random_streams_of_their_own():
     """Masks differ from device to device and from micro-batch to micro-batch; the model's streams advance alike."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -147,6 +162,25 @@ def test_batch_norm_and_the_gradient_over_devices():
         _, grads = accum.value_and_grad(nnx_loss, **options)(plain, batch)
     close(statistics(model), statistics(whole))
     close(arrays(grads), arrays(want))
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_batch_norm_inside_a_shard_map_of_the_user(reduced):
+    """Whether gradients are reduced or not, all devices keep the statistics of all rows."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    (model, loss), (whole, _) = two_norms(), two_norms()
+    loss(whole, (X, Y))
+    cut = accum.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduced=reduced)
+    graph, state = nnx.split(model)
+
+    def local(state, batch):
+        module = nnx.merge(graph, state)
+        value, _ = cut(module, batch)
+        return nnx.state(module, nnx.BatchStat), value.reshape(1)
+
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": (jax.P(), jax.P("data"))}
+    stats, _ = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(state, (X, Y))
+    close(arrays(stats), statistics(whole))
 
 
 class Transformed(nnx.Module):

@@ -24,7 +24,8 @@ def train_step(
       fun: `fun(params, batch, key, state) -> (loss, extra)`, where `extra` is a dict that may hold `"metrics"`, a dict
         of scalars, and must hold `"batch_stats"`, as the model returned them, if the state has some. Give
         `state.apply_fn` the key as `rngs`. The state comes without its parameters and those of the optimizer.
-      weight_fn: how much a micro-batch counts: by default its number of rows. `batch_stats` always count by rows.
+      weight_fn: how much a micro-batch counts: by default its number of rows. `batch_stats` always count by rows:
+        those of the micro-batches that are run, which those of weight zero are not.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `reduce_axes`; and
         `reduced=False`, if `reduce_axes` was given to `accumulate_gradients` too.
 
@@ -38,7 +39,7 @@ def train_step(
       ValueError: `extra` lacks `"batch_stats"`, or has other entries; a metric of the name `"loss"`; fp8 statistics
         beside the parameters: their gradients are new values, which must not be added.
     """
-    reduced = options.get("reduced", True)
+    axes, reduced = options.get("reduce_axes"), options.get("reduced", True)
 
     def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
@@ -59,14 +60,13 @@ def train_step(
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state)
         (_, sums), grads = cut(state.params, batch, key, state.replace(params=None, opt_state=None, window=None))
-        weight = sums["metrics"].weight
-        means = {name: _window.mean(total) for name, total in _window.over_devices(sums, reduced=reduced).items()}
-        metrics, new = means["metrics"], {}
-        if "moments" in means:
-            new = {"batch_stats": merge_batch_stats(means["moments"], state.batch_stats, state.momentum)}
+        totals = _window.over_devices(sums, axes, reduced=reduced)
+        metrics, moments, new = _window.mean(totals["metrics"]), totals.get("moments"), {}
+        if moments is not None:
+            new = {"batch_stats": merge_batch_stats(_window.mean(moments), state.batch_stats, state.momentum)}
         if _window.find_window(state.opt_state) is None:  # each call is an update
             return state.apply_gradients(grads=grads, flush=flush, **new), metrics
-        new |= {"weight": weight, "stats_weight": _window.num_rows(batch)}
+        new |= {"weight": sums["metrics"].weight, "stats_weight": None if moments is None else moments.weight}
         state = state.apply_gradients(grads=grads, flush=flush, metrics=metrics, **new)
         return state, state.window_metrics()
 

@@ -76,7 +76,7 @@ def value_and_grad(
             pure, has_aux=True, carry_argnum=len(args) + 2, aux_reduction=("sum", reduction), **options
         )
         (loss, ((sums, aux), rest)), grads = cut(params, *args, stats, rest)
-        old, moments = nnx.to_pure_dict(stats), _window.mean(_window.over_devices(sums, reduced=reduced))
+        old, moments = nnx.to_pure_dict(stats), _window.mean(_window.over_devices(sums, axes, reduced=reduced))
         nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, momenta(old)))
         nnx.update(model, stats, rest)
         return ((loss, aux) if has_aux else loss), grads
@@ -193,7 +193,8 @@ def nnx_train_step(
     Args:
       fun: `fun(model, batch) -> loss`, or, with `has_aux`, `(loss, metrics)`, a dict of scalars. Random keys are those
         of the model.
-      weight_fn: how much a micro-batch counts: by default its number of rows. Statistics always count by rows.
+      weight_fn: how much a micro-batch counts: by default its number of rows. Statistics always count by rows: those of
+        the micro-batches that are run, which those of weight zero are not.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
       **options: those of `value_and_grad`; and `reduced=False`, if `reduce_axes` was given to `accumulate_gradients`
@@ -208,12 +209,13 @@ def nnx_train_step(
       TypeError: the optimizer is one of Flax's own.
       ValueError: a metric of the name `"loss"`.
     """
-    reduced = options.get("reduced", True)
+    axes, reduced = options.get("reduce_axes"), options.get("reduced", True)
 
-    def measured(model: Any, batch: Tree) -> tuple[jax.Array, WeightedSum]:
+    def measured(model: Any, batch: Tree) -> tuple[jax.Array, tuple[WeightedSum, jax.Array]]:
         out = fun(model, batch)
         loss, metrics = out if has_aux else (out, {})
-        return loss, _window.weighted(_window.with_loss(loss, metrics), _window.weight_of(weight_fn, batch))
+        sums = _window.weighted(_window.with_loss(loss, metrics), _window.weight_of(weight_fn, batch))
+        return loss, (sums, _window.weight_of(None, batch))
 
     cut = value_and_grad(measured, wrt=wrt, has_aux=True, weight_fn=weight_fn, aux_reduction="sum", **options)
 
@@ -224,12 +226,12 @@ def nnx_train_step(
                 f"nnx_train_step needs an optimizer that has a window: optimizer={type(optimizer).__name__}. Create it "
                 "with optax_accum.flax.Optimizer."
             )
-        (_, sums), grads = cut(model, batch)
-        metrics = _window.mean(_window.over_devices(sums, reduced=reduced))
+        (_, (sums, rows)), grads = cut(model, batch)
+        totals, rows = _window.over_devices((sums, rows), axes, reduced=reduced)
+        metrics = _window.mean(totals)
         if _window.find_window(nnx.as_pure(optimizer.opt_state)) is None:  # each call is an update
             optimizer.update(model, grads, flush=flush)
             return metrics
-        rows = _window.num_rows(batch)
         optimizer.update(model, grads, weight=sums.weight, stats_weight=rows, metrics=metrics, flush=flush)
         return optimizer.window_metrics()
 

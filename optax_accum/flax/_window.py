@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -135,9 +135,17 @@ def own_buffers(state: Tree, params: Tree) -> Tree:
     return jax.tree.map(own, state)
 
 
-def over_devices(sums: Tree, *, reduced: bool) -> Tree:
-    """Returns sums over all devices: with `reduced=False` they come as rows, one for each."""
-    return sums if reduced else jax.tree.map(lambda rows: jnp.sum(rows, axis=0), sums)
+def over_devices(sums: Tree, axes: str | Sequence[str] | None, *, reduced: bool) -> Tree:
+    """Returns sums over all devices of `axes`, of those that each device has of its own with `reduced=False`.
+
+    They come as rows [d, ...], one for each device; inside a `jax.shard_map` of the user as the row [1, ...] of this.
+    """
+    if reduced or axes is None:
+        return sums
+    names = (axes,) if isinstance(axes, str) else axes
+    if set(names) & set(jax.sharding.get_abstract_mesh().manual_axes):
+        return jax.tree.map(lambda row: jax.lax.psum(row[0], names), sums)
+    return jax.tree.map(lambda rows: jnp.sum(rows, axis=0), sums)
 
 
 def as_weight(weight: Any) -> jax.Array:
