@@ -22,10 +22,10 @@ FLOORS = [
     {"demo"},
 ]
 FLAX_FLOORS = [
-    {"_batch_norm", "_window"},
+    {"_batch_norm", "_window", "_nnx_variables"},
     {"_checkpoint", "_loss_scale"},
-    {"_linen", "_nnx"},
-    {"_linen_step"},
+    {"_linen", "_nnx", "_nnx_optimizer"},
+    {"_linen_step", "_nnx_step"},
     {"__init__"},
 ]
 

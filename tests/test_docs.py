@@ -28,7 +28,7 @@ def test_the_examples_of_the_docstrings(room):
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("room", ["batch_norm", "linen", "nnx"])
+@pytest.mark.parametrize("room", ["batch_norm", "linen", "nnx", "nnx_optimizer"])
 def test_the_examples_of_the_flax_room(room):
     module = importlib.import_module(f"optax_accum.flax._{room}")
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)

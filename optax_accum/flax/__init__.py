@@ -7,7 +7,9 @@ from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._linen import TrainState
 from optax_accum.flax._linen_step import train_step
 from optax_accum.flax._loss_scale import next_scale, unscale
-from optax_accum.flax._nnx import Optimizer, nnx_train_step, value_and_grad
+from optax_accum.flax._nnx import value_and_grad
+from optax_accum.flax._nnx_optimizer import Optimizer
+from optax_accum.flax._nnx_step import nnx_train_step
 
 __all__ = [
     "Optimizer",

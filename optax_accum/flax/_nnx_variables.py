@@ -1,0 +1,37 @@
+"""Owns what is asked of an NNX model: its running statistics, its random streams. Knows no gradient."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+Tree = Any
+
+
+def batch_norms(model: Any) -> tuple[Any, Callable[[Tree], Tree]]:
+    """Returns a filter for the running statistics of `nnx.BatchNorm`, and what gives each of them its momentum."""
+    momenta = {
+        tuple(path): module.momentum
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.BatchNorm) and module.momentum != 1  # at 1 they never change
+    }
+    is_running = nnx.All(nnx.BatchStat, lambda path, _: tuple(path[:-1]) in momenta)
+    of = lambda path, _: momenta[tuple(entry.key for entry in path[:-1])]
+    return is_running, lambda stats: jax.tree.map_with_path(of, stats)
+
+
+def running_stats(model: Any) -> tuple[Tree, Tree]:
+    """Returns the running statistics of all `nnx.BatchNorm`, and their momenta."""
+    running, momenta = batch_norms(model)
+    stats = nnx.to_pure_dict(nnx.state(model, running))
+    return stats, momenta(stats)
+
+
+def own_streams(model: Any, axes: str | Sequence[str]) -> Any:
+    """Gives each device random streams of its own; returns those that all of them had."""
+    keys = jax.tree.map(lambda key: key, nnx.state(model, nnx.RngKey))  # not the variables of the model
+    device = jax.lax.axis_index(axes)
+    own = lambda key: jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), device).reshape(key.shape)
+    nnx.update(model, jax.tree.map(own, keys))
+    return keys
