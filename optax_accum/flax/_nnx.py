@@ -1,7 +1,7 @@
 """Owns the gradient of an NNX module within a call. Knows no optimizer."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from flax import nnx
 import optax_accum
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
-from optax_accum.flax._nnx_variables import batch_norms, own_streams
+from optax_accum.flax._nnx_variables import batch_norms, check_variables, own_streams, variables
 
 Tree = Any
 
@@ -22,16 +22,21 @@ def value_and_grad(
     """Does what `nnx.value_and_grad(fun)` does, one micro-batch after the other.
 
     Args:
-      fun: a loss `fun(model, batch, *args)`, whose first argument is an NNX module; it may change the values of the
-        module's variables, and make no new ones (`sow` does). All other arguments are arrays and trees of them, given
-        by position: an `nnx.Rngs` belongs into the module.
+      fun: a loss `fun(model, batch, *args, **kwargs)`, whose first argument is an NNX module; it may change the values
+        of the module's variables, and make no new ones: what `sow` makes, it takes out with `nnx.pop`. All other
+        arguments are arrays and trees of them: an `nnx.Rngs` belongs into the module.
       wrt: the variables to differentiate, such as `nnx.LoRAParam`: all others cost no accumulator.
       has_aux: `fun` returns `(loss, aux)`.
-      **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `weight_fn`, ...
+      **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `weight_fn`, ...; the
+        numbers in them are those of the arguments of `fun`, the model being 0.
 
     Returns:
       A function of the arguments of `fun`, which returns `(value, grads)` and leaves the model's other state as the
       batch leaves it.
+
+    Raises:
+      TypeError: `argnums` or `carry_argnum`; an `nnx.Rngs` as an argument.
+      ValueError: `fun` makes or takes out variables of the model, or changes their shapes.
 
     Guarantees:
       | state of the model | after the call |
@@ -39,6 +44,7 @@ def value_and_grad(
       | random streams | have advanced at each micro-batch; with `reduce_axes`, each device has streams of its own |
       | `nnx.BatchNorm` | one momentum step, with the statistics of all rows (`merge_batch_stats`) |
       | whatever else there is | went from one micro-batch to the next |
+      | variables of `wrt` that `fun` assigns, as `nnx.SpectralNorm` does | what they were: only gradients come out |
 
     Example:
       >>> import jax.numpy as jnp, optax_accum.flax
@@ -49,38 +55,77 @@ def value_and_grad(
       >>> grads["kernel"].shape
       (2, 1)
     """
+    _window.check_options("optax_accum.flax.value_and_grad", options, _OWN_OPTIONS)
     reduction, axes = options.pop("aux_reduction", "mean"), options.get("reduce_axes")
-    batch_argnums, reduced = options.get("batch_argnums", 1), options.get("reduced", True)
+    options |= {"has_aux": True, "carry_argnum": -1, "aux_reduction": ("sum", reduction)}
+    optax_accum.value_and_grad(fun, **options)  # its errors come when this is built
+    options.setdefault("batch_argnums", 1)
+    numbers = {
+        role: _numbers(options[role]) for role in ("batch_argnums", "rng_argnum") if options.get(role) is not None
+    }
+    options |= {role: _before_state(options[role]) for role in numbers}
+    batch_argnums, reduced = numbers["batch_argnums"], options.get("reduced", True)
 
     @functools.wraps(fun)
-    def run(model: Any, *args: Any) -> tuple[Any, Any]:
+    def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        _check_arguments(args, numbers)
         running, momenta = batch_norms(model)
         graph, params, stats, rest = nnx.split(model, wrt, running, ...)
 
-        def pure(params: Any, *args_and_state: Any) -> tuple[jax.Array, Any]:
+        def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
             *args, stats, rest = args_and_state
             copies = jax.tree.map(lambda leaf: leaf, (params, stats, rest))  # variables of this trace
             micro = nnx.merge(graph, *copies)
-            streams = own_streams(micro, axes) if axes else None
-            out = fun(micro, *args)
+            streams, before = own_streams(micro, axes) if axes else None, variables(micro)
+            out = fun(micro, *args, **kwargs)
+            check_variables(before, variables(micro))
             loss, aux = out if has_aux else (out, None)
             if axes:
                 nnx.update(micro, streams)
             _, _, new, rest = nnx.split(micro, wrt, running, ...)
-            old, rows = nnx.to_pure_dict(stats), _window.num_rows([(params, *args)[n] for n in _numbers(batch_argnums)])
+            old, rows = nnx.to_pure_dict(stats), _window.num_rows([(params, *args)[n] for n in batch_argnums])
             moments = batch_moments(nnx.to_pure_dict(new), old, momenta(old))
             return loss, ((_window.weighted(moments, jnp.float32(rows)), aux), rest)
 
-        cut = optax_accum.value_and_grad(
-            pure, has_aux=True, carry_argnum=len(args) + 2, aux_reduction=("sum", reduction), **options
-        )
-        (loss, ((sums, aux), rest)), grads = cut(params, *args, stats, rest)
+        cut = optax_accum.value_and_grad(pure, **options)
+        (loss, ((sums, aux), rest)), grads = cut(params, *args, stats, rest, **kwargs)
         old, moments = nnx.to_pure_dict(stats), _window.mean(_window.over_devices(sums, axes, reduced=reduced))
         nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, momenta(old)))
         nnx.update(model, stats, rest)
         return ((loss, aux) if has_aux else loss), grads
 
     return run
+
+
+_OWN_OPTIONS = {
+    "argnums": "Name the variables to differentiate with wrt.",
+    "carry_argnum": "What a micro-batch hands on to the next belongs into a variable of the model.",
+}
+
+
+def _check_arguments(args: Sequence[Any], numbers: Mapping[str, Sequence[int]]) -> None:
+    """Raises for a number that names none of the arguments, and for random streams that nobody would advance."""
+    count = 1 + len(args)
+    for role, named in numbers.items():
+        for number in named:
+            if not -count <= number < count:
+                raise ValueError(f"{role} must name an argument by position: {role}={number}, and there are {count}.")
+    for number, arg in enumerate(args, start=1):
+        for node in jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
+            if isinstance(node, nnx.Rngs):
+                raise TypeError(
+                    f"An nnx.Rngs beside the model would give all micro-batches the same keys: argument {number}. Make "
+                    "it an attribute of the module; or pass a key, and name it with rng_argnum."
+                )
+
+
+def _before_state(argnums: int | Sequence[int]) -> Any:
+    """Returns numbers that count from the end of the user's arguments, where the model's state follows them."""
+    before = lambda number: number - _STATE if number < 0 else number
+    return before(argnums) if isinstance(argnums, int) else tuple(map(before, argnums))
+
+
+_STATE = 2  # the running statistics, and the carry
 
 
 def _numbers(argnums: int | Sequence[int]) -> Sequence[int]:

@@ -1,9 +1,10 @@
-"""Owns what is asked of an NNX model: its running statistics, its random streams. Knows no gradient."""
+"""Owns what is asked of an NNX model: its running statistics, random streams, variables. Knows no gradient."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 Tree = Any
@@ -35,3 +36,28 @@ def own_streams(model: Any, axes: str | Sequence[str]) -> Any:
     own = lambda key: jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), device).reshape(key.shape)
     nnx.update(model, jax.tree.map(own, keys))
     return keys
+
+
+def variables(model: Any) -> dict[str, Any]:
+    """Returns the variables of a model by name, and of each what a micro-batch may not change: its type and shapes."""
+    kind = lambda variable: (jax.tree.structure(variable), [jnp.shape(leaf) for leaf in jax.tree.leaves(variable)])
+    return {
+        f"{'.'.join(map(str, path))} ({type(variable).__name__})": kind(variable)
+        for path, variable in nnx.to_flat_state(nnx.state(model))
+    }
+
+
+def check_variables(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raises unless the model has the variables that it had: each micro-batch hands them on to the next."""
+    changed = {name for name in old if name in new and old[name] != new[name]}
+    for what, names in {
+        "made": set(new) - set(old),
+        "took out": set(old) - set(new),
+        "changed the tree or shape of": changed,
+    }.items():
+        if names:
+            raise ValueError(
+                f"fun must leave the model the variables that it had: it {what} {', '.join(sorted(names))}. What sow "
+                "makes, take out inside fun, aux = nnx.pop(model, nnx.Intermediate), and return it with has_aux=True; "
+                "what an earlier call has left in the model, take out before."
+            )

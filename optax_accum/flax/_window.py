@@ -103,6 +103,13 @@ def add_metrics(
     return {name: add(sums[name], jnp.asarray(metrics[name]), weight, micro_step) for name in sums}
 
 
+def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
+    """Raises for an option of `optax_accum.value_and_grad` that its caller here sets itself."""
+    for name, remedy in own.items():
+        if name in options:
+            raise TypeError(f"{owner} sets {name} itself: {name}={options[name]!r}. {remedy}")
+
+
 def with_loss(loss: jax.Array, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the metrics of a train step: the loss is one of them."""
     if "loss" in metrics:
