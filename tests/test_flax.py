@@ -602,7 +602,24 @@ def test_bad_input():
     ("out", "norm", "error", "message"),
     [
         (lambda loss, new: loss, False, TypeError, r"fun must return \(loss, extra\)"),
-        (lambda loss, new: (loss, {"accuracy": loss}), False, ValueError, r"it has \['accuracy'\]. Put metrics into"),
+        (lambda loss, new: (loss, {"accuracy": loss}), False, ValueError, r"it has \['accuracy'\]. Put scalars into"),
+        (lambda loss, new: ({"a": loss}, {}), False, TypeError, r"one scalar: fun returned \['a'\]. Return their sum"),
+        (lambda loss, new: (loss[None], {}), False, TypeError, r"must return a real scalar loss.*float32\[1\]"),
+        (lambda loss, new: (loss, {"metrics": loss}), False, TypeError, "metrics must be a dict of scalars"),
+        (
+            lambda loss, new: (loss, {"metrics": {"a": {"b": loss}}}),
+            False,
+            TypeError,
+            "'a' is a dict. Give each number",
+        ),
+        (lambda loss, new: (loss, {"metrics": {"a": None}}), False, TypeError, "real scalar: 'a' is a NoneType"),
+        (
+            lambda loss, new: (loss, {"metrics": {"a": loss * 1j}}),
+            False,
+            TypeError,
+            "real scalar: 'a' is a complex number",
+        ),
+        (lambda loss, new: (loss, {"batch_stats": None}), True, ValueError, 'extra must hold "batch_stats"'),
         (lambda loss, new: (loss, {"metrics": {"loss": loss}}), False, ValueError, "metrics has a 'loss', too"),
         (lambda loss, new: (loss, {}), True, ValueError, 'extra must hold "batch_stats", since the state has some'),
     ],
@@ -628,3 +645,12 @@ def test_a_train_step_takes_one_weight():
     step = accum.train_step(fun, num_microbatches=2, weight_fn=lambda batch: {"rows": 1.0})
     with pytest.raises(ValueError, match=r"takes one weight for a micro-batch: weight_fn returned \['rows'\]"):
         step(state, (X, Y), jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", ["argnums", "has_aux", "rng_argnum", "carry_argnum", "aux_reduction"])
+def test_options_that_are_the_steps_own(name):
+    with pytest.raises(TypeError, match=rf"train_step sets {name} itself: {name}=1. Leave it out"):
+        accum.train_step(lambda *_: None, num_microbatches=2, **{name: 1})
+    if name != "has_aux":
+        with pytest.raises(TypeError, match=rf"nnx_train_step sets {name} itself: {name}=1. Leave it out"):
+            accum.nnx_train_step(lambda *_: None, num_microbatches=2, **{name: 1})

@@ -35,10 +35,12 @@ def train_step(
       accumulate.
 
     Raises:
-      TypeError: the state is one of Flax's own; `fun` returns no pair.
+      TypeError: the state is one of Flax's own; `fun` returns no pair; a metric that is no real number; an option that
+        is the step's own.
       ValueError: `extra` lacks `"batch_stats"`, or has other entries; a metric of the name `"loss"`; fp8 statistics
         beside the parameters: their gradients are new values, which must not be added.
     """
+    _window.check_options("optax_accum.flax.train_step", options, _OWN_OPTIONS)
     axes, reduced = options.get("reduce_axes"), options.get("reduced", True)
 
     def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
@@ -73,6 +75,12 @@ def train_step(
     return step
 
 
+_OWN_OPTIONS: dict[str, str] = dict.fromkeys(
+    ("argnums", "has_aux", "rng_argnum", "carry_argnum", "aux_reduction"),
+    "Leave it out; for a step of another form, take optax_accum.value_and_grad and state.apply_gradients.",
+)
+
+
 def _check_state(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -97,8 +105,11 @@ def _checked(out: Any, state: TrainState) -> tuple[jax.Array, Mapping[str, Any]]
         raise TypeError("fun must return (loss, extra), where extra is a dict. With nothing to add, return (loss, {}).")
     extra = out[1]
     if unknown := sorted(set(extra) - {"metrics", "batch_stats"}):
-        raise ValueError(f'extra may hold "metrics" and "batch_stats": it has {unknown}. Put metrics into "metrics".')
-    if jax.tree.leaves(state.batch_stats) and "batch_stats" not in extra:
+        raise ValueError(
+            f'extra may hold "metrics" and "batch_stats": it has {unknown}. Put scalars into "metrics", '
+            "and leave out the rest."
+        )
+    if jax.tree.leaves(state.batch_stats) and not extra.get("batch_stats"):
         raise ValueError(
             'extra must hold "batch_stats", since the state has some: it has none. Return what the model returned with '
             'mutable=["batch_stats"], or state.batch_stats where they are to stay.'

@@ -41,9 +41,10 @@ def nnx_train_step(
       window so far; of the call, if the optimizer does not accumulate.
 
     Raises:
-      TypeError: the optimizer is one of Flax's own.
+      TypeError: the optimizer is one of Flax's own; a metric that is no real number; an option that is the step's own.
       ValueError: a metric of the name `"loss"`.
     """
+    _window.check_options("optax_accum.flax.nnx_train_step", options, _OWN_OPTIONS)
     axes, reduced = options.get("reduce_axes"), options.get("reduced", True)
 
     def measured(model: Any, batch: Tree) -> tuple[jax.Array, tuple[WeightedSum, jax.Array]]:
@@ -71,3 +72,9 @@ def nnx_train_step(
         return optimizer.window_metrics()
 
     return step
+
+
+_OWN_OPTIONS: dict[str, str] = dict.fromkeys(
+    ("argnums", "rng_argnum", "carry_argnum", "aux_reduction"),
+    "Leave it out; for a step of another form, take optax_accum.flax.value_and_grad and optimizer.update.",
+)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_accum import AccumulationState, WeightedSum
 
@@ -97,10 +98,22 @@ def add_metrics(
             f"metrics must have the names that were announced: {sorted(metrics)}, and the window has {sorted(sums)}. "
             f"Pass those, or announce metrics={tuple(sorted(metrics))} to TrainState.create or Optimizer."
         )
+    check_metrics(metrics)
+    return {name: add(sums[name], jnp.asarray(metrics[name]), weight, micro_step) for name in sums}
+
+
+def check_metrics(metrics: Any) -> None:
+    """Raises unless metrics are a dict of real scalars."""
+    kind = lambda value: "number" if isinstance(value, jax.Array) else type(value).__name__
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict of scalars: they are a {kind(metrics)}. Give each a name.")
     for name, value in metrics.items():
+        is_number = isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array)
+        if not is_number or not jnp.isrealobj(value):
+            of = "complex number" if is_number else kind(value)
+            raise TypeError(f"A metric must be a real scalar: {name!r} is a {of}. Give each number a name of its own.")
         if jnp.ndim(value):
             raise ValueError(f"A metric must be a scalar: {name!r} has shape {jnp.shape(value)}. Pass its mean.")
-    return {name: add(sums[name], jnp.asarray(metrics[name]), weight, micro_step) for name in sums}
 
 
 def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
@@ -110,8 +123,14 @@ def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]
             raise TypeError(f"{owner} sets {name} itself: {name}={options[name]!r}. {remedy}")
 
 
-def with_loss(loss: jax.Array, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def with_loss(loss: Any, metrics: Any) -> dict[str, Any]:
     """Returns the metrics of a train step: the loss is one of them."""
+    if isinstance(loss, Mapping):
+        raise TypeError(
+            f"A train step takes a loss that is one scalar: fun returned {sorted(loss)}. Return their sum; for terms "
+            "with denominators of their own, take value_and_grad."
+        )
+    check_metrics(metrics)
     if "loss" in metrics:
         raise ValueError("A train step measures the loss itself: metrics has a 'loss', too. Give it another name.")
     return {"loss": loss, **metrics}
