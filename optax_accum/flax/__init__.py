@@ -1,7 +1,14 @@
 """Flax train steps with accumulation: a Linen `TrainState`, NNX functions, and BatchNorm that steps once per update.
 
-Imported as `optax_accum.flax`, never by `optax_accum` itself.
+Imported as `optax_accum.flax`; `optax_accum` itself loads it when it is first asked for.
 """
+
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("flax") is None:
+    raise ImportError(
+        'optax_accum.flax needs Flax, which is not installed. Run pip install "optax_accum[flax]".', name="flax"
+    )
 
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._linen import TrainState
