@@ -598,6 +598,23 @@ def test_bad_input():
         created(two)
 
 
+@pytest.mark.parametrize("number", [2**40, np.int64(2**40), np.float64(2**40), np.array(2**40), jnp.float32(2**40)])
+def test_numbers_of_any_kind_are_metrics(number):
+    """2^40 of Python or NumPy came out as an error or as zero: it is no int32."""
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), metrics=("tokens",))
+    state = state.apply_gradients(grads=state.params, metrics={"tokens": number})
+    assert_allclose(state.window_metrics()["tokens"], 2.0**40)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("metric", "metrics"), ("batch_stat", "batch_stats"), ("stat_weight", "stats_weight")]
+)
+def test_a_misspelt_argument_is_not_lost(name, meant):
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2))
+    with pytest.raises(TypeError, match=f"must not be mistaken for '{meant}': '{name}' would go to the optimizer"):
+        state.apply_gradients(grads=state.params, **{name: {}})
+
+
 @pytest.mark.parametrize(
     ("out", "norm", "error", "message"),
     [

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from numpy.testing import assert_allclose
 
 import optax_accum
@@ -472,3 +472,35 @@ def test_options_and_arguments_that_are_refused():
         TypeError, match="nnx.Rngs beside the model would give all micro-batches the same keys: argument 2"
     ):
         accum.value_and_grad(loss, num_microbatches=2)(model, (X, Y), nnx.Rngs(0))
+
+
+def test_a_gradient_of_nothing_is_refused():
+    """And one of other variables than those that the optimizer trains."""
+    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+    with pytest.raises(ValueError, match=r"wrt=.*LoRAParam.* names none, and it has Param. For a tree of arrays"):
+        accum.value_and_grad(loss, wrt=nnx.LoRAParam, num_microbatches=2)(model, (X, Y))
+    with pytest.raises(ValueError, match="names none, and it has"):
+        accum.value_and_grad(lambda p, x: (p["w"] * x).mean(), num_microbatches=2)({"w": jnp.ones(6)}, X)
+    with pytest.raises(TypeError, match="must be an NNX module: Dense is one of Linen"):
+        accum.value_and_grad(loss, num_microbatches=2)(linen.Dense(3), (X, Y))
+    optimizer = accum.Optimizer(model, optax_accum.accumulate_gradients(optax.sgd(0.1), 2), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"there is none at \['bias'\], \['kernel'\]. Pass the State that nnx.grad"):
+        optimizer.update(model, {"kernel": jnp.ones((6, 3)), "bias": jnp.ones(3)})
+    with pytest.raises(TypeError, match="must not be mistaken for 'metrics': 'metric' would go to the optimizer"):
+        optimizer.update(model, nnx.state(model, nnx.Param), metric={})
+
+
+@pytest.mark.parametrize(
+    ("has_aux", "fun", "message"),
+    [
+        (True, lambda loss: loss, r"With has_aux=True fun must return \(loss, aux\)"),
+        (False, lambda loss: (loss, {}), "fun returned a tuple. Pass has_aux=True"),
+    ],
+)
+def test_what_the_fun_of_a_train_step_returns(has_aux, fun, message):
+    model, loss = two_norms()
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    step = accum.nnx_train_step(lambda model, batch: fun(loss(model, batch)), has_aux=has_aux, num_microbatches=2)
+    with pytest.raises(TypeError, match=message):
+        step(model, accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",)), (X, Y))

@@ -49,9 +49,10 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
     The moments are taken about the running mean, which the law allows and rounding prefers: a mean of 1000 with a
     variance of 1 would lose that variance in float32.
 
-    It is exact for the inputs that a layer has seen. What it cannot change: inside a micro-batch, BatchNorm normalises
-    with the statistics of that micro-batch, so gradients, and what a second BatchNorm behind it sees, are not those of
-    the whole batch; `verify` says so.
+    It is exact for the inputs that a layer has seen, if `fun` calls it once: a layer that is called twice steps twice,
+    and the variances between micro-batches of its calls cannot be told apart afterwards. What it cannot change: inside
+    a micro-batch, BatchNorm normalises with the statistics of that micro-batch, so gradients, and what a second
+    BatchNorm behind it sees, are not those of the whole batch; `verify` says so.
 
     Args:
       moments: the mean of `batch_moments` over the micro-batches, weighted by their rows.

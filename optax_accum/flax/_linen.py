@@ -158,6 +158,7 @@ class TrainState(train_state.TrainState, kw_only=True):
             optimizer.
 
         Raises:
+          TypeError: a metric that is no real number; an extra argument that looks like one of these, misspelt.
           ValueError: metrics of other names or that are no scalars; `batch_stats` of another tree.
         """
         fields = field_names(type(self))
@@ -167,6 +168,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         if before is None and not (weight is None and flush is None and metrics is None):
             _window.warn_once()
         replaced = {name: kwargs.pop(name) for name in list(kwargs) if name in fields}
+        _window.check_names(kwargs, ("metrics", "batch_stats", "stats_weight"))
         of_window = {} if before is None else {"weight": weight, "flush": flush}
         extra = {**kwargs, **{name: value for name, value in of_window.items() if value is not None}}
         params, opt_state = optax_accum.apply_gradients(

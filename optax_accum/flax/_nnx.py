@@ -11,7 +11,14 @@ from flax import nnx
 import optax_accum
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
-from optax_accum.flax._nnx_variables import batch_norms, check_variables, own_streams, variables
+from optax_accum.flax._nnx_variables import (
+    batch_norms,
+    check_module,
+    check_trained,
+    check_variables,
+    own_streams,
+    variables,
+)
 
 Tree = Any
 
@@ -35,8 +42,8 @@ def value_and_grad(
       batch leaves it.
 
     Raises:
-      TypeError: `argnums` or `carry_argnum`; an `nnx.Rngs` as an argument.
-      ValueError: `fun` makes or takes out variables of the model, or changes their shapes.
+      TypeError: `argnums` or `carry_argnum`; an `nnx.Rngs` as an argument; a model of Linen.
+      ValueError: `wrt` names no variable of the model; `fun` makes variables, takes some out, or changes their shapes.
 
     Guarantees:
       | state of the model | after the call |
@@ -68,9 +75,11 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        check_module(model)
         _check_arguments(args, numbers)
         running, momenta = batch_norms(model)
         graph, params, stats, rest = nnx.split(model, wrt, running, ...)
+        check_trained(model, params, wrt)
 
         def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
             *args, stats, rest = args_and_state
@@ -79,7 +88,7 @@ def value_and_grad(
             streams, before = own_streams(micro, axes) if axes else None, variables(micro)
             out = fun(micro, *args, **kwargs)
             check_variables(before, variables(micro))
-            loss, aux = out if has_aux else (out, None)
+            loss, aux = _window.pair(out) if has_aux else (out, None)
             if axes:
                 nnx.update(micro, streams)
             _, _, new, rest = nnx.split(micro, wrt, running, ...)

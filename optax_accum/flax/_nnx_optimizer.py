@@ -54,7 +54,7 @@ class Optimizer(nnx.Optimizer):
         own = _window.own_buffers(nnx.as_pure(self.opt_state), nnx.as_pure(nnx.state(model)))
         nnx.update(self.opt_state, nnx.state(own))
         self.micro_step = nnx.OptState(jnp.array(0, dtype=jnp.uint32))
-        window: dict[str, Any] = {"metrics": _window.zero_metrics(metrics)}
+        window: dict[str, Any] = {"metrics": _window.zero_metrics(metrics or ())}
         stats, _ = running_stats(model)
         if jax.tree.leaves(stats) and _window.find_window(nnx.as_pure(self.opt_state)) is not None:
             window |= {"batch_stats": jax.tree.map(jnp.array, stats), "moments": _window.zero_sums(stats)}
@@ -84,7 +84,9 @@ class Optimizer(nnx.Optimizer):
           **kwargs: for the optimizer.
 
         Raises:
-          ValueError: metrics of other names or that are no scalars; a model with other layers than before.
+          TypeError: a metric that is no real number; an extra argument that looks like one of these, misspelt.
+          ValueError: metrics of other names or that are no scalars; gradients of other variables than those of `wrt`; a
+            model with other layers than before.
         """
         params, state = nnx.as_pure(nnx.state(model, self.wrt)), nnx.as_pure(self.opt_state)
         before = _window.find_window(state)
@@ -93,6 +95,8 @@ class Optimizer(nnx.Optimizer):
         of_window = {} if before is None else {"weight": weight, "flush": flush}
         extra = {**kwargs, **{name: value for name, value in of_window.items() if value is not None}}
         grads = nnx.as_pure(nnx.state(grads, self.wrt))
+        _check_grads(grads, params, self.wrt)
+        _window.check_names(kwargs, ("metrics", "stats_weight"))
         params, state = optax_accum.apply_gradients(self.tx, grads, state, params, **nnx.as_pure(extra))
         micro_step = MicroStep.between(before, _window.find_window(state))
         window, counted = nnx.as_pure(self.window), _window.as_weight(weight)
@@ -110,6 +114,16 @@ class Optimizer(nnx.Optimizer):
     def window_metrics(self) -> dict[str, jax.Array]:
         """Returns the weighted means of the metrics over the window so far, or over the one that has just closed."""
         return _window.mean_metrics(nnx.as_pure(self.window)["metrics"])
+
+
+def _check_grads(grads: Tree, params: Tree, wrt: Any) -> None:
+    """Raises where a variable that is trained has no gradient."""
+    paths = lambda tree: {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+    if missing := sorted(paths(params) - paths(grads)):
+        raise ValueError(
+            f"grads must hold a gradient for each variable of wrt={wrt!r}: there is none at {', '.join(missing)}. Pass "
+            "the State that nnx.grad or optax_accum.flax.value_and_grad returned, for the same wrt."
+        )
 
 
 def _step_stats(model: Any, window: dict[str, Any], weight: jax.Array, micro_step: MicroStep) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def nnx_train_step(
 
     def measured(model: Any, batch: Tree) -> tuple[jax.Array, tuple[WeightedSum, jax.Array]]:
         out = fun(model, batch)
-        loss, metrics = out if has_aux else (out, {})
+        loss, metrics = _window.pair(out) if has_aux else (out, {})
         sums = _window.weighted(_window.with_loss(loss, metrics), _window.weight_of(weight_fn, batch))
         return loss, (sums, _window.weight_of(None, batch))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 Tree = Any
 
@@ -36,6 +36,25 @@ def own_streams(model: Any, axes: str | Sequence[str]) -> Any:
     own = lambda key: jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), device).reshape(key.shape)
     nnx.update(model, jax.tree.map(own, keys))
     return keys
+
+
+def check_module(model: Any) -> None:
+    """Raises for a model of Linen, which keeps its parameters elsewhere."""
+    if isinstance(model, linen.Module):
+        raise TypeError(
+            f"The first argument must be an NNX module: {type(model).__name__} is one of Linen. Take "
+            "optax_accum.value_and_grad, with its parameters."
+        )
+
+
+def check_trained(model: Any, params: Any, wrt: Any) -> None:
+    """Raises where there is nothing to differentiate: an empty gradient trains nothing, without a word."""
+    if not jax.tree.leaves(params):
+        kinds = sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(nnx.state(model))})
+        raise ValueError(
+            f"wrt must name variables of the model: wrt={wrt!r} names none, and it has {', '.join(kinds) or 'none'}. "
+            "For a tree of arrays, take optax_accum.value_and_grad."
+        )
 
 
 def variables(model: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Owns what is summed over a window beside the gradients: metrics, and statistics. Knows neither Linen nor NNX."""
 
+import difflib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,8 +73,14 @@ def zero_metrics(names: Iterable[str]) -> dict[str, WeightedSum]:
 
 def weighted(values: Tree, weight: Any) -> WeightedSum:
     """Returns the sums of one micro-batch, in at least float32."""
-    wide = lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
     return WeightedSum(jax.tree.map(lambda leaf: weight * wide(leaf), values), weight)
+
+
+def wide(value: Any) -> jax.Array:
+    """Returns a number or an array in at least float32; 2^40 of Python or NumPy is no int32."""
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value, float)
+    return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
 
 
 def add(sums: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroStep) -> WeightedSum:
@@ -99,7 +106,7 @@ def add_metrics(
             f"Pass those, or announce metrics={tuple(sorted(metrics))} to TrainState.create or Optimizer."
         )
     check_metrics(metrics)
-    return {name: add(sums[name], jnp.asarray(metrics[name]), weight, micro_step) for name in sums}
+    return {name: add(sums[name], wide(metrics[name]), weight, micro_step) for name in sums}
 
 
 def check_metrics(metrics: Any) -> None:
@@ -116,6 +123,16 @@ def check_metrics(metrics: Any) -> None:
             raise ValueError(f"A metric must be a scalar: {name!r} has shape {jnp.shape(value)}. Pass its mean.")
 
 
+def check_names(kwargs: Iterable[str], own: Sequence[str]) -> None:
+    """Raises for a misspelt argument, which would pass for one of the optimizer and be lost."""
+    for name in kwargs:
+        if meant := difflib.get_close_matches(name, own, n=1, cutoff=0.85):
+            raise TypeError(
+                f"An extra argument must not be mistaken for {meant[0]!r}: {name!r} would go to the optimizer. Pass "
+                f"{meant[0]}=."
+            )
+
+
 def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
     """Raises for an option of `optax_accum.value_and_grad` that its caller here sets itself."""
     for name, remedy in own.items():
@@ -123,8 +140,17 @@ def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]
             raise TypeError(f"{owner} sets {name} itself: {name}={options[name]!r}. {remedy}")
 
 
+def pair(out: Any) -> tuple[Any, Any]:
+    """Returns what `fun` returned with `has_aux`, if it is a pair."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(f"With has_aux=True fun must return (loss, aux): it returned {out!r}. Or leave out has_aux.")
+    return out
+
+
 def with_loss(loss: Any, metrics: Any) -> dict[str, Any]:
     """Returns the metrics of a train step: the loss is one of them."""
+    if isinstance(loss, tuple):
+        raise TypeError("A train step takes a loss that is one scalar: fun returned a tuple. Pass has_aux=True.")
     if isinstance(loss, Mapping):
         raise TypeError(
             f"A train step takes a loss that is one scalar: fun returned {sorted(loss)}. Return their sum; for terms "
