@@ -598,6 +598,13 @@ def test_bad_input():
         created(two)
 
 
+@pytest.mark.parametrize("layers", [(), ("BatchNorm_0", "BatchNorm_1"), ("Norm_0",)])
+def test_a_momentum_of_other_layers_is_refused_when_the_state_is_made(layers):
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
+    with pytest.raises(ValueError, match=r"a prefix of the tree of batch_stats: .*, batch_stats has \['BatchNorm_0'\]"):
+        created(tx, norm=True, momentum=dict.fromkeys(layers, 0.9))
+
+
 @pytest.mark.parametrize("number", [2**40, np.int64(2**40), np.float64(2**40), np.array(2**40), jnp.float32(2**40)])
 def test_numbers_of_any_kind_are_metrics(number):
     """2^40 of Python or NumPy came out as an error or as zero: it is no int32."""

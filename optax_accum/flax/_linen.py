@@ -15,7 +15,7 @@ from flax.training import train_state
 import optax_accum
 from optax_accum import WeightedSum
 from optax_accum.flax import _window
-from optax_accum.flax._batch_norm import batch_moments, check_momentum, check_stats, merge_batch_stats
+from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats, momentum_of_each
 from optax_accum.flax._checkpoint import from_state_dict, to_state_dict
 from optax_accum.flax._window import MicroStep
 
@@ -115,7 +115,7 @@ class TrainState(train_state.TrainState, kw_only=True):
           **kwargs: other fields, such as `batch_stats`.
 
         Raises:
-          ValueError: `batch_stats` without `momentum`; an optimizer of several windows.
+          ValueError: `batch_stats` without `momentum`, or with that of other layers; an optimizer of several windows.
         """
         if "metrics" in field_names(cls) and metrics is not None:
             kwargs["metrics"], metrics = metrics, None
@@ -127,7 +127,7 @@ class TrainState(train_state.TrainState, kw_only=True):
             stats, overwritten = state.batch_stats, overwritten_part(params)
             merges = _window.find_window(state.opt_state) is not None and bool(jax.tree.leaves(stats))
             if merges:
-                check_momentum(momentum)
+                momentum_of_each(momentum, stats)
             window = Window(
                 metrics=_window.zero_metrics(metrics or ()),
                 moments=_window.zero_sums(stats) if merges else None,
