@@ -22,7 +22,13 @@ FLOORS = [
     {"processes", "flax"},
     {"demo"},
 ]
-FLAX_FLOORS = [{"_batch_norm", "_window"}, {"_checkpoint", "_loss_scale"}, {"_linen", "_nnx"}, {"__init__"}]
+FLAX_FLOORS = [
+    {"_batch_norm", "_window", "_nnx_variables"},
+    {"_checkpoint", "_loss_scale"},
+    {"_linen", "_nnx", "_nnx_optimizer"},
+    {"_linen_step", "_nnx_step"},
+    {"__init__"},
+]
 
 
 def sources(room):
@@ -102,6 +108,35 @@ def test_import_loads_neither_flax_nor_matplotlib():
     program = "import sys, optax_accum; print(*{'flax', 'matplotlib', 'sklearn', 'tqdm'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
+
+
+def run(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_the_flax_room_is_an_attribute_that_is_loaded_when_asked_for():
+    program = "import sys, optax_accum; print('flax' in dir(optax_accum), 'flax' in sys.modules)"
+    assert run(f"{program}; print(optax_accum.flax.TrainState.__name__)") == ["True", "False", "TrainState"]
+    with pytest.raises(AttributeError, match="module 'optax_accum' has no attribute 'flux'"):
+        _ = optax_accum.flux
+
+
+@pytest.mark.parametrize(
+    "ask", ["optax_accum.flax", "import optax_accum.flax", "from optax_accum.flax import TrainState"]
+)
+def test_without_flax_the_error_names_the_extra(ask):
+    """Everything else works without it."""
+    program = f"""
+import sys
+sys.modules["flax"] = None
+import optax_accum
+optax_accum.accumulate_gradients
+try:
+    {ask}
+except ImportError as error:
+    print(error)
+"""
+    assert " ".join(run(program)).endswith('not installed. Run pip install "optax_accum[flax]".')
 
 
 def test_the_public_names_are_those_of_all():

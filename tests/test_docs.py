@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.util
 import pathlib
 import re
 import subprocess
@@ -28,7 +29,7 @@ def test_the_examples_of_the_docstrings(room):
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("room", ["batch_norm", "linen", "nnx"])
+@pytest.mark.parametrize("room", ["batch_norm", "linen", "nnx", "nnx_optimizer"])
 def test_the_examples_of_the_flax_room(room):
     module = importlib.import_module(f"optax_accum.flax._{room}")
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
@@ -51,9 +52,14 @@ def test_a_python_block_of_the_readme(code):
     exec(compile(code, "README.md", "exec"), {})
 
 
+NEEDS = {"other_libraries": ("equinox", "haiku", "numpyro")}
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page):
     """In a process of their own: they set the mesh and the number of devices for all that follows."""
+    if missing := [name for name in NEEDS.get(page.stem, ()) if importlib.util.find_spec(name) is None]:
+        pytest.skip(f'needs {", ".join(missing)}: pip install "optax_accum[ecosystem]"')
     code = "\n".join(blocks("python", page.read_text()))
     assert code
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)

@@ -309,6 +309,28 @@ def test_statistics_count_by_rows_whatever_the_weight():
     close(state.batch_stats, want)
 
 
+def test_rows_that_are_not_run_do_not_count_in_statistics():
+    """Half of the rows of the second call are padding, in micro-batches of weight zero: only what was run counts."""
+    known = jnp.array([1] * 8 + [1, 0, 1, 0, 1, 0, 1, 0])
+    x, labels = np.concatenate([X, X[:4]]), np.concatenate([Y, Y[:4]])
+
+    def fun(params, batch, key, state):
+        logits, new = state.apply_fn(
+            {"params": params, "batch_stats": state.batch_stats}, batch[0], mutable=["batch_stats"]
+        )
+        return cross_entropy(logits, batch[1]), new
+
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    state = created(tx, norm=True, metrics=("loss",))
+    run = np.flatnonzero(known)
+    want = normalised(state, (x[run], labels[run]))[1]
+    step = accum.train_step(fun, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
+    for rows in (slice(0, 8), slice(8, 16)):
+        state, _ = step(state, (x[rows], labels[rows], known[rows]), jax.random.key(0))
+    assert int(state.step) == 1
+    close(state.batch_stats, want)
+
+
 def test_a_train_step_is_compiled_once_and_donates_any_optimizer():
     """`dog` keeps the parameters that it began with in its state: the same buffer, which is donated only once."""
     tx = optax_accum.accumulate_gradients(optax.contrib.dog(), every=2)
@@ -576,11 +598,52 @@ def test_bad_input():
         created(two)
 
 
+@pytest.mark.parametrize("layers", [(), ("BatchNorm_0", "BatchNorm_1"), ("Norm_0",)])
+def test_a_momentum_of_other_layers_is_refused_when_the_state_is_made(layers):
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
+    with pytest.raises(ValueError, match=r"a prefix of the tree of batch_stats: .*, batch_stats has \['BatchNorm_0'\]"):
+        created(tx, norm=True, momentum=dict.fromkeys(layers, 0.9))
+
+
+@pytest.mark.parametrize("number", [2**40, np.int64(2**40), np.float64(2**40), np.array(2**40), jnp.float32(2**40)])
+def test_numbers_of_any_kind_are_metrics(number):
+    """2^40 of Python or NumPy came out as an error or as zero: it is no int32."""
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), metrics=("tokens",))
+    state = state.apply_gradients(grads=state.params, metrics={"tokens": number})
+    assert_allclose(state.window_metrics()["tokens"], 2.0**40)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("metric", "metrics"), ("batch_stat", "batch_stats"), ("stat_weight", "stats_weight")]
+)
+def test_a_misspelt_argument_is_not_lost(name, meant):
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2))
+    with pytest.raises(TypeError, match=f"must not be mistaken for '{meant}': '{name}' would go to the optimizer"):
+        state.apply_gradients(grads=state.params, **{name: {}})
+
+
 @pytest.mark.parametrize(
     ("out", "norm", "error", "message"),
     [
         (lambda loss, new: loss, False, TypeError, r"fun must return \(loss, extra\)"),
-        (lambda loss, new: (loss, {"accuracy": loss}), False, ValueError, r"it has \['accuracy'\]. Put metrics into"),
+        (lambda loss, new: (loss, {"accuracy": loss}), False, ValueError, r"it has \['accuracy'\]. Put scalars into"),
+        (lambda loss, new: ({"a": loss}, {}), False, TypeError, r"one scalar: fun returned \['a'\]. Return their sum"),
+        (lambda loss, new: (loss[None], {}), False, TypeError, r"must return a real scalar loss.*float32\[1\]"),
+        (lambda loss, new: (loss, {"metrics": loss}), False, TypeError, "metrics must be a dict of scalars"),
+        (
+            lambda loss, new: (loss, {"metrics": {"a": {"b": loss}}}),
+            False,
+            TypeError,
+            "'a' is a dict. Give each number",
+        ),
+        (lambda loss, new: (loss, {"metrics": {"a": None}}), False, TypeError, "real scalar: 'a' is a NoneType"),
+        (
+            lambda loss, new: (loss, {"metrics": {"a": loss * 1j}}),
+            False,
+            TypeError,
+            "real scalar: 'a' is a complex number",
+        ),
+        (lambda loss, new: (loss, {"batch_stats": None}), True, ValueError, 'extra must hold "batch_stats"'),
         (lambda loss, new: (loss, {"metrics": {"loss": loss}}), False, ValueError, "metrics has a 'loss', too"),
         (lambda loss, new: (loss, {}), True, ValueError, 'extra must hold "batch_stats", since the state has some'),
     ],
@@ -606,3 +669,12 @@ def test_a_train_step_takes_one_weight():
     step = accum.train_step(fun, num_microbatches=2, weight_fn=lambda batch: {"rows": 1.0})
     with pytest.raises(ValueError, match=r"takes one weight for a micro-batch: weight_fn returned \['rows'\]"):
         step(state, (X, Y), jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", ["argnums", "has_aux", "rng_argnum", "carry_argnum", "aux_reduction"])
+def test_options_that_are_the_steps_own(name):
+    with pytest.raises(TypeError, match=rf"train_step sets {name} itself: {name}=1. Leave it out"):
+        accum.train_step(lambda *_: None, num_microbatches=2, **{name: 1})
+    if name != "has_aux":
+        with pytest.raises(TypeError, match=rf"nnx_train_step sets {name} itself: {name}=1. Leave it out"):
+            accum.nnx_train_step(lambda *_: None, num_microbatches=2, **{name: 1})

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from numpy.testing import assert_allclose
 
 import optax_accum
@@ -121,6 +121,21 @@ def test_the_train_step_steps_statistics_once_and_averages_metrics():
 CUTS = [[slice(0, 8, 2), slice(1, 8, 2)], [slice(8, 12, 2), slice(9, 12, 2)]]
 
 
+def test_rows_that_are_not_run_do_not_count_in_statistics():
+    """Half of the rows of the second call are padding, in micro-batches of weight zero: only what was run counts."""
+    known = jnp.array([1] * 8 + [1, 0, 1, 0, 1, 0, 1, 0])
+    x, labels = np.concatenate([X, X[:4]]), np.concatenate([Y, Y[:4]])
+    (model, loss), (whole, _) = two_norms(), two_norms()
+    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
+    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    step = accum.nnx_train_step(loss, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
+    for rows in (slice(0, 8), slice(8, 16)):
+        step(model, optimizer, (x[rows], labels[rows], known[rows]))
+    assert int(optimizer.step[...]) == 1
+    loss(whole, (x[np.flatnonzero(known)], labels[np.flatnonzero(known)]))
+    close(statistics(model), statistics(whole))
+
+
 def test_devices_have_random_streams_of_their_own():
     """Masks differ from device to device and from micro-batch to micro-batch; the model's streams advance alike."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -147,6 +162,25 @@ def test_batch_norm_and_the_gradient_over_devices():
         _, grads = accum.value_and_grad(nnx_loss, **options)(plain, batch)
     close(statistics(model), statistics(whole))
     close(arrays(grads), arrays(want))
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_batch_norm_inside_a_shard_map_of_the_user(reduced):
+    """Whether gradients are reduced or not, all devices keep the statistics of all rows."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    (model, loss), (whole, _) = two_norms(), two_norms()
+    loss(whole, (X, Y))
+    cut = accum.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduced=reduced)
+    graph, state = nnx.split(model)
+
+    def local(state, batch):
+        module = nnx.merge(graph, state)
+        value, _ = cut(module, batch)
+        return nnx.state(module, nnx.BatchStat), value.reshape(1)
+
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": (jax.P(), jax.P("data"))}
+    stats, _ = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(state, (X, Y))
+    close(arrays(stats), statistics(whole))
 
 
 class Transformed(nnx.Module):
@@ -340,3 +374,133 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     step(again, other, (X[8:], Y[8:]))
     equal(params(again), params(model))
     assert int(other.step[...]) == 1
+
+
+# What a fun may do to its model, and which arguments it has
+
+
+class Sowing(nnx.Module):
+    """Leaves its hidden layer in the model, in a variable that each call makes or makes longer."""
+
+    def __init__(self, rngs):
+        self.inner, self.outer = nnx.Linear(6, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = self.inner(x)
+        self.hidden = nnx.Intermediate((*getattr(self, "hidden", ()), hidden))
+        return self.outer(hidden)
+
+
+def test_what_is_sown_is_taken_out_or_refused():
+    """The remedy of the message works: what all micro-batches leave comes back in the order of the rows."""
+    loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+    remedy = r"What sow makes, take out inside fun, aux = nnx.pop\(model, nnx.Intermediate\)"
+    refused = lambda model, fun=loss, **options: accum.value_and_grad(fun, num_microbatches=5, **options)(model, (X, Y))
+    with pytest.raises(ValueError, match=rf"it made hidden \(Intermediate\). {remedy}"):
+        refused(Sowing(nnx.Rngs(0)))
+
+    def popped(model, batch):
+        return loss(model, batch), nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate))
+
+    model = Sowing(nnx.Rngs(0))
+    options = {"has_aux": True, "aux_reduction": "concat", "num_microbatches": 5}
+    (_, aux), grads = accum.value_and_grad(popped, **options)(model, (X, Y))
+    assert_allclose(aux["hidden"][0], model.inner(X), atol=1e-6)
+    close(arrays(grads), arrays(nnx.grad(loss)(Sowing(nnx.Rngs(0)), (X, Y))))
+    model(X)  # outside, for a look at it
+    with pytest.raises(
+        ValueError, match=r"it took out hidden \(Intermediate\).*an earlier call has left.*take out before"
+    ):
+        refused(model, popped, has_aux=True, aux_reduction="concat")
+    with pytest.raises(ValueError, match=r"it changed the tree or shape of hidden \(Intermediate\)"):
+        refused(model)
+
+
+def test_a_parameter_that_is_made_late_is_refused():
+    class Late(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones(6))
+
+        def __call__(self, x):
+            self.scale = nnx.Param(jnp.ones([]))
+            return x @ self.kernel[...] * self.scale[...]
+
+    with pytest.raises(ValueError, match=r"it made scale \(Param\)"):
+        accum.value_and_grad(lambda model, x: model(x).mean(), num_microbatches=2)(Late(), X)
+
+
+def test_the_numbers_of_arguments_are_those_of_fun():
+    """Counted from the front or from the end: the state of the model, which follows inside, is none of them."""
+    model, key = nnx.Linear(6, 3, rngs=nnx.Rngs(0)), jax.random.key(0)
+
+    def loss(model, key, scale, batch):
+        return scale * cross_entropy(model(batch[0]), batch[1]) + 0.0 * jax.random.uniform(key)
+
+    want = nnx.grad(lambda model: loss(model, key, 2.0, (X, Y)))(model)
+    for numbers in ({"batch_argnums": -1, "rng_argnum": -3}, {"batch_argnums": 3, "rng_argnum": 1}):
+        _, grads = accum.value_and_grad(loss, num_microbatches=5, **numbers)(model, key, 2.0, (X, Y))
+        close(arrays(grads), arrays(want))
+    for numbers, count in (({"batch_argnums": 4}, 4), ({"batch_argnums": -5}, 4), ({"rng_argnum": 5}, 4)):
+        role, number = next(iter(numbers.items()))
+        with pytest.raises(
+            ValueError, match=rf"{role} must name an argument by position: {role}={number}, and there are {count}"
+        ):
+            accum.value_and_grad(loss, num_microbatches=5, **{"batch_argnums": 3, **numbers})(model, key, 2.0, (X, Y))
+    with pytest.raises(ValueError, match="batch_argnums=1, and there are 1"):
+        accum.value_and_grad(loss, num_microbatches=5)(model, batch=(X, Y))
+
+
+def test_arguments_by_name_stay_whole():
+    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    loss = lambda model, batch, scale: scale * cross_entropy(model(batch[0]), batch[1])
+    _, grads = accum.value_and_grad(loss, num_microbatches=5)(model, (X, Y), scale=2.0)
+    close(arrays(grads), arrays(nnx.grad(loss)(model, (X, Y), 2.0)))
+
+
+def test_options_and_arguments_that_are_refused():
+    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    loss = lambda model, batch, *_: cross_entropy(model(batch[0]), batch[1])
+    with pytest.raises(TypeError, match="sets argnums itself: argnums=1. Name the variables to differentiate with wrt"):
+        accum.value_and_grad(loss, num_microbatches=2, argnums=1)
+    with pytest.raises(TypeError, match="sets carry_argnum itself: carry_argnum=2. What a micro-batch hands on"):
+        accum.value_and_grad(loss, num_microbatches=2, carry_argnum=2)
+    with pytest.raises(ValueError, match="Exactly one of num_microbatches and microbatch_size"):
+        accum.value_and_grad(loss)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_microbatch'"):
+        accum.value_and_grad(loss, num_microbatch=2)
+    with pytest.raises(
+        TypeError, match="nnx.Rngs beside the model would give all micro-batches the same keys: argument 2"
+    ):
+        accum.value_and_grad(loss, num_microbatches=2)(model, (X, Y), nnx.Rngs(0))
+
+
+def test_a_gradient_of_nothing_is_refused():
+    """And one of other variables than those that the optimizer trains."""
+    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+    with pytest.raises(ValueError, match=r"wrt=.*LoRAParam.* names none, and it has Param. For a tree of arrays"):
+        accum.value_and_grad(loss, wrt=nnx.LoRAParam, num_microbatches=2)(model, (X, Y))
+    with pytest.raises(ValueError, match="names none, and it has"):
+        accum.value_and_grad(lambda p, x: (p["w"] * x).mean(), num_microbatches=2)({"w": jnp.ones(6)}, X)
+    with pytest.raises(TypeError, match="must be an NNX module: Dense is one of Linen"):
+        accum.value_and_grad(loss, num_microbatches=2)(linen.Dense(3), (X, Y))
+    optimizer = accum.Optimizer(model, optax_accum.accumulate_gradients(optax.sgd(0.1), 2), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"there is none at \['bias'\], \['kernel'\]. Pass the State that nnx.grad"):
+        optimizer.update(model, {"kernel": jnp.ones((6, 3)), "bias": jnp.ones(3)})
+    with pytest.raises(TypeError, match="must not be mistaken for 'metrics': 'metric' would go to the optimizer"):
+        optimizer.update(model, nnx.state(model, nnx.Param), metric={})
+
+
+@pytest.mark.parametrize(
+    ("has_aux", "fun", "message"),
+    [
+        (True, lambda loss: loss, r"With has_aux=True fun must return \(loss, aux\)"),
+        (False, lambda loss: (loss, {}), "fun returned a tuple. Pass has_aux=True"),
+    ],
+)
+def test_what_the_fun_of_a_train_step_returns(has_aux, fun, message):
+    model, loss = two_norms()
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    step = accum.nnx_train_step(lambda model, batch: fun(loss(model, batch)), has_aux=has_aux, num_microbatches=2)
+    with pytest.raises(TypeError, match=message):
+        step(model, accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",)), (X, Y))

@@ -33,7 +33,7 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
     """
     check_stats(old, new)
     new, old = unfreeze(new), unfreeze(old)
-    momenta = _momenta(momentum, old)
+    momenta = momentum_of_each(momentum, old)
     wide = lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
     less = jax.tree.map(lambda momentum, new, old: (wide(new) - wide(old)) / (1 - momentum), momenta, new, old)
     return _map_pairs(lambda mean, var: (mean, var + mean**2), less)
@@ -49,9 +49,10 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
     The moments are taken about the running mean, which the law allows and rounding prefers: a mean of 1000 with a
     variance of 1 would lose that variance in float32.
 
-    It is exact for the inputs that a layer has seen. What it cannot change: inside a micro-batch, BatchNorm normalises
-    with the statistics of that micro-batch, so gradients, and what a second BatchNorm behind it sees, are not those of
-    the whole batch; `verify` says so.
+    It is exact for the inputs that a layer has seen, if `fun` calls it once: a layer that is called twice steps twice,
+    and the variances between micro-batches of its calls cannot be told apart afterwards. What it cannot change: inside
+    a micro-batch, BatchNorm normalises with the statistics of that micro-batch, so gradients, and what a second
+    BatchNorm behind it sees, are not those of the whole batch; `verify` says so.
 
     Args:
       moments: the mean of `batch_moments` over the micro-batches, weighted by their rows.
@@ -76,7 +77,7 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
       [1.]
     """
     old = unfreeze(old)
-    momenta = _momenta(momentum, old)
+    momenta = momentum_of_each(momentum, old)
     less = _map_pairs(lambda mean, second: (mean, second - mean**2), moments)
     step = lambda momentum, less, old: (old + (1 - momentum) * less).astype(old.dtype)
     return _map_pairs(lambda mean, var: (mean, jnp.maximum(var, 0)), jax.tree.map(step, momenta, less, old))
@@ -94,7 +95,22 @@ def check_stats(old: Tree, new: Tree) -> None:
         raise ValueError(f"batch_stats must keep their tree and shapes: {shapes(old)} became {shapes(new)}.")
 
 
-def check_momentum(momentum: Tree) -> None:
+def momentum_of_each(momentum: Tree, stats: Tree) -> Tree:
+    """Returns the momentum of each of the statistics; raises where it has none, or where one is of no layer."""
+    _check_momentum(momentum)
+    momentum, stats = unfreeze(momentum), unfreeze(stats)
+    try:
+        return jax.tree.broadcast(momentum, stats)
+    except ValueError as error:
+        named = {"momentum": momentum, "batch_stats": stats}
+        layers = {name: sorted(tree) if isinstance(tree, Mapping) else tree for name, tree in named.items()}
+        raise ValueError(
+            f"momentum must be one number, or a prefix of the tree of batch_stats: momentum has {layers['momentum']}, "
+            f"batch_stats has {layers['batch_stats']}. Give each layer its own."
+        ) from error
+
+
+def _check_momentum(momentum: Tree) -> None:
     """Raises unless each momentum leaves some room for new statistics."""
     for number in jax.tree.leaves(momentum, is_leaf=lambda node: node is None):
         is_number = isinstance(number, numbers.Real) and number is not False
@@ -104,11 +120,6 @@ def check_momentum(momentum: Tree) -> None:
                 f"[0, 1): momentum={momentum!r}. Pass what the layers have; flax.linen.BatchNorm has 0.99 unless told "
                 "otherwise."
             )
-
-
-def _momenta(momentum: Tree, stats: Tree) -> Tree:
-    check_momentum(momentum)
-    return jax.tree.broadcast(unfreeze(momentum), stats)
 
 
 def _map_pairs(fun: Callable[[Any, Any], tuple[Any, Any]], stats: Tree) -> Tree:

@@ -1,7 +1,6 @@
-"""Owns Linen: the train state of Flax with a window, and a train step around it."""
+"""Owns the Linen state: that of Flax with a window, which steps once per update. Cuts no batch."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self, cast
 
@@ -16,7 +15,7 @@ from flax.training import train_state
 import optax_accum
 from optax_accum import WeightedSum
 from optax_accum.flax import _window
-from optax_accum.flax._batch_norm import batch_moments, check_momentum, check_stats, merge_batch_stats
+from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats, momentum_of_each
 from optax_accum.flax._checkpoint import from_state_dict, to_state_dict
 from optax_accum.flax._window import MicroStep
 
@@ -116,19 +115,19 @@ class TrainState(train_state.TrainState, kw_only=True):
           **kwargs: other fields, such as `batch_stats`.
 
         Raises:
-          ValueError: `batch_stats` without `momentum`; an optimizer of several windows.
+          ValueError: `batch_stats` without `momentum`, or with that of other layers; an optimizer of several windows.
         """
-        if "metrics" in _field_names(cls) and metrics is not None:
+        if "metrics" in field_names(cls) and metrics is not None:
             kwargs["metrics"], metrics = metrics, None
         kwargs["batch_stats"] = flax.core.unfreeze(kwargs.get("batch_stats", cast(Any, None)))
         momentum = flax.core.freeze(momentum) if isinstance(momentum, Mapping) else momentum
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, momentum=momentum, **kwargs)
         window = kwargs.get("window")
         if window is None:
-            stats, overwritten = state.batch_stats, _overwritten(params)
+            stats, overwritten = state.batch_stats, overwritten_part(params)
             merges = _window.find_window(state.opt_state) is not None and bool(jax.tree.leaves(stats))
             if merges:
-                check_momentum(momentum)
+                momentum_of_each(momentum, stats)
             window = Window(
                 metrics=_window.zero_metrics(metrics or ()),
                 moments=_window.zero_sums(stats) if merges else None,
@@ -159,15 +158,17 @@ class TrainState(train_state.TrainState, kw_only=True):
             optimizer.
 
         Raises:
+          TypeError: a metric that is no real number; an extra argument that looks like one of these, misspelt.
           ValueError: metrics of other names or that are no scalars; `batch_stats` of another tree.
         """
-        fields = _field_names(type(self))
+        fields = field_names(type(self))
         if "metrics" in fields and metrics is not None:
             kwargs["metrics"], metrics = metrics, None
         before = _window.find_window(self.opt_state)
         if before is None and not (weight is None and flush is None and metrics is None):
             _window.warn_once()
         replaced = {name: kwargs.pop(name) for name in list(kwargs) if name in fields}
+        _window.check_names(kwargs, ("metrics", "batch_stats", "stats_weight"))
         of_window = {} if before is None else {"weight": weight, "flush": flush}
         extra = {**kwargs, **{name: value for name, value in of_window.items() if value is not None}}
         params, opt_state = optax_accum.apply_gradients(
@@ -180,8 +181,8 @@ class TrainState(train_state.TrainState, kw_only=True):
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             stats, moments = self._add_stats(replaced.pop("batch_stats", None), counted, micro_step)
             replaced, window = {"batch_stats": stats, **replaced}, window._replace(moments=moments)
-        if _overwritten(grads) is not None:
-            maxima, overwritten = self._overwrite(_overwritten(grads), micro_step)
+        if overwritten_part(grads) is not None:
+            maxima, overwritten = self._overwrite(overwritten_part(grads), micro_step)
             params, window = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}, window._replace(maxima=maxima)
         made = {"params": params, "opt_state": opt_state, "window": window}
         step = self.step + micro_step.emitted.astype(jnp.int32)
@@ -214,112 +215,21 @@ class TrainState(train_state.TrainState, kw_only=True):
             jnp.where(micro_step.first, 0, maximum), jnp.where(micro_step.kept, new, 0)
         )
         maxima = jax.tree.map(largest, self.window.maxima, new)
-        old = _overwritten(self.params)
+        old = overwritten_part(self.params)
         return maxima, jax.tree.map(lambda new, old: jnp.where(micro_step.emitted, new, old), maxima, old)
 
 
-def train_step(
-    fun: Callable[..., Any], *, weight_fn: Callable[..., Any] | None = None, **options: Any
-) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """Returns the usual Linen train step: micro-batches within the call, windows across calls, metrics, donation.
-
-    Args:
-      fun: `fun(params, batch, key, state) -> (loss, extra)`, where `extra` is a dict that may hold `"metrics"`, a dict
-        of scalars, and must hold `"batch_stats"`, as the model returned them, if the state has some. Give
-        `state.apply_fn` the key as `rngs`. The state comes without its parameters and those of the optimizer.
-      weight_fn: how much a micro-batch counts: by default its number of rows. `batch_stats` always count by rows.
-      **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `reduce_axes`; and
-        `reduced=False`, if `reduce_axes` was given to `accumulate_gradients` too.
-
-    Returns:
-      A jitted `step(state, batch, key, flush=None) -> (state, metrics)` that donates `state`, a `TrainState` created
-      with `metrics=("loss", ...)`. The metrics are those of the window so far; of the call, if the optimizer does not
-      accumulate.
-
-    Raises:
-      TypeError: the state is one of Flax's own; `fun` returns no pair.
-      ValueError: `extra` lacks `"batch_stats"`, or has other entries; a metric of the name `"loss"`; fp8 statistics
-        beside the parameters: their gradients are new values, which must not be added.
-    """
-    reduced = options.get("reduced", True)
-
-    def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
-        loss, extra = _checked(fun(params, batch, key, state), state)
-        metrics = _window.with_loss(loss, extra.get("metrics", {}))
-        sums = {"metrics": _window.weighted(metrics, _window.weight_of(weight_fn, batch))}
-        if extra.get("batch_stats"):
-            moments = batch_moments(extra["batch_stats"], state.batch_stats, state.momentum)
-            sums["moments"] = _window.weighted(moments, _window.weight_of(None, batch))
-        return loss, sums
-
-    cut = optax_accum.value_and_grad(
-        pure, has_aux=True, rng_argnum=2, weight_fn=weight_fn, aux_reduction="sum", **options
-    )
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(
-        state: TrainState, batch: Tree, key: jax.Array, flush: Any = None
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        _check_state(state)
-        (_, sums), grads = cut(state.params, batch, key, state.replace(params=None, opt_state=None, window=None))
-        weight = sums["metrics"].weight
-        means = {name: _window.mean(total) for name, total in _window.over_devices(sums, reduced=reduced).items()}
-        metrics, new = means["metrics"], {}
-        if "moments" in means:
-            new = {"batch_stats": merge_batch_stats(means["moments"], state.batch_stats, state.momentum)}
-        if _window.find_window(state.opt_state) is None:  # each call is an update
-            return state.apply_gradients(grads=grads, flush=flush, **new), metrics
-        new |= {"weight": weight, "stats_weight": _window.num_rows(batch)}
-        state = state.apply_gradients(grads=grads, flush=flush, metrics=metrics, **new)
-        return state, state.window_metrics()
-
-    return step
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"train_step needs a state that has a window: state={type(state).__name__}. Create it with "
-            "optax_accum.flax.TrainState."
-        )
-    if "metrics" in _field_names(type(state)):
-        raise ValueError(
-            f"train_step averages metrics over the window: {type(state).__name__} has a field `metrics`. Give it "
-            "another name."
-        )
-    if _overwritten(state.params) is not None:
-        raise ValueError(
-            f"train_step adds gradients within a call, and those of {OVERWRITE_WITH_GRADIENT!r} are new values. "
-            "Take state.apply_gradients for each micro-batch, which takes their maximum over the window."
-        )
-
-
-def _checked(out: Any, state: TrainState) -> tuple[jax.Array, Mapping[str, Any]]:
-    """Returns what the `fun` of a train step returned, if it is what it must be."""
-    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], Mapping):
-        raise TypeError("fun must return (loss, extra), where extra is a dict. With nothing to add, return (loss, {}).")
-    extra = out[1]
-    if unknown := sorted(set(extra) - {"metrics", "batch_stats"}):
-        raise ValueError(f'extra may hold "metrics" and "batch_stats": it has {unknown}. Put metrics into "metrics".')
-    if jax.tree.leaves(state.batch_stats) and "batch_stats" not in extra:
-        raise ValueError(
-            'extra must hold "batch_stats", since the state has some: it has none. Return what the model returned with '
-            'mutable=["batch_stats"], or state.batch_stats where they are to stay.'
-        )
-    return out
-
-
-def _field_names(cls: Any) -> set[str]:
+def field_names(cls: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)}
 
 
-def _overwritten(tree: Tree) -> Tree:
+def overwritten_part(tree: Tree) -> Tree:
     """Returns the part of parameters or gradients that Flax overwrites instead of training (fp8), or None."""
     return tree.get(OVERWRITE_WITH_GRADIENT) if isinstance(tree, Mapping) else None
 
 
 def _trained(tree: Tree) -> Tree:
-    return tree if _overwritten(tree) is None else tree["params"]
+    return tree if overwritten_part(tree) is None else tree["params"]
 
 
 flax.serialization.register_serialization_state(TrainState, to_state_dict, from_state_dict, override=True)

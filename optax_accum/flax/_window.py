@@ -1,12 +1,14 @@
 """Owns what is summed over a window beside the gradients: metrics, and statistics. Knows neither Linen nor NNX."""
 
+import difflib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_accum import AccumulationState, WeightedSum
 
@@ -71,8 +73,14 @@ def zero_metrics(names: Iterable[str]) -> dict[str, WeightedSum]:
 
 def weighted(values: Tree, weight: Any) -> WeightedSum:
     """Returns the sums of one micro-batch, in at least float32."""
-    wide = lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
     return WeightedSum(jax.tree.map(lambda leaf: weight * wide(leaf), values), weight)
+
+
+def wide(value: Any) -> jax.Array:
+    """Returns a number or an array in at least float32; 2^40 of Python or NumPy is no int32."""
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value, float)
+    return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
 
 
 def add(sums: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroStep) -> WeightedSum:
@@ -97,14 +105,58 @@ def add_metrics(
             f"metrics must have the names that were announced: {sorted(metrics)}, and the window has {sorted(sums)}. "
             f"Pass those, or announce metrics={tuple(sorted(metrics))} to TrainState.create or Optimizer."
         )
+    check_metrics(metrics)
+    return {name: add(sums[name], wide(metrics[name]), weight, micro_step) for name in sums}
+
+
+def check_metrics(metrics: Any) -> None:
+    """Raises unless metrics are a dict of real scalars."""
+    kind = lambda value: "number" if isinstance(value, jax.Array) else type(value).__name__
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict of scalars: they are a {kind(metrics)}. Give each a name.")
     for name, value in metrics.items():
+        is_number = isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array)
+        if not is_number or not jnp.isrealobj(value):
+            of = "complex number" if is_number else kind(value)
+            raise TypeError(f"A metric must be a real scalar: {name!r} is a {of}. Give each number a name of its own.")
         if jnp.ndim(value):
             raise ValueError(f"A metric must be a scalar: {name!r} has shape {jnp.shape(value)}. Pass its mean.")
-    return {name: add(sums[name], jnp.asarray(metrics[name]), weight, micro_step) for name in sums}
 
 
-def with_loss(loss: jax.Array, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def check_names(kwargs: Iterable[str], own: Sequence[str]) -> None:
+    """Raises for a misspelt argument, which would pass for one of the optimizer and be lost."""
+    for name in kwargs:
+        if meant := difflib.get_close_matches(name, own, n=1, cutoff=0.85):
+            raise TypeError(
+                f"An extra argument must not be mistaken for {meant[0]!r}: {name!r} would go to the optimizer. Pass "
+                f"{meant[0]}=."
+            )
+
+
+def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
+    """Raises for an option of `optax_accum.value_and_grad` that its caller here sets itself."""
+    for name, remedy in own.items():
+        if name in options:
+            raise TypeError(f"{owner} sets {name} itself: {name}={options[name]!r}. {remedy}")
+
+
+def pair(out: Any) -> tuple[Any, Any]:
+    """Returns what `fun` returned with `has_aux`, if it is a pair."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(f"With has_aux=True fun must return (loss, aux): it returned {out!r}. Or leave out has_aux.")
+    return out
+
+
+def with_loss(loss: Any, metrics: Any) -> dict[str, Any]:
     """Returns the metrics of a train step: the loss is one of them."""
+    if isinstance(loss, tuple):
+        raise TypeError("A train step takes a loss that is one scalar: fun returned a tuple. Pass has_aux=True.")
+    if isinstance(loss, Mapping):
+        raise TypeError(
+            f"A train step takes a loss that is one scalar: fun returned {sorted(loss)}. Return their sum; for terms "
+            "with denominators of their own, take value_and_grad."
+        )
+    check_metrics(metrics)
     if "loss" in metrics:
         raise ValueError("A train step measures the loss itself: metrics has a 'loss', too. Give it another name.")
     return {"loss": loss, **metrics}
@@ -135,9 +187,17 @@ def own_buffers(state: Tree, params: Tree) -> Tree:
     return jax.tree.map(own, state)
 
 
-def over_devices(sums: Tree, *, reduced: bool) -> Tree:
-    """Returns sums over all devices: with `reduced=False` they come as rows, one for each."""
-    return sums if reduced else jax.tree.map(lambda rows: jnp.sum(rows, axis=0), sums)
+def over_devices(sums: Tree, axes: str | Sequence[str] | None, *, reduced: bool) -> Tree:
+    """Returns sums over all devices of `axes`, of those that each device has of its own with `reduced=False`.
+
+    They come as rows [d, ...], one for each device; inside a `jax.shard_map` of the user as the row [1, ...] of this.
+    """
+    if reduced or axes is None:
+        return sums
+    names = (axes,) if isinstance(axes, str) else axes
+    if set(names) & set(jax.sharding.get_abstract_mesh().manual_axes):
+        return jax.tree.map(lambda row: jax.lax.psum(row[0], names), sums)
+    return jax.tree.map(lambda rows: jnp.sum(rows, axis=0), sums)
 
 
 def as_weight(weight: Any) -> jax.Array:

@@ -1,0 +1,117 @@
+"""Owns the Linen train step: micro-batches within the call, windows across calls. Knows no optimizer."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+import optax_accum
+from optax_accum.flax import _window
+from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
+from optax_accum.flax._linen import TrainState, field_names, overwritten_part
+
+Tree = Any
+
+
+def train_step(
+    fun: Callable[..., Any], *, weight_fn: Callable[..., Any] | None = None, **options: Any
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Returns the usual Linen train step: micro-batches within the call, windows across calls, metrics, donation.
+
+    Args:
+      fun: `fun(params, batch, key, state) -> (loss, extra)`, where `extra` is a dict that may hold `"metrics"`, a dict
+        of scalars, and must hold `"batch_stats"`, as the model returned them, if the state has some. Give
+        `state.apply_fn` the key as `rngs`. The state comes without its parameters and those of the optimizer.
+      weight_fn: how much a micro-batch counts: by default its number of rows. `batch_stats` always count by rows:
+        those of the micro-batches that are run, which those of weight zero are not.
+      **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `reduce_axes`; and
+        `reduced=False`, if `reduce_axes` was given to `accumulate_gradients` too.
+
+    Returns:
+      A jitted `step(state, batch, key, flush=None) -> (state, metrics)` that donates `state`, a `TrainState` created
+      with `metrics=("loss", ...)`. The metrics are those of the window so far; of the call, if the optimizer does not
+      accumulate.
+
+    Raises:
+      TypeError: the state is one of Flax's own; `fun` returns no pair; a metric that is no real number; an option that
+        is the step's own.
+      ValueError: `extra` lacks `"batch_stats"`, or has other entries; a metric of the name `"loss"`; fp8 statistics
+        beside the parameters: their gradients are new values, which must not be added.
+    """
+    _window.check_options("optax_accum.flax.train_step", options, _OWN_OPTIONS)
+    axes, reduced = options.get("reduce_axes"), options.get("reduced", True)
+
+    def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
+        loss, extra = _checked(fun(params, batch, key, state), state)
+        metrics = _window.with_loss(loss, extra.get("metrics", {}))
+        sums = {"metrics": _window.weighted(metrics, _window.weight_of(weight_fn, batch))}
+        if extra.get("batch_stats"):
+            moments = batch_moments(extra["batch_stats"], state.batch_stats, state.momentum)
+            sums["moments"] = _window.weighted(moments, _window.weight_of(None, batch))
+        return loss, sums
+
+    cut = optax_accum.value_and_grad(
+        pure, has_aux=True, rng_argnum=2, weight_fn=weight_fn, aux_reduction="sum", **options
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(
+        state: TrainState, batch: Tree, key: jax.Array, flush: Any = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        _check_state(state)
+        (_, sums), grads = cut(state.params, batch, key, state.replace(params=None, opt_state=None, window=None))
+        totals = _window.over_devices(sums, axes, reduced=reduced)
+        metrics, moments, new = _window.mean(totals["metrics"]), totals.get("moments"), {}
+        if moments is not None:
+            new = {"batch_stats": merge_batch_stats(_window.mean(moments), state.batch_stats, state.momentum)}
+        if _window.find_window(state.opt_state) is None:  # each call is an update
+            return state.apply_gradients(grads=grads, flush=flush, **new), metrics
+        new |= {"weight": sums["metrics"].weight, "stats_weight": None if moments is None else moments.weight}
+        state = state.apply_gradients(grads=grads, flush=flush, metrics=metrics, **new)
+        return state, state.window_metrics()
+
+    return step
+
+
+_OWN_OPTIONS: dict[str, str] = dict.fromkeys(
+    ("argnums", "has_aux", "rng_argnum", "carry_argnum", "aux_reduction"),
+    "Leave it out; for a step of another form, take optax_accum.value_and_grad and state.apply_gradients.",
+)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"train_step needs a state that has a window: state={type(state).__name__}. Create it with "
+            "optax_accum.flax.TrainState."
+        )
+    if "metrics" in field_names(type(state)):
+        raise ValueError(
+            f"train_step averages metrics over the window: {type(state).__name__} has a field `metrics`. Give it "
+            "another name."
+        )
+    if overwritten_part(state.params) is not None:
+        raise ValueError(
+            f"train_step adds gradients within a call, and those of {OVERWRITE_WITH_GRADIENT!r} are new values. "
+            "Take state.apply_gradients for each micro-batch, which takes their maximum over the window."
+        )
+
+
+def _checked(out: Any, state: TrainState) -> tuple[jax.Array, Mapping[str, Any]]:
+    """Returns what the `fun` of a train step returned, if it is what it must be."""
+    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], Mapping):
+        raise TypeError("fun must return (loss, extra), where extra is a dict. With nothing to add, return (loss, {}).")
+    extra = out[1]
+    if unknown := sorted(set(extra) - {"metrics", "batch_stats"}):
+        raise ValueError(
+            f'extra may hold "metrics" and "batch_stats": it has {unknown}. Put scalars into "metrics", '
+            "and leave out the rest."
+        )
+    if jax.tree.leaves(state.batch_stats) and not extra.get("batch_stats"):
+        raise ValueError(
+            'extra must hold "batch_stats", since the state has some: it has none. Return what the model returned with '
+            'mutable=["batch_stats"], or state.batch_stats where they are to stay.'
+        )
+    return out

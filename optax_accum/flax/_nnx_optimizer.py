@@ -1,0 +1,140 @@
+"""Owns the NNX optimizer with a window, which steps the model once per update. Cuts no batch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import optax_accum
+from optax_accum.flax import _window
+from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats
+from optax_accum.flax._nnx_variables import batch_norms, running_stats
+from optax_accum.flax._window import MicroStep
+
+Tree = Any
+
+
+class Optimizer(nnx.Optimizer):
+    """`nnx.Optimizer` whose `step` counts updates, and whose `update` touches the model only when a window emits.
+
+    Attributes:
+      step: uint32 []. Updates made.
+      micro_step: uint32 []. Calls of `update`.
+      window: the sums over the window so far, and the running statistics before it.
+
+    Guarantees:
+      | case | result |
+      |---|---|
+      | an optimizer that does not accumulate | what Flax's own does; `weight`, `flush`, `metrics` warn once |
+      | the window is held | parameters and the statistics of `nnx.BatchNorm` are what they were before it |
+      | the window emits | `nnx.BatchNorm` makes one momentum step, with the statistics of the whole window |
+      | `nonfinite` leaves a micro-batch out | so do metrics and statistics: a NaN in them does not stay |
+      | several optimizers on one model with BatchNorm | each would take its statistics: take one, `optax.partition` |
+      | statistics are loaded into the model later | create the optimizer after that, or load its state as well |
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> from flax import nnx
+      >>> from optax_accum.flax import Optimizer
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+      >>> optimizer = Optimizer(model, tx, wrt=nnx.Param)
+      >>> for _ in range(2):
+      ...     grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((1, 2))) ** 2))(model)
+      ...     optimizer.update(model, grads, weight=3.0)
+      >>> int(optimizer.step[...]), int(optimizer.micro_step[...])
+      (1, 2)
+    """
+
+    def __init__(self, model: Any, tx: Any, *, wrt: Any, metrics: tuple[str, ...] = (), **kwargs: Any):
+        """Creates an optimizer before its first micro-step; `metrics` names what `update` will be given."""
+        super().__init__(model, tx, wrt=wrt, **kwargs)
+        own = _window.own_buffers(nnx.as_pure(self.opt_state), nnx.as_pure(nnx.state(model)))
+        nnx.update(self.opt_state, nnx.state(own))
+        self.micro_step = nnx.OptState(jnp.array(0, dtype=jnp.uint32))
+        window: dict[str, Any] = {"metrics": _window.zero_metrics(metrics or ())}
+        stats, _ = running_stats(model)
+        if jax.tree.leaves(stats) and _window.find_window(nnx.as_pure(self.opt_state)) is not None:
+            window |= {"batch_stats": jax.tree.map(jnp.array, stats), "moments": _window.zero_sums(stats)}
+        self.window = nnx.data(jax.tree.map(nnx.OptState, window))
+
+    def update(  # type: ignore[override]
+        self,
+        model: Any,
+        grads: Any,
+        /,
+        *,
+        weight: Any = None,
+        flush: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        stats_weight: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Makes one micro-step: adds the gradient, and updates the model if this closes the window.
+
+        Args:
+          model: the module.
+          grads: the gradients of one micro-batch.
+          weight: how much the micro-batch counts: 1 by default.
+          flush: closes the window with this micro-batch.
+          metrics: scalars of this micro-batch, by the names given to the constructor, averaged over the window.
+          stats_weight: how much its statistics count: its rows, where `weight` counts something else.
+          **kwargs: for the optimizer.
+
+        Raises:
+          TypeError: a metric that is no real number; an extra argument that looks like one of these, misspelt.
+          ValueError: metrics of other names or that are no scalars; gradients of other variables than those of `wrt`; a
+            model with other layers than before.
+        """
+        params, state = nnx.as_pure(nnx.state(model, self.wrt)), nnx.as_pure(self.opt_state)
+        before = _window.find_window(state)
+        if before is None and not (weight is None and flush is None and metrics is None):
+            _window.warn_once()
+        of_window = {} if before is None else {"weight": weight, "flush": flush}
+        extra = {**kwargs, **{name: value for name, value in of_window.items() if value is not None}}
+        grads = nnx.as_pure(nnx.state(grads, self.wrt))
+        _check_grads(grads, params, self.wrt)
+        _window.check_names(kwargs, ("metrics", "stats_weight"))
+        params, state = optax_accum.apply_gradients(self.tx, grads, state, params, **nnx.as_pure(extra))
+        micro_step = MicroStep.between(before, _window.find_window(state))
+        window, counted = nnx.as_pure(self.window), _window.as_weight(weight)
+        metrics = None if metrics is None else nnx.as_pure(dict(metrics))
+        window = {**window, "metrics": _window.add_metrics(window["metrics"], metrics, counted, micro_step)}
+        if "moments" in window:
+            counted = counted if stats_weight is None else _window.as_weight(stats_weight)
+            window = _step_stats(model, window, counted, micro_step)
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(state))
+        nnx.update(self.window, nnx.state(window))
+        self.step[...] += micro_step.emitted.astype(jnp.uint32)
+        self.micro_step[...] += 1
+
+    def window_metrics(self) -> dict[str, jax.Array]:
+        """Returns the weighted means of the metrics over the window so far, or over the one that has just closed."""
+        return _window.mean_metrics(nnx.as_pure(self.window)["metrics"])
+
+
+def _check_grads(grads: Tree, params: Tree, wrt: Any) -> None:
+    """Raises where a variable that is trained has no gradient."""
+    paths = lambda tree: {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+    if missing := sorted(paths(params) - paths(grads)):
+        raise ValueError(
+            f"grads must hold a gradient for each variable of wrt={wrt!r}: there is none at {', '.join(missing)}. Pass "
+            "the State that nnx.grad or optax_accum.flax.value_and_grad returned, for the same wrt."
+        )
+
+
+def _step_stats(model: Any, window: dict[str, Any], weight: jax.Array, micro_step: MicroStep) -> dict[str, Any]:
+    """Takes the statistics of a micro-batch out of the model into the window; they step when it emits."""
+    new, momentum = running_stats(model)
+    old = window["batch_stats"]
+    check_stats(old, new)
+    moments = _window.add(window["moments"], batch_moments(new, old, momentum), weight, micro_step)
+    merged = merge_batch_stats(_window.mean(moments), old, momentum)
+    stats = jax.tree.map(lambda new, old: jnp.where(micro_step.emitted, new, old), merged, old)
+    state = nnx.state(model, batch_norms(model)[0])
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.copy, stats))  # two buffers: a donated one is gone
+    nnx.update(model, state)
+    return {**window, "batch_stats": stats, "moments": moments}

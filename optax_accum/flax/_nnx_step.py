@@ -1,0 +1,80 @@
+"""Owns the NNX train step: micro-batches within the call, windows across calls. Knows no statistics."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from optax_accum import WeightedSum
+from optax_accum.flax import _window
+from optax_accum.flax._nnx import value_and_grad
+from optax_accum.flax._nnx_optimizer import Optimizer
+
+Tree = Any
+
+
+def nnx_train_step(
+    fun: Callable[..., Any],
+    *,
+    weight_fn: Callable[..., Any] | None = None,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., dict[str, jax.Array]]:
+    """Returns the usual NNX train step: micro-batches within the call, windows across calls, metrics, donation.
+
+    Args:
+      fun: `fun(model, batch) -> loss`, or, with `has_aux`, `(loss, metrics)`, a dict of scalars. Random keys are those
+        of the model.
+      weight_fn: how much a micro-batch counts: by default its number of rows. Statistics always count by rows: those of
+        the micro-batches that are run, which those of weight zero are not.
+      wrt: the variables to train, as given to the `Optimizer`.
+      has_aux: `fun` returns metrics.
+      **options: those of `value_and_grad`; and `reduced=False`, if `reduce_axes` was given to `accumulate_gradients`
+        too.
+
+    Returns:
+      A function `step(model, optimizer, batch, flush=None) -> metrics` under `nnx.jit`, which donates the model and the
+      optimizer: an `Optimizer` of this module, created with `metrics=("loss", ...)`. The metrics are those of the
+      window so far; of the call, if the optimizer does not accumulate.
+
+    Raises:
+      TypeError: the optimizer is one of Flax's own; a metric that is no real number; an option that is the step's own.
+      ValueError: a metric of the name `"loss"`.
+    """
+    _window.check_options("optax_accum.flax.nnx_train_step", options, _OWN_OPTIONS)
+    axes, reduced = options.get("reduce_axes"), options.get("reduced", True)
+
+    def measured(model: Any, batch: Tree) -> tuple[jax.Array, tuple[WeightedSum, jax.Array]]:
+        out = fun(model, batch)
+        loss, metrics = _window.pair(out) if has_aux else (out, {})
+        sums = _window.weighted(_window.with_loss(loss, metrics), _window.weight_of(weight_fn, batch))
+        return loss, (sums, _window.weight_of(None, batch))
+
+    cut = value_and_grad(measured, wrt=wrt, has_aux=True, weight_fn=weight_fn, aux_reduction="sum", **options)
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def step(model: Any, optimizer: Any, batch: Tree, flush: Any = None) -> dict[str, jax.Array]:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"nnx_train_step needs an optimizer that has a window: optimizer={type(optimizer).__name__}. Create it "
+                "with optax_accum.flax.Optimizer."
+            )
+        (_, (sums, rows)), grads = cut(model, batch)
+        totals, rows = _window.over_devices((sums, rows), axes, reduced=reduced)
+        metrics = _window.mean(totals)
+        if _window.find_window(nnx.as_pure(optimizer.opt_state)) is None:  # each call is an update
+            optimizer.update(model, grads, flush=flush)
+            return metrics
+        optimizer.update(model, grads, weight=sums.weight, stats_weight=rows, metrics=metrics, flush=flush)
+        return optimizer.window_metrics()
+
+    return step
+
+
+_OWN_OPTIONS: dict[str, str] = dict.fromkeys(
+    ("argnums", "rng_argnum", "carry_argnum", "aux_reduction"),
+    "Leave it out; for a step of another form, take optax_accum.flax.value_and_grad and optimizer.update.",
+)

@@ -1,0 +1,251 @@
+"""The law for Flax: every path over uneven partitions against a whole batch in float64, Linen and NNX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from numpy.testing import assert_allclose
+
+import optax_accum
+from optax_accum import flax as accum
+
+pytestmark = pytest.mark.usefixtures("rank_promotion")
+
+ROWS, UPDATES, MOMENTUM = 12, 2, 0.9
+CASES = [((5, 7), True), ((1, 10, 1), False)]  # the rows of each call of a window; are they weighted?
+INNER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5, momentum=0.9))  # needs the norm of the whole
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(UPDATES * ROWS, 6)).astype("f")
+LABELS = RNG.integers(0, 3, size=UPDATES * ROWS).astype(np.int32)
+WEIGHTS = RNG.integers(1, 9, size=UPDATES * ROWS).astype("f")
+KERNELS = {"inner": RNG.normal(size=(6, 5)).astype("f"), "outer": RNG.normal(size=(5, 3)).astype("f")}
+
+
+class Linen(nn.Module):
+    """Two layers, and a BatchNorm that looks on: what it normalises would not be that of the whole batch."""
+
+    @nn.compact
+    def __call__(self, x):
+        nn.BatchNorm(use_running_average=False, momentum=MOMENTUM, use_bias=False, use_scale=False)(3 * x + 1)
+        dense = lambda name: nn.Dense(KERNELS[name].shape[1], use_bias=False, name=name)
+        return dense("outer")(jnp.tanh(dense("inner")(x)))
+
+
+class Module(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.BatchNorm(6, momentum=MOMENTUM, use_bias=False, use_scale=False, rngs=rngs)
+        self.inner, self.outer = (nnx.Linear(*k.shape, use_bias=False, rngs=rngs) for k in KERNELS.values())
+        self.inner.kernel[...], self.outer.kernel[...] = KERNELS.values()
+
+    def __call__(self, x):
+        self.norm(3 * x + 1)
+        return self.outer(jnp.tanh(self.inner(x)))
+
+
+def mean_loss(logits, labels, weights):
+    """A mean over what the weights count, and the mean logit beside it."""
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(weights * each) / jnp.sum(weights), jnp.sum(weights * logits[:, 0]) / jnp.sum(weights)
+
+
+@functools.cache
+def oracle(weighted):
+    """The parameters, statistics and metrics after `UPDATES` updates with the whole batch, in float64."""
+
+    def loss(params, x, labels, weights):
+        return mean_loss(jnp.tanh(x @ params["inner"]) @ params["outer"], labels, weights)
+
+    @jax.jit
+    def step(params, state, *batch):
+        (value, logit), grads = jax.value_and_grad(loss, has_aux=True)(params, *batch)
+        updates, state = INNER.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, {"loss": value, "logit": logit}
+
+    with jax.enable_x64(True):
+        weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
+        params = {name: kernel.astype("d") for name, kernel in KERNELS.items()}
+        state, mean, var = INNER.init(params), np.zeros(6), np.ones(6)
+        for update in range(UPDATES):
+            rows = slice(update * ROWS, (update + 1) * ROWS)
+            x = X[rows].astype("d")
+            params, state, metrics = step(params, state, x, LABELS[rows], weights[rows].astype("d"))
+            mean = MOMENTUM * mean + (1 - MOMENTUM) * (3 * x + 1).mean(0)
+            var = MOMENTUM * var + (1 - MOMENTUM) * (3 * x + 1).var(0)
+        return jax.tree.map(np.asarray, (params, {"mean": mean, "var": var}, metrics))
+
+
+def calls(sizes, weighted):
+    """The batches of all calls, and whether each is the last of its window."""
+    ends = np.cumsum(sizes * UPDATES)
+    for end, size in zip(ends, sizes * UPDATES, strict=True):
+        rows = slice(end - size, end)
+        weights = WEIGHTS[rows] if weighted else np.ones(size, "f")
+        yield (X[rows], LABELS[rows], weights), int(end) % ROWS == 0
+
+
+def weight_of(weighted):
+    return (lambda batch: batch[2].sum()) if weighted else None
+
+
+# Linen: each path returns the state, the optimizer and the metrics of the last window.
+
+
+def linen_state(tx):
+    return accum.TrainState.create(
+        apply_fn=Linen().apply,
+        params={name: {"kernel": jnp.array(kernel)} for name, kernel in KERNELS.items()},
+        batch_stats={"BatchNorm_0": {"mean": jnp.zeros(6), "var": jnp.ones(6)}},
+        momentum=MOMENTUM,
+        tx=tx,
+        metrics=("loss", "logit"),
+    )
+
+
+def linen_loss(params, batch, key, state):
+    x, *others = batch
+    logits, new = state.apply_fn({"params": params, "batch_stats": state.batch_stats}, x, mutable=["batch_stats"])
+    loss, logit = mean_loss(logits, *others)
+    return loss, {"metrics": {"logit": logit}, **new}
+
+
+def linen_result(state, metrics):
+    params = {name: state.params[name]["kernel"] for name in KERNELS}
+    return params, dict(state.batch_stats["BatchNorm_0"]), metrics, int(state.step)
+
+
+def through_apply_gradients(sizes, weighted):
+    """One gradient for each call, of `jax.value_and_grad`."""
+
+    @jax.jit
+    def step(state, batch):
+        loss = lambda params: linen_loss(params, batch, None, state)
+        (value, extra), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        metrics = {"loss": value, **extra["metrics"]}
+        return state.apply_gradients(
+            grads=grads,
+            batch_stats=extra["batch_stats"],
+            weight=batch[2].sum(),
+            stats_weight=len(batch[0]),
+            metrics=metrics,
+        )
+
+    state = linen_state(optax_accum.accumulate_gradients(INNER, len(sizes)))
+    for batch, _ in calls(sizes, weighted):
+        state = step(state, batch)
+    return linen_result(state, state.window_metrics())
+
+
+def through_train_step(sizes, weighted):
+    """Micro-batches of up to four rows within each call, a window across calls."""
+    state = linen_state(optax_accum.accumulate_gradients(INNER, len(sizes)))
+    step = accum.train_step(linen_loss, microbatch_size=4, weight_fn=weight_of(weighted))
+    for batch, _ in calls(sizes, weighted):
+        state, metrics = step(state, batch, jax.random.key(0))
+    return linen_result(state, metrics)
+
+
+def through_a_flushed_train_step(sizes, weighted):
+    """The caller owns the window, inside a chain."""
+    tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(INNER, None))
+    step = accum.train_step(linen_loss, num_microbatches=1 if 1 in sizes else 3, weight_fn=weight_of(weighted))
+    state = linen_state(tx)
+    for batch, last in calls(sizes, weighted):
+        state, metrics = step(state, batch, jax.random.key(0), flush=jnp.array(last))
+    return linen_result(state, metrics)
+
+
+def through_a_train_step_without_window(sizes, weighted):
+    """Each call is an update: of all rows, which the number of micro-batches does not divide."""
+    state = linen_state(INNER)
+    step = accum.train_step(linen_loss, num_microbatches=len(sizes) + 6, weight_fn=weight_of(weighted))
+    for batch, _ in calls((ROWS,), weighted):
+        state, metrics = step(state, batch, jax.random.key(0))
+    return linen_result(state, metrics)
+
+
+# NNX
+
+
+def nnx_loss(model, batch):
+    loss, logit = mean_loss(model(batch[0]), *batch[1:])
+    return loss, {"logit": logit}
+
+
+def nnx_result(model, optimizer, metrics):
+    params = {"inner": model.inner.kernel[...], "outer": model.outer.kernel[...]}
+    return params, {"mean": model.norm.mean[...], "var": model.norm.var[...]}, metrics, int(optimizer.step[...])
+
+
+def nnx_optimizer(model, every):
+    tx = optax_accum.accumulate_gradients(INNER, every)
+    return accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss", "logit"))
+
+
+def through_the_optimizer(sizes, weighted, value_and_grad=nnx.value_and_grad, **options):
+    """One gradient for each call, of `nnx.value_and_grad` or of our own."""
+    model = Module()
+    optimizer = nnx_optimizer(model, len(sizes))
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        (value, aux), grads = value_and_grad(nnx_loss, has_aux=True, **options)(model, batch)
+        rows = len(batch[0])
+        optimizer.update(model, grads, weight=batch[2].sum(), stats_weight=rows, metrics={"loss": value, **aux})
+
+    for batch, _ in calls(sizes, weighted):
+        step(model, optimizer, batch)
+    return nnx_result(model, optimizer, optimizer.window_metrics())
+
+
+def through_value_and_grad(sizes, weighted):
+    options = {"microbatch_size": 4, "weight_fn": weight_of(weighted)}
+    return through_the_optimizer(sizes, weighted, accum.value_and_grad, **options)
+
+
+def through_the_nnx_train_step(sizes, weighted):
+    model = Module()
+    optimizer = nnx_optimizer(model, None)
+    step = accum.nnx_train_step(nnx_loss, has_aux=True, microbatch_size=4, weight_fn=weight_of(weighted))
+    for batch, last in calls(sizes, weighted):
+        metrics = step(model, optimizer, batch, flush=jnp.array(last))
+    return nnx_result(model, optimizer, metrics)
+
+
+PATHS = [
+    through_apply_gradients,
+    through_train_step,
+    through_a_flushed_train_step,
+    through_a_train_step_without_window,
+    through_the_optimizer,
+    through_value_and_grad,
+    through_the_nnx_train_step,
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("sizes", "weighted"), CASES, ids=str)
+def test_the_update_equals_the_update_of_the_whole_batch(path, sizes, weighted):
+    params, stats, metrics = oracle(weighted)
+    *got, updates = path(sizes, weighted)
+    for one, other in zip(got, (params, stats, metrics), strict=True):
+        jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=2e-6), one, other)
+    assert updates == UPDATES
+    assert all(np.max(np.abs(params[name] - kernel)) > 1e-2 for name, kernel in KERNELS.items())
+
+
+def test_a_mean_of_means_breaks_it():
+    """The comparison can fail: the same uneven partition without its weights."""
+    params, *_ = oracle(weighted=False)
+    state = linen_state(optax_accum.accumulate_gradients(INNER, 3))
+    gradient = jax.jit(jax.grad(lambda params, batch, state: linen_loss(params, batch, None, state)[0]))
+    for batch, _ in calls((1, 10, 1), weighted=False):
+        state = state.apply_gradients(grads=gradient(state.params, batch, state))
+    assert np.max(np.abs(state.params["outer"]["kernel"] - params["outer"])) > 1e-2
