@@ -64,7 +64,10 @@ def add_backward(backward: Any, acc: Tree, weight: Weight, first: jax.Array | bo
 
 def narrower(params: Tree, acc: Tree) -> str | None:
     """Returns the path of a parameter whose gradient has another dtype than its accumulator, if there is one."""
-    totals = jax.tree.structure(params).flatten_up_to(acc)
+    try:
+        totals = jax.tree.structure(params).flatten_up_to(acc)
+    except ValueError as error:
+        raise ValueError(_tree_mismatch(acc, params, "state", "Call init again with these parameters.")) from error
     for (path, leaf), total in zip(jax.tree.leaves_with_path(params), totals, strict=True):
         if hasattr(total, "dtype") and jnp.result_type(leaf) != total.dtype:
             return jax.tree_util.keystr(path) or "the only leaf"

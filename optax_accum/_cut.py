@@ -75,7 +75,10 @@ class Rules:
         if not self.has_aux and call.carry is None:
             return Parts(out, None, None)
         if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError(f"With has_aux or carry_argnum, fun must return a pair, loss first: it returned {out!r}.")
+            raise TypeError(
+                f"With has_aux or carry_argnum, fun must return a pair, loss first: it returned {out!r}. Return "
+                "(loss, aux), or leave out the option."
+            )
         if call.carry is None:
             return Parts(out[0], None, out[1])
         if not self.has_aux:
@@ -204,7 +207,9 @@ class Cut:
     def _micro_call(self, micro_batches: Sequence[Tree], carry: Tree, index: Any) -> Call:
         """Returns the call of `fun` for one micro-batch: its rows, its own key, the carry."""
         call = self.call.own_key(index).with_arguments(dict(zip(self.call.batch, micro_batches, strict=True)))
-        return call if call.carry is None else call.with_arguments({call.carry: carry})
+        if call.carry is None:
+            return call
+        return call.with_arguments({call.carry: jax.tree.map(lambda leaf: leaf, carry)})  # some may be used only once
 
     def _differentiate(self, call: Call, share: Any) -> tuple[jax.Array, Any, Parts]:
         def contribution(*params: Any) -> tuple[jax.Array, Parts]:

@@ -326,3 +326,118 @@ def test_an_inner_state_of_python_numbers(jit):
     for _ in range(2):
         updates, state = update(jnp.ones(3), state, params)
     assert updates.tolist() == [-1, -1, -1]
+
+
+# What other people's optimizers and programs do
+
+
+def watched():
+    return optax.chain(SGD, optax.monitor({"norm": optax.tree.norm}))
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_inner_state_that_grows_at_its_first_update(jit):
+    """`optax.monitor` has another tree after its first update: fine where no branch has to give the same tree."""
+    for every, extra in ((1, {}), *([] if jit is jax.jit else [(None, {"flush": True})])):
+        tx = optax_accum.accumulate_gradients(watched(), every)
+        state = tx.init(PARAMS)
+        for _ in range(2):
+            params, state = jit(lambda g, s, p, tx=tx, extra=extra: optax_accum.apply_gradients(tx, g, s, p, **extra))(
+                GRADS[0], state, PARAMS
+            )
+        close(jax.tree.map(jnp.subtract, params, PARAMS), GRADS[:1])
+        np.testing.assert_allclose(optax.tree.get(state, "norm"), optax.tree.norm(GRADS[0]), rtol=1e-6)
+
+
+def test_an_inner_state_that_grows_in_a_window():
+    tx = optax_accum.accumulate_gradients(watched(), 2)
+    with pytest.raises(ValueError, match=r"must keep the tree of its state.*optax.chain\(accumulate_gradients"):
+        jax.jit(tx.update)(GRADS[0], tx.init(PARAMS), PARAMS)
+    tx = optax.chain(optax_accum.accumulate_gradients(SGD, 2), optax.monitor({"norm": optax.tree.norm}))
+    state = tx.init(PARAMS)
+    for grads in GRADS[:2]:
+        updates, state = tx.update(grads, state, PARAMS)
+    close(updates, GRADS[:2])
+    np.testing.assert_allclose(optax.tree.get(state, "norm"), optax.tree.norm(mean(GRADS[:2])), rtol=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_hyperparameter_set_by_hand(every):
+    """Outside jit, as a notebook does: a Python number in the inner state."""
+    tx = optax_accum.accumulate_gradients(optax.inject_hyperparams(optax.sgd)(0.1), every)
+    state, params = tx.init(PARAMS), PARAMS
+    state.inner_opt_state.hyperparams["learning_rate"] = 0.5
+    for grads in GRADS[:every]:
+        params, state = optax_accum.apply_gradients(tx, grads, state, params)
+    want = jax.tree.map(lambda p, g: p - 0.5 * g, PARAMS, mean(GRADS[:every]))
+    chex.assert_trees_all_close(params, want, rtol=1e-6)
+
+
+def test_parameters_that_are_one_integer_array():
+    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), 2)
+    params, grads = jnp.arange(3), np.zeros(3, jax.dtypes.float0)
+    now, state = optax_accum.apply_gradients(tx, grads, tx.init(params), params)
+    chex.assert_trees_all_equal(now, params)
+    assert state.mini_step == 1
+
+
+def test_float0_through_a_chain():
+    params = {"n": jnp.arange(3), "w": jnp.ones(2)}
+    grads = {"n": np.zeros(3, jax.dtypes.float0), "w": jnp.ones(2)}
+    inner = optax.masked(SGD, {"n": False, "w": True})
+    tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(inner, 1))
+    now, _ = optax_accum.apply_gradients(tx, grads, tx.init(params), params)
+    chex.assert_trees_all_equal(now, {"n": params["n"], "w": jnp.zeros(2)})
+
+
+def test_a_member_of_a_chain_may_take_weights():
+    """`weights=` looks like a slip for `weight=`, unless something inside reads it."""
+    read = lambda updates, state, params=None, *, weights, **_: (jax.tree.map(lambda u: u * weights, updates), state)
+    scale = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), read)
+    maybe = lambda updates, state, params=None, *, weights=1.0, **_: read(updates, state, weights=weights)
+    optional = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), maybe)
+    for member in (scale, optional):
+        tx = optax_accum.accumulate_gradients(optax.chain(member, SGD), 1)
+        updates, _ = tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=2.0)
+        close(updates, [jax.tree.map(lambda g: 2 * g, GRADS[0])])
+    tx = optax_accum.accumulate_gradients(optax.chain(optax.identity(), SGD), 1)
+    with pytest.raises(TypeError, match="does not read it. Pass weight="):
+        tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=2.0)
+
+
+def test_a_callable_every_of_64_bits(x64, strict_dtypes):
+    tx = optax_accum.accumulate_gradients(SGD, lambda step: jnp.asarray(2, jnp.int64))
+    state = jax.jit(tx.init)(PARAMS)
+    for grads in GRADS[:2]:
+        _, state = jax.jit(tx.update)(grads, state, PARAMS)
+    assert optax_accum.has_updated(state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8])
+def test_a_weight_is_counted_in_32_bits(dtype):
+    """One rule in both mechanisms."""
+    tx = optax_accum.accumulate_gradients(SGD, 2)
+    with pytest.raises(TypeError, match="weight must be counted in at least 32 bits"):
+        tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weight=jnp.asarray(3, dtype))
+    loss = lambda w, x: jnp.mean(w * x)
+    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=lambda x: jnp.asarray(3, dtype))
+    for run in (
+        lambda: step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2)),
+        lambda: optax_accum.value_and_grad(loss, num_microbatches=2, weight_fn=lambda x: jnp.asarray(3, dtype))(
+            jnp.float32(1), jnp.ones(4)
+        ),
+    ):
+        with pytest.raises(TypeError, match="weight_fn's result must be counted in at least 32 bits"):
+            run()
+
+
+def test_states_and_trees_that_are_not_the_right_ones():
+    loss = lambda p, x: jnp.mean(p["w"] * x)
+    tx, params = optax_accum.accumulate_gradients(SGD, 2), {"w": jnp.ones(3), "n": jnp.int32(1)}
+    step = optax_accum.value_and_apply_gradients(loss, tx)
+    with pytest.raises(TypeError, match="must be what `init` returned"):
+        step(params, optax.MultiSteps(SGD, 2).init(params), jnp.ones(3))
+    with pytest.raises(ValueError, match="tree of the state"):
+        step(params, tx.init({"w": jnp.ones(3)}), jnp.ones(3))
+    _, now, state = step(params, tx.init(params), jnp.ones(3))
+    assert (state.mini_step, now["n"]) == (1, 1)

@@ -1,5 +1,7 @@
 """`value_and_grad` and `microbatched_apply`: the law within a call, for any cut, weight, dtype and path."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -550,3 +552,127 @@ def test_outputs_without_rows():
 def test_weights_beyond_two_to_the_31_do_not_overflow():
     f = optax_accum.value_and_grad(MEAN, num_microbatches=3, weight_fn=lambda x: jnp.int32(2**30))
     np.testing.assert_allclose(f(jnp.array(2.0), X), (2.0, 1.0))
+
+
+# Weights that cancel, and those that reach a narrow number
+
+
+@pytest.mark.parametrize("options", [{}, {"in_place": False}, {"unroll": True}], ids=str)
+def test_weights_that_add_to_zero_are_no_weights(options):
+    """The rule of `accumulate_gradients`: nothing is returned that is not normalised."""
+    weigh = lambda x: jnp.where(x[0] > 0, 2.0, -2.0)
+    f = optax_accum.value_and_grad(lambda w, x: w * jnp.sum(x), microbatch_size=2, weight_fn=weigh, **options)
+    value, grad = jax.jit(f)(jnp.float32(3.0), jnp.array([1.0, -1.0, 1.0, -1.0]))
+    assert (value, grad) == (0, 0)
+
+
+def test_a_mean_beside_terms_leaves_out_what_is_not_run():
+    """With a dict of weights `"mean"` goes by rows: by those of micro-batches that are run."""
+    loss = lambda w, x: ({"a": w * jnp.mean(x), "b": w}, jnp.float32(1.0))
+    weigh = lambda x: dict.fromkeys("ab", (x[0] > 0).astype(jnp.float32))
+    options = {"num_microbatches": 2, "weight_fn": weigh, "has_aux": True}
+    (_, aux), _ = jax.jit(optax_accum.value_and_grad(loss, **options))(jnp.float32(2), jnp.array([1.0, -1, 1, -1]))
+    assert aux == 1.0
+
+
+@pytest.mark.parametrize("weight", [1e5, 1e-6])
+def test_a_weight_in_float16(weight):
+    """A large one would overflow in the cotangent, a small one vanish: the gradient is added after the backward pass."""
+    params = {"w": jnp.linspace(-1, 1, 4)}
+    loss = lambda p, x: jnp.mean((x.astype(jnp.float16) @ p["w"].astype(jnp.float16) - 1) ** 2).astype(jnp.float32)
+    tx, x = optax_accum.accumulate_gradients(optax.sgd(1.0), 1 + 1), jnp.linspace(0, 1, 12).reshape(3, 4)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx))
+    now, state = params, tx.init(params)
+    for _ in range(2):
+        _, now, state = step(now, state, x, weight=weight)
+    want = jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, x))
+    close(now, want, rtol=1e-3)
+
+
+def test_a_backward_pass_that_is_not_linear():
+    """A clip in a `custom_vjp` acts on the gradient of the micro-batch, not on that times its weight."""
+
+    @jax.custom_vjp
+    def clipped(w):
+        return w
+
+    clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+    loss = lambda w, x: jnp.mean(clipped(w) * x)
+    tx, w = optax_accum.accumulate_gradients(optax.sgd(1.0), 2), jnp.float32(0)
+    state = tx.init(w)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx))
+    for x in (jnp.full(4, 3.0), jnp.full(2, 0.05)):
+        _, w, state = step(w, state, x)
+    np.testing.assert_allclose(w, -(4 * 0.1 + 2 * 0.05) / 6, rtol=1e-6)
+
+
+def test_in_place_is_what_it_says():
+    loss = lambda w, x: jnp.mean((w - x) ** 2)
+    w, x = jnp.ones(3), jnp.ones((2, 3))
+    for options, match in (({"nonfinite": "skip"}, "policy has to see"), ({"every": 1}, "holds no accumulator")):
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), **{"every": 2, **options})
+        with pytest.raises(ValueError, match=f"in_place=True needs an accumulator to add to: .*{match}"):
+            optax_accum.value_and_apply_gradients(loss, tx, in_place=True)(w, tx.init(w), x)
+    with pytest.raises(ValueError, match="different dtypes"):
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
+        half = w.astype(jnp.bfloat16)
+        optax_accum.value_and_apply_gradients(loss, tx, in_place=True)(half, tx.init(half), x)
+
+
+def test_options_that_contradict_each_other():
+    make = functools.partial(optax_accum.value_and_grad, MEAN, num_microbatches=2)
+    for options, match in (
+        ({"in_place": True, "unroll": True}, "in_place=True, unroll=True. Pass one"),
+        ({"reduced": False}, "reduced=False is about the sum over reduce_axes: reduce_axes=None"),
+        ({"reduce_to": jax.sharding.PartitionSpec()}, "reduce_to is about the sum over reduce_axes"),
+        ({"reduce_to": jax.sharding.PartitionSpec(), "reduced": False, "reduce_axes": "data"}, "both are given"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make(**options)
+
+
+def test_auxiliary_outputs_of_other_kinds():
+    """Python numbers, bools, complex numbers and keys."""
+    aux = {"number": 2.0, "flag": True, "wave": jnp.complex64(1 + 2j), "right": jnp.array([True, False])}
+    loss = lambda w, x: (w * jnp.mean(x), aux)
+    reduction = {"number": "mean", "flag": "sum", "wave": "mean", "right": "sum"}
+    f = optax_accum.value_and_grad(loss, num_microbatches=3, has_aux=True, aux_reduction=reduction)
+    (_, got), _ = jax.jit(f)(jnp.float32(1), jnp.ones(6))
+    close(got, {"number": 2.0, "flag": 3, "wave": 1 + 2j, "right": jnp.array([3, 0])})
+    for name, value, match in (("max", jnp.complex64(1), "ordered"), ("stack", jax.random.key(0), "is a key")):
+        f = optax_accum.value_and_grad(
+            lambda w, x, value=value: (w, value), num_microbatches=2, has_aux=True, aux_reduction=name
+        )
+        with pytest.raises(TypeError, match=match):
+            f(jnp.float32(1), jnp.ones(6))
+
+
+def test_a_tuple_is_no_loss():
+    with pytest.raises(TypeError, match="what stands beside the loss comes second"):
+        optax_accum.value_and_grad(lambda w, x: (w * x.mean(), {}), num_microbatches=2)(jnp.float32(1), jnp.ones(4))
+
+
+def test_a_carry_that_may_be_used_only_once():
+    """As the states of Equinox: each trace gets a copy."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Once:
+        def __init__(self, value):
+            self.value = value
+
+        def take(self):
+            value, self.value = self.value, None
+            return value
+
+        def tree_flatten(self):
+            assert self.value is not None, "used before"
+            return (self.value,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    loss = lambda w, x, once: (w * jnp.mean(x), Once(once.take() + 1))
+    f = optax_accum.value_and_grad(loss, num_microbatches=3, carry_argnum=2)
+    (_, after), _ = f(jnp.float32(1), jnp.ones(6), Once(jnp.float32(0)))
+    assert after.value == 3

@@ -53,7 +53,7 @@ def train_step(
         return loss, sums
 
     cut = optax_accum.value_and_grad(
-        pure, has_aux=True, rng_argnum=2, weight_fn=weight_fn, aux_reduction="sum", **options
+        pure, has_aux=True, rng_argnum=2, whole_argnums=3, weight_fn=weight_fn, aux_reduction="sum", **options
     )
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -76,7 +76,7 @@ def train_step(
 
 
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
-    ("argnums", "has_aux", "rng_argnum", "carry_argnum", "aux_reduction"),
+    ("argnums", "has_aux", "rng_argnum", "carry_argnum", "whole_argnums", "aux_reduction"),
     "Leave it out; for a step of another form, take optax_accum.value_and_grad and state.apply_gradients.",
 )
 

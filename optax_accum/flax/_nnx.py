@@ -66,11 +66,14 @@ def value_and_grad(
     reduction, axes = options.pop("aux_reduction", "mean"), options.get("reduce_axes")
     options |= {"has_aux": True, "carry_argnum": -1, "aux_reduction": ("sum", reduction)}
     optax_accum.value_and_grad(fun, **options)  # its errors come when this is built
-    options.setdefault("batch_argnums", 1)
-    numbers = {
-        role: _numbers(options[role]) for role in ("batch_argnums", "rng_argnum") if options.get(role) is not None
-    }
+    names = options.get("batch_argnames", ())
+    names = (names,) if isinstance(names, str) else names
+    if options.get("batch_argnums") is None:
+        options["batch_argnums"] = () if names else 1
+    roles = ("batch_argnums", "rng_argnum", "whole_argnums")
+    numbers = {role: _numbers(options[role]) for role in roles if options.get(role) is not None}
     options |= {role: _before_state(options[role]) for role in numbers}
+    options["whole_argnums"] = (*_numbers(options.get("whole_argnums", ())), -_STATE)  # the running statistics
     batch_argnums, reduced = numbers["batch_argnums"], options.get("reduced", True)
 
     @functools.wraps(fun)
@@ -92,7 +95,8 @@ def value_and_grad(
             if axes:
                 nnx.update(micro, streams)
             _, _, new, rest = nnx.split(micro, wrt, running, ...)
-            old, rows = nnx.to_pure_dict(stats), _window.num_rows([(params, *args)[n] for n in batch_argnums])
+            batch = [*((params, *args)[n] for n in batch_argnums), *(kwargs.get(name) for name in names)]
+            old, rows = nnx.to_pure_dict(stats), _window.num_rows(batch)
             moments = batch_moments(nnx.to_pure_dict(new), old, momenta(old))
             return loss, ((_window.weighted(moments, jnp.float32(rows)), aux), rest)
 

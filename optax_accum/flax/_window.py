@@ -190,13 +190,13 @@ def own_buffers(state: Tree, params: Tree) -> Tree:
 def over_devices(sums: Tree, axes: str | Sequence[str] | None, *, reduced: bool) -> Tree:
     """Returns sums over all devices of `axes`, of those that each device has of its own with `reduced=False`.
 
-    They come as rows [d, ...], one for each device; inside a `jax.shard_map` of the user as the row [1, ...] of this.
+    They come as rows [d, ...], one for each device; inside a `jax.shard_map` of the user as this device's own.
     """
     if reduced or axes is None:
         return sums
     names = (axes,) if isinstance(axes, str) else axes
     if set(names) & set(jax.sharding.get_abstract_mesh().manual_axes):
-        return jax.tree.map(lambda row: jax.lax.psum(row[0], names), sums)
+        return jax.lax.psum(sums, names)
     return jax.tree.map(lambda rows: jnp.sum(rows, axis=0), sums)
 
 
