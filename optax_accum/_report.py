@@ -14,6 +14,7 @@ REMEDIES = {
     "(InfoNCE, ranking). For BatchNorm use running statistics through carry_argnum, or LayerNorm or GroupNorm.",
     "shared key": "Pass rng_argnum, the number of the key's argument: each micro-batch then gets its own key.",
     "low-precision accumulator": "Leave accumulator_dtype=None: at least float32, never narrower than the parameter.",
+    "not rows": "Pass that leaf as an argument of its own, and name that in whole_argnums.",
     "mutable state": "Make fun pure: pass what changes as an argument, with carry_argnum, and let the loss of a "
     "training step not depend on what earlier micro-batches put there.",
 }
