@@ -98,10 +98,11 @@ def verify(
     _check_sizes(loss, batch, rows // group_size, num_microbatches, group_size)
     rtol = _rounding(loss, batch) if rtol is None else rtol
     probes = Probes(loss, batch, rows // group_size, num_microbatches, accumulator_dtype, rtol)
-    equal, shared = within(probes.as_asked) and not probes.broken, probes.shared_key(numbers["whole_argnums"])
-    causes = shared if equal else [*shared, *probes.low_precision(), *probes.state(), *probes.formula()]
+    causes = [*probes.shared_key(numbers["whole_argnums"]), *probes.low_precision(), *probes.state()]
+    sound = within(probes.as_asked) and not probes.broken
+    causes = causes if sound else [*causes, *probes.formula()]
     errors, limits = ({path: pair[i] for path, pair in probes.as_asked.items()} for i in (0, 1))
-    return Report(equal and not shared, errors, limits, tuple(causes), rows, num_microbatches, probes.random)
+    return Report(sound and not causes, errors, limits, tuple(causes), rows, num_microbatches, probes.random)
 
 
 def _roles(whole_argnums: Any, rng_argnum: int | None, carry_argnum: int | None, count: int) -> dict[str, Any]:
