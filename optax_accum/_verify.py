@@ -11,7 +11,8 @@ import numpy as np
 
 from optax_accum import _arguments, _split
 from optax_accum._accumulator import Tree
-from optax_accum._probes import Loss, Probes, grouped, uneven, within
+from optax_accum._loss import Loss, grouped, uneven
+from optax_accum._probes import Probes, within
 from optax_accum._report import Cause, Report
 
 
@@ -38,10 +39,15 @@ def verify(
     once into `num_microbatches` and once into micro-batches of unequal size. Where the two differ, each possible cause
     is tested by a probe of its own. Run it once, on a batch like those of training: with masks of unequal length, say.
 
+    Errors are relative to the size of what is averaged, the losses and gradients of the rows: a loss near 0, or
+    gradients that nearly cancel, are no cause for alarm.
+
     Args:
       fun: the loss, called as `fun(params, batch, *args)`; what it returns is what `value_and_grad` takes.
       params: parameters at which the gradient is not zero; freshly initialised ones do.
-      batch: a pytree of at least 4 rows, and of `num_microbatches` rows.
+      batch: a pytree of at least 4 rows, and of `num_microbatches` rows; so many groups with `group_size`. All of its
+        arrays are cut along their first axis. What has no rows there, such as a table or the weights of classes, is not
+        part of a batch, though it be as long: pass it in `*args`.
       *args: the other arguments of `fun`; random keys are found by their dtype.
       num_microbatches: into how many the batch is cut, 2 or more. Take many to see an accumulator of low precision.
       weight_fn: as `value_and_grad` takes it, and so the next four.
@@ -49,6 +55,9 @@ def verify(
       rng_argnum: the number of the key's argument; the first of `*args` is number 2.
       carry_argnum: the number of the argument that is threaded through the micro-batches.
       accumulator_dtype: the dtype in which gradients are added.
+      group_size: how many consecutive rows belong together: the answers to one prompt, say, or pairs.
+      whole_argnums: the number of the argument, or several, that every micro-batch gets whole on purpose, though it has
+        as many rows as the batch, or is a key.
       rtol: the largest relative error that counts as rounding. By default the square root of the machine epsilon of
         the narrowest float that `fun` computes with: 3e-4 for float32, 9e-2 for bfloat16.
 
@@ -56,20 +65,25 @@ def verify(
       A `Report`: `holds`, `errors` for each leaf, and `causes`, each with its evidence and remedy. Print it.
 
     Raises:
-      TypeError, ValueError: too few rows or micro-batches; a loss that is no scalar; a loss or gradient of the whole
-        batch that is not finite; a gradient that is zero everywhere, for then nothing would be compared.
+      TypeError, ValueError: too few rows, groups or micro-batches; an argument with as many rows as the batch that is
+        neither in it nor in `whole_argnums`; a loss that is no scalar, or that cannot take a micro-batch; a loss or
+        gradient of the whole batch that is not finite; a gradient that is zero everywhere, for then nothing would be
+        compared.
 
     Guarantees:
       | case | result | known when |
       |---|---|---|
-      | a mean over unequal weights | `"weights"`: the whole lies between its halves, not at their rows | running |
+      | a mean over unequal weights | `"weights"`: weights that make it a sum over rows are not those in use | running |
       | a sum over rows | `"sum"`: the whole is its two halves added up | running |
-      | example j changes example i's term | `"coupled examples"`: two rows changed do not act as each alone | running |
-      | a loss that depends on a key without `rng_argnum` | `"shared key"`: equal rows get equal losses | running |
+      | example j changes example i's term | `"coupled examples"`: two sets of rows changed do not add up | running |
+      | a loss that changes with a key that `rng_argnum` does not name | `"shared key"` | running |
       | a narrow `accumulator_dtype` | `"low-precision accumulator"`: a wide one gives another gradient | running |
       | a loss that depends on the carry | `"mutable state"`: holding the carry fixed gives another gradient | running |
       | a loss that differs between equal calls | `"mutable state"`; nothing is compared | running |
-      | a random loss with `rng_argnum` | means over 128 keys are compared | running |
+      | a leaf of the batch without rows, as long as the batch | `"not rows"`: kept whole, the law holds | running |
+      | a loss over groups, without `group_size` | an error that names the size with which it runs | tracing |
+      | a random loss with `rng_argnum` | means over 128 keys are compared; a formula, at one key | running |
+      | a random loss in which few outcomes decide | compared with one key for all micro-batches, too | running |
       | a leaf below 1 % of the largest gradient | its error is relative to that 1 % | running |
 
     Example:
@@ -150,7 +164,7 @@ def _check_whole(number: int, arg: Any, rows: int) -> None:
 def _check_sizes(loss: Loss, batch: Tree, count: int, num_microbatches: int, group_size: int) -> None:
     """Raises where `fun` cannot take a micro-batch, and says which option lets it: of what it takes, or holds whole."""
     even, odd = -(-count // num_microbatches), uneven(count, num_microbatches)
-    for size in sorted({1, even, odd, count % odd}):
+    for size in sorted({even, odd, count % odd}):
         error = loss.refusal(batch, size)
         if error is None:
             continue
@@ -173,28 +187,18 @@ def _check_sizes(loss: Loss, batch: Tree, count: int, num_microbatches: int, gro
 
 
 def _impure(loss: Loss, batch: Tree) -> Cause | None:
-    """Traces the loss three times with the same arguments; and calls it, where traces differ or may hide something."""
-    traces = [jax.make_jaxpr(lambda *args: loss.terms(*args))(loss.params, batch, *loss.args) for _ in range(3)]
-    _arguments.check_loss(jax.eval_shape(loss.terms, loss.params, batch, *loss.args), None)
-    if not traces[0].effects and "callback" not in str(traces[0]) and all(_same(traces[0], t) for t in traces[1:]):
-        return None
-    calls = [loss.terms(loss.params, batch, *loss.args) for _ in range(3)]
+    """Calls the loss three times with the same arguments, without compiling it."""
+    calls = [jax.tree.map(jnp.asarray, loss.terms(loss.params, batch, *loss.args)) for _ in range(3)]
+    _arguments.check_loss(calls[0], None)
     values = [float(sum(jax.tree.leaves(call))) for call in calls]
     if np.allclose(values, values[0], rtol=1e-5, atol=0, equal_nan=True):
         return None
     return Cause("mutable state", f"Called three times with the same arguments, fun returned {values}.")
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Returns whether two traces compute the same from the same constants."""
-    text = lambda trace: re.sub(r"0x[0-9a-f]+", "", str(trace))
-    arrays = lambda trace: [leaf for leaf in trace.consts if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    pairs = zip(arrays(one), arrays(other), strict=False)
-    return text(one) == text(other) and all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
-
-
 def _rounding(loss: Loss, batch: Tree) -> float:
     """Returns the square root of the machine epsilon of the narrowest float in the computation of the loss."""
-    text = str(jax.make_jaxpr(loss.total)(loss.params, batch, *loss.args))
+    total = lambda params, batch: loss.total(params, batch, *loss.args)
+    text = str(jax.make_jaxpr(total)(loss.params, batch))
     names = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
     return math.sqrt(max((names.get(name, 0) for name in re.findall(r"\b(\w+)\[", text)), default=2**-23))

@@ -17,6 +17,8 @@ FLOORS = [
     {"_outputs", "_micro_step", "_recompute"},
     {"_cut", "_transformation", "_placement"},
     {"_microbatch", "_train_step", "_planning", "_resume"},
+    {"_loss"},
+    {"_mixtures"},
     {"_probes"},
     {"_verify"},
     {"processes", "flax"},
