@@ -638,8 +638,8 @@ def _carried_norm(random: Random) -> Problem:
 
     def fun(params: Tree, batch: Tree, carry: jax.Array) -> tuple[jax.Array, jax.Array]:
         h = s.outputs(params, batch)
-        carry = 0.5 * carry + 0.5 * jnp.mean(jax.lax.stop_gradient(h) ** 2)
-        return s.scale * jnp.mean(COMPARISONS[s.comparison](h / jnp.sqrt(0.1 + carry), batch)), carry
+        loss = s.scale * jnp.mean(COMPARISONS[s.comparison](h / jnp.sqrt(0.1 + carry), batch))
+        return loss, 0.5 * carry + 0.5 * jnp.mean(jax.lax.stop_gradient(h) ** 2)
 
     problem = s.problem("normalised by a carry that it changes", fun, carry_argnum=2)
     return dataclasses.replace(problem, args=(jnp.float32(1),))

@@ -89,7 +89,7 @@ class Probes:
     @functools.cached_property
     def random(self) -> bool:
         """Whether the loss changes with a key among its arguments."""
-        return bool(np.ptp(self.whole[0]))
+        return any(np.ptp(run[0]) for run in (self.whole, *self.asked))
 
     @functools.cached_property
     def whole(self) -> list[np.ndarray]:
@@ -112,23 +112,36 @@ class Probes:
         return self.asked if self._plain else self._cut(None, held=True)
 
     @functools.cached_property
+    def rows(self) -> list[np.ndarray] | None:
+        """The loss and the gradient of each row alone [n, draws, ...], if `fun` takes one."""
+        if self.loss.refusal(self.batch, 1):
+            return None
+        function = jax.value_and_grad(self.loss.total)
+
+        def row(n: jax.Array) -> Any:
+            batch = jax.tree.map(lambda leaf: leaf[n][None] if _split.is_split(leaf) else leaf, self.batch)
+            of = lambda draw: function(self.loss.params, batch, *self.loss.draw(DRAWS * n + draw))
+            return jax.lax.map(of, jnp.arange(16 if self.keyed else 1))
+
+        return list(map(wide, jax.tree.leaves(jax.jit(lambda: jax.lax.map(row, jnp.arange(self.count)))())))
+
+    @functools.cached_property
     def scales(self) -> list[float]:
         """The size of what is averaged: of the rows' losses and of each leaf of their gradients, which may cancel.
 
         That of a leaf is 1 % of the largest leaf's at least, and that of the loss 1 % of what the parameters move.
         """
-
-        def row(n: jax.Array) -> tuple[Any, Any]:
-            batch = jax.tree.map(lambda leaf: leaf[n][None] if _split.is_split(leaf) else leaf, self.batch)
-            return jax.value_and_grad(self.loss.total)(self.loss.params, batch, *self.loss.draw(n))
-
-        alone = self.loss.refusal(self.batch, 1) is None
-        rows = jax.tree.leaves(jax.jit(lambda: jax.lax.map(row, jnp.arange(self.count)))()) if alone else self.whole
+        rows = self.whole if self.rows is None else [leaf.reshape(-1, *leaf.shape[2:]) for leaf in self.rows]
         pairs = zip(self.whole, rows, strict=True)
-        loss, *leaves = [max(largest(np.mean(whole, 0)), largest(_mean_size(wide(row)))) for whole, row in pairs]
+        loss, *leaves = [max(largest(np.mean(whole, 0)), largest(_mean_size(row))) for whole, row in pairs]
         params = map(wide, jax.tree.leaves(self.loss.params))
         moves = sum(leaf * largest(param) for leaf, param in zip(leaves, params, strict=True))
         return [max(loss, 0.01 * moves) or 1.0, *(max(leaf, 0.01 * max(leaves)) for leaf in leaves)]
+
+    @property
+    def keyed(self) -> bool:
+        """Whether there are keys to draw with."""
+        return any(map(is_key, jax.tree.leaves(self.loss.args)))
 
     @property
     def _held(self) -> list[list[np.ndarray]]:
@@ -142,12 +155,15 @@ class Probes:
     def _plain(self) -> bool:
         return self.dtype is None and self.loss.carry_argnum is None
 
+    @property
+    def _sizes(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        size = uneven(self.count, self.num_microbatches)
+        return {"num_microbatches": self.num_microbatches}, {"microbatch_size": size}
+
     def _cut(self, dtype: Any, *, held: bool, own_keys: bool = True) -> list[list[np.ndarray]]:
         """Returns the loss and the gradient of the cut batch, of equal and of unequal micro-batches."""
-        size = uneven(self.count, self.num_microbatches)
-        cut = functools.partial(self.loss.accumulated, held=held, own_keys=own_keys, accumulator_dtype=dtype)
-        functions = cut(num_microbatches=self.num_microbatches), cut(microbatch_size=size)
-        return [self._measure(function)(self.batch) for function in functions]
+        cut = lambda size: self.loss.accumulated(held=held, own_keys=own_keys, accumulator_dtype=dtype, **size)
+        return [self._measure(cut(size))(self.batch) for size in self._sizes]
 
     def _agreement(self, cuts: list[list[np.ndarray]], dtype: Any, *, held: bool) -> Errors:
         """Returns the errors of `cuts`; or, where these are too large, of cuts in which all draw what the whole drew.
@@ -156,7 +172,7 @@ class Probes:
         each row draws (rows of equal place draw the same). A loss with a wrong formula fails in both ways.
         """
         found = self._errors(cuts)
-        if within(found) or not self.random or self.loss.rng_argnum is None:
+        if within(found) or self.loss.rng_argnum is None:
             return found
         again = self._errors(self._cut(dtype, held=held, own_keys=False))
         return again if within(again) else found
@@ -187,18 +203,17 @@ class Probes:
         """Returns what measures a batch: the loss [draws] and the leaves of the gradient [draws, ...]."""
         draws = jnp.arange(DRAWS)
         run = jax.jit(lambda p, batch: jax.lax.map(lambda n: function(p, batch, *self.loss.draw(n)), draws))
-        if not any(map(is_key, jax.tree.leaves(self.loss.args))):
+        if not self.keyed:
             run = jax.jit(lambda p, batch: jax.tree.map(lambda leaf: leaf[None], function(p, batch, *self.loss.args)))
         return lambda batch: [wide(leaf) for leaf in jax.tree.leaves(run(self.loss.params, batch))]
 
     def _not_rows(self) -> list[Cause]:
         """A leaf of the batch kept whole gives the gradient of the whole batch, and a loss that has others."""
-        size = uneven(self.count, self.num_microbatches)  # equal micro-batches may hide a wrong weight
         for path, loss, batch in self.loss.holding(self.batch):
             if within(self.as_sound) or loss.refusal(batch, 2) or not self._depends(loss, batch):
                 continue
-            cut = loss.accumulated(held=True, own_keys=True, microbatch_size=size)
-            if within(self._differences(self.whole, self._measure(cut)(batch))):
+            cuts = (loss.accumulated(held=True, own_keys=True, **size) for size in self._sizes)
+            if all(within(self._differences(self.whole, self._measure(cut)(batch))) for cut in cuts):
                 says = (
                     f"The leaf {path} of the batch is cut like rows. Kept whole, it gives the whole batch's gradient."
                 )
@@ -213,17 +228,19 @@ class Probes:
         return bool(np.ptp(wide(losses)) > self.rtol * self.scales[0])
 
     def _sum(self) -> list[Cause]:
-        """The whole is its two halves added up, and not their mean."""
-        measure = self._measure(jax.value_and_grad(self.loss.total))
-        mean = lambda leaves: np.mean(_mixtures.scaled(leaves, self.scales), axis=0)
-        whole, rows = mean(self.whole), np.arange(self.count)
-        for arranged in (rows, np.argsort(rows % 2, kind="stable"), np.roll(rows, 1)):
-            halves = arranged[: self.count // 2], arranged[self.count // 2 :]
-            both = sum(mean(measure(take(self.batch, half))) for half in halves)
-            times = np.vdot(both, whole) / (np.vdot(both, both) or 1)
-            if not times > 0.8 or not _norm(whole - times * both) < 0.5 * _norm(whole - both / 2):
-                return []
-        return [Cause("sum", "The whole is its two halves added up, where their mean was needed.")]
+        """The whole is its rows added up, and not their mean."""
+        if self.rows is None:
+            return []
+        whole, total = (
+            _mixtures.scaled([leaf[None] for leaf in leaves], self.scales)[0]
+            for leaves in (
+                [np.mean(leaf, 0) for leaf in self.whole],
+                [np.sum(np.mean(leaf, 1), 0) for leaf in self.rows],
+            )
+        )
+        if not np.linalg.norm(whole - total) < 0.3 * np.linalg.norm(whole):
+            return []
+        return [Cause("sum", "The whole is its rows added up, where their mean was needed.")]
 
     def _weights(self) -> list[Cause]:
         """Some weight for each batch makes a sum over rows of the loss times the weight."""
@@ -255,7 +272,3 @@ def _mean_size(rows: np.ndarray) -> np.ndarray:
     """Returns the mean absolute value of the rows in which it is finite."""
     finite = np.isfinite(rows)
     return np.sum(np.abs(np.where(finite, rows, 0)), 0) / np.maximum(np.sum(finite, 0), 1)
-
-
-def _norm(vector: np.ndarray) -> float:
-    return float(np.linalg.norm(vector))

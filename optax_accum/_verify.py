@@ -74,7 +74,7 @@ def verify(
       | case | result | known when |
       |---|---|---|
       | a mean over unequal weights | `"weights"`: weights that make it a sum over rows are not those in use | running |
-      | a sum over rows | `"sum"`: the whole is its two halves added up | running |
+      | a sum over rows | `"sum"`: the whole is its rows added up | running |
       | example j changes example i's term | `"coupled examples"`: two sets of rows changed do not add up | running |
       | a loss that changes with a key that `rng_argnum` does not name | `"shared key"` | running |
       | a narrow `accumulator_dtype` | `"low-precision accumulator"`: a wide one gives another gradient | running |
@@ -171,19 +171,19 @@ def _check_sizes(loss: Loss, batch: Tree, count: int, num_microbatches: int, gro
         says = (
             f"fun must take a micro-batch of {size * group_size} of the {count * group_size} rows: it raised {error!r}."
         )
-        for path, held, rest in loss.holding(batch):
-            if not held.refusal(rest, 2) and not held.refusal(rest, 3):
-                raise ValueError(
-                    f"{says} With all of the leaf {path} it does not: if its first axis is not rows, pass it as an "
-                    "argument of its own, and name that in whole_argnums."
-                ) from error
         takes = lambda g: count % g == 0 and not loss.refusal(batch, g) and not loss.refusal(batch, count - g)
-        groups = [g for g in range(2, count // 2 + 1) if takes(g)]
-        remedy = f"group_size={groups[0] * group_size}, with which it runs" if groups else "group_size="
-        raise ValueError(
-            f"{says} If rows belong together in groups, pass {remedy}, and 4 groups or more. Else look for a number of "
-            "rows that is written into fun."
-        ) from error
+        groups = [g * group_size for g in range(2, count // 2 + 1) if takes(g)]
+        whole = lambda held, rest: not held.refusal(rest, 2) and not held.refusal(rest, 3)
+        tables = [path for path, held, rest in loss.holding(batch) if whole(held, rest)]
+        remedy = "Look for a number of rows that is written into fun."
+        if tables:
+            remedy = (
+                f"With all of the leaf {tables[0]} it takes them: if its first axis is not rows, pass it as an "
+                "argument of its own, and name that in whole_argnums."
+            )
+        if groups:
+            remedy = f"If rows belong together, pass group_size={groups[0]}, with which it runs, and 4 groups or more."
+        raise ValueError(f"{says} {remedy}") from error
 
 
 def _impure(loss: Loss, batch: Tree) -> Cause | None:
