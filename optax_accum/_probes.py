@@ -28,6 +28,7 @@ class Probes:
     num_microbatches: int
     dtype: Any
     rtol: float
+    sums_rtol: float  # the same between two accumulators, which differ in nothing else
 
     def shared_key(self, whole_argnums: tuple[int, ...]) -> list[Cause]:
         """The loss changes with a key that all micro-batches get."""
@@ -48,7 +49,7 @@ class Probes:
 
     def low_precision(self) -> list[Cause]:
         """The default accumulator gives another gradient than the one asked for."""
-        error = self._worst(self.sound, self._held) if self.dtype else 0.0
+        error = self._change(self.sound, self._held, self.sums_rtol) if self.dtype else 0.0
         sums = f"Added in {jnp.dtype(self.dtype)}, the gradient is off by {error:.1e}; added in float32 it is not."
         return [Cause("low-precision accumulator", sums)] if error else []
 
@@ -56,7 +57,7 @@ class Probes:
         """The gradient is another one when each micro-batch starts from the first carry."""
         if self.loss.carry_argnum is None:
             return []
-        error = self._worst(self.sound, self._threaded)
+        error = self._change(self.sound, self._threaded, self.rtol)
         says = f"What earlier micro-batches leave in the carry changes the gradient of later ones, by {error:.1e}."
         return [Cause("mutable state", says)] if error else []
 
@@ -179,25 +180,26 @@ class Probes:
 
     def _errors(self, cuts: list[list[np.ndarray]]) -> Errors:
         """Returns for the loss and each leaf the error of the worse of the cuts, and its limit."""
-        found = [self._differences(self.whole, cut) for cut in cuts]
+        found = [self._differences(cut) for cut in cuts]
         return {path: max((errors[path] for errors in found), key=lambda e: order(e[0] / e[1])) for path in found[0]}
 
-    def _differences(self, whole: list[np.ndarray], cut: list[np.ndarray]) -> Errors:
+    def _differences(self, cut: list[np.ndarray]) -> Errors:
         """Returns for the loss and each leaf its relative error and the largest that is rounding or noise."""
         found = {}
         leaves = jax.tree.leaves_with_path(self.loss.params)
         paths = ["loss", *(f"params{jax.tree_util.keystr(path)}" for path, _ in leaves)]
-        for path, a, b, scale in zip(paths, whole, cut, self.scales, strict=True):
+        for path, a, b, scale in zip(paths, self.whole, cut, self.scales, strict=True):
             noise = 6 * largest(np.std(b - a, axis=0)) / math.sqrt(len(a))
             error = largest(np.mean(b - a, axis=0))
             found[path] = (error / scale, self.rtol + float(np.nan_to_num(noise)) / scale)
         return found
 
-    def _worst(self, wholes: list[list[np.ndarray]], cuts: list[list[np.ndarray]]) -> float:
-        """Returns the largest error that is neither rounding nor noise, or 0."""
-        pairs = zip(wholes, cuts, strict=True)
-        found = [pair for whole, cut in pairs for pair in self._differences(whole, cut).values()]
-        return max((error for error, limit in found if not error <= limit), key=order, default=0.0)
+    def _change(self, before: list[list[np.ndarray]], after: list[list[np.ndarray]], rtol: float) -> float:
+        """Returns by how much cuts that draw the same differ, or 0 where that is rounding."""
+        runs = [zip(one, other, self.scales, strict=True) for one, other in zip(before, after, strict=True)]
+        size = lambda a, b: largest(np.sqrt(np.mean(np.abs(b - a) ** 2, axis=0)))
+        error = max((size(a, b) / scale for run in runs for a, b, scale in run), key=order)
+        return 0.0 if error <= rtol else error
 
     def _measure(self, function: Callable[..., tuple[Any, Any]]) -> Callable[[Tree], list[np.ndarray]]:
         """Returns what measures a batch: the loss [draws] and the leaves of the gradient [draws, ...]."""
@@ -213,7 +215,7 @@ class Probes:
             if within(self.as_sound) or loss.refusal(batch, 2) or not self._depends(loss, batch):
                 continue
             cuts = (loss.accumulated(held=True, own_keys=True, **size) for size in self._sizes)
-            if all(within(self._differences(self.whole, self._measure(cut)(batch))) for cut in cuts):
+            if all(within(self._differences(self._measure(cut)(batch))) for cut in cuts):
                 says = (
                     f"The leaf {path} of the batch is cut like rows. Kept whole, it gives the whole batch's gradient."
                 )

@@ -15,6 +15,8 @@ from optax_accum._loss import Loss, grouped, uneven
 from optax_accum._probes import Probes, within
 from optax_accum._report import Cause, Report
 
+SUMS = 2**-16  # the error beyond which sums in another dtype have lost something: 128 roundings of float32
+
 
 def verify(
     fun: Callable[..., Any],
@@ -59,7 +61,8 @@ def verify(
       whole_argnums: the number of the argument, or several, that every micro-batch gets whole on purpose, though it has
         as many rows as the batch, or is a key.
       rtol: the largest relative error that counts as rounding. By default the square root of the machine epsilon of
-        the narrowest float that `fun` computes with: 3e-4 for float32, 9e-2 for bfloat16.
+        the narrowest float that `fun` computes with: 3e-4 for float32, 9e-2 for bfloat16; and 2e-5 between sums in
+        `accumulator_dtype` and in the default one, which differ in nothing else.
 
     Returns:
       A `Report`: `holds`, `errors` for each leaf, and `causes`, each with its evidence and remedy. Print it.
@@ -110,8 +113,8 @@ def verify(
     if impure := _impure(loss, batch):
         return Report(False, {}, {}, (impure,), rows, num_microbatches, False)
     _check_sizes(loss, batch, rows // group_size, num_microbatches, group_size)
-    rtol = _rounding(loss, batch) if rtol is None else rtol
-    probes = Probes(loss, batch, rows // group_size, num_microbatches, accumulator_dtype, rtol)
+    limits = (_rounding(loss, batch), SUMS) if rtol is None else (rtol, rtol)
+    probes = Probes(loss, batch, rows // group_size, num_microbatches, accumulator_dtype, *limits)
     causes = [*probes.shared_key(numbers["whole_argnums"]), *probes.low_precision(), *probes.state()]
     sound = within(probes.as_asked) and not probes.broken
     causes = causes if sound else [*causes, *probes.formula()]
