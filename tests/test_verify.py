@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.verify import KINDS, fault, sound_loss
 from optax_accum._verify import verify
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Compiling is nearly all of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
 
 rng = np.random.default_rng(0)
 N, D = 8, 3
@@ -67,7 +77,56 @@ def statistics(params, batch, carry):
     return mse(params, batch), 0.9 * carry + 0.1 * jnp.mean(batch["x"])
 
 
+def policy_gradient(params, batch):
+    logp = jax.nn.log_softmax(outputs(params, batch))[jnp.arange(len(batch["x"])), batch["label"]]
+    return -jnp.mean(batch["advantage"] * jnp.exp(logp - jax.lax.stop_gradient(logp)))
+
+
+def cancelling(params, batch):
+    """Rows that are alike, and advantages that add up to 0: what is left of the gradient is rounding, and 1e-5."""
+    each = jnp.mean(outputs(params, batch | {"x": 1 + 1e-5 * batch["x"]}) ** 2, axis=1)
+    return jnp.mean(batch["advantage"] * each)
+
+
+def stochastic_depth(rate):
+    def loss(params, batch, key):
+        h = outputs(params, batch)
+        h = jnp.where(jax.random.bernoulli(key, rate), h @ params["w"] + h, h)
+        return jnp.mean((h - batch["y"]) ** 2)
+
+    return loss
+
+
+def drop_path(params, batch, key):
+    keep = jax.random.bernoulli(key, 0.99, (len(batch["x"]), 1))
+    return jnp.mean((jnp.where(keep, outputs(params, batch), 0) - batch["y"]) ** 2)
+
+
+def group_relative(params, batch):
+    scores = outputs(params, batch).sum(1).reshape(-1, 2)
+    rewards = batch["advantage"].reshape(-1, 2)
+    return jnp.mean((rewards - rewards.mean(1, keepdims=True)) * scores)
+
+
+def class_weighted(params, batch, table):
+    return jnp.mean(table[batch["label"]] * (outputs(params, batch) ** 2).sum(1))
+
+
+def table_in_batch(params, batch):
+    return class_weighted(params, batch, batch["table"])
+
+
+def noisy_masked(params, batch, key):
+    return masked(params, batch | {"x": batch["x"] + jax.random.normal(key, batch["x"].shape)})
+
+
+def neighbours(params, batch):
+    scores = outputs(params, batch).sum(1)
+    return jnp.mean(jax.nn.softplus(scores - jnp.roll(scores, 1)))
+
+
 TABLE = {"table": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)}
+ADVANTAGES = jnp.asarray((lambda a: (a - a.mean()) / a.std())(rng.normal(size=N)), jnp.float32)
 MANY = {name: jnp.concatenate([leaf] * 8) for name, leaf in BATCH.items()}
 KEY = jax.random.key(1)
 
@@ -89,6 +148,10 @@ PLANTED = {
         (),
         {"accumulator_dtype": jnp.bfloat16, "num_microbatches": 64},
     ),
+    "a layer dropped for all, one key": ("shared key", stochastic_depth(0.9), W, BATCH, (KEY,), {}),
+    "masked mean in noise": ("weights", noisy_masked, W, BATCH, (KEY,), {"rng_argnum": 2}),
+    "a table cut like rows": ("not rows", table_in_batch, W, BATCH | {"table": jnp.arange(1.0, 9.0)}, (), {}),
+    "neighbours": ("coupled examples", neighbours, W, BATCH, (), {}),
     "carry in the loss": ("mutable state", with_carry, W, BATCH, (jnp.float32(0.5),), {"carry_argnum": 2}),
 }
 
@@ -155,6 +218,27 @@ SOUND = {
     "complex": (complex_loss, W["w"] + 1j, BATCH, (), {}),
     "a scalar in the batch": (lambda p, b: b["scale"] * mse(p, b), W, BATCH | {"scale": 2.0}, (), {}),
     "running statistics": (statistics, W, BATCH, (jnp.float32(0.0),), {"carry_argnum": 2}),
+    "policy gradient, a loss of 0": (policy_gradient, W, BATCH | {"advantage": ADVANTAGES}, (), {}),
+    "a gradient that cancels": (cancelling, W, BATCH | {"advantage": ADVANTAGES}, (), {"num_microbatches": 4}),
+    "a layer dropped by a coin, twice the same": (
+        stochastic_depth(0.5),
+        W,
+        BATCH,
+        (jax.random.key(2),),
+        {"rng_argnum": 2},
+    ),
+    "a layer dropped now and then, not at first": (stochastic_depth(0.8), W, BATCH, (KEY,), {"rng_argnum": 2}),
+    "a layer dropped rarely, many micro-batches": (
+        stochastic_depth(0.99),
+        W,
+        MANY,
+        (KEY,),
+        {"rng_argnum": 2, "num_microbatches": 64},
+    ),
+    "rows dropped rarely": (drop_path, W, MANY, (KEY,), {"rng_argnum": 2, "num_microbatches": 64}),
+    "pairs": (group_relative, W, BATCH | {"advantage": ADVANTAGES}, (), {"group_size": 2}),
+    "a table, whole": (class_weighted, W, BATCH, (jnp.arange(1.0, 9.0),), {"whole_argnums": 2}),
+    "one key, on purpose": (stochastic_depth(0.5), W, BATCH, (KEY,), {"whole_argnums": (2,)}),
     "weight decay": (lambda p, b: mse(p, b) + 0.1 * jnp.sum(p["w"] ** 2), W, BATCH, (), {}),
 }
 
@@ -196,8 +280,63 @@ def test_two_causes_are_both_found():
         (outputs, W, BATCH, {}, "must return a real scalar loss"),
         (lambda p, b: mse(p, b) * jnp.nan, W, BATCH, {}, "must have a finite loss"),
         (lambda p, b: 0 * mse(p, b), W, BATCH, {}, "0 everywhere"),
+        (mse, W, BATCH, {"group_size": 4}, "needs 16 rows or more of group_size=4, 4 groups.*has 8"),
+        (mse, W, BATCH, {"group_size": 0}, "group_size must be an integer >= 1"),
+        (mse, W, jax.tree.map(lambda leaf: leaf[:7], MANY), {"group_size": 3}, "needs 12 rows"),
+        (mse, W, jax.tree.map(lambda leaf: leaf[:13], MANY), {"group_size": 3}, "does not divide the 13 rows.*of 12"),
+        (
+            lambda p, b: mse(p, {"x": b["x"].reshape(8, 3), "y": b["y"]}),
+            W,
+            BATCH,
+            {},
+            "a number of rows that is written",
+        ),
     ],
 )
 def test_bad_input(fun, params, batch, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         verify(fun, params, batch, **options)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_groups_that_were_not_declared_are_refused_with_their_size(size):
+    def loss(params, batch):
+        scores = outputs(params, batch).sum(1).reshape(-1, size)
+        return jnp.mean(jax.nn.softplus(scores[:, 0] - scores[:, -1]))
+
+    batch = jax.tree.map(lambda leaf: leaf[: 4 * size], MANY)
+    with pytest.raises(ValueError, match=f"it raised.*pass group_size={size}, with which it runs"):
+        verify(loss, W, batch)
+    assert verify(loss, W, batch, group_size=size).holds
+
+
+def test_a_leaf_without_rows_that_fun_cannot_take_cut_is_named():
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ batch["table"] @ params["w"] - batch["y"]) ** 2)
+
+    batch = {"x": jnp.ones((N, N)), "y": BATCH["y"], "table": BATCH["x"]}
+    with pytest.raises(ValueError, match=r"With all of the leaf \['table'\] it takes.*whole_argnums"):
+        verify(loss, {"w": W["w"]}, batch)
+
+
+def test_an_argument_as_long_as_the_batch_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"argument 2\['t'\] has shape \(8,\), and the batch has 8 rows.*whole_argnums=2"
+    ):
+        verify(lambda p, b, a: class_weighted(p, b, a["t"]), W, BATCH, {"t": jnp.arange(1.0, 9.0)})
+
+
+@pytest.mark.parametrize("number", range(3, 7))
+def test_nothing_is_found_in_a_sample_of_the_benchmark(number):
+    report = sound_loss(number).report()
+    assert report.holds, str(report)
+
+
+@pytest.mark.parametrize("kind", KINDS[::2])
+def test_a_sample_of_the_faults_of_the_benchmark_is_found(kind):
+    report = fault(kind, 0).report()
+    assert [cause.kind for cause in report.causes] == [kind]
+
+
+def test_the_losses_of_the_benchmark_differ():
+    assert len({sound_loss(number).name for number in range(48)}) == 48
