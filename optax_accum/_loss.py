@@ -1,7 +1,6 @@
 """Owns a loss in one form, over rows that are never cut, and what is done to its batch. Compares nothing."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from optax_accum import _split
 from optax_accum._accumulator import Tree
 from optax_accum._microbatch import value_and_grad
+from optax_accum._roles import is_key
 
 # A row here is what is never cut: an example, or with group_size a group of g. Batches have leaves [n, g, ...].
 
@@ -63,10 +63,8 @@ class Loss:
         fun, carry = (self.terms, None) if held or self.carry_argnum is None else (self.threaded, self.carry_argnum)
         rng = self.rng_argnum if own_keys else None
         whole = tuple(n for n in range(2, 2 + len(self.args)) if n not in (rng, carry))
-        if whole and "whole_argnums" in inspect.signature(value_and_grad).parameters:
-            options["whole_argnums"] = whole
-        weights = None if self.weight_fn is None else self.weights
-        cut = value_and_grad(fun, weight_fn=weights, rng_argnum=rng, carry_argnum=carry, **options)
+        roles = {"rng_argnum": rng, "carry_argnum": carry, "whole_argnums": whole}
+        cut = value_and_grad(fun, weight_fn=None if self.weight_fn is None else self.weights, **roles, **options)
 
         def loss_and_grads(*args: Any) -> tuple[Any, Any]:
             out, grads = cut(*args)
@@ -109,14 +107,6 @@ class Loss:
 def take(batch: Tree, rows: Any) -> Tree:
     """Returns these rows of a batch."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows] if _split.is_split(leaf) else leaf, batch)
-
-
-def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf is a random key, new or old style."""
-    dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
-    return dtype is not None and (
-        (shape == () and jnp.issubdtype(dtype, jax.dtypes.prng_key)) or (shape == (2,) and dtype == jnp.uint32)
-    )
 
 
 def grouped(batch: Tree, size: int) -> Tree:

@@ -12,8 +12,9 @@ import numpy as np
 
 from optax_accum import _mixtures, _split
 from optax_accum._accumulator import Tree
-from optax_accum._loss import Loss, is_key, largest, take, uneven, wide
+from optax_accum._loss import Loss, largest, take, uneven, wide
 from optax_accum._report import DRAWS, Cause, order
+from optax_accum._roles import Name, is_key
 
 Errors = dict[str, tuple[float, float]]  # "loss" and each leaf's path -> the relative error, and the largest allowed
 
@@ -30,7 +31,7 @@ class Probes:
     rtol: float
     sums_rtol: float  # the same between two accumulators, which differ in nothing else
 
-    def shared_key(self, whole_argnums: tuple[int, ...]) -> list[Cause]:
+    def shared_key(self, whole_argnums: tuple[Name, ...]) -> list[Cause]:
         """The loss changes with a key that all micro-batches get."""
         roles = (self.loss.rng_argnum, self.loss.carry_argnum, *whole_argnums)
         for number, arg in enumerate(self.loss.args, start=2):

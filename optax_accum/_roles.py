@@ -96,12 +96,15 @@ class Call:
         fold = lambda key: jax.random.fold_in(key, index)
         return self.with_arguments({self.rng: jax.tree.map(fold, self.arguments[self.rng])})
 
-    def check_shared(self, rows: int | None) -> None:
+    def check_shared(self, rows: int | None, *, keys: bool = True) -> None:
         """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows."""
         known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
         for name in self.arguments.keys() - known:
             for path, leaf in jax.tree.leaves_with_path(self.arguments[name]):
-                _check_shared(name, f"{describe(name)}{jax.tree_util.keystr(path)}", leaf, rows)
+                where = f"{describe(name)}{jax.tree_util.keystr(path)}"
+                if keys and is_key(leaf):
+                    raise ValueError(_unnamed_key(name, where))
+                _check_rows(name, where, leaf, rows)
 
 
 def describe(name: Name) -> str:
@@ -193,22 +196,27 @@ def _check_rng(keys: Tree) -> None:
             )
 
 
-def _check_shared(name: Name, where: str, leaf: Any, rows: int | None) -> None:
-    declare = f"pass whole_argnums={name}" if isinstance(name, int) else f"pass whole_argnames={name!r}"
+def _unnamed_key(name: Name, where: str) -> str:
+    named = f"Pass rng_argnum={name}" if isinstance(name, int) else "Pass it by position and name it by rng_argnum"
+    return (
+        f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a key. {named}; to "
+        f"share it on purpose, {_declare(name)}."
+    )
+
+
+def _check_rows(name: Name, where: str, leaf: Any, rows: int | None) -> None:
     shape = getattr(leaf, "shape", ())
-    if is_key(leaf):
-        named = f"Pass rng_argnum={name}" if isinstance(name, int) else "Pass it by position and name it by rng_argnum"
-        raise ValueError(
-            f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a key. {named}; "
-            f"to share it on purpose, {declare}."
-        )
     if rows is not None and rows > 1 and shape and shape[0] == rows:
         role = "batch_argnums" if isinstance(name, int) else "batch_argnames"
         raise ValueError(
             f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
             f"{shape}, the batch {rows} rows. Name it in {role}; if every micro-batch needs all of it, "
-            f"{declare}."
+            f"{_declare(name)}."
         )
+
+
+def _declare(name: Name) -> str:
+    return f"pass whole_argnums={name}" if isinstance(name, int) else f"pass whole_argnames={name!r}"
 
 
 def _short(leaf: Any) -> str:

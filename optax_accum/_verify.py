@@ -14,6 +14,7 @@ from optax_accum._accumulator import Tree
 from optax_accum._loss import Loss, grouped, uneven
 from optax_accum._probes import Probes, within
 from optax_accum._report import Cause, Report
+from optax_accum._roles import Roles
 
 SUMS = 2**-16  # the error beyond which sums in another dtype have lost something: 128 roundings of float32
 
@@ -105,31 +106,25 @@ def verify(
     References:
       Mean of means: the gradient accumulation bug found in 2024 in several trainers (unsloth.ai/blog/gradient).
     """
-    numbers = _roles(whole_argnums, rng_argnum, carry_argnum, 2 + len(args))
-    rng_argnum, carry_argnum = numbers["rng_argnum"], numbers["carry_argnum"]
-    loss = Loss(fun, params, args, has_aux, weight_fn, rng_argnum, carry_argnum)
-    rows = _check(loss, batch, num_microbatches, group_size, numbers["whole_argnums"])
+    roles = {"rng_argnum": rng_argnum, "carry_argnum": carry_argnum, "whole_argnums": whole_argnums}
+    call = Roles.named(batch_argnums=1, **roles).of((params, batch, *args), {})
+    loss = Loss(fun, params, args, has_aux, weight_fn, call.rng, call.carry)
+    rows = _check(loss, batch, num_microbatches, group_size)
+    call.check_shared(rows, keys=False)  # a probe looks for those
     batch = grouped(batch, group_size)
     if impure := _impure(loss, batch):
         return Report(False, {}, {}, (impure,), rows, num_microbatches, False)
     _check_sizes(loss, batch, rows // group_size, num_microbatches, group_size)
     limits = (_rounding(loss, batch), SUMS) if rtol is None else (rtol, rtol)
     probes = Probes(loss, batch, rows // group_size, num_microbatches, accumulator_dtype, *limits)
-    causes = [*probes.shared_key(numbers["whole_argnums"]), *probes.low_precision(), *probes.state()]
+    causes = [*probes.shared_key(call.whole), *probes.low_precision(), *probes.state()]
     sound = within(probes.as_asked) and not probes.broken
     causes = causes if sound else [*causes, *probes.formula()]
     errors, limits = ({path: pair[i] for path, pair in probes.as_asked.items()} for i in (0, 1))
     return Report(sound and not causes, errors, limits, tuple(causes), rows, num_microbatches, probes.random)
 
 
-def _roles(whole_argnums: Any, rng_argnum: int | None, carry_argnum: int | None, count: int) -> dict[str, Any]:
-    """Returns the numbers of the arguments in each role, counted from the front."""
-    whole = () if whole_argnums == () else _arguments.as_argnums("whole_argnums", whole_argnums)
-    roles = {"argnums": 0, "batch_argnums": 1, "rng_argnum": rng_argnum, "carry_argnum": carry_argnum}
-    return _arguments.as_roles(roles | {"whole_argnums": whole}, count)
-
-
-def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any, whole_argnums: tuple[int, ...]) -> int:
+def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> int:
     """Returns the number of rows, and raises for a batch or a number that leaves nothing to compare."""
     if (_arguments.as_positive("num_microbatches", num_microbatches) or 0) < 2:
         raise ValueError(f"There must be a cut to compare: num_microbatches={num_microbatches}. Pass 2 or more.")
@@ -147,21 +142,7 @@ def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any, whol
             f"Groups must be whole: group_size={group_size} does not divide the {rows} rows of the batch. Pass a "
             f"batch of {rows - rows % group_size}."
         )
-    for number, arg in enumerate(loss.args, start=2):
-        if number not in (loss.rng_argnum, loss.carry_argnum, *whole_argnums):
-            _check_whole(number, arg, rows)
     return rows
-
-
-def _check_whole(number: int, arg: Any, rows: int) -> None:
-    """Raises for an argument that may be rows which were to be cut."""
-    for path, leaf in jax.tree.leaves_with_path(arg):
-        if jnp.ndim(leaf) and jnp.shape(leaf)[0] == rows:
-            raise ValueError(
-                f"What has as many rows as the batch must be cut with it: argument {number}"
-                f"{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, and the batch has {rows} rows. Pass it in "
-                f"the batch; or, if every micro-batch is to get all of it, pass whole_argnums={number}."
-            )
 
 
 def _check_sizes(loss: Loss, batch: Tree, count: int, num_microbatches: int, group_size: int) -> None:

@@ -613,9 +613,8 @@ def test_in_place_is_what_it_says():
         tx = optax_accum.accumulate_gradients(optax.sgd(0.1), **{"every": 2, **options})
         with pytest.raises(ValueError, match=f"in_place=True needs an accumulator to add to: .*{match}"):
             optax_accum.value_and_apply_gradients(loss, tx, in_place=True)(w, tx.init(w), x)
+    tx, half = optax_accum.accumulate_gradients(optax.sgd(0.1), 2), w.astype(jnp.bfloat16)
     with pytest.raises(ValueError, match="different dtypes"):
-        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
-        half = w.astype(jnp.bfloat16)
         optax_accum.value_and_apply_gradients(loss, tx, in_place=True)(half, tx.init(half), x)
 
 
