@@ -57,7 +57,7 @@ def test_through_a_jit_it_names_the_option_that_works(way, weight_fn):
     np.testing.assert_allclose(THROUGH[way](f), HESSIAN, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"in_place": False}, {"weight_fn": count}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"in_place": False}, {"weight_fn": count}], ids=["", "scan", "weight_fn"])
 def test_under_vmap(options):
     ws = jnp.stack([W, -W, 2 * W])
     cut = optax_accum.value_and_grad(loss, num_microbatches=3, **options)
@@ -66,14 +66,14 @@ def test_under_vmap(options):
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("options", [{}, {"weight_fn": count}, {"weight": jnp.array([1.0, 0.0, 2.0])}], ids=str)
-def test_micro_steps_under_vmap(options, jit):
+@pytest.mark.parametrize("weighted", ["", "weight_fn", "weight"])
+def test_micro_steps_under_vmap(weighted, jit):
     """An ensemble: each member with a weight of its own, one of them zero."""
-    ws, weight = jnp.stack([W, -W, 2 * W]), options.get("weight", jnp.full(3, 7.0))
+    ws, weight = jnp.stack([W, -W, 2 * W]), jnp.array([1.0, 0.0 if weighted == "weight" else 1.0, 2.0])
     tx = optax_accum.accumulate_gradients(optax.sgd(0.5), None)
-    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=options.get("weight_fn"))
-    own = {} if "weight" not in options else {"weight": 0}
-    run = lambda w, state, weight: step(w, state, BATCH, flush=True, **({"weight": weight} if own else {}))
+    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=count if weighted == "weight_fn" else None)
+    own = lambda weight: {"weight": weight} if weighted == "weight" else {}
+    run = lambda w, state, weight: step(w, state, BATCH, flush=True, **own(weight))
     _, now, _ = jit(jax.vmap(run))(ws, jax.vmap(tx.init)(ws), weight)
     moved = ws - 0.5 * jax.vmap(jax.grad(loss), (0, None))(ws, BATCH)
     np.testing.assert_allclose(now, jnp.where((weight == 0)[:, None], ws, moved), rtol=1e-5)

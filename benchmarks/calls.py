@@ -1,0 +1,112 @@
+"""Owns what is paid once for each call outside `jit`, and once for each compilation: Python time, memory, compile time.
+
+Run `python -m benchmarks.calls`. Before a time is printed, results are compared.
+"""
+
+import argparse
+import gc
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_accum
+from benchmarks import _measure
+
+Call = Callable[[], Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=500, help="calls over which memory is watched")
+    parser.add_argument("--leaves", type=int, default=600, help="leaves of the parameters whose policies are compiled")
+    options = parser.parse_args()
+    print(_measure.header("Calls outside jit, and compilations", "Times of one run on this machine."))
+    print(_eager(options.calls))
+    print(_policies(options.leaves))
+
+
+def _eager(calls: int) -> str:
+    """Returns the time of a call outside `jit` as a multiple of `jax.value_and_grad`, and what many calls keep."""
+    random = np.random.default_rng(0)
+    params = {"layers": [jnp.asarray(random.normal(size=(32, 32)) / 6, jnp.float32) for _ in range(6)]}
+    batch = {"x": jnp.asarray(random.normal(size=(24, 32)), jnp.float32), "y": jnp.ones((24, 32))}
+
+    def encode(params: Any, x: jax.Array) -> jax.Array:
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer)
+        return x
+
+    def loss(params: Any, batch: Any, encode: Callable[..., jax.Array] = encode) -> jax.Array:
+        return jnp.mean((encode(params, batch["x"]) - batch["y"]) ** 2)
+
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 4)
+    state, whole = tx.init(params), jax.value_and_grad(loss)
+    cut = optax_accum.value_and_grad(loss, num_microbatches=4)
+    step = optax_accum.value_and_apply_gradients(loss, tx)
+    small = optax_accum.microbatched_apply(encode, 4)
+    measured: dict[str, Call] = {
+        "jax.value_and_grad": lambda: whole(params, batch),
+        "value_and_grad": lambda: cut(params, batch),
+        "value_and_apply_gradients": lambda: step(params, state, batch),
+        "microbatched_apply, differentiated": lambda: whole(params, batch, small),
+    }
+    for name in ("value_and_grad", "microbatched_apply, differentiated"):
+        error = _measure.relative_difference(measured[name](), measured["jax.value_and_grad"]())
+        assert error < 1e-5, (name, error)
+    first = {name: _seconds(call, 1) for name, call in measured.items()}
+    later = {name: min(_seconds(call, 5) for _ in range(5)) for name, call in measured.items()}
+    rows = [("call", "first, ms", "later, ms", "/ jax.value_and_grad", f"kept by {calls} calls, kB")]
+    for name, call in measured.items():
+        ratio = later[name] / later["jax.value_and_grad"]
+        rows.append(
+            (name, f"{1e3 * first[name]:.0f}", f"{1e3 * later[name]:.1f}", f"{ratio:.2f}", f"{_kept(call, calls):.0f}")
+        )
+    return f"### Outside jit (target: later calls <= 3 times `jax.value_and_grad`)\n\n{_measure.markdown(rows)}"
+
+
+def _policies(leaves: int) -> str:
+    """Returns the compile time of each policy over many small leaves, as a multiple of "propagate"."""
+    params = {str(i): jnp.ones((8, 8)) for i in range(leaves)}
+
+    def seconds(nonfinite: str) -> float:
+        tx = optax_accum.accumulate_gradients(optax.adam(1e-3), 4, nonfinite=nonfinite)
+        state = tx.init(params)
+        step = jax.jit(lambda g, s, p: optax_accum.apply_gradients(tx, g, s, p), donate_argnums=(1, 2))
+        return _seconds(lambda: step.lower(params, state, params).compile(), 1)
+
+    seconds("propagate")  # what is compiled once in a process
+    times = {name: min(seconds(name) for _ in range(2)) for name in ("propagate", "skip", "omit", "discard")}
+    rows = [("nonfinite", "trace and compile, s", '/ "propagate"')]
+    rows += [(name, f"{time:.1f}", f"{time / times['propagate']:.2f}") for name, time in times.items()]
+    return f"### {leaves} leaves, adam (target: <= 1.3)\n\n{_measure.markdown(rows)}"
+
+
+def _seconds(call: Call, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        _ready(call())
+    return (time.perf_counter() - start) / calls
+
+
+def _ready(results: Any) -> None:
+    jax.block_until_ready([leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)])
+
+
+def _kept(call: Call, calls: int) -> float:
+    """Returns by how many kB the process grew."""
+    gc.collect()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(calls):
+        _ready(call())
+    gc.collect()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+if __name__ == "__main__":
+    main()
