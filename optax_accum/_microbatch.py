@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import optax
 
-from optax_accum import _arguments, _mesh, _outputs, _sharding, _split, _tracing
+from optax_accum import _arguments, _mesh, _outputs, _sharding, _split
 from optax_accum._accumulator import Tree
 from optax_accum._cut import Parts, Rules, Totals
-from optax_accum._program import compiled_once
+from optax_accum._program import compiled_once, told
 from optax_accum._roles import Call, Roles
 
 
@@ -181,11 +181,11 @@ def value_and_grad(
     )
     _check_options(rules)
     compute = functools.partial(_value_and_grad, rules)
-    compute = compute if rules.reduce_axes else compiled_once(compute)  # a mesh is read off arrays that are not traced
+    compute = (told if rules.reduce_axes else compiled_once)(compute)  # a mesh is read off arrays that are not traced
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return compute(_tracing.is_differentiated((args, kwargs)), args, kwargs)
+        return compute(args, kwargs)
 
     return run
 

@@ -13,27 +13,36 @@ from optax_accum import _tracing
 _PROGRAMS = 16  # compiled ones that each function keeps
 
 
+def told(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fun` without its first argument: whether JAX differentiates what it returns."""
+    return lambda *args: fun(_tracing.is_differentiated(args), *args)
+
+
 def compiled_once(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fun`, whose loops are not compiled again at every call outside `jit`.
+    """Does what `told` does, for a function whose loops are not to be compiled again at every call outside `jit`.
 
     What `fun` closes over may change between two calls, unlike under `jax.jit`: the second call is traced as well, and
     finds its compiled program only if that is the same.
     """
     compiled = functools.lru_cache(_PROGRAMS)(lambda program: jax.jit(program.run))
 
-    @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any) -> Any:
         if _tracing.is_staged() or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return fun(*args, **kwargs)
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+            return told(fun)(*args)
+        leaves, treedef = jax.tree.flatten(args)
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
 
-        def of_arrays(*arrays: Any) -> Any:
-            given = iter(arrays)
-            args, kwargs = treedef.unflatten([next(given) if _is_array(leaf) else leaf for leaf in leaves])
-            return fun(*args, **kwargs)
+        def traced(again: bool) -> tuple[Any, Any]:
+            def of_arrays(*arrays: Any) -> Any:
+                given = iter(arrays)
+                return fun(again, *treedef.unflatten([next(given) if _is_array(leaf) else leaf for leaf in leaves]))
 
-        closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+            return jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+
+        again = _tracing.is_differentiated(args)
+        closed, shapes = traced(again)
+        if not again and _tracing.is_differentiated(closed.consts):  # what `fun` closes over
+            closed, shapes = traced(True)
         results = compiled(_Program(closed))(closed.consts, arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

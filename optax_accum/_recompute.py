@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum import _accumulator, _arguments, _split, _tracing
+from optax_accum import _accumulator, _arguments, _split
 from optax_accum._program import compiled_once
 from optax_accum._roles import Roles
 
@@ -101,7 +101,7 @@ def microbatched_apply(
 
     @functools.wraps(fun)
     def applied(*args: Any, **kwargs: Any) -> Any:
-        return compute(_tracing.is_differentiated((args, kwargs)), args, kwargs)
+        return compute(args, kwargs)
 
     return applied
 

@@ -67,6 +67,13 @@ def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) 
     return jax.lax.switch(jnp.asarray(flag).astype(jnp.int32), [on_false, on_true])
 
 
+def extremes(real: jax.Array) -> list[jax.Array]:
+    """Returns what is finite if all of an array is: one reduction, where a CPU does not write the magnitudes first."""
+    if _JAX >= (0, 11, 1):
+        return [jnp.max(jnp.abs(real))]
+    return [jnp.max(real), jnp.min(real)]
+
+
 def traces_in_place(add: Callable[[], Any]) -> bool:
     """Returns whether JAX can trace a backward pass that adds in place: before 0.11 not through a slice."""
     if _JAX >= (0, 11, 0):

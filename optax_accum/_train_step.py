@@ -14,7 +14,7 @@ from optax_accum import _accumulator, _arguments, _mesh, _sharding, _split, _tra
 from optax_accum._accumulator import Tree, Weight
 from optax_accum._mesh import Axes
 from optax_accum._micro_step import Accumulation
-from optax_accum._program import compiled_once
+from optax_accum._program import compiled_once, told
 from optax_accum._roles import NOT_ARRAYS, Call, Roles, check_arrays
 from optax_accum._state import micro_step
 from optax_accum._transformation import apply_gradients
@@ -117,16 +117,15 @@ def value_and_apply_gradients(
         weight_fn=weight_fn,
         in_place=in_place,
     )
-    compute = rules.step if rules.axes else compiled_once(rules.step)  # a mesh is read off arrays that are not traced
+    compute = (told if rules.axes else compiled_once)(rules.step)  # a mesh is read off arrays that are not traced
 
     @functools.wraps(fun)
     def step(
         params: Tree, state: Tree, *args: Any, weight: Any = None, flush: Any = None, **extra_args: Any
     ) -> tuple[Any, Tree, Tree]:
-        again = _tracing.is_differentiated((params, state, args, weight, extra_args))
         if type(weight) in (int, float) and not _tracing.is_staged():
             weight = jnp.asarray(weight, jnp.result_type(float))  # one program for all weights
-        return compute(again, params, state, args, weight, flush, extra_args)
+        return compute(params, state, args, weight, flush, extra_args)
 
     del step.__wrapped__  # `jax.jit(step, static_argnames="flush")` reads the signature of `step`, not of `fun`
     return step

@@ -79,6 +79,17 @@ def test_micro_steps_under_vmap(weighted, jit):
     np.testing.assert_allclose(now, jnp.where((weight == 0)[:, None], ws, moved), rtol=1e-5)
 
 
+@by_weight
+@pytest.mark.parametrize("way", [jax.jacfwd, jax.jacrev])
+def test_what_a_loss_closes_over_is_differentiated(way, weight_fn):
+    def gradient(scale, value_and_grad):
+        return value_and_grad(lambda w, batch: loss(scale * w, batch))(W, BATCH)[1]
+
+    cut = lambda fun: optax_accum.value_and_grad(fun, num_microbatches=3, weight_fn=weight_fn)
+    got, want = (way(lambda scale, f=f: gradient(scale, f))(2.0) for f in (cut, jax.value_and_grad))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_microbatched_apply_in_forward_mode(dtype):
     encode = lambda w, x: jnp.tanh(x @ w)

@@ -11,7 +11,8 @@ import optax_accum
 
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 FLOORS = [
-    {"_accumulator", "_state", "_report", "_collectives", "_mesh", "_tracing"},
+    {"_tracing"},
+    {"_accumulator", "_state", "_report", "_collectives", "_mesh"},
     {"_roles", "_program"},
     {"_arguments", "_sharding"},
     {"_split", "_emit", "_inner"},

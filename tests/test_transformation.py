@@ -433,7 +433,8 @@ def test_a_weight_is_counted_in_32_bits(dtype):
 
 def test_states_and_trees_that_are_not_the_right_ones():
     loss = lambda p, x: jnp.mean(p["w"] * x)
-    tx, params = optax_accum.accumulate_gradients(SGD, 2), {"w": jnp.ones(3), "n": jnp.int32(1)}
+    params, trains = {"w": jnp.ones(3), "n": jnp.int32(1)}, lambda tree: {name: name == "w" for name in tree}
+    tx = optax_accum.accumulate_gradients(optax.masked(SGD, trains), 2)
     step = optax_accum.value_and_apply_gradients(loss, tx)
     with pytest.raises(TypeError, match="must be what `init` returned"):
         step(params, optax.MultiSteps(SGD, 2).init(params), jnp.ones(3))
