@@ -97,7 +97,7 @@ def microbatched_apply(
         microbatch_size=_arguments.as_positive("microbatch_size", microbatch_size),
         group_size=_arguments.as_positive("group_size", group_size) or 1,
     )
-    compute = compiled_once(rules.apply)
+    compute = compiled_once(lambda again, args, kwargs: rules.apply(args, kwargs))
 
     @functools.wraps(fun)
     def applied(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ class _Rules:
     microbatch_size: int | None
     group_size: int
 
-    def apply(self, again: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the outputs of all micro-batches, in the order of the rows."""
         call = self.roles.of(args, kwargs)
         batches = call[call.batch]

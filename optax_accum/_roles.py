@@ -33,7 +33,7 @@ class Roles:
             batch_argnums = () if names else 1
         return cls(
             argnums=() if argnums is None else as_argnums("argnums", argnums),
-            batch_argnums=as_argnums("batch_argnums", batch_argnums, empty=bool(names)),
+            batch_argnums=as_argnums("batch_argnums", batch_argnums, empty=True),
             batch_argnames=names,
             rng_argnum=_one("rng_argnum", roles.get("rng_argnum")),
             carry_argnum=_one("carry_argnum", roles.get("carry_argnum")),
@@ -165,7 +165,7 @@ def _placed(role: str, number: int, count: int, taken: dict[int, str]) -> int:
     if not -count <= number < count:
         raise ValueError(
             f"{role} must name an argument by position: {role}={number}, and there are {count}. Pass that argument by "
-            "position; a batch that comes by keyword is named by batch_argnames."
+            "position; a batch that comes by keyword is named by batch_argnames, no batch by batch_argnums=()."
         )
     number %= count
     if number in taken:

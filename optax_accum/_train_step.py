@@ -199,7 +199,12 @@ class _MicroStep:
         """Raises for a batch whose rows do not fit, and for what every micro-batch would share unasked."""
         batch = call[call.batch]
         has_rows = any(map(_split.is_split, jax.tree.leaves(batch)))
-        rows = _split.count_rows(batch) if has_rows or not weighted else None
+        if call.batch and not (has_rows or weighted):
+            raise ValueError(
+                "A micro-batch counts by its rows unless it is weighed: the batch arguments hold scalars only. Pass "
+                "weight=, or batch_argnums=() if the loss has no batch."
+            )
+        rows = _split.count_rows(batch) if has_rows else None
         call.check_shared(rows)
         if not self.axes or _mesh.is_manual(self.axes):
             _split.check_groups("the micro-batch has", rows or 0, self.group_size)
@@ -254,7 +259,7 @@ class _MicroStep:
         """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
         if self.weight_fn:
             return _arguments.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
-        if self.accumulation and self.accumulation.reduction == "sum":
+        if not call.batch or (self.accumulation and self.accumulation.reduction == "sum"):
             return 1.0
         return _arguments.Rows(_split.count_rows(call[call.batch]))
 

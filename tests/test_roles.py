@@ -144,6 +144,16 @@ def test_a_batch_by_keyword_is_refused_unless_it_is_named():
         whole(W, X, y=Y)
 
 
+def test_a_loss_without_a_batch_and_one_without_rows():
+    loss = lambda w, scale=1.0: jnp.sum(scale * w**2)
+    step = optax_accum.value_and_apply_gradients(loss, TX, batch_argnums=())
+    assert optax_accum.metrics(step(W, TX.init(W))[2])["weight"] == 1
+    step = optax_accum.value_and_apply_gradients(loss, TX)
+    with pytest.raises(ValueError, match=r"Pass weight=, or batch_argnums=\(\)"):
+        step(W, TX.init(W), 2.0)
+    assert optax_accum.metrics(step(W, TX.init(W), 2.0, weight=3)[2])["weight"] == 3
+
+
 # Groups
 
 
