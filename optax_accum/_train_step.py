@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optax_accum import _accumulator, _arguments, _mesh, _sharding, _split, _tracing
+from optax_accum import _accumulator, _arguments, _backward, _mesh, _sharding, _split, _tracing
 from optax_accum._accumulator import Tree, Weight
 from optax_accum._mesh import Axes
 from optax_accum._micro_step import Accumulation
@@ -247,7 +246,7 @@ class _MicroStep:
         index = micro_step(state, keyed=call.rng is not None)
         call = call.own_key(index)
         weight = self._weight(call) if weight is None else _arguments.as_weight(weight)
-        loss, backward, value = _vjp(self.fun, self.has_aux, call)
+        loss, backward, value = _backward.vjp(self.fun, self.has_aux, call)
         if self.axes:
             _sharding.check_own_loss(loss, self.axes)
         if acc is None or not self._adds_in_place(call, acc):
@@ -265,73 +264,14 @@ class _MicroStep:
 
     def _adds_in_place(self, call: Call, acc: Tree) -> bool:
         """Returns whether the backward pass adds the gradient: not where a weight in its cotangent could matter."""
-        if self.in_place is None and _bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr):
+        if self.in_place is None and _backward.bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr):
             return False
 
         def add() -> None:
-            loss, backward, _ = _vjp(self.fun, self.has_aux, call)
+            loss, backward, _ = _backward.vjp(self.fun, self.has_aux, call)
             backward.with_refs(jax.tree.map(jax.new_ref, acc), jnp.ones_like(loss))
 
         traced = _tracing.traces_in_place(add)
         if self.in_place and not traced:
             raise TypeError(_tracing.NOT_IN_PLACE)
         return traced
-
-
-class _Backward:
-    """The backward pass of a loss, whose parameters may be integers: they get no reference, and a float0 gradient."""
-
-    def __init__(self, backward: Any, params: Tree):
-        self.backward = backward
-        self.leaves, self.treedef = jax.tree.flatten(params)
-
-    def __call__(self, cotangent: jax.Array) -> Tree:
-        """Returns the gradient."""
-        (grads,) = self.backward(cotangent)
-        given = iter(grads)
-        filled = [next(given) if is_inexact(p) else np.zeros(p.shape, jax.dtypes.float0) for p in self.leaves]
-        return self.treedef.unflatten(filled)
-
-    def with_refs(self, refs: Tree, cotangent: jax.Array) -> None:
-        """Adds the gradient to the references, of which an accumulator has one for each inexact parameter."""
-        self.backward.with_refs(jax.tree.leaves(refs))(cotangent)
-
-
-def _vjp(fun: Callable[..., Any], has_aux: bool, call: Call) -> tuple[jax.Array, _Backward, Any]:
-    """Returns the loss in at least float32, its backward pass, and what `fun` returned."""
-    params = call.arguments[0]
-    leaves, treedef = jax.tree.flatten(params)
-
-    def wide(inexact: list[jax.Array]) -> tuple[jax.Array, Any]:
-        given = iter(inexact)
-        own = treedef.unflatten([next(given) if is_inexact(leaf) else leaf for leaf in leaves])
-        out = call.with_arguments({0: own}).apply(fun)
-        loss = out[0] if has_aux else out
-        _arguments.check_loss(loss, None)
-        return loss.astype(_accumulator.accumulator_dtype(loss.dtype, None)), out
-
-    loss, backward, out = jax.vjp(wide, [leaf for leaf in leaves if is_inexact(leaf)], has_aux=True)
-    return loss, _Backward(backward, params), out
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Returns whether a parameter has a gradient."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _bends(jaxpr: Any) -> bool:
-    """Returns whether a factor in the cotangent could give another gradient than one on the gradient.
-
-    Where a number has a shorter range than float32 (float16, float8), a large weight overflows and a small one
-    vanishes; and a backward pass that the user wrote need not be linear (a clip).
-    """
-    widest = jnp.finfo(jnp.float32).maxexp
-    for equation in jaxpr.eqns:
-        dtypes = [getattr(var.aval, "dtype", jnp.dtype(bool)) for var in equation.outvars]
-        if any(jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).maxexp < widest for d in dtypes):
-            return True
-        if equation.primitive.name.startswith("custom_vjp_call"):
-            return True
-        if any(map(_bends, _tracing.inner_programs(equation))):
-            return True
-    return False

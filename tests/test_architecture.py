@@ -15,7 +15,7 @@ FLOORS = [
     {"_accumulator", "_state", "_report", "_collectives", "_mesh"},
     {"_roles", "_program"},
     {"_arguments", "_sharding"},
-    {"_split", "_emit", "_inner"},
+    {"_split", "_emit", "_inner", "_backward"},
     {"_outputs", "_micro_step", "_recompute"},
     {"_cut", "_transformation", "_placement"},
     {"_microbatch", "_train_step", "_planning", "_resume"},
