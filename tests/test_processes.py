@@ -20,7 +20,7 @@ from optax_accum import processes
 from optax_accum.processes import Settings
 
 UPDATES = 8
-CRASHES = 20
+CRASHES = 8
 
 
 @pytest.fixture(scope="module", autouse=True)
