@@ -210,7 +210,7 @@ def _check_rows(name: Name, where: str, leaf: Any, rows: int | None) -> None:
         role = "batch_argnums" if isinstance(name, int) else "batch_argnames"
         raise ValueError(
             f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
-            f"{shape}, the batch {rows} rows. Name it in {role}; if every micro-batch needs all of it, "
+            f"{shape}, the batch {rows} rows. Put it into the batch ({role}); if every micro-batch needs all of it, "
             f"{_declare(name)}."
         )
 

@@ -321,7 +321,7 @@ def test_a_leaf_without_rows_that_fun_cannot_take_cut_is_named():
 
 def test_an_argument_as_long_as_the_batch_is_refused_by_name():
     with pytest.raises(
-        ValueError, match=r"argument 2\['t'\] has shape \(8,\), and the batch has 8 rows.*whole_argnums=2"
+        ValueError, match=r"argument 2\['t'\] has shape \(8,\), the batch 8 rows.*into the batch.*whole_argnums=2"
     ):
         verify(lambda p, b, a: class_weighted(p, b, a["t"]), W, BATCH, {"t": jnp.arange(1.0, 9.0)})
 
