@@ -108,7 +108,7 @@ def test_several_arguments_and_one_place_for_their_sums():
             jax.jit(f)(jnp.float32(1), jnp.float32(2), jnp.ones(4))
 
 
-def test_held_micro_steps_branch_by_index_before_jax_0_11_1():
+def test_a_held_micro_step_does_nothing_in_its_branch():
     """What NVIDIA's compiler copies in a held micro-step: see `_tracing.branch`."""
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2)
     step = lambda g, s, p: optax_accum.apply_gradients(tx, g, s, p)
@@ -117,6 +117,5 @@ def test_held_micro_steps_branch_by_index_before_jax_0_11_1():
         for eqn in jax.make_jaxpr(step)(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3)).eqns
         if eqn.primitive.name == "cond"
     ]
-    index, sizes = branch.invars[0].aval.dtype, [len(inner.jaxpr.eqns) for inner in branch.params["branches"]]
-    assert sizes[0] == 0 < sizes[1]  # hold, then emit: a cond and a switch have them in one order
-    assert (index == jnp.int32) == (jax.__version_info__[:3] < (0, 11, 1)) or index == jnp.int32
+    sizes = [len(inner.jaxpr.eqns) for inner in branch.params["branches"]]
+    assert sizes[0] == 0 < sizes[1]  # hold, then emit: whichever of `cond` and `switch` this JAX compiles well
