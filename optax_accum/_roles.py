@@ -26,14 +26,16 @@ class Roles:
     whole_argnames: tuple[str, ...] = ()
 
     @classmethod
-    def named(cls, *, batch_argnums: Any, batch_argnames: Any = (), argnums: Any = 0, **roles: Any) -> "Roles":
-        """Returns the roles as users name them: without a batch, argument 1 is it."""
+    def named(
+        cls, *, batch_argnums: Any, batch_argnames: Any = (), argnums: Any = 0, has_batch: bool = True, **roles: Any
+    ) -> "Roles":
+        """Returns the roles as users name them: where no batch is named, argument 1 is it."""
         names = as_argnames("batch_argnames", batch_argnames)
         if batch_argnums is None:
             batch_argnums = () if names else 1
         return cls(
             argnums=() if argnums is None else as_argnums("argnums", argnums),
-            batch_argnums=as_argnums("batch_argnums", batch_argnums, empty=True),
+            batch_argnums=as_argnums("batch_argnums", batch_argnums, empty=bool(names) or not has_batch),
             batch_argnames=names,
             rng_argnum=_one("rng_argnum", roles.get("rng_argnum")),
             carry_argnum=_one("carry_argnum", roles.get("carry_argnum")),
@@ -165,7 +167,7 @@ def _placed(role: str, number: int, count: int, taken: dict[int, str]) -> int:
     if not -count <= number < count:
         raise ValueError(
             f"{role} must name an argument by position: {role}={number}, and there are {count}. Pass that argument by "
-            "position; a batch that comes by keyword is named by batch_argnames, no batch by batch_argnums=()."
+            "position; a batch that comes by keyword is named by batch_argnames."
         )
     number %= count
     if number in taken:

@@ -43,7 +43,7 @@ def value_and_apply_gradients(
       tx: what `accumulate_gradients` returned; any other optimizer makes an update at every call.
       has_aux: whether `fun` returns a pair.
       batch_argnums: the argument of `fun`, or several, that hold the rows of the micro-batch; argument 1, unless
-        `batch_argnames` names the batch.
+        `batch_argnames` names the batch. `()` for a loss without one.
       batch_argnames: the same for arguments that are passed by keyword.
       whole_argnums: arguments that are no part of the batch though they have as many rows, and keys that all
         micro-batches share on purpose.
@@ -111,6 +111,7 @@ def value_and_apply_gradients(
             whole_argnums=whole_argnums,
             whole_argnames=whole_argnames,
             rng_argnum=rng_argnum,
+            has_batch=False,
         ),
         group_size=_arguments.as_positive("group_size", group_size) or 1,
         weight_fn=weight_fn,

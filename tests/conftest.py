@@ -31,3 +31,11 @@ def rank_promotion():
     """Flax layers add biases to batches."""
     with jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def quickly_compiled():
+    """For tests that ask for numbers, not for programs: most of the compiler's optimizations are left out."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -1,5 +1,7 @@
 """Small Flax models, whole and cut, shared by the tests of Linen and NNX."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -34,18 +36,21 @@ def micro_batches():
     return [(X[end - n : end], Y[end - n : end]) for end, n in zip(ends, ROWS, strict=True)]
 
 
+@functools.cache
+def initial(norm):
+    return jax.jit(MLP(norm).init)(jax.random.key(0), X[:2])
+
+
 def created(tx, cls=accum.TrainState, norm=False, **kwargs):
-    model = MLP(norm)
-    variables = model.init(jax.random.key(0), X[:2])
+    model, variables = MLP(norm), initial(norm)
     if norm:
         kwargs = {"batch_stats": variables["batch_stats"], "momentum": 0.9, **kwargs}
     return cls.create(apply_fn=model.apply, params=variables["params"], tx=tx, **kwargs)
 
 
 def gradient(state, batch):
-    return jax.value_and_grad(lambda params: cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]))(
-        state.params
-    )
+    loss = lambda params: cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1])
+    return jax.jit(jax.value_and_grad(loss))(state.params)
 
 
 def close(got, want, tolerance=1e-6):

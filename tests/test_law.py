@@ -12,6 +12,8 @@ import pytest
 import optax_accum
 from tests import paths, problems
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 ROWS = 12
 PARTITIONS = [(12,), (6, 6), (4, 4, 4), (1,) * 12, (7, 5), (1, 10, 1), (2, 3, 7)]
 
@@ -187,10 +189,10 @@ by_weight = pytest.mark.parametrize("weight", WEIGHTS)
 FEW = ("gathers", "slices", "ties", "takes the last")
 
 
-def check(path, start, batch, uses, weight="rows", dtype=None, rtol=2e-5):
+def check(path, uses, weight="rows", dtype=None, rtol=2e-5, *, integers=False):
     mean, weigh = WEIGHTS[weight]
-    want = paths.oracle(paths.loss_of(uses, mean), start, batch)
-    now = jax.tree.map(np.asarray, path(paths.loss_of(uses, mean, dtype), weigh, start, batch))
+    start, want = paths.params(integers=integers), paths.whole(uses, mean, integers=integers)
+    now = jax.tree.map(np.asarray, path(paths.loss_of(uses, mean, dtype), weigh, start, paths.rows()))
     moved = max(
         np.max(np.abs(np.asarray(a, float) - b)) for a, b in zip(*map(jax.tree.leaves, (start, want)), strict=True)
     )
@@ -201,24 +203,24 @@ def check(path, start, batch, uses, weight="rows", dtype=None, rtol=2e-5):
 @by_weight
 @pytest.mark.parametrize("path", paths.PATHS)
 def test_every_path_makes_the_update_of_the_whole_batch(path, weight):
-    check(paths.PATHS[path], paths.params(), paths.rows(), FEW, weight)
+    check(paths.PATHS[path], FEW, weight)
 
 
 @pytest.mark.parametrize("path", [name for name in paths.PATHS if name not in paths.TAKES_NO_INTEGERS])
 def test_integers_among_the_parameters_stay(path):
-    check(paths.PATHS[path], paths.params(integers=True), paths.rows(), FEW)
+    check(paths.PATHS[path], FEW, integers=True)
 
 
 @pytest.mark.parametrize("use", paths.USES)
 @pytest.mark.parametrize("path", ["value_and_apply_gradients", "value_and_grad, eager"])
 def test_whatever_a_loss_does_with_a_parameter(path, use):
-    check(paths.PATHS[path], paths.params(), paths.rows(), (use,))
+    check(paths.PATHS[path], (use,))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("path", ["apply_gradients", "value_and_apply_gradients", "value_and_grad"])
 def test_computed_in_a_narrow_dtype(path, dtype):
-    check(paths.PATHS[path], paths.params(), paths.rows(), FEW, "mask", dtype, rtol=2e-2)
+    check(paths.PATHS[path], FEW, "mask", dtype, rtol=2e-2)
 
 
 @pytest.mark.parametrize(("kind", "weight"), [(0, "rows"), (0, "mask"), (1, "mask")], ids=str)
@@ -226,7 +228,7 @@ def test_computed_in_a_narrow_dtype(path, dtype):
 def test_every_path_over_devices(path, kind, weight):
     mesh = paths.mesh_of(paths.KINDS[kind])
     with jax.set_mesh(mesh):
-        check(functools.partial(paths.SHARDED[path], mesh), paths.params(), paths.rows(), FEW, weight)
+        check(functools.partial(paths.SHARDED[path], mesh), FEW, weight)
 
 
 @pytest.mark.parametrize(("check_vma", "weight"), [(True, "rows"), (False, "rows"), (False, "mask")], ids=str)
@@ -236,4 +238,4 @@ def test_every_path_in_a_shard_map(path, check_vma, weight):
     mesh = paths.mesh_of(paths.KINDS[(weight == "mask") ^ check_vma])
     with jax.set_mesh(mesh):
         run = functools.partial(paths.MANUAL[path], mesh, check_vma=check_vma)
-        check(run, paths.params(), paths.rows(), FEW, weight)
+        check(run, FEW, weight)

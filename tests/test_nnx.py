@@ -220,11 +220,10 @@ def test_a_module_under_transformations():
     close(statistics(model), statistics(whole))
 
 
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-@pytest.mark.parametrize("deferred", [False, True])
-def test_the_train_step_over_devices(axis_type, deferred):
+@pytest.mark.parametrize(("kind", "deferred"), [("Auto", False), ("Auto", True), ("Explicit", True)])
+def test_the_train_step_over_devices(kind, deferred):
     """Statistics, metrics and parameters are those of the whole batch, with one reduction per window if deferred."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType[kind],))
     plain, (whole, normed) = Net(nnx.Rngs(0)), two_norms()
     plain_loss = nnx_loss(plain, (X, Y))
     reference = nnx.Optimizer(plain, optax.adam(0.1), wrt=nnx.Param)

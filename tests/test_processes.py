@@ -20,12 +20,12 @@ from optax_accum import processes
 from optax_accum.processes import Settings
 
 UPDATES = 8
-CRASHES = 8
+CRASHES = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_once(tmp_path_factory):
-    """Processes that start twenty times read what the first of them compiled."""
+    """Processes that start again and again read what the first of them compiled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -85,14 +85,14 @@ def saved(checkpoints):
     return max(steps, default=-1)
 
 
-def test_a_group_that_is_killed_twenty_times_ends_bit_identical(tmp_path):
-    settings = Settings(processes=2, updates=30, save_every=2, output=str(tmp_path / "params.npz"))
-    undisturbed = launched(tmp_path, processes=2, updates=30)
+def test_a_group_that_is_killed_again_and_again_ends_bit_identical(tmp_path):
+    settings = Settings(processes=2, updates=14, save_every=2, output=str(tmp_path / "params.npz"))
+    undisturbed = launched(tmp_path, processes=2, updates=14)
     checkpoints = tmp_path / "checkpoints"
     settings = dataclasses.replace(settings, checkpoints=str(checkpoints))
     cut = [crash(processes.start(settings), checkpoints, seed) for seed in range(CRASHES)]
     assert sum(cut) >= 2  # some while a checkpoint was being written
-    assert 0 < saved(checkpoints) < 30 * settings.global_batch
+    assert 0 < saved(checkpoints) < 14 * settings.global_batch
     assert processes.launch(settings) == 0
     got = dict(np.load(tmp_path / "params.npz"))
     for name, leaf in undisturbed.items():
