@@ -150,7 +150,7 @@ def _steps(mesh: Any, params: Tree, k: int) -> dict[str, Step]:
 
     def across(reduce_to: Tree) -> Step:
         tx = optax_accum.accumulate_gradients(INNER, k, reduce_axes="data", reduce_to=reduce_to)
-        where = optax_accum.state_sharding(tx, params)
+        where = optax_accum.sharding.state_sharding(tx, params)
         micro_step = optax_accum.value_and_apply_gradients(_loss, tx)
         step = jax.jit(lambda *args: micro_step(*args)[1:], donate_argnums=(0, 1), out_shardings=(replicated, where))
         return Step(step, (params, jax.jit(tx.init, out_shardings=where)(params)), k, _micro_batch)
@@ -175,7 +175,7 @@ def _steps(mesh: Any, params: Tree, k: int) -> dict[str, Step]:
         ),
         WITHIN: within(lambda params, batch: ours(params, batch)[1]),
         ACROSS: across(None),
-        ZERO: across(optax_accum.shard_over(params, "data")),
+        ZERO: across(optax_accum.sharding.shard_over(params, "data")),
     }
 
 
@@ -236,11 +236,11 @@ def _micro_batch(batch: Tree, call: int) -> Tree:
 
 
 def _counted(step: Step, params: Tree, batch: Tree, seconds: float) -> Row:
-    found = optax_accum.count_collectives(step.jitted.lower(*step.start, step.batch(batch, 0)).compile())
+    found = optax_accum.sharding.count_collectives(step.jitted.lower(*step.start, step.batch(batch, 0)).compile())
     return _row(found, step.calls, _copies(params), seconds)
 
 
-def _row(found: optax_accum.Collectives, calls: int, copy: int, seconds: float = 0.0) -> Row:
+def _row(found: optax_accum.sharding.Collectives, calls: int, copy: int, seconds: float = 0.0) -> Row:
     """Returns the numbers of a window: what stands outside branches runs at each call, the rest at the last."""
     reductions, always = ("all-reduce", "reduce-scatter"), ("outside", "loop")
     moves = ("all-gather", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
@@ -310,13 +310,13 @@ def _paper_rows() -> Iterator[tuple[str, ...]]:
         for k in (1, 4, 16, 64):
             batch = jax.tree.map(shape(P("data")), jax.eval_shape(functools.partial(_batch, k)))
             ours = optax_accum.value_and_grad(_loss, num_microbatches=k, reduce_axes="data")
-            to = optax_accum.shard_over(params, "data")
+            to = optax_accum.sharding.shard_over(params, "data")
             gradients = {
                 "one for each micro-batch": functools.partial(_as_in_maxtext, k),
                 "ours: all-reduce": lambda params, batch, ours=ours: ours(params, batch)[1],
             }
             for way, gradient in gradients.items():
-                found = optax_accum.count_collectives(jax.jit(gradient).lower(params, batch).compile())
+                found = optax_accum.sharding.count_collectives(jax.jit(gradient).lower(params, batch).compile())
                 yield _paper_row(k, way, _row(found, 1, copy), passes=2)  # an all-reduce goes round the ring twice
             row = _row(_zero(params, to, batch, k, mesh), 1, copy)
             yield _paper_row(k, "ours: reduce-scatter, all-gather", row, passes=1)
@@ -328,19 +328,19 @@ def _paper_row(k: int, way: str, row: Row, passes: int) -> tuple[str, ...]:
     return str(DEVICES), str(k), way, str(row.reductions), *numbers
 
 
-def _zero(params: Tree, to: Tree, batch: Tree, k: int, mesh: Any) -> optax_accum.Collectives:
+def _zero(params: Tree, to: Tree, batch: Tree, k: int, mesh: Any) -> optax_accum.sharding.Collectives:
     """Returns the collectives of a window whose update is sharded: the last micro-step, its k micro-batches within."""
     tx = optax_accum.accumulate_gradients(INNER, every=1, reduce_axes="data", reduce_to=to)
-    where = optax_accum.state_sharding(tx, params)
+    where = optax_accum.sharding.state_sharding(tx, params)
     placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     state = jax.tree.map(placed, jax.eval_shape(tx.init, params), where)
-    cut = optax_accum.value_and_grad(_loss, num_microbatches=k, reduce_axes="data", reduced=False)
+    cut = optax_accum.value_and_grad(_loss, num_microbatches=k, reduce_axes="data", reduce_to="partial")
 
     def window(params: Tree, state: Any, batch: Tree) -> tuple[Tree, Any]:
         return optax_accum.apply_gradients(tx, cut(params, batch)[1], state, params)
 
     jitted = jax.jit(window, out_shardings=(NamedSharding(mesh, P()), where))
-    return optax_accum.count_collectives(jitted.lower(params, state, batch).compile())
+    return optax_accum.sharding.count_collectives(jitted.lower(params, state, batch).compile())
 
 
 # The model: residual layers in a scan, and a head.

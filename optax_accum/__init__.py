@@ -1,21 +1,20 @@
-"""Gradient accumulation for JAX, Optax and Flax: the update equals the update of the whole batch."""
+"""Gradient accumulation for JAX, Optax and Flax: the update equals the update of the whole batch.
+
+Here are the verbs of every day. On several devices see `optax_accum.sharding`, for runs that go on after a crash
+`optax_accum.checkpoint`, for the sizes of batches `optax_accum.batching`, with Flax `optax_accum.flax`.
+"""
 
 import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from optax_accum._collectives import Collective, Collectives, count_collectives
-from optax_accum._microbatch import value_and_grad
-from optax_accum._placement import shard_over, state_sharding
-from optax_accum._planning import BatchSplit, split_global_batch
-from optax_accum._recompute import microbatched_apply
-from optax_accum._report import Cause, Report
-from optax_accum._resume import check_processes, checkpoint_target, redistribute
-from optax_accum._sharding import defer_reduction
-from optax_accum._state import AccumulationState, WeightedSum, from_multi_steps, has_updated, metrics
-from optax_accum._train_step import value_and_apply_gradients
-from optax_accum._transformation import accumulate_gradients, apply_gradients
-from optax_accum._verify import verify
+from optax_accum import batching, checkpoint, sharding
+from optax_accum._across.train_step import value_and_apply_gradients
+from optax_accum._across.transformation import accumulate_gradients, apply_gradients
+from optax_accum._core.state import AccumulationState, from_multi_steps, has_updated, metrics
+from optax_accum._tools.verify import verify
+from optax_accum._within.microbatched_apply import microbatched_apply
+from optax_accum._within.value_and_grad import value_and_grad
 
 if _TYPE_CHECKING:
     from optax_accum import flax as flax
@@ -24,26 +23,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccumulationState",
-    "BatchSplit",
-    "Cause",
-    "Collective",
-    "Collectives",
-    "Report",
-    "WeightedSum",
     "accumulate_gradients",
     "apply_gradients",
-    "check_processes",
-    "checkpoint_target",
-    "count_collectives",
-    "defer_reduction",
+    "batching",
+    "checkpoint",
     "from_multi_steps",
     "has_updated",
     "metrics",
     "microbatched_apply",
-    "redistribute",
-    "shard_over",
-    "split_global_batch",
-    "state_sharding",
+    "sharding",
     "value_and_apply_gradients",
     "value_and_grad",
     "verify",
@@ -58,4 +46,4 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "flax"})
+    return sorted([*__all__, "__version__", "flax"])

@@ -132,15 +132,15 @@ class Run:
 
     def __init__(self, settings: Settings, mesh: jax.sharding.Mesh):
         self.settings, self.mesh = settings, mesh
-        optax_accum.check_processes(**dataclasses.asdict(settings), devices=mesh.size)
+        optax_accum.checkpoint.check_processes(**dataclasses.asdict(settings), devices=mesh.size)
         # The caller owns the window: it knows which micro-step is the last of a batch, however it was split.
         self.tx = optax_accum.accumulate_gradients(optax.adam(settings.learning_rate), every=None, reduce_axes="data")
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.rows = NamedSharding(mesh, PartitionSpec("data"))
         self.params = jax.device_put(initial_params(), self.replicated)
-        self.where = optax_accum.state_sharding(self.tx, self.params)
+        self.where = optax_accum.sharding.state_sharding(self.tx, self.params)
         self.state = jax.jit(self.tx.init, out_shardings=self.where)(self.params)
-        self.split = optax_accum.split_global_batch(settings.global_batch, settings.max_microbatch, mesh.size)
+        self.split = optax_accum.batching.split_global_batch(settings.global_batch, settings.max_microbatch, mesh.size)
         self.seen = 0  # rows of the stream
         step = optax_accum.value_and_apply_gradients(loss, self.tx, weight_fn=lambda batch: batch["mask"].sum())
         out = (self.rows, self.replicated, self.where)
@@ -188,7 +188,7 @@ class Run:
                 left = sizes[int(np.searchsorted(starts, done)) :]
             else:
                 most = max(self.split.device_rows)
-                left = optax_accum.split_global_batch(batch - done, most, self.mesh.size).sizes
+                left = optax_accum.batching.split_global_batch(batch - done, most, self.mesh.size).sizes
             for number, size in enumerate(left, start=1):
                 yield stream(self.seen, size), number == len(left)
 
@@ -208,11 +208,11 @@ class Run:
             jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.params
             ),
-            optax_accum.checkpoint_target(self.tx, self.params, devices),
+            optax_accum.checkpoint.checkpoint_target(self.tx, self.params, devices),
         )
         if found := checkpoints.restore(target):
             self.seen, self.params, state, devices = found
-            moved = state if devices == self.mesh.size else optax_accum.redistribute(state, self.mesh.size)
+            moved = state if devices == self.mesh.size else optax_accum.checkpoint.redistribute(state, self.mesh.size)
             self.state = jax.device_put(moved, self.where)
             self.say(f"goes on after row {self.seen}, saved on {devices} devices")
 

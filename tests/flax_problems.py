@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
@@ -41,8 +42,8 @@ def initial(norm):
     return jax.jit(MLP(norm).init)(jax.random.key(0), X[:2])
 
 
-def created(tx, cls=accum.TrainState, norm=False, **kwargs):
-    model, variables = MLP(norm), initial(norm)
+def created(tx, cls=accum.linen.TrainState, norm=False, **kwargs):
+    model, variables = MLP(norm), jax.tree.map(jnp.array, initial(norm))  # a copy: some steps donate it
     if norm:
         kwargs = {"batch_stats": variables["batch_stats"], "momentum": 0.9, **kwargs}
     return cls.create(apply_fn=model.apply, params=variables["params"], tx=tx, **kwargs)

@@ -201,7 +201,7 @@ def on_mesh(mesh, tree, spec):
 
 
 def sharded_state(tx, start):
-    where = optax_accum.state_sharding(tx, start)
+    where = optax_accum.sharding.state_sharding(tx, start)
     return jax.jit(tx.init, out_shardings=where)(start), where
 
 
@@ -224,12 +224,12 @@ def sharded_micro_steps(mesh, loss, weigh, start, batch, **options):
 
 
 def sharded_both(mesh, loss, weigh, start, batch, *, nonfinite="propagate"):
-    """`value_and_grad(reduced=False)`, then `apply_gradients`."""
+    """`value_and_grad(reduce_to="partial")`, then `apply_gradients`."""
     tx = optax_accum.accumulate_gradients(SGD, 2, reduce_axes="data", nonfinite=nonfinite)
     now = on_mesh(mesh, start, P())
     state, _ = sharded_state(tx, now)
     options = {} if weigh is None else {"weight_fn": weigh}
-    grad = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data", reduced=False, **options)
+    grad = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data", reduce_to="partial", **options)
 
     @jax.jit
     def step(params, state, batch, weight):
@@ -276,7 +276,7 @@ def manual_gradients(mesh, loss, weigh, start, batch, *, check_vma):
     tx = optax_accum.accumulate_gradients(SGD, len(SIZES), reduce_axes="data")
 
     def fun(params, state, batch):
-        grads = jax.grad(loss)(optax_accum.defer_reduction(params, "data"), batch)
+        grads = jax.grad(loss)(optax_accum.sharding.defer_reduction(params, "data"), batch)
         weight = jnp.float32(len(batch["x"])) if weigh is None else weigh(batch)
         return optax_accum.apply_gradients(tx, grads, state, params, weight=weight[None])
 
@@ -286,7 +286,7 @@ def manual_gradients(mesh, loss, weigh, start, batch, *, check_vma):
 def manual_both(mesh, loss, weigh, start, batch, *, check_vma):
     tx = optax_accum.accumulate_gradients(SGD, len(SIZES), reduce_axes="data")
     options = {} if weigh is None else {"weight_fn": weigh}
-    grad = optax_accum.value_and_grad(loss, microbatch_size=2, reduce_axes="data", reduced=False, **options)
+    grad = optax_accum.value_and_grad(loss, microbatch_size=2, reduce_axes="data", reduce_to="partial", **options)
 
     def fun(params, state, batch):
         weight = jnp.float32(len(batch["x"])) if weigh is None else weigh(batch)

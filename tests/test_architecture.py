@@ -1,6 +1,7 @@
 """The rooms and arrows of the design: who may import whom, and what `import optax_accum` loads."""
 
 import ast
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -10,39 +11,52 @@ import pytest
 import optax_accum
 
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
-FLOORS = [
-    {"_tracing"},
-    {"_accumulator", "_state", "_report", "_collectives", "_mesh"},
-    {"_roles", "_program"},
-    {"_arguments", "_sharding"},
-    {"_split", "_emit", "_inner", "_backward"},
-    {"_outputs", "_micro_step", "_recompute"},
-    {"_cut", "_transformation", "_placement"},
-    {"_microbatch", "_train_step", "_planning", "_resume"},
-    {"_loss"},
-    {"_mixtures"},
-    {"_probes"},
-    {"_verify"},
-    {"processes", "flax"},
-    {"demo"},
-]
-FLAX_FLOORS = [
-    {"_batch_norm", "_window", "_nnx_variables"},
-    {"_checkpoint", "_loss_scale"},
-    {"_linen", "_nnx", "_nnx_optimizer"},
-    {"_linen_step", "_nnx_step"},
-    {"__init__"},
-]
+ROOMS = {  # and what each stands on
+    "_core": set(),
+    "_space": {"_core"},
+    "_across": {"_core", "_space"},
+    "_within": {"_core", "_space"},
+    "_tools": {"_core", "_space", "_across", "_within"},
+    "sharding": {"_space", "_tools"},
+    "checkpoint": {"_tools"},
+    "batching": {"_tools"},
+    "flax": {"_core", "_space", "_across"},
+}
+FACES = {name for name in ROOMS if not name.startswith("_")} | {"processes", "demo"}
+FLOORS = {  # inside a room: a module imports from lower floors
+    "_core": [
+        {"tracing", "memory", "rows", "state"},
+        {"arithmetic", "program", "roles"},
+        {"checks"},
+        {"backward"},
+    ],
+    "_space": [{"meshes"}, {"partials"}, {"space"}],
+    "_across": [{"inner", "policy", "outcomes"}, {"window"}, {"transformation"}, {"train_step"}],
+    "_within": [{"splitting"}, {"reductions", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
+    "_tools": [
+        {"collectives", "report", "batches", "placement", "loss"},
+        {"resume", "mixtures"},
+        {"probes"},
+        {"verify"},
+    ],
+    "flax": [
+        {"_batch_norm", "_window", "_nnx_variables"},
+        {"_checkpoint", "_loss_scale"},
+        {"_linen", "_nnx", "_nnx_optimizer"},
+        {"_linen_step", "_nnx_step"},
+        {"linen", "nnx"},
+    ],
+}
 
 
-def sources(room):
-    """The sources of a room: of one module, or of all in a folder."""
-    folder = PACKAGE / room
-    return [path.read_text() for path in (folder.glob("*.py") if folder.is_dir() else [PACKAGE / f"{room}.py"])]
+def modules(room):
+    """The sources of a room, by module."""
+    path = PACKAGE / room
+    return {p.stem: p.read_text() for p in (path.glob("*.py") if path.is_dir() else [PACKAGE / f"{room}.py"])}
 
 
 def imports_of(source, package="optax_accum"):
-    """The rooms of a package that a module's source imports."""
+    """The rooms of a package, or the modules of a room, that a module's source imports."""
     found, inside, depth = set(), f"{package}.", package.count(".") + 1
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == package:
@@ -55,52 +69,128 @@ def imports_of(source, package="optax_accum"):
 
 
 def wrong_arrows(room, source):
-    floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
-    below = (
-        set().union(*FLOORS[:floor])
-        if room not in ("demo", "processes", "flax")
-        else set(optax_accum.__all__) | {"processes", "flax"}
-    )
-    return imports_of(source) - below
+    return imports_of(source) - ROOMS[room] - {room}
 
 
-def test_every_room_stands_on_a_floor():
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+def wrong_arrows_inside(room, module, source):
+    floor = next(i for i, names in enumerate(FLOORS[room]) if module in names)
+    return imports_of(source, f"optax_accum.{room}") - set().union(*FLOORS[room][:floor])
+
+
+def test_every_module_stands_in_a_room():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert modules | folders == set().union(*FLOORS)
-    assert {path.stem for path in (PACKAGE / "flax").glob("*.py")} == set().union(*FLAX_FLOORS)
+    assert folders | {path.stem for path in PACKAGE.glob("*.py")} == set(ROOMS) | FACES | {"__init__"}
+    for room, floors in FLOORS.items():
+        assert set(modules(room)) == set().union(*floors) | {"__init__"}, room
 
 
-@pytest.mark.parametrize("room", sorted(set().union(*FLOORS)))
+@pytest.mark.parametrize("room", ROOMS)
 def test_imports_go_one_way(room):
-    assert sources(room)
-    for source in sources(room):
-        assert not wrong_arrows(room, source)
+    for name, source in modules(room).items():
+        assert not wrong_arrows(room, source), name
 
 
-def test_imports_go_one_way_inside_the_flax_room():
-    for number, rooms in enumerate(FLAX_FLOORS):
-        below = set().union(*FLAX_FLOORS[:number])
-        for room in rooms:
-            source = (PACKAGE / "flax" / f"{room}.py").read_text()
-            assert imports_of(source, "optax_accum.flax") <= below
+@pytest.mark.parametrize("room", FLOORS)
+def test_imports_go_one_way_inside_a_room(room):
+    for name, source in modules(room).items():
+        if name != "__init__":
+            assert not wrong_arrows_inside(room, name, source), name
 
 
-def test_the_flax_room_shows_no_more_than_its_names():
-    from optax_accum import flax
+def test_an_example_imports_what_users_do():
+    for name in ("demo", "processes"):
+        (source,) = modules(name).values()
+        assert imports_of(source) <= FACES | set(optax_accum.__all__)
 
-    assert sorted(flax.__all__) == flax.__all__
-    for name in flax.__all__:
-        assert len(getattr(flax, name).__doc__) > 60, name
+
+# Each question is asked in one room.
+
+WHERE = {"is_manual", "axis_index", "psum", "shard_map", "PartitionSpec", "axis_names", "mesh_of", "manual_axes"}
+ANSWERED = {  # by modules whose work it is
+    "_tools/placement": "where a state lives",
+}
+
+
+def names_in(source):
+    """What a source names, but for its strings and comments."""
+    tree = ast.walk(ast.parse(source))
+    return {
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in tree
+        if isinstance(node, ast.Name | ast.Attribute)
+    }
+
+
+def test_where_is_asked_in_space_alone():
+    asked = {
+        f"{room}/{name}"
+        for room in ("_core", "_across", "_within", "_tools", "flax")
+        for name, source in modules(room).items()
+        if names_in(source) & WHERE
+    }
+    assert asked == set(ANSWERED)
+    assert all(names_in(modules("_space")[name]) & WHERE for name in ("meshes", "partials", "space"))
+
+
+def branches(source):
+    """What is asked in the conditions of a source."""
+    tests = (
+        node.test
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert)
+    )
+    return {ast.unparse(test) for test in tests}
+
+
+def test_axes_are_asked_for_at_the_doors_alone():
+    """No `if reduce_axes` but where an option is read."""
+    asked = {
+        (f"{room}/{name}", test)
+        for room in ("_core", "_across", "_within")
+        for name, source in modules(room).items()
+        for test in branches(source)
+        if "axes" in test
+    }
+    assert asked == {("_across/transformation", "callable(nonfinite) and rules.reduce_axes")}
+
+
+def test_policies_are_compared_in_their_table_alone():
+    for room in ROOMS:
+        for name, source in modules(room).items():
+            if (room, name) != ("_across", "policy"):
+                for node in ast.walk(ast.parse(source)):
+                    if isinstance(node, ast.Compare):
+                        text = ast.unparse(node)
+                        assert not any(f"'{policy}'" in text for policy in ("propagate", "skip", "omit", "discard"))
+
+
+def test_the_questions_are_found():
+    assert names_in("x = jax.lax.psum(1, axes)") & WHERE
+    assert "rules.reduce_axes" in branches("if rules.reduce_axes:\n    pass")
+
+
+@pytest.mark.parametrize("face", ["", "sharding", "checkpoint", "batching", "flax", "flax.linen", "flax.nnx"])
+def test_a_face_shows_its_names_and_no_more(face):
+    module = importlib.import_module(f"optax_accum.{face}".rstrip("."))
+    assert sorted(module.__all__) == module.__all__
+    for name in module.__all__:
+        assert len(getattr(module, name).__doc__) > 60, name
+    public = {name for name in vars(module) if not name.startswith("_")}
+    assert public - {"demo", "processes", "flax"} == set(module.__all__)
+
+
+def test_dir_shows_what_users_need():
+    assert dir(optax_accum) == sorted([*optax_accum.__all__, "__version__", "flax"])
 
 
 def test_a_wrong_arrow_is_found():
     for source in (
-        "from optax_accum._transformation import x",
+        "from optax_accum._across.transformation import x",
         "from optax_accum import demo",
         "import optax_accum.demo",
     ):
-        assert wrong_arrows("_accumulator", source)
+        assert wrong_arrows("_core", source)
+    assert wrong_arrows_inside("_core", "tracing", "from optax_accum._core import checks")
 
 
 def test_nothing_private_of_jax_is_used():
@@ -120,13 +210,13 @@ def run(program):
 
 def test_the_flax_room_is_an_attribute_that_is_loaded_when_asked_for():
     program = "import sys, optax_accum; print('flax' in dir(optax_accum), 'flax' in sys.modules)"
-    assert run(f"{program}; print(optax_accum.flax.TrainState.__name__)") == ["True", "False", "TrainState"]
+    assert run(f"{program}; print(optax_accum.flax.linen.TrainState.__name__)") == ["True", "False", "TrainState"]
     with pytest.raises(AttributeError, match="module 'optax_accum' has no attribute 'flux'"):
         _ = optax_accum.flux
 
 
 @pytest.mark.parametrize(
-    "ask", ["optax_accum.flax", "import optax_accum.flax", "from optax_accum.flax import TrainState"]
+    "ask", ["optax_accum.flax", "import optax_accum.flax", "from optax_accum.flax.linen import TrainState"]
 )
 def test_without_flax_the_error_names_the_extra(ask):
     """Everything else works without it."""
@@ -141,13 +231,3 @@ except ImportError as error:
     print(error)
 """
     assert " ".join(run(program)).endswith('not installed. Run pip install "optax_accum[flax]".')
-
-
-def test_the_public_names_are_those_of_all():
-    public = {name for name in vars(optax_accum) if not name.startswith("_")}
-    assert public - {"demo", "processes", "flax"} == set(optax_accum.__all__)
-
-
-def test_every_public_name_has_a_docstring():
-    for name in optax_accum.__all__:
-        assert len(getattr(optax_accum, name).__doc__) > 60, name

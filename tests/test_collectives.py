@@ -21,7 +21,7 @@ def found(mesh, fun, out_specs=None, **arguments):
     local = lambda x: fun(x[0], **arguments)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=out_specs or P(), check_vma=False)
     x = jax.device_put(jnp.ones((8, 8, 16)), NamedSharding(mesh, P("data")))
-    return optax_accum.count_collectives(jax.jit(mapped).lower(x).compile())
+    return optax_accum.sharding.count_collectives(jax.jit(mapped).lower(x).compile())
 
 
 def psum(x):
@@ -88,9 +88,9 @@ def test_none_and_what_is_no_program(mesh):
     counted = found(mesh, lambda x: x + 1, P("data"))
     assert (len(counted), counted.count, counted.bytes, str(counted)) == (0, 0, 0, "no collectives")
     with pytest.raises(TypeError, match="Pass jax.jit"):
-        optax_accum.count_collectives(3)
+        optax_accum.sharding.count_collectives(3)
     with pytest.raises(ValueError, match="has an ENTRY"):
-        optax_accum.count_collectives("nothing")
+        optax_accum.sharding.count_collectives("nothing")
     with pytest.raises(ValueError, match="kind must be one of"):
         counted.select("allreduce")
     with pytest.raises(ValueError, match="place must be one of"):
@@ -124,7 +124,7 @@ ENTRY %main (x: f32[16], y: bf16[4,128]) -> f32[16] {
   ROOT %out = f32[16]{0} copy(%ard)
 }
 """
-    counted = optax_accum.count_collectives(text)
+    counted = optax_accum.sharding.count_collectives(text)
     assert [(op.kind, op.bytes, op.group) for op in counted] == [
         ("all-reduce", 64, 2),
         ("all-gather", 256, 4),
@@ -147,4 +147,4 @@ ENTRY %main (x: f32[4]) -> f32[4] {
   ROOT %two = f32[4] call(%one), to_apply=%f
 }
 """
-    assert optax_accum.count_collectives(text).count == 2
+    assert optax_accum.sharding.count_collectives(text).count == 2

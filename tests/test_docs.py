@@ -16,14 +16,15 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-WITH_EXAMPLES = (
-    "collectives microbatch placement planning recompute resume sharding state train_step transformation verify"
-)
+WITH_EXAMPLES = """
+_across.train_step _across.transformation _core.state _space.partials _tools.batches _tools.collectives _tools.placement
+_tools.resume _tools.verify _within.microbatched_apply _within.value_and_grad
+"""
 
 
 @pytest.mark.parametrize("room", WITH_EXAMPLES.split())
 def test_the_examples_of_the_docstrings(room):
-    module = importlib.import_module(f"optax_accum._{room}")
+    module = importlib.import_module(f"optax_accum.{room}")
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0
     assert result.failed == 0

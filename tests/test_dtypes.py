@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import optax_accum
-from optax_accum import _accumulator
+from optax_accum._core import arithmetic
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
@@ -57,7 +57,7 @@ def test_wrapping_changes_no_dtype(inner, every, emit_dtype, dtype):
     ],
 )
 def test_the_dtype_of_the_accumulator(dtype, named, expected):
-    assert _accumulator.accumulator_dtype(dtype, named and jnp.dtype(named)) == expected
+    assert arithmetic.accumulator_dtype(dtype, named and jnp.dtype(named)) == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

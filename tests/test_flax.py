@@ -157,7 +157,7 @@ def test_layers_of_different_momenta_and_frozen_statistics():
     model = Two()
     variables = model.init(jax.random.key(0), X)
     left = lambda x: model.apply(variables, x, mutable=["batch_stats"])[1]["batch_stats"]
-    state = accum.TrainState.create(
+    state = accum.linen.TrainState.create(
         apply_fn=model.apply,
         params=variables["params"],
         batch_stats=flax.core.freeze(variables["batch_stats"]),
@@ -184,7 +184,7 @@ def test_statistics_that_came_too_late_are_refused():
 def test_the_train_state_of_an_example_of_flax_is_subclassed():
     """As in Flax's ImageNet example: fields of its own, one of them named as ours, without defaults."""
 
-    class State(accum.TrainState):
+    class State(accum.linen.TrainState):
         batch_stats: object
         dynamic_scale: object
 
@@ -200,7 +200,7 @@ def test_the_train_state_of_an_example_of_flax_is_subclassed():
 def test_a_field_named_metrics_stays_the_users():
     """As in Flax's guide: a collection of metrics in the state, given to `create` and replaced by the user."""
 
-    class State(accum.TrainState):
+    class State(accum.linen.TrainState):
         metrics: object
 
     state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), State, metrics={"count": 0})
@@ -208,7 +208,7 @@ def test_a_field_named_metrics_stays_the_users():
     assert (state.metrics, state.window_metrics()) == ({"count": 1}, {})
     assert state.replace(metrics={"count": 2}).metrics == {"count": 2}
     with pytest.raises(ValueError, match="State has a field `metrics`"):
-        accum.train_step(lambda *_: None, num_microbatches=2)(state, (X, Y), jax.random.key(0))
+        accum.linen.train_step(lambda *_: None, num_microbatches=2)(state, (X, Y), jax.random.key(0))
 
 
 def test_fp8_statistics_are_overwritten_by_their_maximum_over_the_window():
@@ -220,17 +220,19 @@ def test_fp8_statistics_are_overwritten_by_their_maximum_over_the_window():
     grads = lambda state, batch: jax.grad(lambda p: cross_entropy(state.apply_fn(p, batch[0]), batch[1]))(state.params)
     whole = create(train_state.TrainState, optax.sgd(0.1))
     whole = whole.apply_gradients(grads=grads(whole, (X, Y)))
-    state = create(accum.TrainState, tx)
+    state = create(accum.linen.TrainState, tx)
     for batch in micro_batches():
         equal(state.params, variables)
         state = state.apply_gradients(grads=grads(state, batch), weight=len(batch[0]))
     history = lambda state: state.params[OVERWRITE_WITH_GRADIENT]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
     assert float(history(state).max()) == float(np.abs(X).max())
     equal(history(state), history(whole))
-    plain = create(accum.TrainState, optax.sgd(0.1))
+    plain = create(accum.linen.TrainState, optax.sgd(0.1))
     equal(plain.apply_gradients(grads=grads(plain, (X, Y))).params, whole.params)
     with pytest.raises(ValueError, match="are new values"):
-        accum.train_step(lambda *_: None, num_microbatches=2)(create(accum.TrainState, tx), (X, Y), jax.random.key(0))
+        accum.linen.train_step(lambda *_: None, num_microbatches=2)(
+            create(accum.linen.TrainState, tx), (X, Y), jax.random.key(0)
+        )
 
 
 def test_a_schedule_an_average_and_a_log_act_once_per_update():
@@ -279,7 +281,7 @@ def test_train_step(norm):
     state = created(tx, norm=norm, metrics=("loss", "accuracy"))
     whole = created(optax.sgd(0.1), train_state.TrainState)
     want, stats = gradient(whole, (X, Y)), normalised(state, (X, Y))[1] if norm else None
-    step = accum.train_step(fun, num_microbatches=2)
+    step = accum.linen.train_step(fun, num_microbatches=2)
     for rows in (slice(0, 8), slice(8, 12)):
         state, metrics = step(state, (X[rows], Y[rows]), jax.random.key(0))
     assert (int(state.step), int(state.micro_step)) == (1, 2)
@@ -303,7 +305,7 @@ def test_statistics_count_by_rows_whatever_the_weight():
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
     state = created(tx, norm=True, metrics=("loss",))
     want = normalised(state, (X, Y))[1]
-    step = accum.train_step(fun, num_microbatches=2, weight_fn=lambda batch: 1e-6 + batch[2].sum())
+    step = accum.linen.train_step(fun, num_microbatches=2, weight_fn=lambda batch: 1e-6 + batch[2].sum())
     for rows in (slice(0, 8), slice(8, 12)):
         state, _ = step(state, (X[rows], Y[rows], known[rows]), jax.random.key(0))
     close(state.batch_stats, want)
@@ -324,7 +326,7 @@ def test_rows_that_are_not_run_do_not_count_in_statistics():
     state = created(tx, norm=True, metrics=("loss",))
     run = np.flatnonzero(known)
     want = normalised(state, (x[run], labels[run]))[1]
-    step = accum.train_step(fun, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
+    step = accum.linen.train_step(fun, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
     for rows in (slice(0, 8), slice(8, 16)):
         state, _ = step(state, (x[rows], labels[rows], known[rows]), jax.random.key(0))
     assert int(state.step) == 1
@@ -336,7 +338,7 @@ def test_a_train_step_is_compiled_once_and_donates_any_optimizer():
     tx = optax_accum.accumulate_gradients(optax.contrib.dog(), every=2)
     state = created(tx, metrics=("loss",))
     fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
-    step = accum.train_step(fun, num_microbatches=2)
+    step = accum.linen.train_step(fun, num_microbatches=2)
     for number in range(3):
         given, (state, _) = state, step(state, (X, Y), jax.random.key(number))
     assert step._cache_size() == 1
@@ -354,7 +356,7 @@ def test_a_micro_step_takes_no_memory_beside_the_state():
         step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
         return step.lower(state, params).compile().memory_analysis().temp_size_in_bytes / (4 * 257 * 256)
 
-    assert temporary(accum.TrainState) < 0.05 < 0.9 < temporary(train_state.TrainState)
+    assert temporary(accum.linen.TrainState) < 0.05 < 0.9 < temporary(train_state.TrainState)
 
 
 @pytest.mark.parametrize(
@@ -374,11 +376,12 @@ def test_a_train_step_on_four_devices(kind, deferred, norm):
     axes = {"reduce_axes": "data"} if deferred else {}
     state = created(optax.sgd(0.1), train_state.TrainState) if not norm else created(optax.sgd(0.1), norm=True)
     want = normalised(state, (X, Y))[1] if norm else state.apply_gradients(grads=gradient(state, (X, Y))[1]).params
-    step = accum.train_step(fun, num_microbatches=1, reduce_axes="data", reduced=not deferred)
+    options = {} if deferred else {"reduce_axes": "data"}  # deferred: as the optimizer has it
+    step = accum.linen.train_step(fun, num_microbatches=1, **options)
     with jax.set_mesh(mesh):
         rows, replicated = (jax.NamedSharding(mesh, jax.P(*names)) for names in (("data",), ()))
         params, stats = jax.device_put((state.params, getattr(state, "batch_stats", None)), replicated)
-        state = accum.TrainState.create(
+        state = accum.linen.TrainState.create(
             apply_fn=state.apply_fn,
             params=params,
             batch_stats=stats,
@@ -387,7 +390,7 @@ def test_a_train_step_on_four_devices(kind, deferred, norm):
             metrics=("loss", "label"),
         )
         parts = [jax.device_put((X[part], Y[part]), rows) for part in (slice(0, 8), slice(8, 12))]
-        found = optax_accum.count_collectives(step.lower(state, parts[0], jax.random.key(0)).compile())
+        found = optax_accum.sharding.count_collectives(step.lower(state, parts[0], jax.random.key(0)).compile())
         for part in parts:
             state, metrics = step(state, part, jax.random.key(0))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -411,7 +414,7 @@ def test_a_train_step_of_an_optimizer_that_does_not_accumulate(norm):
     _window.warn_once.cache_clear()
     state = whole = created(optax.sgd(0.1), norm=norm)
     loss = gradient(whole, (X, Y))[0] if not norm else None
-    state, metrics = accum.train_step(fun, num_microbatches=3)(
+    state, metrics = accum.linen.train_step(fun, num_microbatches=3)(
         jax.tree.map(jnp.array, state), (X, Y), jax.random.key(0)
     )
     assert int(state.step) == 1
@@ -426,7 +429,7 @@ def test_a_train_step_is_flushed():
     fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
     whole = created(optax.sgd(0.1), train_state.TrainState)
     state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), every=None), metrics=("loss",))
-    step = accum.train_step(fun, num_microbatches=2)
+    step = accum.linen.train_step(fun, num_microbatches=2)
     state, _ = step(state, (X[:8], Y[:8]), jax.random.key(0), flush=False)
     state, metrics = step(state, (X[8:], Y[8:]), jax.random.key(0), flush=True)
     loss, grads = gradient(whole, (X, Y))
@@ -658,16 +661,16 @@ def test_what_the_fun_of_a_train_step_returns(out, norm, error, message):
         return out(cross_entropy(logits, batch[1]), new)
 
     with pytest.raises(error, match=message):
-        accum.train_step(fun, num_microbatches=2)(state, (X, Y), jax.random.key(0))
+        accum.linen.train_step(fun, num_microbatches=2)(state, (X, Y), jax.random.key(0))
     plain = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), train_state.TrainState)
-    with pytest.raises(TypeError, match=r"state=TrainState. Create it with optax_accum.flax.TrainState"):
-        accum.train_step(fun, num_microbatches=2)(plain, (X, Y), jax.random.key(0))
+    with pytest.raises(TypeError, match=r"state=TrainState. Create it with optax_accum.flax.linen.TrainState"):
+        accum.linen.train_step(fun, num_microbatches=2)(plain, (X, Y), jax.random.key(0))
 
 
 def test_a_train_step_takes_one_weight():
     state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), metrics=("loss",))
     fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
-    step = accum.train_step(fun, num_microbatches=2, weight_fn=lambda batch: {"rows": 1.0})
+    step = accum.linen.train_step(fun, num_microbatches=2, weight_fn=lambda batch: {"rows": 1.0})
     with pytest.raises(ValueError, match=r"takes one weight for a micro-batch: weight_fn returned \['rows'\]"):
         step(state, (X, Y), jax.random.key(0))
 
@@ -675,7 +678,7 @@ def test_a_train_step_takes_one_weight():
 @pytest.mark.parametrize("name", ["argnums", "has_aux", "rng_argnum", "carry_argnum", "aux_reduction"])
 def test_options_that_are_the_steps_own(name):
     with pytest.raises(TypeError, match=rf"train_step sets {name} itself: {name}=1. Leave it out"):
-        accum.train_step(lambda *_: None, num_microbatches=2, **{name: 1})
+        accum.linen.train_step(lambda *_: None, num_microbatches=2, **{name: 1})
     if name != "has_aux":
-        with pytest.raises(TypeError, match=rf"nnx_train_step sets {name} itself: {name}=1. Leave it out"):
-            accum.nnx_train_step(lambda *_: None, num_microbatches=2, **{name: 1})
+        with pytest.raises(TypeError, match=rf"nnx.train_step sets {name} itself: {name}=1. Leave it out"):
+            accum.nnx.train_step(lambda *_: None, num_microbatches=2, **{name: 1})

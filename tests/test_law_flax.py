@@ -99,7 +99,7 @@ def weight_of(weighted):
 
 
 def linen_state(tx):
-    return accum.TrainState.create(
+    return accum.linen.TrainState.create(
         apply_fn=Linen().apply,
         params={name: {"kernel": jnp.array(kernel)} for name, kernel in KERNELS.items()},
         batch_stats={"BatchNorm_0": {"mean": jnp.zeros(6), "var": jnp.ones(6)}},
@@ -146,7 +146,7 @@ def through_apply_gradients(sizes, weighted):
 def through_train_step(sizes, weighted):
     """Micro-batches of up to four rows within each call, a window across calls."""
     state = linen_state(optax_accum.accumulate_gradients(INNER, len(sizes)))
-    step = accum.train_step(linen_loss, microbatch_size=4, weight_fn=weight_of(weighted))
+    step = accum.linen.train_step(linen_loss, microbatch_size=4, weight_fn=weight_of(weighted))
     for batch, _ in calls(sizes, weighted):
         state, metrics = step(state, batch, jax.random.key(0))
     return linen_result(state, metrics)
@@ -155,7 +155,7 @@ def through_train_step(sizes, weighted):
 def through_a_flushed_train_step(sizes, weighted):
     """The caller owns the window, inside a chain."""
     tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(INNER, None))
-    step = accum.train_step(linen_loss, num_microbatches=1 if 1 in sizes else 3, weight_fn=weight_of(weighted))
+    step = accum.linen.train_step(linen_loss, num_microbatches=1 if 1 in sizes else 3, weight_fn=weight_of(weighted))
     state = linen_state(tx)
     for batch, last in calls(sizes, weighted):
         state, metrics = step(state, batch, jax.random.key(0), flush=jnp.array(last))
@@ -165,7 +165,7 @@ def through_a_flushed_train_step(sizes, weighted):
 def through_a_train_step_without_window(sizes, weighted):
     """Each call is an update: of all rows, which the number of micro-batches does not divide."""
     state = linen_state(INNER)
-    step = accum.train_step(linen_loss, num_microbatches=len(sizes) + 6, weight_fn=weight_of(weighted))
+    step = accum.linen.train_step(linen_loss, num_microbatches=len(sizes) + 6, weight_fn=weight_of(weighted))
     for batch, _ in calls((ROWS,), weighted):
         state, metrics = step(state, batch, jax.random.key(0))
     return linen_result(state, metrics)
@@ -186,7 +186,7 @@ def nnx_result(model, optimizer, metrics):
 
 def nnx_optimizer(model, every):
     tx = optax_accum.accumulate_gradients(INNER, every)
-    return accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss", "logit"))
+    return accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss", "logit"))
 
 
 def through_the_optimizer(sizes, weighted, value_and_grad=nnx.value_and_grad, **options):
@@ -207,13 +207,13 @@ def through_the_optimizer(sizes, weighted, value_and_grad=nnx.value_and_grad, **
 
 def through_value_and_grad(sizes, weighted):
     options = {"microbatch_size": 4, "weight_fn": weight_of(weighted)}
-    return through_the_optimizer(sizes, weighted, accum.value_and_grad, **options)
+    return through_the_optimizer(sizes, weighted, accum.nnx.value_and_grad, **options)
 
 
 def through_the_nnx_train_step(sizes, weighted):
     model = Module()
     optimizer = nnx_optimizer(model, None)
-    step = accum.nnx_train_step(nnx_loss, has_aux=True, microbatch_size=4, weight_fn=weight_of(weighted))
+    step = accum.nnx.train_step(nnx_loss, has_aux=True, microbatch_size=4, weight_fn=weight_of(weighted))
     for batch, last in calls(sizes, weighted):
         metrics = step(model, optimizer, batch, flush=jnp.array(last))
     return nnx_result(model, optimizer, metrics)

@@ -45,7 +45,7 @@ def test_what_reduced_false_returns_in_a_shard_map(mesh, reduction):
     """Each device's own, without an axis of devices; outside, that axis comes first."""
     fun = lambda params, batch: (loss(params, batch), {"rows": batch["x"], "norm": jnp.mean(batch["x"] ** 2)})
     options = {"has_aux": True, "aux_reduction": {"rows": "concat", "norm": reduction}}
-    f = optax_accum.value_and_grad(fun, microbatch_size=4, reduce_axes="data", reduced=False, **options)
+    f = optax_accum.value_and_grad(fun, microbatch_size=4, reduce_axes="data", reduce_to="partial", **options)
     params, batch = (paths.on_mesh(mesh, tree, spec) for tree, spec in ((paths.params(), P()), (BATCH, P("data"))))
     shapes = []
 
@@ -69,7 +69,7 @@ def test_what_reduced_false_returns_in_a_shard_map(mesh, reduction):
 def test_policies_over_rows_of_devices(mesh, nonfinite, every):
     """A NaN on one device, in a micro-step of its own, and the step after."""
     tx = optax_accum.accumulate_gradients(paths.SGD, every, reduce_axes="data", nonfinite=nonfinite)
-    grad = optax_accum.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduced=False)
+    grad = optax_accum.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduce_to="partial")
     params = now = paths.on_mesh(mesh, paths.params(), P())
     state, _ = paths.sharded_state(tx, now)
     step = jax.jit(lambda p, s, b: optax_accum.apply_gradients(tx, grad(p, b)[1], s, p, weight=12.0))
@@ -83,12 +83,12 @@ def test_policies_over_rows_of_devices(mesh, nonfinite, every):
 
 
 def test_sharded_parameters_are_not_gathered_unasked():
-    """FSDP, with `reduced=False` as without."""
+    """FSDP, with `reduce_to="partial"` as without."""
     mesh = paths.mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
         w = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("data")))
         f = optax_accum.value_and_grad(
-            lambda w, x: jnp.mean(x @ w), num_microbatches=1, reduce_axes="data", reduced=False
+            lambda w, x: jnp.mean(x @ w), num_microbatches=1, reduce_axes="data", reduce_to="partial"
         )
         with pytest.raises(ValueError, match="must be replicated over reduce_axes"):
             jax.jit(f)(w, jnp.ones((4, 4)))
@@ -110,7 +110,7 @@ def test_several_arguments_and_one_place_for_their_sums():
 
 
 def test_a_held_micro_step_does_nothing_in_its_branch():
-    """What NVIDIA's compiler copies in a held micro-step: see `_tracing.branch`."""
+    """What NVIDIA's compiler copies in a held micro-step: see `tracing.branch`."""
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2)
     step = lambda g, s, p: optax_accum.apply_gradients(tx, g, s, p)
     (branch,) = [

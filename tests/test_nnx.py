@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("rank_promotion")
 def test_the_gradient_of_a_module_is_that_of_the_whole_batch(jit):
     model = Net(nnx.Rngs(0))
     want_value, want = nnx.value_and_grad(nnx_loss)(model, (X, Y))
-    cut = accum.value_and_grad(nnx_loss, num_microbatches=5, weight_fn=lambda batch: batch[0].shape[0])
+    cut = accum.nnx.value_and_grad(nnx_loss, num_microbatches=5, weight_fn=lambda batch: batch[0].shape[0])
     value, grads = jit(lambda model, batch: cut(model, batch))(model, (X, Y))
     assert_allclose(value, want_value, rtol=1e-6)
     close(arrays(grads), arrays(want))
@@ -30,12 +30,12 @@ def test_batch_norm_and_random_streams_of_a_module():
     whole, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
     loss = lambda model, batch: nnx_loss(model, batch, norm=True)
     nnx.value_and_grad(loss)(whole, (X, Y))
-    accum.value_and_grad(loss, num_microbatches=4)(model, (X, Y))
+    accum.nnx.value_and_grad(loss, num_microbatches=4)(model, (X, Y))
     stats = lambda model: arrays(nnx.state(model, nnx.BatchStat))
     close(stats(model), stats(whole))
     dropping = Net(nnx.Rngs(0, dropout=1), rate=0.5)
     masks = lambda model, x: (jnp.float32(0) + model.first.kernel.sum() * 0, model.drop(jnp.ones_like(x)))
-    (_, kept), _ = accum.value_and_grad(masks, has_aux=True, num_microbatches=4, aux_reduction="stack")(dropping, X)
+    (_, kept), _ = accum.nnx.value_and_grad(masks, has_aux=True, num_microbatches=4, aux_reduction="stack")(dropping, X)
     assert len(np.unique(np.asarray(kept).reshape(4, -1), axis=0)) == 4
     counts = [leaf for path, leaf in jax.tree.leaves_with_path(nnx.state(dropping)) if "count" in str(path)]
     assert 4 in [int(count) for count in counts]
@@ -66,7 +66,7 @@ def test_batch_norm_makes_one_step_for_each_update_across_calls():
     """With any way to the gradients: here those of Flax, one micro-batch at a time, twice."""
     (model, loss), (whole, _) = two_norms(), two_norms()
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=3)
-    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
 
     @nnx.jit
     def step(model, optimizer, batch):
@@ -91,7 +91,7 @@ def test_a_nan_that_is_left_out_stays_out_of_a_module():
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=3, nonfinite="skip")
     bad = (np.full_like(X[:3], np.nan), Y[:3])
     for module, batches in ((clean, micro_batches()), (model, [*micro_batches()[:1], bad, *micro_batches()[1:]])):
-        optimizer = accum.Optimizer(module, tx, wrt=nnx.Param, metrics=("loss",))
+        optimizer = accum.nnx.Optimizer(module, tx, wrt=nnx.Param, metrics=("loss",))
         for batch in batches:
             value, grads = nnx.value_and_grad(loss)(module, batch)
             optimizer.update(module, grads, weight=len(batch[0]), metrics={"loss": value})
@@ -104,9 +104,9 @@ def test_the_train_step_steps_statistics_once_and_averages_metrics():
     """Two micro-batches in each of two calls, of another weight than their rows."""
     (model, loss), (whole, _) = two_norms(), two_norms()
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
-    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss", "first"))
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss", "first"))
     fun = lambda model, batch: (loss(model, batch), {"first": jnp.mean(batch[0][:, 0])})
-    step = accum.nnx_train_step(fun, has_aux=True, num_microbatches=2, weight_fn=lambda batch: 1.0 + batch[1].sum())
+    step = accum.nnx.train_step(fun, has_aux=True, num_microbatches=2, weight_fn=lambda batch: 1.0 + batch[1].sum())
     parts = [[1.0 + Y[rows].sum() for rows in cut] for cut in CUTS]
     for rows in (slice(0, 8), slice(8, 12)):
         metrics = step(model, optimizer, (X[rows], Y[rows]))
@@ -115,7 +115,7 @@ def test_the_train_step_steps_statistics_once_and_averages_metrics():
     means = [np.average([X[rows, 0].mean() for rows in cut], weights=w) for cut, w in zip(CUTS, parts, strict=True)]
     assert_allclose(metrics["first"], np.average(means, weights=np.sum(parts, axis=1)), rtol=1e-5)
     with pytest.raises(ValueError, match=r"names that were announced: \['first', 'loss'\], and the window has \[\]"):
-        step(model, accum.Optimizer(model, tx, wrt=nnx.Param), (X, Y))
+        step(model, accum.nnx.Optimizer(model, tx, wrt=nnx.Param), (X, Y))
 
 
 CUTS = [[slice(0, 8, 2), slice(1, 8, 2)], [slice(8, 12, 2), slice(9, 12, 2)]]
@@ -127,8 +127,8 @@ def test_rows_that_are_not_run_do_not_count_in_statistics():
     x, labels = np.concatenate([X, X[:4]]), np.concatenate([Y, Y[:4]])
     (model, loss), (whole, _) = two_norms(), two_norms()
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
-    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
-    step = accum.nnx_train_step(loss, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    step = accum.nnx.train_step(loss, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
     for rows in (slice(0, 8), slice(8, 16)):
         step(model, optimizer, (x[rows], labels[rows], known[rows]))
     assert int(optimizer.step[...]) == 1
@@ -141,7 +141,7 @@ def test_devices_have_random_streams_of_their_own():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     model = Net(nnx.Rngs(0, dropout=1), rate=0.5)
     kept = lambda model, x: (model.first.kernel.sum() * 0, model.drop(jnp.ones_like(x)))
-    cut = accum.value_and_grad(kept, has_aux=True, num_microbatches=2, aux_reduction="concat", reduce_axes="data")
+    cut = accum.nnx.value_and_grad(kept, has_aux=True, num_microbatches=2, aux_reduction="concat", reduce_axes="data")
     with jax.set_mesh(mesh):
         rows = jax.device_put(np.ones((8, 64), "f"), jax.NamedSharding(mesh, jax.P("data")))
         (_, masks), _ = nnx.jit(lambda model, x: cut(model, x))(model, rows)
@@ -158,19 +158,19 @@ def test_batch_norm_and_the_gradient_over_devices():
     with jax.set_mesh(mesh):
         batch = jax.device_put((X, Y), jax.NamedSharding(mesh, jax.P("data")))
         options = {"num_microbatches": 3, "reduce_axes": "data"}
-        accum.value_and_grad(lambda model, batch: model(batch[0]).mean(), **options)(model, batch)
-        _, grads = accum.value_and_grad(nnx_loss, **options)(plain, batch)
+        accum.nnx.value_and_grad(lambda model, batch: model(batch[0]).mean(), **options)(model, batch)
+        _, grads = accum.nnx.value_and_grad(nnx_loss, **options)(plain, batch)
     close(statistics(model), statistics(whole))
     close(arrays(grads), arrays(want))
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-def test_batch_norm_inside_a_shard_map_of_the_user(reduced):
+@pytest.mark.parametrize("to", [None, "partial"])
+def test_batch_norm_inside_a_shard_map_of_the_user(to):
     """Whether gradients are reduced or not, all devices keep the statistics of all rows."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     (model, loss), (whole, _) = two_norms(), two_norms()
     loss(whole, (X, Y))
-    cut = accum.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduced=reduced)
+    cut = accum.nnx.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduce_to=to)
     graph, state = nnx.split(model)
 
     def local(state, batch):
@@ -213,7 +213,7 @@ def test_a_module_under_transformations():
     loss = lambda model, batch: jnp.mean((model(batch[0]).sum(-1) - batch[1]) ** 2)
     batch = np.repeat(X[:4], 3, axis=0), np.repeat(Y[:4], 3)  # each micro-batch has the same rows: normalised alike
     want_value, want = nnx.value_and_grad(loss)(whole, batch)
-    cut = accum.value_and_grad(loss, microbatch_size=4)
+    cut = accum.nnx.value_and_grad(loss, microbatch_size=4)
     value, grads = nnx.jit(lambda model, batch: cut(model, batch))(model, batch)
     assert_allclose(value, want_value, rtol=1e-5)
     close(arrays(grads), arrays(want), 1e-5)
@@ -230,14 +230,14 @@ def test_the_train_step_over_devices(kind, deferred):
     reference.update(plain, nnx.grad(nnx_loss)(plain, (X, Y)))
     normed(whole, (X, Y))
     axes = {"reduce_axes": "data"} if deferred else {}
-    options = {"num_microbatches": 1, "reduce_axes": "data", "reduced": not deferred}
+    options = {"num_microbatches": 1} | ({} if deferred else {"reduce_axes": "data"})  # deferred: as the optimizer
     with jax.set_mesh(mesh):
         replicated, rows = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("data"))
         for model, loss in ((Net(nnx.Rngs(0)), nnx_loss), (two_norms()[0], normed)):
             nnx.update(model, jax.device_put(nnx.state(model), replicated))
             tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=2, **axes)
-            optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
-            step = accum.nnx_train_step(loss, **options)
+            optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+            step = accum.nnx.train_step(loss, **options)
             for part in (slice(0, 8), slice(8, 12)):
                 metrics = step(model, optimizer, jax.device_put((X[part], Y[part]), rows))
             assert int(optimizer.step[...]) == 1
@@ -250,8 +250,8 @@ def test_the_train_step_over_devices(kind, deferred):
 
 def test_the_train_step_of_an_optimizer_that_does_not_accumulate():
     (model, loss), (whole, _) = two_norms(), two_norms()
-    optimizer = accum.Optimizer(model, optax.set_to_zero(), wrt=nnx.Param)
-    step = accum.nnx_train_step(loss, num_microbatches=3)
+    optimizer = accum.nnx.Optimizer(model, optax.set_to_zero(), wrt=nnx.Param)
+    step = accum.nnx.train_step(loss, num_microbatches=3)
     for number in (1, 2):
         metrics = step(model, optimizer, (X, Y))
         loss(whole, (X, Y))
@@ -262,7 +262,7 @@ def test_the_train_step_of_an_optimizer_that_does_not_accumulate():
 def test_sums_begin_anew_and_a_late_flush_closes():
     (model, loss), (whole, _) = two_norms(), two_norms()
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=4)
-    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
     grads = nnx.state(model, nnx.Param)
     loss(whole, (X, Y))
     loss(model, (X, Y))
@@ -289,7 +289,7 @@ def test_a_micro_step_takes_no_memory_beside_the_state():
         step = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads) and None, donate_argnums=(0, 1))
         return step.lower(model, optimizer, grads).compile().memory_analysis().temp_size_in_bytes / (4 * 259 * 256)
 
-    assert temporary(accum.Optimizer) < 0.05 < 0.9 < temporary(nnx.Optimizer)
+    assert temporary(accum.nnx.Optimizer) < 0.05 < 0.9 < temporary(nnx.Optimizer)
 
 
 def test_a_running_multi_steps_goes_on():
@@ -300,7 +300,7 @@ def test_a_running_multi_steps_goes_on():
     old = nnx.Optimizer(model, optax.MultiSteps(optax.adam(0.1), 3), wrt=nnx.Param)
     cut = [(X[i::3], Y[i::3]) for i in range(3)]
     old.update(model, nnx.grad(nnx_loss)(model, cut[0]))
-    new = accum.Optimizer(model, optax_accum.accumulate_gradients(optax.adam(0.1), 3), wrt=nnx.Param)
+    new = accum.nnx.Optimizer(model, optax_accum.accumulate_gradients(optax.adam(0.1), 3), wrt=nnx.Param)
     nnx.update(new.opt_state, nnx.state(optax_accum.from_multi_steps(nnx.as_pure(old.opt_state))))
     for batch in cut[1:]:
         new.update(model, nnx.grad(nnx_loss)(model, batch))
@@ -312,17 +312,17 @@ def test_bad_input():
     model, loss = two_norms()
     _, grads = nnx.value_and_grad(loss)(model, (X, Y))
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
-    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
     with pytest.raises(ValueError, match="A metric must be a scalar"):
         optimizer.update(model, grads, metrics={"loss": jnp.ones(2)})
     with pytest.raises(TypeError, match=r"metrics must be a tuple of names: metrics='loss'"):
-        accum.Optimizer(model, tx, wrt=nnx.Param, metrics="loss")
-    step = accum.nnx_train_step(
+        accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics="loss")
+    step = accum.nnx.train_step(
         lambda model, batch: (loss(model, batch), {"loss": 0.0}), has_aux=True, num_microbatches=2
     )
     with pytest.raises(ValueError, match=r"metrics has a 'loss', too"):
         step(model, optimizer, (X, Y))
-    with pytest.raises(TypeError, match=r"optimizer=Optimizer. Create it with optax_accum.flax.Optimizer"):
+    with pytest.raises(TypeError, match=r"optimizer=Optimizer. Create it with optax_accum.flax.nnx.Optimizer"):
         step(model, nnx.Optimizer(model, tx, wrt=nnx.Param), (X, Y))
     model.norms.append(nnx.BatchNorm(4, use_bias=False, use_scale=False, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="must keep their tree and shapes"):
@@ -333,11 +333,11 @@ def test_frozen_parameters_cost_no_accumulator():
     model = nnx.LoRALinear if hasattr(nnx, "LoRALinear") else None
     layer = model(6, 3, lora_rank=2, rngs=nnx.Rngs(0))
     loss = lambda layer, batch: cross_entropy(layer(batch[0]), batch[1])
-    _, grads = accum.value_and_grad(loss, wrt=nnx.LoRAParam, num_microbatches=3)(layer, (X, Y))
+    _, grads = accum.nnx.value_and_grad(loss, wrt=nnx.LoRAParam, num_microbatches=3)(layer, (X, Y))
     sizes = sorted(leaf.shape for leaf in jax.tree.leaves(grads))
     assert sizes == [(2, 3), (6, 2)]
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
-    optimizer = accum.Optimizer(layer, tx, wrt=nnx.LoRAParam)
+    optimizer = accum.nnx.Optimizer(layer, tx, wrt=nnx.LoRAParam)
     before = arrays(nnx.state(layer))
     for _ in range(2):
         optimizer.update(layer, grads)
@@ -351,8 +351,8 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     model, whole = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
     reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
     reference.update(whole, nnx.grad(nnx_loss)(whole, (X, Y)))
-    optimizer = accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
-    step = accum.nnx_train_step(nnx_loss, num_microbatches=2)
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    step = accum.nnx.train_step(nnx_loss, num_microbatches=2)
     given = nnx.as_pure(nnx.state((model, optimizer.opt_state), nnx.Any(nnx.Param, nnx.OptState)))
     step(model, optimizer, (X[:8], Y[:8]))
     assert (int(optimizer.step[...]), int(optimizer.micro_step[...])) == (0, 1)
@@ -364,10 +364,10 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     params = lambda model: arrays(nnx.state(model, nnx.Param))
     close(params(model), params(whole), 1e-4)
     again = Net(nnx.Rngs(1))
-    other = accum.Optimizer(again, tx, wrt=nnx.Param, metrics=("loss",))
+    other = accum.nnx.Optimizer(again, tx, wrt=nnx.Param, metrics=("loss",))
     with ocp.StandardCheckpointer() as checkpointer:
         nnx.update((again, other), checkpointer.restore(tmp_path / "c", nnx.state((again, other))))
-    wrong = accum.Optimizer(again, optax_accum.accumulate_gradients(optax.sgd(0.1), every=2), wrt=nnx.Param)
+    wrong = accum.nnx.Optimizer(again, optax_accum.accumulate_gradients(optax.sgd(0.1), every=2), wrt=nnx.Param)
     with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match=r"opt_state\.inner_opt_state"):
         checkpointer.restore(tmp_path / "c", nnx.state((again, wrong)))
     step(again, other, (X[8:], Y[8:]))
@@ -394,7 +394,9 @@ def test_what_is_sown_is_taken_out_or_refused():
     """The remedy of the message works: what all micro-batches leave comes back in the order of the rows."""
     loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1])
     remedy = r"What sow makes, take out inside fun, aux = nnx.pop\(model, nnx.Intermediate\)"
-    refused = lambda model, fun=loss, **options: accum.value_and_grad(fun, num_microbatches=5, **options)(model, (X, Y))
+    refused = lambda model, fun=loss, **options: accum.nnx.value_and_grad(fun, num_microbatches=5, **options)(
+        model, (X, Y)
+    )
     with pytest.raises(ValueError, match=rf"it made hidden \(Intermediate\). {remedy}"):
         refused(Sowing(nnx.Rngs(0)))
 
@@ -403,7 +405,7 @@ def test_what_is_sown_is_taken_out_or_refused():
 
     model = Sowing(nnx.Rngs(0))
     options = {"has_aux": True, "aux_reduction": "concat", "num_microbatches": 5}
-    (_, aux), grads = accum.value_and_grad(popped, **options)(model, (X, Y))
+    (_, aux), grads = accum.nnx.value_and_grad(popped, **options)(model, (X, Y))
     assert_allclose(aux["hidden"][0], model.inner(X), atol=1e-6)
     close(arrays(grads), arrays(nnx.grad(loss)(Sowing(nnx.Rngs(0)), (X, Y))))
     model(X)  # outside, for a look at it
@@ -425,7 +427,7 @@ def test_a_parameter_that_is_made_late_is_refused():
             return x @ self.kernel[...] * self.scale[...]
 
     with pytest.raises(ValueError, match=r"it made scale \(Param\)"):
-        accum.value_and_grad(lambda model, x: model(x).mean(), num_microbatches=2)(Late(), X)
+        accum.nnx.value_and_grad(lambda model, x: model(x).mean(), num_microbatches=2)(Late(), X)
 
 
 def test_the_numbers_of_arguments_are_those_of_fun():
@@ -437,22 +439,24 @@ def test_the_numbers_of_arguments_are_those_of_fun():
 
     want = nnx.grad(lambda model: loss(model, key, 2.0, (X, Y)))(model)
     for numbers in ({"batch_argnums": -1, "rng_argnum": -3}, {"batch_argnums": 3, "rng_argnum": 1}):
-        _, grads = accum.value_and_grad(loss, num_microbatches=5, **numbers)(model, key, 2.0, (X, Y))
+        _, grads = accum.nnx.value_and_grad(loss, num_microbatches=5, **numbers)(model, key, 2.0, (X, Y))
         close(arrays(grads), arrays(want))
     for numbers, count in (({"batch_argnums": 4}, 4), ({"batch_argnums": -5}, 4), ({"rng_argnum": 5}, 4)):
         role, number = next(iter(numbers.items()))
         with pytest.raises(
             ValueError, match=rf"{role} must name an argument by position: {role}={number}, and there are {count}"
         ):
-            accum.value_and_grad(loss, num_microbatches=5, **{"batch_argnums": 3, **numbers})(model, key, 2.0, (X, Y))
+            accum.nnx.value_and_grad(loss, num_microbatches=5, **{"batch_argnums": 3, **numbers})(
+                model, key, 2.0, (X, Y)
+            )
     with pytest.raises(ValueError, match="batch_argnums=1, and there are 1"):
-        accum.value_and_grad(loss, num_microbatches=5)(model, batch=(X, Y))
+        accum.nnx.value_and_grad(loss, num_microbatches=5)(model, batch=(X, Y))
 
 
 def test_arguments_by_name_stay_whole():
     model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
     loss = lambda model, batch, scale: scale * cross_entropy(model(batch[0]), batch[1])
-    _, grads = accum.value_and_grad(loss, num_microbatches=5)(model, (X, Y), scale=2.0)
+    _, grads = accum.nnx.value_and_grad(loss, num_microbatches=5)(model, (X, Y), scale=2.0)
     close(arrays(grads), arrays(nnx.grad(loss)(model, (X, Y), 2.0)))
 
 
@@ -460,17 +464,17 @@ def test_options_and_arguments_that_are_refused():
     model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
     loss = lambda model, batch, *_: cross_entropy(model(batch[0]), batch[1])
     with pytest.raises(TypeError, match="sets argnums itself: argnums=1. Name the variables to differentiate with wrt"):
-        accum.value_and_grad(loss, num_microbatches=2, argnums=1)
+        accum.nnx.value_and_grad(loss, num_microbatches=2, argnums=1)
     with pytest.raises(TypeError, match="sets carry_argnum itself: carry_argnum=2. What a micro-batch hands on"):
-        accum.value_and_grad(loss, num_microbatches=2, carry_argnum=2)
+        accum.nnx.value_and_grad(loss, num_microbatches=2, carry_argnum=2)
     with pytest.raises(ValueError, match="Exactly one of num_microbatches and microbatch_size"):
-        accum.value_and_grad(loss)
+        accum.nnx.value_and_grad(loss)
     with pytest.raises(TypeError, match="unexpected keyword argument 'num_microbatch'"):
-        accum.value_and_grad(loss, num_microbatch=2)
+        accum.nnx.value_and_grad(loss, num_microbatch=2)
     with pytest.raises(
         TypeError, match="nnx.Rngs beside the model would give all micro-batches the same keys: argument 2"
     ):
-        accum.value_and_grad(loss, num_microbatches=2)(model, (X, Y), nnx.Rngs(0))
+        accum.nnx.value_and_grad(loss, num_microbatches=2)(model, (X, Y), nnx.Rngs(0))
 
 
 def test_a_gradient_of_nothing_is_refused():
@@ -478,12 +482,12 @@ def test_a_gradient_of_nothing_is_refused():
     model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
     loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1])
     with pytest.raises(ValueError, match=r"wrt=.*LoRAParam.* names none, and it has Param. For a tree of arrays"):
-        accum.value_and_grad(loss, wrt=nnx.LoRAParam, num_microbatches=2)(model, (X, Y))
+        accum.nnx.value_and_grad(loss, wrt=nnx.LoRAParam, num_microbatches=2)(model, (X, Y))
     with pytest.raises(ValueError, match="names none, and it has"):
-        accum.value_and_grad(lambda p, x: (p["w"] * x).mean(), num_microbatches=2)({"w": jnp.ones(6)}, X)
+        accum.nnx.value_and_grad(lambda p, x: (p["w"] * x).mean(), num_microbatches=2)({"w": jnp.ones(6)}, X)
     with pytest.raises(TypeError, match="must be an NNX module: Dense is one of Linen"):
-        accum.value_and_grad(loss, num_microbatches=2)(linen.Dense(3), (X, Y))
-    optimizer = accum.Optimizer(model, optax_accum.accumulate_gradients(optax.sgd(0.1), 2), wrt=nnx.Param)
+        accum.nnx.value_and_grad(loss, num_microbatches=2)(linen.Dense(3), (X, Y))
+    optimizer = accum.nnx.Optimizer(model, optax_accum.accumulate_gradients(optax.sgd(0.1), 2), wrt=nnx.Param)
     with pytest.raises(ValueError, match=r"there is none at \['bias'\], \['kernel'\]. Pass the State that nnx.grad"):
         optimizer.update(model, {"kernel": jnp.ones((6, 3)), "bias": jnp.ones(3)})
     with pytest.raises(TypeError, match="must not be mistaken for 'metrics': 'metric' would go to the optimizer"):
@@ -500,6 +504,6 @@ def test_a_gradient_of_nothing_is_refused():
 def test_what_the_fun_of_a_train_step_returns(has_aux, fun, message):
     model, loss = two_norms()
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
-    step = accum.nnx_train_step(lambda model, batch: fun(loss(model, batch)), has_aux=has_aux, num_microbatches=2)
+    step = accum.nnx.train_step(lambda model, batch: fun(loss(model, batch)), has_aux=has_aux, num_microbatches=2)
     with pytest.raises(TypeError, match=message):
-        step(model, accum.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",)), (X, Y))
+        step(model, accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",)), (X, Y))

@@ -11,7 +11,7 @@ counts = st.integers(1, 4000)
 
 @given(counts, st.integers(1, 300), st.integers(1, 64))
 def test_no_device_gets_more_than_fits_and_no_row_is_lost(rows, most, devices):
-    split = optax_accum.split_global_batch(rows, most, devices)
+    split = optax_accum.batching.split_global_batch(rows, most, devices)
     assert sum(split.sizes) == rows
     assert min(split.sizes) >= 1
     assert max(split.device_rows) <= most
@@ -24,11 +24,11 @@ def test_no_device_gets_more_than_fits_and_no_row_is_lost(rows, most, devices):
 
 
 def test_a_thousand_rows_of_at_most_64():
-    split = optax_accum.split_global_batch(1000, 64)
+    split = optax_accum.batching.split_global_batch(1000, 64)
     assert (split.num_microbatches, max(split.sizes), min(split.sizes)) == (16, 63, 62)
 
 
 @pytest.mark.parametrize("bad", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1.5, 1, 1), (True, 1, 1), (None, 1, 1)])
 def test_bad_input(bad):
     with pytest.raises((TypeError, ValueError), match=r"global_batch|max_microbatch|num_devices"):
-        optax_accum.split_global_batch(*bad)
+        optax_accum.batching.split_global_batch(*bad)

@@ -158,7 +158,7 @@ def test_processes_that_disagree_say_so(tmp_path, other):
 def test_one_process_agrees_with_itself_without_asking(monkeypatch):
     asked = []
     monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", asked.append)
-    optax_accum.check_processes(every=3, shape=(4, 5))
+    optax_accum.checkpoint.check_processes(every=3, shape=(4, 5))
     assert not asked
 
 
@@ -179,7 +179,7 @@ def test_a_window_in_flight_is_saved_and_goes_on(tmp_path, devices, kind):
         return mesh, params
 
     def train(mesh, params, state, batches):
-        where = optax_accum.state_sharding(tx, params)
+        where = optax_accum.sharding.state_sharding(tx, params)
         step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx), out_shardings=(None, None, where))
         for x in batches:
             _, params, state = step(params, state, jax.device_put(x, NamedSharding(mesh, P("data"))))
@@ -195,12 +195,12 @@ def test_a_window_in_flight_is_saved_and_goes_on(tmp_path, devices, kind):
     with jax.set_mesh(mesh):
         target = {
             "params": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh),
-            "state": optax_accum.checkpoint_target(tx, fresh, num_devices=8),
+            "state": optax_accum.checkpoint.checkpoint_target(tx, fresh, num_devices=8),
         }
         with ocp.StandardCheckpointer() as checkpointer:
             restored = checkpointer.restore(tmp_path / "c", target)
-        state = optax_accum.redistribute(restored["state"], devices)
-        state = jax.device_put(state, optax_accum.state_sharding(tx, fresh))
+        state = optax_accum.checkpoint.redistribute(restored["state"], devices)
+        state = jax.device_put(state, optax_accum.sharding.state_sharding(tx, fresh))
         got, state = train(mesh, restored["params"], state, data[6:])
     assert optax_accum.has_updated(state)
     if devices == 8:

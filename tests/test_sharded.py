@@ -86,12 +86,12 @@ def whole_update(params, batch, inner=INNER):
 
 
 def collectives(jitted, *args):
-    return optax_accum.count_collectives(jitted.lower(*args).compile())
+    return optax_accum.sharding.count_collectives(jitted.lower(*args).compile())
 
 
 def made(tx, params, **options):
     """The state, built where it belongs, and the step that leaves it there."""
-    where = optax_accum.state_sharding(tx, params, **options)
+    where = optax_accum.sharding.state_sharding(tx, params, **options)
     state = jax.jit(tx.init, out_shardings=where)(params)
     return state, (jax.tree.map(lambda leaf: leaf.sharding, params), where)
 
@@ -237,7 +237,7 @@ def test_the_update_is_that_of_the_whole_batch(data_mesh):
 
 def test_so_it_is_with_zero_one_on_every_mesh(mesh):
     params = place(mesh, host_params(), specs(mesh))
-    to = optax_accum.shard_over(params, "data")
+    to = optax_accum.sharding.shard_over(params, "data")
     tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data", reduce_to=to)
     got, state, _ = train(mesh, tx, params, BATCHES)
     close(got, whole_update(host_params(), JOINED))
@@ -272,7 +272,7 @@ def test_owned_windows_hold_without_any_collective(data_mesh):
 def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(
-        INNER, every=3, reduce_axes="data", reduce_to=optax_accum.shard_over(params, "data")
+        INNER, every=3, reduce_axes="data", reduce_to=optax_accum.sharding.shard_over(params, "data")
     )
     state, where = made(tx, params)
     step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
@@ -288,7 +288,7 @@ def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
 def test_both_mechanisms_together_reduce_once(data_mesh, k):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
     tx = optax_accum.accumulate_gradients(INNER, every=2, reduce_axes="data")
-    cut_loss = optax_accum.value_and_grad(loss, num_microbatches=k, weight_fn=tokens, reduce_axes="data", reduced=False)
+    cut_loss = optax_accum.value_and_grad(loss, num_microbatches=k, weight_fn=tokens, reduce_axes="data", reduce_to="partial")
 
     def step(params, state, batch):
         value, grads = cut_loss(params, batch)
@@ -305,11 +305,11 @@ def test_both_mechanisms_together_reduce_once(data_mesh, k):
 def test_in_a_shard_map_of_the_user(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
-    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.state_sharding(tx, params))
+    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
 
     @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P("data"), P(), spec))
     def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(optax_accum.defer_reduction(params, "data"), batch)
+        value, grads = jax.value_and_grad(loss)(optax_accum.sharding.defer_reduction(params, "data"), batch)
         params, state = optax_accum.apply_gradients(tx, grads, state, params, weight=tokens(batch))
         return value[None], params, state
 
@@ -322,7 +322,7 @@ def test_in_a_shard_map_of_the_user(data_mesh):
 def test_in_place_in_a_shard_map_of_the_user(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
-    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.state_sharding(tx, params))
+    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
     micro_step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
 
     @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P("data"), P(), spec))
@@ -420,15 +420,15 @@ def test_the_state_of_a_chain_is_built_in_place(mesh):
         assert moment.sharding.is_equivalent_to(NamedSharding(mesh, spec), moment.ndim)
     assert len(ours.mini_step.sharding.device_set) == 8
     with pytest.raises(ValueError, match="inside the chain.*Pass reduce_axes="):
-        optax_accum.state_sharding(tx, params)
+        optax_accum.sharding.state_sharding(tx, params)
 
 
 def test_abstract_parameters_are_enough(data_mesh):
     params = {"w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=NamedSharding(data_mesh, P()))}
     tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data")
-    where = optax_accum.state_sharding(tx, params)
+    where = optax_accum.sharding.state_sharding(tx, params)
     assert where.acc_grads["w"].spec == P("data", None, None)
-    assert optax_accum.shard_over(params, "data")["w"].spec == P("data", None)
+    assert optax_accum.sharding.shard_over(params, "data")["w"].spec == P("data", None)
 
 
 def host_memory_works():
@@ -459,12 +459,12 @@ def test_a_window_in_flight_goes_on_with_other_devices(data_mesh):
     host = jax.tree.map(np.asarray, state)
     sums = lambda state: (jax.tree.map(lambda leaf: leaf.sum(0), state.acc_grads), state.weight.sum())
     for devices in (1, 2, 3, 8, 16, None):
-        moved = optax_accum.redistribute(host, devices)
+        moved = optax_accum.checkpoint.redistribute(host, devices)
         assert isinstance(moved.weight, np.ndarray | np.generic)
         new = (moved.acc_grads, moved.weight) if devices is None else sums(moved)
         close(new, sums(host), 1e-5)
         assert moved.weight.shape == (() if devices is None else (devices,))
-        close(sums(optax_accum.redistribute(moved, 8)), sums(host), 1e-5)
+        close(sums(optax_accum.checkpoint.redistribute(moved, 8)), sums(host), 1e-5)
 
 
 # Bad input
@@ -502,9 +502,9 @@ def test_gradients_that_have_been_reduced_already(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
     state = tx.init(params)
-    with pytest.raises(ValueError, match=r"reduced already.*reduced=False"):
+    with pytest.raises(ValueError, match=r'reduced already.*reduce_to="partial"'):
         tx.update(params, state, params)
-    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.state_sharding(tx, params))
+    spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
 
     @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P(), spec))
     def step(params, state, batch):
@@ -513,7 +513,7 @@ def test_gradients_that_have_been_reduced_already(data_mesh):
     with pytest.raises(ValueError, match="defer_reduction"):
         step(params, state, place(data_mesh, host_batch(), P("data")))
     with pytest.raises(ValueError, match="works inside jax.shard_map"):
-        optax_accum.defer_reduction(params, "data")
+        optax_accum.sharding.defer_reduction(params, "data")
 
 
 def test_a_loss_that_is_averaged_over_devices(data_mesh):
@@ -545,7 +545,7 @@ def test_parameters_that_are_sharded_over_the_reduced_axis(data_mesh):
     run = functools.partial(optax_accum.value_and_grad, loss, num_microbatches=2, weight_fn=tokens, reduce_axes="data")
     with pytest.raises(ValueError, match=r"replicated over reduce_axes.*reduce_to=shard_over"):
         run()(sharded, host_batch())
-    to = optax_accum.shard_over(sharded, "data")
+    to = optax_accum.sharding.shard_over(sharded, "data")
     value, grads = jax.jit(run(reduce_to=to))(sharded, place(data_mesh, host_batch(), P("data")))
     close((value, grads), jax.value_and_grad(loss)(host_params(), host_batch()))
     assert grads["w"].sharding.is_equivalent_to(to["w"], 2)
@@ -556,18 +556,18 @@ def test_a_state_for_other_devices_or_another_tree(data_mesh):
     tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
     state, step = tx.init(params), optax_accum.value_and_apply_gradients(loss, tx)
     with pytest.raises(ValueError, match=r"rows for 4 devices, and there are 8.*redistribute\(state, 8\)"):
-        step(params, optax_accum.redistribute(state, 4), host_batch())
+        step(params, optax_accum.checkpoint.redistribute(state, 4), host_batch())
     with pytest.raises(ValueError, match=r"has no rows.*redistribute\(state, 8\)"):
-        step(params, optax_accum.redistribute(state, None), host_batch())
+        step(params, optax_accum.checkpoint.redistribute(state, None), host_batch())
     rows = {name: jnp.zeros((8, *leaf.shape)) for name, leaf in params.items()}
     with pytest.raises(ValueError, match=r"redistribute\(state, 8\)"):
-        tx.update(rows, optax_accum.redistribute(state, 4), params)
+        tx.update(rows, optax_accum.checkpoint.redistribute(state, 4), params)
     with pytest.raises(ValueError, match="must have the tree of the state"):
         tx.update({"other": jnp.zeros((8, 3))}, state, None)
     for call, message in (
-        (lambda: optax_accum.redistribute(state, 0), "at least 1"),
-        (lambda: optax_accum.redistribute(params, 2), "holds an AccumulationState"),
-        (lambda: optax_accum.state_sharding(tx, params, offload="moments"), "offload must name"),
+        (lambda: optax_accum.checkpoint.redistribute(state, 0), "at least 1"),
+        (lambda: optax_accum.checkpoint.redistribute(params, 2), "holds an AccumulationState"),
+        (lambda: optax_accum.sharding.state_sharding(tx, params, offload="moments"), "offload must name"),
         (lambda: optax_accum.accumulate_gradients(INNER, 2, reduce_to=P()), "Name the axes"),
         (
             lambda: optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data", nonfinite=lambda *_: None),
@@ -584,7 +584,7 @@ def test_a_state_for_other_devices_or_another_tree(data_mesh):
 def test_fsdp_across_calls(data_mesh):
     """Parameters sharded over the reduced axis: gathered for each gradient; for the update only where none can know."""
     params = place(data_mesh, host_params(), P("data"))
-    to = optax_accum.shard_over(params, "data")
+    to = optax_accum.sharding.shard_over(params, "data")
     tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data", reduce_to=to)
     got, _, step = train(data_mesh, tx, params, BATCHES)
     close(got, whole_update(host_params(), JOINED))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.verify import KINDS, fault, sound_loss
-from optax_accum._verify import verify
+from optax_accum._tools.verify import verify
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 

@@ -622,9 +622,8 @@ def test_options_that_contradict_each_other():
     make = functools.partial(optax_accum.value_and_grad, MEAN, num_microbatches=2)
     for options, match in (
         ({"in_place": True, "unroll": True}, "in_place=True, unroll=True. Pass one"),
-        ({"reduced": False}, "reduced=False is about the sum over reduce_axes: reduce_axes=None"),
-        ({"reduce_to": jax.sharding.PartitionSpec()}, "reduce_to is about the sum over reduce_axes"),
-        ({"reduce_to": jax.sharding.PartitionSpec(), "reduced": False, "reduce_axes": "data"}, "both are given"),
+        ({"reduce_to": "partial"}, "where the sum over reduce_axes goes: reduce_to='partial', reduce_axes=None"),
+        ({"reduce_to": jax.sharding.PartitionSpec()}, "where the sum over reduce_axes goes"),
     ):
         with pytest.raises(ValueError, match=match):
             make(**options)

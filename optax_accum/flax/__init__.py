@@ -1,4 +1,4 @@
-"""Flax train steps with accumulation: a Linen `TrainState`, NNX functions, and BatchNorm that steps once per update.
+"""Flax train steps with accumulation: for Linen `linen`, for NNX `nnx`, and here what belongs to both.
 
 Imported as `optax_accum.flax`; `optax_accum` itself loads it when it is first asked for.
 """
@@ -10,22 +10,8 @@ if _find_spec("flax") is None:
         'optax_accum.flax needs Flax, which is not installed. Run pip install "optax_accum[flax]".', name="flax"
     )
 
+from optax_accum.flax import linen, nnx
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
-from optax_accum.flax._linen import TrainState
-from optax_accum.flax._linen_step import train_step
 from optax_accum.flax._loss_scale import next_scale, unscale
-from optax_accum.flax._nnx import value_and_grad
-from optax_accum.flax._nnx_optimizer import Optimizer
-from optax_accum.flax._nnx_step import nnx_train_step
 
-__all__ = [
-    "Optimizer",
-    "TrainState",
-    "batch_moments",
-    "merge_batch_stats",
-    "next_scale",
-    "nnx_train_step",
-    "train_step",
-    "unscale",
-    "value_and_grad",
-]
+__all__ = ["batch_moments", "linen", "merge_batch_stats", "next_scale", "nnx", "unscale"]

@@ -13,7 +13,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 import optax_accum
-from optax_accum import WeightedSum
+from optax_accum._core.state import WeightedSum
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats, momentum_of_each
 from optax_accum.flax._checkpoint import from_state_dict, to_state_dict
@@ -70,7 +70,7 @@ class TrainState(train_state.TrainState, kw_only=True):
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_accum
       >>> from flax import linen as nn
-      >>> from optax_accum.flax import TrainState
+      >>> from optax_accum.flax.linen import TrainState
       >>> model = nn.Dense(1)
       >>> params = model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
       >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)

@@ -26,8 +26,8 @@ def train_step(
         `state.apply_fn` the key as `rngs`. The state comes without its parameters and those of the optimizer.
       weight_fn: how much a micro-batch counts: by default its number of rows. `batch_stats` always count by rows:
         those of the micro-batches that are run, which those of weight zero are not.
-      **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `reduce_axes`; and
-        `reduced=False`, if `reduce_axes` was given to `accumulate_gradients` too.
+      **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `reduce_axes`. With
+        `reduce_axes` in `accumulate_gradients` the step does as its optimizer, and need not be told.
 
     Returns:
       A jitted `step(state, batch, key, flush=None) -> (state, metrics)` that donates `state`, a `TrainState` created
@@ -40,8 +40,7 @@ def train_step(
       ValueError: `extra` lacks `"batch_stats"`, or has other entries; a metric of the name `"loss"`; fp8 statistics
         beside the parameters: their gradients are new values, which must not be added.
     """
-    _window.check_options("optax_accum.flax.train_step", options, _OWN_OPTIONS)
-    axes, reduced = options.get("reduce_axes"), options.get("reduced", True)
+    _window.check_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
 
     def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
@@ -52,17 +51,19 @@ def train_step(
             sums["moments"] = _window.weighted(moments, _window.weight_of(None, batch))
         return loss, sums
 
-    cut = optax_accum.value_and_grad(
-        pure, has_aux=True, rng_argnum=2, whole_argnums=3, weight_fn=weight_fn, aux_reduction="sum", **options
-    )
+    roles: dict[str, Any] = {"has_aux": True, "rng_argnum": 2, "whole_argnums": 3, "aux_reduction": "sum"}
+    cut = functools.partial(optax_accum.value_and_grad, pure, weight_fn=weight_fn, **roles)
+    cut(**options)  # its errors come when this is built
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(
         state: TrainState, batch: Tree, key: jax.Array, flush: Any = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state)
-        (_, sums), grads = cut(state.params, batch, key, state.replace(params=None, opt_state=None, window=None))
-        totals = _window.over_devices(sums, axes, reduced=reduced)
+        own = _window.where_sums_go(state.tx, state.opt_state, options)
+        still = state.replace(params=None, opt_state=None, window=None)
+        (_, sums), grads = cut(**own)(state.params, batch, key, still)
+        totals = _window.whole(sums, own)
         metrics, moments, new = _window.mean(totals["metrics"]), totals.get("moments"), {}
         if moments is not None:
             new = {"batch_stats": merge_batch_stats(_window.mean(moments), state.batch_stats, state.momentum)}
@@ -76,7 +77,7 @@ def train_step(
 
 
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
-    ("argnums", "has_aux", "rng_argnum", "carry_argnum", "whole_argnums", "aux_reduction"),
+    ("argnums", "has_aux", "rng_argnum", "carry_argnum", "whole_argnums", "aux_reduction", "reduce_to"),
     "Leave it out; for a step of another form, take optax_accum.value_and_grad and state.apply_gradients.",
 )
 
@@ -85,7 +86,7 @@ def _check_state(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
             f"train_step needs a state that has a window: state={type(state).__name__}. Create it with "
-            "optax_accum.flax.TrainState."
+            "optax_accum.flax.linen.TrainState."
         )
     if "metrics" in field_names(type(state)):
         raise ValueError(

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_accum
+from optax_accum._space.meshes import as_axes
+from optax_accum._space.space import device
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._nnx_variables import (
@@ -58,12 +60,12 @@ def value_and_grad(
       >>> from flax import nnx
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
       >>> loss = lambda model, x: jnp.mean(model(x) ** 2)
-      >>> value, grads = optax_accum.flax.value_and_grad(loss, num_microbatches=2)(model, jnp.ones((4, 2)))
+      >>> value, grads = optax_accum.flax.nnx.value_and_grad(loss, num_microbatches=2)(model, jnp.ones((4, 2)))
       >>> grads["kernel"].shape
       (2, 1)
     """
-    _window.check_options("optax_accum.flax.value_and_grad", options, _OWN_OPTIONS)
-    reduction, axes = options.pop("aux_reduction", "mean"), options.get("reduce_axes")
+    _window.check_options("optax_accum.flax.nnx.value_and_grad", options, _OWN_OPTIONS)
+    reduction, axes = options.pop("aux_reduction", "mean"), as_axes(options.get("reduce_axes"))
     options |= {"has_aux": True, "carry_argnum": -1, "aux_reduction": ("sum", reduction)}
     optax_accum.value_and_grad(fun, **options)  # its errors come when this is built
     names = options.get("batch_argnames", ())
@@ -74,7 +76,7 @@ def value_and_grad(
     numbers = {role: _numbers(options[role]) for role in roles if options.get(role) is not None}
     options |= {role: _before_state(options[role]) for role in numbers}
     options["whole_argnums"] = (*_numbers(options.get("whole_argnums", ())), -_STATE)  # the running statistics
-    batch_argnums, reduced = numbers["batch_argnums"], options.get("reduced", True)
+    batch_argnums = numbers["batch_argnums"]
 
     @functools.wraps(fun)
     def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -88,11 +90,11 @@ def value_and_grad(
             *args, stats, rest = args_and_state
             copies = jax.tree.map(lambda leaf: leaf, (params, stats, rest))  # variables of this trace
             micro = nnx.merge(graph, *copies)
-            streams, before = own_streams(micro, axes) if axes else None, variables(micro)
+            streams, before = own_streams(micro, device(axes)), variables(micro)
             out = fun(micro, *args, **kwargs)
             check_variables(before, variables(micro))
             loss, aux = _window.pair(out) if has_aux else (out, None)
-            if axes:
+            if streams is not None:
                 nnx.update(micro, streams)
             _, _, new, rest = nnx.split(micro, wrt, running, ...)
             batch = [*((params, *args)[n] for n in batch_argnums), *(kwargs.get(name) for name in names)]
@@ -102,7 +104,7 @@ def value_and_grad(
 
         cut = optax_accum.value_and_grad(pure, **options)
         (loss, ((sums, aux), rest)), grads = cut(params, *args, stats, rest, **kwargs)
-        old, moments = nnx.to_pure_dict(stats), _window.mean(_window.over_devices(sums, axes, reduced=reduced))
+        old, moments = nnx.to_pure_dict(stats), _window.mean(_window.whole(sums, options))
         nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, momenta(old)))
         nnx.update(model, stats, rest)
         return ((loss, aux) if has_aux else loss), grads

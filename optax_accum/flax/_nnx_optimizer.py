@@ -37,7 +37,7 @@ class Optimizer(nnx.Optimizer):
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum
       >>> from flax import nnx
-      >>> from optax_accum.flax import Optimizer
+      >>> from optax_accum.flax.nnx import Optimizer
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
       >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
       >>> optimizer = Optimizer(model, tx, wrt=nnx.Param)
@@ -122,7 +122,7 @@ def _check_grads(grads: Tree, params: Tree, wrt: Any) -> None:
     if missing := sorted(paths(params) - paths(grads)):
         raise ValueError(
             f"grads must hold a gradient for each variable of wrt={wrt!r}: there is none at {', '.join(missing)}. Pass "
-            "the State that nnx.grad or optax_accum.flax.value_and_grad returned, for the same wrt."
+            "the State that nnx.grad or optax_accum.flax.nnx.value_and_grad returned, for the same wrt."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from optax_accum import WeightedSum
+from optax_accum._core.state import WeightedSum
 from optax_accum.flax import _window
 from optax_accum.flax._nnx import value_and_grad
 from optax_accum.flax._nnx_optimizer import Optimizer
@@ -15,7 +15,7 @@ from optax_accum.flax._nnx_optimizer import Optimizer
 Tree = Any
 
 
-def nnx_train_step(
+def train_step(
     fun: Callable[..., Any],
     *,
     weight_fn: Callable[..., Any] | None = None,
@@ -32,8 +32,8 @@ def nnx_train_step(
         the micro-batches that are run, which those of weight zero are not.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
-      **options: those of `value_and_grad`; and `reduced=False`, if `reduce_axes` was given to `accumulate_gradients`
-        too.
+      **options: those of `value_and_grad`. With `reduce_axes` in `accumulate_gradients` the step does as its optimizer,
+        and need not be told.
 
     Returns:
       A function `step(model, optimizer, batch, flush=None) -> metrics` under `nnx.jit`, which donates the model and the
@@ -44,8 +44,7 @@ def nnx_train_step(
       TypeError: the optimizer is one of Flax's own; a metric that is no real number; an option that is the step's own.
       ValueError: a metric of the name `"loss"`.
     """
-    _window.check_options("optax_accum.flax.nnx_train_step", options, _OWN_OPTIONS)
-    axes, reduced = options.get("reduce_axes"), options.get("reduced", True)
+    _window.check_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
 
     def measured(model: Any, batch: Tree) -> tuple[jax.Array, tuple[WeightedSum, jax.Array]]:
         out = fun(model, batch)
@@ -53,19 +52,23 @@ def nnx_train_step(
         sums = _window.weighted(_window.with_loss(loss, metrics), _window.weight_of(weight_fn, batch))
         return loss, (sums, _window.weight_of(None, batch))
 
-    cut = value_and_grad(measured, wrt=wrt, has_aux=True, weight_fn=weight_fn, aux_reduction="sum", **options)
+    roles: dict[str, Any] = {"wrt": wrt, "has_aux": True, "aux_reduction": "sum"}
+    cut = functools.partial(value_and_grad, measured, weight_fn=weight_fn, **roles)
+    cut(**options)  # its errors come when this is built
 
     @functools.partial(nnx.jit, donate_argnums=(0, 1))
     def step(model: Any, optimizer: Any, batch: Tree, flush: Any = None) -> dict[str, jax.Array]:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"nnx_train_step needs an optimizer that has a window: optimizer={type(optimizer).__name__}. Create it "
-                "with optax_accum.flax.Optimizer."
+                f"train_step needs an optimizer that has a window: optimizer={type(optimizer).__name__}. Create it "
+                "with optax_accum.flax.nnx.Optimizer."
             )
-        (_, (sums, rows)), grads = cut(model, batch)
-        totals, rows = _window.over_devices((sums, rows), axes, reduced=reduced)
+        opt_state = nnx.as_pure(optimizer.opt_state)
+        own = _window.where_sums_go(optimizer.tx, opt_state, options)
+        (_, (sums, rows)), grads = cut(**own)(model, batch)
+        totals, rows = _window.whole((sums, rows), own)
         metrics = _window.mean(totals)
-        if _window.find_window(nnx.as_pure(optimizer.opt_state)) is None:  # each call is an update
+        if _window.find_window(opt_state) is None:  # each call is an update
             optimizer.update(model, grads, flush=flush)
             return metrics
         optimizer.update(model, grads, weight=sums.weight, stats_weight=rows, metrics=metrics, flush=flush)
@@ -75,6 +78,6 @@ def nnx_train_step(
 
 
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
-    ("argnums", "rng_argnum", "carry_argnum", "aux_reduction"),
-    "Leave it out; for a step of another form, take optax_accum.flax.value_and_grad and optimizer.update.",
+    ("argnums", "rng_argnum", "carry_argnum", "aux_reduction", "reduce_to"),
+    "Leave it out; for a step of another form, take optax_accum.flax.nnx.value_and_grad and optimizer.update.",
 )

@@ -1,11 +1,13 @@
 """Owns what is asked of an NNX model: its running statistics, random streams, variables. Knows no gradient."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+
+from optax_accum._space.space import Device
 
 Tree = Any
 
@@ -29,12 +31,12 @@ def running_stats(model: Any) -> tuple[Tree, Tree]:
     return stats, momenta(stats)
 
 
-def own_streams(model: Any, axes: str | Sequence[str]) -> Any:
-    """Gives each device random streams of its own; returns those that all of them had."""
+def own_streams(model: Any, device: Device) -> Any:
+    """Gives each of several devices random streams of its own; returns those that all of them had."""
+    if device.count == 1:
+        return None
     keys = jax.tree.map(lambda key: key, nnx.state(model, nnx.RngKey))  # not the variables of the model
-    device = jax.lax.axis_index(axes)
-    own = lambda key: jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), device).reshape(key.shape)
-    nnx.update(model, jax.tree.map(own, keys))
+    nnx.update(model, device.own_keys(keys))
     return keys
 
 

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum import AccumulationState, WeightedSum
+from optax_accum._across.transformation import rules_of
+from optax_accum._core.state import AccumulationState, WeightedSum, states_in
+from optax_accum._space.meshes import as_axes
+from optax_accum._space.space import PARTIAL, here
 
 Tree = Any
 
@@ -38,8 +41,7 @@ class MicroStep(NamedTuple):
 
 def find_window(opt_state: Tree) -> AccumulationState | None:
     """Returns the one `AccumulationState` in an optimizer's state, or None if it does not accumulate."""
-    is_ours = lambda node: isinstance(node, AccumulationState)
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(node)]
+    found = states_in(opt_state)
     if len(found) > 1:
         raise ValueError(
             f"The optimizer must have one window: it holds {len(found)} of accumulate_gradients. Wrap the whole of it "
@@ -187,17 +189,23 @@ def own_buffers(state: Tree, params: Tree) -> Tree:
     return jax.tree.map(own, state)
 
 
-def over_devices(sums: Tree, axes: str | Sequence[str] | None, *, reduced: bool) -> Tree:
-    """Returns sums over all devices of `axes`, of those that each device has of its own with `reduced=False`.
+def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a train step with where its sums go, as its optimizer has it."""
+    window, rules = find_window(opt_state), rules_of(tx)
+    partial = window is not None and bool(window.weight.ndim)
+    axes = options.get("reduce_axes") or (rules.reduce_axes if rules else ())
+    if partial and not axes:
+        raise ValueError(
+            "The state holds partial sums, one for each device, and the axes are inside the chain where a train step "
+            "cannot read them. Pass reduce_axes= as given to accumulate_gradients."
+        )
+    return {**options, "reduce_axes": axes or None, "reduce_to": PARTIAL if partial else None}
 
-    They come as rows [d, ...], one for each device; inside a `jax.shard_map` of the user as this device's own.
-    """
-    if reduced or axes is None:
-        return sums
-    names = (axes,) if isinstance(axes, str) else axes
-    if set(names) & set(jax.sharding.get_abstract_mesh().manual_axes):
-        return jax.lax.psum(sums, names)
-    return jax.tree.map(lambda rows: jnp.sum(rows, axis=0), sums)
+
+def whole(sums: Tree, options: Mapping[str, Any]) -> Tree:
+    """Returns sums over all devices, where they were left partial."""
+    space = here(as_axes(options.get("reduce_axes")))
+    return space.total(space.rows(sums)) if options.get("reduce_to") == PARTIAL else sums
 
 
 def as_weight(weight: Any) -> jax.Array:

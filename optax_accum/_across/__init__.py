@@ -1,0 +1,1 @@
+"""Across calls: the window, its policies, and the micro-steps that users call."""

@@ -1,0 +1,89 @@
+"""Owns the call of the inner optimizer: what it is given, in which dtypes, what it may return. Knows no window."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core
+
+from optax_accum._core import arithmetic, checks
+from optax_accum._core.arithmetic import Tree
+
+
+def update(
+    inner: optax.GradientTransformationExtraArgs,
+    mean: Tree,
+    grads: Tree,
+    state: Tree,
+    params: Tree | None,
+    extra_args: Mapping[str, Any],
+) -> tuple[Tree, Tree]:
+    """Calls the inner optimizer with the window's mean; updates come in the dtypes that `grads` would have given."""
+    run = lambda grads: inner.update(grads, state, params, **extra_args)
+    same = arithmetic.same_dtypes(mean, grads)
+    try:
+        with jax.named_scope("optax_accum.inner"):
+            updates, new = run(mean)
+    except (TypeError, ValueError) as error:
+        if not same:
+            error.add_note(_DTYPE_NOTE.format(emitted=arithmetic.dtypes(mean), given=arithmetic.dtypes(grads)))
+        raise
+    if not same:
+        updates = arithmetic.cast_like(updates, jax.eval_shape(lambda: run(grads))[0])
+    return updates, arithmetic.cast_like(new, state) if keeps(new, state) else arithmetic.strong(new)
+
+
+def keeps(new: Tree, old: Tree) -> bool:
+    """Returns whether the inner optimizer gave back a state of the tree that it was given."""
+    return jax.tree.structure(new) == jax.tree.structure(old)
+
+
+def check_kept(new: Tree, old: Tree) -> None:
+    """Raises where the inner optimizer changes the tree of its state, and holding must give the same tree."""
+    if not keeps(new, old):
+        raise ValueError(
+            "The inner optimizer must keep the tree of its state, or a window that holds and one that emits would end "
+            f"in different ones: init gave {jax.tree.structure(old)}, update {jax.tree.structure(new)}. What only "
+            "watches (optax.monitor, optax.snapshot) goes behind: optax.chain(accumulate_gradients(...), "
+            "optax.monitor(...))."
+        )
+
+
+def check_extra_args(
+    inner: optax.GradientTransformationExtraArgs,
+    names: set[str],
+    grads: Tree,
+    state: Tree,
+    params: Tree | None,
+    extra_args: Mapping[str, Any],
+) -> None:
+    """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
+    for name, meant in checks.misspelt(names, inner.update).items():
+        others = {other: value for other, value in extra_args.items() if other != name}
+        if not _reads(inner, name, extra_args[name], (grads, state, params), others):
+            raise TypeError(
+                f"An extra argument must not be mistaken for {meant!r}: {name!r} would go to the inner optimizer, "
+                f"which does not read it. Pass {meant}=."
+            )
+
+
+def _reads(inner: Any, name: str, value: Any, args: tuple[Any, ...], others: Mapping[str, Any]) -> bool:
+    """Returns whether `inner` uses an argument that its signature does not name, as a member of a chain may."""
+    try:
+        jax.eval_shape(lambda: inner.update(*args, **others))
+    except TypeError:
+        return True
+    if not isinstance(value, jax.Array | int | float):
+        return False
+    program = jax.make_jaxpr(lambda value: inner.update(*args, **{**others, name: value}))(jnp.asarray(value)).jaxpr
+    read = [var for equation in program.eqns for var in equation.invars] + list(program.outvars)
+    return any(var is program.invars[0] for var in read if not isinstance(var, core.Literal))
+
+
+_DTYPE_NOTE = (
+    "accumulate_gradients gave the inner optimizer gradients of dtype {emitted}, and was given {given}. An optimizer "
+    "that needs the dtype of its parameters (optax.novograd and optax.contrib.mechanize over bfloat16 ones) gets it "
+    'with emit_dtype="gradient".'
+)

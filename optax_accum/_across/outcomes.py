@@ -1,0 +1,95 @@
+"""Owns the outcomes of a micro-step: hold or emit, and the state after either. Adds no gradient."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from optax_accum._core import arithmetic, memory, tracing
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.state import AccumulationState, WeightedSum
+from optax_accum._core.tracing import Flag
+from optax_accum._space.space import Space
+
+
+class Outcome(NamedTuple):
+    """What a micro-step returns beside the state: `emitted(updates)`, or `held(emit)`."""
+
+    emitted: Callable[[Tree], Tree]
+    held: Callable[[Callable[[], Any]], Tree]
+
+
+def updates_of(space: Space, params: Tree | None) -> Outcome:
+    """The outcome of `update`: updates, or zeros."""
+    whole = lambda updates: updates if params is None else space.gather(updates, params)
+    return Outcome(whole, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0]))
+
+
+def new_params(space: Space, params: Tree) -> Outcome:
+    """The outcome of `apply_gradients`: new parameters, or the old ones."""
+    moved = lambda updates: space.gather(apply_updates(space.shard(params), updates), params)
+    return Outcome(moved, lambda emit: params)
+
+
+def known(flag: Flag) -> Flag:
+    """Returns a Python bool where the value is known: outside jit, a cond would be compiled at every call."""
+    return flag if isinstance(flag, Tracer) else bool(flag)
+
+
+def emit_or_hold(closes: Flag, usable: Flag, emit: Callable[[], Any], hold: Callable[[], Any]) -> Any:
+    """Calls the outcome that is known when tracing, else compiles both: a branch, or a select for a static flush."""
+    if closes is False or usable is False:
+        return hold()
+    if closes is True:
+        return emit() if usable is True else _select(usable, emit(), hold())
+    return tracing.branch(closes & usable, emit, hold)
+
+
+def close(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state: Any) -> AccumulationState:
+    """Returns the state after the micro-step: the counters of a closed window start again, its sum is left to lie."""
+    emitted = jnp.asarray(closes & usable)
+    reset = lambda total: jnp.where(closes, 0, total)
+    return state._replace(
+        mini_step=reset(state.mini_step),
+        gradient_step=jnp.where(emitted, optax.safe_increment(state.gradient_step), state.gradient_step),
+        inner_opt_state=inner_opt_state,
+        weight=reset(state.weight),
+        mean_args=jax.tree.map(reset, state.mean_args),
+        emitted=emitted,
+        discarded=count(state.discarded, closes & ~emitted),
+    )
+
+
+def mean_args(sums: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Returns the weighted means of those extra arguments that came with this micro-step."""
+    means: dict[str, jax.Array] = {}
+    for name, (total, weight) in sums.items():
+        if name in extra_args:
+            value = jnp.asarray(extra_args[name])
+            unweighted = 0 if value.ndim else value.astype(total.dtype)
+            mean = jnp.where(weight == 0, unweighted, total * arithmetic.reciprocal(weight))
+            inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+            means[name] = mean.astype(arithmetic.accumulator_dtype(value.dtype, None)) if inexact else mean
+    return means
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """Does what `optax.apply_updates` does; an integer parameter stays."""
+    moved = jax.tree.map(lambda u, p: jnp.zeros_like(p) if arithmetic.is_float0(u) else u, updates, params)
+    return optax.apply_updates(params, moved)
+
+
+def count(total: jax.Array, flag: Flag) -> jax.Array:
+    """Adds one if the flag is set."""
+    return total + jnp.asarray(flag).astype(total.dtype)
+
+
+def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
+    def select(a: Any, b: Any) -> Any:
+        return a if arithmetic.is_float0(a) else jnp.where(flag, a, b)
+
+    chosen = jax.tree.map(select, *map(memory.to_device, (on_true, on_false)))
+    return memory.to_memory_of(chosen, on_false)

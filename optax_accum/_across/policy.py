@@ -1,0 +1,84 @@
+"""Owns what becomes of a micro-batch that is not finite: a table, and one entry for callables. Knows no window."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import arithmetic, checks
+from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.state import AccumulationState
+from optax_accum._core.tracing import Flag
+from optax_accum._space.space import Space
+
+Name = Literal["propagate", "skip", "omit", "discard"]
+Skip = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
+
+
+class Policy(NamedTuple):
+    """What becomes of a micro-batch that is not finite.
+
+    Attributes:
+      screen: `(space, grads, weight, state, params) -> (skip, info)`, before it joins: is it left out?
+      waits: whether one that is left out is no micro-step: the window waits for another.
+      accepts: `(space, total, weight) -> flag`: what a sum must fulfil beside a weight other than 0, or None.
+      unseen: whether a backward pass may add to the sum before anyone has looked.
+      blank: `params -> info`, what the state holds before the first micro-step.
+    """
+
+    screen: Callable[[Space, Tree, Weight, AccumulationState, Tree], tuple[Flag, Tree]]
+    waits: bool
+    accepts: Callable[[Space, Tree, Weight], Flag] | None
+    unseen: bool
+    blank: Callable[[Tree], Tree] = lambda params: ()
+
+
+def as_policy(nonfinite: Any) -> Policy:
+    """Returns the policy of a name, or of a callable."""
+    if callable(nonfinite):
+        return _of_callable(nonfinite)
+    return TABLE[checks.one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
+
+
+def _join_all(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
+    return False, state.skip_state
+
+
+def _leave_out(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
+    return space.nonfinite(grads, weight), state.skip_state
+
+
+def _finite(space: Space, total: Tree, weight: Weight) -> Flag:
+    return ~space.nonfinite(total, weight)
+
+
+TABLE = {
+    "propagate": Policy(_join_all, waits=False, accepts=None, unseen=True),
+    "skip": Policy(_leave_out, waits=True, accepts=None, unseen=False),
+    "omit": Policy(_leave_out, waits=False, accepts=None, unseen=False),
+    "discard": Policy(_join_all, waits=False, accepts=_finite, unseen=True),
+}
+
+
+def _of_callable(skip: Skip) -> Policy:
+    """Returns what `optax.MultiSteps` takes as `should_skip_update_fn`, as a policy."""
+
+    def screen(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
+        skipped, info = skip(grads, state.gradient_step, params)
+        return checks.as_skip(skipped), _like_skip_state(info, state)
+
+    def blank(params: Tree) -> Tree:
+        return arithmetic.zeros_of(jax.eval_shape(skip, params, jnp.zeros([], jnp.int32), params)[1])
+
+    return Policy(screen, waits=True, accepts=None, unseen=False, blank=blank)
+
+
+def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:
+    if jax.tree.structure(info) != jax.tree.structure(state.skip_state):
+        raise ValueError(
+            f"A callable nonfinite must return an info of the tree in the state: it returned {info!r}, the state has "
+            f"{state.skip_state!r}. For a state of another policy: "
+            "state._replace(skip_state=tx.init(params).skip_state)."
+        )
+    return arithmetic.cast_like(info, state.skip_state)

@@ -1,0 +1,280 @@
+"""Owns a whole micro-step across calls: a loss differentiated, its gradient added in place, the update applied."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_accum._across.transformation import apply, apply_gradients, rules_of
+from optax_accum._across.window import MicroBatch, Rules, check_state, weighed, why_not_in_place
+from optax_accum._core import arithmetic, checks, memory, tracing
+from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.backward import bends, vjp
+from optax_accum._core.program import compiled_once
+from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays
+from optax_accum._core.rows import check_groups, count_rows, is_split
+from optax_accum._core.state import micro_step_of
+from optax_accum._space.space import Device, OneDevice, Space
+
+
+def value_and_apply_gradients(
+    fun: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnames: str | Sequence[str] = (),
+    whole_argnums: int | Sequence[int] = (),
+    whole_argnames: str | Sequence[str] = (),
+    group_size: int = 1,
+    weight_fn: Callable[..., Any] | None = None,
+    rng_argnum: int | None = None,
+    in_place: bool | None = None,
+) -> Callable[..., tuple[Any, Tree, Tree]]:
+    """Makes a whole micro-step of a loss: `jax.value_and_grad(fun)` and then `apply_gradients(tx, ...)`, in place.
+
+    The backward pass adds each gradient to the accumulator in the state where it arises, scaled by the micro-batch's
+    weight. So no tree of gradients is ever written or read beside it, which is what a micro-step's memory mostly is.
+
+    Args:
+      fun: a loss `fun(params, *args) -> loss`, or `-> (loss, aux)` with `has_aux`.
+      tx: what `accumulate_gradients` returned; any other optimizer makes an update at every call.
+      has_aux: whether `fun` returns a pair.
+      batch_argnums: the argument of `fun`, or several, that hold the rows of the micro-batch; argument 1, unless
+        `batch_argnames` names the batch. `()` for a loss without one.
+      batch_argnames: the same for arguments that are passed by keyword.
+      whole_argnums: arguments that are no part of the batch though they have as many rows, and keys that all
+        micro-batches share on purpose.
+      whole_argnames: the same for arguments that are passed by keyword.
+      group_size: so many consecutive rows belong together; it must divide the rows of each device.
+      weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such as `batch["mask"].sum()`. By default the
+        number of its rows, and 1 if `tx` takes a sum.
+      rng_argnum: an argument that is a key, or a tree of keys: micro-step i of a window gets
+        `jax.random.fold_in(key, i)`, with `reduce_axes` of a key of the device's own. Pass another key in each window.
+      in_place: whether to add inside the backward pass. By default wherever that gives the same gradient.
+
+    With `reduce_axes` in `tx`, each device differentiates its own rows of the batch and adds to its own row of the
+    accumulator; `fun` and `weight_fn` see the rows of one device. Every other argument is on all devices whole.
+
+    Returns:
+      A function `step(params, state, *args, **extra_args) -> (value, params, state)`, where `value` is what `fun`
+      returned (with `reduce_axes` one row for each device, [d, ...]), and `extra_args` is what `tx.update` takes by
+      keyword: `weight`, `flush`, and the arguments of the inner optimizer. The loss is passed on as `value=`, unless
+      `mean_args` of `tx` leaves it out. Donate the first two.
+
+    Raises:
+      TypeError, ValueError: the loss is not a real scalar; arguments whose roles do not fit. Otherwise as
+        `accumulate_gradients`.
+
+    Guarantees:
+      The same parameters and state as the two calls, to rounding (a parameter that is used twice is added twice).
+
+      | case | result | known when |
+      |---|---|---|
+      | parameters in the dtype of their accumulators | added in place | tracing |
+      | a bfloat16 parameter with a float32 accumulator | the gradient is written, then added | tracing |
+      | `nonfinite` is `"skip"`, `"omit"` or a callable, which must see the gradient | as above | tracing |
+      | float16 or float8 in `fun`, whose range a weight may leave | as above, unless `in_place=True` | tracing |
+      | a `jax.custom_vjp` in `fun`, which need not be linear (a clip) | as above, unless `in_place=True` | tracing |
+      | before JAX 0.11, a slice of a parameter (`p[0]`, `p[:n]`) | as above | tracing |
+      | differentiated again, with no `jit` between | as above | tracing |
+      | `every=1`, or another optimizer | as above; nothing is accumulated | tracing |
+      | `in_place=True` where it cannot be | an error | tracing |
+      | weight 0, added in place | the backward pass is not run | running |
+      | an integer parameter | stays | tracing |
+      | a key that no role names; an argument with as many rows as the batch | an error | tracing |
+      | `rng_argnum` and an optimizer with several windows | an error | tracing |
+      | `reduce_axes`: rows that the devices do not divide; a loss averaged with `pmean` | an error | tracing |
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, optax, optax_accum
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.5), every=2)
+      >>> step = optax_accum.value_and_apply_gradients(lambda params, x: jnp.mean((params - x) ** 2), tx)
+      >>> train_step = jax.jit(step, donate_argnums=(0, 1))
+      >>> params = jnp.array(0.0)
+      >>> state = tx.init(params)
+      >>> for x in (1.0, 3.0):
+      ...     loss, params, state = train_step(params, state, jnp.array([x]))
+      ...     print(loss, params)
+      1.0 0.0
+      9.0 2.0
+    """
+    rules = _MicroStep(
+        fun=fun,
+        tx=tx,
+        has_aux=has_aux,
+        roles=Roles.named(
+            batch_argnums=batch_argnums,
+            batch_argnames=batch_argnames,
+            whole_argnums=whole_argnums,
+            whole_argnames=whole_argnames,
+            rng_argnum=rng_argnum,
+            has_batch=False,
+        ),
+        group_size=checks.as_positive("group_size", group_size) or 1,
+        weight_fn=weight_fn,
+        in_place=in_place,
+    )
+    compute = compiled_once(rules.step, unless=rules.over_devices)
+
+    @functools.wraps(fun)
+    def step(
+        params: Tree, state: Tree, *args: Any, weight: Any = None, flush: Any = None, **extra_args: Any
+    ) -> tuple[Any, Tree, Tree]:
+        if type(weight) in (int, float) and not tracing.is_staged():
+            weight = jnp.asarray(weight, jnp.result_type(float))  # one program for all weights
+        return compute(params, state, args, weight, flush, extra_args)
+
+    del step.__wrapped__  # `jax.jit(step, static_argnames="flush")` reads the signature of `step`, not of `fun`
+    return step
+
+
+class _Done(NamedTuple):
+    """One micro-batch differentiated, as partial sums."""
+
+    loss: jax.Array  # []
+    value: Any  # what `fun` returned
+    weight: Weight
+    grads: Tree | None  # the gradient; None where the backward pass has added it
+    acc: Tree | None  # the accumulator with the gradient in it, then
+
+
+@dataclasses.dataclass(frozen=True)
+class _MicroStep:
+    """What `value_and_apply_gradients` was asked for, and the functions that do it."""
+
+    fun: Callable[..., Any]
+    tx: optax.GradientTransformation
+    has_aux: bool
+    roles: Roles
+    group_size: int
+    weight_fn: Callable[..., Any] | None
+    in_place: bool | None
+
+    @property
+    def window(self) -> Rules | None:
+        """What the optimizer was asked for, if it is one of ours and not inside another."""
+        return rules_of(self.tx)
+
+    @property
+    def over_devices(self) -> bool:
+        """Whether the optimizer adds partial sums: then a mesh is read off arrays that are not traced."""
+        return bool(self.window and self.window.reduce_axes)
+
+    def step(
+        self,
+        again: bool,
+        params: Tree,
+        state: Tree,
+        args: Sequence[Any],
+        weight: Any,
+        flush: Any,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Tree, Tree]:
+        """Differentiates one micro-batch, adds its gradient to the window, and applies what comes out.
+
+        `again` says that this is to be differentiated again.
+        """
+        check_arrays("Parameters", params, NOT_ARRAYS)
+        params, rules = jax.tree.map(jnp.asarray, params), self.window
+        ours = {*self.roles.batch_argnames, *self.roles.whole_argnames}
+        call = self.roles.of((params, *args), {name: extra_args[name] for name in ours & extra_args.keys()})
+        self._check(call, weighted=weight is not None or self.weight_fn is not None)
+        extra_args = {name: arg for name, arg in extra_args.items() if name not in ours}
+        space: Space = rules.here() if rules else OneDevice()
+        if rules:
+            check_state(state)
+            weight = None if weight is None else weighed(rules, space, weight, state)
+        acc = None if again else self._acc(state, params)
+        done = self._differentiated(space, call, acc, weight, state)
+        value = space.as_own(done.value)
+        if rules is None:
+            extra_args = {"value": done.loss, "weight": done.weight, "flush": flush, **extra_args}
+            return value, *apply_gradients(self.tx, done.grads, state, params, **extra_args)
+        if "value" in rules.mean_args:
+            extra_args = {"value": done.loss, **extra_args}
+        batch = MicroBatch(done.grads, weighed(rules, space, done.weight, state), done.acc)
+        if done.grads is None:
+            batch = batch._replace(grads=_shapes_of_grads(params, state.acc_grads))
+        return value, *apply(rules, space, batch, state, params, flush, extra_args)
+
+    def _check(self, call: Call, *, weighted: bool) -> None:
+        """Raises for a batch whose rows do not fit, and for what every micro-batch would share unasked."""
+        batch = call[call.batch]
+        has_rows = any(map(is_split, jax.tree.leaves(batch)))
+        if call.batch and not (has_rows or weighted):
+            raise ValueError(
+                "A micro-batch counts by its rows unless it is weighed: the batch arguments hold scalars only. Pass "
+                "weight=, or batch_argnums=() if the loss has no batch."
+            )
+        call.check_shared(count_rows(batch) if has_rows else None)
+
+    def _acc(self, state: Tree, params: Tree) -> Tree | None:
+        """Returns the accumulator that a backward pass may add to, or None."""
+        why_not = why_not_in_place(self.window, state, params) if self.window else "it does not accumulate"
+        if self.in_place and why_not:
+            raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
+        return None if why_not or self.in_place is False else memory.to_device(state.acc_grads)
+
+    def _differentiated(self, space: Space, call: Call, acc: Tree | None, weight: Any, state: Tree) -> _Done:
+        """Differentiates the micro-batch: each device its own examples, adding to its own partial sum."""
+        if self.window:
+            space.check_state(state.weight, call[tuple(call.arguments)])
+            space.check_params(call[call.params])
+        names = tuple(call.arguments)
+
+        def local(device: Device, acc: Tree | None, weight: Any, index: Any, *values: Any) -> tuple[_Done, None]:
+            own = device.own(call.with_arguments(dict(zip(names, values, strict=True))))
+            acc, weight = device.own_sums((acc, weight))
+            return self._run(device, own, acc, weight, index), None
+
+        split = (0, 1, *(names.index(name) + 3 for name in call.batch))
+        index = micro_step_of(state, keyed=call.rng is not None)
+        return space.run(local, split, (acc, weight, index, *call[names]))[0]
+
+    def _run(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any) -> _Done:
+        """Differentiates the examples of one device."""
+        if self.group_size > 1:
+            where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
+            check_groups(where, count_rows(call[call.batch]), self.group_size)
+        call = call.own_key(index)
+        weight = self._weight(call) if weight is None else checks.as_weight(weight)
+        loss, backward, value = vjp(self.fun, self.has_aux, call)
+        device.check_loss(loss)
+        if acc is None or not self._adds_in_place(call, acc):
+            return _Done(loss, value, weight, backward(jnp.ones_like(loss)), None)
+        run = lambda refs, weight: backward.with_refs(refs, jnp.ones_like(loss) * jnp.asarray(weight, loss.dtype))
+        return _Done(loss, value, weight, None, arithmetic.add_backward(run, acc, weight, index == 0))
+
+    def _weight(self, call: Call) -> Weight:
+        """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
+        if self.weight_fn:
+            return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
+        if not call.batch or (self.window and self.window.reduction == "sum"):
+            return 1.0
+        return checks.Rows(count_rows(call[call.batch]))
+
+    def _adds_in_place(self, call: Call, acc: Tree) -> bool:
+        """Returns whether the backward pass adds the gradient: not where a weight in its cotangent could matter."""
+        if self.in_place is None and bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr):
+            return False
+
+        def add() -> None:
+            loss, backward, _ = vjp(self.fun, self.has_aux, call)
+            backward.with_refs(jax.tree.map(jax.new_ref, acc), jnp.ones_like(loss))
+
+        traced = tracing.traces_in_place(add)
+        if self.in_place and not traced:
+            raise TypeError(tracing.NOT_IN_PLACE)
+        return traced
+
+
+def _shapes_of_grads(params: Tree, acc: Tree) -> Tree:
+    """Returns leaves of the shapes and dtypes of the gradients in an accumulator: a float0 where there is none."""
+    like = lambda param, total: total if hasattr(total, "dtype") else np.zeros(jnp.shape(param), jax.dtypes.float0)
+    return jax.tree.map(like, params, acc)

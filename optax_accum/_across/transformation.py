@@ -1,0 +1,273 @@
+"""Owns accumulation across calls as users meet it: `accumulate_gradients` and `apply_gradients`."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum._across import outcomes, policy
+from optax_accum._across.outcomes import new_params, updates_of
+from optax_accum._across.policy import as_policy
+from optax_accum._across.window import MicroBatch, Rules, arrived, micro_step
+from optax_accum._core import arithmetic, checks
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.checks import Every
+from optax_accum._core.roles import NOT_ARRAYS, check_arrays
+from optax_accum._core.state import AccumulationState, new_state
+from optax_accum._space import meshes
+from optax_accum._space.space import Space, check_options
+
+
+def accumulate_gradients(
+    inner: optax.GradientTransformation,
+    every: Every,
+    *,
+    reduction: Literal["mean", "sum"] = "mean",
+    accumulator_dtype: Any = None,
+    emit_dtype: Any = None,
+    nonfinite: policy.Name | policy.Skip = "propagate",
+    mean_args: tuple[str, ...] = ("value",),
+    reduce_axes: str | Sequence[str] | None = None,
+    reduce_to: Tree = None,
+) -> "Accumulating":
+    """Wraps an optimizer so that it updates once per window of micro-steps, with the gradient of the whole batch.
+
+    Over a window of micro-batches with gradients `g_i` and weights `w_i`, `inner` sees
+
+        mean:  g = sum_i w_i g_i / sum_i w_i        sum:  g = sum_i w_i g_i
+
+    and only when the window closes: then this transformation *emits* the updates of `inner`. At every other
+    micro-step it *holds*: the updates are exact zeros, and neither `inner` nor its state is touched. Schedules inside
+    `inner` count updates. Clipping belongs inside `inner` as well: before it, each micro-batch would be clipped.
+
+    Args:
+      inner: any Optax optimizer.
+      every: the number of micro-steps in a window: an integer >= 1; or a callable of `gradient_step`, evaluated when
+        running (it returns an integer; below 1 acts as 1); or `None`: the caller closes each window with `flush`.
+        A window closes when `mini_step + 1 >= every`, so a resumed run may change it in the middle of a window.
+      reduction: `"mean"`, for losses that are means; or `"sum"`, for losses that are sums.
+      accumulator_dtype: a real floating-point dtype to add in; complex leaves take the complex dtype of its width. By
+        default at least float32, and never narrower than the gradient.
+      emit_dtype: the dtype in which `inner` sees the gradient. By default the accumulator's; `"gradient"` for that of
+        the gradients passed in, as `optax.MultiSteps` does; or a real floating-point dtype.
+      nonfinite: what becomes of a micro-batch whose gradient or weight holds a NaN or an infinity. `"propagate"`: it
+        shows in the update of its own window, and in no other window's gradient. `"skip"`: as if it had never
+        come; the window waits for another. `"omit"`: the window ends on time, with the rest. `"discard"`: the window
+        ends on time, without an update. Or a callable
+        `(grads, gradient_step, params) -> (skip, info)`, as `optax.MultiSteps` takes, which acts as `"skip"`; its
+        `info` is kept as `state.skip_state`.
+      mean_args: names of scalar extra arguments which `inner` gets as their weighted mean over the window.
+      reduce_axes: the mesh axis, or axes, over which the batch is sharded. Then gradients are not reduced at each
+        micro-step: each device adds its own, in rows [d, ...] of `acc_grads` for d devices, and the rows are added
+        once, when the window emits. Gradients come as rows from `value_and_apply_gradients`, or from
+        `value_and_grad(..., reduce_axes=..., reduce_to="partial")`; inside a `jax.shard_map` over these axes as plain
+        gradients with respect to `defer_reduction(params, reduce_axes)`. A weight is one number for each device [d]
+        (inside `jax.shard_map` that device's own), or that of the micro-batch, of which each device has the same part;
+        a mean argument likewise one for each device or the same for all.
+      reduce_to: with `reduce_axes`, how the sum is to be sharded: a prefix of the parameters' tree, made of
+        `PartitionSpec`s or `NamedSharding`s, such as `shard_over(params, reduce_axes)`. Where it names a reduced axis,
+        the reduction is a reduce-scatter, `inner` works on its shards, and the parameters are gathered afterwards
+        (ZeRO-1).
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with an `AccumulationState`. Its `update` takes, beside `(grads, state,
+      params)`, by keyword and also through `optax.chain`:
+
+      * `weight`: how much this micro-batch counts, a real scalar; 1 by default. For a loss that is a mean over rows or
+        tokens, their number.
+      * `flush`: a bool scalar; `True` closes the window with this micro-batch and divides by the weight that is in it.
+        A Python bool is known when compiling: with `every=None`, or when true, no `lax.cond` is compiled at all.
+      * whatever else `inner` takes. What is not in `mean_args` reaches it as the closing micro-step gave it.
+
+    Raises:
+      TypeError, ValueError: an argument that cannot be right, or, while tracing: gradients whose tree, shape or dtype
+        does not fit the state; a weight, flush or mean argument that is no scalar; `every=None` without `flush`. What
+        is known only when running never raises; its outcome is in the table.
+
+    Guarantees:
+      The update equals that of the whole batch, to rounding, for any partition with weights. The state keeps its types,
+      shapes and shardings. Updates have the dtypes that `inner` alone would give them, and the inner state those of
+      `inner.init`.
+
+      | case | result | known when |
+      |---|---|---|
+      | `every=1` | `inner` itself; no accumulator is allocated, no branch compiled | tracing |
+      | a callable `every` returns 0 or less | acts as 1 | running |
+      | `every` is lowered below `mini_step` | the window closes at the next micro-step, with the right mean | running |
+      | `every=1` is raised, with its state | an error that says how to add an accumulator | tracing |
+      | weight 0 | adds nothing, even of a NaN; the micro-step counts | running |
+      | weight below 0 | subtracts; the divisor is still `sum(w)` | running |
+      | the weights add to 0 | zero updates, inner state untouched, `discarded + 1` | running |
+      | a NaN under `"propagate"` | NaN updates for this window; the next window starts clean | running |
+      | a NaN under `"skip"` | zero updates, window and counters unchanged, `skipped + 1` | running |
+      | a NaN under `"omit"` | weight 0, `skipped + 1` | running |
+      | a NaN under `"discard"` | at the end zero updates, inner state untouched, `discarded + 1` | running |
+      | `flush` on a skipped micro-batch | closes the window with the rest | running |
+      | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` names it | tracing |
+      | `None`, `MaskedNode`, empty leaves | pass through | tracing |
+      | float0 (of an integer parameter) | passes through to `inner` and back | tracing |
+      | inside `optax.masked` or `optax.partition` | nothing is allocated for the leaves left out | tracing |
+      | a mean argument is not given at some micro-steps | the mean over those that gave it | tracing |
+      | a mean argument is not given at the closing one | `inner` does not get it | tracing |
+      | a NaN in a mean argument | shows in its mean: policies look at gradients and weights only | running |
+      | the state has another accumulator dtype than asked for | the state's is used | tracing |
+      | under `jax.vmap` | a window for each member; `lax.cond` becomes a select, so `inner` always runs | tracing |
+      | `reduce_axes`: a held micro-step | no collective at all | compiling |
+      | `reduce_axes`: `"skip"`, `"omit"` | at every micro-step the devices agree on one flag | compiling |
+      | `reduce_axes`: `"discard"` | they agree at the end | compiling |
+      | `reduce_axes`: reduced gradients; a state for other devices | an error that says what to call | tracing |
+      | `reduce_axes` and a callable `nonfinite` | an error: it would need the reduced gradient | building |
+      | `reduce_axes`, `reduce_to`: parameters sharded so (FSDP) | gathered for each gradient, added whole | compiling |
+
+    Example:
+      Four micro-batches of unequal length, weighted by their tokens:
+
+      >>> import jax, jax.numpy as jnp, optax, optax_accum
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every=4)
+      >>> params = jnp.zeros(2)
+      >>> state = tx.init(params)
+      >>> for tokens in (10, 30, 20, 40):
+      ...     grads = jnp.array([1.0, tokens])  # of a mean over this micro-batch's tokens
+      ...     updates, state = tx.update(grads, state, params, weight=tokens)
+      ...     params = optax.apply_updates(params, updates)
+      >>> print(params)
+      [ -1. -30.]
+
+    References:
+      The state and the callable `nonfinite` follow `optax.MultiSteps`; the errors of adding in low precision are
+      analysed in N. Higham, *The accuracy of floating point summation*, SIAM J. Sci. Comput. 14 (1993).
+    """
+    rules = Rules(
+        inner=checks.as_transformation(inner),
+        every=checks.as_every(every),
+        reduction=checks.one_of("reduction", reduction, ("mean", "sum")),
+        accumulator_dtype=checks.as_float_dtype("accumulator_dtype", accumulator_dtype),
+        emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),
+        policy=as_policy(nonfinite),
+        mean_args=checks.as_names(mean_args),
+        reduce_axes=meshes.as_axes(reduce_axes),
+        reduce_to=reduce_to,
+    )
+    check_options(rules.reduce_axes, reduce_to, partial=False)
+    if callable(nonfinite) and rules.reduce_axes:
+        raise ValueError(
+            "A callable nonfinite looks at the gradient of a micro-batch, which reduce_axes does not reduce: "
+            f'reduce_axes={rules.reduce_axes}. Take "skip", "omit" or "discard".'
+        )
+    tx = Accumulating(functools.partial(_init, rules), functools.partial(_update, rules))
+    tx.rules = rules
+    return tx
+
+
+class Accumulating(optax.GradientTransformationExtraArgs):
+    """What `accumulate_gradients` returns: a transformation that carries its rules."""
+
+    rules: Rules | None = None  # `tx._replace(...)` has none, and is an optimizer like any other
+
+    if TYPE_CHECKING:  # Optax knows no state
+        init: Callable[[Tree], AccumulationState]  # type: ignore[assignment]
+
+
+def rules_of(tx: Any) -> Rules | None:
+    """Returns what `accumulate_gradients` was asked for, if it made this transformation."""
+    return tx.rules if isinstance(tx, Accumulating) else None
+
+
+def _init(rules: Rules, params: Tree) -> AccumulationState:
+    check_arrays("Parameters", params, NOT_ARRAYS)
+    space = rules.here()
+    acc_grads = () if rules.every == 1 else space.zeros(params, rules.accumulator_dtype)
+    inner_opt_state = arithmetic.strong(rules.inner.init(space.shard(params)))
+    scalar = lambda: space.scalar(params)
+    return new_state(inner_opt_state, acc_grads, rules.mean_args, scalar, skip_state=rules.policy.blank(params))
+
+
+def _update(
+    rules: Rules,
+    grads: Tree,
+    state: AccumulationState,
+    params: Tree | None = None,
+    *,
+    weight: Any = 1.0,
+    flush: Any = None,
+    **extra_args: Any,
+) -> tuple[Tree, AccumulationState]:
+    space = rules.here()
+    batch = arrived(rules, space, grads, weight, state)
+    return micro_step(rules, space, batch, state, params, flush, extra_args, updates_of(space, params))
+
+
+def apply(
+    rules: Rules,
+    space: Space,
+    batch: MicroBatch,
+    state: AccumulationState,
+    params: Tree,
+    flush: Any,
+    extra_args: Mapping[str, Any],
+) -> tuple[Tree, AccumulationState]:
+    """Makes a micro-step of what has come through the door, and applies it."""
+    params = jax.tree.map(jnp.asarray, params)
+    return micro_step(rules, space, batch, state, params, flush, extra_args, new_params(space, params))
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any
+) -> tuple[Tree, Tree]:
+    """Makes a micro-step and applies it: `tx.update` and `optax.apply_updates` in one.
+
+        emit:  params + updates of `inner`, inside the branch        hold:  params
+
+    A held micro-step reads and writes the accumulator, and neither parameters nor optimizer state nor a tree of zeros,
+    so it costs what adding costs. The result is that of the two calls: bit for bit outside `jit`, and inside it to the
+    rounding of the compiler's fusions.
+
+    Args:
+      tx: what `accumulate_gradients` returned. For any other transformation (a chain that holds one, say) this is
+        `tx.update` followed by `optax.apply_updates`.
+      grads: the gradients of one micro-batch, a tree like `params`.
+      state: the state of `tx`.
+      params: the parameters, which are returned in their own dtypes.
+      **extra_args: what `tx.update` takes by keyword: `weight`, `flush`, and the arguments of the inner optimizer.
+
+    Returns:
+      `(params, state)`. Donate them to `jit` in this order (`step(params, state, ...) -> (params, state)`): JAX gives
+      donated buffers to results of equal shape in order, and in another order the compiler copies them.
+
+    Raises:
+      ValueError: `params` is None. Otherwise as `accumulate_gradients`.
+
+    Guarantees:
+      | case | result | known when |
+      |---|---|---|
+      | the window is held, or closes without an update | the same parameters, bit for bit | running |
+      | the window emits | `optax.apply_updates(params, updates)` | running |
+      | a leaf whose gradient is a float0 | the same parameter | tracing |
+      | `tx` does not accumulate | one update; `weight` and `flush` are ignored like any extra argument | tracing |
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, optax, optax_accum
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.5), every=2)
+      >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+      ... def train_step(params, state, x):
+      ...     grads = jax.grad(lambda p: jnp.mean((p - x) ** 2))(params)
+      ...     return optax_accum.apply_gradients(tx, grads, state, params)
+      >>> params = jnp.array(0.0)
+      >>> state = tx.init(params)
+      >>> for x in (1.0, 3.0):
+      ...     params, state = train_step(params, state, jnp.array([x]))
+      ...     print(params)
+      0.0
+      2.0
+    """
+    if params is None:
+        raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
+    if rules := rules_of(tx):
+        space, weight, flush = rules.here(), extra_args.pop("weight", 1.0), extra_args.pop("flush", None)
+        batch = arrived(rules, space, grads, weight, state)
+        return apply(rules, space, batch, state, params, flush, extra_args)
+    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
+    return outcomes.apply_updates(params, updates), state

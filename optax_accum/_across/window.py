@@ -1,0 +1,233 @@
+"""Owns the micro-step: a micro-batch joins its window, which holds or emits. Knows neither devices nor policies."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum._across import inner, outcomes
+from optax_accum._across.outcomes import Outcome
+from optax_accum._across.policy import Policy
+from optax_accum._core import arithmetic, checks, memory, tracing
+from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.checks import Every
+from optax_accum._core.state import AccumulationState, WeightedSum
+from optax_accum._core.tracing import Flag
+from optax_accum._space.meshes import Axes
+from optax_accum._space.space import Space, here
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What `accumulate_gradients` was asked for."""
+
+    inner: optax.GradientTransformationExtraArgs
+    every: Every
+    reduction: str
+    accumulator_dtype: jnp.dtype | None
+    emit_dtype: jnp.dtype | str | None
+    policy: Policy
+    mean_args: tuple[str, ...]
+    reduce_axes: Axes = ()
+    reduce_to: Tree = None
+
+    def here(self) -> Space:
+        """Returns where the partial sums of this trace live."""
+        return here(self.reduce_axes, self.reduce_to)
+
+
+class MicroBatch(NamedTuple):
+    """What a micro-batch brings, through the door of the space."""
+
+    grads: Tree  # the gradient; where it has been added, anything of its shapes and dtypes
+    weight: Weight
+    added: Tree | None = None  # the accumulator with the gradient in it, if a backward pass has added it
+
+
+class Window(NamedTuple):
+    """The window with this micro-batch in it."""
+
+    state: AccumulationState
+    total: Tree  # sum(w g)
+    weight: Weight  # sum(w)
+
+
+def arrived(rules: Rules, space: Space, grads: Tree, weight: Any, state: AccumulationState) -> MicroBatch:
+    """Takes a gradient and its weight through the door."""
+    grads = space.grads(grads, getattr(state, "acc_grads", ()))
+    return MicroBatch(grads, weighed(rules, space, weight, state))
+
+
+def weighed(rules: Rules, space: Space, weight: Any, state: AccumulationState) -> Weight:
+    """Takes a weight through the door: a share of it for each device where a mean is taken."""
+    check_state(state)
+    if isinstance(weight, checks.Rows) and rules.reduction == "sum":
+        weight = 1.0
+    return space.weight(weight, state.weight, share=rules.reduction == "mean")
+
+
+def micro_step(
+    rules: Rules,
+    space: Space,
+    batch: MicroBatch,
+    state: AccumulationState,
+    params: Tree | None,
+    flush: Any,
+    extra_args: Mapping[str, Any],
+    outcome: Outcome,
+) -> tuple[Tree, AccumulationState]:
+    """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
+    like = _check(rules, space, batch, state, params, extra_args)
+    flush = checks.as_flush(flush, rules.every)
+    with jax.named_scope("optax_accum.add"):
+        window = join(rules, space, batch, state, params, extra_args)
+        closes = outcomes.known(due(rules, window.state, flush))
+        usable = outcomes.known(accepted(rules.policy, space, window, closes))
+
+    def emit() -> tuple[Tree, Any]:
+        with jax.named_scope("optax_accum.emit"):
+            updates, inner_opt_state = update_inner(rules, space, window, like, params, extra_args)
+            if closes is not False and not (closes is True and usable is True):
+                inner.check_kept(inner_opt_state, state.inner_opt_state)
+            return outcome.emitted(updates), inner_opt_state
+
+    def hold() -> tuple[Tree, Any]:
+        with jax.named_scope("optax_accum.hold"):
+            return outcome.held(emit), state.inner_opt_state
+
+    result, inner_opt_state = outcomes.emit_or_hold(closes, usable, emit, hold)
+    return result, outcomes.close(window.state, closes, usable, inner_opt_state)
+
+
+def join(
+    rules: Rules,
+    space: Space,
+    batch: MicroBatch,
+    state: AccumulationState,
+    params: Tree | None,
+    extra_args: Mapping[str, Any],
+) -> Window:
+    """Adds the micro-batch to its window, unless the policy leaves it out."""
+    skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
+    weight = batch.weight if skip is False else jnp.where(skip, 0, batch.weight)
+    arrives = jnp.logical_not(skip) if rules.policy.waits and skip is not False else True
+    kept = has_accumulator(state)
+    total = batch.added
+    if total is None:
+        acc = memory.to_device(state.acc_grads) if kept else None
+        total = arithmetic.add(acc, batch.grads, weight, state.mini_step == 0)
+    added = state._replace(
+        mini_step=outcomes.count(state.mini_step, arrives),
+        acc_grads=memory.to_memory_of(total, state.acc_grads) if kept else (),
+        weight=state.weight + weight,
+        mean_args={name: _add_arg(name, sums, extra_args, weight) for name, sums in state.mean_args.items()},
+        skipped=outcomes.count(state.skipped, skip),
+        skip_state=info,
+    )
+    return Window(added, total, added.weight if kept else weight)
+
+
+def _add_arg(name: str, sums: WeightedSum, extra_args: Mapping[str, Any], weight: Weight) -> WeightedSum:
+    """Adds an extra argument to its weighted sum: one number, or one for each device."""
+    if name not in extra_args:
+        return sums
+    rows = jnp.shape(weight)
+    remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
+    value = checks.as_scalar(name, extra_args[name], remedy, *rows)
+    share = jnp.where(weight != 0, weight * (jnp.broadcast_to(value, rows) if rows else value), 0)
+    return WeightedSum(sums.total + share, sums.weight + weight)
+
+
+def due(rules: Rules, state: AccumulationState, flush: Flag) -> Flag:
+    """Returns whether the window closes with the micro-step that it has just counted."""
+    if rules.every is None or flush is True:
+        return flush
+    if rules.every == 1 and not rules.policy.waits:
+        return True
+    every = checks.as_count(rules.every(state.gradient_step)) if callable(rules.every) else rules.every
+    closes = state.mini_step >= every
+    return closes if flush is False else closes | flush
+
+
+def accepted(policy: Policy, space: Space, window: Window, closes: Flag) -> Flag:
+    """Returns whether an update can be made of this window; what is costly to know is asked only if it closes."""
+
+    def ask() -> Flag:
+        weighty = space.total(window.weight) != 0
+        return weighty & policy.accepts(space, window.total, window.weight) if policy.accepts else weighty
+
+    if closes is False:
+        return True
+    if closes is True or not (policy.accepts or space.communicates):
+        return ask()
+    return tracing.branch(closes, ask, lambda: jnp.array(True))
+
+
+def update_inner(
+    rules: Rules, space: Space, window: Window, like: Tree, params: Tree | None, extra_args: Mapping[str, Any]
+) -> tuple[Tree, Any]:
+    """Reduces the window, once, and calls the inner optimizer with its mean."""
+    state = window.state
+    weight = space.total(window.weight) if rules.reduction == "mean" else None
+    mean = arithmetic.mean(space.reduced(window.total), like, weight, rules.emit_dtype)
+    extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
+    old = memory.to_device(state.inner_opt_state)
+    params = None if params is None else space.shard(params)
+    updates, inner_opt_state = inner.update(rules.inner, mean, like, old, params, extra_args)
+    if not inner.keeps(inner_opt_state, old):
+        return updates, inner_opt_state
+    return updates, memory.to_memory_of(inner_opt_state, state.inner_opt_state)
+
+
+def why_not_in_place(rules: Rules, state: AccumulationState, params: Tree) -> str | None:
+    """Returns what keeps a backward pass from adding to the accumulator, if something does."""
+    if not has_accumulator(state):
+        return "the state holds no accumulator (every=1)"
+    if not rules.policy.unseen:
+        return "a policy has to see the gradient before it is added (nonfinite)"
+    if path := arithmetic.narrower(params, state.acc_grads):
+        return f"the parameter and its accumulator have different dtypes at {path}"
+    return None
+
+
+def has_accumulator(state: AccumulationState) -> bool:
+    """Returns whether gradients are kept from one micro-step to the next: not for every=1."""
+    return not (type(state.acc_grads) is tuple and not state.acc_grads)  # a MaskedNode is a tuple, too
+
+
+def check_state(state: Any) -> None:
+    """Raises unless the state is one of ours."""
+    if not isinstance(state, AccumulationState):
+        remedy = "The order is (gradients, state, parameters)."
+        if isinstance(state, optax.MultiStepsState):
+            remedy = "Turn that of optax.MultiSteps into one with from_multi_steps."
+        raise TypeError(
+            f"The state must be what `init` returned, an AccumulationState: state={type(state).__name__}. {remedy}"
+        )
+
+
+def _check(
+    rules: Rules,
+    space: Space,
+    batch: MicroBatch,
+    state: AccumulationState,
+    params: Tree | None,
+    extra_args: Mapping[str, Any],
+) -> Tree:
+    """Raises for what does not fit the state; returns leaves of the shapes and dtypes of the gradient of the whole."""
+    if has_accumulator(state):
+        arithmetic.check(state.acc_grads, batch.grads)
+    elif rules.every != 1 and jax.tree.leaves(batch.grads):
+        raise ValueError(
+            f"Only every=1 works without an accumulator: every={rules.every}, and the state was made for every=1. "
+            "Add one with state._replace(acc_grads=tx.init(params).acc_grads)."
+        )
+    like = space.like(batch.grads)
+    if params is not None:
+        arithmetic.check_params(params, like)
+    names = set(extra_args) - set(rules.mean_args)
+    inner.check_extra_args(rules.inner, names, like, state.inner_opt_state, params, extra_args)
+    return like

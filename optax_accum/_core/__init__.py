@@ -1,0 +1,1 @@
+"""Arithmetic, arguments, state, and the one backward pass: what every other room stands on."""

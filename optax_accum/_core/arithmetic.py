@@ -1,0 +1,255 @@
+"""Owns the arithmetic of an accumulator: zeros, add, mean. Knows no counters, batches or meshes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_accum._core import tracing
+
+Tree = Any
+Leaf = Any
+Weight = float | jax.Array  # a Python float is known when tracing, an array when running
+
+
+def zeros(params: Tree, dtype: jnp.dtype | None) -> Tree:
+    """Returns an empty accumulator for gradients of `params`; leaves without a gradient get none."""
+
+    def empty(param: Leaf) -> Leaf:
+        param = jnp.asarray(param)
+        if not jnp.issubdtype(param.dtype, jnp.inexact):
+            return optax.MaskedNode()  # its gradient is a float0: nothing to add
+        return jnp.zeros_like(param, dtype=accumulator_dtype(param.dtype, dtype))
+
+    return jax.tree.map(empty, params)
+
+
+def zeros_of(shapes: Tree) -> Tree:
+    """Returns zeros of these shapes and dtypes, float0 included."""
+
+    def zero(leaf: jax.ShapeDtypeStruct) -> Any:
+        return np.zeros(leaf.shape, leaf.dtype) if is_float0(leaf) else jnp.zeros_like(leaf)
+
+    return jax.tree.map(zero, shapes)
+
+
+def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array) -> Tree:
+    """Returns `acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
+
+    The weight is [], or [d] with one for each row of leaves [d, ...]. A weight of zero adds nothing, whatever the
+    gradient holds: it selects, because `0 * nan` is nan.
+    """
+
+    def add_leaf(grad: Leaf, total: Leaf) -> Leaf:
+        if is_float0(grad):
+            return optax.MaskedNode()
+        grad = jnp.asarray(grad)
+        dtype = accumulator_dtype(grad.dtype, None) if total is None else total.dtype
+        wide = accumulator_dtype(dtype, None)  # a narrow accumulator still adds in float32
+        share = _scale(grad.astype(wide), weight)
+        if total is None:
+            return share
+        return (jnp.where(first, 0, total.astype(wide)) + share).astype(dtype)
+
+    if acc is None:
+        return jax.tree.map(lambda grad: add_leaf(grad, None), grads)
+    return jax.tree.map(add_leaf, grads, acc)
+
+
+def add_backward(backward: Any, acc: Tree, weight: Weight, first: jax.Array | bool) -> Tree:
+    """Does what `add` does inside the backward pass, which adds each gradient where it arises.
+
+    `backward(refs, weight)` runs that pass with the weight as its cotangent.
+    """
+    refs = jax.tree.map(lambda total: jax.new_ref(jnp.where(first, 0, total)), acc)
+
+    if isinstance(weight, jax.Array):
+        # A weight of zero often comes with a loss of 0 / 0, whose backward pass would add a nan. A loop of at most one
+        # turn, because a conditional of references has no batching rule.
+        jax.lax.fori_loop(0, (weight != 0).astype(jnp.int32), lambda _, none: backward(refs, weight), None)
+    elif weight:
+        backward(refs, weight)
+    return jax.tree.map(jax.freeze, refs)
+
+
+def narrower(params: Tree, acc: Tree) -> str | None:
+    """Returns the path of a parameter whose gradient has another dtype than its accumulator, if there is one."""
+    try:
+        totals = jax.tree.structure(params).flatten_up_to(acc)
+    except ValueError as error:
+        raise ValueError(_tree_mismatch(acc, params, "state", "Call init again with these parameters.")) from error
+    for (path, leaf), total in zip(jax.tree.leaves_with_path(params), totals, strict=True):
+        if hasattr(total, "dtype") and jnp.result_type(leaf) != total.dtype:
+            return jax.tree_util.keystr(path) or "the only leaf"
+    return None
+
+
+def mean(acc: Tree, grads: Tree, weight: Weight | None, dtype: jnp.dtype | str | None) -> Tree:
+    """Returns `acc / weight` (`acc` itself for a weight of None) in the dtype that is to be emitted.
+
+    One reciprocal, then a product: dividing each leaf by a traced scalar would not fuse into the optimizer.
+    """
+    scale = None if weight is None else reciprocal(weight)
+
+    def mean_leaf(grad: Leaf, total: Leaf) -> Leaf:
+        if is_float0(grad):
+            return grad
+        emitted = emitted_dtype(jnp.asarray(grad).dtype, total.dtype, dtype)
+        if scale is None:
+            return total.astype(emitted)
+        wide = accumulator_dtype(total.dtype, None)
+        return (total.astype(wide) * jnp.asarray(scale, wide)).astype(emitted)
+
+    return jax.tree.map(mean_leaf, grads, acc)
+
+
+def all_finite(tree: Tree) -> jax.Array:
+    """Returns a bool scalar: no leaf holds a NaN or an infinity.
+
+    A leaf is finite if its extremes are: unlike `isfinite` of every element, that writes nothing beside the leaf. The
+    barrier keeps XLA from computing the answer again beside each leaf that asks for it: with n leaves, n^2 reductions
+    to compile.
+    """
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if not is_float0(leaf)]
+    reals = [part for leaf in leaves for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
+    finite = [jnp.isfinite(extreme) for real in reals if real.size for extreme in tracing.extremes(real)]
+    return jnp.all(jax.lax.optimization_barrier(jnp.stack(finite))) if finite else jnp.array(True)
+
+
+def reciprocal(weight: Weight) -> Weight:
+    """Returns `1 / weight`, and 1 for a weight of zero: such a window emits nothing, and must not make a NaN."""
+    return 1 / jnp.where(weight == 0, 1, weight) if isinstance(weight, jax.Array) else 1 / (weight or 1.0)
+
+
+def accumulator_dtype(dtype: Any, named: jnp.dtype | None) -> jnp.dtype:
+    """Returns `named`, or at least float32 and never narrower than `dtype`; complex stays complex."""
+    real = jnp.finfo(dtype).dtype
+    if named is None:
+        named = jnp.dtype(real if jnp.finfo(real).bits >= 32 else jnp.float32)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.dtype(jnp.complex128 if jnp.finfo(named).bits == 64 else jnp.complex64)
+    return named
+
+
+def emitted_dtype(grad: jnp.dtype, acc: jnp.dtype, emit_dtype: jnp.dtype | str | None) -> jnp.dtype:
+    """Returns the dtype in which the inner optimizer sees the gradient."""
+    if emit_dtype is None:
+        return acc
+    return grad if isinstance(emit_dtype, str) else accumulator_dtype(grad, emit_dtype)
+
+
+def strong(tree: Tree) -> Tree:
+    """Returns `tree` without weak types, which an update would not give back."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), tree)
+
+
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """Returns `tree` in the dtypes of `like`; keys stay as they are, Python numbers become arrays."""
+
+    def cast(leaf: Any, to: Any) -> Any:
+        leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        dtype = to.dtype if hasattr(to, "dtype") else jnp.result_type(to)  # a Python number put there by hand
+        return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+
+    return jax.tree.map(cast, tree, like)
+
+
+def dtypes(tree: Tree) -> str:
+    """Returns the names of the dtypes in `tree`, each once, for a message."""
+    return ", ".join(dict.fromkeys(jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)))
+
+
+def same_dtypes(tree: Tree, other: Tree) -> bool:
+    """Returns whether two trees have the same dtypes, leaf by leaf."""
+    return all(
+        map(lambda a, b: jnp.result_type(a) == jnp.result_type(b), jax.tree.leaves(tree), jax.tree.leaves(other))
+    )
+
+
+def is_float0(leaf: Leaf) -> bool:
+    """Returns whether `leaf` is the gradient that JAX gives to an integer parameter."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def check_params(params: Tree, grads: Tree) -> None:
+    """Raises unless the gradients have the tree and the shapes of the parameters."""
+    if jax.tree.structure(params) != jax.tree.structure(grads):
+        raise ValueError(_tree_mismatch(params, grads, "parameters", "Pass the parameters that were differentiated."))
+    for (path, grad), param in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(params), strict=True):
+        if jnp.shape(grad) != jnp.shape(param):
+            raise ValueError(
+                f"Gradients must have the shapes of the parameters: at {jax.tree_util.keystr(path) or 'the only leaf'} "
+                f"the gradient has shape {jnp.shape(grad)} and the parameter {jnp.shape(param)}. Pass the parameters "
+                "that were differentiated."
+            )
+
+
+def check(acc: Tree, grads: Tree) -> None:
+    """Raises unless every leaf of `grads` can be added to the leaf of `acc` at the same path."""
+    leaves, treedef = jax.tree.flatten_with_path(grads)
+    try:
+        totals = treedef.flatten_up_to(acc)
+    except ValueError as error:
+        remedy = "Call init again with the parameters that these gradients belong to."
+        if isinstance(grads, tuple) and len(grads) == 2:
+            remedy = "jax.value_and_grad returns (value, grads): pass the second."
+        raise ValueError(_tree_mismatch(acc, grads, "state", remedy)) from error
+    for (path, grad), total in zip(leaves, totals, strict=True):
+        _check_leaf(jax.tree_util.keystr(path) or "the only leaf", grad, total)
+
+
+def _check_leaf(path: str, grad: Leaf, total: Leaf) -> None:
+    if isinstance(total, optax.MaskedNode):
+        if not is_float0(grad):
+            raise TypeError(
+                f"A gradient must belong to a floating-point parameter: the parameter at {path} had none when the "
+                f"state was made, and its gradient has dtype {jnp.result_type(grad)}. Call init with parameters of a "
+                "floating-point dtype, or leave this one out with optax.masked."
+            )
+        return
+    if not hasattr(total, "shape"):
+        raise ValueError(
+            f"Gradients must have the tree of the state: at {path} they have one leaf and the state has the tree "
+            f"{jax.tree.structure(total)}. Call init again with the parameters that these gradients belong to."
+        )
+    if jnp.shape(grad) != total.shape:
+        raise ValueError(
+            f"Gradients must have the shapes of the state: at {path} the gradient has shape {jnp.shape(grad)} and the "
+            f"state has {total.shape}. Call init again with the parameters that these gradients belong to."
+        )
+    dtype = "float0" if is_float0(grad) else jnp.result_type(grad)
+    if dtype == "float0" or not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"A gradient must have a floating-point dtype: at {path} it is {dtype} and the state accumulates "
+            f"{total.dtype}. Call init again with the parameters that these gradients belong to."
+        )
+    if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(total):
+        raise TypeError(
+            f"A complex gradient cannot be added to a real accumulator: at {path} the gradient has dtype {dtype} "
+            f"and shape {jnp.shape(grad)}, the state has {total.dtype} and {total.shape}. Make the state with complex "
+            "parameters."
+        )
+
+
+def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str) -> str:
+    keep = lambda node: isinstance(node, optax.MaskedNode)
+    shapes = [
+        {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=keep)}
+        for tree in (grads, acc)
+    ]
+    rule = f"Gradients must have the tree of the {name}"
+    has = "have" if name.endswith("s") else "has"
+    for path in [*shapes[0], *shapes[1]]:
+        found = [f"shape {shape[path]}" if path in shape else "no leaf" for shape in shapes]
+        if "no leaf" in found:
+            return f"{rule}: at {path} the gradients have {found[0]} and the {name} {has} {found[1]}. {remedy}"
+    return f"{rule}: they have {jax.tree.structure(grads)}, the {name} {has} {jax.tree.structure(acc)}. {remedy}"
+
+
+def _scale(grad: jax.Array, weight: Weight) -> jax.Array:
+    if isinstance(weight, jax.Array):
+        weight = weight.reshape(weight.shape + (1,) * (grad.ndim - weight.ndim)) if weight.ndim else weight
+        return jnp.where(weight != 0, grad * weight.astype(grad.dtype), 0)
+    return grad if weight == 1.0 else (grad * weight if weight else jnp.zeros_like(grad))

@@ -1,0 +1,268 @@
+"""Owns the checks of what users pass: each says the rule, the value and the remedy. Computes nothing."""
+
+import difflib
+import inspect
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from optax_accum._core.roles import NOT_ARRAYS, check_arrays
+from optax_accum._core.state import default_float
+from optax_accum._core.tracing import Flag
+
+Weight = float | jax.Array  # so is a Python float
+Every = int | Callable[[jax.Array], Any] | None
+
+
+class Rows(float):
+    """A weight that nobody named: the rows of a micro-batch. They count where a mean is taken, and not in a sum."""
+
+
+def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` with support for extra arguments."""
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            f"inner must be an optax.GradientTransformation: inner={inner!r}. Pass what a factory returned, such as "
+            "optax.adam(1e-3); for optax.MultiSteps, the optimizer that it wraps."
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def as_every(every: Any) -> Every:
+    """Returns `every` as a Python integer, a callable or None."""
+    if every is None or callable(every):
+        return every
+    rule = "every must be an integer >= 1, a callable of gradient_step, or None"
+    if isinstance(every, Tracer):
+        raise TypeError(f"{rule}: every={every}. A value known only at run time goes into a callable, or use flush.")
+    return _integer(rule, "every", every, "Use every=1 for an update at every micro-step.")
+
+
+def as_count(count: Any) -> jax.Array:
+    """Returns what a callable `every` gave, as an integer scalar."""
+    dtype, shape = _dtype_and_shape(count)
+    if not jnp.issubdtype(dtype, jnp.integer) or shape:
+        raise TypeError(
+            f"A callable every must return an integer scalar: it returned {_describe(count)}. "
+            "Wrap a schedule of floats: lambda step: jnp.asarray(schedule(step), int)."
+        )
+    return jnp.clip(jnp.asarray(count), 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+
+
+def as_flush(flush: Any, every: Every) -> Flag:
+    """Returns `flush` as a Python bool where it is one, else as a bool scalar."""
+    if flush is None:
+        if every is None:
+            raise ValueError(
+                "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "
+                "close it."
+            )
+        return False
+    if _dtype_and_shape(flush) != (jnp.bool_, ()):
+        raise TypeError(
+            f"flush must be a bool, or a bool scalar: flush={_describe(flush)}. Pass flush=(step == last), say."
+        )
+    return flush if isinstance(flush, jax.Array) else bool(flush)
+
+
+def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Weight:
+    """Returns a weight as a Python float where it is a number, else as a scalar of the default float dtype."""
+    remedy = "Pass one number for the micro-batch, such as mask.sum()."
+    if name != "weight":
+        remedy = "Return one number for the micro-batch, such as mask.sum(), or a dict of them for a dict of terms."
+    value = as_scalar(name, weight, remedy, rows)
+    dtype = jnp.result_type(weight)
+    if dtype.itemsize < 4:
+        raise TypeError(
+            f"{name} must be counted in at least 32 bits: it has dtype {dtype}, which overflows or stalls. "
+            "Count with mask.sum(dtype=jnp.float32), say."
+        )
+    return value
+
+
+def misspelt(names: Iterable[str], inner: Callable[..., Any]) -> dict[str, str]:
+    """Returns those names that are nearly `weight` or `flush`, and which; but for those that `inner` names."""
+    found: dict[str, str] = {}
+    for name in names:
+        swapped = [word for word in ("weight", "flush") if sorted(word) == sorted(name)]
+        meant = swapped or difflib.get_close_matches(name, ("weight", "flush"), n=1, cutoff=0.9)
+        if meant and name not in inspect.signature(inner).parameters:
+            found[name] = meant[0]
+    return found
+
+
+def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> Weight:
+    """Returns a real scalar as a Python float where it is a number, else in the default float dtype.
+
+    With `rows` it may also be so many numbers, one for each device.
+    """
+    dtype, shape = _dtype_and_shape(value)
+    if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name} must be a real number: {name}={_describe(value)}. {remedy}")
+    if shape and (rows is None or shape != (rows,)):
+        expected = "a scalar" if rows is None else f"a scalar, or {rows} numbers, one for each device"
+        raise ValueError(f"{name} must be {expected}: {name}={_describe(value)}. {remedy}")
+    if shape:
+        return jnp.asarray(value, default_float())
+    return value.astype(default_float()) if isinstance(value, jax.Array) else float(value)
+
+
+def as_float_dtype(name: str, dtype: Any) -> jnp.dtype | None:
+    """Returns `dtype` as a real floating-point dtype, or None."""
+    if dtype is None:
+        return None
+    rule = f"{name} must be a real floating-point dtype or None"
+    remedy = "Pass jnp.float32, say; complex leaves take the complex dtype of that width."
+    if name == "emit_dtype":
+        remedy = 'Pass "gradient" for the dtype of the gradients, jnp.float32, say, or None for the accumulator\'s.'
+    try:
+        named = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{rule}: {name}={dtype!r}. {remedy}") from None
+    if not jnp.issubdtype(named, jnp.floating):
+        raise TypeError(f"{rule}: {name}={named.name}. {remedy}")
+    if named.itemsize == 8 and default_float().itemsize == 4:
+        raise ValueError(
+            f'{rule} that JAX has: {name}={named.name}. Turn it on with jax.config.update("jax_enable_x64", True).'
+        )
+    return named
+
+
+def as_names(names: Any) -> tuple[str, ...]:
+    """Returns the names of `mean_args` as a tuple."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f'mean_args must be a tuple of names: mean_args={names!r}. Write mean_args=("value",).')
+    reserved = [name for name in names if name in ("weight", "flush", "params")]
+    if reserved:
+        raise ValueError(
+            f"mean_args must name extra arguments of the inner optimizer: mean_args={names!r}. "
+            f"Leave out {reserved[0]!r}."
+        )
+    return tuple(names)
+
+
+def as_positive(name: str, count: Any) -> int | None:
+    """Returns `count` as a Python integer >= 1, or None."""
+    rule = f"{name} must be an integer >= 1"
+    return None if count is None else _integer(rule, name, count, "Pass 1 for the smallest.")
+
+
+def check_one_size(num_microbatches: Any, microbatch_size: Any) -> None:
+    """Raises unless one of the two is given."""
+    if (num_microbatches is None) == (microbatch_size is None):
+        raise ValueError(
+            "Exactly one of num_microbatches and microbatch_size must be given: "
+            f"num_microbatches={num_microbatches}, microbatch_size={microbatch_size}. Pass one of them."
+        )
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "") -> str:
+    """Returns `value` if it is one of the words `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        words = ", ".join(f'"{word}"' for word in allowed)
+        raise ValueError(f"{name} must be one of {words}{otherwise}: {name}={value!r}. Choose one of these.")
+    return value
+
+
+def as_skip(skip: Any) -> jax.Array:
+    """Returns what a callable `nonfinite` decided, as a bool scalar."""
+    if _dtype_and_shape(skip) != (jnp.bool_, ()):
+        raise TypeError(
+            f"A callable nonfinite must return (skip, info) with a bool scalar first: it returned {_describe(skip)}. "
+            "Reduce it to one answer with jnp.any or jnp.all."
+        )
+    return jnp.asarray(skip)
+
+
+def check_differentiable(params: Any) -> None:
+    """Raises unless every leaf that is differentiated is of a floating-point dtype."""
+    check_arrays("What argnums names", params, NOT_ARRAYS)
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"Only floating-point arguments can be differentiated: argnums holds {jnp.result_type(leaf)} at "
+                f"{jax.tree_util.keystr(path) or 'the only leaf'}. Pass it as another argument, named by whole_argnums "
+                "if it has as many rows as the batch."
+            )
+
+
+def check_loss(loss: Any, shares: Any) -> None:
+    """Raises unless the loss is a real scalar, or a dict of them with the keys of the weights."""
+    for path, leaf in jax.tree.leaves_with_path(loss):
+        if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"fun must return a real scalar loss, or a dict of them: {jax.tree_util.keystr(path) or 'the loss'} is "
+                f"{leaf.dtype}{list(leaf.shape)}. Reduce it with jnp.mean, say; with has_aux=True the loss comes first."
+            )
+    found = sorted(loss) if isinstance(loss, dict) else None
+    wanted = sorted(shares) if isinstance(shares, dict) else None
+    if found is None and not hasattr(loss, "dtype"):
+        raise TypeError(
+            f"fun must return a real scalar loss, or a dict of them: it returned {loss!r}. Add up its "
+            "parts; with has_aux=True, what stands beside the loss comes second."
+        )
+    if shares is not None and found != wanted:
+        raise ValueError(
+            f"weight_fn must return a weight for each term of the loss: the loss has {found or 'no terms'}, the "
+            f"weights have {wanted or 'no terms'}. Return dicts with the same keys from both."
+        )
+
+
+def check_carry(carry: Any, new: Any) -> None:
+    """Raises unless the carry that `fun` returns has the tree, shapes and dtypes of the one it was given."""
+    old = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise TypeError(
+            f"The carry must keep its tree: it came as {jax.tree.structure(old)} and left as {jax.tree.structure(new)}."
+        )
+    for (path, a), b in zip(jax.tree.leaves_with_path(old), jax.tree.leaves(new), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise TypeError(
+                f"The carry must keep its type: at {jax.tree_util.keystr(path) or 'its only leaf'} it came as "
+                f"{a.dtype}{list(a.shape)} and left as {b.dtype}{list(b.shape)}. Cast it back in fun."
+            )
+
+
+def check_rows(outputs: Any, size: int) -> None:
+    """Raises unless every leaf of the outputs of the micro-batches [k, ...] has one row for each example."""
+    for path, leaf in jax.tree.leaves_with_path(outputs):
+        if leaf.ndim < 2 or leaf.shape[1] != size:
+            raise ValueError(
+                f"Outputs must have one row for each example: {jax.tree_util.keystr(path) or 'the output'} has shape "
+                f"{leaf.shape[1:]} for a micro-batch of {size} rows. Return rows, and reduce them outside."
+            )
+
+
+def _integer(rule: str, name: str, value: Any, remedy: str) -> int:
+    try:
+        if _is_bool(value):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{rule}: {name}={value!r}. Pass an int, such as {name}=4.") from None
+    if number < 1:
+        raise ValueError(f"{rule}: {name}={number}. {remedy}")
+    return number
+
+
+def _dtype_and_shape(value: Any) -> tuple[Any, tuple[int, ...]]:
+    """Returns the dtype and shape of a number or an array, and the dtype `object` for anything else."""
+    if not isinstance(value, bool | int | float | complex | np.generic | np.ndarray | jax.Array):
+        return np.dtype(object), ()
+    return jnp.result_type(value), jnp.shape(value)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) == jnp.bool_
+
+
+def _describe(value: Any) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)

@@ -1,0 +1,50 @@
+"""Owns the rows of a batch: how many there are, which leaves have them, which belong together. Cuts nothing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+
+
+def check_groups(where: str, rows: int, group: int) -> None:
+    """Raises unless so many rows are whole groups."""
+    if rows % group:
+        raise ValueError(
+            f"group_size must divide the rows that are together: group_size={group}, and {where} {rows} rows. Pass "
+            f"{rows - rows % group or group} or {rows - rows % group + group} rows."
+        )
+
+
+def count_rows(batch: Tree) -> int:
+    """Returns the length that the leading axes of the leaves have in common."""
+    sizes = {jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in _leaves(batch) if is_split(leaf)}
+    if not sizes:
+        raise ValueError(
+            "A batch must have a leaf with rows to cut: the batch arguments hold scalars only. Check batch_argnums and "
+            "batch_argnames."
+        )
+    (first, rows), *others = sizes.items()
+    for path, size in others:
+        if size != rows:
+            raise ValueError(
+                f"The leaves of a batch must have as many rows: {_named(first)} has {rows}, {_named(path)} has {size}. "
+                "Pass what is not cut as another argument, outside batch_argnums."
+            )
+    if not rows:
+        raise ValueError(f"A batch must have rows: {_named(first)} has shape[0]=0. Skip empty batches.")
+    return rows
+
+
+def is_split(leaf: Any) -> bool:
+    """Returns whether a leaf of a batch is cut: arrays are, along their first axis; scalars stay whole."""
+    return jnp.ndim(leaf) > 0
+
+
+def _leaves(batch: Tree) -> list[tuple[Any, Any]]:
+    return jax.tree.leaves_with_path(batch)
+
+
+def _named(path: str) -> str:
+    return f"the leaf {path}" if path else "the batch"

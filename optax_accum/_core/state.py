@@ -1,0 +1,251 @@
+"""Owns the state of a window in flight and what is read from it. Adds nothing, decides nothing."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Tree = Any
+
+
+class WeightedSum(NamedTuple):
+    """`sum(w x)` and `sum(w)` of one scalar extra argument over the window; both [], default float dtype."""
+
+    total: jax.Array
+    weight: jax.Array
+
+
+class AccumulationState(NamedTuple):
+    """State of `accumulate_gradients`. Its types, shapes and shardings do not change from one update to the next.
+
+    The first four fields have the names of `optax.MultiStepsState`, so code that logs them keeps working.
+
+    Attributes:
+      mini_step: int32 []. Micro-steps in the window so far; 0 when a window has just closed.
+      gradient_step: int32 []. Updates made: calls of the inner optimizer. Schedules inside `inner` count these.
+      inner_opt_state: what `inner.init(params)` gave, in the dtypes it gave. Changes only when a window emits.
+      acc_grads: `sum(w g)` over the window, the tree of the parameters in the accumulator's dtype; `MaskedNode` where
+        a parameter is an integer, and `()` for `every=1`. While `mini_step` is 0 it holds the sum of the window
+        before, which the next micro-step overwrites.
+      weight: float [], default float dtype. `sum(w)` over the window so far.
+      mean_args: one `WeightedSum` for each name in the factory's `mean_args`.
+      emitted: bool []. Whether the last micro-step made an update; read it with `has_updated`.
+      skipped: int32 []. Micro-batches left out by `nonfinite="skip"`, `"omit"` or a callable, since `init`.
+      discarded: int32 []. Windows that closed without an update (weight zero, or `nonfinite="discard"`), since `init`.
+      skip_state: the `info` that a callable `nonfinite` returned last; `()` otherwise.
+
+    With `reduce_axes`, the sums are those of each of the d devices: leaves of `acc_grads` are [d, ...], `weight` and
+    those of `mean_args` [d], one row on each device.
+    """
+
+    mini_step: jax.Array
+    gradient_step: jax.Array
+    inner_opt_state: Any
+    acc_grads: Any
+    weight: jax.Array
+    mean_args: dict[str, WeightedSum]
+    emitted: jax.Array
+    skipped: jax.Array
+    discarded: jax.Array
+    skip_state: Any
+
+
+def has_updated(state: Tree) -> jax.Array:
+    """Returns whether the last micro-step made an update, as a bool [].
+
+    Args:
+      state: an `AccumulationState`, or any optimizer state that holds exactly one (of `optax.chain`, say).
+
+    Raises:
+      ValueError: `state` holds none, or several.
+
+    Guarantees:
+      The answer is stored where it happens, not guessed from counters:
+
+      | case | result |
+      |---|---|
+      | before the first micro-step | False |
+      | the window was held | False |
+      | the window closed and `inner` ran | True |
+      | the window closed and was discarded | False |
+      | the micro-batch was skipped after an update | False |
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+      >>> params = jnp.ones(3)
+      >>> state = tx.init(params)
+      >>> for _ in range(2):
+      ...     _, state = tx.update(jnp.ones(3), state, params)
+      ...     print(optax_accum.has_updated(state))
+      False
+      True
+    """
+    return find_state(state).emitted
+
+
+def metrics(state: Tree) -> dict[str, jax.Array]:
+    """Returns the scalars worth logging at every micro-step.
+
+    Args:
+      state: an `AccumulationState`, or any optimizer state that holds exactly one.
+
+    Returns:
+      `mini_step` and `gradient_step` (int32), `weight` (`sum(w)` in the window so far, default float dtype; like
+      `mini_step` it is 0 again when the window has closed), `skipped` (micro-batches) and `discarded` (windows), int32
+      totals since `init`. All have shape [].
+
+    Raises:
+      ValueError: `state` holds none, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=4)
+      >>> _, state = tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weight=7.0)
+      >>> {name: value.item() for name, value in optax_accum.metrics(state).items()}
+      {'mini_step': 1, 'gradient_step': 0, 'weight': 7.0, 'skipped': 0, 'discarded': 0}
+    """
+    found = find_state(state)
+    counts = {name: getattr(found, name) for name in ("mini_step", "gradient_step", "weight", "skipped", "discarded")}
+    return {**counts, "weight": jnp.sum(found.weight)}
+
+
+def from_multi_steps(state: Tree, *, reduction: str = "mean", mean_args: tuple[str, ...] = ("value",)) -> Tree:
+    """Turns the state of a running `optax.MultiSteps`, in the middle of a window or not, into ours.
+
+    `optax.MultiSteps` keeps the mean of the window's gradients, we keep their sum: `acc_grads = mean * mini_step`.
+
+    Args:
+      state: an `optax.MultiStepsState`, or any optimizer state with some inside; the rest is returned as it is.
+      reduction: `"mean"` for `MultiSteps(use_grad_mean=True)`, its default; `"sum"` for `use_grad_mean=False`.
+      mean_args: what `accumulate_gradients` is given as `mean_args`.
+
+    Returns:
+      The state with which `accumulate_gradients(inner, every)` goes on, with the same `inner`.
+
+    Raises:
+      ValueError: `reduction` is neither, or `state` holds no `optax.MultiStepsState`.
+
+    Guarantees:
+      | case | result |
+      |---|---|
+      | in the middle of a window | the window goes on, each of its micro-batches with weight 1 |
+      | between windows | the next micro-step starts a window |
+      | another `every` than before | the window closes at `mini_step + 1 >= every`, with the right mean |
+      | `every=1` | the accumulator of `MultiSteps` is kept until a state is made with `init` |
+      | `should_skip_update_fn` was given | the counters go on, and its `skip_state` with them |
+      | the wrong `reduction` | nothing can tell: the window in flight gets a wrong divisor |
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> params = jnp.ones(3)
+      >>> old = optax.MultiSteps(optax.adam(0.1), 4)
+      >>> _, old_state = old.update(jnp.ones(3), old.init(params), params)
+      >>> tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=4)
+      >>> state = optax_accum.from_multi_steps(old_state)
+      >>> _, state = tx.update(jnp.ones(3), state, params)
+      >>> state.mini_step.item(), state.weight.item()
+      (2, 2.0)
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction must be "mean" or "sum": reduction={reduction!r}.')
+    if not states_in(state, optax.MultiStepsState):
+        raise ValueError(
+            f"from_multi_steps needs a state that holds an optax.MultiStepsState: state={type(state).__name__}. "
+            "Pass what `optax.MultiSteps.init` or `.update` returned."
+        )
+
+    def convert(node: Any) -> Any:
+        mini_step = jnp.asarray(node.mini_step, jnp.int32)
+        factor = mini_step if reduction == "mean" else jnp.ones_like(mini_step)
+        return new_state(
+            node.inner_opt_state,
+            jax.tree.map(lambda acc: acc * factor.astype(acc.dtype), node.acc_grads),
+            mean_args,
+            mini_step=mini_step,
+            gradient_step=jnp.asarray(node.gradient_step, jnp.int32),
+            weight=mini_step.astype(default_float()),
+            skip_state=node.skip_state,
+            emitted=jnp.asarray((node.mini_step == 0) & (node.gradient_step > 0)),
+        )
+
+    return map_states(convert, state, kind=optax.MultiStepsState)
+
+
+def new_state(
+    inner_opt_state: Any,
+    acc_grads: Any,
+    mean_args: tuple[str, ...],
+    scalar: Callable[[], jax.Array] | None = None,
+    **fields: Any,
+) -> AccumulationState:
+    """Returns the state before the first micro-step: `scalar()` for sums of weights, `fields` in place of zeros."""
+    # One buffer for each field: a state that is donated may not hold the same one twice.
+    count = lambda: jnp.zeros([], jnp.int32)
+    scalar = scalar or (lambda: jnp.zeros([], default_float()))
+    blank = AccumulationState(
+        mini_step=count(),
+        gradient_step=count(),
+        inner_opt_state=inner_opt_state,
+        acc_grads=acc_grads,
+        weight=scalar(),
+        mean_args={name: WeightedSum(scalar(), scalar()) for name in mean_args},
+        emitted=jnp.array(False),
+        skipped=count(),
+        discarded=count(),
+        skip_state=(),
+    )
+    return blank._replace(**fields)
+
+
+def states_in(state: Tree, kind: type = AccumulationState) -> list[Any]:
+    """Returns the states of a kind inside an optimizer state."""
+    is_one = lambda node: isinstance(node, kind)
+    return [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
+
+
+def map_states(
+    convert: Callable[..., Any],
+    state: Tree,
+    *rest: Tree,
+    kind: type = AccumulationState,
+    others: Callable[..., Any] = lambda leaf, *_: leaf,
+) -> Tree:
+    """Returns an optimizer state with each state of a kind converted, and the `others` leaf by leaf."""
+    is_one = lambda node: isinstance(node, kind)
+    one = lambda node, *parts: convert(node, *parts) if is_one(node) else others(node, *parts)
+    return jax.tree.map(one, state, *rest, is_leaf=is_one)
+
+
+def find_state(state: Tree) -> AccumulationState:
+    """Returns the one `AccumulationState` inside an optimizer state."""
+    found = states_in(state)
+    if len(found) != 1:
+        raise ValueError(
+            f"The optimizer state must hold exactly one AccumulationState: {type(state).__name__} "
+            f"holds {len(found)}. "
+            + ("Pass the one that is meant." if found else "Pass the state of an `accumulate_gradients`.")
+        )
+    return found[0]
+
+
+def micro_step_of(state: Tree, *, keyed: bool) -> jax.Array | int:
+    """Returns the number of this micro-step in its window; 0 for an optimizer that has none.
+
+    Raises:
+      ValueError: there are several windows, and a key is to be drawn for this micro-step.
+    """
+    found = states_in(state)
+    if len(found) > 1 and keyed:
+        raise ValueError(
+            f"rng_argnum draws a key for each micro-step of one window: the state holds {len(found)} windows. "
+            "Pass a key of your own at each micro-step and share it by whole_argnums."
+        )
+    return found[0].mini_step if found else 0
+
+
+def default_float() -> jnp.dtype:
+    """Returns the dtype of weights: float32, or float64 when JAX runs with 64-bit numbers."""
+    return jnp.result_type(float)

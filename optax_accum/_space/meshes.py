@@ -1,0 +1,126 @@
+"""Owns the mesh: which axes it has, how a leaf is sharded over them, Adds nothing."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+Tree = Any
+Axes = tuple[str, ...]
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def as_axes(reduce_axes: Any) -> Axes:
+    """Returns the names of the axes: `()` for None."""
+    axes = (reduce_axes,) if isinstance(reduce_axes, str) else reduce_axes
+    if axes is None:
+        return ()
+    if not isinstance(axes, Sequence) or not axes or not all(isinstance(axis, str) and axis for axis in axes):
+        raise TypeError(
+            f"reduce_axes must be the name of a mesh axis or a tuple of names: reduce_axes={reduce_axes!r}. "
+            'Pass "data", say, or None on one device.'
+        )
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"reduce_axes must name each axis once: reduce_axes={reduce_axes!r}.")
+    return tuple(axes)
+
+
+def is_manual(axes: Axes) -> bool:
+    """Returns whether this runs inside a `jax.shard_map` over the axes: per device, not on whole arrays."""
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes) & set(axes)
+    if manual and manual != set(axes):
+        raise ValueError(
+            f"reduce_axes must be all inside jax.shard_map, or none: of {axes} only {tuple(sorted(manual))} are here. "
+            "Name all of them in the axis_names of the shard_map, or fewer in reduce_axes."
+        )
+    return bool(manual)
+
+
+def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
+    """Returns the mesh in reach: the one on which the arrays of `trees` lie, or that of `jax.set_mesh`."""
+    meshes = [getattr(getattr(_type(leaf), "sharding", None), "mesh", None) for leaf in jax.tree.leaves(trees)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
+    if mesh is None:
+        raise ValueError(
+            f"reduce_axes needs a mesh in reach: reduce_axes={axes}, and inside jit arrays do not tell theirs. Call it "
+            "under `with jax.set_mesh(mesh):`."
+        )
+    missing = [axis for axis in axes if axis not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"reduce_axes must name axes of the mesh: {missing[0]!r} is none of {mesh.axis_names}. Name one of these."
+        )
+    return mesh
+
+
+def num_rows(mesh: Mesh, axes: Axes) -> int:
+    """Returns how many devices lie along the axes."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
+    """Returns one `NamedSharding` for each leaf of `params`: `to` is a prefix made of `PartitionSpec`s or shardings."""
+    is_leaf = lambda node: isinstance(node, PartitionSpec | NamedSharding)
+
+    def named(to: Any) -> NamedSharding:
+        if not is_leaf(to):
+            raise TypeError(f"reduce_to must hold a jax.sharding.PartitionSpec or NamedSharding: it holds {to!r}.")
+        return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
+
+    try:
+        return jax.tree.map(named, jax.tree.broadcast(to, params, is_leaf=is_leaf), is_leaf=is_leaf)
+    except ValueError as error:
+        raise ValueError(
+            f"reduce_to must be a prefix of the tree of the parameters: {jax.tree.structure(to, is_leaf=is_leaf)}, and "
+            f"the parameters have {jax.tree.structure(params)}. shard_over(params, reduce_axes) makes one."
+        ) from error
+
+
+def place(tree: Tree, to: Tree) -> Tree:
+    """Returns `tree` in the given shardings, inside or outside jit, on either kind of mesh."""
+
+    def move(leaf: Any, sharding: NamedSharding) -> Any:
+        explicit = AxisType.Explicit in sharding.mesh.axis_types
+        return jax.sharding.reshard(leaf, sharding) if explicit else jax.lax.with_sharding_constraint(leaf, sharding)
+
+    return jax.tree.map(move, tree, to)
+
+
+def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
+    """Returns `tree` sharded as the parameters are: where they do not tell, as `to` without the reduced axes."""
+
+    def whole(param: Any, to: NamedSharding) -> NamedSharding:
+        spec = spec_of(param)
+        spec = PartitionSpec(*(without(entry, axes) for entry in to.spec)) if spec is None else spec
+        return NamedSharding(to.mesh, spec)
+
+    return place(tree, jax.tree.map(whole, params, shardings(to, params, axes)))
+
+
+def spec_of(leaf: Any) -> PartitionSpec | None:
+    """Returns how a leaf is sharded, where that is known."""
+    sharding = getattr(_type(leaf), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    unknown = isinstance(leaf, Tracer) and AxisType.Auto in sharding.mesh.axis_types
+    return None if unknown else sharding.spec
+
+
+def names_of(entry: Any) -> tuple[str, ...]:
+    """Returns the axes that one dimension is sharded over."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def without(entry: Any, axes: Axes) -> Any:
+    """Returns the sharding of one dimension, less the given axes."""
+    kept = tuple(name for name in names_of(entry) if name not in axes)
+    return kept if len(kept) > 1 else (kept[0] if kept else None)
+
+
+def _type(leaf: Any) -> Any:
+    """Returns what tells the sharding of an array: itself, or while tracing its type."""
+    return jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf

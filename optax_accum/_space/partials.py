@@ -1,0 +1,269 @@
+"""Owns how partial sums are made, placed and added on a mesh, and what is said where they do not fit.
+
+A gradient that has not been reduced is a leaf [d, ...], one row for each of the d devices along the reduced axes, each
+row on its device. On every mesh that is an ordinary array: it passes jit boundaries and branches, can be added,
+compared, saved and loaded, and adding two of them moves nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optax_accum._core.arithmetic import is_float0
+from optax_accum._core.state import default_float
+from optax_accum._space import meshes
+from optax_accum._space.meshes import Axes, Mesh
+
+Tree = Any
+
+
+def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
+    """Marks parameters, inside `jax.shard_map`, so that their gradients stay on the device that made them.
+
+    JAX adds the gradient of a parameter that all devices share over these devices, at once. The gradient of what this
+    function returns is each device's own, and `accumulate_gradients(..., reduce_axes=...)` adds it at the end of the
+    window.
+
+    Args:
+      params: the parameters, replicated over `reduce_axes`.
+      reduce_axes: the name of an axis of the mesh, or several: those of `accumulate_gradients`.
+
+    Returns:
+      The same values, of a type that varies over `reduce_axes`.
+
+    Raises:
+      ValueError: outside a `jax.shard_map` over these axes. There, `value_and_grad(..., reduce_axes=...,
+        reduce_to="partial")` and `value_and_apply_gradients` do all of it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_accum
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> @jax.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+      ... def gradients(w, x):
+      ...     local = optax_accum.sharding.defer_reduction(w, "data")
+      ...     return jax.grad(lambda w: jnp.mean(x) * w)(local)[None]
+      >>> gradients(jnp.float32(1.0), jnp.ones(jax.device_count())).shape == (jax.device_count(),)
+      True
+    """
+    axes = meshes.as_axes(reduce_axes)
+    if not meshes.is_manual(axes):
+        raise ValueError(
+            f"defer_reduction works inside jax.shard_map over {axes}. Outside, use value_and_grad(..., "
+            'reduce_axes=..., reduce_to="partial"), which returns one row of gradients for each device.'
+        )
+    return varying(params, axes)
+
+
+def varying(tree: Tree, axes: Axes) -> Tree:
+    """Returns `tree` as values that may differ between devices, inside `jax.shard_map`."""
+
+    def vary(leaf: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in _varies_over(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, tree)
+
+
+def differs(leaf: Any, axes: Axes) -> bool:
+    """Returns whether a value inside `jax.shard_map` may differ between devices."""
+    return bool(set(axes) & _varies_over(leaf))
+
+
+def zero_rows(acc: Tree, params: Tree, axes: Axes) -> Tree:
+    """Returns an empty accumulator [d, ...] for each leaf [...] of `acc`, each row on its device."""
+    mesh = meshes.mesh_of(axes, params)
+    specs = dict(zip(jax.tree.leaves(_paths(params)), map(meshes.spec_of, jax.tree.leaves(params)), strict=True))
+
+    def zeros(path: str, leaf: Any) -> jax.Array:
+        return _placed_zeros((meshes.num_rows(mesh, axes), *leaf.shape), leaf.dtype, mesh, axes, specs.get(path))
+
+    return jax.tree.map(zeros, _paths(acc), acc)
+
+
+def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
+    """Returns one zero of the default float dtype for each device: [d]."""
+    mesh = meshes.mesh_of(axes, params)
+    return _placed_zeros((meshes.num_rows(mesh, axes),), default_float(), mesh, axes, PartitionSpec())
+
+
+def beside(rows: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
+    """Returns rows [d], each on the device of the row of `like`, where that is known."""
+    spec = meshes.spec_of(like)
+    return meshes.place(rows, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else rows
+
+
+def sum_rows(leaf: jax.Array) -> jax.Array:
+    """Adds the rows [d, ...] of a leaf, everywhere: an all-reduce."""
+    return leaf if is_float0(leaf) else jnp.sum(leaf, axis=0, dtype=leaf.dtype)
+
+
+def per_device(
+    fun: Callable[..., tuple[Tree, Tree]], axes: Axes, split: Sequence[int], args: Sequence[Any]
+) -> tuple[Tree, Tree]:
+    """Runs `fun` on each device; mesh axes that are not named are left to the partitioner.
+
+    `fun` returns `(own, same)`: what each device has of its own comes back as rows [d, ...], what all have as it is.
+    The arrays in arguments `split` are dealt out along their first axis. All others are on every device whole, and so
+    is what `fun` closes over.
+    """
+    mesh = meshes.mesh_of(axes, args)
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    numbers = jax.tree.leaves(tuple(jax.tree.map(lambda _, n=n: n, arg) for n, arg in enumerate(args)))
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    dealt = [number in split and jnp.ndim(leaf) > 0 for number, leaf in zip(numbers, leaves, strict=True)]
+    arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+    deals = [deal for deal, array in zip(dealt, is_array, strict=True) if array]
+    for leaf, deal in zip(arrays, deals, strict=True):
+        if deal:
+            _check_divides(axes, mesh, leaf.shape[0])
+    if AxisType.Explicit in mesh.axis_types:
+        arrays = [_dealt(leaf, deal, mesh, axes) for leaf, deal in zip(arrays, deals, strict=True)]
+
+    integers: list[Any] = []  # the gradients of integer parameters, which no array can hold
+
+    def local(*arrays: Any) -> Tree:
+        given = iter(arrays)
+        filled = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        own, same = fun(*jax.tree.unflatten(treedef, filled))
+        integers.append(jax.tree.map(lambda leaf: leaf if is_float0(leaf) else None, own))
+        own = jax.tree.map(lambda leaf: None if is_float0(leaf) else jnp.asarray(leaf)[None], own)
+        return varying(own, axes), same
+
+    out_specs = PartitionSpec(axes), PartitionSpec()
+    in_specs = tuple(PartitionSpec(axes) if deal else PartitionSpec() for deal in deals)
+    run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
+    traced = any(isinstance(leaf, Tracer) for leaf in arrays)
+    own, same = run(*arrays) if traced else jax.jit(run)(*arrays)  # outside jit, shard_map knows no references
+    is_none = lambda node: node is None
+    return jax.tree.map(lambda row, other: other if row is None else row, own, integers[-1], is_leaf=is_none), same
+
+
+def _dealt(leaf: Any, deal: bool, mesh: Mesh, axes: Axes) -> jax.Array:
+    """Returns an array on an Explicit mesh with its rows over the axes, or whole on all devices along them."""
+    leaf = jnp.asarray(leaf)
+    first, *others = [*(meshes.spec_of(leaf) or ()), *[None] * leaf.ndim][: leaf.ndim] or [None]
+    kept = tuple(name for name in meshes.names_of(first) if name not in axes)
+    entries = [
+        (*axes, *kept) if deal else meshes.without(first, axes),
+        *(meshes.without(entry, axes) for entry in others),
+    ]
+    return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), PartitionSpec(*entries[: leaf.ndim])))
+
+
+def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
+    """Adds rows [d, ...] into a leaf that is sharded as `to`: each device gets the part that it keeps."""
+    spec = [meshes.names_of(entry) for entry in to.spec] + [()] * (leaf.ndim - 1 - len(to.spec))
+    scattered = [(dim, tuple(name for name in names if name in axes)) for dim, names in enumerate(spec)]
+    others = [tuple(name for name in names if name not in axes) for names in spec]
+    whole = tuple(axis for axis in axes if not any(axis in names for _, names in scattered))
+    if any(names[len(rest) :] != mine for names, rest, (_, mine) in zip(spec, others, scattered, strict=True)):
+        raise ValueError(
+            f"reduce_to must name the reduced axes last in each dimension: {to.spec}, and reduce_axes={axes}."
+        )
+
+    def add(row: jax.Array) -> jax.Array:
+        total = jax.lax.psum(row[0], whole) if whole else row[0]
+        for dim, names in scattered:
+            if names:
+                total = jax.lax.psum_scatter(total, names, scatter_dimension=dim, tiled=True)
+        return total
+
+    in_specs = PartitionSpec(axes, *(names or None for names in others))
+    return jax.shard_map(add, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec)(leaf)
+
+
+def _placed_zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh, axes: Axes, spec: Any) -> jax.Array:
+    """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, where it is known."""
+    free = PartitionSpec.UNCONSTRAINED
+    others = [free] * (len(shape) - 1) if spec is None else [meshes.without(entry, axes) for entry in spec]
+    explicit = AxisType.Explicit in mesh.axis_types
+    concrete = spec is not None or not isinstance(jnp.zeros([]), Tracer)
+    if explicit or concrete:
+        others = [None if entry is free else entry for entry in others]
+    sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))
+    zeros = lambda: meshes.place(jnp.zeros(shape, dtype), sharding)
+    return jax.jit(zeros)() if concrete else zeros()
+
+
+def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
+    """Raises unless the rows of a batch can be dealt out evenly."""
+    devices = meshes.num_rows(mesh, axes)
+    if rows % devices:
+        raise ValueError(
+            f"The rows of a batch must divide over the devices of reduce_axes: {rows} rows, {devices} devices along "
+            f"{axes}. Pad the batch to {-(-rows // devices) * devices} rows, with weight_fn to leave the padding out."
+        )
+
+
+def check_num_rows(weight: jax.Array, devices: int) -> None:
+    """Raises unless a state has one row for each device: `weight` is that of the state."""
+    if weight.shape != (devices,):
+        raise ValueError(_row_mismatch(weight.shape, devices))
+
+
+def check_own(grads: Tree, axes: Axes) -> None:
+    """Raises for gradients that have been reduced already, inside `jax.shard_map`."""
+    if not differs(jax.lax.axis_index(axes[0]), axes):  # under check_vma=False nobody knows
+        return
+    for path, leaf in jax.tree.leaves_with_path(grads):
+        if not is_float0(leaf) and not set(axes) <= _varies_over(leaf):
+            raise ValueError(
+                f"With reduce_axes, gradients must not be reduced before the window closes: at "
+                f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient is the same on all devices of {axes}. "
+                "Differentiate with respect to defer_reduction(params, reduce_axes)."
+            )
+
+
+def check_replicated(params: Tree, axes: Axes) -> None:
+    """Raises where a parameter is known to be sharded over the reduced axes: it would be gathered unasked."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        spec = meshes.spec_of(leaf) or ()
+        if any(set(meshes.names_of(entry)) & set(axes) for entry in spec):
+            raise ValueError(
+                f"Parameters must be replicated over reduce_axes, unless reduce_to says where their gradients go: at "
+                f"{jax.tree_util.keystr(path) or 'the only leaf'} the sharding is {spec}. To gather them before each "
+                "gradient and keep a whole accumulator on each device, pass reduce_to=shard_over(params, reduce_axes); "
+                "to reduce every micro-batch instead, leave out reduce_axes."
+            )
+
+
+def _row_mismatch(rows: tuple[int, ...], devices: int) -> str:
+    had = f"rows for {rows[0]} devices" if rows else "no rows"
+    return (
+        f"The state must have one row for each device: it has {had}, and there are {devices} devices. Call "
+        f"redistribute(state, {devices}), or init again."
+    )
+
+
+def check_rows(grads: Tree, acc: Tree) -> None:
+    """Raises where gradients have rows for other devices than the accumulator, or none; trees are checked elsewhere."""
+    try:
+        totals = jax.tree.structure(grads).flatten_up_to(acc)
+    except ValueError:
+        return
+    for (path, grad), total in zip(jax.tree.leaves_with_path(grads), totals, strict=True):
+        old, new = getattr(total, "shape", ()), jnp.shape(grad)
+        if len(old) == len(new) and old[1:] == new[1:] and old != new:
+            raise ValueError(_row_mismatch(old[:1], new[0]))
+        if old != new and new == old[1:]:
+            raise ValueError(
+                f"With reduce_axes, gradients come as one row for each device: at "
+                f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient has shape {new} and the state {old}, so "
+                'it has been reduced already. Take it from value_and_grad(..., reduce_axes=..., reduce_to="partial"), '
+                "or call value_and_apply_gradients."
+            )
+
+
+def _varies_over(leaf: Any) -> set[str]:
+    return set(jax.typeof(leaf).manual_axis_type.varying)
+
+
+def _paths(tree: Tree) -> Tree:
+    """Returns the path of each leaf, for messages, at the place of the leaf."""
+    return jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path) or "the only leaf", tree)

@@ -1,0 +1,1 @@
+"""What looks at losses and programs: verify, compiled collectives, batches, checkpoints."""

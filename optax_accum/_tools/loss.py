@@ -1,0 +1,135 @@
+"""Owns a loss in one form, over rows that are never cut, and what is done to its batch. Compares nothing."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.roles import is_key
+from optax_accum._within import splitting
+from optax_accum._within.value_and_grad import value_and_grad
+
+# A row here is what is never cut: an example, or with group_size a group of g. Batches have leaves [n, g, ...].
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss in one form, over rows [n, g, ...], whatever stands beside it."""
+
+    fun: Callable[..., Any]
+    params: Tree
+    args: tuple[Any, ...]
+    has_aux: bool
+    weight_fn: Callable[..., Any] | None
+    rng_argnum: int | None
+    carry_argnum: int | None
+
+    def terms(self, params: Tree, batch: Tree, *args: Any) -> Any:
+        """Returns the loss, or the dict of its terms."""
+        out = self.fun(params, _flat(batch), *args)
+        return out[0] if self.has_aux or self.carry_argnum is not None else out
+
+    def total(self, params: Tree, batch: Tree, *args: Any, term: str | None = None) -> jax.Array:
+        """Returns the sum of all terms, or one of them."""
+        terms = self.terms(params, batch, *args)
+        return sum(jax.tree.leaves(terms)) if term is None else terms[term]  # type: ignore[return-value]
+
+    def threaded(self, params: Tree, batch: Tree, *args: Any) -> Any:
+        """Returns the loss, or the dict of its terms, with the carry beside it."""
+        out = self.fun(params, _flat(batch), *args)
+        return (out[0], out[1][1]) if self.has_aux else out
+
+    def weights(self, batch: Tree) -> Any:
+        """Returns what `weight_fn` says that a batch counts."""
+        return self.weight_fn(_flat(batch))  # type: ignore[misc]
+
+    def share(self, batch: Tree, of: Tree) -> Any:
+        """Returns what a batch counts as a part of what another of as many rows counts."""
+        return 1.0 if self.weight_fn is None else jax.tree.map(jnp.divide, self.weights(batch), self.weights(of))
+
+    def draw(self, number: Any, among: tuple[int, ...] | None = None) -> tuple[Any, ...]:
+        """Returns the arguments with keys that are `number`'s own: all, or those of the arguments `among`."""
+        own = lambda leaf: jax.random.fold_in(leaf, number) if is_key(leaf) else leaf
+        return tuple(
+            jax.tree.map(own, arg) if among is None or n in among else arg for n, arg in enumerate(self.args, start=2)
+        )
+
+    def accumulated(self, *, held: bool, own_keys: bool, **options: Any) -> Callable[..., tuple[Any, Any]]:
+        """Returns `value_and_grad` of the loss, the carry held or threaded, a key for each micro-batch or for all."""
+        fun, carry = (self.terms, None) if held or self.carry_argnum is None else (self.threaded, self.carry_argnum)
+        rng = self.rng_argnum if own_keys else None
+        whole = tuple(n for n in range(2, 2 + len(self.args)) if n not in (rng, carry))
+        roles = {"rng_argnum": rng, "carry_argnum": carry, "whole_argnums": whole}
+        cut = value_and_grad(fun, weight_fn=None if self.weight_fn is None else self.weights, **roles, **options)
+
+        def loss_and_grads(*args: Any) -> tuple[Any, Any]:
+            out, grads = cut(*args)
+            return (out if carry is None else out[0]), grads
+
+        return loss_and_grads
+
+    def shapes(self, batch: Tree) -> Any:
+        """Returns the shapes of the loss, or of its terms."""
+        return jax.eval_shape(lambda params, batch: self.terms(params, batch, *self.args), self.params, batch)
+
+    def refusal(self, batch: Tree, rows: int) -> Exception | None:
+        """Returns what `fun` raises for the first rows of a batch, if it does."""
+        try:
+            self.shapes(take(batch, np.arange(rows)))
+        except Exception as error:  # whatever a user's function raises
+            return error
+        return None
+
+    def holding(self, batch: Tree) -> Iterator[tuple[str, "Loss", Tree]]:
+        """Yields for each leaf the loss and its batch with that leaf as a constant, which is not cut."""
+        leaves, treedef = jax.tree.flatten(batch)
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(batch)]
+        for number, leaf in enumerate(leaves):
+            rest = [*leaves[:number], 0.0, *leaves[number + 1 :]]
+            if splitting.is_split(leaf) and any(map(splitting.is_split, rest)):
+                loss = self._with_leaf(number, _flat(leaf))
+                yield paths[number], loss, jax.tree.unflatten(treedef, rest)
+
+    def _with_leaf(self, number: int, leaf: Any) -> "Loss":
+        def put(batch: Tree) -> Tree:
+            leaves, treedef = jax.tree.flatten(batch)
+            return jax.tree.unflatten(treedef, [*leaves[:number], leaf, *leaves[number + 1 :]])
+
+        fun = lambda params, batch, *args: self.fun(params, put(batch), *args)
+        weight_fn = None if self.weight_fn is None else lambda batch: self.weight_fn(put(batch))  # type: ignore[misc]
+        return dataclasses.replace(self, fun=fun, weight_fn=weight_fn)
+
+
+def take(batch: Tree, rows: Any) -> Tree:
+    """Returns these rows of a batch."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows] if splitting.is_split(leaf) else leaf, batch)
+
+
+def grouped(batch: Tree, size: int) -> Tree:
+    """Returns a batch of rows [n * size, ...] as one of groups [n, size, ...]."""
+    group = lambda leaf: jnp.asarray(leaf).reshape(-1, size, *jnp.shape(leaf)[1:])
+    return jax.tree.map(lambda leaf: group(leaf) if splitting.is_split(leaf) else leaf, batch)
+
+
+def _flat(batch: Tree) -> Tree:
+    """Returns a batch of groups as one of rows."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]) if splitting.is_split(leaf) else leaf, batch)
+
+
+def wide(leaf: Any) -> np.ndarray:
+    """Returns an array of 64-bit numbers."""
+    return np.asarray(leaf).astype(np.complex128 if jnp.iscomplexobj(leaf) else np.float64)
+
+
+def largest(leaf: np.ndarray) -> float:
+    """Returns the largest absolute value."""
+    return float(np.max(np.abs(leaf), initial=0))
+
+
+def uneven(rows: int, parts: int) -> int:
+    """Returns the smallest size above that of `parts` equal micro-batches which leaves a remainder."""
+    return next(size for size in range(-(-rows // parts) + 1, rows) if rows % size)

@@ -1,0 +1,152 @@
+"""Owns what a run needs to go on: after a crash, on another number of devices, with all processes alike."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optax_accum._core.state import map_states, states_in
+from optax_accum._tools.placement import state_sharding
+
+Tree = Any
+_ROWS = ("acc_grads", "weight", "mean_args")  # the fields that have rows under reduce_axes
+
+
+def redistribute(state: Tree, num_devices: int | None) -> Tree:
+    """Returns a state with its rows for another number of devices, for a run that goes on elsewhere.
+
+    A window in flight keeps its sum and its weight: row i is added to row `i mod num_devices`.
+
+    Args:
+      state: an optimizer state with an `AccumulationState`, made with or without `reduce_axes`; of arrays that this
+        process can read whole, such as the NumPy arrays of a checkpoint.
+      num_devices: the devices along `reduce_axes`, or None to go on without `reduce_axes`.
+
+    Returns:
+      The state, its rows as NumPy arrays; place it with `jax.device_put(state, state_sharding(tx, params))`.
+
+    Raises:
+      ValueError: `state` holds no `AccumulationState`, or `num_devices` is below 1.
+
+    Guarantees:
+      | case | result |
+      |---|---|
+      | the same number of devices | the same state, bit for bit |
+      | another number | the same sums, to rounding |
+      | a state made without `reduce_axes` | its sum is in the first row |
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+      >>> _, state = tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+      >>> rows = optax_accum.checkpoint.redistribute(state, 2)
+      >>> rows.acc_grads.shape, rows.weight.tolist()
+      ((2, 3), [1.0, 0.0])
+    """
+    if num_devices is not None and num_devices < 1:
+        raise ValueError(f"num_devices must be at least 1, or None: num_devices={num_devices}.")
+    if not states_in(state):
+        raise ValueError(f"redistribute needs a state that holds an AccumulationState: state={type(state).__name__}.")
+
+    def convert(node: Any) -> Any:
+        old = node.weight.shape[0] if node.weight.ndim else None
+        move = lambda leaf: _moved(leaf, old, num_devices)
+        return node._replace(**{name: jax.tree.map(move, getattr(node, name)) for name in _ROWS})
+
+    return map_states(convert, state)
+
+
+def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_devices: int, **options: Any) -> Tree:
+    """Returns what to restore a saved state into, when it was saved on `num_devices` devices.
+
+    Args:
+      tx: an optimizer, alone or in a chain.
+      params: the parameters, or their shapes, placed on the mesh of today.
+      num_devices: the devices along `reduce_axes` when the state was saved. Save the number beside the state.
+      **options: those of `state_sharding`.
+
+    Returns:
+      A tree like the state, for `orbax.checkpoint`: shapes with the shardings of today. If the number of devices has
+      changed, the rows are NumPy arrays: pass what was restored to `redistribute`, then to `jax.device_put` with
+      `state_sharding`.
+
+    Raises:
+      ValueError: as `state_sharding`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_accum
+      >>> from jax.sharding import NamedSharding, PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> params = jax.device_put(jnp.ones(3), NamedSharding(mesh, P()))
+      >>> tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data")
+      >>> target = optax_accum.checkpoint.checkpoint_target(tx, params, num_devices=2 * jax.device_count())
+      >>> target.acc_grads.shape == (2 * jax.device_count(), 3)
+      True
+    """
+    where = state_sharding(tx, params, **options)
+    mesh = jax.tree.leaves(where)[0].mesh
+    with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+        shapes = jax.eval_shape(tx.init, params)
+    if all(node.weight.shape in ((), (num_devices,)) for node in states_in(shapes)):
+        return jax.tree.map(_shape, shapes, where)
+
+    def target(node: Any, where: Any) -> Any:
+        # Zeros that take no memory: Orbax reads their shape, their dtype, and that they are NumPy arrays.
+        saved = lambda leaf: np.broadcast_to(np.zeros([], leaf.dtype), (num_devices, *leaf.shape[1:]))
+        fields = {name: jax.tree.map(saved, getattr(node, name)) for name in _ROWS}
+        return jax.tree.map(_shape, node, where)._replace(**fields)
+
+    return map_states(target, shapes, where, others=_shape)
+
+
+def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def check_processes(**facts: Any) -> None:
+    """Raises unless all processes of a run were given the same: a run whose processes differ hangs, or is wrong.
+
+    Call it in every process before the first step; it communicates once.
+
+    Args:
+      **facts: what must be the same, by name, of values that print: `every=4`, `batch=jax.tree.map(jnp.shape, batch)`.
+
+    Raises:
+      ValueError: in every process, with the name and the value of the first fact that differs.
+
+    Guarantees:
+      | case | result |
+      |---|---|
+      | one process | nothing is done |
+      | a process that never calls it | the others wait as long as the collectives of JAX do |
+      | facts that take more than 4000 bytes together | the first 4000 are compared |
+
+    Example:
+      >>> import optax_accum
+      >>> optax_accum.checkpoint.check_processes(every=4, rows=64)
+    """
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils  # loads much that a single process does not need
+
+    text = repr({name: str(value) for name, value in sorted(facts.items())}).encode()[:4000]
+    mine = np.frombuffer(text.ljust(4000), np.uint8)
+    texts = [bytes(row).decode(errors="replace").rstrip() for row in multihost_utils.process_allgather(mine)]
+    for number, text in enumerate(texts):
+        if text != texts[0]:
+            raise ValueError(
+                f"The processes of a run must agree: process 0 has {texts[0]}, process {number} has {text}. Start all "
+                "of them with the same settings."
+            )
+
+
+def _moved(leaf: Any, old: int | None, new: int | None) -> Any:
+    """Returns rows [old, ...], or a sum [...] for None, as rows [new, ...] with the same sum."""
+    if old == new:
+        return leaf
+    rows = np.asarray(leaf) if old is not None else np.asarray(leaf)[None]
+    count = new or 1
+    padded = np.concatenate([rows, np.zeros((-len(rows) % count, *rows.shape[1:]), rows.dtype)])
+    moved = padded.reshape(-1, count, *rows.shape[1:]).sum(axis=0, dtype=rows.dtype)
+    return moved if new is not None else moved[0]

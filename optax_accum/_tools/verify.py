@@ -1,0 +1,189 @@
+"""Owns the question whether accumulation changes a loss, and why. Knows no optimizer."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_accum._core import checks
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.roles import Roles
+from optax_accum._core.rows import count_rows
+from optax_accum._tools.loss import Loss, grouped, uneven
+from optax_accum._tools.probes import Probes, within
+from optax_accum._tools.report import Cause, Report
+
+SUMS = 2**-16  # the error beyond which sums in another dtype have lost something: 128 roundings of float32
+
+
+def verify(
+    fun: Callable[..., Any],
+    params: Tree,
+    batch: Tree,
+    *args: Any,
+    num_microbatches: int = 2,
+    weight_fn: Callable[..., Any] | None = None,
+    has_aux: bool = False,
+    rng_argnum: int | None = None,
+    carry_argnum: int | None = None,
+    accumulator_dtype: Any = None,
+    group_size: int = 1,
+    whole_argnums: int | Sequence[int] = (),
+    rtol: float | None = None,
+) -> Report:
+    """Tells whether a loss may be accumulated, and if not, why, and what to do.
+
+        whole = grad fun(params, batch)        cut = sum_i w_i grad fun(params, batch_i) / sum_i w_i
+
+    A small batch is run whole, by `jax.value_and_grad`, and cut, by `optax_accum.value_and_grad` with your options,
+    once into `num_microbatches` and once into micro-batches of unequal size. Where the two differ, each possible cause
+    is tested by a probe of its own. Run it once, on a batch like those of training: with masks of unequal length, say.
+
+    Errors are relative to the size of what is averaged, the losses and gradients of the rows: a loss near 0, or
+    gradients that nearly cancel, are no cause for alarm.
+
+    Args:
+      fun: the loss, called as `fun(params, batch, *args)`; what it returns is what `value_and_grad` takes.
+      params: parameters at which the gradient is not zero; freshly initialised ones do.
+      batch: a pytree of at least 4 rows, and of `num_microbatches` rows; so many groups with `group_size`. All of its
+        arrays are cut along their first axis. What has no rows there, such as a table or the weights of classes, is not
+        part of a batch, though it be as long: pass it in `*args`.
+      *args: the other arguments of `fun`; random keys are found by their dtype.
+      num_microbatches: into how many the batch is cut, 2 or more. Take many to see an accumulator of low precision.
+      weight_fn: as `value_and_grad` takes it, and so the next four.
+      has_aux: whether `fun` returns something beside the loss; it is not compared.
+      rng_argnum: the number of the key's argument; the first of `*args` is number 2.
+      carry_argnum: the number of the argument that is threaded through the micro-batches.
+      accumulator_dtype: the dtype in which gradients are added.
+      group_size: how many consecutive rows belong together: the answers to one prompt, say, or pairs.
+      whole_argnums: the number of the argument, or several, that every micro-batch gets whole on purpose, though it has
+        as many rows as the batch, or is a key.
+      rtol: the largest relative error that counts as rounding. By default the square root of the machine epsilon of
+        the narrowest float that `fun` computes with: 3e-4 for float32, 9e-2 for bfloat16; and 2e-5 between sums in
+        `accumulator_dtype` and in the default one, which differ in nothing else.
+
+    Returns:
+      A `Report`: `holds`, `errors` for each leaf, and `causes`, each with its evidence and remedy. Print it.
+
+    Raises:
+      TypeError, ValueError: too few rows, groups or micro-batches; an argument with as many rows as the batch that is
+        neither in it nor in `whole_argnums`; a loss that is no scalar, or that cannot take a micro-batch; a loss or
+        gradient of the whole batch that is not finite; a gradient that is zero everywhere, for then nothing would be
+        compared.
+
+    Guarantees:
+      | case | result | known when |
+      |---|---|---|
+      | a mean over unequal weights | `"weights"`: weights that make it a sum over rows are not those in use | running |
+      | a sum over rows | `"sum"`: the whole is its rows added up | running |
+      | example j changes example i's term | `"coupled examples"`: two sets of rows changed do not add up | running |
+      | a loss that changes with a key that `rng_argnum` does not name | `"shared key"` | running |
+      | a narrow `accumulator_dtype` | `"low-precision accumulator"`: a wide one gives another gradient | running |
+      | a loss that depends on the carry | `"mutable state"`: holding the carry fixed gives another gradient | running |
+      | a loss that differs between equal calls | `"mutable state"`; nothing is compared | running |
+      | a leaf of the batch without rows, as long as the batch | `"not rows"`: kept whole, the law holds | running |
+      | a loss over groups, without `group_size` | an error that names the size with which it runs | tracing |
+      | a random loss with `rng_argnum` | means over 128 keys are compared; a formula, at one key | running |
+      | a random loss in which few outcomes decide | compared with one key for all micro-batches, too | running |
+      | a leaf below 1 % of the largest gradient | its error is relative to that 1 % | running |
+
+    Example:
+      A masked mean: rows with more tokens count for more.
+
+      >>> import jax.numpy as jnp, optax_accum
+      >>> def loss(w, batch):
+      ...     return jnp.sum(batch["mask"] * (batch["x"] * w - 1) ** 2) / jnp.sum(batch["mask"])
+      >>> x = jnp.arange(12.0).reshape(4, 3)
+      >>> batch = {"x": x, "mask": jnp.array([[1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]])}
+      >>> [cause.kind for cause in optax_accum.verify(loss, jnp.float32(0.5), batch).causes]
+      ['weights']
+      >>> optax_accum.verify(loss, jnp.float32(0.5), batch, weight_fn=lambda batch: batch["mask"].sum()).holds
+      True
+
+    References:
+      Mean of means: the gradient accumulation bug found in 2024 in several trainers (unsloth.ai/blog/gradient).
+    """
+    roles = {"rng_argnum": rng_argnum, "carry_argnum": carry_argnum, "whole_argnums": whole_argnums}
+    call = Roles.named(batch_argnums=1, **roles).of((params, batch, *args), {})
+    loss = Loss(fun, params, args, has_aux, weight_fn, call.rng, call.carry)
+    rows = _check(loss, batch, num_microbatches, group_size)
+    call.check_shared(rows, keys=False)  # a probe looks for those
+    batch = grouped(batch, group_size)
+    if impure := _impure(loss, batch):
+        return Report(False, {}, {}, (impure,), rows, num_microbatches, False)
+    _check_sizes(loss, batch, rows // group_size, num_microbatches, group_size)
+    limits = (_rounding(loss, batch), SUMS) if rtol is None else (rtol, rtol)
+    probes = Probes(loss, batch, rows // group_size, num_microbatches, accumulator_dtype, *limits)
+    causes = [*probes.shared_key(call.whole), *probes.low_precision(), *probes.state()]
+    sound = within(probes.as_asked) and not probes.broken
+    causes = causes if sound else [*causes, *probes.formula()]
+    errors, limits = ({path: pair[i] for path, pair in probes.as_asked.items()} for i in (0, 1))
+    return Report(sound and not causes, errors, limits, tuple(causes), rows, num_microbatches, probes.random)
+
+
+def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> int:
+    """Returns the number of rows, and raises for a batch or a number that leaves nothing to compare."""
+    if (checks.as_positive("num_microbatches", num_microbatches) or 0) < 2:
+        raise ValueError(f"There must be a cut to compare: num_microbatches={num_microbatches}. Pass 2 or more.")
+    checks.as_positive("group_size", group_size)
+    checks.check_differentiable(loss.params)
+    rows, needed = count_rows(batch), group_size * max(4, num_microbatches)
+    of_groups = "" if group_size == 1 else f" of group_size={group_size}, {needed // group_size} groups"
+    if rows < needed:
+        raise ValueError(
+            f"verify needs {needed} rows or more{of_groups}, to cut them evenly and unevenly into num_microbatches="
+            f"{num_microbatches}: the batch has {rows}. Pass a batch of {needed}."
+        )
+    if rows % group_size:
+        raise ValueError(
+            f"Groups must be whole: group_size={group_size} does not divide the {rows} rows of the batch. Pass a "
+            f"batch of {rows - rows % group_size}."
+        )
+    return rows
+
+
+def _check_sizes(loss: Loss, batch: Tree, count: int, num_microbatches: int, group_size: int) -> None:
+    """Raises where `fun` cannot take a micro-batch, and says which option lets it: of what it takes, or holds whole."""
+    even, odd = -(-count // num_microbatches), uneven(count, num_microbatches)
+    for size in sorted({even, odd, count % odd}):
+        error = loss.refusal(batch, size)
+        if error is None:
+            continue
+        says = (
+            f"fun must take a micro-batch of {size * group_size} of the {count * group_size} rows: it raised {error!r}."
+        )
+        takes = lambda g: count % g == 0 and not loss.refusal(batch, g) and not loss.refusal(batch, count - g)
+        groups = [g * group_size for g in range(2, count // 2 + 1) if takes(g)]
+        whole = lambda held, rest: not held.refusal(rest, 2) and not held.refusal(rest, 3)
+        tables = [path for path, held, rest in loss.holding(batch) if whole(held, rest)]
+        remedy = "Look for a number of rows that is written into fun."
+        if tables:
+            remedy = (
+                f"With all of the leaf {tables[0]} it takes them: if its first axis is not rows, pass it as an "
+                "argument of its own, and name that in whole_argnums."
+            )
+        if groups:
+            remedy = f"If rows belong together, pass group_size={groups[0]}, with which it runs, and 4 groups or more."
+        raise ValueError(f"{says} {remedy}") from error
+
+
+def _impure(loss: Loss, batch: Tree) -> Cause | None:
+    """Calls the loss three times with the same arguments, without compiling it."""
+    calls = [jax.tree.map(jnp.asarray, loss.terms(loss.params, batch, *loss.args)) for _ in range(3)]
+    checks.check_loss(calls[0], None)
+    values = [float(sum(jax.tree.leaves(call))) for call in calls]
+    if np.allclose(values, values[0], rtol=1e-5, atol=0, equal_nan=True):
+        return None
+    return Cause("mutable state", f"Called three times with the same arguments, fun returned {values}.")
+
+
+def _rounding(loss: Loss, batch: Tree) -> float:
+    """Returns the square root of the machine epsilon of the narrowest float in the computation of the loss."""
+    total = lambda params, batch: loss.total(params, batch, *loss.args)
+    text = str(jax.make_jaxpr(total)(loss.params, batch))
+    names = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
+    return math.sqrt(max((names.get(name, 0) for name in re.findall(r"\b(\w+)\[", text)), default=2**-23))

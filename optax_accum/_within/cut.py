@@ -1,0 +1,297 @@
+"""Owns one call: its batch cut, the micro-batches differentiated one by one and added up. Sees one device only."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import arithmetic, checks, tracing
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.roles import Call, Roles
+from optax_accum._space.meshes import Axes
+from optax_accum._space.space import Device
+from optax_accum._within import reductions, splitting
+from optax_accum._within.splitting import Shares
+
+_AGAIN = (
+    "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
+    "in place or the number of micro-batches is traced (weight_fn). Pass in_place=False to value_and_grad."
+)
+
+
+class Totals(NamedTuple):
+    """What is added up over the micro-batches, and what each hands on to the next."""
+
+    loss: jax.Array  # [], sum of share times loss
+    grads: Tree | None  # sum of share times gradient; None while references hold it
+    carry: Tree
+    outputs: Any
+
+
+class Parts(NamedTuple):
+    """What `fun` returns, by role."""
+
+    loss: Any  # [], or a dict of terms, each []
+    carry: Tree
+    aux: Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What `value_and_grad` was asked for, and the functions that do it."""
+
+    fun: Callable[..., Any]
+    roles: Roles
+    num_microbatches: int | None
+    microbatch_size: int | None
+    group_size: int
+    single: bool
+    has_aux: bool
+    weight_fn: Callable[..., Any] | None
+    aux_reduction: Tree
+    accumulator_dtype: jnp.dtype | None
+    in_place: bool | None
+    unroll: bool
+    reduce_axes: Axes
+    reduce_to: Tree
+
+    def add_up(self, device: Device, call: Call, *, again: bool) -> Totals:
+        """Cuts the batch, adds each micro-batch's share of the gradient, and finishes what was added up.
+
+        `again` says that this is to be differentiated again, which takes a sum beside the backward pass.
+        """
+        cut = Cut(self, device, call, again)
+        refs, totals = cut.start()
+        loop, last = _LOOPS["unrolled" if self.unroll else "static" if cut.static else "dynamic"]
+        totals = loop(cut.split.whole, cut.shares, functools.partial(cut.add_whole, refs), totals)
+        totals = last(cut.rest_share, functools.partial(cut.add_rest, refs), totals)
+        return cut.finish(refs, totals)
+
+    def parts(self, call: Call) -> Parts:
+        """Calls `fun` and takes apart what it returns."""
+        out = call.apply(self.fun)
+        if not self.has_aux and call.carry is None:
+            return Parts(out, None, None)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(
+                f"With has_aux or carry_argnum, fun must return a pair, loss first: it returned {out!r}. Return "
+                "(loss, aux), or leave out the option."
+            )
+        if call.carry is None:
+            return Parts(out[0], None, out[1])
+        if not self.has_aux:
+            return Parts(out[0], out[1], None)
+        if not isinstance(out[1], tuple) or len(out[1]) != 2:
+            raise TypeError(f"With has_aux and carry_argnum, fun returns (loss, (aux, carry)): it returned {out!r}.")
+        return Parts(out[0], out[1][1], out[1][0])
+
+    def joined(self, parts: Parts) -> Any:
+        """Puts together what `parts` took apart."""
+        if self.roles.carry_argnum is None:
+            return (parts.loss, parts.aux) if self.has_aux else parts.loss
+        return parts.loss, ((parts.aux, parts.carry) if self.has_aux else parts.carry)
+
+
+class Cut:
+    """One call: the batch cut, the shares of its micro-batches, and what `fun` will return for each."""
+
+    def __init__(self, rules: Rules, device: Device, call: Call, again: bool):
+        self.rules, self.device = rules, device
+        self.call = call = device.own(call)
+        self.static = again or rules.in_place is False
+        self.batches = list(call[call.batch])
+        self.split = splitting.split_rows(
+            self.batches, rules.num_microbatches, rules.microbatch_size, device.count, rules.group_size
+        )
+        self.shares, self.rest_share = splitting.shares(self.split, self.batches, rules.weight_fn, device.whole)
+        self.rows = splitting.live_rows(self.split, self.shares, self.rest_share, device.whole)
+        self.stacked = splitting.stacked(self.split, self.batches)
+        self.params = call[call.params]
+        checks.check_differentiable(self.params)
+        self.carry = None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
+        self.shapes = self._shapes()
+        self.reductions = reductions.reductions(rules.aux_reduction, self.shapes.aux, self.split)
+        self.start_grads = arithmetic.zeros(self.params, rules.accumulator_dtype)
+        self.in_place = not (again or rules.unroll) and self._adds_in_place()
+        if self.in_place or (rules.weight_fn is not None and not (self.static or rules.unroll)):
+            self._refuse_differentiation()
+
+    def start(self) -> tuple[Tree | None, Totals]:
+        """Returns the references that gradients are added to in place, if any, and the totals before the first."""
+        refs, grads = (jax.tree.map(jax.new_ref, self.start_grads), None) if self.in_place else (None, self.start_grads)
+        shapes = jax.tree.leaves(self.shapes.aux)
+        outputs = [reduce.start(shape, self.split) for reduce, shape in zip(self.reductions, shapes, strict=True)]
+        loss = jnp.zeros([], self._loss_dtype(wide=True))
+        return refs, self._varying(Totals(loss, grads, self.carry, outputs))
+
+    def add_whole(self, refs: Tree | None, index: Any, totals: Totals) -> Totals:
+        """Adds whole micro-batch `index`."""
+        share = self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
+        rows = splitting.micro_batch(self.split, self.stacked, index)
+        if self.rules.unroll:  # else the compiler may run the micro-batches side by side
+            rows, totals = jax.lax.optimization_barrier((rows, totals))
+        return self._add(refs, totals, rows, share, index, rest=False)
+
+    def add_rest(self, refs: Tree | None, totals: Totals) -> Totals:
+        """Adds the smaller micro-batch of the rows that are left."""
+        rows = splitting.remainder(self.split, self.batches)
+        return self._add(refs, totals, rows, self.rest_share, self.split.whole, rest=True)
+
+    def _add(
+        self, refs: Tree | None, totals: Totals, micro_batches: list[Tree], share: Any, index: Any, *, rest: bool
+    ) -> Totals:
+        with jax.named_scope("optax_accum.micro_batch"):
+            loss, backward, parts = self._differentiate(self._micro_call(micro_batches, totals.carry, index), share)
+            self.device.check_loss(loss)
+        with jax.named_scope("optax_accum.add"):
+            grads = add_gradient(backward, loss, totals.grads, refs)
+        rows = self.split.rest if rest else self.split.size
+        weight = rows / self.rows if isinstance(share, dict) else share
+        outputs = [
+            reduce.add(total, jnp.asarray(output), index, weight, rest)
+            for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)
+        ]
+        return self._varying(Totals(totals.loss + loss, grads, arithmetic.strong(parts.carry), outputs))
+
+    def finish(self, refs: Tree | None, totals: Totals) -> Totals:
+        """Returns the sums, the outputs of the batch among them."""
+        grads = totals.grads if refs is None else jax.tree.map(jax.freeze, refs)
+        leaves, treedef = jax.tree.flatten(self.shapes.aux)
+        finished = zip(self.reductions, totals.outputs, leaves, strict=True)
+        aux = jax.tree.unflatten(treedef, [reduce.finish(total, shape) for reduce, total, shape in finished])
+        return Totals(totals.loss.astype(self._loss_dtype(wide=False)), grads, totals.carry, aux)
+
+    def _adds_in_place(self) -> bool:
+        """Returns whether gradients are added inside the backward pass; raises where asked for in vain."""
+        if not can_add_in_place(self.params, self.start_grads, self.rules.in_place):
+            return False
+
+        def one() -> None:
+            call = self._micro_call(splitting.micro_batch(self.split, self.stacked, 0), self.carry, 0)
+            share = jax.tree.map(lambda s: s[0], self.shares) if isinstance(self.shares, dict) else 1.0
+            loss, backward, _ = self._differentiate(call, share)
+            add_gradient(backward, loss, None, jax.tree.map(jax.new_ref, self.start_grads))
+
+        traced = tracing.traces_in_place(one)
+        if self.rules.in_place and not traced:
+            raise TypeError(tracing.NOT_IN_PLACE)
+        return traced
+
+    def _varying(self, totals: Totals) -> Totals:
+        """Returns the totals as values that differ between devices; the carry may not."""
+        self.device.check_carry(totals.carry)
+        return self.device.vary(totals._replace(carry=None))._replace(carry=totals.carry)
+
+    def _refuse_differentiation(self) -> None:
+        """Lets nobody differentiate this again through a `jit`: JAX cannot, and its errors do not say what can."""
+        values = self.params, self.stacked, self.batches, list(self.call.arguments.values())
+        self.params, self.stacked, self.batches, arguments = tracing.refuse_differentiation(values, _AGAIN)
+        self.call = self.call.with_arguments(dict(zip(self.call.arguments, arguments, strict=True)))
+
+    def _micro_call(self, micro_batches: Sequence[Tree], carry: Tree, index: Any) -> Call:
+        """Returns the call of `fun` for one micro-batch: its rows, its own key, the carry."""
+        call = self.call.own_key(index).with_arguments(dict(zip(self.call.batch, micro_batches, strict=True)))
+        if call.carry is None:
+            return call
+        return call.with_arguments({call.carry: jax.tree.map(lambda leaf: leaf, carry)})  # some may be used only once
+
+    def _differentiate(self, call: Call, share: Any) -> tuple[jax.Array, Any, Parts]:
+        def contribution(*params: Any) -> tuple[jax.Array, Parts]:
+            parts = self.rules.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
+            return _weighted(parts.loss, share), parts
+
+        return jax.vjp(contribution, *self.params, has_aux=True)
+
+    def _shapes(self) -> Parts:
+        """Returns the shapes that `fun` returns for a whole micro-batch, after checking them."""
+        first = lambda: self._micro_call(splitting.micro_batch(self.split, self.stacked, 0), self.carry, 0)
+        shapes = jax.eval_shape(lambda: self.rules.parts(first()))
+        checks.check_loss(shapes.loss, self.shares if self.rules.weight_fn else None)
+        checks.check_carry(self.carry, shapes.carry)
+        return shapes
+
+    def _loss_dtype(self, *, wide: bool) -> Any:
+        dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.shapes.loss)))
+        return arithmetic.accumulator_dtype(dtype, None) if wide else dtype
+
+
+def add_gradient(backward: Any, loss: jax.Array, grads: Tree | None, refs: Tree | None) -> Tree | None:
+    """Adds the gradient of `loss`: to the references, inside the backward pass, or to `grads`, after it."""
+    one = jnp.ones_like(loss)
+    if refs is None:
+        return arithmetic.add(grads, backward(one), 1.0, jnp.array(False))
+    backward.with_refs(*refs)(one)
+    return None
+
+
+def can_add_in_place(params: Tree, acc: Tree, in_place: bool | None) -> bool:
+    """Returns whether gradients are added in the backward pass; raises where that is asked for and cannot be."""
+    path = arithmetic.narrower(params, acc)
+    if in_place and path is not None:
+        raise TypeError(
+            "in_place=True needs accumulators in the dtype of the parameters, for JAX adds a gradient only into an "
+            f"array of its own dtype: at {path} they differ (parameters {arithmetic.dtypes(params)}, accumulators "
+            f"{arithmetic.dtypes(acc)}). Leave in_place=None, or name the parameters' dtype as accumulator_dtype "
+            "(its sums stall)."
+        )
+    return in_place is not False and path is None
+
+
+def _loop(count: int, shares: Shares, add: Callable[[Any, Totals], Totals], totals: Totals) -> Totals:
+    """Adds the whole micro-batches in order; those of weight zero are not run, so their number may be traced."""
+    if isinstance(shares, float):
+        return add(0, totals) if count == 1 else jax.lax.fori_loop(0, count, add, totals)
+    alive = splitting.live(shares)
+    order = jnp.argsort(jnp.logical_not(alive), stable=True)
+    return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
+
+
+def _loop_rest(share: Shares | None, add: Callable[[Totals], Totals], totals: Totals) -> Totals:
+    if share is None or isinstance(share, float):
+        return add(totals) if share else totals
+    return jax.lax.fori_loop(0, splitting.live(share).astype(int), lambda _, totals: add(totals), totals)
+
+
+def _static(count: int, shares: Shares, add: Callable[[Any, Totals], Totals], totals: Totals) -> Totals:
+    """Does what `_loop` does in a loop over all, which JAX can differentiate again."""
+    if isinstance(shares, float):
+        return _loop(count, shares, add, totals)
+    alive = splitting.live(shares)
+    one = lambda index, totals: tracing.branch(alive[index], lambda: add(index, totals), lambda: totals)
+    return jax.lax.fori_loop(0, count, one, totals)
+
+
+def _unrolled(count: int, shares: Shares, add: Callable[[Any, Totals], Totals], totals: Totals) -> Totals:
+    """Does what `_loop` does, without a loop in the compiled program."""
+    for index in range(count):
+        share = shares if isinstance(shares, float) else splitting.live(shares)[index]
+        totals = _unrolled_rest(share, functools.partial(add, index), totals)
+    return totals
+
+
+def _unrolled_rest(share: Shares | None, add: Callable[[Totals], Totals], totals: Totals) -> Totals:
+    if share is None or isinstance(share, float):
+        return add(totals) if share else totals
+    return tracing.branch(splitting.live(share), lambda: add(totals), lambda: totals)
+
+
+_LOOPS: dict[str, tuple[Callable[..., Totals], Callable[..., Totals]]] = {
+    "dynamic": (_loop, _loop_rest),
+    "static": (_static, _unrolled_rest),
+    "unrolled": (_unrolled, _unrolled_rest),
+}
+
+
+def _weighted(loss: Any, share: Any) -> jax.Array:
+    """Returns this micro-batch's share of the loss; the backward pass of a loss below 32 bits rounds the share."""
+
+    def term(loss: jax.Array, share: Any) -> jax.Array:
+        wide = loss.astype(arithmetic.accumulator_dtype(loss.dtype, None))
+        return wide * jnp.asarray(share, wide.dtype)
+
+    if not isinstance(share, dict):
+        return sum(term(leaf, share) for leaf in jax.tree.leaves(loss))  # type: ignore[return-value]
+    return sum(jnp.where(share[key] != 0, term(loss[key], share[key]), 0) for key in share)  # type: ignore[return-value]

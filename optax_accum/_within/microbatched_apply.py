@@ -1,0 +1,202 @@
+"""Owns losses that couple examples: a forward pass in micro-batches, run again in the backward pass. Knows no loss."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_accum._core import arithmetic, checks
+from optax_accum._core.program import compiled_once
+from optax_accum._core.roles import Roles
+from optax_accum._core.rows import count_rows
+from optax_accum._within import splitting
+
+Tree = Any
+
+
+def microbatched_apply(
+    fun: Callable[..., Any],
+    num_microbatches: int | None = None,
+    *,
+    microbatch_size: int | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnames: str | Sequence[str] = (),
+    whole_argnums: int | Sequence[int] = (),
+    whole_argnames: str | Sequence[str] = (),
+    group_size: int = 1,
+    rng_argnum: int | None = None,
+) -> Callable[..., Any]:
+    """Applies a function in micro-batches, and again in the backward pass: all the outputs, the memory of one.
+
+
+        microbatched_apply(fun, k)(params, batch) = fun(params, batch)
+
+    For losses that couple examples, where no sum of micro-batch gradients is the gradient of the batch: contrastive and
+    ranking losses, balances over a batch. Any loss of all outputs has the whole batch's exact gradient, with respect to
+    parameters, batch and anything that `fun` closes over. The price is a second forward pass.
+
+    Args:
+      fun: `fun(params, batch)` returns a tree of arrays with one row for each example, and treats each row alone.
+      num_microbatches: the largest number of micro-batches; or
+      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      batch_argnums: the argument, or several, that hold the batch; see `value_and_grad`, also for the next five.
+      batch_argnames: the same for arguments that are passed by keyword.
+      whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.
+      whole_argnames: the same for arguments that are passed by keyword.
+      group_size: so many consecutive rows stay together in one micro-batch.
+      rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`, the same in both passes.
+
+    Returns:
+      A function of the arguments of `fun`, which returns its outputs for the whole batch, in the order of the rows.
+
+    Raises:
+      ValueError: an output without a row for each example; a key that no role names, or another argument with as many
+        rows as the batch. Otherwise as `value_and_grad`.
+
+    Guarantees:
+      | case | result | known when |
+      |---|---|---|
+      | the rows do not divide | one smaller micro-batch; nothing is padded or dropped | tracing |
+      | bfloat16 parameters | their gradient is added in float32, and cast down once | tracing |
+      | a flag, a name or a function among the arguments | stays what it is | tracing |
+      | forward mode (`jvp`, `jacfwd`, `hessian`) | works, in bfloat16 too | tracing |
+      | several calls in one loss (two towers) | each has its own micro-batches | tracing |
+      | `fun` couples examples (BatchNorm) | not the whole batch's output: see `verify` | never |
+
+    Example:
+      In-batch softmax over 8 rows, two at a time:
+
+      >>> import jax, jax.numpy as jnp, optax_accum
+      >>> encode = lambda params, x: jnp.tanh(x @ params)
+      >>> def loss(params, x, y, encode):
+      ...     logits = encode(params, x) @ encode(params, y).T
+      ...     return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
+      >>> params, x, y = jnp.eye(3), jnp.ones((8, 3)), jnp.ones((8, 3))
+      >>> small = optax_accum.microbatched_apply(encode, microbatch_size=2)
+      >>> whole, cut = (jax.grad(loss)(params, x, y, f) for f in (encode, small))
+      >>> bool(jnp.allclose(whole, cut))
+      True
+
+    References:
+      L. Gao et al., *Scaling deep contrastive learning batch size under memory limited setup* (GradCache), 2021.
+    """
+    checks.check_one_size(num_microbatches, microbatch_size)
+    rules = _Rules(
+        fun=fun,
+        roles=Roles.named(
+            argnums=None,
+            batch_argnums=batch_argnums,
+            batch_argnames=batch_argnames,
+            whole_argnums=whole_argnums,
+            whole_argnames=whole_argnames,
+            rng_argnum=rng_argnum,
+        ),
+        num_microbatches=checks.as_positive("num_microbatches", num_microbatches),
+        microbatch_size=checks.as_positive("microbatch_size", microbatch_size),
+        group_size=checks.as_positive("group_size", group_size) or 1,
+    )
+    compute = compiled_once(lambda again, args, kwargs: rules.apply(args, kwargs))
+
+    @functools.wraps(fun)
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        return compute(args, kwargs)
+
+    return applied
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rules:
+    """What `microbatched_apply` was asked for, and the functions that do it."""
+
+    fun: Callable[..., Any]
+    roles: Roles
+    num_microbatches: int | None
+    microbatch_size: int | None
+    group_size: int
+
+    def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the outputs of all micro-batches, in the order of the rows."""
+        call = self.roles.of(args, kwargs)
+        batches = call[call.batch]
+        call.check_shared(count_rows(batches))
+        split = splitting.split_rows(batches, self.num_microbatches, self.microbatch_size, group=self.group_size)
+        others = {name: arg for name, arg in call.arguments.items() if name not in call.batch}
+        leaves, treedef = jax.tree.flatten(list(others.values()))
+        arrays = [
+            leaf for leaf in leaves if _is_array(leaf)
+        ]  # the others (a flag, a name, a function) stay what they are
+        opened = [_opened(leaf) for leaf in arrays]
+
+        @jax.checkpoint
+        def one(opened: list[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
+            grafted = (_grafted(*pair) for pair in opened)
+            own = treedef.unflatten([next(grafted) if _is_array(leaf) else leaf for leaf in leaves])
+            micro = call.with_arguments(dict(zip(others, own, strict=True)))
+            return (
+                micro.with_arguments(dict(zip(call.batch, micro_batches, strict=True))).own_key(index).apply(self.fun)
+            )
+
+        return _mapped(functools.partial(one, opened), split, batches)
+
+
+def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:
+    """Returns the outputs of all micro-batches, in the order of the rows."""
+    leaves, treedef = jax.tree.flatten(splitting.stacked(split, batches))
+    scanned = [jnp.moveaxis(leaf, 1, 0) for leaf in leaves if splitting.is_split(leaf)]
+
+    def micro(xs: tuple[list[jax.Array], jax.Array]) -> Any:
+        rows = iter(xs[0])
+        micro_batch = treedef.unflatten([next(rows) if splitting.is_split(leaf) else leaf for leaf in leaves])
+        return one(splitting.ungrouped(split, micro_batch), xs[1])
+
+    whole = jax.lax.map(micro, (scanned, jnp.arange(split.whole)))
+    checks.check_rows(whole, split.size)
+    whole = jax.tree.map(functools.partial(splitting.in_order, split), whole)
+    if not split.rest:
+        return whole
+    rest = one(splitting.remainder(split, batches), split.whole)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), whole, rest)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+# The gradient of a narrow leaf (bfloat16, say) is a sum over micro-batches, so it is added in float32: `_opened` lends
+# the leaf an array of zeros that no forward pass reads, `_grafted` sends the gradient of each micro-batch there, cast
+# up, and the backward pass of `_opened` casts the sum down.
+
+
+def _opened(leaf: Any) -> tuple[Any, Any]:
+    dtype = jnp.result_type(leaf)
+    narrow = jnp.issubdtype(dtype, jnp.inexact) and arithmetic.accumulator_dtype(dtype, None) != dtype
+    return _lend(leaf) if narrow else (leaf, None)
+
+
+def _grafted(leaf: Any, wide: jax.Array | None) -> Any:
+    return leaf if wide is None else _graft(leaf, wide)
+
+
+@jax.custom_jvp
+def _lend(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return leaf, jnp.zeros_like(leaf, dtype=arithmetic.accumulator_dtype(leaf.dtype, None))
+
+
+@_lend.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    lent = _lend(*primals)
+    return lent, (jnp.zeros_like(lent[0]), tangents[0].astype(lent[1].dtype))
+
+
+@jax.custom_jvp
+def _graft(leaf: jax.Array, wide: jax.Array) -> jax.Array:
+    return leaf
+
+
+@_graft.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[1].astype(primals[0].dtype)

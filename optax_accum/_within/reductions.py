@@ -1,0 +1,139 @@
+"""Owns auxiliary outputs: how those of the micro-batches become those of the batch. Knows no losses, no gradients."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import arithmetic
+from optax_accum._space.space import Space
+from optax_accum._within.splitting import Split
+
+Tree = Any
+Index = int | jax.Array  # of a micro-batch; the remainder is the last
+
+
+class Reduction(NamedTuple):
+    """`finish(add(add(start(...), x_0, ...), x_1, ...))` is the output for the batch."""
+
+    start: Callable[[jax.ShapeDtypeStruct, Split], Any]
+    add: Callable[[Any, jax.Array, Index, Any, bool], Any]  # state, output, index, share, is it the remainder
+    finish: Callable[[Any, jax.ShapeDtypeStruct], jax.Array]
+
+
+def reductions(aux_reduction: Tree, shapes: Tree, split: Split) -> list[Reduction]:
+    """Returns one `Reduction` for each leaf of the auxiliary output, after checking that it fits the leaf."""
+    names = leaf_names(aux_reduction, shapes)
+    leaves = jax.tree.leaves_with_path(shapes)
+    for name, (path, shape) in zip(names, leaves, strict=True):
+        _check(name, jax.tree_util.keystr(path), shape, split)
+    return [_REDUCTIONS[name] for name in names]
+
+
+def over_devices(aux_reduction: Tree, space: Space, sums: Tree) -> Tree:
+    """Returns the outputs of the whole batch, of what each device has of them."""
+    names, (leaves, treedef) = leaf_names(aux_reduction, sums), jax.tree.flatten(sums)
+    return jax.tree.unflatten(treedef, map(space.output, names, leaves))
+
+
+def leaf_names(aux_reduction: Tree, shapes: Tree) -> list[str]:
+    """Returns the name of the reduction of each leaf of the auxiliary output."""
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(aux_reduction, shapes))
+    except ValueError as error:
+        raise ValueError(
+            f"aux_reduction must be a prefix of the auxiliary output: aux_reduction={aux_reduction!r}, and the output "
+            f"has the tree {jax.tree.structure(shapes)}. Name one reduction, or one for each branch."
+        ) from error
+
+
+def check_names(aux_reduction: Tree) -> None:
+    """Raises unless every leaf of `aux_reduction` names a reduction."""
+    for name in jax.tree.leaves(aux_reduction, is_leaf=lambda node: node is None):
+        if name not in _REDUCTIONS:
+            raise ValueError(f"aux_reduction must be one of {', '.join(_REDUCTIONS)}: {name!r}. Choose one of these.")
+
+
+def _check(name: str, path: str, shape: jax.ShapeDtypeStruct, split: Split) -> None:
+    where = f"auxiliary output {path}" if path else "the auxiliary output"
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"An auxiliary output is data: {where} is a key. Return jax.random.key_data(key), or leave it out."
+        )
+    if name == "mean" and not jnp.issubdtype(shape.dtype, jnp.inexact):
+        raise TypeError(
+            f'"mean", the default, needs a floating-point output: {where} has dtype {shape.dtype}. Take '
+            'aux_reduction="sum" (or a prefix of the output, {"count": "sum", "loss": "mean"}) for counts; cast it to '
+            "float32 for a mean."
+        )
+    if name == "max" and jnp.issubdtype(shape.dtype, jnp.complexfloating):
+        raise TypeError(f'"max" needs numbers that are ordered: {where} has dtype {shape.dtype}. Take "mean" or "sum".')
+    if name == "concat" and (not shape.ndim or shape.shape[0] != split.size):
+        raise ValueError(
+            f'"concat" needs one row for each example: {where} has shape {shape.shape} for a micro-batch of '
+            f'{split.size} rows. Take "stack", or another reduction.'
+        )
+
+
+def _wide(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jnp.int32  # a sum of them counts
+    return arithmetic.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+
+
+def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
+    return jnp.zeros(shape.shape, _wide(shape.dtype))
+
+
+def _lowest(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
+    if jnp.issubdtype(shape.dtype, jnp.bool_):
+        return jnp.zeros(shape.shape, bool)
+    lowest = -jnp.inf if jnp.issubdtype(shape.dtype, jnp.floating) else jnp.iinfo(shape.dtype).min
+    return jnp.full(shape.shape, lowest, shape.dtype)
+
+
+def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any, rest: bool) -> jax.Array:
+    return total + output.astype(total.dtype) * jnp.asarray(share, total.dtype)
+
+
+def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:
+    """Room for the rows of the whole micro-batches, as `splitting.stacked` has them, and of the remainder [r, ...]."""
+    zeros = lambda *rows: jnp.zeros((*rows, *shape.shape[1:]), shape.dtype)
+    together = () if split.group == 1 else (split.group,)
+    return zeros(split.size // split.group, split.whole, *together), zeros(split.rest)
+
+
+def _put_rows(rows: Any, output: jax.Array, index: Index, share: Any, rest: bool) -> Any:
+    if rest:
+        return rows[0], output
+    count, _, *shape = rows[0].shape
+    return rows[0].at[:, index].set(output.reshape(count, *shape)), rows[1]
+
+
+def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    whole, rest = rows
+    whole = whole.reshape(-1, *shape.shape[1:])
+    return jnp.concatenate([whole, rest]) if len(rest) else whole
+
+
+def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return total.astype(shape.dtype)
+
+
+def _counted(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return total if jnp.issubdtype(shape.dtype, jnp.bool_) else _cast(total, shape)
+
+
+_REDUCTIONS = {
+    "mean": Reduction(_zeros, _scaled, _cast),
+    "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype), _counted),
+    "max": Reduction(_lowest, lambda total, output, *_: jnp.maximum(total, output), _cast),
+    "last": Reduction(lambda shape, _: jnp.zeros(shape.shape, shape.dtype), lambda _, output, *__: output, _cast),
+    "stack": Reduction(
+        lambda shape, split: jnp.zeros((split.parts, *shape.shape), shape.dtype),
+        lambda stack, output, index, *_: stack.at[index].set(output),
+        _cast,
+    ),
+    "concat": Reduction(_rows, _put_rows, _joined),
+}
