@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from optax_accum._core import tracing
 from optax_accum._core.arithmetic import is_float0
 from optax_accum._core.state import default_float
 from optax_accum._space import meshes
@@ -79,17 +80,24 @@ def zero_rows(acc: Tree, params: Tree, axes: Axes) -> Tree:
     """Returns an empty accumulator [d, ...] for each leaf [...] of `acc`, each row on its device."""
     mesh = meshes.mesh_of(axes, params)
     specs = dict(zip(jax.tree.leaves(_paths(params)), map(meshes.spec_of, jax.tree.leaves(params)), strict=True))
+    paths = jax.tree.leaves(_paths(acc))
+    leaves, treedef = jax.tree.flatten(acc)
 
-    def zeros(path: str, leaf: Any) -> jax.Array:
-        return _placed_zeros((meshes.num_rows(mesh, axes), *leaf.shape), leaf.dtype, mesh, axes, specs.get(path))
+    known = all(specs.get(path) is not None for path in paths) or not tracing.is_staged()
+    free = None if known or AxisType.Explicit in mesh.axis_types else PartitionSpec.UNCONSTRAINED
 
-    return jax.tree.map(zeros, _paths(acc), acc)
+    def zeros() -> list[jax.Array]:
+        placed = zip(leaves, map(specs.get, paths), strict=True)
+        return [_placed_zeros(leaf, mesh, axes, spec, free) for leaf, spec in placed]
+
+    return treedef.unflatten(jax.jit(zeros)() if known else zeros())  # one program for all leaves
 
 
 def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
     """Returns one zero of the default float dtype for each device: [d]."""
+    scalar = jax.ShapeDtypeStruct((), default_float())
     mesh = meshes.mesh_of(axes, params)
-    return _placed_zeros((meshes.num_rows(mesh, axes),), default_float(), mesh, axes, PartitionSpec())
+    return jax.jit(lambda: _placed_zeros(scalar, mesh, axes, PartitionSpec()))()
 
 
 def beside(rows: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
@@ -178,17 +186,11 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
     return jax.shard_map(add, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec)(leaf)
 
 
-def _placed_zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh, axes: Axes, spec: Any) -> jax.Array:
-    """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, where it is known."""
-    free = PartitionSpec.UNCONSTRAINED
-    others = [free] * (len(shape) - 1) if spec is None else [meshes.without(entry, axes) for entry in spec]
-    explicit = AxisType.Explicit in mesh.axis_types
-    concrete = spec is not None or not isinstance(jnp.zeros([]), Tracer)
-    if explicit or concrete:
-        others = [None if entry is free else entry for entry in others]
+def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh, axes: Axes, spec: Any, free: Any = None) -> jax.Array:
+    """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, or `free`."""
+    others = [free] * len(leaf.shape) if spec is None else [meshes.without(entry, axes) for entry in spec]
     sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))
-    zeros = lambda: meshes.place(jnp.zeros(shape, dtype), sharding)
-    return jax.jit(zeros)() if concrete else zeros()
+    return meshes.place(jnp.zeros((meshes.num_rows(mesh, axes), *leaf.shape), leaf.dtype), sharding)
 
 
 def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
