@@ -39,19 +39,39 @@ def micro_batches():
 
 @functools.cache
 def initial(norm):
-    return jax.jit(MLP(norm).init)(jax.random.key(0), X[:2])
+    model = MLP(norm)
+    return model, jax.jit(model.init)(jax.random.key(0), X[:2])
 
 
 def created(tx, cls=accum.linen.TrainState, norm=False, **kwargs):
-    model, variables = MLP(norm), jax.tree.map(jnp.array, initial(norm))  # a copy: some steps donate it
+    model, variables = initial(norm)
+    variables = jax.tree.map(jnp.array, variables)  # a copy: some steps donate it
     if norm:
         kwargs = {"batch_stats": variables["batch_stats"], "momentum": 0.9, **kwargs}
     return cls.create(apply_fn=model.apply, params=variables["params"], tx=tx, **kwargs)
 
 
 def gradient(state, batch):
-    loss = lambda params: cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1])
-    return jax.jit(jax.value_and_grad(loss))(state.params)
+    return _gradient(state.apply_fn, state.params, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradient(apply_fn, params, batch):
+    return jax.value_and_grad(lambda params: cross_entropy(apply_fn({"params": params}, batch[0]), batch[1]))(params)
+
+
+def normalised(state, batch):
+    """The gradient and the new statistics, as in Flax's examples."""
+    return _normalised(state.apply_fn, {"params": state.params, "batch_stats": state.batch_stats}, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _normalised(apply_fn, variables, batch):
+    def loss(params):
+        logits, new = apply_fn({**variables, "params": params}, batch[0], mutable=["batch_stats"])
+        return cross_entropy(logits, batch[1]), new["batch_stats"]
+
+    return jax.grad(loss, has_aux=True)(variables["params"])
 
 
 def close(got, want, tolerance=1e-6):

@@ -17,7 +17,7 @@ from numpy.testing import assert_allclose
 import optax_accum
 from optax_accum import flax as accum
 from optax_accum.flax import _window
-from tests.flax_problems import ROWS, X, Y, close, created, cross_entropy, equal, gradient, micro_batches
+from tests.flax_problems import ROWS, X, Y, close, created, cross_entropy, equal, gradient, micro_batches, normalised
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
@@ -63,18 +63,6 @@ def test_an_optimizer_that_does_not_accumulate_works_and_says_so_once():
     assert caught[0].filename == __file__
     equal(moved.params, plain.apply_gradients(grads=grads).apply_gradients(grads=grads).params)
     assert moved.step == 2
-
-
-def normalised(state, batch):
-    """The gradient and the new statistics, as in Flax's examples."""
-
-    def loss(params):
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        logits, new = state.apply_fn(variables, batch[0], mutable=["batch_stats"])
-        return cross_entropy(logits, batch[1]), new["batch_stats"]
-
-    (_, stats), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-    return grads, stats
 
 
 def test_batch_statistics_make_one_exact_step_for_each_update():
