@@ -42,7 +42,7 @@ class Problem:
     args: tuple[Any, ...] = ()
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def report(self) -> optax_accum.Report:
+    def report(self) -> Any:
         """Returns what `verify` says."""
         return optax_accum.verify(self.fun, self.params, self.batch, *self.args, **self.options)
 

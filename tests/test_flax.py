@@ -202,10 +202,11 @@ def test_a_field_named_metrics_stays_the_users():
 def test_fp8_statistics_are_overwritten_by_their_maximum_over_the_window():
     """That of the inputs is what the whole batch leaves; held micro-steps leave all as it was."""
     model = nn.Dense(3, dot_general_cls=nn.Fp8DirectDotGeneralOp)
-    variables = model.init(jax.random.key(0), X)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=3)
     create = lambda cls, tx: cls.create(apply_fn=model.apply, params=variables, tx=tx)
-    grads = lambda state, batch: jax.grad(lambda p: cross_entropy(state.apply_fn(p, batch[0]), batch[1]))(state.params)
+    gradient_of = jax.jit(jax.grad(lambda params, batch: cross_entropy(model.apply(params, batch[0]), batch[1])))
+    grads = lambda state, batch: gradient_of(state.params, batch)
     whole = create(train_state.TrainState, optax.sgd(0.1))
     whole = whole.apply_gradients(grads=grads(whole, (X, Y)))
     state = create(accum.linen.TrainState, tx)

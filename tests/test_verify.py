@@ -6,17 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.verify import KINDS, fault, sound_loss
-from optax_accum._tools.verify import verify
+from optax_accum import verify
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Compiling is nearly all of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 rng = np.random.default_rng(0)
