@@ -22,7 +22,7 @@ ROOMS = {  # and what each stands on
     "batching": {"_tools"},
     "flax": {"_core", "_space", "_across"},
 }
-FACES = {name for name in ROOMS if not name.startswith("_")} | {"processes", "demo"}
+FACES = {name for name in ROOMS if not name.startswith("_")}
 FLOORS = {  # inside a room: a module imports from lower floors
     "_core": [
         {"tracing", "memory", "rows", "state"},
@@ -98,9 +98,8 @@ def test_imports_go_one_way_inside_a_room(room):
 
 
 def test_an_example_imports_what_users_do():
-    for name in ("demo", "processes"):
-        (source,) = modules(name).values()
-        assert imports_of(source) <= FACES | set(optax_accum.__all__)
+    for path in (PACKAGE.parent / "examples").glob("*.py"):
+        assert imports_of(path.read_text()) <= FACES | set(optax_accum.__all__), path
 
 
 # Each question is asked in one room.
@@ -176,7 +175,7 @@ def test_a_face_shows_its_names_and_no_more(face):
     for name in module.__all__:
         assert len(getattr(module, name).__doc__) > 60, name
     public = {name for name in vars(module) if not name.startswith("_")}
-    assert public - {"demo", "processes", "flax"} == set(module.__all__)
+    assert public - {"flax"} == set(module.__all__)
 
 
 def test_dir_shows_what_users_need():
@@ -186,8 +185,8 @@ def test_dir_shows_what_users_need():
 def test_a_wrong_arrow_is_found():
     for source in (
         "from optax_accum._across.transformation import x",
-        "from optax_accum import demo",
-        "import optax_accum.demo",
+        "from optax_accum import sharding",
+        "import optax_accum.flax",
     ):
         assert wrong_arrows("_core", source)
     assert wrong_arrows_inside("_core", "tracing", "from optax_accum._core import checks")

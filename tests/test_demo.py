@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from optax_accum import demo
+from examples import demo
 
 WAYS = ["whole batch", "accumulate_gradients", "value_and_grad", "optax.MultiSteps"]
 
@@ -89,7 +89,7 @@ def test_the_ways_train_and_end_at_the_same_parameters(small):
 
 def test_it_runs_as_a_module():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "optax_accum.demo", "--every", "7"]
+    command = [sys.executable, "-m", "examples.demo", "--every", "7"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "--every must divide --batch-size 256: 7. Try --every 8." in done.stderr

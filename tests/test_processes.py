@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import optax_accum
-from optax_accum import processes
-from optax_accum.processes import Settings
+from examples import processes
+from examples.processes import Settings
 
 UPDATES = 8
 CRASHES = 6

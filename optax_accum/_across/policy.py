@@ -1,7 +1,7 @@
 """Owns what becomes of a micro-batch that is not finite: a table, and one entry for callables. Knows no window."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class Policy(NamedTuple):
 def as_policy(nonfinite: Any) -> Policy:
     """Returns the policy of a name, or of a callable."""
     if callable(nonfinite):
-        return _of_callable(nonfinite)
+        return _of_callable(cast(Skip, nonfinite))
     return TABLE[checks.one_of("nonfinite", nonfinite, get_args(Name), " or a callable")]
 
 

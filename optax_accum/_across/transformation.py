@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -157,7 +157,7 @@ def accumulate_gradients(
             "A callable nonfinite looks at the gradient of a micro-batch, which reduce_axes does not reduce: "
             f'reduce_axes={rules.reduce_axes}. Take "skip", "omit" or "discard".'
         )
-    tx = Accumulating(functools.partial(_init, rules), functools.partial(_update, rules))
+    tx = Accumulating(functools.partial(_init, rules), cast(Any, functools.partial(_update, rules)))
     tx.rules = rules
     return tx
 

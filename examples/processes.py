@@ -1,21 +1,25 @@
 """Trains on several processes, and goes on after a crash or on another number of them: copy what you need of it.
 
-Run `python -m optax_accum.processes --processes 2`. Each process stands for one host: it sees its own rows of every
-micro-batch and a device of its own. On real hosts, start one on each by hand, with the same settings, its own number as
-`--process` and the address of process 0 as `--coordinator`.
+Run `python -m examples.processes --processes 2` here. Each process stands for one host: it sees its own rows of every
+micro-batch and a device of its own. On a cluster start the same program once on each host, by `srun`, `mpirun` or a
+JobSet: it finds its group by itself, and restarts are left to the cluster.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
+import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,65 +29,98 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_accum
+from optax_accum.batching import split_global_batch
+from optax_accum.checkpoint import check_processes, checkpoint_target, redistribute
+from optax_accum.sharding import state_sharding
 
 Tree = Any
+Group = list[subprocess.Popen[str]]
 WIDTH = 64
+STARTED_BY = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOBSET_NAME")  # what clusters set for each process
+
+
+def _option(default: Any, says: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": says})
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What a run is asked for; each is an option of the command line."""
 
-    processes: int = 2
-    global_batch: int = 200  # rows of one update
-    max_microbatch: int = 16  # rows that fit on one device
-    updates: int = 20
-    save_every: int = 0  # micro-steps between checkpoints; 0: none
-    checkpoints: str = ""  # the folder to save to, and to go on from
-    restarts: int = 0  # how often the group starts again after a crash
-    timeout: float = 300.0  # seconds for the whole run
-    output: str = ""  # .npz file for the parameters at the end
-    learning_rate: float = 3e-3
+    processes: int = _option(2, "how many to launch on this machine")
+    global_batch: int = _option(200, "rows of one update")
+    max_microbatch: int = _option(16, "rows that fit on one device")
+    updates: int = _option(20, "updates to make")
+    save_every: int = _option(0, "micro-steps between checkpoints; 0: none")
+    checkpoints: str = _option("", "the folder to save to, and to go on from")
+    restarts: int = _option(0, "how often the group starts again after a crash")
+    timeout: float = _option(300.0, "seconds for the whole run, all attempts together")
+    logs: str = _option("", "the folder for what each process says last; by default one that is kept after a failure")
+    output: str = _option("", ".npz file for the parameters at the end")
+    learning_rate: float = _option(3e-3, "of Adam")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Launches the processes, or is one of them."""
-    parser = argparse.ArgumentParser(prog="optax_accum.processes", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.processes",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     for field in dataclasses.fields(Settings):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    parser.add_argument("--process", type=int, help="be this process of the group, instead of launching it")
+        name, kind = f"--{field.name.replace('_', '-')}", type(field.default)
+        parser.add_argument(name, type=kind, default=field.default, help=field.metadata["help"])
+    parser.add_argument("--process", type=int, help="be this process of a group, instead of launching it")
     parser.add_argument("--coordinator", help="address of process 0, host:port")
     options = vars(parser.parse_args(argv))
     process, coordinator = options.pop("process"), options.pop("coordinator")
     settings = Settings(**options)
-    if process is None:
+    if process is None and not any(name in os.environ for name in STARTED_BY):
         return launch(settings)
-    train(settings, process, coordinator)
+    run_process(settings, process, coordinator)
     return 0
+
+
+# The launcher, for one machine.
 
 
 def launch(settings: Settings) -> int:
     """Runs the group of processes, again after a crash as often as `restarts` allows, and returns its exit status."""
     deadline = time.monotonic() + settings.timeout
-    for attempt in range(settings.restarts + 1):
-        with tempfile.TemporaryDirectory() as logs:
-            group = start(settings, pathlib.Path(logs))
-            failed = wait(group, deadline)
+    kept = pathlib.Path(settings.logs or tempfile.mkdtemp(prefix="processes-"))
+    with _ended_by_signals():
+        for attempt in range(1, settings.restarts + 2):
+            logs = kept / f"attempt-{attempt}"
+            logs.mkdir(parents=True, exist_ok=True)
+            group = start(settings, logs)
+            try:
+                failed = wait(group, deadline)
+            finally:
+                kill(group)
+                words = _last_words(group, logs)
             if failed is None:
+                print(_shown(settings, attempt), flush=True)
                 return 0
-            print(f"process {failed} ended early (attempt {attempt + 1}); its last words:", file=sys.stderr)
-            print((pathlib.Path(logs) / f"{failed}.log").read_text()[-2000:], file=sys.stderr)
+            late = time.monotonic() > deadline
+            why = (
+                f"the run took longer than --timeout {settings.timeout:g} s"
+                if late
+                else f"process {failed} ended early"
+            )
+            print(f"Attempt {attempt}: {why}.\n{words}", file=sys.stderr)
+            if late:
+                break
     return 1
 
 
 def start(
     settings: Settings, logs: pathlib.Path | None = None, of_process: Mapping[int, Mapping[str, Any]] | None = None
-) -> list[subprocess.Popen[str]]:
+) -> Group:
     """Starts one process for each number, with settings `of_process` of its own; process 0 prints here."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "optax_accum.processes", "--coordinator", coordinator]
+    command = [sys.executable, os.path.abspath(__file__), "--coordinator", coordinator]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device for each process
     group = []
     for number in range(settings.processes):
@@ -91,36 +128,91 @@ def start(
         options = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
         with open(logs / f"{number}.log" if logs else os.devnull, "w") as error:
             out = None if number == 0 else subprocess.DEVNULL
-            one = subprocess.Popen([*command, *options], env=environment, stdout=out, stderr=error, text=True)
-        group.append(one)
+            group.append(subprocess.Popen([*command, *options], env=environment, stdout=out, stderr=error, text=True))
     return group
 
 
-def wait(group: list[subprocess.Popen[str]], deadline: float) -> int | None:
-    """Waits until all have ended well, or ends them all and returns the number of the first that did not."""
-    try:
-        while any(process.poll() is None for process in group):
-            failed = [number for number, process in enumerate(group) if process.poll() not in (None, 0)]
-            if failed or time.monotonic() > deadline:
-                return failed[0] if failed else next(n for n, process in enumerate(group) if process.poll() is None)
-            time.sleep(0.02)
-        return next((number for number, process in enumerate(group) if process.returncode), None)
-    finally:
-        kill(group)
+def wait(group: Group, deadline: float) -> int | None:
+    """Waits until all have ended well, or returns the number of the first that did not, or not in time."""
+    while any(process.poll() is None for process in group) and time.monotonic() < deadline:
+        failed = [number for number, process in enumerate(group) if process.poll() not in (None, 0)]
+        if failed:
+            return failed[0]
+        time.sleep(0.02)
+    return next((number for number, process in enumerate(group) if process.poll() != 0), None)
 
 
-def kill(group: list[subprocess.Popen[str]]) -> None:
+def kill(group: Group) -> None:
     """Ends every process: a group of which one has died cannot go on."""
     for process in group:
-        process.kill()
+        if process.poll() is None:
+            process.kill()
     for process in group:
         process.wait()
 
 
-def train(settings: Settings, process: int = 0, coordinator: str | None = None) -> None:
+def _last_words(group: Group, logs: pathlib.Path) -> str:
+    """Notes how each process ended in its file, and returns a line for each."""
+    lines = []
+    for number, process in enumerate(group):
+        code, path = process.returncode, logs / f"{number}.log"
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        said = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        lines.append(
+            f"  process {number} {how}; its words are in {path}{': ' + said[-1][:300] if said and code else ''}"
+        )
+        with open(path, "a") as log:
+            log.write(f"\nprocess {number} {how}\n")
+    return "\n".join(lines)
+
+
+def _shown(settings: Settings, attempts: int) -> str:
+    """Says what a run has shown."""
+    again = f", started {attempts} times" if attempts > 1 else ""
+    return (
+        f"{settings.processes} processes{again} made {settings.updates} updates of {settings.global_batch} rows each, "
+        "every one with one reduction: the updates that one process makes. Try another --processes, or kill one of them."
+    )
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Generator[None, None, None]:
+    """Lets SIGTERM end the group as an error does, and Ctrl-C with one line."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit("Interrupted: all processes have been ended.") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# One process of the group.
+
+
+def run_process(settings: Settings, process: int | None, coordinator: str | None) -> None:
+    """Trains, and ends at once after an error: the usual end would wait for the others, who wait for this one."""
+    try:
+        train(settings, process, coordinator)
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def train(settings: Settings, process: int | None = 0, coordinator: str | None = None) -> None:
     """Is one process: joins the group, goes on from the last checkpoint, trains, saves."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if settings.processes > 1:
+    if process is None:
+        jax.distributed.initialize()  # reads what Slurm, Open MPI or Kubernetes says
+        settings = dataclasses.replace(settings, processes=jax.process_count())
+    elif settings.processes > 1:
         jax.distributed.initialize(coordinator, settings.processes, process)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
@@ -132,15 +224,16 @@ class Run:
 
     def __init__(self, settings: Settings, mesh: jax.sharding.Mesh):
         self.settings, self.mesh = settings, mesh
-        optax_accum.checkpoint.check_processes(**dataclasses.asdict(settings), devices=mesh.size)
+        facts = {name: value for name, value in dataclasses.asdict(settings).items() if name != "logs"}
+        check_processes(**facts, devices=mesh.size)
         # The caller owns the window: it knows which micro-step is the last of a batch, however it was split.
         self.tx = optax_accum.accumulate_gradients(optax.adam(settings.learning_rate), every=None, reduce_axes="data")
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.rows = NamedSharding(mesh, PartitionSpec("data"))
         self.params = jax.device_put(initial_params(), self.replicated)
-        self.where = optax_accum.sharding.state_sharding(self.tx, self.params)
+        self.where = state_sharding(self.tx, self.params)
         self.state = jax.jit(self.tx.init, out_shardings=self.where)(self.params)
-        self.split = optax_accum.batching.split_global_batch(settings.global_batch, settings.max_microbatch, mesh.size)
+        self.split = split_global_batch(settings.global_batch, settings.max_microbatch, mesh.size)
         self.seen = 0  # rows of the stream
         step = optax_accum.value_and_apply_gradients(loss, self.tx, weight_fn=lambda batch: batch["mask"].sum())
         out = (self.rows, self.replicated, self.where)
@@ -188,7 +281,7 @@ class Run:
                 left = sizes[int(np.searchsorted(starts, done)) :]
             else:
                 most = max(self.split.device_rows)
-                left = optax_accum.batching.split_global_batch(batch - done, most, self.mesh.size).sizes
+                left = split_global_batch(batch - done, most, self.mesh.size).sizes
             for number, size in enumerate(left, start=1):
                 yield stream(self.seen, size), number == len(left)
 
@@ -208,34 +301,41 @@ class Run:
             jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.params
             ),
-            optax_accum.checkpoint.checkpoint_target(self.tx, self.params, devices),
+            checkpoint_target(self.tx, self.params, devices),
         )
         if found := checkpoints.restore(target):
             self.seen, self.params, state, devices = found
-            moved = state if devices == self.mesh.size else optax_accum.checkpoint.redistribute(state, self.mesh.size)
+            moved = state if devices == self.mesh.size else redistribute(state, self.mesh.size)
             self.state = jax.device_put(moved, self.where)
             self.say(f"goes on after row {self.seen}, saved on {devices} devices")
 
 
 class Checkpoints:
-    """Orbax writes a checkpoint under another name and renames it at the end: one that was cut is not found."""
+    """Orbax writes a checkpoint under another name and renames it at the end: one that was cut is not found.
+
+    A disk may still lose part of it. So process 0 notes the size of each file, and one that lost some is passed over.
+    """
 
     def __init__(self, settings: Settings):
         import orbax.checkpoint as ocp
 
-        self.ocp = ocp
+        self.ocp, self.folder = ocp, pathlib.Path(settings.checkpoints).resolve()
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        self.manager = ocp.CheckpointManager(pathlib.Path(settings.checkpoints).resolve(), options=options)
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, seen: int, params: Tree, state: Tree, devices: int) -> None:
         """Writes a checkpoint of which every process has a part."""
         args, tree = self.ocp.args, {"params": params, "state": state}
         both = args.Composite(run=args.StandardSave(tree), info=args.JsonSave({"devices": devices}))
         self.manager.save(seen, args=both)
+        if jax.process_index() == 0:
+            note = self.folder / str(seen) / "sizes"
+            note.with_suffix(".new").write_text(json.dumps(self._sizes(seen)))
+            note.with_suffix(".new").replace(note)
 
     def restore(self, target: Any) -> tuple[int, Tree, Tree, int] | None:
-        """Returns the rows seen, the parameters, the state and the devices it was saved on."""
-        if (seen := self.manager.latest_step()) is None:
+        """Returns the rows seen, the parameters, the state and the devices it was saved on, of the newest whole one."""
+        if (seen := self._newest_whole()) is None:
             return None
         args = self.ocp.args
         devices = self.manager.restore(seen, args=args.Composite(info=args.JsonRestore()))["info"]["devices"]
@@ -247,6 +347,34 @@ class Checkpoints:
     def close(self) -> None:
         """Waits until all is written."""
         self.manager.close()
+
+    def _newest_whole(self) -> int | None:
+        """Returns the newest checkpoint of which nothing is missing, as process 0 sees it; drops what is newer."""
+        newest = -1
+        if jax.process_index() == 0:
+            for newest in sorted(self.manager.all_steps(), reverse=True):
+                if self._is_whole(newest):
+                    break
+                print(f"the checkpoint of row {newest} has lost a part: goes on from the one before", flush=True)
+                newest = -1
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            newest = int(multihost_utils.broadcast_one_to_all(np.int64(newest)))
+        for step in self.manager.all_steps():
+            if step > newest:
+                self.manager.delete(step)
+        return None if newest < 0 else newest
+
+    def _is_whole(self, seen: int) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.folder / str(seen) / "sizes").read_text()) == self._sizes(seen)
+        return False
+
+    def _sizes(self, seen: int) -> dict[str, int]:
+        folder = self.folder / str(seen)
+        files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("sizes")]
+        return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import optax_accum
-from optax_accum import processes
+from examples import processes
 
 Tree = Any
 Rows = tuple[Any, Any]  # images float32 [b, 8, 8, 1], labels int32 [b]
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m optax_accum.demo",
+        prog="python -m examples.demo",
         description="Trains a small CNN on handwritten digits four ways at one effective batch, and compares them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         ("output", Path, "PNG file to write, in a folder that exists"),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(Settings, name), help=text)
-    parser.add_argument("--processes", type=count, help="run optax_accum.processes instead, on so many processes")
+    parser.add_argument("--processes", type=count, help="run examples.processes instead, on so many processes")
     return parser
 
 
