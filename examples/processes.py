@@ -102,11 +102,7 @@ def launch(settings: Settings) -> int:
                 print(_shown(settings, attempt), flush=True)
                 return 0
             late = time.monotonic() > deadline
-            why = (
-                f"the run took longer than --timeout {settings.timeout:g} s"
-                if late
-                else f"process {failed} ended early"
-            )
+            why = f"longer than --timeout {settings.timeout:g} s" if late else f"process {failed} ended early"
             print(f"Attempt {attempt}: {why}.\n{words}", file=sys.stderr)
             if late:
                 break
@@ -158,9 +154,8 @@ def _last_words(group: Group, logs: pathlib.Path) -> str:
         code, path = process.returncode, logs / f"{number}.log"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         said = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-        lines.append(
-            f"  process {number} {how}; its words are in {path}{': ' + said[-1][:300] if said and code else ''}"
-        )
+        last = f": {said[-1][:300]}" if said and code else ""
+        lines.append(f"  process {number} {how}; its words are in {path}{last}")
         with open(path, "a") as log:
             log.write(f"\nprocess {number} {how}\n")
     return "\n".join(lines)
@@ -171,7 +166,7 @@ def _shown(settings: Settings, attempts: int) -> str:
     again = f", started {attempts} times" if attempts > 1 else ""
     return (
         f"{settings.processes} processes{again} made {settings.updates} updates of {settings.global_batch} rows each, "
-        "every one with one reduction: the updates that one process makes. Try another --processes, or kill one of them."
+        "every one with one reduction: the updates that one process makes. Try other numbers, or kill one."
     )
 
 

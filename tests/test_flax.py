@@ -671,3 +671,33 @@ def test_options_that_are_the_steps_own(name):
     if name != "has_aux":
         with pytest.raises(TypeError, match=rf"nnx.train_step sets {name} itself: {name}=1. Leave it out"):
             accum.nnx.train_step(lambda *_: None, num_microbatches=2, **{name: 1})
+
+
+def test_partial_sums_of_boxed_parameters_lie_over_the_devices():
+    """`nn.get_partition_spec` places each row on its device."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    boxed = lambda *names: nn.with_partitioning(nn.initializers.lecun_normal(), names)
+    model = nn.Sequential(
+        [nn.Dense(8, kernel_init=boxed(None, "tensor")), nn.relu, nn.Dense(3, kernel_init=boxed("tensor", None))]
+    )
+    params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+    grads = jax.jit(jax.grad(lambda params: cross_entropy(model.apply({"params": params}, X), Y)))
+    want = optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads(params)))
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, reduce_axes="data")
+    create = lambda params: accum.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, metrics=("loss",))
+    with jax.set_mesh(mesh):
+        specs = nn.get_partition_spec(jax.eval_shape(create, params))
+        acc = specs.opt_state.acc_grads
+        assert acc["layers_0"]["kernel"] == jax.P("data", None, "tensor")
+        assert acc["layers_2"]["kernel"] == jax.P("data", "tensor", None)
+        where = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+        state = jax.jit(create, out_shardings=where)(params)
+        fun = lambda params, batch, key, state: (
+            cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]),
+            {},
+        )
+        step = accum.linen.train_step(fun, num_microbatches=1)
+        for part in (slice(0, 8), slice(8, 12)):
+            batch = jax.device_put((X[part], Y[part]), jax.NamedSharding(mesh, jax.P("data")))
+            state, _ = step(state, batch, jax.random.key(0))
+    close(nn.unbox(state.params), nn.unbox(want), 1e-6)

@@ -507,3 +507,36 @@ def test_what_the_fun_of_a_train_step_returns(has_aux, fun, message):
     step = accum.nnx.train_step(lambda model, batch: fun(loss(model, batch)), has_aux=has_aux, num_microbatches=2)
     with pytest.raises(TypeError, match=message):
         step(model, accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",)), (X, Y))
+
+
+class Partitioned(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.first = nnx.Linear(6, 8, kernel_init=nnx.with_partitioning(init, (None, "tensor")), rngs=rngs)
+        self.last = nnx.Linear(8, 3, kernel_init=nnx.with_partitioning(init, ("tensor", None)), rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_partial_sums_of_partitioned_variables_lie_over_the_devices(chained):
+    """Their metadata is not that of the parameters: it begins with the axis of the devices."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+    with jax.set_mesh(mesh):
+        model, whole = Partitioned(nnx.Rngs(0)), Partitioned(nnx.Rngs(0))
+        reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
+        reference.update(whole, nnx.grad(loss)(whole, (X, Y)))
+        tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, reduce_axes="data")
+        options = {"reduce_axes": "data"} if chained else {}
+        optimizer = accum.nnx.Optimizer(model, optax.chain(tx) if chained else tx, wrt=nnx.Param, metrics=("loss",))
+        named = nnx.get_partition_spec(nnx.state(optimizer)["opt_state"])
+        acc = (named[0] if chained else named)["acc_grads"]
+        want = (None, None) if chained else (("data", None, "tensor"), ("data", "tensor", None))
+        for layer, names in zip(("first", "last"), want, strict=True):
+            assert acc[layer]["kernel"].get_value() == (jax.P() if names is None else jax.P(*names))
+        step = accum.nnx.train_step(loss, num_microbatches=1, **options)
+        for part in (slice(0, 8), slice(8, 12)):
+            step(model, optimizer, jax.device_put((X[part], Y[part]), jax.NamedSharding(mesh, jax.P("data"))))
+    close(arrays(nnx.state(model, nnx.Param)), arrays(nnx.state(whole, nnx.Param)), 1e-5)

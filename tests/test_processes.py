@@ -1,8 +1,15 @@
 """Real processes: they train what one process trains, survive SIGKILL, and go on in other numbers."""
 
 import dataclasses
+import functools
 import pathlib
 import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -19,8 +26,8 @@ import optax_accum
 from examples import processes
 from examples.processes import Settings
 
+ROOT = pathlib.Path(__file__).parent.parent
 UPDATES = 8
-CRASHES = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,6 +47,7 @@ def launched(tmp_path, **settings):
     return dict(np.load(output))
 
 
+@functools.cache
 def alone(devices, updates=UPDATES):
     """The parameters at the end of the same run in this process, on some of its devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Auto,))
@@ -54,12 +62,11 @@ def close(got, want, tolerance):
         assert_allclose(got[name], leaf, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("number", [2, 4])
-def test_several_processes_train_what_one_does(tmp_path, number):
-    got = launched(tmp_path, processes=number, updates=UPDATES)
+def test_several_processes_train_what_one_does(tmp_path):
+    got = launched(tmp_path, processes=3, updates=UPDATES)
     start = processes.initial_params()
     assert all(np.max(np.abs(got[name] - start[name])) > 1e-2 for name in got)
-    close(got, alone(number), 1e-5)  # as many devices, in one process
+    close(got, alone(3), 1e-5)  # as many devices, in one process
     close(got, alone(1), 1e-4)  # one device: other micro-batches, the same updates
 
 
@@ -85,44 +92,123 @@ def saved(checkpoints):
     return max(steps, default=-1)
 
 
-def test_a_group_that_is_killed_again_and_again_ends_bit_identical(tmp_path):
-    settings = Settings(processes=2, updates=14, save_every=2, output=str(tmp_path / "params.npz"))
-    undisturbed = launched(tmp_path, processes=2, updates=14)
+def test_a_group_that_is_killed_ten_times_ends_bit_identical(tmp_path, monkeypatch, capfd):
+    """Once its newest checkpoint has lost a part, too; and the launcher starts again after the tenth."""
+    settings = Settings(processes=2, updates=24, save_every=2, output=str(tmp_path / "params.npz"))
+    undisturbed = launched(tmp_path, processes=2, updates=24)
     checkpoints = tmp_path / "checkpoints"
-    settings = dataclasses.replace(settings, checkpoints=str(checkpoints))
-    cut = [crash(processes.start(settings), checkpoints, seed) for seed in range(CRASHES)]
+    settings = dataclasses.replace(settings, checkpoints=str(checkpoints), restarts=1)
+    cut = []
+    for seed in range(9):
+        cut.append(crash(processes.start(settings), checkpoints, seed))
+        if seed == 4:
+            largest = max((checkpoints / str(saved(checkpoints))).rglob("*"), key=lambda path: path.stat().st_size)
+            largest.write_bytes(largest.read_bytes()[:10])
     assert sum(cut) >= 2  # some while a checkpoint was being written
-    assert 0 < saved(checkpoints) < 14 * settings.global_batch
-    assert processes.launch(settings) == 0
-    got = dict(np.load(tmp_path / "params.npz"))
-    for name, leaf in undisturbed.items():
-        assert_array_equal(got[name], leaf)
-
-
-def test_the_launcher_starts_again_after_a_crash(tmp_path, monkeypatch):
-    """The first group loses a process; the second goes on from its checkpoint."""
-    settings = Settings(processes=2, updates=10, save_every=2, checkpoints=str(tmp_path / "c"), restarts=1, timeout=120)
+    assert 0 < saved(checkpoints) < 24 * settings.global_batch
     start, groups = processes.start, []
 
     def start_and_crash(*args):
         groups.append(start(*args))
         if len(groups) == 1:
-            crash(groups[0], tmp_path / "c", 0)
+            crash(groups[0], checkpoints, 9)
         return groups[-1]
 
     monkeypatch.setattr(processes, "start", start_and_crash)
     assert processes.launch(settings) == 0
     assert len(groups) == 2
+    out, err = capfd.readouterr()
+    assert "has lost a part: goes on from the one before" in out
+    assert "2 processes, started 2 times, made 24 updates" in out
+    assert "was ended by SIGKILL" in err
+    got = dict(np.load(tmp_path / "params.npz"))
+    for name, leaf in undisturbed.items():
+        assert_array_equal(got[name], leaf)
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_another_number_of_processes_goes_on_in_the_middle_of_a_window(tmp_path, number):
-    checkpoints = str(tmp_path / "c")
+def test_another_number_of_processes_goes_on_in_the_middle_of_a_window(tmp_path):
+    checkpoints = tmp_path / "c"
     # 7 micro-batches to an update on 2 devices: the last checkpoint of 4 updates, at 27, is in the middle of a window.
-    launched(tmp_path, processes=2, updates=4, save_every=27, checkpoints=checkpoints)
+    launched(tmp_path, processes=2, updates=4, save_every=27, checkpoints=str(checkpoints))
     assert saved(checkpoints) % 200
-    got = launched(tmp_path, processes=number, updates=UPDATES, checkpoints=checkpoints)
-    close(got, alone(1), 1e-4)
+    for number in (1, 3):
+        again = shutil.copytree(checkpoints, tmp_path / str(number))
+        got = launched(tmp_path, processes=number, updates=UPDATES, checkpoints=str(again))
+        close(got, alone(1), 1e-4)
+
+
+# How a group ends
+
+
+def launcher(*options, limit=""):
+    """The launcher as a user starts it, with the output of all in one file."""
+    command = shlex.join([sys.executable, "-m", "examples.processes", *options])
+    return subprocess.Popen(
+        ["bash", "-c", f"{limit} exec {command}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+
+
+def test_a_full_disk_ends_the_group_with_the_words_of_each(tmp_path):
+    """A limit on the size of a file is to a process what a full disk is: an ordinary exception."""
+    options = ["--checkpoints", str(tmp_path / "c"), "--save-every", "2", "--logs", str(tmp_path), "--restarts", "1"]
+    began = time.monotonic()
+    group = launcher(*options, limit="ulimit -f 16;")
+    out = group.communicate(timeout=150)[0]
+    assert group.returncode == 1
+    assert time.monotonic() - began < 120  # of 300 seconds
+    assert "Attempt 2: process" in out
+    for attempt in (1, 2):
+        words = [(tmp_path / f"attempt-{attempt}" / f"{number}.log").read_text() for number in (0, 1)]
+        assert "File too large" in "".join(words)
+        assert all(re.search(r"process \d (ended with status 1|was ended by SIG)", text) for text in words)
+        assert str(tmp_path / f"attempt-{attempt}" / "0.log") in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_ends_all(tmp_path, number):
+    group = launcher("--updates", "100000", "--logs", str(tmp_path))
+    for line in group.stdout:
+        if line.startswith("update"):
+            break
+    children = pathlib.Path(f"/proc/{group.pid}/task/{group.pid}/children").read_text().split()
+    assert len(children) == 2
+    group.send_signal(number)
+    out = group.communicate(timeout=60)[0]
+    assert group.returncode == (143 if number == signal.SIGTERM else 1)
+    assert not any(pathlib.Path(f"/proc/{child}").exists() for child in children)
+    assert "Traceback" not in out
+    if number == signal.SIGINT:
+        assert out.splitlines()[-1] == "Interrupted: all processes have been ended."
+
+
+def test_a_timeout_says_so_and_nothing_starts_after_it(tmp_path, capfd):
+    assert processes.launch(Settings(timeout=0.5, restarts=5, logs=str(tmp_path))) == 1
+    err = capfd.readouterr().err
+    assert "Attempt 1: longer than --timeout 0.5 s" in err
+    assert "Attempt 2" not in err
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")
+def test_a_group_that_open_mpi_started_finds_itself():
+    command = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "3",
+        sys.executable,
+        "-m",
+        "examples.processes",
+    ]
+    out = subprocess.run([*command, "--updates", "2"], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert out.stdout.count("2 updates, accuracy") == 1
+
+
+def test_the_help_names_each_option_and_its_default(capsys):
+    with pytest.raises(SystemExit):
+        processes.main(["--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "rows that fit on one device (default: 16)" in out
 
 
 def test_a_checkpoint_that_was_cut_is_not_picked_up(tmp_path):

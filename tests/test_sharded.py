@@ -20,12 +20,15 @@ GRADIENT_BYTES = 4 * (WIDTH * HIDDEN + HIDDEN + HIDDEN)
 INNER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))  # needs the norm of all
 
 
+MIXED = [(kind, "data x tensor") for kind in ("Auto+Explicit", "Explicit+Auto")]
+
+
 def make_mesh(kind, shape):
-    sizes = SHAPES[shape]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(TYPES[kind],) * len(sizes))
+    sizes, kinds = SHAPES[shape], [TYPES[name] for name in kind.split("+")]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=tuple(kinds * len(sizes))[: len(sizes)])
 
 
-@pytest.fixture(params=[(kind, shape) for kind in TYPES for shape in SHAPES], ids=" ".join)
+@pytest.fixture(params=[*((kind, shape) for kind in TYPES for shape in SHAPES), *MIXED], ids=" ".join)
 def mesh(request):
     mesh = make_mesh(*request.param)
     with jax.set_mesh(mesh):

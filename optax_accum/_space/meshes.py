@@ -84,10 +84,28 @@ def place(tree: Tree, to: Tree) -> Tree:
     """Returns `tree` in the given shardings, inside or outside jit, on either kind of mesh."""
 
     def move(leaf: Any, sharding: NamedSharding) -> Any:
-        explicit = AxisType.Explicit in sharding.mesh.axis_types
-        return jax.sharding.reshard(leaf, sharding) if explicit else jax.lax.with_sharding_constraint(leaf, sharding)
+        auto, explicit = (_over(sharding, kind) for kind in (AxisType.Auto, AxisType.Explicit))
+        if explicit is not None:
+            leaf = jax.sharding.reshard(leaf, explicit)
+        return leaf if auto is None else jax.lax.with_sharding_constraint(leaf, auto)
 
     return jax.tree.map(move, tree, to)
+
+
+def explicit_axes(mesh: Mesh) -> Axes:
+    """Returns the axes over which shardings are part of a type."""
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+
+
+def _over(sharding: NamedSharding, kind: AxisType) -> NamedSharding | None:
+    """Returns the part of a sharding that is over the axes of one kind, if the mesh has some."""
+    mesh = sharding.mesh
+    others = tuple(name for name, other in zip(mesh.axis_names, mesh.axis_types, strict=True) if other != kind)
+    if len(others) == len(mesh.axis_names):
+        return None
+    free = PartitionSpec.UNCONSTRAINED
+    entries = [entry if entry is free else without(entry, others) for entry in sharding.spec]
+    return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
 
 def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
@@ -113,6 +131,11 @@ def spec_of(leaf: Any) -> PartitionSpec | None:
 def names_of(entry: Any) -> tuple[str, ...]:
     """Returns the axes that one dimension is sharded over."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def row_names(axes: Axes, names: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the sharding of partial sums [d, ...], of that of a leaf [...]."""
+    return (axes[0] if len(axes) == 1 else axes, *(without(entry, axes) for entry in names))
 
 
 def without(entry: Any, axes: Axes) -> Any:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._core import tracing
 from optax_accum._core.arithmetic import is_float0
@@ -84,7 +84,7 @@ def zero_rows(acc: Tree, params: Tree, axes: Axes) -> Tree:
     leaves, treedef = jax.tree.flatten(acc)
 
     known = all(specs.get(path) is not None for path in paths) or not tracing.is_staged()
-    free = None if known or AxisType.Explicit in mesh.axis_types else PartitionSpec.UNCONSTRAINED
+    free = None if known or meshes.explicit_axes(mesh) else PartitionSpec.UNCONSTRAINED
 
     def zeros() -> list[jax.Array]:
         placed = zip(leaves, map(specs.get, paths), strict=True)
@@ -130,8 +130,8 @@ def per_device(
     for leaf, deal in zip(arrays, deals, strict=True):
         if deal:
             _check_divides(axes, mesh, leaf.shape[0])
-    if AxisType.Explicit in mesh.axis_types:
-        arrays = [_dealt(leaf, deal, mesh, axes) for leaf, deal in zip(arrays, deals, strict=True)]
+    if explicit := tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh)):
+        arrays = [_dealt(leaf, deal, mesh, explicit) for leaf, deal in zip(arrays, deals, strict=True)]
 
     integers: list[Any] = []  # the gradients of integer parameters, which no array can hold
 

@@ -9,11 +9,14 @@ import flax.serialization
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax.core.meta import Partitioned
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 import optax_accum
-from optax_accum._core.state import WeightedSum
+from optax_accum._across.transformation import rules_of
+from optax_accum._core.state import AccumulationState, WeightedSum, map_states
+from optax_accum._space.meshes import row_names
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats, momentum_of_each
 from optax_accum.flax._checkpoint import from_state_dict, to_state_dict
@@ -134,7 +137,8 @@ class TrainState(train_state.TrainState, kw_only=True):
                 maxima=jax.tree.map(jnp.zeros_like, overwritten),
             )
         counts = {name: jnp.asarray(getattr(state, name), jnp.int32) for name in ("step", "micro_step")}
-        return state.replace(window=window, opt_state=_window.own_buffers(state.opt_state, params), **counts)
+        opt_state = _placed_rows(_window.own_buffers(state.opt_state, params), params, tx)
+        return state.replace(window=window, opt_state=opt_state, **counts)
 
     def apply_gradients(
         self,
@@ -171,9 +175,10 @@ class TrainState(train_state.TrainState, kw_only=True):
         _window.check_names(kwargs, ("metrics", "batch_stats", "stats_weight"))
         of_window = {} if before is None else {"weight": weight, "flush": flush}
         extra = {**kwargs, **{name: value for name, value in of_window.items() if value is not None}}
-        params, opt_state = optax_accum.apply_gradients(
-            self.tx, _trained(grads), self.opt_state, _trained(self.params), **extra
-        )
+        trained = _trained(self.params)
+        opt_state = _like_params(self.opt_state, trained)
+        params, opt_state = optax_accum.apply_gradients(self.tx, _trained(grads), opt_state, trained, **extra)
+        opt_state = _placed_rows(opt_state, trained, self.tx)
         micro_step = MicroStep.between(before, _window.find_window(opt_state))
         window, counted = self.window, _window.as_weight(weight)
         window = window._replace(metrics=_window.add_metrics(window.metrics, metrics, counted, micro_step))
@@ -217,6 +222,32 @@ class TrainState(train_state.TrainState, kw_only=True):
         maxima = jax.tree.map(largest, self.window.maxima, new)
         old = overwritten_part(self.params)
         return maxima, jax.tree.map(lambda new, old: jnp.where(micro_step.emitted, new, old), maxima, old)
+
+
+def _placed_rows(opt_state: Tree, params: Tree, tx: Any) -> Tree:
+    """Returns a state whose partial sums say in their boxes that their first axis lies over the devices."""
+    rules = rules_of(tx)
+    if not (rules and rules.reduce_axes):
+        return opt_state
+    names = lambda param: row_names(rules.reduce_axes, param.names)
+    return _with_boxes(opt_state, params, lambda param, rows: rows.replace(names=names(param)))
+
+
+def _like_params(opt_state: Tree, params: Tree) -> Tree:
+    """Undoes `_placed_rows`: gradients have the boxes of the parameters."""
+    return _with_boxes(opt_state, params, lambda param, rows: rows.replace(names=param.names))
+
+
+def _with_boxes(opt_state: Tree, params: Tree, renamed: Callable[[Any, Any], Any]) -> Tree:
+    is_box = lambda node: isinstance(node, Partitioned)
+    one = lambda param, rows: renamed(param, rows) if is_box(param) and is_box(rows) else rows
+
+    def convert(state: AccumulationState) -> AccumulationState:
+        if not state.weight.ndim:
+            return state
+        return state._replace(acc_grads=jax.tree.map(one, params, state.acc_grads, is_leaf=is_box))
+
+    return map_states(convert, opt_state)
 
 
 def field_names(cls: Any) -> set[str]:

@@ -5,9 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 import optax_accum
+from optax_accum._across.transformation import rules_of
+from optax_accum._core.state import AccumulationState, map_states
+from optax_accum._space.meshes import row_names
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats
 from optax_accum.flax._nnx_variables import batch_norms, running_stats
@@ -50,7 +54,8 @@ class Optimizer(nnx.Optimizer):
 
     def __init__(self, model: Any, tx: Any, *, wrt: Any, metrics: tuple[str, ...] = (), **kwargs: Any):
         """Creates an optimizer before its first micro-step; `metrics` names what `update` will be given."""
-        super().__init__(model, tx, wrt=wrt, **kwargs)
+        super().__init__(model, _placing_rows(tx), wrt=wrt, **kwargs)
+        self.tx = tx
         own = _window.own_buffers(nnx.as_pure(self.opt_state), nnx.as_pure(nnx.state(model)))
         nnx.update(self.opt_state, nnx.state(own))
         self.micro_step = nnx.OptState(jnp.array(0, dtype=jnp.uint32))
@@ -114,6 +119,29 @@ class Optimizer(nnx.Optimizer):
     def window_metrics(self) -> dict[str, jax.Array]:
         """Returns the weighted means of the metrics over the window so far, or over the one that has just closed."""
         return _window.mean_metrics(nnx.as_pure(self.window)["metrics"])
+
+
+def _placing_rows(tx: Any) -> optax.GradientTransformation:
+    """Returns `tx` whose partial sums say in their metadata that their first axis lies over the devices."""
+    rules = rules_of(tx)
+    axes = rules.reduce_axes if rules else None
+
+    def over_devices(variable: Any) -> Any:
+        if isinstance(variable, nnx.Variable) and variable.has_metadata("out_sharding"):
+            names = variable.get_metadata("out_sharding")
+            if axes is None:  # inside a chain, which does not tell them
+                variable.del_metadata("out_sharding")
+            elif names is not None:
+                variable.set_metadata("out_sharding", row_names(axes, names))
+        return variable
+
+    def placed(state: AccumulationState) -> AccumulationState:
+        if not state.weight.ndim:
+            return state
+        is_variable = lambda node: isinstance(node, nnx.Variable)
+        return state._replace(acc_grads=jax.tree.map(over_devices, state.acc_grads, is_leaf=is_variable))
+
+    return optax.GradientTransformation(lambda params: map_states(placed, tx.init(params)), tx.update)
 
 
 def _check_grads(grads: Tree, params: Tree, wrt: Any) -> None:
