@@ -1,4 +1,37 @@
-"""Accumulation over devices: where the state lives, what is reduced when, and what a compiled program sends."""
+"""Accumulation over devices: one reduction per window, and where the state lives.
+
+`reduce_axes` names the mesh axis, or axes, over which the batch is sharded. Then nothing is reduced at each micro-step
+or micro-batch: each device adds its own gradients, in arrays [d, ...] of partial sums with one row for each of the d
+devices, and the rows are added once, when a window emits or a call ends. Other mesh axes are left to the partitioner.
+
+* `value_and_grad(fun, ..., reduce_axes="data")`: each device cuts its own rows; `fun` and `weight_fn` see rows of one
+  device, weights are added over all. Each device's key is `fold_in(fold_in(key, device), i)`.
+* `accumulate_gradients(inner, every, reduce_axes="data")`: gradients come as partial sums, from
+  `value_and_apply_gradients`, from `value_and_grad(..., reduce_axes=..., reduce_to="partial")`, or inside a
+  `jax.shard_map` over these axes as plain gradients with respect to `defer_reduction(params, reduce_axes)`. A weight is
+  one number for each device [d] (inside `jax.shard_map` that device's own), or that of the micro-batch, of which each
+  device has the same part; a mean argument one for each device or the same for all.
+
+`reduce_to` says where the sum goes: everywhere; or as a prefix of the parameters' tree made of `PartitionSpec`s or
+`NamedSharding`s, such as `shard_over(params, "data")`: where it names a reduced axis, the reduction is a
+reduce-scatter, the optimizer works on its shards, and the parameters are gathered afterwards (ZeRO-1); or, of
+`value_and_grad`, `"partial"`: nowhere, and loss, gradients and outputs are partial sums, inside `jax.shard_map` each
+device's own [...].
+
+| case | result | known when |
+|---|---|---|
+| a held micro-step | no collective at all | compiling |
+| `nonfinite="skip"`, `"omit"` | devices agree on one flag at every micro-step; for `"discard"` at the end | compiling |
+| a callable `nonfinite` | an error: it would need the reduced gradient | building |
+| rows, or `microbatch_size`, that devices do not divide | an error | tracing |
+| no such axis; no mesh in reach; a state for other devices | an error that says what to call | tracing |
+| gradients that have been reduced already; a loss averaged with `pmean` | an error | tracing |
+| a carry that differs between devices; outputs `"stack"` and `"last"` | an error | tracing |
+| parameters sharded over the axis (FSDP) | an error that says what it costs; gathered with `reduce_to` | tracing |
+| a mesh with Auto and Explicit axes | each axis is treated as what it is | tracing |
+| a step on Auto axes without `out_shardings` | results may move, and it compiles twice: pin them | running |
+| `fun` communicates, and a weight is zero on some devices only | they wait for ever | running |
+"""
 
 from optax_accum._space.partials import defer_reduction
 from optax_accum._tools.collectives import Collective, Collectives, count_collectives

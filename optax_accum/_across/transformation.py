@@ -39,88 +39,9 @@ def accumulate_gradients(
 
         mean:  g = sum_i w_i g_i / sum_i w_i        sum:  g = sum_i w_i g_i
 
-    and only when the window closes: then this transformation *emits* the updates of `inner`. At every other
-    micro-step it *holds*: the updates are exact zeros, and neither `inner` nor its state is touched. Schedules inside
-    `inner` count updates. Clipping belongs inside `inner` as well: before it, each micro-batch would be clipped.
-
-    Args:
-      inner: any Optax optimizer.
-      every: the number of micro-steps in a window: an integer >= 1; or a callable of `gradient_step`, evaluated when
-        running (it returns an integer; below 1 acts as 1); or `None`: the caller closes each window with `flush`.
-        A window closes when `mini_step + 1 >= every`, so a resumed run may change it in the middle of a window.
-      reduction: `"mean"`, for losses that are means; or `"sum"`, for losses that are sums.
-      accumulator_dtype: a real floating-point dtype to add in; complex leaves take the complex dtype of its width. By
-        default at least float32, and never narrower than the gradient.
-      emit_dtype: the dtype in which `inner` sees the gradient. By default the accumulator's; `"gradient"` for that of
-        the gradients passed in, as `optax.MultiSteps` does; or a real floating-point dtype.
-      nonfinite: what becomes of a micro-batch whose gradient or weight holds a NaN or an infinity. `"propagate"`: it
-        shows in the update of its own window, and in no other window's gradient. `"skip"`: as if it had never
-        come; the window waits for another. `"omit"`: the window ends on time, with the rest. `"discard"`: the window
-        ends on time, without an update. Or a callable
-        `(grads, gradient_step, params) -> (skip, info)`, as `optax.MultiSteps` takes, which acts as `"skip"`; its
-        `info` is kept as `state.skip_state`.
-      mean_args: names of scalar extra arguments which `inner` gets as their weighted mean over the window.
-      reduce_axes: the mesh axis, or axes, over which the batch is sharded. Then gradients are not reduced at each
-        micro-step: each device adds its own, in rows [d, ...] of `acc_grads` for d devices, and the rows are added
-        once, when the window emits. Gradients come as rows from `value_and_apply_gradients`, or from
-        `value_and_grad(..., reduce_axes=..., reduce_to="partial")`; inside a `jax.shard_map` over these axes as plain
-        gradients with respect to `defer_reduction(params, reduce_axes)`. A weight is one number for each device [d]
-        (inside `jax.shard_map` that device's own), or that of the micro-batch, of which each device has the same part;
-        a mean argument likewise one for each device or the same for all.
-      reduce_to: with `reduce_axes`, how the sum is to be sharded: a prefix of the parameters' tree, made of
-        `PartitionSpec`s or `NamedSharding`s, such as `shard_over(params, reduce_axes)`. Where it names a reduced axis,
-        the reduction is a reduce-scatter, `inner` works on its shards, and the parameters are gathered afterwards
-        (ZeRO-1).
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs` with an `AccumulationState`. Its `update` takes, beside `(grads, state,
-      params)`, by keyword and also through `optax.chain`:
-
-      * `weight`: how much this micro-batch counts, a real scalar; 1 by default. For a loss that is a mean over rows or
-        tokens, their number.
-      * `flush`: a bool scalar; `True` closes the window with this micro-batch and divides by the weight that is in it.
-        A Python bool is known when compiling: with `every=None`, or when true, no `lax.cond` is compiled at all.
-      * whatever else `inner` takes. What is not in `mean_args` reaches it as the closing micro-step gave it.
-
-    Raises:
-      TypeError, ValueError: an argument that cannot be right, or, while tracing: gradients whose tree, shape or dtype
-        does not fit the state; a weight, flush or mean argument that is no scalar; `every=None` without `flush`. What
-        is known only when running never raises; its outcome is in the table.
-
-    Guarantees:
-      The update equals that of the whole batch, to rounding, for any partition with weights. The state keeps its types,
-      shapes and shardings. Updates have the dtypes that `inner` alone would give them, and the inner state those of
-      `inner.init`.
-
-      | case | result | known when |
-      |---|---|---|
-      | `every=1` | `inner` itself; no accumulator is allocated, no branch compiled | tracing |
-      | a callable `every` returns 0 or less | acts as 1 | running |
-      | `every` is lowered below `mini_step` | the window closes at the next micro-step, with the right mean | running |
-      | `every=1` is raised, with its state | an error that says how to add an accumulator | tracing |
-      | weight 0 | adds nothing, even of a NaN; the micro-step counts | running |
-      | weight below 0 | subtracts; the divisor is still `sum(w)` | running |
-      | the weights add to 0 | zero updates, inner state untouched, `discarded + 1` | running |
-      | a NaN under `"propagate"` | NaN updates for this window; the next window starts clean | running |
-      | a NaN under `"skip"` | zero updates, window and counters unchanged, `skipped + 1` | running |
-      | a NaN under `"omit"` | weight 0, `skipped + 1` | running |
-      | a NaN under `"discard"` | at the end zero updates, inner state untouched, `discarded + 1` | running |
-      | `flush` on a skipped micro-batch | closes the window with the rest | running |
-      | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` names it | tracing |
-      | `None`, `MaskedNode`, empty leaves | pass through | tracing |
-      | float0 (of an integer parameter) | passes through to `inner` and back | tracing |
-      | inside `optax.masked` or `optax.partition` | nothing is allocated for the leaves left out | tracing |
-      | a mean argument is not given at some micro-steps | the mean over those that gave it | tracing |
-      | a mean argument is not given at the closing one | `inner` does not get it | tracing |
-      | a NaN in a mean argument | shows in its mean: policies look at gradients and weights only | running |
-      | the state has another accumulator dtype than asked for | the state's is used | tracing |
-      | under `jax.vmap` | a window for each member; `lax.cond` becomes a select, so `inner` always runs | tracing |
-      | `reduce_axes`: a held micro-step | no collective at all | compiling |
-      | `reduce_axes`: `"skip"`, `"omit"` | at every micro-step the devices agree on one flag | compiling |
-      | `reduce_axes`: `"discard"` | they agree at the end | compiling |
-      | `reduce_axes`: reduced gradients; a state for other devices | an error that says what to call | tracing |
-      | `reduce_axes` and a callable `nonfinite` | an error: it would need the reduced gradient | building |
-      | `reduce_axes`, `reduce_to`: parameters sharded so (FSDP) | gathered for each gradient, added whole | compiling |
+    and only when the window closes: then this transformation *emits* the updates of `inner`. At every other micro-step
+    it *holds*: the updates are zeros, and neither `inner` nor its state is touched. Schedules inside `inner` count
+    updates; clipping belongs inside as well: before, each micro-batch would be clipped.
 
     Example:
       Four micro-batches of unequal length, weighted by their tokens:
@@ -135,6 +56,53 @@ def accumulate_gradients(
       ...     params = optax.apply_updates(params, updates)
       >>> print(params)
       [ -1. -30.]
+
+    Args:
+      inner: any Optax optimizer.
+      every: the micro-steps in a window: an integer >= 1; a callable of `gradient_step`, evaluated when running (below
+        1 acts as 1); or `None`: the caller closes each window with `flush`. A window closes when
+        `mini_step + 1 >= every`, so a resumed run may change it.
+      reduction: `"mean"`, for losses that are means; or `"sum"`, for losses that are sums.
+      accumulator_dtype: a real floating-point dtype to add in (of complex leaves, its width). By default at least
+        float32, and never narrower than the gradient.
+      emit_dtype: the dtype in which `inner` sees the gradient: by default the accumulator's; `"gradient"` for that of
+        the gradients passed in, as `optax.MultiSteps` does; or a real floating-point dtype.
+      nonfinite: what becomes of a micro-batch whose gradient or weight holds a NaN or an infinity: it shows, in its own
+        window only (`"propagate"`); it is left out, and the window waits for another (`"skip"`) or ends on time with
+        the rest (`"omit"`); or its window makes no update (`"discard"`). Or a callable `(grads, gradient_step, params)
+        -> (skip, info)`, as `optax.MultiSteps` takes, with `info` as `state.skip_state`.
+      mean_args: names of scalar extra arguments which `inner` gets as their weighted mean over the window.
+      reduce_axes: the mesh axes over which the batch is sharded, for one reduction per window: `optax_accum.sharding`.
+      reduce_to: with `reduce_axes`, how the sum is to be sharded: likewise.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with an `AccumulationState`. Its `update` takes by keyword, also
+      through `optax.chain`, what `inner` takes (what is not in `mean_args` as the closing micro-step gives it), and
+
+      * `weight`: how much this micro-batch counts, a real scalar; 1 by default. For a mean over tokens, their number.
+      * `flush`: a bool scalar; `True` closes the window with this micro-batch and divides by the weight that is in it.
+        With a Python bool that is true, or with `every=None`, no branch is compiled.
+
+    Raises:
+      TypeError, ValueError: what cannot be right, when building or tracing. When running, nothing raises.
+
+    Guarantees:
+      The update equals that of the whole batch, to rounding. The state keeps types, shapes and shardings; updates have
+      the dtypes that `inner` alone would give them. Beside what is said above:
+
+      | case | result | known when |
+      |---|---|---|
+      | `every=1` | `inner` itself; no accumulator, no branch; an error if raised with its state | tracing |
+      | weight 0; below 0 | adds nothing, even of a NaN, but counts; subtracts | running |
+      | the weights add to 0; `"discard"` | zero updates, inner state untouched, `discarded + 1` | running |
+      | `"skip"`, a callable: left out | zero updates, window and counters as they were, `skipped + 1` | running |
+      | `"omit"`: left out | weight 0, `skipped + 1` | running |
+      | `flush` on a micro-batch that is left out | closes the window with the rest | running |
+      | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` names it | tracing |
+      | `None`, `MaskedNode`, empty leaves, float0 | pass through; what is masked costs no accumulator | tracing |
+      | a mean argument is not given at some, or the closing, micro-step | the mean of the rest, or none | tracing |
+      | a NaN in a mean argument | shows in its mean: policies look at gradients and weights | running |
+      | under `jax.vmap` | a window for each member; the branch becomes a select, so `inner` always runs | tracing |
 
     References:
       The state and the callable `nonfinite` follow `optax.MultiSteps`; the errors of adding in low precision are

@@ -45,96 +45,10 @@ def value_and_grad(
 
         loss = sum_i s_i l_i,    gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
 
-    The shares `s_i` come from the data before the first forward pass, and scale the cotangent of each backward pass: so
-    the gradients are only added, and where dtypes allow that happens inside the backward pass, and no gradient of a
-    micro-batch ever stands beside the accumulator.
-
-    With n rows in k micro-batches, row r is in micro-batch `r mod k`, which leaves the rows of a sharded batch on their
-    devices. If k does not divide n, the last rows form one smaller micro-batch; nothing is padded or dropped.
-
-    Args:
-      fun: the loss, a mean over what the weights count. It returns a real scalar, or a dict of scalar terms, whose sum
-        is the loss; with `has_aux` or `carry_argnum` a pair, as below.
-      num_microbatches: the largest number of micro-batches, of `ceil(n / num_microbatches)` rows each; or
-      microbatch_size: the rows of a micro-batch. Exactly one of the two.
-      argnums: as in `jax.value_and_grad`.
-      has_aux: `fun` returns `(loss, aux)`.
-      batch_argnums: the argument, or several, that hold the batch: trees whose arrays are cut along their first axis,
-        whatever that axis means; scalars stay whole. Argument 1, unless `batch_argnames` names the batch.
-      batch_argnames: the same for arguments that are passed by keyword; `weight_fn` is given them last.
-      whole_argnums: arguments that every micro-batch gets whole though they have as many rows as the batch (a table, a
-        mask), and keys that all micro-batches share on purpose. All others stay whole unasked.
-      whole_argnames: the same for arguments that are passed by keyword.
-      group_size: so many consecutive rows stay together in one micro-batch (pairs, the completions of one prompt): the
-        rows are cut in groups.
-      weight_fn: `weight_fn(micro_batch)`, given the batch arguments in order, returns how much a micro-batch counts: a
-        real scalar of at least 32 bits, such as `mask.sum()`; or a dict of them, one for each term of the loss, which
-        then has its own denominator. By default the number of rows. It is traced under `jax.vmap`. Weights are added in
-        the default float dtype, where 2^31 tokens do not overflow.
-      rng_argnum: an argument that is a key, old or new style, or a tree of keys: micro-batch i gets
-        `jax.random.fold_in(key, i)` of each.
-      carry_argnum: an argument that is handed from one micro-batch to the next (the statistics of BatchNorm, say).
-        `fun` returns its new value: `(loss, carry)`, or `(loss, (aux, carry))` with `has_aux`.
-      aux_reduction: what becomes of `aux`, a prefix of its tree: `"mean"` (weighted; by rows for a dict of weights),
-        `"sum"`, `"max"`, `"concat"` (rows, in their order in the batch), `"stack"` (one entry for each micro-batch) or
-        `"last"`.
-      accumulator_dtype: the dtype to add in, and to return: `jnp.float32` spares an optimizer over bfloat16 parameters
-        the rounding of the mean (its state then turns to float32 as well). By default sums are in at least float32, and
-        gradients come back in the dtypes of the parameters, as from `jax.value_and_grad`.
-      in_place: whether to add inside the backward pass. By default wherever accumulator and parameters have the same
-        dtypes. The numbers are the same (a parameter that is used twice is added twice: to rounding). With False, what
-        is returned can be differentiated again in every way.
-      unroll: compile each micro-batch for itself, one after the other, instead of a loop over them. For convolutions on
-        CPU, which XLA runs many times slower inside any loop (jax-ml/jax#12868). Compile time grows with k, gradients
-        are added after the backward pass, and before JAX 0.12 the compiler keeps several micro-batches at once.
-      reduce_axes: the mesh axis, or axes, over which the batch is sharded. Each device cuts its own rows and adds its
-        own gradients, and the sums are added over the devices once, however many micro-batches there are. `fun` and
-        `weight_fn` see rows of one device; weights are added over all. Other mesh axes are left to the partitioner.
-      reduce_to: where the sum over `reduce_axes` goes: by default everywhere. Or how it is to be sharded: a prefix of
-        the gradients' tree (for several `argnums` a tuple of such) of `PartitionSpec`s or `NamedSharding`s; naming a
-        reduced axis makes the reduction a reduce-scatter. Or `"partial"`, nowhere: loss, gradients and outputs stay
-        partial sums [d, ...], one for each device and weighted by its own rows, for
-        `accumulate_gradients(..., reduce_axes=...)`; inside `jax.shard_map` each device's own [...]. Outputs with
-        `"concat"` are in the order of the batch, as always.
-
-    Returns:
-      A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
-
-    Raises:
-      TypeError, ValueError: at trace time, with the rule, the value and the remedy.
-
-    Guarantees:
-      | case | result | known when |
-      |---|---|---|
-      | more micro-batches than rows; no rows; leaves of different lengths | an error | tracing |
-      | an argument in two roles; a key inside a batch argument | an error | tracing |
-      | a key that `rng_argnum` does not name: all micro-batches would draw the same | an error | tracing |
-      | another argument with as many rows as the batch: it would be broadcast | an error | tracing |
-      | `group_size` does not divide the rows, or those of a micro-batch | an error | tracing |
-      | options that contradict each other | an error | building |
-      | the loss is no real scalar; its terms and the weights have other keys | an error | tracing |
-      | a carry that changes its tree, shape or dtype | an error | tracing |
-      | `"mean"` of an integer; `"max"` of a complex; any key; `"concat"` of what has no rows | an error | tracing |
-      | `"sum"` of bools | counts them, in int32 | running |
-      | `"mean"` with a dict of weights | by the rows of those micro-batches that are run | running |
-      | a weight of zero | its micro-batch is not run: so their number may vary without a new compilation | running |
-      | outputs of a micro-batch that is not run | zeros in `"concat"` and `"stack"`, nothing elsewhere | running |
-      | all weights zero | a zero loss and a zero gradient, the carry unchanged | running |
-      | weights that add to zero (+2, -2), as in `accumulate_gradients` | the same | running |
-      | a weight of zero for one term only | its value is left out; guard a 0 / 0 in it with `jnp.maximum` | running |
-      | a NaN in one micro-batch | shows in the loss and in the gradient | running |
-      | a loss below 32 bits | its cotangent rounds the shares; return `loss.astype(jnp.float32)` | tracing |
-      | a bfloat16 parameter, a float32 accumulator | added after the backward pass, not inside | tracing |
-      | before JAX 0.11, a slice of a parameter (`p[0]`, `p[:n]`) | as above | tracing |
-      | differentiated again (`jacfwd`, `hessian`, MAML) | as above, and works in every way | tracing |
-      | the same, through a `jit` or `jax.checkpoint` around this | an error: pass `in_place=False` | tracing |
-      | called outside `jit` | traced at each call, and compiled once for each program that comes out | running |
-      | `reduce_axes`: rows or `microbatch_size` do not divide over the devices | an error | tracing |
-      | `reduce_axes`: no such axis; no mesh in reach | an error | tracing |
-      | `reduce_axes`: parameters sharded over it, and no `reduce_to` | an error that says what it costs | tracing |
-      | `reduce_axes`: a carry that differs between devices; outputs `"stack"` and `"last"` | an error | tracing |
-      | `reduce_axes`: each device's key | `fold_in(fold_in(key, device), i)` | running |
-      | `reduce_axes`: `fun` communicates, and a weight is zero on some devices only | they wait for ever | running |
+    The shares `s_i` come from the data before the first forward pass and scale the cotangents, so gradients are only
+    added: where dtypes allow inside the backward pass, where none ever stands beside the accumulator. Of n rows in k
+    micro-batches, row r is in `r mod k`, which leaves a sharded batch where it is; what k does not divide is one
+    smaller micro-batch.
 
     Example:
       Rows with masks of different lengths, and dropout:
@@ -150,6 +64,57 @@ def value_and_grad(
       >>> value, grad = jax.jit(value_and_grad)(jnp.ones(3), batch, jax.random.key(0))
       >>> grad.shape
       (3,)
+
+    Args:
+      fun: the loss, a mean over what the weights count: a real scalar, or a dict of scalar terms, whose sum it is.
+      num_microbatches: the largest number of micro-batches, of `ceil(n / num_microbatches)` rows each; or
+      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: `fun` returns `(loss, aux)`.
+      batch_argnums: the argument, or several, that hold the batch: trees whose arrays are cut along their first axis;
+        scalars stay whole. Argument 1, unless `batch_argnames` names the batch.
+      batch_argnames: the same for arguments that are passed by keyword; `weight_fn` is given them last.
+      whole_argnums: arguments that all micro-batches get whole though they have as many rows, and keys that they share
+        on purpose. Other arguments stay whole unasked.
+      whole_argnames: the same for arguments that are passed by keyword.
+      group_size: so many consecutive rows stay together (pairs, the completions of one prompt).
+      weight_fn: `weight_fn(micro_batch)` returns how much it counts: a real scalar of at least 32 bits, such as
+        `mask.sum()`, or a dict with one for each term of the loss. By default the rows. It is traced under `jax.vmap`.
+      rng_argnum: an argument that is a key, or a tree of keys: micro-batch i gets `jax.random.fold_in(key, i)`.
+      carry_argnum: an argument that each micro-batch hands to the next (statistics of BatchNorm): `fun` returns
+        `(loss, carry)`, or `(loss, (aux, carry))` with `has_aux`.
+      aux_reduction: what becomes of `aux`, a prefix of its tree: `"mean"` (weighted; by rows for a dict of weights),
+        `"sum"`, `"max"`, `"concat"` (rows, in their order), `"stack"` (one for each micro-batch) or `"last"`.
+      accumulator_dtype: the dtype to add in, and to return. By default sums are in at least float32, and gradients come
+        back in the dtypes of the parameters.
+      in_place: whether to add inside the backward pass: by default wherever accumulator and parameters have the same
+        dtypes. With False, what is returned can be differentiated again in every way.
+      unroll: compile each micro-batch for itself, for convolutions on CPU, which XLA runs many times slower inside any
+        loop (jax-ml/jax#12868). Compile time grows with k; before JAX 0.12 several micro-batches are kept at once.
+      reduce_axes: the mesh axes over which the batch is sharded, for one reduction per call: `optax_accum.sharding`.
+      reduce_to: where the sum over them goes: likewise.
+
+    Returns:
+      A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
+
+    Raises:
+      TypeError, ValueError: what cannot be right, when building or tracing: a key that no role names, another argument
+        with as many rows as the batch, and the like.
+
+    Guarantees:
+      | case | result | known when |
+      |---|---|---|
+      | `"mean"` of an integer; `"max"` of a complex; any key; `"concat"` of what has no rows | an error | tracing |
+      | `"sum"` of bools | counts them, in int32 | running |
+      | a weight of zero | its micro-batch is not run: their number may vary without a new compilation | running |
+      | outputs of one that is not run | zeros in `"concat"` and `"stack"`, nothing elsewhere | running |
+      | the weights add to zero | a zero loss and a zero gradient | running |
+      | a weight of zero for one term only | its value is left out; guard a 0 / 0 in it with `jnp.maximum` | running |
+      | a loss below 32 bits | its cotangent rounds the shares; return `loss.astype(jnp.float32)` | tracing |
+      | a bfloat16 parameter, a float32 accumulator | added after the backward pass, not inside | tracing |
+      | the same: before JAX 0.11 a slice of a parameter; differentiated again (`hessian`) | as above | tracing |
+      | differentiated again through a `jit` or `jax.checkpoint` | an error: pass `in_place=False` | tracing |
+      | called outside `jit` | traced at each call, and compiled once for each program that comes out | running |
 
     References:
       Adding inside the backward pass uses JAX's mutable arrays (`jax.new_ref`, `jax.vjp(...).with_refs`). The
