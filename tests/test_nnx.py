@@ -231,9 +231,10 @@ def test_the_train_step_over_devices(kind, deferred):
     normed(whole, (X, Y))
     axes = {"reduce_axes": "data"} if deferred else {}
     options = {"num_microbatches": 1} | ({} if deferred else {"reduce_axes": "data"})  # deferred: as the optimizer
+    models = ((Net(nnx.Rngs(0)), nnx_loss), (two_norms()[0], normed))
     with jax.set_mesh(mesh):
         replicated, rows = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("data"))
-        for model, loss in ((Net(nnx.Rngs(0)), nnx_loss), (two_norms()[0], normed)):
+        for model, loss in models:
             nnx.update(model, jax.device_put(nnx.state(model), replicated))
             tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=2, **axes)
             optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))

@@ -512,11 +512,12 @@ def test_no_mesh_in_reach():
 def test_gradients_that_have_been_reduced_already(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
-    state = tx.init(params)
+    state, _ = made(tx, params)
     with pytest.raises(ValueError, match=r'reduced already.*reduce_to="partial"'):
-        tx.update(params, state, params)
+        jax.jit(tx.update)(params, state, params)
     spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
 
+    @jax.jit
     @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P(), spec))
     def step(params, state, batch):
         return optax_accum.apply_gradients(tx, jax.grad(loss)(params, batch), state, params)

@@ -26,8 +26,7 @@ def train(tx, state, params, grads):
     return params, state
 
 
-@pytest.mark.parametrize("steps", range(6))
-@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
+@pytest.mark.parametrize(("steps", "mean"), [(0, True), (1, True), (2, True), (3, True), (1, False), (4, False)])
 def test_a_running_multi_steps_can_switch_at_any_micro_step(steps, mean):
     inner = optax.adamw(optax.linear_schedule(0.1, 0.01, 4))
     old = optax.MultiSteps(inner, 3, use_grad_mean=mean)

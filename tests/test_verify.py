@@ -126,14 +126,12 @@ KEY = jax.random.key(1)
 
 PLANTED = {
     "masked mean": ("weights", masked, W, BATCH, (), {}),
-    "wrong weights": ("weights", mse, W, BATCH, (), {"weight_fn": tokens}),
     "two denominators": ("weights", two_means, W, BATCH, (), {}),
     "sum": ("sum", lambda p, b: N * jnp.sum((outputs(p, b) - b["y"]) ** 2), W, BATCH, (), {}),
     "BatchNorm": ("coupled examples", batch_norm, W, BATCH, (), {}),
     "InfoNCE": ("coupled examples", info_nce, W, BATCH, (), {}),
     "ranking of integer tokens": ("coupled examples", ranking, TABLE, {"token": BATCH["token"]}, (), {}),
     "dropout, one key": ("shared key", dropout, W, BATCH, (KEY,), {}),
-    "dropout, one old-style key": ("shared key", dropout, W, BATCH, (jax.random.PRNGKey(1),), {}),
     "bfloat16 sums": (
         "low-precision accumulator",
         mse,
@@ -142,7 +140,6 @@ PLANTED = {
         (),
         {"accumulator_dtype": jnp.bfloat16, "num_microbatches": 64},
     ),
-    "a layer dropped for all, one key": ("shared key", stochastic_depth(0.9), W, BATCH, (KEY,), {}),
     "masked mean in noise": ("weights", noisy_masked, W, BATCH, (KEY,), {"rng_argnum": 2}),
     "a table cut like rows": ("not rows", table_in_batch, W, BATCH | {"table": jnp.arange(1.0, 9.0)}, (), {}),
     "neighbours": ("coupled examples", neighbours, W, BATCH, (), {}),
@@ -193,13 +190,11 @@ def term_weights(batch):
 
 SOUND = {
     "mse": (mse, W, BATCH, (), {}),
-    "mse, three micro-batches": (mse, W, BATCH, (), {"num_microbatches": 3}),
     "cross-entropy": (cross_entropy, W, BATCH, (), {"has_aux": True}),
     "masked mean": (masked, W, BATCH, (), {"weight_fn": tokens}),
     "terms": (terms, W, BATCH, (), {"weight_fn": term_weights}),
     "dropout": (dropout, W, BATCH, (KEY,), {"rng_argnum": 2}),
     "bfloat16": (mse, half(W, jnp.bfloat16), half(BATCH, jnp.bfloat16), (), {}),
-    "float16": (mse, half(W, jnp.float16), half(BATCH, jnp.float16), (), {}),
     "bfloat16 inside": (
         lambda p, b: mse(half(p, jnp.bfloat16), half(b, jnp.bfloat16)).astype("float32"),
         W,
@@ -210,17 +205,9 @@ SOUND = {
     "embedding": (embedding, TABLE, {"token": BATCH["token"]}, (), {}),
     "LayerNorm": (layer_norm, W, BATCH, (), {}),
     "complex": (complex_loss, W["w"] + 1j, BATCH, (), {}),
-    "a scalar in the batch": (lambda p, b: b["scale"] * mse(p, b), W, BATCH | {"scale": 2.0}, (), {}),
     "running statistics": (statistics, W, BATCH, (jnp.float32(0.0),), {"carry_argnum": 2}),
     "policy gradient, a loss of 0": (policy_gradient, W, BATCH | {"advantage": ADVANTAGES}, (), {}),
     "a gradient that cancels": (cancelling, W, BATCH | {"advantage": ADVANTAGES}, (), {"num_microbatches": 4}),
-    "a layer dropped by a coin, twice the same": (
-        stochastic_depth(0.5),
-        W,
-        BATCH,
-        (jax.random.key(2),),
-        {"rng_argnum": 2},
-    ),
     "a layer dropped now and then, not at first": (stochastic_depth(0.8), W, BATCH, (KEY,), {"rng_argnum": 2}),
     "a layer dropped rarely, many micro-batches": (
         stochastic_depth(0.99),
@@ -233,7 +220,6 @@ SOUND = {
     "pairs": (group_relative, W, BATCH | {"advantage": ADVANTAGES}, (), {"group_size": 2}),
     "a table, whole": (class_weighted, W, BATCH, (jnp.arange(1.0, 9.0),), {"whole_argnums": 2}),
     "one key, on purpose": (stochastic_depth(0.5), W, BATCH, (KEY,), {"whole_argnums": (2,)}),
-    "weight decay": (lambda p, b: mse(p, b) + 0.1 * jnp.sum(p["w"] ** 2), W, BATCH, (), {}),
 }
 
 
