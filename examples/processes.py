@@ -156,14 +156,14 @@ def _last_words(group: Group, logs: pathlib.Path) -> str:
         said = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
         last = f": {said[-1][:300]}" if said and code else ""
         lines.append(f"  process {number} {how}; its words are in {path}{last}")
-        with open(path, "a") as log:
+        with contextlib.suppress(OSError), open(path, "a") as log:  # the disk may be full
             log.write(f"\nprocess {number} {how}\n")
     return "\n".join(lines)
 
 
 def _shown(settings: Settings, attempts: int) -> str:
     """Says what a run has shown."""
-    again = f", started {attempts} times" if attempts > 1 else ""
+    again = f", started {attempts} times," if attempts > 1 else ""
     return (
         f"{settings.processes} processes{again} made {settings.updates} updates of {settings.global_batch} rows each, "
         "every one with one reduction: the updates that one process makes. Try other numbers, or kill one."
