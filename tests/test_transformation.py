@@ -206,7 +206,8 @@ def test_a_mean_argument_is_the_mean_of_the_micro_steps_that_gave_it():
     _, state = tx.update(GRADS[1], state, PARAMS, accuracy=jnp.float32(np.nan), weight=0.0)
     updates, state = tx.update(GRADS[2], state, PARAMS, accuracy=0.6)
     chex.assert_trees_all_close(updates, jax.tree.map(lambda p: jnp.full_like(p, 0.4), PARAMS), rtol=1e-6)
-    assert jax.tree.leaves(state.mean_args) == [0, 0]
+    _, state = tx.update(GRADS[0], state, PARAMS, accuracy=0.75)  # the next window begins anew
+    assert jax.tree.leaves(state.mean_args) == [0.75, 1]
 
 
 # Trees and leaves.

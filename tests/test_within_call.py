@@ -624,7 +624,7 @@ def test_in_place_is_what_it_says():
         with pytest.raises(ValueError, match=f"in_place=True needs an accumulator to add to: .*{match}"):
             optax_accum.value_and_apply_gradients(loss, tx, in_place=True)(w, tx.init(w), x)
     tx, half = optax_accum.accumulate_gradients(optax.sgd(0.1), 2), w.astype(jnp.bfloat16)
-    with pytest.raises(ValueError, match="different dtypes"):
+    with pytest.raises(TypeError, match="they differ .parameters bfloat16, accumulators float32"):
         optax_accum.value_and_apply_gradients(loss, tx, in_place=True)(half, tx.init(half), x)
 
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from optax_accum._core import arithmetic, memory, tracing
+from optax_accum._core import arithmetic, memory, sums, tracing
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.state import AccumulationState, WeightedSum
+from optax_accum._core.state import AccumulationState
+from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag
 from optax_accum._space.space import Space
 
@@ -57,20 +58,18 @@ def close(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state:
         gradient_step=jnp.where(emitted, optax.safe_increment(state.gradient_step), state.gradient_step),
         inner_opt_state=inner_opt_state,
         weight=reset(state.weight),
-        mean_args=jax.tree.map(reset, state.mean_args),
         emitted=emitted,
         discarded=count(state.discarded, closes & ~emitted),
     )
 
 
-def mean_args(sums: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
+def mean_args(totals: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Returns the weighted means of those extra arguments that came with this micro-step."""
     means: dict[str, jax.Array] = {}
-    for name, (total, weight) in sums.items():
+    for name, total in totals.items():
         if name in extra_args:
             value = jnp.asarray(extra_args[name])
-            unweighted = 0 if value.ndim else value.astype(total.dtype)
-            mean = jnp.where(weight == 0, unweighted, total * arithmetic.reciprocal(weight))
+            mean = sums.mean(total, empty=0 if value.ndim else value.astype(total.total.dtype))
             inexact = jnp.issubdtype(value.dtype, jnp.inexact)
             means[name] = mean.astype(arithmetic.accumulator_dtype(value.dtype, None)) if inexact else mean
     return means

@@ -12,9 +12,9 @@ import optax
 
 from optax_accum._across.transformation import apply, apply_gradients, rules_of
 from optax_accum._across.window import MicroBatch, Rules, check_state, weighed, why_not_in_place
-from optax_accum._core import arithmetic, checks, memory, tracing
+from optax_accum._core import checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.backward import bends, vjp
+from optax_accum._core.backward import Backward, adds_in_place, bends, differentiate
 from optax_accum._core.program import compiled_once
 from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays
 from optax_accum._core.rows import check_groups, count_rows, is_split
@@ -190,7 +190,7 @@ class _MicroStep:
         if rules:
             check_state(state)
             weight = None if weight is None else weighed(rules, space, weight, state)
-        acc = None if again else self._acc(state, params)
+        acc = None if again else self._acc(state)
         done = self._differentiated(space, call, acc, weight, state)
         value = space.as_own(done.value)
         if rules is None:
@@ -214,9 +214,9 @@ class _MicroStep:
             )
         call.check_shared(count_rows(batch) if has_rows else None)
 
-    def _acc(self, state: Tree, params: Tree) -> Tree | None:
+    def _acc(self, state: Tree) -> Tree | None:
         """Returns the accumulator that a backward pass may add to, or None."""
-        why_not = why_not_in_place(self.window, state, params) if self.window else "it does not accumulate"
+        why_not = why_not_in_place(self.window, state) if self.window else "it does not accumulate"
         if self.in_place and why_not:
             raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
         return None if why_not or self.in_place is False else memory.to_device(state.acc_grads)
@@ -244,12 +244,20 @@ class _MicroStep:
             check_groups(where, count_rows(call[call.batch]), self.group_size)
         call = call.own_key(index)
         weight = self._weight(call) if weight is None else checks.as_weight(weight)
-        loss, backward, value = vjp(self.fun, self.has_aux, call)
+        loss, backward, value = self._differentiate(call)
         device.check_loss(loss)
         if acc is None or not self._adds_in_place(call, acc):
-            return _Done(loss, value, weight, backward(jnp.ones_like(loss)), None)
-        run = lambda refs, weight: backward.with_refs(refs, jnp.ones_like(loss) * jnp.asarray(weight, loss.dtype))
-        return _Done(loss, value, weight, None, arithmetic.add_backward(run, acc, weight, index == 0))
+            return _Done(loss, value, weight, backward.gradient(), None)
+        return _Done(loss, value, weight, None, backward.added_to(acc, weight, index == 0))
+
+    def _differentiate(self, call: Call) -> tuple[jax.Array, Backward, Any]:
+        def checked(params: Tree) -> tuple[jax.Array, Any]:
+            out = call.with_arguments({0: params}).apply(self.fun)
+            loss = out[0] if self.has_aux else out
+            checks.check_loss(loss, None)
+            return loss, out
+
+        return differentiate(checked, call.arguments[0])
 
     def _weight(self, call: Call) -> Weight:
         """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
@@ -263,15 +271,7 @@ class _MicroStep:
         """Returns whether the backward pass adds the gradient: not where a weight in its cotangent could matter."""
         if self.in_place is None and bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr):
             return False
-
-        def add() -> None:
-            loss, backward, _ = vjp(self.fun, self.has_aux, call)
-            backward.with_refs(jax.tree.map(jax.new_ref, acc), jnp.ones_like(loss))
-
-        traced = tracing.traces_in_place(add)
-        if self.in_place and not traced:
-            raise TypeError(tracing.NOT_IN_PLACE)
-        return traced
+        return adds_in_place(self.in_place, call.arguments[0], acc, lambda: self._differentiate(call))
 
 
 def _shapes_of_grads(params: Tree, acc: Tree) -> Tree:

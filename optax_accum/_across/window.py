@@ -11,10 +11,11 @@ import optax
 from optax_accum._across import inner, outcomes
 from optax_accum._across.outcomes import Outcome
 from optax_accum._across.policy import Policy
-from optax_accum._core import arithmetic, checks, memory, tracing
+from optax_accum._core import arithmetic, checks, memory, sums, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.checks import Every
-from optax_accum._core.state import AccumulationState, WeightedSum
+from optax_accum._core.state import AccumulationState
+from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag
 from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Space, here
@@ -114,31 +115,32 @@ def join(
     skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
     weight = batch.weight if skip is False else jnp.where(skip, 0, batch.weight)
     arrives = jnp.logical_not(skip) if rules.policy.waits and skip is not False else True
-    kept = has_accumulator(state)
+    kept, first = has_accumulator(state), state.mini_step == 0
     total = batch.added
     if total is None:
         acc = memory.to_device(state.acc_grads) if kept else None
-        total = arithmetic.add(acc, batch.grads, weight, state.mini_step == 0)
+        total = arithmetic.add(acc, batch.grads, weight, first)
     added = state._replace(
         mini_step=outcomes.count(state.mini_step, arrives),
         acc_grads=memory.to_memory_of(total, state.acc_grads) if kept else (),
         weight=state.weight + weight,
-        mean_args={name: _add_arg(name, sums, extra_args, weight) for name, sums in state.mean_args.items()},
+        mean_args={name: _add_arg(name, old, extra_args, weight, first) for name, old in state.mean_args.items()},
         skipped=outcomes.count(state.skipped, skip),
         skip_state=info,
     )
     return Window(added, total, added.weight if kept else weight)
 
 
-def _add_arg(name: str, sums: WeightedSum, extra_args: Mapping[str, Any], weight: Weight) -> WeightedSum:
+def _add_arg(
+    name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight: Weight, first: jax.Array
+) -> WeightedSum:
     """Adds an extra argument to its weighted sum: one number, or one for each device."""
     if name not in extra_args:
-        return sums
+        return sums.add(old, jnp.zeros_like(old.total), jnp.zeros_like(old.weight), first)
     rows = jnp.shape(weight)
     remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
     value = checks.as_scalar(name, extra_args[name], remedy, *rows)
-    share = jnp.where(weight != 0, weight * (jnp.broadcast_to(value, rows) if rows else value), 0)
-    return WeightedSum(sums.total + share, sums.weight + weight)
+    return sums.add(old, jnp.broadcast_to(value, rows), weight, first)
 
 
 def due(rules: Rules, state: AccumulationState, flush: Flag) -> Flag:
@@ -182,14 +184,12 @@ def update_inner(
     return updates, memory.to_memory_of(inner_opt_state, state.inner_opt_state)
 
 
-def why_not_in_place(rules: Rules, state: AccumulationState, params: Tree) -> str | None:
+def why_not_in_place(rules: Rules, state: AccumulationState) -> str | None:
     """Returns what keeps a backward pass from adding to the accumulator, if something does."""
     if not has_accumulator(state):
         return "the state holds no accumulator (every=1)"
     if not rules.policy.unseen:
         return "a policy has to see the gradient before it is added (nonfinite)"
-    if path := arithmetic.narrower(params, state.acc_grads):
-        return f"the parameter and its accumulator have different dtypes at {path}"
     return None
 
 

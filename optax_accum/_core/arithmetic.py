@@ -58,22 +58,6 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array) -> Tree
     return jax.tree.map(add_leaf, grads, acc)
 
 
-def add_backward(backward: Any, acc: Tree, weight: Weight, first: jax.Array | bool) -> Tree:
-    """Does what `add` does inside the backward pass, which adds each gradient where it arises.
-
-    `backward(refs, weight)` runs that pass with the weight as its cotangent.
-    """
-    refs = jax.tree.map(lambda total: jax.new_ref(jnp.where(first, 0, total)), acc)
-
-    if isinstance(weight, jax.Array):
-        # A weight of zero often comes with a loss of 0 / 0, whose backward pass would add a nan. A loop of at most one
-        # turn, because a conditional of references has no batching rule.
-        jax.lax.fori_loop(0, (weight != 0).astype(jnp.int32), lambda _, none: backward(refs, weight), None)
-    elif weight:
-        backward(refs, weight)
-    return jax.tree.map(jax.freeze, refs)
-
-
 def narrower(params: Tree, acc: Tree) -> str | None:
     """Returns the path of a parameter whose gradient has another dtype than its accumulator, if there is one."""
     try:

@@ -1,4 +1,4 @@
-"""Owns the backward pass of a loss in the parameters, and whether a weight may go through it. Knows no window."""
+"""Owns the backward pass: a loss differentiated once, its gradient added inside that pass or after it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,45 +7,74 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import arithmetic, checks, tracing
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.roles import Call
+from optax_accum._core import arithmetic, tracing
+from optax_accum._core.arithmetic import Tree, Weight
 
 
-def vjp(fun: Callable[..., Any], has_aux: bool, call: Call) -> tuple[jax.Array, "Backward", Any]:
-    """Returns the loss in at least float32, its backward pass, and what `fun` returned."""
-    params = call.arguments[0]
+def differentiate(fun: Callable[[Tree], tuple[jax.Array, Any]], params: Tree) -> tuple[jax.Array, "Backward", Any]:
+    """Returns the loss in at least float32, its backward pass, and what came beside it; `fun` returns both."""
     leaves, treedef = jax.tree.flatten(params)
 
     def wide(inexact: list[jax.Array]) -> tuple[jax.Array, Any]:
         given = iter(inexact)
-        own = treedef.unflatten([next(given) if _is_inexact(leaf) else leaf for leaf in leaves])
-        out = call.with_arguments({0: own}).apply(fun)
-        loss = out[0] if has_aux else out
-        checks.check_loss(loss, None)
-        return loss.astype(arithmetic.accumulator_dtype(loss.dtype, None)), out
+        loss, beside = fun(treedef.unflatten([next(given) if _is_inexact(leaf) else leaf for leaf in leaves]))
+        return loss.astype(arithmetic.accumulator_dtype(loss.dtype, None)), beside
 
-    loss, backward, out = jax.vjp(wide, [leaf for leaf in leaves if _is_inexact(leaf)], has_aux=True)
-    return loss, Backward(backward, params), out
+    loss, backward, beside = jax.vjp(wide, [leaf for leaf in leaves if _is_inexact(leaf)], has_aux=True)
+    return loss, Backward(backward, loss, params), beside
 
 
 class Backward:
     """The backward pass of a loss, whose parameters may be integers: they get no reference, and a float0 gradient."""
 
-    def __init__(self, backward: Any, params: Tree):
-        self.backward = backward
+    def __init__(self, backward: Any, loss: jax.Array, params: Tree):
+        self.backward, self.one = backward, jnp.ones_like(loss)
         self.leaves, self.treedef = jax.tree.flatten(params)
 
-    def __call__(self, cotangent: jax.Array) -> Tree:
+    def gradient(self) -> Tree:
         """Returns the gradient."""
-        (grads,) = self.backward(cotangent)
+        (grads,) = self.backward(self.one)
         given = iter(grads)
         filled = [next(given) if _is_inexact(p) else np.zeros(p.shape, jax.dtypes.float0) for p in self.leaves]
         return self.treedef.unflatten(filled)
 
-    def with_refs(self, refs: Tree, cotangent: jax.Array) -> None:
-        """Adds the gradient to the references, of which an accumulator has one for each inexact parameter."""
-        self.backward.with_refs(jax.tree.leaves(refs))(cotangent)
+    def add_to(self, refs: Tree, weight: Weight = 1.0) -> None:
+        """Adds `weight` times the gradient to references, where each part of it arises.
+
+        An accumulator has one for each inexact parameter.
+        """
+        self.backward.with_refs(jax.tree.leaves(refs))(self.one * jnp.asarray(weight, self.one.dtype))
+
+    def added_to(self, acc: Tree, weight: Weight, first: jax.Array | bool) -> Tree:
+        """Returns `acc + weight * gradient`, or `weight * gradient` where `first`, as `arithmetic.add` does."""
+        refs = jax.tree.map(lambda total: jax.new_ref(jnp.where(first, 0, total)), acc)
+        if isinstance(weight, jax.Array):
+            # A weight of zero often comes with a loss of 0 / 0, whose backward pass would add a nan. A loop of at most
+            # one turn, because a conditional of references has no batching rule.
+            jax.lax.fori_loop(0, (weight != 0).astype(jnp.int32), lambda _, none: self.add_to(refs, weight), None)
+        elif weight:
+            self.add_to(refs, weight)
+        return jax.tree.map(jax.freeze, refs)
+
+
+def adds_in_place(
+    asked: bool | None, params: Tree, acc: Tree, differentiated: Callable[[], tuple[jax.Array, Backward, Any]]
+) -> bool:
+    """Returns whether gradients are added inside the backward pass; raises where that is asked for in vain."""
+    path = arithmetic.narrower(params, acc)
+    if asked and path is not None:
+        raise TypeError(
+            "in_place=True needs accumulators in the dtype of the parameters, for JAX adds a gradient only into an "
+            f"array of its own dtype: at {path} they differ (parameters {arithmetic.dtypes(params)}, accumulators "
+            f"{arithmetic.dtypes(acc)}). Leave in_place=None, or name the parameters' dtype as accumulator_dtype "
+            "(its sums stall)."
+        )
+    if asked is False or path is not None:
+        return False
+    traced = tracing.traces_in_place(lambda: differentiated()[1].add_to(jax.tree.map(jax.new_ref, acc)))
+    if asked and not traced:
+        raise TypeError(tracing.NOT_IN_PLACE)
+    return traced
 
 
 def bends(jaxpr: Any) -> bool:

@@ -7,14 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_accum._core.sums import WeightedSum
+
 Tree = Any
-
-
-class WeightedSum(NamedTuple):
-    """`sum(w x)` and `sum(w)` of one scalar extra argument over the window; both [], default float dtype."""
-
-    total: jax.Array
-    weight: jax.Array
 
 
 class AccumulationState(NamedTuple):
@@ -30,7 +25,7 @@ class AccumulationState(NamedTuple):
         a parameter is an integer, and `()` for `every=1`. While `mini_step` is 0 it holds the sum of the window
         before, which the next micro-step overwrites.
       weight: float [], default float dtype. `sum(w)` over the window so far.
-      mean_args: one `WeightedSum` for each name in the factory's `mean_args`.
+      mean_args: for each name in the factory's `mean_args` `sum(w x)` and `sum(w)`, both [], kept as `acc_grads` is.
       emitted: bool []. Whether the last micro-step made an update; read it with `has_updated`.
       skipped: int32 []. Micro-batches left out by `nonfinite="skip"`, `"omit"` or a callable, since `init`.
       discarded: int32 []. Windows that closed without an update (weight zero, or `nonfinite="discard"`), since `init`.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.backward import Backward, adds_in_place, differentiate
 from optax_accum._core.roles import Call, Roles
 from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Device
@@ -107,6 +108,7 @@ class Cut:
             self.batches, rules.num_microbatches, rules.microbatch_size, device.count, rules.group_size
         )
         self.shares, self.rest_share = splitting.shares(self.split, self.batches, rules.weight_fn, device.whole)
+        self.terms = isinstance(self.shares, dict)  # of the loss, each with a share of its own
         self.rows = splitting.live_rows(self.split, self.shares, self.rest_share, device.whole)
         self.stacked = splitting.stacked(self.split, self.batches)
         self.params = call[call.params]
@@ -147,9 +149,13 @@ class Cut:
             loss, backward, parts = self._differentiate(self._micro_call(micro_batches, totals.carry, index), share)
             self.device.check_loss(loss)
         with jax.named_scope("optax_accum.add"):
-            grads = add_gradient(backward, loss, totals.grads, refs)
+            grads = totals.grads
+            if refs is None:
+                grads = arithmetic.add(grads, backward.gradient(), 1.0, jnp.array(False))
+            else:
+                backward.add_to(refs)
         rows = self.split.rest if rest else self.split.size
-        weight = rows / self.rows if isinstance(share, dict) else share
+        weight = rows / self.rows if self.terms else share
         outputs = [
             reduce.add(total, jnp.asarray(output), index, weight, rest)
             for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)
@@ -165,20 +171,13 @@ class Cut:
         return Totals(totals.loss.astype(self._loss_dtype(wide=False)), grads, totals.carry, aux)
 
     def _adds_in_place(self) -> bool:
-        """Returns whether gradients are added inside the backward pass; raises where asked for in vain."""
-        if not can_add_in_place(self.params, self.start_grads, self.rules.in_place):
-            return False
+        """Returns whether gradients are added inside the backward pass."""
 
-        def one() -> None:
+        def first() -> tuple[jax.Array, Backward, Parts]:
             call = self._micro_call(splitting.micro_batch(self.split, self.stacked, 0), self.carry, 0)
-            share = jax.tree.map(lambda s: s[0], self.shares) if isinstance(self.shares, dict) else 1.0
-            loss, backward, _ = self._differentiate(call, share)
-            add_gradient(backward, loss, None, jax.tree.map(jax.new_ref, self.start_grads))
+            return self._differentiate(call, jax.tree.map(lambda s: s[0], self.shares) if self.terms else 1.0)
 
-        traced = tracing.traces_in_place(one)
-        if self.rules.in_place and not traced:
-            raise TypeError(tracing.NOT_IN_PLACE)
-        return traced
+        return adds_in_place(self.rules.in_place, self.params, self.start_grads, first)
 
     def _varying(self, totals: Totals) -> Totals:
         """Returns the totals as values that differ between devices; the carry may not."""
@@ -198,12 +197,12 @@ class Cut:
             return call
         return call.with_arguments({call.carry: jax.tree.map(lambda leaf: leaf, carry)})  # some may be used only once
 
-    def _differentiate(self, call: Call, share: Any) -> tuple[jax.Array, Any, Parts]:
-        def contribution(*params: Any) -> tuple[jax.Array, Parts]:
+    def _differentiate(self, call: Call, share: Any) -> tuple[jax.Array, Backward, Parts]:
+        def contribution(params: tuple[Tree, ...]) -> tuple[jax.Array, Parts]:
             parts = self.rules.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
             return _weighted(parts.loss, share), parts
 
-        return jax.vjp(contribution, *self.params, has_aux=True)
+        return differentiate(contribution, self.params)
 
     def _shapes(self) -> Parts:
         """Returns the shapes that `fun` returns for a whole micro-batch, after checking them."""
@@ -216,28 +215,6 @@ class Cut:
     def _loss_dtype(self, *, wide: bool) -> Any:
         dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.shapes.loss)))
         return arithmetic.accumulator_dtype(dtype, None) if wide else dtype
-
-
-def add_gradient(backward: Any, loss: jax.Array, grads: Tree | None, refs: Tree | None) -> Tree | None:
-    """Adds the gradient of `loss`: to the references, inside the backward pass, or to `grads`, after it."""
-    one = jnp.ones_like(loss)
-    if refs is None:
-        return arithmetic.add(grads, backward(one), 1.0, jnp.array(False))
-    backward.with_refs(*refs)(one)
-    return None
-
-
-def can_add_in_place(params: Tree, acc: Tree, in_place: bool | None) -> bool:
-    """Returns whether gradients are added in the backward pass; raises where that is asked for and cannot be."""
-    path = arithmetic.narrower(params, acc)
-    if in_place and path is not None:
-        raise TypeError(
-            "in_place=True needs accumulators in the dtype of the parameters, for JAX adds a gradient only into an "
-            f"array of its own dtype: at {path} they differ (parameters {arithmetic.dtypes(params)}, accumulators "
-            f"{arithmetic.dtypes(acc)}). Leave in_place=None, or name the parameters' dtype as accumulator_dtype "
-            "(its sums stall)."
-        )
-    return in_place is not False and path is None
 
 
 def _loop(count: int, shares: Shares, add: Callable[[Any, Totals], Totals], totals: Totals) -> Totals:

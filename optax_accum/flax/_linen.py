@@ -15,7 +15,9 @@ from flax.training import train_state
 
 import optax_accum
 from optax_accum._across.transformation import rules_of
-from optax_accum._core.state import AccumulationState, WeightedSum, map_states
+from optax_accum._core.state import AccumulationState, map_states
+from optax_accum._core.sums import WeightedSum
+from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._space.meshes import row_names
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats, momentum_of_each
@@ -211,7 +213,7 @@ class TrainState(train_state.TrainState, kw_only=True):
             return old, None
         new, weight = (old, jnp.zeros([])) if new is None else (new, weight)
         moments = _window.add(moments, batch_moments(new, old, self.momentum), weight, micro_step)
-        merged = merge_batch_stats(_window.mean(moments), old, self.momentum)
+        merged = merge_batch_stats(weighted_mean(moments), old, self.momentum)
         return jax.tree.map(lambda new, old: jnp.where(micro_step.emitted, new, old), merged, old), moments
 
     def _overwrite(self, new: Tree, micro_step: MicroStep) -> tuple[Tree, Tree]:

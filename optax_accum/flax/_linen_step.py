@@ -8,6 +8,7 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import optax_accum
+from optax_accum._core.sums import mean as weighted_mean
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._linen import TrainState, field_names, overwritten_part
@@ -64,9 +65,9 @@ def train_step(
         still = state.replace(params=None, opt_state=None, window=None)
         (_, sums), grads = cut(**own)(state.params, batch, key, still)
         totals = _window.whole(sums, own)
-        metrics, moments, new = _window.mean(totals["metrics"]), totals.get("moments"), {}
+        metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}
         if moments is not None:
-            new = {"batch_stats": merge_batch_stats(_window.mean(moments), state.batch_stats, state.momentum)}
+            new = {"batch_stats": merge_batch_stats(weighted_mean(moments), state.batch_stats, state.momentum)}
         if _window.find_window(state.opt_state) is None:  # each call is an update
             return state.apply_gradients(grads=grads, flush=flush, **new), metrics
         new |= {"weight": sums["metrics"].weight, "stats_weight": None if moments is None else moments.weight}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_accum
+from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._space.meshes import as_axes
 from optax_accum._space.space import device
 from optax_accum.flax import _window
@@ -104,7 +105,7 @@ def value_and_grad(
 
         cut = optax_accum.value_and_grad(pure, **options)
         (loss, ((sums, aux), rest)), grads = cut(params, *args, stats, rest, **kwargs)
-        old, moments = nnx.to_pure_dict(stats), _window.mean(_window.whole(sums, options))
+        old, moments = nnx.to_pure_dict(stats), weighted_mean(_window.whole(sums, options))
         nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, momenta(old)))
         nnx.update(model, stats, rest)
         return ((loss, aux) if has_aux else loss), grads

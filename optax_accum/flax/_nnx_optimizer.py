@@ -11,6 +11,7 @@ from flax import nnx
 import optax_accum
 from optax_accum._across.transformation import rules_of
 from optax_accum._core.state import AccumulationState, map_states
+from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._space.meshes import row_names
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats
@@ -160,7 +161,7 @@ def _step_stats(model: Any, window: dict[str, Any], weight: jax.Array, micro_ste
     old = window["batch_stats"]
     check_stats(old, new)
     moments = _window.add(window["moments"], batch_moments(new, old, momentum), weight, micro_step)
-    merged = merge_batch_stats(_window.mean(moments), old, momentum)
+    merged = merge_batch_stats(weighted_mean(moments), old, momentum)
     stats = jax.tree.map(lambda new, old: jnp.where(micro_step.emitted, new, old), merged, old)
     state = nnx.state(model, batch_norms(model)[0])
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.copy, stats))  # two buffers: a donated one is gone

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from optax_accum._core.state import WeightedSum
+from optax_accum._core.sums import WeightedSum
+from optax_accum._core.sums import mean as weighted_mean
 from optax_accum.flax import _window
 from optax_accum.flax._nnx import value_and_grad
 from optax_accum.flax._nnx_optimizer import Optimizer
@@ -67,7 +68,7 @@ def train_step(
         own = _window.where_sums_go(optimizer.tx, opt_state, options)
         (_, (sums, rows)), grads = cut(**own)(model, batch)
         totals, rows = _window.whole((sums, rows), own)
-        metrics = _window.mean(totals)
+        metrics = weighted_mean(totals)
         if _window.find_window(opt_state) is None:  # each call is an update
             optimizer.update(model, grads, flush=flush)
             return metrics

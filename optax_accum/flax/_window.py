@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._across.transformation import rules_of
-from optax_accum._core.state import AccumulationState, WeightedSum, states_in
+from optax_accum._core import sums
+from optax_accum._core.state import AccumulationState, states_in
+from optax_accum._core.sums import WeightedSum
 from optax_accum._space.meshes import as_axes
 from optax_accum._space.space import PARTIAL, here
 
@@ -85,30 +87,24 @@ def wide(value: Any) -> jax.Array:
     return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
 
 
-def add(sums: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroStep) -> WeightedSum:
+def add(totals: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroStep) -> WeightedSum:
     """Adds `weight * values` to the sums of the window, or begins it anew."""
-    weight = jnp.where(micro_step.kept, weight, 0)
-
-    def added(total: jax.Array, value: jax.Array) -> jax.Array:
-        weighted = jnp.where(weight == 0, 0, weight * value)  # a NaN that does not count does not show
-        return jnp.where(micro_step.first, 0, total) + weighted.astype(total.dtype)
-
-    return WeightedSum(jax.tree.map(added, sums.total, values), added(sums.weight, jnp.ones([])))
+    return sums.add(totals, values, jnp.where(micro_step.kept, weight, 0), micro_step.first)
 
 
 def add_metrics(
-    sums: dict[str, WeightedSum], metrics: Mapping[str, Any] | None, weight: jax.Array, micro_step: MicroStep
+    totals: dict[str, WeightedSum], metrics: Mapping[str, Any] | None, weight: jax.Array, micro_step: MicroStep
 ) -> dict[str, WeightedSum]:
     """Adds the metrics of a micro-batch, or nothing, to those of the window; raises if they were not announced."""
     if metrics is None:
-        return {name: add(sums[name], jnp.zeros([]), jnp.zeros([]), micro_step) for name in sums}
-    if sorted(metrics) != sorted(sums):
+        return {name: add(totals[name], jnp.zeros([]), jnp.zeros([]), micro_step) for name in totals}
+    if sorted(metrics) != sorted(totals):
         raise ValueError(
-            f"metrics must have the names that were announced: {sorted(metrics)}, and the window has {sorted(sums)}. "
+            f"metrics must have the names that were announced: {sorted(metrics)}, and the window has {sorted(totals)}. "
             f"Pass those, or announce metrics={tuple(sorted(metrics))} to TrainState.create or Optimizer."
         )
     check_metrics(metrics)
-    return {name: add(sums[name], wide(metrics[name]), weight, micro_step) for name in sums}
+    return {name: add(totals[name], wide(metrics[name]), weight, micro_step) for name in totals}
 
 
 def check_metrics(metrics: Any) -> None:
@@ -164,16 +160,9 @@ def with_loss(loss: Any, metrics: Any) -> dict[str, Any]:
     return {"loss": loss, **metrics}
 
 
-def mean(sums: WeightedSum, empty: float = 0.0) -> Tree:
-    """Returns the mean over the window so far, or over the one that has just closed; `empty` over nothing."""
-    nothing = sums.weight == 0
-    divisor = jnp.where(nothing, 1, sums.weight)
-    return jax.tree.map(lambda total: jnp.where(nothing, empty, total / divisor), sums.total)
-
-
-def mean_metrics(sums: dict[str, WeightedSum]) -> dict[str, jax.Array]:
+def mean_metrics(totals: dict[str, WeightedSum]) -> dict[str, jax.Array]:
     """Returns the weighted means of the metrics; NaN where no micro-batch has counted."""
-    return {name: mean(sums[name], empty=jnp.nan) for name in sums}
+    return {name: sums.mean(totals[name], empty=jnp.nan) for name in totals}
 
 
 def own_buffers(state: Tree, params: Tree) -> Tree:
@@ -202,10 +191,10 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
     return {**options, "reduce_axes": axes or None, "reduce_to": PARTIAL if partial else None}
 
 
-def whole(sums: Tree, options: Mapping[str, Any]) -> Tree:
+def whole(own: Tree, options: Mapping[str, Any]) -> Tree:
     """Returns sums over all devices, where they were left partial."""
     space = here(as_axes(options.get("reduce_axes")))
-    return space.total(space.rows(sums)) if options.get("reduce_to") == PARTIAL else sums
+    return space.total(space.rows(own)) if options.get("reduce_to") == PARTIAL else own
 
 
 def as_weight(weight: Any) -> jax.Array:
