@@ -19,7 +19,7 @@ from optax_accum._core.program import compiled_once
 from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays
 from optax_accum._core.rows import check_groups, count_rows, is_split
 from optax_accum._core.state import micro_step_of
-from optax_accum._space.space import Device, OneDevice, Space
+from optax_accum._space.space import Device, Space
 
 
 def value_and_apply_gradients(
@@ -186,7 +186,7 @@ class _MicroStep:
         call = self.roles.of((params, *args), {name: extra_args[name] for name in ours & extra_args.keys()})
         self._check(call, weighted=weight is not None or self.weight_fn is not None)
         extra_args = {name: arg for name, arg in extra_args.items() if name not in ours}
-        space: Space = rules.here() if rules else OneDevice()
+        space: Space = rules.here() if rules else Space()
         if rules:
             check_state(state)
             weight = None if weight is None else weighed(rules, space, weight, state)

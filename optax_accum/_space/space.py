@@ -5,7 +5,7 @@ of the d devices along the axes, each row on its device; inside `jax.shard_map` 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ Local = Callable[..., tuple[Tree, Tree]]
 def here(axes: Axes, to: Tree = None) -> "Space":
     """Returns the space of this trace: `to` says where a sum of gradients goes, everywhere unless it is given."""
     if not axes:
-        return OneDevice()
+        return Space()
     return Inside(axes, to) if meshes.is_manual(axes) else Partials(axes, to)
 
 
@@ -42,160 +42,69 @@ def check_options(axes: Axes, to: Tree, *, partial: bool) -> None:
 
 def device(axes: Axes) -> "Device":
     """Returns the device of this trace, inside what `Space.run` runs."""
-    return Among(axes) if axes else Alone()
+    return Among(axes) if axes else Device()
 
 
-class Space(Protocol):
-    """Where partial sums live. One device answers with what it was given."""
-
-    communicates: bool
-
-    # The doors: what is empty, and what is to be added, as it is added.
-    def zeros(self, params: Tree, dtype: Any) -> Tree: ...
-    def scalar(self, params: Tree) -> jax.Array: ...
-    def grads(self, grads: Tree, acc: Tree) -> Tree: ...
-    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight: ...
-
-    # The sums: of scalars and outputs; of gradients, which go to their place; and what all must know.
-    def total(self, sums: Tree) -> Tree: ...
-    def reduced(self, acc: Tree) -> Tree: ...
-    def output(self, reduction: str, leaf: Any) -> Any: ...
-    def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array: ...
-
-    # The places: of the update, and back to those of the parameters.
-    def shard(self, params: Tree) -> Tree: ...
-    def gather(self, tree: Tree, params: Tree) -> Tree: ...
-
-    # The work: a function on each device's own examples, and what came of it as users see it.
-    def run(self, fun: Local, split: Sequence[int], args: Sequence[Any]) -> tuple[Tree, Tree]: ...
-    def as_own(self, sums: Tree) -> Tree: ...
-    def rows(self, own: Tree) -> Tree: ...
-    def like(self, grads: Tree) -> Tree: ...
-    def check_state(self, weight: jax.Array, *trees: Tree) -> None: ...
-    def check_params(self, params: Tree) -> None: ...
-
-
-class OneDevice:
-    """Nothing is partial: the identity."""
+class Space:
+    """Where partial sums live. On one device nothing is partial: it answers with what it was given."""
 
     communicates = False
 
+    # The doors: what is empty, and what is to be added, as it is added.
+
     def zeros(self, params: Tree, dtype: Any) -> Tree:
+        """Returns an empty accumulator."""
         return arithmetic.zeros(params, dtype)
 
     def scalar(self, params: Tree) -> jax.Array:
+        """Returns an empty sum of weights."""
         return jnp.zeros([], default_float())
 
     def grads(self, grads: Tree, acc: Tree) -> Tree:
+        """Returns the gradients of a micro-batch as they are added to `acc`."""
         return grads
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
+        """Returns the weight of a micro-batch as it is added to `like`; if `share`, each device's part of it."""
         return checks.as_weight(weight)
 
+    # The sums: of scalars and outputs; of gradients, which go to their place; and what all must know.
+
     def total(self, sums: Tree) -> Tree:
+        """Returns sums over all devices."""
         return sums
 
     def reduced(self, acc: Tree) -> Tree:
+        """Returns the sum of the gradients over all devices, where it belongs: the one reduction of a window."""
         return acc
 
+    def like(self, grads: Tree) -> Tree:
+        """Returns leaves of the shapes and dtypes of the gradient of the whole batch."""
+        return grads
+
     def output(self, reduction: str, leaf: Any) -> Any:
+        """Returns an output of the whole batch, of what each device has of it."""
         return leaf
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
-        """Returns whether something that counts holds a NaN or an infinity."""
+        """Returns whether something that counts, on any device, holds a NaN or an infinity."""
         return ~arithmetic.all_finite((tree, weight)) & (weight != 0)
 
+    # The places: of the update, and back to those of the parameters.
+
     def shard(self, params: Tree) -> Tree:
+        """Returns the parameters sharded as the update is to be."""
         return params
 
     def gather(self, tree: Tree, params: Tree) -> Tree:
+        """Undoes `shard`."""
         return tree
 
-    def run(self, fun: Local, split: Sequence[int], args: Sequence[Any]) -> tuple[Tree, Tree]:
-        return fun(Alone(), *args)
-
-    def as_own(self, sums: Tree) -> Tree:
-        return sums
-
-    def rows(self, own: Tree) -> Tree:
-        return own
-
-    def like(self, grads: Tree) -> Tree:
-        return grads
-
-    def check_state(self, weight: jax.Array, *trees: Tree) -> None:
-        pass
-
-    def check_params(self, params: Tree) -> None:
-        pass
-
-
-class Partials:
-    """Partial sums over a mesh: arrays [d, ...], which pass `jit`, branches and checkpoints like any others."""
-
-    communicates = True
-
-    def __init__(self, axes: Axes, to: Tree):
-        self.axes, self.to = axes, to
-
-    def zeros(self, params: Tree, dtype: Any) -> Tree:
-        return partials.zero_rows(self._shapes(params, dtype), params, self.axes)
-
-    def scalar(self, params: Tree) -> jax.Array:
-        return partials.zero_scalars(params, self.axes)
-
-    def grads(self, grads: Tree, acc: Tree) -> Tree:
-        """Returns gradients that came as rows; raises where they have been reduced already."""
-        partials.check_rows(grads, acc)
-        return grads
-
-    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
-        """Returns a weight for each device: its own, or if `share` its part of that of them all."""
-        weight = checks.as_weight(weight, like.shape[0])
-        part = weight / like.shape[0] if share and not jnp.ndim(weight) else weight
-        return partials.beside(jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape), like, self.axes)
-
-    def total(self, sums: Tree) -> Tree:
-        return self.as_own(sums) if self.to == PARTIAL else self._sum(sums)
-
-    def reduced(self, acc: Tree) -> Tree:
-        """Adds the rows [d, ...] of each leaf, the one reduction of a window: a reduce-scatter where `to` says so."""
-        if self.to is None or self.to == PARTIAL:
-            return self.total(acc)
-        return jax.tree.map(
-            lambda leaf, to: partials.scatter(leaf, to, self.axes), acc, meshes.shardings(self.to, acc, self.axes)
-        )
-
-    def output(self, reduction: str, leaf: Any) -> Any:
-        """Returns an output of the whole batch, of those [d, ...] of each device's own examples."""
-        if reduction not in ("mean", "sum", "max", "concat"):
-            raise ValueError(
-                f'With reduce_axes, each device has micro-batches of its own, and "{reduction}" of them is not one '
-                'output. Take "mean", "sum", "max" or "concat".'
-            )
-        if reduction == "concat":
-            return self._joined(leaf)
-        if reduction == "max" and self.to != PARTIAL:
-            return self._max(leaf)
-        return self.total(leaf)
-
-    def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
-        """Returns whether something that counts, on any device, holds a NaN or an infinity: one number from each."""
-        rows = [leaf for leaf in jax.tree.leaves((tree, weight)) if not arithmetic.is_float0(leaf)]
-        flags = ~jax.vmap(arithmetic.all_finite)(rows) & (weight != 0)
-        return self._sum(flags.astype(jnp.int32)) > 0
-
-    def shard(self, params: Tree) -> Tree:
-        """Returns the parameters sharded as the update is to be, where that was asked for."""
-        return params if self.to is None else meshes.place(params, meshes.shardings(self.to, params, self.axes))
-
-    def gather(self, tree: Tree, params: Tree) -> Tree:
-        """Undoes `shard`."""
-        return tree if self.to is None else meshes.gather(tree, self.to, params, self.axes)
+    # The work: a function on each device's own examples, and what came of it as users see it.
 
     def run(self, fun: Local, split: Sequence[int], args: Sequence[Any]) -> tuple[Tree, Tree]:
-        """Runs `fun(device, *args)` on each device; see `partials.per_device`."""
-        return partials.per_device(lambda *own: fun(self._device(), *own), self.axes, split, args)
+        """Runs `fun(device, *args) -> (own, same)` on each device, the arguments `split` dealt out by rows."""
+        return fun(Device(), *args)
 
     def as_own(self, sums: Tree) -> Tree:
         """Returns what each device has of its own as users see it: [d, ...], inside `jax.shard_map` its own [...]."""
@@ -205,24 +114,100 @@ class Partials:
         """Undoes `as_own`."""
         return own
 
-    def like(self, grads: Tree) -> Tree:
-        """Returns zeros of the shapes and dtypes of the gradient of the whole batch."""
-        return arithmetic.zeros_of(jax.eval_shape(lambda: self.reduced(grads)))
-
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         """Raises for a state of other devices: `weight` is its."""
-        partials.check_num_rows(weight, meshes.num_rows(meshes.mesh_of(self.axes, *trees), self.axes))
 
     def check_params(self, params: Tree) -> None:
         """Raises where parameters would be gathered unasked."""
-        if self.to is None or self.to == PARTIAL:
-            partials.check_replicated(params, self.axes)
+
+
+class Several(Space):
+    """Partial sums on several devices. Below are those of a mesh, and those inside a `jax.shard_map`."""
+
+    communicates = True
+
+    def __init__(self, axes: Axes, to: Tree):
+        self.axes, self.to = axes, to
+
+    def total(self, sums: Tree) -> Tree:
+        return self.as_own(sums) if self.to == PARTIAL else self._sum(sums)
+
+    def reduced(self, acc: Tree) -> Tree:
+        return self.total(acc)
+
+    def like(self, grads: Tree) -> Tree:
+        return arithmetic.zeros_of(jax.eval_shape(lambda: self.reduced(grads)))
+
+    def output(self, reduction: str, leaf: Any) -> Any:
+        if reduction not in ("mean", "sum", "max", "concat"):
+            raise ValueError(
+                f'With reduce_axes, each device has micro-batches of its own, and "{reduction}" of them is not one '
+                'output. Take "mean", "sum", "max" or "concat".'
+            )
+        if reduction == "concat":
+            return self._joined(leaf)
+        return self._max(leaf) if reduction == "max" and self.to != PARTIAL else self.total(leaf)
+
+    def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
+        rows = [leaf for leaf in jax.tree.leaves((tree, weight)) if not arithmetic.is_float0(leaf)]
+        flags = ~jax.vmap(arithmetic.all_finite)(rows) & (weight != 0)
+        return self._sum(flags.astype(jnp.int32)) > 0  # one number from each device
 
     def _shapes(self, params: Tree, dtype: Any) -> Tree:
         return jax.eval_shape(lambda: arithmetic.zeros(params, dtype))
 
-    def _device(self) -> "Among":
+    def _device(self) -> "Device":
         return Among(self.axes, one_batch=self.to != PARTIAL)
+
+    def _sum(self, rows: Tree) -> Tree:
+        raise NotImplementedError
+
+    def _max(self, rows: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def _joined(self, rows: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+
+class Partials(Several):
+    """Partial sums over a mesh: arrays [d, ...], which pass `jit`, branches and checkpoints like any others."""
+
+    def zeros(self, params: Tree, dtype: Any) -> Tree:
+        return partials.zero_rows(self._shapes(params, dtype), params, self.axes)
+
+    def scalar(self, params: Tree) -> jax.Array:
+        return partials.zero_scalars(params, self.axes)
+
+    def grads(self, grads: Tree, acc: Tree) -> Tree:
+        partials.check_rows(grads, acc)
+        return grads
+
+    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
+        weight = checks.as_weight(weight, like.shape[0])
+        part = weight / like.shape[0] if share and not jnp.ndim(weight) else weight
+        return partials.beside(jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape), like, self.axes)
+
+    def reduced(self, acc: Tree) -> Tree:
+        if self.to is None or self.to == PARTIAL:
+            return self.total(acc)
+        scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes)
+        return jax.tree.map(scatter, acc, meshes.shardings(self.to, acc, self.axes))
+
+    def shard(self, params: Tree) -> Tree:
+        return params if self.to is None else meshes.place(params, meshes.shardings(self.to, params, self.axes))
+
+    def gather(self, tree: Tree, params: Tree) -> Tree:
+        return tree if self.to is None else meshes.gather(tree, self.to, params, self.axes)
+
+    def run(self, fun: Local, split: Sequence[int], args: Sequence[Any]) -> tuple[Tree, Tree]:
+        return partials.per_device(lambda *own: fun(self._device(), *own), self.axes, split, args)
+
+    def check_state(self, weight: jax.Array, *trees: Tree) -> None:
+        partials.check_num_rows(weight, meshes.num_rows(meshes.mesh_of(self.axes, *trees), self.axes))
+
+    def check_params(self, params: Tree) -> None:
+        if self.to is None or self.to == PARTIAL:
+            partials.check_replicated(params, self.axes)
 
     def _sum(self, rows: Tree) -> Tree:
         return jax.tree.map(partials.sum_rows, rows)
@@ -234,7 +219,7 @@ class Partials:
         return rows.reshape(-1, *rows.shape[2:])
 
 
-class Inside(Partials):
+class Inside(Several):
     """Partial sums in a user's `jax.shard_map` over the axes: leaves [1, ...], this device's own."""
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
@@ -253,15 +238,6 @@ class Inside(Partials):
         own = jnp.ndim(weight) or (isinstance(weight, jax.Array) and partials.differs(weight, self.axes))
         part = weight / jax.lax.psum(1, self.axes) if share and not own else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
-
-    def reduced(self, acc: Tree) -> Tree:
-        return self.total(acc)
-
-    def shard(self, params: Tree) -> Tree:
-        return params
-
-    def gather(self, tree: Tree, params: Tree) -> Tree:
-        return tree
 
     def run(self, fun: Local, split: Sequence[int], args: Sequence[Any]) -> tuple[Tree, Tree]:
         own, same = fun(self._device(), *args)
@@ -285,38 +261,43 @@ class Inside(Partials):
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         partials.check_num_rows(weight, 1)
 
-    def check_params(self, params: Tree) -> None:
-        pass
 
+class Device:
+    """What a function that a space runs sees of it: on one device nothing."""
 
-class Alone:
-    """The device of a space of one."""
-
-    count = 1
+    @property
+    def count(self) -> int:
+        """The number of devices."""
+        return 1
 
     def own(self, call: Call) -> Call:
+        """Returns the call on this device: parameters whose gradients are not reduced, and a key of its own."""
         return call
 
     def own_keys(self, keys: Tree) -> Tree:
+        """Returns keys of this device's own, from those that all have."""
         return keys
 
     def own_sums(self, sums: Tree) -> Tree:
+        """Returns this device's row [...] of partial sums [1, ...]."""
         return sums
 
     def vary(self, tree: Tree) -> Tree:
+        """Returns `tree` as values that may differ between devices."""
         return tree
 
     def whole(self, value: Any) -> Any:
+        """Adds a value over the devices that share one batch."""
         return value
 
     def check_loss(self, loss: jax.Array) -> None:
-        pass
+        """Raises where a loss has been averaged over the devices already: its gradient would be divided twice."""
 
     def check_carry(self, carry: Tree) -> None:
-        pass
+        """Raises for a carry that differs between devices."""
 
 
-class Among:
+class Among(Device):
     """One of several devices, seen from inside: `one_batch` says that their examples are those of one batch."""
 
     def __init__(self, axes: Axes, *, one_batch: bool = True):
@@ -324,33 +305,26 @@ class Among:
 
     @property
     def count(self) -> int:
-        """The number of devices."""
         return jax.lax.psum(1, self.axes)
 
     def own(self, call: Call) -> Call:
-        """Returns the call on this device: parameters whose gradients are not reduced, and a key of its own."""
         params: dict[Name, Any] = {name: self.vary(call.arguments[name]) for name in call.params}
         return call.with_arguments(params).own_key(self._index())
 
     def own_keys(self, keys: Tree) -> Tree:
-        """Returns keys of this device's own, from those that all have."""
         own = lambda key: jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), self._index()).reshape(key.shape)
         return jax.tree.map(own, keys)
 
     def own_sums(self, sums: Tree) -> Tree:
-        """Returns this device's row [...] of partial sums [1, ...]."""
         return jax.tree.map(lambda leaf: leaf[0], sums)
 
     def vary(self, tree: Tree) -> Tree:
-        """Returns `tree` as values that may differ between devices."""
         return partials.varying(tree, self.axes)
 
     def whole(self, value: Any) -> Any:
-        """Adds a value over the devices that share one batch."""
         return jax.lax.psum(value, self.axes) if self.one_batch else value
 
     def check_loss(self, loss: jax.Array) -> None:
-        """Raises where a loss has been averaged over the devices already: its gradient would be divided twice."""
         if partials.differs(self._index(), self.axes) and not partials.differs(loss, self.axes):
             raise ValueError(
                 f"With reduce_axes, the loss must be that of each device's own rows: here it is the same on all "
@@ -358,7 +332,6 @@ class Among:
             )
 
     def check_carry(self, carry: Tree) -> None:
-        """Raises for a carry that differs between devices."""
         if any(partials.differs(leaf, self.axes) for leaf in jax.tree.leaves(carry)):
             raise ValueError(
                 f"With reduce_axes, the carry must be the same on all devices: it differs over {self.axes}. Return "
@@ -367,6 +340,3 @@ class Among:
 
     def _index(self) -> jax.Array:
         return jax.lax.axis_index(self.axes)
-
-
-Device = Alone | Among
