@@ -134,8 +134,8 @@ def test_the_gradient_on_every_mesh_and_its_one_reduction(mesh):
     assert not [op for op in found.select(place="loop") if op.group == mesh.shape["data"] and op.bytes > 64]
     across = [op for op in found.select("all-reduce", "outside") if op.group == mesh.shape["data"] and op.bytes > 64]
     other = mesh.size // mesh.shape["data"]
-    # JAX 0.10.2, not 0.10.0 or 0.12, gathers over the other axes of an Explicit mesh at the border of shard_map.
-    gathered = jax.__version__ == "0.10.2" and AxisType.Explicit in mesh.axis_types
+    # JAX 0.10.2 and 0.11.0, not 0.10.0 or 0.12, gather over Explicit axes at the border of shard_map.
+    gathered = jax.__version__ in ("0.10.2", "0.11.0") and AxisType.Explicit in mesh.axis_types
     shares = {1, other} if gathered else {other}
     assert any(abs(sum(op.bytes for op in across) - GRADIENT_BYTES / share) <= 16 for share in shares)
 
