@@ -33,7 +33,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     ],
     "_space": [{"meshes"}, {"partials"}, {"space"}],
     "_across": [{"inner", "policy", "outcomes"}, {"window"}, {"transformation"}, {"train_step"}],
-    "_within": [{"splitting"}, {"reductions", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
+    "_within": [{"splitting"}, {"loops", "reductions", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
         {"collectives", "report", "batches", "placement", "loss"},
         {"resume", "mixtures"},

@@ -120,3 +120,12 @@ def test_a_held_micro_step_does_nothing_in_its_branch():
     ]
     sizes = [len(inner.jaxpr.eqns) for inner in branch.params["branches"]]
     assert sizes[0] == 0 < sizes[1]  # hold, then emit: whichever of `cond` and `switch` this JAX compiles well
+
+
+def test_a_place_for_the_sum_is_refused_inside_a_shard_map():
+    """There it goes everywhere."""
+    mesh = paths.mesh_of(AxisType.Auto)
+    f = optax_accum.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduce_to=P("data"))
+    run = jax.shard_map(lambda p, b: f(p, b)[1], mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="the sum goes everywhere.*Leave it out"):
+        jax.jit(run)(paths.params(), BATCH)

@@ -1,5 +1,7 @@
 """The contract of `accumulate_gradients` and `apply_gradients`, line by line; the law itself is in test_law.py."""
 
+import typing
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -443,3 +445,44 @@ def test_states_and_trees_that_are_not_the_right_ones():
         step(params, tx.init({"w": jnp.ones(3)}), jnp.ones(3))
     _, now, state = step(params, tx.init(params), jnp.ones(3))
     assert (state.mini_step, now["n"]) == (1, 1)
+
+
+# What is returned.
+
+
+def test_it_carries_its_rules_and_a_changed_one_does_not():
+    """`_replace` makes an optimizer like any other: what was replaced is what runs."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    assert isinstance(tx.init(PARAMS), optax_accum.AccumulationState)
+    calls = []
+
+    def update(*args, **kwargs):
+        calls.append(args)
+        return tx.update(*args, **kwargs)
+
+    changed, state = tx._replace(update=update), tx.init(PARAMS)
+    params, _ = optax_accum.apply_gradients(changed, GRADS[0], state, PARAMS)
+    assert len(calls) == 1
+    chex.assert_trees_all_equal(params, PARAMS)  # held
+
+
+def test_options_with_few_values_are_literals():
+    """So a type checker finds `nonfinite="skipp"`."""
+    hints = typing.get_type_hints(optax_accum.accumulate_gradients)
+    assert {"propagate", "skip", "omit", "discard"} == set(typing.get_args(typing.get_args(hints["nonfinite"])[0]))
+    assert typing.get_args(hints["reduction"]) == ("mean", "sum")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda **kw: optax_accum.accumulate_gradients(optax.sgd(1.0), 2, **kw), "must be None, specs for the tree"),
+        (lambda **kw: optax_accum.value_and_grad(lambda w, x: w, num_microbatches=2, **kw), 'parameters or "partial"'),
+    ],
+    ids=["across", "within"],
+)
+def test_a_place_of_sums_that_there_is_not(make, message):
+    name = "partial" if "None, specs for" in message else "partail"
+    with pytest.raises(ValueError, match=message):
+        make(reduce_axes="data", reduce_to=name)

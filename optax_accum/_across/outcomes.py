@@ -49,7 +49,7 @@ def emit_or_hold(closes: Flag, usable: Flag, emit: Callable[[], Any], hold: Call
     return tracing.branch(closes & usable, emit, hold)
 
 
-def close(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state: Any) -> AccumulationState:
+def state_after(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state: Any) -> AccumulationState:
     """Returns the state after the micro-step: the counters of a closed window start again, its sum is left to lie."""
     emitted = jnp.asarray(closes & usable)
     reset = lambda total: jnp.where(closes, 0, total)

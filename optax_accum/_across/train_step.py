@@ -157,14 +157,14 @@ class _MicroStep:
     in_place: bool | None
 
     @property
-    def window(self) -> Rules | None:
+    def accumulation(self) -> Rules | None:
         """What the optimizer was asked for, if it is one of ours and not inside another."""
         return rules_of(self.tx)
 
     @property
     def over_devices(self) -> bool:
         """Whether the optimizer adds partial sums: then a mesh is read off arrays that are not traced."""
-        return bool(self.window and self.window.reduce_axes)
+        return bool(self.accumulation and self.accumulation.reduce_axes)
 
     def step(
         self,
@@ -181,7 +181,7 @@ class _MicroStep:
         `again` says that this is to be differentiated again.
         """
         check_arrays("Parameters", params, NOT_ARRAYS)
-        params, rules = jax.tree.map(jnp.asarray, params), self.window
+        params, rules = jax.tree.map(jnp.asarray, params), self.accumulation
         ours = {*self.roles.batch_argnames, *self.roles.whole_argnames}
         call = self.roles.of((params, *args), {name: extra_args[name] for name in ours & extra_args.keys()})
         self._check(call, weighted=weight is not None or self.weight_fn is not None)
@@ -216,14 +216,14 @@ class _MicroStep:
 
     def _acc(self, state: Tree) -> Tree | None:
         """Returns the accumulator that a backward pass may add to, or None."""
-        why_not = why_not_in_place(self.window, state) if self.window else "it does not accumulate"
+        why_not = why_not_in_place(self.accumulation, state) if self.accumulation else "it does not accumulate"
         if self.in_place and why_not:
             raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
         return None if why_not or self.in_place is False else memory.to_device(state.acc_grads)
 
     def _differentiated(self, space: Space, call: Call, acc: Tree | None, weight: Any, state: Tree) -> _Done:
         """Differentiates the micro-batch: each device its own examples, adding to its own partial sum."""
-        if self.window:
+        if self.accumulation:
             space.check_state(state.weight, call[tuple(call.arguments)])
             space.check_params(call[call.params])
         names = tuple(call.arguments)
@@ -263,7 +263,7 @@ class _MicroStep:
         """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
         if self.weight_fn:
             return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
-        if not call.batch or (self.window and self.window.reduction == "sum"):
+        if not call.batch or (self.accumulation and self.accumulation.reduction == "sum"):
             return 1.0
         return checks.Rows(count_rows(call[call.batch]))
 

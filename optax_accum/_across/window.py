@@ -81,7 +81,7 @@ def micro_step(
     outcome: Outcome,
 ) -> tuple[Tree, AccumulationState]:
     """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
-    like = _check(rules, space, batch, state, params, extra_args)
+    like = _checked(rules, space, batch, state, params, extra_args)
     flush = checks.as_flush(flush, rules.every)
     with jax.named_scope("optax_accum.add"):
         window = join(rules, space, batch, state, params, extra_args)
@@ -100,7 +100,7 @@ def micro_step(
             return outcome.held(emit), state.inner_opt_state
 
     result, inner_opt_state = outcomes.emit_or_hold(closes, usable, emit, hold)
-    return result, outcomes.close(window.state, closes, usable, inner_opt_state)
+    return result, outcomes.state_after(window.state, closes, usable, inner_opt_state)
 
 
 def join(
@@ -114,14 +114,14 @@ def join(
     """Adds the micro-batch to its window, unless the policy leaves it out."""
     skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
     weight = batch.weight if skip is False else jnp.where(skip, 0, batch.weight)
-    arrives = jnp.logical_not(skip) if rules.policy.waits and skip is not False else True
+    counts = jnp.logical_not(skip) if rules.policy.waits and skip is not False else True
     kept, first = has_accumulator(state), state.mini_step == 0
     total = batch.added
     if total is None:
         acc = memory.to_device(state.acc_grads) if kept else None
         total = arithmetic.add(acc, batch.grads, weight, first)
     added = state._replace(
-        mini_step=outcomes.count(state.mini_step, arrives),
+        mini_step=outcomes.count(state.mini_step, counts),
         acc_grads=memory.to_memory_of(total, state.acc_grads) if kept else (),
         weight=state.weight + weight,
         mean_args={name: _add_arg(name, old, extra_args, weight, first) for name, old in state.mean_args.items()},
@@ -209,7 +209,7 @@ def check_state(state: Any) -> None:
         )
 
 
-def _check(
+def _checked(
     rules: Rules,
     space: Space,
     batch: MicroBatch,

@@ -1,4 +1,4 @@
-"""Owns the mesh: which axes it has, how a leaf is sharded over them, Adds nothing."""
+"""Owns the mesh: which axes it has, how a leaf is sharded over them. Adds nothing."""
 
 import math
 from collections.abc import Sequence

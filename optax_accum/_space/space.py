@@ -25,7 +25,14 @@ def here(axes: Axes, to: Tree = None) -> "Space":
     """Returns the space of this trace: `to` says where a sum of gradients goes, everywhere unless it is given."""
     if not axes:
         return Space()
-    return Inside(axes, to) if meshes.is_manual(axes) else Partials(axes, to)
+    if not meshes.is_manual(axes):
+        return OverMesh(axes, to)
+    if to is not None and to != PARTIAL:
+        raise ValueError(
+            f"Inside jax.shard_map over {axes} the sum goes everywhere: reduce_to={to!r}. Leave it out, and shard "
+            "what comes out of the shard_map."
+        )
+    return InShardMap(axes, to)
 
 
 def check_options(axes: Axes, to: Tree, *, partial: bool) -> None:
@@ -169,7 +176,7 @@ class Several(Space):
         raise NotImplementedError
 
 
-class Partials(Several):
+class OverMesh(Several):
     """Partial sums over a mesh: arrays [d, ...], which pass `jit`, branches and checkpoints like any others."""
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
@@ -219,7 +226,7 @@ class Partials(Several):
         return rows.reshape(-1, *rows.shape[2:])
 
 
-class Inside(Several):
+class InShardMap(Several):
     """Partial sums in a user's `jax.shard_map` over the axes: leaves [1, ...], this device's own."""
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:

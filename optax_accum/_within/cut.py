@@ -14,8 +14,7 @@ from optax_accum._core.backward import Backward, adds_in_place, differentiate
 from optax_accum._core.roles import Call, Roles
 from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Device
-from optax_accum._within import reductions, splitting
-from optax_accum._within.splitting import Shares
+from optax_accum._within import loops, reductions, splitting
 
 _AGAIN = (
     "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
@@ -66,7 +65,7 @@ class Rules:
         """
         cut = Cut(self, device, call, again)
         refs, totals = cut.start()
-        loop, last = _LOOPS["unrolled" if self.unroll else "static" if cut.static else "dynamic"]
+        loop, last = loops.LOOPS["unrolled" if self.unroll else "static" if cut.static else "dynamic"]
         totals = loop(cut.split.whole, cut.shares, functools.partial(cut.add_whole, refs), totals)
         totals = last(cut.rest_share, functools.partial(cut.add_rest, refs), totals)
         return cut.finish(refs, totals)
@@ -215,51 +214,6 @@ class Cut:
     def _loss_dtype(self, *, wide: bool) -> Any:
         dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.shapes.loss)))
         return arithmetic.accumulator_dtype(dtype, None) if wide else dtype
-
-
-def _loop(count: int, shares: Shares, add: Callable[[Any, Totals], Totals], totals: Totals) -> Totals:
-    """Adds the whole micro-batches in order; those of weight zero are not run, so their number may be traced."""
-    if isinstance(shares, float):
-        return add(0, totals) if count == 1 else jax.lax.fori_loop(0, count, add, totals)
-    alive = splitting.live(shares)
-    order = jnp.argsort(jnp.logical_not(alive), stable=True)
-    return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
-
-
-def _loop_rest(share: Shares | None, add: Callable[[Totals], Totals], totals: Totals) -> Totals:
-    if share is None or isinstance(share, float):
-        return add(totals) if share else totals
-    return jax.lax.fori_loop(0, splitting.live(share).astype(int), lambda _, totals: add(totals), totals)
-
-
-def _static(count: int, shares: Shares, add: Callable[[Any, Totals], Totals], totals: Totals) -> Totals:
-    """Does what `_loop` does in a loop over all, which JAX can differentiate again."""
-    if isinstance(shares, float):
-        return _loop(count, shares, add, totals)
-    alive = splitting.live(shares)
-    one = lambda index, totals: tracing.branch(alive[index], lambda: add(index, totals), lambda: totals)
-    return jax.lax.fori_loop(0, count, one, totals)
-
-
-def _unrolled(count: int, shares: Shares, add: Callable[[Any, Totals], Totals], totals: Totals) -> Totals:
-    """Does what `_loop` does, without a loop in the compiled program."""
-    for index in range(count):
-        share = shares if isinstance(shares, float) else splitting.live(shares)[index]
-        totals = _unrolled_rest(share, functools.partial(add, index), totals)
-    return totals
-
-
-def _unrolled_rest(share: Shares | None, add: Callable[[Totals], Totals], totals: Totals) -> Totals:
-    if share is None or isinstance(share, float):
-        return add(totals) if share else totals
-    return tracing.branch(splitting.live(share), lambda: add(totals), lambda: totals)
-
-
-_LOOPS: dict[str, tuple[Callable[..., Totals], Callable[..., Totals]]] = {
-    "dynamic": (_loop, _loop_rest),
-    "static": (_static, _unrolled_rest),
-    "unrolled": (_unrolled, _unrolled_rest),
-}
 
 
 def _weighted(loss: Any, share: Any) -> jax.Array:

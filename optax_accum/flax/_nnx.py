@@ -23,8 +23,6 @@ from optax_accum.flax._nnx_variables import (
     variables,
 )
 
-Tree = Any
-
 
 def value_and_grad(
     fun: Callable[..., Any], *, wrt: Any = nnx.Param, has_aux: bool = False, **options: Any
