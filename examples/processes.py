@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,7 +37,11 @@ from optax_accum.sharding import state_sharding
 Tree = Any
 Group = list[subprocess.Popen[str]]
 WIDTH = 64
-STARTED_BY = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOBSET_NAME")  # what clusters set for each process
+STARTED_BY = (
+    "SLURM_STEP_NODELIST",
+    "OMPI_COMM_WORLD_RANK",
+    "JOB_COMPLETION_INDEX",
+)  # what clusters set for each process
 
 
 def _option(default: Any, says: str) -> Any:
@@ -92,13 +97,16 @@ def launch(settings: Settings) -> int:
         for attempt in range(1, settings.restarts + 2):
             logs = kept / f"attempt-{attempt}"
             logs.mkdir(parents=True, exist_ok=True)
-            group = start(settings, logs)
+            group: Group = []
             try:
+                group = start(settings, logs)
                 failed = wait(group, deadline)
             finally:
                 kill(group)
                 words = _last_words(group, logs)
             if failed is None:
+                if not settings.logs:
+                    shutil.rmtree(kept)
                 print(_shown(settings, attempt), flush=True)
                 return 0
             late = time.monotonic() > deadline
@@ -118,13 +126,18 @@ def start(
         coordinator = f"localhost:{free.getsockname()[1]}"
     command = [sys.executable, os.path.abspath(__file__), "--coordinator", coordinator]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device for each process
-    group = []
+    group: Group = []
     for number in range(settings.processes):
         own = {**dataclasses.asdict(settings), **(of_process or {}).get(number, {}), "process": number}
         options = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
         with open(logs / f"{number}.log" if logs else os.devnull, "w") as error:
             out = None if number == 0 else subprocess.DEVNULL
-            group.append(subprocess.Popen([*command, *options], env=environment, stdout=out, stderr=error, text=True))
+            try:
+                one = subprocess.Popen([*command, *options], env=environment, stdout=out, stderr=error, text=True)
+            except BaseException:
+                kill(group)
+                raise
+            group.append(one)
     return group
 
 
@@ -196,9 +209,11 @@ def run_process(settings: Settings, process: int | None, coordinator: str | None
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)
     except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:  # where the disk is full, nothing can be said
+            os._exit(1)
 
 
 def train(settings: Settings, process: int | None = 0, coordinator: str | None = None) -> None:
@@ -345,13 +360,12 @@ class Checkpoints:
 
     def _newest_whole(self) -> int | None:
         """Returns the newest checkpoint of which nothing is missing, as process 0 sees it; drops what is newer."""
-        newest = -1
+        newest, steps = -1, sorted(self.manager.all_steps())
         if jax.process_index() == 0:
-            for newest in sorted(self.manager.all_steps(), reverse=True):
-                if self._is_whole(newest):
-                    break
-                print(f"the checkpoint of row {newest} has lost a part: goes on from the one before", flush=True)
-                newest = -1
+            while steps and not self._is_whole(steps[-1]):
+                before = f"goes on from that of row {steps[-2]}" if steps[:-1] else "begins anew, for there is no other"
+                print(f"the checkpoint of row {steps.pop()} has lost a part: {before}", flush=True)
+            newest = steps[-1] if steps else -1
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
@@ -362,8 +376,11 @@ class Checkpoints:
         return None if newest < 0 else newest
 
     def _is_whole(self, seen: int) -> bool:
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.folder / str(seen) / "sizes").read_text()) == self._sizes(seen)
+        note = self.folder / str(seen) / "sizes"
+        if not note.exists():  # a crash came between the checkpoint and the note
+            return True
+        with contextlib.suppress(ValueError):
+            return json.loads(note.read_text()) == self._sizes(seen)
         return False
 
     def _sizes(self, seen: int) -> dict[str, int]:

@@ -701,3 +701,19 @@ def test_partial_sums_of_boxed_parameters_lie_over_the_devices():
             batch = jax.device_put((X[part], Y[part]), jax.NamedSharding(mesh, jax.P("data")))
             state, _ = step(state, batch, jax.random.key(0))
     close(nn.unbox(state.params), nn.unbox(want), 1e-6)
+
+
+def test_no_accumulator_over_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 1, reduce_axes="data"), metrics=("loss",))
+        fun = lambda params, batch, key, state: (
+            cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]),
+            {},
+        )
+        want = state.params, gradient(state, (X, Y))[1]
+        want = jax.tree.map(lambda p, g: np.asarray(p - 0.1 * g), *want)
+        with pytest.raises(ValueError, match="reduces over the axes of its optimizer"):
+            accum.linen.train_step(fun, num_microbatches=1, reduce_axes="other")(state, (X, Y), jax.random.key(0))
+        state, _ = accum.linen.train_step(fun, num_microbatches=1)(state, (X, Y), jax.random.key(0))
+    close(state.params, want)

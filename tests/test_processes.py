@@ -118,7 +118,7 @@ def test_a_group_that_is_killed_ten_times_ends_bit_identical(tmp_path, monkeypat
     assert processes.launch(settings) == 0
     assert len(groups) == 2
     out, err = capfd.readouterr()
-    assert "has lost a part: goes on from the one before" in out
+    assert "has lost a part: goes on from that of row" in out
     assert "2 processes, started 2 times, made 24 updates" in out
     assert "was ended by SIGKILL" in err
     got = dict(np.load(tmp_path / "params.npz"))

@@ -593,6 +593,20 @@ def test_a_state_for_other_devices_or_another_tree(data_mesh):
         wrong.init(params)
 
 
+def test_a_state_of_one_device_and_one_made_in_jit_on_mixed_axes():
+    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    step = optax_accum.value_and_apply_gradients(loss, tx)
+    mesh = make_mesh("Auto+Explicit", "data x tensor")
+    with jax.set_mesh(mesh):
+        params, batch = place(mesh, host_params(), specs(mesh)), place(mesh, host_batch(), P("data"))
+        alone = optax_accum.accumulate_gradients(INNER, 2).init(params)
+        for call in (lambda: tx.update(params, alone, params), lambda: step(params, alone, batch, weight=2.0)):
+            with pytest.raises(ValueError, match="redistribute"):
+                call()
+        _, _, state = jax.jit(step)(params, jax.jit(tx.init)(params), batch)
+    assert state.mini_step == 1
+
+
 def test_fsdp_across_calls(data_mesh):
     """Parameters sharded over the reduced axis: gathered for each gradient; for the update only where none can know."""
     params = place(data_mesh, host_params(), P("data"))

@@ -684,3 +684,18 @@ def test_a_carry_that_may_be_used_only_once():
     f = optax_accum.value_and_grad(loss, num_microbatches=3, carry_argnum=2)
     (_, after), _ = f(jnp.float32(1), jnp.ones(6), Once(jnp.float32(0)))
     assert after.value == 3
+
+
+def test_parameters_that_are_python_numbers():
+    f = optax_accum.value_and_grad(lambda p, x: p["a"] * jnp.mean(x) + p["b"] ** 2, num_microbatches=2)
+    for call in (f, jax.jit(f)):
+        value, grads = call({"a": 2.0, "b": jnp.float32(3)}, jnp.arange(4.0))
+        close((value, grads), (12.0, {"a": 1.5, "b": 6.0}))
+
+
+def test_groups_of_a_loss_without_rows():
+    loss = lambda w, scale: jnp.sum(scale * w**2)
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
+    step = optax_accum.value_and_apply_gradients(loss, tx, group_size=2)
+    w = jnp.ones(3)
+    assert step(w, tx.init(w), 2.0, weight=3.0)[0] == 6

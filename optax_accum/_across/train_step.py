@@ -12,7 +12,7 @@ import optax
 
 from optax_accum._across.transformation import apply, apply_gradients, rules_of
 from optax_accum._across.window import MicroBatch, Rules, check_state, weighed, why_not_in_place
-from optax_accum._core import checks, memory, tracing
+from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.backward import Backward, adds_in_place, bends, differentiate
 from optax_accum._core.program import compiled_once
@@ -189,6 +189,8 @@ class _MicroStep:
         space: Space = rules.here() if rules else Space()
         if rules:
             check_state(state)
+            space.check_state(state.weight, call[tuple(call.arguments)])
+            space.check_params(params)
             weight = None if weight is None else weighed(rules, space, weight, state)
         acc = None if again else self._acc(state)
         done = self._differentiated(space, call, acc, weight, state)
@@ -198,7 +200,8 @@ class _MicroStep:
             return value, *apply_gradients(self.tx, done.grads, state, params, **extra_args)
         if "value" in rules.mean_args:
             extra_args = {"value": done.loss, **extra_args}
-        batch = MicroBatch(done.grads, weighed(rules, space, done.weight, state), done.acc)
+        weight = weighed(rules, space, done.weight, state) if weight is None else weight
+        batch = MicroBatch(done.grads, weight, done.acc)
         if done.grads is None:
             batch = batch._replace(grads=_shapes_of_grads(params, state.acc_grads))
         return value, *apply(rules, space, batch, state, params, flush, extra_args)
@@ -223,9 +226,6 @@ class _MicroStep:
 
     def _differentiated(self, space: Space, call: Call, acc: Tree | None, weight: Any, state: Tree) -> _Done:
         """Differentiates the micro-batch: each device its own examples, adding to its own partial sum."""
-        if self.accumulation:
-            space.check_state(state.weight, call[tuple(call.arguments)])
-            space.check_params(call[call.params])
         names = tuple(call.arguments)
 
         def local(device: Device, acc: Tree | None, weight: Any, index: Any, *values: Any) -> tuple[_Done, None]:
@@ -239,7 +239,7 @@ class _MicroStep:
 
     def _run(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any) -> _Done:
         """Differentiates the examples of one device."""
-        if self.group_size > 1:
+        if self.group_size > 1 and any(map(is_split, jax.tree.leaves(call[call.batch]))):
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
             check_groups(where, count_rows(call[call.batch]), self.group_size)
         call = call.own_key(index)
@@ -269,8 +269,10 @@ class _MicroStep:
 
     def _adds_in_place(self, call: Call, acc: Tree) -> bool:
         """Returns whether the backward pass adds the gradient: not where a weight in its cotangent could matter."""
-        if self.in_place is None and bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr):
-            return False
+        if self.in_place is None:
+            narrower = arithmetic.narrower(call.arguments[0], acc)
+            if narrower or bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr):
+                return False
         return adds_in_place(self.in_place, call.arguments[0], acc, lambda: self._differentiate(call))
 
 

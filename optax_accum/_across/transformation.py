@@ -87,8 +87,8 @@ def accumulate_gradients(
       TypeError, ValueError: what cannot be right, when building or tracing. When running, nothing raises.
 
     Guarantees:
-      The update equals that of the whole batch, to rounding. The state keeps types, shapes and shardings; updates have
-      the dtypes that `inner` alone would give them. Beside what is said above:
+      The update equals that of the whole batch, to rounding. The state keeps types, shapes and shardings (also another
+      accumulator dtype than asked for); updates and inner state have the dtypes that `inner` alone would give them.
 
       | case | result | known when |
       |---|---|---|
@@ -114,6 +114,7 @@ def accumulate_gradients(
         reduction=checks.one_of("reduction", reduction, ("mean", "sum")),
         accumulator_dtype=checks.as_float_dtype("accumulator_dtype", accumulator_dtype),
         emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),
+        nonfinite=nonfinite,
         policy=as_policy(nonfinite),
         mean_args=checks.as_names(mean_args),
         reduce_axes=meshes.as_axes(reduce_axes),

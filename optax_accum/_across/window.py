@@ -30,6 +30,7 @@ class Rules:
     reduction: str
     accumulator_dtype: jnp.dtype | None
     emit_dtype: jnp.dtype | str | None
+    nonfinite: Any  # what the policy was asked for by
     policy: Policy
     mean_args: tuple[str, ...]
     reduce_axes: Axes = ()
@@ -189,7 +190,7 @@ def why_not_in_place(rules: Rules, state: AccumulationState) -> str | None:
     if not has_accumulator(state):
         return "the state holds no accumulator (every=1)"
     if not rules.policy.unseen:
-        return "a policy has to see the gradient before it is added (nonfinite)"
+        return f"a policy has to see the gradient before it is added (nonfinite={rules.nonfinite!r})"
     return None
 
 

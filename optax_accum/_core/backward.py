@@ -35,7 +35,7 @@ class Backward:
         """Returns the gradient."""
         (grads,) = self.backward(self.one)
         given = iter(grads)
-        filled = [next(given) if _is_inexact(p) else np.zeros(p.shape, jax.dtypes.float0) for p in self.leaves]
+        filled = [next(given) if _is_inexact(p) else np.zeros(jnp.shape(p), jax.dtypes.float0) for p in self.leaves]
         return self.treedef.unflatten(filled)
 
     def add_to(self, refs: Tree, weight: Weight = 1.0) -> None:
@@ -97,4 +97,4 @@ def bends(jaxpr: Any) -> bool:
 
 def _is_inexact(leaf: Any) -> bool:
     """Returns whether a parameter has a gradient."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)

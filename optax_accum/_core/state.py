@@ -1,7 +1,7 @@
 """Owns the state of a window in flight and what is read from it. Adds nothing, decides nothing."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,9 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
     return {**counts, "weight": jnp.sum(found.weight)}
 
 
-def from_multi_steps(state: Tree, *, reduction: str = "mean", mean_args: tuple[str, ...] = ("value",)) -> Tree:
+def from_multi_steps(
+    state: Tree, *, reduction: Literal["mean", "sum"] = "mean", mean_args: tuple[str, ...] = ("value",)
+) -> Tree:
     """Turns the state of a running `optax.MultiSteps`, in the middle of a window or not, into ours.
 
     `optax.MultiSteps` keeps the mean of the window's gradients, we keep their sum: `acc_grads = mean * mini_step`.

@@ -124,7 +124,7 @@ def spec_of(leaf: Any) -> PartitionSpec | None:
     sharding = getattr(_type(leaf), "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
-    unknown = isinstance(leaf, Tracer) and AxisType.Auto in sharding.mesh.axis_types
+    unknown = isinstance(leaf, Tracer) and not explicit_axes(sharding.mesh)
     return None if unknown else sharding.spec
 
 

@@ -209,6 +209,16 @@ def check_num_rows(weight: jax.Array, devices: int) -> None:
         raise ValueError(_row_mismatch(weight.shape, devices))
 
 
+def num_rows_of(weight: jax.Array, axes: Axes) -> int:
+    """Returns for how many devices a state was made: `weight` is its. Raises for one that was made for one device."""
+    if not weight.ndim:
+        raise ValueError(
+            f"The state must have one row for each device along {axes}: it has none. Call redistribute(state, "
+            "devices), or init again."
+        )
+    return weight.shape[0]
+
+
 def check_own(grads: Tree, axes: Axes) -> None:
     """Raises for gradients that have been reduced already, inside `jax.shard_map`."""
     if not differs(jax.lax.axis_index(axes[0]), axes):  # under check_vma=False nobody knows

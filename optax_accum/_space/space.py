@@ -190,7 +190,7 @@ class OverMesh(Several):
         return grads
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
-        weight = checks.as_weight(weight, like.shape[0])
+        weight = checks.as_weight(weight, partials.num_rows_of(like, self.axes))
         part = weight / like.shape[0] if share and not jnp.ndim(weight) else weight
         return partials.beside(jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape), like, self.axes)
 
@@ -241,7 +241,7 @@ class InShardMap(Several):
         return self.rows(grads)
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
-        weight = checks.as_weight(weight, like.shape[0])
+        weight = checks.as_weight(weight, partials.num_rows_of(like, self.axes))
         own = jnp.ndim(weight) or (isinstance(weight, jax.Array) and partials.differs(weight, self.axes))
         part = weight / jax.lax.psum(1, self.axes) if share and not own else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)

@@ -15,6 +15,7 @@ from flax.training import train_state
 
 import optax_accum
 from optax_accum._across.transformation import rules_of
+from optax_accum._across.window import has_accumulator
 from optax_accum._core.state import AccumulationState, map_states
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
@@ -245,7 +246,7 @@ def _with_boxes(opt_state: Tree, params: Tree, renamed: Callable[[Any, Any], Any
     one = lambda param, rows: renamed(param, rows) if is_box(param) and is_box(rows) else rows
 
     def convert(state: AccumulationState) -> AccumulationState:
-        if not state.weight.ndim:
+        if not (state.weight.ndim and has_accumulator(state)):
             return state
         return state._replace(acc_grads=jax.tree.map(one, params, state.acc_grads, is_leaf=is_box))
 

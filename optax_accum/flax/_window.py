@@ -182,7 +182,13 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
     """Returns the options of a train step with where its sums go, as its optimizer has it."""
     window, rules = find_window(opt_state), rules_of(tx)
     partial = window is not None and bool(window.weight.ndim)
-    axes = options.get("reduce_axes") or (rules.reduce_axes if rules else ())
+    own = rules.reduce_axes if rules else ()
+    axes = as_axes(options.get("reduce_axes")) or own
+    if own and axes != own:
+        raise ValueError(
+            f"A train step reduces over the axes of its optimizer: reduce_axes={axes}, and accumulate_gradients was "
+            f"given {own}. Leave it out of the step."
+        )
     if partial and not axes:
         raise ValueError(
             "The state holds partial sums, one for each device, and the axes are inside the chain where a train step "
