@@ -12,11 +12,11 @@ devices, and the rows are added once, when a window emits or a call ends. Other 
   one number for each device [d] (inside `jax.shard_map` that device's own), or that of the micro-batch, of which each
   device has the same part; a mean argument one for each device or the same for all.
 
-`reduce_to` says where the sum goes: everywhere; or as a prefix of the parameters' tree (of `value_and_grad` with several
-`argnums` a tuple of such) of `PartitionSpec`s or `NamedSharding`s, such as `shard_over(params, "data")`: where it names a
-reduced axis, the reduction is a reduce-scatter, the optimizer works on its shards, and the parameters are gathered
-afterwards (ZeRO-1); or, of `value_and_grad`, `"partial"`: nowhere, and loss, gradients and outputs are partial sums,
-inside `jax.shard_map` each device's own [...].
+`reduce_to` says where the sum goes: everywhere; or as a prefix of the parameters' tree (of `value_and_grad` with
+several `argnums` a tuple of such) of `PartitionSpec`s or `NamedSharding`s, such as `shard_over(params, "data")`: where
+it names a reduced axis, the reduction is a reduce-scatter, the optimizer works on its shards, and the parameters are
+gathered afterwards (ZeRO-1); or, of `value_and_grad`, `"partial"`: nowhere, and loss, gradients and outputs are partial
+sums, inside `jax.shard_map` each device's own [...].
 
 | case | result | known when |
 |---|---|---|
