@@ -190,13 +190,15 @@ def _ended_by_signals() -> Generator[None, None, None]:
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, end)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have ignored it
     try:
         yield
     except KeyboardInterrupt:
         raise SystemExit("Interrupted: all processes have been ended.") from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # One process of the group.

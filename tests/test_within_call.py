@@ -617,7 +617,7 @@ def test_a_backward_pass_that_is_not_linear():
 
 
 def test_in_place_is_what_it_says():
-    loss = lambda w, x: jnp.mean((w - x) ** 2)
+    loss = lambda w, x: jnp.mean((w[None] - x) ** 2)
     w, x = jnp.ones(3), jnp.ones((2, 3))
     for options, match in (({"nonfinite": "skip"}, "policy has to see"), ({"every": 1}, "holds no accumulator")):
         tx = optax_accum.accumulate_gradients(optax.sgd(0.1), **{"every": 2, **options})
