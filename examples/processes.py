@@ -127,17 +127,17 @@ def start(
     command = [sys.executable, os.path.abspath(__file__), "--coordinator", coordinator]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device for each process
     group: Group = []
-    for number in range(settings.processes):
-        own = {**dataclasses.asdict(settings), **(of_process or {}).get(number, {}), "process": number}
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
-        with open(logs / f"{number}.log" if logs else os.devnull, "w") as error:
-            out = None if number == 0 else subprocess.DEVNULL
-            try:
+    try:
+        for number in range(settings.processes):
+            own = {**dataclasses.asdict(settings), **(of_process or {}).get(number, {}), "process": number}
+            options = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
+            with open(logs / f"{number}.log" if logs else os.devnull, "w") as error:
+                out = None if number == 0 else subprocess.DEVNULL
                 one = subprocess.Popen([*command, *options], env=environment, stdout=out, stderr=error, text=True)
-            except BaseException:
-                kill(group)
-                raise
             group.append(one)
+    except BaseException:  # a signal among them
+        kill(group)
+        raise
     return group
 
 

@@ -147,7 +147,9 @@ def test_the_remedies_are_accepted(option):
     name, value = option.split()
     every = ["--every", "1"] if name == "batch-size" else []
     options = vars(demo._parser().parse_args([f"--{name}", value, *every]))
-    demo._check(demo.Settings(**{option: given for option, given in options.items() if option != "processes"}))
+    settings = demo.Settings(**{option: given for option, given in options.items() if option != "processes"})
+    demo._check(settings)  # raises where a remedy is none
+    assert str(getattr(settings, name.replace("-", "_"))) == value
 
 
 def test_help_explains_each_option_with_its_default(capsys):

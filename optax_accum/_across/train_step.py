@@ -19,7 +19,8 @@ from optax_accum._core.program import compiled_once
 from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays
 from optax_accum._core.rows import check_groups, count_rows, is_split
 from optax_accum._core.state import micro_step_of
-from optax_accum._space.space import Device, Space
+from optax_accum._space.device import Device
+from optax_accum._space.space import Space
 
 
 def value_and_apply_gradients(

@@ -57,7 +57,7 @@ def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
     return mesh
 
 
-def num_rows(mesh: Mesh, axes: Axes) -> int:
+def num_devices(mesh: Mesh, axes: Axes) -> int:
     """Returns how many devices lie along the axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
@@ -133,7 +133,7 @@ def names_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def row_names(axes: Axes, names: Sequence[Any]) -> tuple[Any, ...]:
+def names_over_devices(axes: Axes, names: Sequence[Any]) -> tuple[Any, ...]:
     """Returns the sharding of partial sums [d, ...], of that of a leaf [...]."""
     return (axes[0] if len(axes) == 1 else axes, *(without(entry, axes) for entry in names))
 

@@ -190,12 +190,12 @@ def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh, axes: Axes, spec: Any,
     """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, or `free`."""
     others = [free] * len(leaf.shape) if spec is None else [meshes.without(entry, axes) for entry in spec]
     sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))
-    return meshes.place(jnp.zeros((meshes.num_rows(mesh, axes), *leaf.shape), leaf.dtype), sharding)
+    return meshes.place(jnp.zeros((meshes.num_devices(mesh, axes), *leaf.shape), leaf.dtype), sharding)
 
 
 def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
     """Raises unless the rows of a batch can be dealt out evenly."""
-    devices = meshes.num_rows(mesh, axes)
+    devices = meshes.num_devices(mesh, axes)
     if rows % devices:
         raise ValueError(
             f"The rows of a batch must divide over the devices of reduce_axes: {rows} rows, {devices} devices along "
@@ -203,13 +203,13 @@ def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
         )
 
 
-def check_num_rows(weight: jax.Array, devices: int) -> None:
+def check_num_devices(weight: jax.Array, devices: int) -> None:
     """Raises unless a state has one row for each device: `weight` is that of the state."""
     if weight.shape != (devices,):
         raise ValueError(_row_mismatch(weight.shape, devices))
 
 
-def num_rows_of(weight: jax.Array, axes: Axes) -> int:
+def num_devices_of(weight: jax.Array, axes: Axes) -> int:
     """Returns for how many devices a state was made: `weight` is its. Raises for one that was made for one device."""
     if not weight.ndim:
         raise ValueError(

@@ -103,7 +103,7 @@ def shard_over(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
     """
     axes = meshes.as_axes(reduce_axes)
     mesh = meshes.mesh_of(axes, params)
-    devices = meshes.num_rows(mesh, axes)
+    devices = meshes.num_devices(mesh, axes)
 
     def over(param: Any) -> NamedSharding:
         spec = _whole_spec(meshes.spec_of(param), param.ndim)

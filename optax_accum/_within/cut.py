@@ -12,8 +12,8 @@ from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward, adds_in_place, differentiate
 from optax_accum._core.roles import Call, Roles
+from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
-from optax_accum._space.space import Device
 from optax_accum._within import loops, reductions, splitting
 
 _AGAIN = (

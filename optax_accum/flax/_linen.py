@@ -19,7 +19,7 @@ from optax_accum._across.window import has_accumulator
 from optax_accum._core.state import AccumulationState, map_states
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
-from optax_accum._space.meshes import row_names
+from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats, momentum_of_each
 from optax_accum.flax._checkpoint import from_state_dict, to_state_dict
@@ -232,7 +232,7 @@ def _placed_rows(opt_state: Tree, params: Tree, tx: Any) -> Tree:
     rules = rules_of(tx)
     if not (rules and rules.reduce_axes):
         return opt_state
-    names = lambda param: row_names(rules.reduce_axes, param.names)
+    names = lambda param: names_over_devices(rules.reduce_axes, param.names)
     return _with_boxes(opt_state, params, lambda param, rows: rows.replace(names=names(param)))
 
 

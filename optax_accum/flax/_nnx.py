@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_accum
+from optax_accum._core.rows import count_rows
 from optax_accum._core.sums import mean as weighted_mean
+from optax_accum._space.device import device
 from optax_accum._space.meshes import as_axes
-from optax_accum._space.space import device
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._nnx_variables import (
@@ -97,7 +98,7 @@ def value_and_grad(
                 nnx.update(micro, streams)
             _, _, new, rest = nnx.split(micro, wrt, running, ...)
             batch = [*((params, *args)[n] for n in batch_argnums), *(kwargs.get(name) for name in names)]
-            old, rows = nnx.to_pure_dict(stats), _window.num_rows(batch)
+            old, rows = nnx.to_pure_dict(stats), count_rows(batch)
             moments = batch_moments(nnx.to_pure_dict(new), old, momenta(old))
             return loss, ((_window.weighted(moments, jnp.float32(rows)), aux), rest)
 

@@ -12,7 +12,7 @@ import optax_accum
 from optax_accum._across.transformation import rules_of
 from optax_accum._core.state import AccumulationState, map_states
 from optax_accum._core.sums import mean as weighted_mean
-from optax_accum._space.meshes import row_names
+from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats
 from optax_accum.flax._nnx_variables import batch_norms, running_stats
@@ -133,7 +133,7 @@ def _placing_rows(tx: Any) -> optax.GradientTransformation:
             if axes is None:  # inside a chain, which does not tell them
                 variable.del_metadata("out_sharding")
             elif names is not None:
-                variable.set_metadata("out_sharding", row_names(axes, names))
+                variable.set_metadata("out_sharding", names_over_devices(axes, names))
         return variable
 
     def placed(state: AccumulationState) -> AccumulationState:

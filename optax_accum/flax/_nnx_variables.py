@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from optax_accum._space.space import Device
+from optax_accum._space.device import Device
 
 Tree = Any
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from optax_accum._across.transformation import rules_of
 from optax_accum._core import sums
+from optax_accum._core.rows import count_rows
 from optax_accum._core.state import AccumulationState, states_in
 from optax_accum._core.sums import WeightedSum
 from optax_accum._space.meshes import as_axes
@@ -208,14 +209,9 @@ def as_weight(weight: Any) -> jax.Array:
     return jnp.sum(jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float)))
 
 
-def num_rows(batch: Tree) -> int:
-    """Returns the rows of a batch: those of its first array that is no scalar."""
-    return next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf))
-
-
 def weight_of(weight_fn: Callable[..., Any] | None, batch: Tree) -> jax.Array:
     """Returns how much a micro-batch of a train step counts."""
-    weight = weight_fn(batch) if weight_fn else num_rows(batch)
+    weight = weight_fn(batch) if weight_fn else count_rows(batch)
     if isinstance(weight, Mapping):
         raise ValueError(
             f"A train step takes one weight for a micro-batch: weight_fn returned {sorted(weight)}. For terms with "

@@ -1,0 +1,95 @@
+"""Owns what a function that a space runs sees of it: a device with examples, keys and sums of its own."""
+
+from typing import Any
+
+import jax
+
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.roles import Call, Name
+from optax_accum._space import partials
+from optax_accum._space.meshes import Axes
+
+
+def device(axes: Axes) -> "Device":
+    """Returns the device of this trace, inside what `Space.run` runs."""
+    return Among(axes) if axes else Device()
+
+
+class Device:
+    """What a function that a space runs sees of it: on one device nothing."""
+
+    @property
+    def count(self) -> int:
+        """The number of devices."""
+        return 1
+
+    def own(self, call: Call) -> Call:
+        """Returns the call on this device: parameters whose gradients are not reduced, and a key of its own."""
+        return call
+
+    def own_keys(self, keys: Tree) -> Tree:
+        """Returns keys of this device's own, from those that all have."""
+        return keys
+
+    def own_sums(self, sums: Tree) -> Tree:
+        """Returns this device's row [...] of partial sums [1, ...]."""
+        return sums
+
+    def vary(self, tree: Tree) -> Tree:
+        """Returns `tree` as values that may differ between devices."""
+        return tree
+
+    def whole(self, value: Any) -> Any:
+        """Adds a value over the devices that share one batch."""
+        return value
+
+    def check_loss(self, loss: jax.Array) -> None:
+        """Raises where a loss has been averaged over the devices already: its gradient would be divided twice."""
+
+    def check_carry(self, carry: Tree) -> None:
+        """Raises for a carry that differs between devices."""
+
+
+class Among(Device):
+    """One of several devices, seen from inside: `one_batch` says that their examples are those of one batch."""
+
+    def __init__(self, axes: Axes, *, one_batch: bool = True):
+        self.axes, self.one_batch = axes, one_batch
+
+    @property
+    def count(self) -> int:
+        return jax.lax.psum(1, self.axes)
+
+    def own(self, call: Call) -> Call:
+        params: dict[Name, Any] = {name: self.vary(call.arguments[name]) for name in call.params}
+        return call.with_arguments(params).own_key(self._index())
+
+    def own_keys(self, keys: Tree) -> Tree:
+        own = lambda key: jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), self._index()).reshape(key.shape)
+        return jax.tree.map(own, keys)
+
+    def own_sums(self, sums: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: leaf[0], sums)
+
+    def vary(self, tree: Tree) -> Tree:
+        return partials.varying(tree, self.axes)
+
+    def whole(self, value: Any) -> Any:
+        return jax.lax.psum(value, self.axes) if self.one_batch else value
+
+    def check_loss(self, loss: jax.Array) -> None:
+        if partials.differs(self._index(), self.axes) and not partials.differs(loss, self.axes):
+            raise ValueError(
+                f"With reduce_axes, the loss must be that of each device's own rows: here it is the same on all "
+                f"devices of {self.axes}. Leave jax.lax.pmean out of it."
+            )
+
+    def check_carry(self, carry: Tree) -> None:
+        if any(partials.differs(leaf, self.axes) for leaf in jax.tree.leaves(carry)):
+            raise ValueError(
+                f"With reduce_axes, the carry must be the same on all devices: it differs over {self.axes}. Return "
+                f"jax.lax.pmean(carry, {self.axes}) from fun; that communicates at every micro-batch."
+            )
+
+    def _index(self) -> jax.Array:
+        return jax.lax.axis_index(self.axes)
