@@ -1,0 +1,23 @@
+"""The environment that JAX is imported in: a CPU as eight devices, and a compiler that is asked for little.
+
+Most of the suite's time is the compiler's. So a program is compiled once in a run, and with few optimizations; tests
+that ask what a program is compile it with `programs.compiled`.
+"""
+
+import importlib.metadata
+import os
+import tempfile
+
+# Below JAX 0.11, XLA can still do without its new emitters for CPUs, which take 40 % of the suite's time.
+OLD_EMITTERS = tuple(int(part) for part in importlib.metadata.version("jax").split(".")[:2]) < (0, 11)
+
+flags = ["--xla_force_host_platform_device_count=8", *["--xla_cpu_use_fusion_emitters=false"] * OLD_EMITTERS]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Workers and the processes that tests start share what was compiled; it goes with the run.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    shared = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = shared.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

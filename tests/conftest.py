@@ -1,17 +1,15 @@
-"""Eight virtual CPU devices, rank promotion raises, 64-bit numbers off; warnings are errors (pyproject.toml)."""
-
-import os
-
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-os.environ["JAX_PLATFORMS"] = "cpu"
+"""Rank promotion raises, 64-bit numbers are off, warnings are errors (pyproject.toml); tests/__init__.py has the rest."""
 
 import jax
 import pytest
 from hypothesis import settings
 
+from tests import programs
+
 settings.register_profile("suite", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("suite")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+programs.quickly(True)
 
 
 @pytest.fixture
@@ -31,11 +29,3 @@ def rank_promotion():
     """Flax layers add biases to batches."""
     with jax.numpy_rank_promotion("allow"):
         yield
-
-
-@pytest.fixture
-def quickly_compiled():
-    """For tests that ask for numbers, not for programs: most of the compiler's optimizations are left out."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

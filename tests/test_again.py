@@ -10,8 +10,6 @@ import pytest
 
 import optax_accum
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=3), jnp.float32)
 BATCH = {"x": jnp.asarray(rng.normal(size=(7, 3)), jnp.float32), "y": jnp.ones(7)}

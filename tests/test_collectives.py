@@ -7,6 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
+from tests import programs
 
 BYTES = 4 * 8 * 16
 
@@ -21,7 +22,7 @@ def found(mesh, fun, out_specs=None, **arguments):
     local = lambda x: fun(x[0], **arguments)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=out_specs or P(), check_vma=False)
     x = jax.device_put(jnp.ones((8, 8, 16)), NamedSharding(mesh, P("data")))
-    return optax_accum.sharding.count_collectives(jax.jit(mapped).lower(x).compile())
+    return optax_accum.sharding.count_collectives(programs.compiled(jax.jit(mapped).lower(x)))
 
 
 def psum(x):

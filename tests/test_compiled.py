@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_accum
+from tests import programs
 
 PARAMS = {f"layer{i}": {"w": jnp.ones((256, 256)), "b": jnp.ones(256)} for i in range(4)}
 SIZE = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
@@ -73,7 +74,7 @@ def test_every_one_compiles_no_cond_and_no_select():
 
 
 def compiled(step, *args):
-    return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+    return programs.compiled(jax.jit(step, donate_argnums=(0, 1)).lower(*args))
 
 
 def temporary(step, *args):

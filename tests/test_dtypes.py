@@ -10,8 +10,6 @@ import pytest
 import optax_accum
 from optax_accum._core import arithmetic
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64]
 INNERS = {"sgd": optax.sgd(0.1, momentum=0.9), "adamw": optax.adamw(0.1), "rmsprop": optax.rmsprop(0.1)}
 

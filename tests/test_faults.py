@@ -11,8 +11,6 @@ import pytest
 
 import optax_accum
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 K = 3
 GOOD = [jnp.array([1.0, -2.0]), jnp.array([3.0, 1.0]), jnp.array([-1.0, 4.0])]
 PARAMS = jnp.array([1.0, 2.0])

@@ -17,6 +17,7 @@ from numpy.testing import assert_allclose
 import optax_accum
 from optax_accum import flax as accum
 from optax_accum.flax import _window
+from tests import programs
 from tests.flax_problems import ROWS, X, Y, close, created, cross_entropy, equal, gradient, micro_batches, normalised
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
@@ -343,7 +344,7 @@ def test_a_micro_step_takes_no_memory_beside_the_state():
     def temporary(cls):
         state = cls.create(apply_fn=model.apply, params=params, tx=tx)
         step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
-        return step.lower(state, params).compile().memory_analysis().temp_size_in_bytes / (4 * 257 * 256)
+        return programs.compiled(step.lower(state, params)).memory_analysis().temp_size_in_bytes / (4 * 257 * 256)
 
     assert temporary(accum.linen.TrainState) < 0.05 < 0.9 < temporary(train_state.TrainState)
 
@@ -379,7 +380,8 @@ def test_a_train_step_on_four_devices(kind, deferred, norm):
             metrics=("loss", "label"),
         )
         parts = [jax.device_put((X[part], Y[part]), rows) for part in (slice(0, 8), slice(8, 12))]
-        found = optax_accum.sharding.count_collectives(step.lower(state, parts[0], jax.random.key(0)).compile())
+        program = programs.compiled(step.lower(state, parts[0], jax.random.key(0)))
+        found = optax_accum.sharding.count_collectives(program)
         for part in parts:
             state, metrics = step(state, part, jax.random.key(0))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

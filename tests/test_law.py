@@ -12,8 +12,6 @@ import pytest
 import optax_accum
 from tests import paths, problems
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 ROWS = 12
 PARTITIONS = [(12,), (6, 6), (4, 4, 4), (1,) * 12, (7, 5), (1, 10, 1), (2, 3, 7)]
 

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 import optax_accum
 from optax_accum import flax as accum
 
-pytestmark = pytest.mark.usefixtures("rank_promotion", "quickly_compiled")
+pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 ROWS, UPDATES, MOMENTUM = 12, 2, 0.9
 CASES = [((5, 7), True), ((1, 10, 1), False)]  # the rows of each call of a window; are they weighted?

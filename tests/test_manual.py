@@ -11,8 +11,6 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from tests import paths
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 BATCH = paths.rows()
 loss = paths.loss_of(("gathers",))
 

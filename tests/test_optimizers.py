@@ -12,8 +12,6 @@ import pytest
 
 import optax_accum
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 K, WINDOWS = 3, 2
 
 # What a factory's required parameters are given, by name.

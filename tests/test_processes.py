@@ -30,16 +30,6 @@ ROOT = pathlib.Path(__file__).parent.parent
 UPDATES = 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Processes that start again and again read what the first of them compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-        yield
-
-
 def launched(tmp_path, **settings):
     """The parameters at the end of a launched run."""
     output = tmp_path / "params.npz"

@@ -8,8 +8,6 @@ import pytest
 
 import optax_accum
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 X = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
 Y = jnp.arange(12.0)
 W = jnp.ones(3)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import optax_accum
+from tests import programs
 
 TYPES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 SHAPES = {"data": {"data": 8}, "data x tensor": {"data": 4, "tensor": 2}}
@@ -95,7 +96,7 @@ def whole_gradient():
 
 
 def collectives(jitted, *args):
-    return optax_accum.sharding.count_collectives(jitted.lower(*args).compile())
+    return optax_accum.sharding.count_collectives(programs.compiled(jitted.lower(*args)))
 
 
 def made(tx, params, **options):

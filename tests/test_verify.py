@@ -8,9 +8,6 @@ import pytest
 from benchmarks.verify import KINDS, fault, sound_loss
 from optax_accum import verify
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
-
 rng = np.random.default_rng(0)
 N, D = 8, 3
 X = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)

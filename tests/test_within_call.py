@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_accum
-from tests import problems
+from tests import problems, programs
 
 START, BATCH = problems.params(), problems.rows(12)
 WHOLE = jax.jit(jax.value_and_grad(problems.loss))(START, BATCH)
@@ -273,7 +273,7 @@ def stacked_problem(layers=8, width=64):
 
 
 def temporary(f, *args):
-    return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    return programs.compiled(jax.jit(f).lower(*args)).memory_analysis().temp_size_in_bytes
 
 
 def test_in_place_keeps_no_gradient_beside_the_accumulator():
@@ -337,7 +337,7 @@ def test_a_micro_step_in_place_has_no_gradient_tree():
 
     memory = []
     for step in (optax_accum.value_and_apply_gradients(loss, tx), two):
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), x[:2]).compile()
+        compiled = programs.compiled(jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), x[:2]))
         memory.append(compiled.memory_analysis().temp_size_in_bytes / size)
     assert memory[0] < 0.4 < 1.0 < memory[1]
 
