@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from optax_accum._tools import programs
+from optax_accum._tools.programs import Computation, Instruction
+
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -122,105 +125,23 @@ def count_collectives(compiled: Any) -> Collectives:
     References:
       The text is XLA's HLO (https://openxla.org/xla/operation_semantics).
     """
-    text = compiled if isinstance(compiled, str) else _text(compiled)
-    computations, entry = _computations(text)
-    return Collectives(tuple(_walk(computations, entry, "outside", 1, True)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    shape: str
-    opcode: str
-    rest: str  # operands and attributes
-    operand_bytes: int
-
-
-def _text(compiled: Any) -> str:
-    try:
-        return str(compiled.as_text())
-    except AttributeError as error:
-        raise TypeError(
-            f"count_collectives reads a compiled program: compiled={type(compiled).__name__}. Pass "
-            "jax.jit(f).lower(...).compile()."
-        ) from error
-
-
-_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-~]+)\s*(?:\(.*)?->.*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-~]+)\s*=\s*(\(.*?\)|\S+)\s+([a-z][\w\-]*)\((.*)$")
-
-
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Returns the instructions of each computation, and the name of the one that the program starts with."""
-    computations: dict[str, list[_Instruction]] = {}
-    entry, current, shapes = "", None, {}
-    for line in text.splitlines():
-        if header := _HEADER.match(line):
-            current, shapes = computations.setdefault(header[2], []), {}
-            entry = header[2] if header[1] else entry
-        elif current is not None and (found := _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))):
-            name, shape, opcode, rest = found.groups()
-            shapes[name] = shape
-            operands = re.findall(r"%?([\w.\-~]+)", rest.split(")", 1)[0])
-            operand_bytes = sum(_bytes(shapes[operand]) for operand in operands if operand in shapes)
-            current.append(_Instruction(shape, opcode, rest, operand_bytes))
-    if not entry:
-        raise ValueError("count_collectives reads the text of a compiled program, which has an ENTRY: there is none.")
-    return computations, entry
-
-
-def _walk(
-    computations: dict[str, list[_Instruction]], name: str, place: str, times: int, known: bool
-) -> Iterator[Collective]:
-    """Yields the collectives of a computation and of those that it calls."""
-    for instruction in computations.get(name, ()):
-        kind = instruction.opcode.removesuffix("-start")
+    found = []
+    for ran in programs.Program.read(compiled, "count_collectives").run(into_fusions=True):
+        kind = ran.instruction.opcode.removesuffix("-start")
         if kind in KINDS:
-            source = re.search(r'op_name="([^"]*)"', instruction.rest)
-            group, moved = _group(instruction.rest), _moved(instruction)
-            yield Collective(kind, place, times, known, moved, group, source[1] if source else "")
-        called = {key: re.findall(r"%?([\w.\-~]+)", names) for key, names in _CALLED.findall(instruction.rest)}
-        if instruction.opcode == "while":
-            trips = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', instruction.rest)
-            inside = "loop" if place == "outside" else place
-            steps = times * int(trips[1]) if trips else times
-            for inner in (*called.get("body", ()), *called.get("condition", ())):
-                yield from _walk(computations, inner, inside, steps, known and trips is not None)
-        elif instruction.opcode == "conditional":
-            branches = ("branch_computations", "true_computation", "false_computation")
-            for inner in (inner for key in branches for inner in called.get(key, ())):
-                yield from _walk(computations, inner, "branch", times, known)
-        elif instruction.opcode in ("call", "fusion", "async-start", "custom-call"):
-            for inner in (
-                inner for key in ("to_apply", "calls", "called_computations") for inner in called.get(key, ())
-            ):
-                yield from _walk(computations, inner, place, times, known)
+            place = "branch" if ran.branches else "loop" if ran.in_loop else "outside"
+            source = re.search(r'op_name="([^"]*)"', ran.instruction.rest)
+            group, moved = _group(ran.instruction.rest), _moved(ran.computation, ran.instruction)
+            found.append(Collective(kind, place, ran.times, ran.known, moved, group, source[1] if source else ""))
+    return Collectives(tuple(found))
 
 
-_CALLED = re.compile(
-    r"\b(body|condition|to_apply|calls|called_computations|branch_computations|true_computation|false_computation)="
-    r"(\{[^}]*\}|%?[\w.\-~]+)"
-)
-
-
-def _moved(instruction: _Instruction) -> int:
-    """Returns the larger of the bytes that go in and that come out; a `-start` gives back what went in, too."""
-    out = _bytes(instruction.shape)
-    if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-        out -= instruction.operand_bytes
-    return max(out, instruction.operand_bytes)
-
-
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
-
-
-def _bytes(shape: str) -> int:
-    """Returns the size of a shape such as `f32[8,16]{1,0}`, or of all shapes in a tuple."""
-    total = 0
-    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
-        digits = re.match(r"[a-z]+(\d+)", dtype)
-        bits = _BITS.get(dtype, int(digits[1]) if digits else 0)
-        total += math.ceil(bits * math.prod(int(dim) for dim in dims.split(",") if dim) / 8)
-    return total
+def _moved(computation: Computation, instruction: Instruction) -> int:
+    """Returns the larger of the bytes that go in and that come out; a `-start` may give back what went in, too."""
+    taken, given = computation.sizes(instruction.operands), programs.size_of(instruction.shape)
+    if instruction.opcode.endswith("-start") and given > taken:
+        given -= taken
+    return max(taken, given)
 
 
 def _group(rest: str) -> int | None:

@@ -1,0 +1,179 @@
+"""Owns the text of a compiled program: its computations, what they call, and how often. Knows no cost of any."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    shape: str  # such as `f32[8,16]{1,0}`, or a tuple of such
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str  # operands and attributes, as they stand
+
+    @functools.cached_property
+    def called(self) -> dict[str, list[str]]:
+        """The computations that it calls, by attribute."""
+        return {key: re.findall(r"%?([\w.\-~]+)", names) for key, names in _CALLED.findall(self.rest)}
+
+    @property
+    def branches(self) -> list[str]:
+        """The computations of a conditional, in the order of its index; of a flag, first where it is false."""
+        of_flag = [*self.called.get("false_computation", ()), *self.called.get("true_computation", ())]
+        return self.called.get("branch_computations", of_flag)
+
+    @property
+    def inlined(self) -> list[str]:
+        """The computations of a call or a fusion."""
+        return [name for key in ("to_apply", "calls", "called_computations") for name in self.called.get(key, ())]
+
+
+class Computation(dict[str, Instruction]):
+    """Instructions by name, in their order; the last is what it returns."""
+
+    @property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next(reversed(self.values()))
+
+    def sizes(self, names: tuple[str, ...]) -> int:
+        """Returns the bytes of what instructions return."""
+        return sum(size_of(self[name].shape) for name in names)
+
+    def origin(self, name: str) -> Instruction:
+        """Returns the instruction that made a value, behind copies and bitcasts of it."""
+        while self[name].opcode in ("copy", "bitcast", "convert") and self[name].operands:
+            name = self[name].operands[0]
+        return self[name]
+
+    def constant(self, name: str) -> int | None:
+        """Returns the integer that an instruction holds, or None."""
+        line = self.origin(name)
+        found = re.match(r"(-?\d+)\)", line.rest) if line.opcode == "constant" else None
+        return int(found[1]) if found else None
+
+    def element(self, name: str) -> int | None:
+        """Returns which element of a tuple an instruction is, or None."""
+        line = self.origin(name)
+        found = re.search(r"\bindex=(\d+)", line.rest) if line.opcode == "get-tuple-element" else None
+        return int(found[1]) if found else None
+
+
+class Ran(NamedTuple):
+    """An instruction where it runs."""
+
+    instruction: Instruction
+    computation: Computation
+    branches: tuple[str, ...]  # that must be taken, from outside
+    in_loop: bool
+    times: int  # the product of the trip counts of the loops around it
+    known: bool  # whether all of these are; those that are not count as 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The computations of a compiled program."""
+
+    computations: dict[str, Computation]
+    entry: str
+    on_tpu: bool
+
+    @classmethod
+    def read(cls, compiled: Any, reader: str) -> "Program":
+        """Reads `jax.jit(f).lower(...).compile()` or the text of it; errors name the `reader`."""
+        text = compiled if isinstance(compiled, str) else _text(compiled, reader)
+        computations: dict[str, Computation] = {}
+        entry, current = "", None
+        for line in text.splitlines():
+            if header := _HEADER.match(line):
+                current = computations.setdefault(header[2], Computation())
+                entry = header[2] if header[1] else entry
+            elif current is not None and (found := _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))):
+                name, shape, opcode, rest = found.groups()
+                words = re.findall(r"%?([\w.\-~]+)", rest.split(")", 1)[0])
+                current[name] = Instruction(name, shape, opcode, tuple(word for word in words if word in current), rest)
+        if not entry:
+            raise ValueError(f"{reader} reads the text of a compiled program, which has an ENTRY: there is none.")
+        return cls(computations, entry, on_tpu=":T(" in text)
+
+    def run(self, *, into_fusions: bool = False) -> Iterator[Ran]:
+        """Yields what runs, from the first instruction to the last."""
+        return self._run(self.entry, into_fusions, (), False, 1, True)
+
+    def _run(
+        self, name: str, into_fusions: bool, branches: tuple[str, ...], in_loop: bool, times: int, known: bool
+    ) -> Iterator[Ran]:
+        computation = self.computations.get(name, Computation())
+        for line in computation.values():
+            yield Ran(line, computation, branches, in_loop, times, known)
+            if line.opcode == "while":
+                trips = self._trips(computation, line)
+                for inner in (*line.called.get("body", ()), *line.called.get("condition", ())):
+                    turns = times * (1 if trips is None else trips)
+                    yield from self._run(inner, into_fusions, branches, True, turns, known and trips is not None)
+            elif line.opcode == "conditional":
+                for number, inner in enumerate(line.branches):
+                    taken = (*branches, f"branch {number} of {line.name}")
+                    yield from self._run(inner, into_fusions, taken, in_loop, times, known)
+            elif line.opcode in ("call", "async-start", *_FUSED * into_fusions):
+                for inner in line.inlined:
+                    yield from self._run(inner, into_fusions, branches, in_loop, times, known)
+
+    def _trips(self, computation: Computation, loop: Instruction) -> int | None:
+        """Returns how often a loop turns, or None: as the compiler notes it, or as its counter says (TPU)."""
+        if noted := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.rest):
+            return int(noted[1])
+        condition, body = (self.computations.get(loop.called.get(key, [""])[0]) for key in ("condition", "body"))
+        if not (condition and body and loop.operands):
+            return None
+        test, end, start = condition.root, body.root, computation.origin(loop.operands[0])
+        if not (test.opcode == "compare" and "direction=LT" in test.rest and start.opcode == end.opcode == "tuple"):
+            return None
+        counter, limit = map(condition.element, test.operands)
+        bound = condition.constant(test.operands[1])
+        if limit is not None and body.element(end.operands[limit]) == limit:  # carried along unchanged
+            bound = computation.constant(start.operands[limit])
+        if counter is None or bound is None:
+            return None
+        first, add = computation.constant(start.operands[counter]), body.origin(end.operands[counter])
+        if first is None or add.opcode != "add" or counter not in map(body.element, add.operands):
+            return None
+        step = next(filter(None, map(body.constant, add.operands)), 0)
+        return max(0, math.ceil((bound - first) / step)) if step > 0 else None
+
+
+def size_of(shape: str) -> int:
+    """Returns the bytes of a shape such as `f32[8,16]{1,0}`, or of all shapes in a tuple."""
+    total = 0
+    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
+        digits = re.match(r"[a-z]+(\d+)", dtype)
+        bits = _BITS.get(dtype, int(digits[1]) if digits else 0)
+        total += math.ceil(bits * math.prod(int(dim) for dim in dims.split(",") if dim) / 8)
+    return total
+
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_FUSED = ("fusion", "custom-call")
+_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-~]+)\s*(?:\(.*)?->.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-~]+)\s*=\s*(\(.*?\)|\S+)\s+([a-z][\w\-]*)\((.*)$")
+_CALLED = re.compile(
+    r"\b(body|condition|to_apply|calls|called_computations|branch_computations|true_computation|false_computation)="
+    r"(\{[^}]*\}|%?[\w.\-~]+)"
+)
+
+
+def _text(compiled: Any, reader: str) -> str:
+    try:
+        return str(compiled.as_text())
+    except AttributeError as error:
+        raise TypeError(
+            f"{reader} reads a compiled program: compiled={type(compiled).__name__}. Pass "
+            "jax.jit(f).lower(...).compile()."
+        ) from error

@@ -1,0 +1,167 @@
+"""Owns accelerators that need not be here: their devices to compile for, and their memory. Runs nothing."""
+
+import dataclasses
+import importlib.resources
+import importlib.util
+import math
+import os
+import re
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from optax_accum._core import checks
+
+Tree = Any
+GIB = 1 << 30
+GPUS = {"a100": 85100068864, "h100": 84942979072, "h200": 151397597184, "b200": 191514411008}  # bytes
+TPUS = {"v4": 32 * GIB, "v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB}  # of a chip: Google Cloud's pages of each
+FLAT = ("v5e", "v6e")
+SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An accelerator to compile for.
+
+    Attributes:
+      name: what it was asked for by, or the kind of the devices that are here.
+      devices: its devices; of an accelerator that is not here, they compile and do not run.
+      memory: the bytes of one device, or None where nobody says.
+    """
+
+    name: str
+    devices: tuple[Any, ...]
+    memory: int | None
+
+    def mesh(self, *names: str, shape: tuple[int, ...] | None = None, explicit: bool = False) -> Mesh:
+        """Returns a mesh of all devices, of one axis "data" unless other names and their sizes are given."""
+        names = names or ("data",)
+        shape = shape or (len(self.devices),)
+        if len(shape) != len(names) or math.prod(shape) != len(self.devices):
+            raise ValueError(
+                f"A mesh needs a size for each axis, and as many devices as {self.name} has: axes {names}, "
+                f"shape={shape}, {len(self.devices)} devices."
+            )
+        kind = AxisType.Explicit if explicit else AxisType.Auto
+        return Mesh(np.array(self.devices).reshape(shape), names, axis_types=(kind,) * len(names))
+
+    def shapes(self, tree: Tree, spec: PartitionSpec = PartitionSpec(), mesh: Mesh | None = None) -> Tree:  # noqa: B008
+        """Returns arrays, or shapes of arrays, as shapes on this accelerator, to lower a function for it."""
+        sharding = NamedSharding(mesh or self.mesh(), spec)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compiles `jax.jit(f).lower(*shapes)`, of shapes on this accelerator, with its own compiler."""
+        platform = self.devices[0].platform
+        absent = not any(device in self.devices for device in jax.devices())
+        # To choose among kernels by timing them, XLA would need the GPU.
+        untimed = {"xla_gpu_autotune_level": 0} if absent and platform in ("gpu", "cuda") else None
+        return lowered.compile(compiler_options=cast(Any, untimed))
+
+
+def target(name: str | None = None, num_devices: int | None = None) -> Target:
+    """Returns an accelerator to compile for, by its name; without one, the devices that are here.
+
+    The compilers of NVIDIA and of TPUs run on any x86-64 Linux machine. They tell what a program becomes on the chip:
+    its temporary memory, the bytes that move, copies and collectives. They do not tell how long it takes.
+
+    Args:
+      name: a GPU (`"a100"`, `"h100"`, `"h200"`, `"b200"`) or a TPU, with its topology (`"v5e:4x4"`, `"v5p:2x2x1"`,
+        `"v6e:2x2"`, `"v4:2x2x1"`) or with `num_devices`. None: the devices of `jax.devices()`.
+      num_devices: the number of GPUs in one host, 1 by default; of the chips of a v5e or v6e without a topology.
+
+    Returns:
+      A `Target`, with `devices` for a mesh, and `memory` in bytes.
+
+    Raises:
+      ValueError: the name, or the topology, is not known: the known names are listed.
+      RuntimeError: its compiler is not installed, or JAX is too old: the error says what to install.
+
+    Example:
+      >>> from optax_accum.accelerators import target
+      >>> here = target()
+      >>> here.memory is None or here.memory > 2**30
+      True
+
+      On a machine without a GPU, with NVIDIA's compiler installed:
+
+      >>> def temporary(step, params):
+      ...     h100 = target("h100")
+      ...     lowered = jax.jit(step, donate_argnums=0).lower(h100.shapes(params))
+      ...     return h100.compile(lowered).memory_analysis().temp_size_in_bytes
+    """
+    checks.as_positive("num_devices", num_devices)
+    if name is None:
+        return _here(num_devices)
+    kind, _, topology = name.lower().partition(":")
+    if kind in GPUS and not topology:
+        return Target(name, _gpus(kind, num_devices or 1), GPUS[kind])
+    if kind in TPUS:
+        devices = _tpus(f"{kind}:{_topology(kind, topology, num_devices)}")
+        return Target(name, devices, TPUS[kind] * len({tuple(d.coords) for d in devices}) // len(devices))
+    raise ValueError(
+        f"The target must be one of {', '.join(GPUS)}, or a TPU with its topology ({', '.join(TPUS)}; such as "
+        f'"v5e:4x4"), or None for the devices that are here: name={name!r}.'
+    )
+
+
+def _here(num_devices: int | None) -> Target:
+    devices = jax.devices()[:num_devices]
+    if num_devices and len(devices) < num_devices:
+        raise ValueError(f"There are {len(devices)} devices here, not num_devices={num_devices}.")
+    stats = devices[0].memory_stats() or {}
+    pages = "SC_PHYS_PAGES" if devices[0].platform == "cpu" else ""
+    memory = stats.get("bytes_limit") or (os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else None)
+    return Target(devices[0].device_kind, tuple(devices), memory)
+
+
+def _topology(kind: str, given: str, num_devices: int | None) -> str:
+    """Returns a topology such as `4x4`, as it was given or of so many chips."""
+    if not given:
+        if kind not in FLAT or num_devices not in SHAPES:
+            raise ValueError(
+                f'A TPU needs a topology: "v5e:4x4", "v5p:2x2x1". A v5e or v6e may have num_devices instead, one of '
+                f"{', '.join(map(str, SHAPES))}: name={kind!r}, num_devices={num_devices}."
+            )
+        return SHAPES[num_devices]
+    if not re.fullmatch(r"\d+(x\d+)+", given):
+        raise ValueError(f'A topology is written as "4x4": name="{kind}:{given}".')
+    if num_devices not in (None, math.prod(map(int, re.findall(r"\d+", given)))):
+        raise ValueError(f'The topology says how many chips there are: name="{kind}:{given}", {num_devices=}.')
+    return given
+
+
+def _gpus(kind: str, number: int) -> tuple[Any, ...]:
+    if not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
+        raise RuntimeError(
+            f"NVIDIA's compiler is needed for {kind}, and is not installed: pip install --no-deps "
+            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__} nvidia-cuda-nvcc nvidia-nvvm. "
+            "(Or, where there is an NVIDIA driver, jax[cuda13].)"
+        )
+    text = (importlib.resources.files("optax_accum._tools") / "gpus" / f"{kind}.txtpb").read_text()
+    return _compile_only("cuda", kind, target_config=text, topology=f"1 x 1 x {number}")
+
+
+def _tpus(name: str) -> tuple[Any, ...]:
+    if not importlib.util.find_spec("libtpu"):
+        raise RuntimeError(f"The compiler of TPUs is needed for {name}, and is not installed: pip install libtpu.")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu waits minutes for the machine that it is not on
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is taken: two processes may compile at once
+    return _compile_only("tpu", name)
+
+
+def _compile_only(platform: str, name: str, **options: str) -> tuple[Any, ...]:
+    """Returns devices that compile and do not run. All that is experimental in JAX is here."""
+    from jax.experimental import topologies
+
+    try:
+        return tuple(topologies.get_topology_desc(name, platform, **options).devices)
+    except (NotImplementedError, TypeError) as error:
+        raise RuntimeError(
+            f"JAX {jax.__version__} is too old to compile for {name}: install JAX 0.10 or later."
+        ) from error
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"The compiler cannot make the target name={name!r}: {error}") from error

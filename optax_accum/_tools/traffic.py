@@ -1,0 +1,230 @@
+"""Owns the bytes that a compiled program moves through the device's memory. Runs nothing, times nothing."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from optax_accum._tools.programs import Computation, Instruction, Program, Ran, size_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a part of a program moves when it runs.
+
+    Attributes:
+      branches: the branches that must be taken, from the outside in; none for what always runs.
+      bytes: read from and written to the device's memory, trip counts included.
+      host: those of them that come from the host's memory or go there.
+      copies: how many copies of arrays of at least `min_copy` bytes it makes, trip counts included.
+      known: whether all trip counts are known when compiling; those that are not count as 1.
+    """
+
+    branches: tuple[str, ...]
+    bytes: int
+    host: int
+    copies: int
+    known: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What `count_traffic` found; prints as a table.
+
+    Attributes:
+      parts: what always runs, then each branch of each conditional.
+      temporary: bytes of temporary memory, or None where only a text was given.
+    """
+
+    parts: tuple[Part, ...]
+    temporary: int | None
+
+    @property
+    def always(self) -> Part:
+        """What runs whichever branches are taken."""
+        return self.parts[0]
+
+    @property
+    def least(self) -> int:
+        """The bytes that move where each conditional takes the branch that moves least: a held micro-step."""
+        return self.always.bytes + sum(min(map(self._all, branches)) for branches in self._inside(self.always))
+
+    @property
+    def most(self) -> int:
+        """The bytes that move where each conditional takes the branch that moves most: a window that emits."""
+        return self._all(self.always)
+
+    def _all(self, part: Part) -> int:
+        return part.bytes + sum(max(map(self._all, branches)) for branches in self._inside(part))
+
+    def _inside(self, outer: Part) -> list[list[Part]]:
+        """Returns the branches of each conditional that stands in a part."""
+        conditionals: dict[str, list[Part]] = {}
+        for part in self.parts:
+            if part.branches[:-1] == outer.branches and part.branches:
+                conditionals.setdefault(part.branches[-1].split(" of ")[1], []).append(part)
+        return list(conditionals.values())
+
+    def __str__(self) -> str:
+        lines = []
+        for part in self.parts:
+            unknown = "" if part.known else ", in loops of unknown length counted once"
+            where = ", ".join(part.branches) or "always"
+            lines.append(f"{where:<32} {part.bytes:>16,} bytes, {part.copies} copies{unknown}")
+        temporary = "" if self.temporary is None else f"\n{'temporary memory':<32} {self.temporary:>16,} bytes"
+        return "\n".join(lines) + temporary
+
+
+def count_traffic(compiled: Any, *, min_copy: int = 1 << 20) -> Traffic:
+    """Returns the bytes that each part of a compiled program moves: always, and in each branch of a conditional.
+
+    That is what an optimizer's step costs on an accelerator, which waits for its memory. The sum is over operands and
+    results of the instructions as they were fused; an array that is indexed counts with the part that is read or
+    written.
+
+    Args:
+      compiled: `jax.jit(f).lower(...).compile()`, for a CPU, a GPU or a TPU, or the text of its `as_text()`.
+      min_copy: the bytes of a copy that counts.
+
+    Returns:
+      A `Traffic`: `least` and `most` are the bytes of a run, whichever branches it takes; `parts` those of each part.
+
+    Raises:
+      TypeError, ValueError: `compiled` is no compiled program.
+
+    Guarantees:
+      | case | result |
+      |---|---|
+      | a loop of n steps | counts n times |
+      | a loop whose length is known only when running | counts once, `known` is False |
+      | a conditional inside a branch | a part of its own |
+      | a fusion | what goes in and comes out; a slice of an operand, if it reads only that |
+      | an update of a slice (`dynamic_update_slice`) | the slice, read and written |
+      | an array in a TPU's vector memory (VMEM) | free; its copies from and to the device's memory count once |
+      | what the hardware's caches save | not known: it counts |
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_accum.accelerators import count_traffic
+      >>> x = jnp.ones((512, 512))
+      >>> compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
+      >>> count_traffic(compiled).always.bytes // x.nbytes  # read and written
+      2
+
+    References:
+      The text is XLA's HLO (https://openxla.org/xla/operation_semantics).
+    """
+    program = Program.read(compiled, "count_traffic")
+    parts: dict[tuple[str, ...], Part] = {(): Part((), 0, 0, 0, known=True)}
+    for ran in program.run():
+        cost = _Cost(program, ran)
+        old = parts.get(ran.branches, Part(ran.branches, 0, 0, 0, known=True))
+        parts[ran.branches] = Part(
+            ran.branches,
+            old.bytes + ran.times * cost.bytes,
+            old.host + ran.times * cost.host,
+            old.copies + ran.times * cost.copies(min_copy),
+            old.known and ran.known,
+        )
+    memory = None if isinstance(compiled, str) else compiled.memory_analysis()
+    return Traffic(tuple(parts.values()), memory and memory.temp_size_in_bytes)
+
+
+# Instructions that move nothing; what loops, branches and calls run is counted there.
+_NAMES = ("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "domain", "optimization-barrier")
+_CALLS = ("while", "conditional", "call", "async-start", "async-update", "copy-start", "slice-start")
+_FREE = frozenset([*_NAMES, *_CALLS, "after-all", "add-dependency", "partition-id", "replica-id"])
+_SLICES = ("dynamic-slice", "slice", "gather")
+_HOST, _VMEM = "S(5)", "S(1)"  # spaces of memory, as layouts name them
+
+
+class _Cost:
+    """What one instruction moves."""
+
+    def __init__(self, program: Program, ran: Ran):
+        self.program, self.line, self.computation = program, ran.instruction, ran.computation
+        self.elsewhere = (_HOST, _VMEM) if program.on_tpu else (_HOST,)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that it reads from and writes to the device's memory."""
+        opcode = self.line.opcode
+        if opcode in _FREE:
+            return 0
+        if opcode == "copy-done":
+            return sum(map(self._size, self._ends()))
+        if opcode == "slice-done":  # on a TPU, into its vector memory
+            return size_of(self.line.shape)
+        if opcode.endswith("-done"):
+            return 0
+        if opcode in _SLICES:
+            return 2 * self._size(self.line.shape)
+        if opcode == "dynamic-update-slice":
+            return 2 * self._of(self.line.operands[1])
+        if opcode == "fusion" and self.line.inlined:
+            return self._fused(self.program.computations[self.line.inlined[0]])
+        taken, given = sum(map(self._of, self.line.operands)), self._size(self.line.shape)
+        return max(given, taken) if opcode.endswith("-start") and given > taken else taken + given
+
+    @property
+    def host(self) -> int:
+        """The bytes of it that come from the host's memory or go there."""
+        ends = self._ends() if self.line.opcode in ("copy", "copy-done") else []
+        return max((size_of(shape) for shape in ends if _HOST in shape), default=0)
+
+    def copies(self, least: int) -> int:
+        """Returns 1 for a copy of at least so many bytes inside the device's memory."""
+        if self.line.opcode == "fusion" and self.line.inlined:
+            only = self.program.computations[self.line.inlined[0]]
+            is_copy = only.root.opcode == "copy"
+        else:
+            is_copy = self.line.opcode in ("copy", "copy-done")
+        return int(is_copy and all(self._size(shape) >= least for shape in self._ends()))
+
+    def _ends(self) -> list[str]:
+        """Returns the shapes of what a copy reads and writes."""
+        taken = [self.computation[name] for name in self.line.operands]
+        if self.line.opcode == "copy-done":
+            return re.findall(_ARRAY, taken[0].shape)[:2]
+        return [self.line.shape, *(line.shape for line in taken)]
+
+    def _of(self, name: str) -> int:
+        return self._size(self.computation[name].shape)
+
+    def _size(self, shape: str) -> int:
+        """Returns the bytes of a shape, or of all shapes in a tuple, that lie in the device's memory."""
+        arrays = re.findall(_ARRAY, shape)
+        return sum(size_of(array) for array in arrays if not any(space in array for space in self.elsewhere))
+
+    def _fused(self, inside: Computation) -> int:
+        """Returns the bytes of a fusion: what it reads of its operands, what it writes of its results."""
+        names = inside.root.operands if inside.root.opcode == "tuple" else (inside.root.name,)
+        written = sum(self._written(inside, inside.origin(name)) for name in names)
+        return written + sum(self._taken(inside, number, name) for number, name in enumerate(self.line.operands))
+
+    def _written(self, inside: Computation, result: Instruction) -> int:
+        """Returns the bytes that a fusion writes of a result: a slice that it updates is read, too."""
+        updated = result.opcode == "dynamic-update-slice"
+        return 2 * inside.sizes(result.operands[1:2]) if updated else self._size(result.shape)
+
+    def _taken(self, inside: Computation, number: int, operand: str) -> int:
+        """Returns the bytes that a fusion reads of an operand: all, unless it looks at slices of it only."""
+        whole = self._of(operand)
+        is_it = lambda line: line.opcode == "parameter" and line.rest.startswith(f"{number})")
+        users = list(_users(inside, next(filter(is_it, inside.values()), None)))
+        if not whole or not users or any(at for _, at in users):  # not only the first operand of each
+            return whole
+        if all(line.opcode in (*_SLICES, "dynamic-update-slice") for line, _ in users):
+            return sum(size_of(line.shape) for line, _ in users if line.opcode in _SLICES)
+        return whole
+
+
+def _users(computation: Computation, line: Instruction | None) -> Iterator[tuple[Instruction, int]]:
+    """Yields the instructions that read a value, behind bitcasts of it, and as which of their operands."""
+    for user in computation.values() if line else ():
+        for at, name in enumerate(user.operands):
+            if line and name == line.name:
+                yield from _users(computation, user) if user.opcode == "bitcast" else [(user, at)]
+
+
+_ARRAY = re.compile(r"\b[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?")
