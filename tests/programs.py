@@ -1,7 +1,12 @@
-"""Programs as users compile them, whatever the suite leaves out to be quick."""
+"""Programs as users compile them, whatever the suite leaves out to be quick; and for what."""
+
+import contextlib
+import functools
 
 import jax
+import pytest
 
+from optax_accum import accelerators
 from tests import OLD_EMITTERS
 
 
@@ -10,10 +15,26 @@ def quickly(yes):
     jax.config.update("jax_disable_most_optimizations", yes)
 
 
-def compiled(lowered):
-    """Compiles a lowered function with every optimization."""
+@contextlib.contextmanager
+def as_shipped():
+    """With every optimization."""
     quickly(False)
     try:
-        return lowered.compile(compiler_options={"xla_cpu_use_fusion_emitters": True} if OLD_EMITTERS else None)
+        yield
     finally:
         quickly(True)
+
+
+def compiled(lowered):
+    """Compiles a lowered function for the CPU."""
+    with as_shipped():
+        return lowered.compile(compiler_options={"xla_cpu_use_fusion_emitters": True} if OLD_EMITTERS else None)
+
+
+@functools.cache
+def target(name):
+    """An accelerator whose compiler is installed; "cpu" is the one that is here."""
+    try:
+        return accelerators.target(None if name == "cpu" else name, num_devices=None if ":" in name else 8)
+    except RuntimeError as error:
+        return pytest.skip(str(error))

@@ -1,0 +1,223 @@
+"""Reading programs whose answer is known, compiled for a CPU, a GPU and a TPU; and the accelerators themselves."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from optax_accum import accelerators
+from optax_accum.accelerators import count_traffic
+from optax_accum.sharding import count_collectives
+from tests import programs
+
+N = 8192
+SIZE = 4 * N * N  # above what a TPU's vector memory holds
+NAMES = ["cpu", "h100", "v5e:2x4"]
+
+
+@pytest.fixture(params=NAMES)
+def on(request):
+    return programs.target(request.param)
+
+
+def traffic(on, fun, *shapes, donate=0):
+    """What `fun` of float32 arrays moves on one device."""
+    alone = accelerators.Target(on.name, on.devices[:1], on.memory)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    with programs.as_shipped():
+        return count_traffic(alone.compile(jax.jit(fun, donate_argnums=donate).lower(*map(alone.shapes, args))))
+
+
+def test_one_pass_reads_and_writes(on):
+    found = traffic(on, lambda x: jnp.sin(x) + 1, (N, N))
+    assert found.always.bytes / SIZE == pytest.approx(2, abs=0.01)
+    assert (found.always.copies, found.always.host, found.always.known) == (0, 0, True)
+    assert found.least == found.most == found.always.bytes
+    assert found.temporary < 0.01 * SIZE
+
+
+def test_a_loop_counts_its_turns(on):
+    found = traffic(on, lambda x: jax.lax.fori_loop(0, 5, lambda _, x: jnp.sin(x), x), (N, N))
+    assert found.always.bytes / SIZE == pytest.approx(10, abs=0.01)
+    assert found.always.known
+
+
+def test_a_loop_of_unknown_length_counts_once(on):
+    found = traffic(on, lambda x, n: jax.lax.fori_loop(0, n[0].astype(int), lambda _, x: jnp.sin(x), x), (N, N), (1,))
+    assert found.always.bytes / SIZE == pytest.approx(2, abs=0.01)
+    assert not found.always.known
+    assert "unknown length" in str(found)
+
+
+def test_the_branch_that_is_taken_counts():
+    """And one inside it; an index counts from 0, a flag has its false computation first."""
+    found = count_traffic(BRANCHES)
+    assert {part.branches: part.bytes for part in found.parts} == {
+        (): 32 + 2 * 4 + 4,  # what is read and written; a flag
+        ("branch 0 of outer",): 0,
+        ("branch 1 of outer",): 32,
+        ("branch 1 of outer", "branch 0 of inner"): 64,
+        ("branch 1 of outer", "branch 1 of inner"): 48,
+    }
+    assert (found.least, found.most, found.temporary) == (44, 44 + 32 + 64, None)
+
+
+def test_a_slice_that_is_updated_is_not_the_array(on):
+    found = traffic(on, lambda x, row: x.at[7].set(jnp.sin(row)), (N, N), (N,))
+    assert 4 * N <= found.always.bytes <= 64 * N
+
+
+def test_copies_are_counted(on):
+    found = traffic(on, lambda x: (x, x), (N, N), donate=())
+    assert found.always.copies in (1, 2)  # one may be given out twice
+    assert found.always.bytes / SIZE == pytest.approx(2 * found.always.copies, abs=0.01)
+    with programs.as_shipped():
+        small = jax.jit(lambda x: (x,)).lower(jnp.ones(8)).compile()
+    assert (count_traffic(small).always.copies, count_traffic(small, min_copy=32).always.copies) == (0, 1)
+
+
+def test_collectives_in_loops_branches_and_scattered(on):
+    """The same collectives on all three: trip counts, asynchronous pairs, branches."""
+    mesh = on.mesh()
+
+    def local(x):
+        x = jax.lax.fori_loop(0, 7, lambda _, x: jnp.sin(jax.lax.psum(x, "data")), x)
+        x = jax.lax.all_gather(2 * jax.lax.psum_scatter(x, "data", tiled=True), "data", tiled=True)
+        return jax.lax.cond(x[0, 0] > 0, lambda: jax.lax.psum(jnp.cumsum(x, axis=0), "data"), lambda: x)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    x = on.shapes(jax.ShapeDtypeStruct((4096, 1024), jnp.float32), mesh=mesh)
+    with programs.as_shipped():
+        found = count_collectives(on.compile(jax.jit(mapped).lower(x)))
+    size = 4 * 4096 * 1024
+    assert {(op.kind, op.place, op.times, op.bytes, op.known) for op in found} == {
+        ("all-reduce", "loop", 7, size, True),
+        ("reduce-scatter", "outside", 1, size, True),
+        ("all-gather", "outside", 1, size, True),
+        ("all-reduce", "branch", 1, size, True),
+    }
+
+
+BRANCHES = """HloModule m
+
+%double (a: f32[4]) -> f32[4] {
+  %a = f32[4] parameter(0)
+  ROOT %b = f32[4] add(%a, %a)
+}
+
+%keep (p: f32[4]) -> f32[4] {
+  ROOT %p = f32[4] parameter(0)
+}
+
+%twice (q: f32[4]) -> f32[4] {
+  %q = f32[4] parameter(0)
+  %r = f32[4] sine(%q)
+  ROOT %s = f32[4] cosine(%r)
+}
+
+%once (t: f32[4]) -> f32[4] {
+  %t = f32[4] parameter(0)
+  %c = f32[4] constant({1, 2, 3, 4})
+  ROOT %u = f32[4] multiply(%t, %c)
+}
+
+%deeper (v: f32[4]) -> f32[4] {
+  %v = f32[4] parameter(0)
+  %w = f32[4] fusion(%v), kind=kLoop, calls=%double
+  %flag = pred[] constant(true)
+  ROOT %inner = f32[4] conditional(%flag, %w, %w), true_computation=%once, false_computation=%twice
+}
+
+ENTRY %main (x: f32[4], i: s32[]) -> f32[4] {
+  %x = f32[4] parameter(0)
+  %i = s32[] parameter(1)
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  %y = f32[4] negate(%x)
+  ROOT %outer = f32[4] conditional(%j, %y, %y), branch_computations={%keep, %deeper}
+}
+"""
+
+
+def test_what_is_no_program():
+    with pytest.raises(TypeError, match="count_traffic reads a compiled program"):
+        count_traffic(3)
+    with pytest.raises(ValueError, match="has an ENTRY"):
+        count_traffic("nothing")
+
+
+# Accelerators
+
+
+def test_what_is_here_is_a_target():
+    here = accelerators.target()
+    assert here.devices == tuple(jax.devices())
+    assert here.memory > 1 << 30
+    assert accelerators.target(num_devices=2).devices == here.devices[:2]
+    with pytest.raises(ValueError, match="There are 8 devices here"):
+        accelerators.target(num_devices=9)
+
+
+def test_its_mesh_and_shapes():
+    here = accelerators.target()
+    assert here.mesh().shape == {"data": 8}
+    assert here.mesh("data", "model", shape=(4, 2)).shape == {"data": 4, "model": 2}
+    assert set(here.mesh(explicit=True).axis_types) == {jax.sharding.AxisType.Explicit}
+    with pytest.raises(ValueError, match="as many devices as"):
+        here.mesh("data", shape=(4,))
+    (leaf,) = here.shapes([jnp.ones((8, 2))], jax.P("data"))
+    assert (leaf.shape, leaf.sharding.spec) == ((8, 2), jax.P("data"))
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "message"),
+    [
+        ("h1000", None, "must be one of a100, h100"),
+        ("h100:2x2", None, "must be one of a100, h100"),
+        ("v5e", None, "needs a topology"),
+        ("v5e", 3, "one of 1, 4, 8"),
+        ("v5p", 8, "needs a topology"),
+        ("v5e:2x4", 4, "says how many chips"),
+        ("v5e:big", None, "is written as"),
+    ],
+)
+def test_unknown_targets(name, devices, message):
+    with pytest.raises(ValueError, match=message):
+        accelerators.target(name, num_devices=devices)
+
+
+@pytest.mark.parametrize("devices", [0, -1, 1.5, True])
+def test_a_number_of_devices_is_positive(devices):
+    with pytest.raises((TypeError, ValueError), match="num_devices"):
+        accelerators.target("h100", num_devices=devices)
+
+
+@pytest.mark.parametrize(("name", "package"), [("h100", "jax-cuda13-plugin"), ("v5e:2x2", "pip install libtpu")])
+def test_a_compiler_that_is_missing_is_named(name, package, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=package):
+        accelerators.target(name)
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_every_target_compiles(name):
+    try:
+        on = accelerators.target(name)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    lowered = jax.jit(lambda x: jnp.sin(x) + 1).lower(on.shapes(jnp.ones(1024)))
+    assert on.compile(lowered).memory_analysis().output_size_in_bytes == 4096
+    assert on.memory > 1e10
+
+
+def test_a_topology_that_no_machine_has():
+    programs.target("v5e:2x4")
+    with pytest.raises(ValueError, match="cannot make the target name='v5e:3x3'"):
+        accelerators.target("v5e:3x3")
+
+
+def test_a_program_for_other_devices_than_its_mesh_is_refused():
+    h100 = programs.target("h100")
+    with jax.set_mesh(accelerators.target().mesh()), pytest.raises(ValueError, match="incompatible devices"):
+        jax.jit(jnp.sin).lower(
+            h100.shapes(jnp.ones(8)),
+        ).compile()

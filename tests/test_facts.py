@@ -1,0 +1,53 @@
+"""What the compilers of accelerators make of the library: `benchmarks.accelerators` reads it, these are its bounds."""
+
+import functools
+
+import pytest
+
+from benchmarks import accelerators as facts
+from tests import programs
+
+TARGETS = ["h100", "v5e:4x4"]
+
+
+@functools.cache
+def read(kind, name):
+    """The facts of a kind, by case."""
+    with programs.as_shipped():
+        return dict(facts.KINDS[kind](programs.target(name)))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_held_micro_step_adds_and_an_emitting_one_is_the_optimizer(name):
+    for optimizer, row in read("apply_gradients, by optimizer", name).items():
+        assert row["held, P"] == pytest.approx(3, abs=0.02), optimizer
+        assert row["held copies"] == 0, optimizer
+        assert row["emitting adds, P"] <= row["alone, P"] + 1.02, optimizer
+        assert row["temporary, P"] <= row["alone temporary, P"] + 0.2, optimizer
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_each_policy_reads(name):
+    held = {policy: row["held, P"] for policy, row in read("apply_gradients, by policy", name).items()}
+    assert held == pytest.approx({"propagate": 3, "skip": 4, "omit": 4, "discard": 3}, abs=0.02)
+    assert all(row["temporary, P"] < 0.02 for row in read("apply_gradients, by policy", name).values())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_update_moves_no_more_than_multi_steps(name):
+    rows = read("update", name)
+    assert rows["update"]["window of 8, P"] <= rows["MultiSteps"]["window of 8, P"] + 0.02
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_decoder_in_place(name):
+    memory = {case: row["memory, P"] for case, row in read("decoder", name).items()}
+    assert memory["value_and_grad, in place"] <= 0.90 * memory["optax.microbatch"]
+    assert memory["value_and_apply_gradients"] < memory["gradient, then apply_gradients"]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_window_is_reduced_once(name):
+    for case, row in read("data parallel", name).items():
+        assert row["reduced in a window, P"] == pytest.approx(1, abs=0.01), case
+        assert row.get("collectives, held", 0) == 0, case
