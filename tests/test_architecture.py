@@ -20,6 +20,7 @@ ROOMS = {  # and what each stands on
     "sharding": {"_space", "_tools"},
     "checkpoint": {"_tools"},
     "batching": {"_tools"},
+    "accelerators": {"_tools"},
     "flax": {"_core", "_space", "_across"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
@@ -35,8 +36,8 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_across": [{"inner", "policy", "outcomes"}, {"window"}, {"transformation"}, {"train_step"}],
     "_within": [{"splitting"}, {"loops", "reductions", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
-        {"collectives", "report", "batches", "placement", "loss"},
-        {"resume", "mixtures"},
+        {"programs", "targets", "report", "batches", "placement", "loss"},
+        {"collectives", "traffic", "resume", "mixtures"},
         {"probes"},
         {"verify"},
     ],
@@ -108,6 +109,7 @@ def test_an_example_imports_what_users_do():
 WHERE = {"is_manual", "axis_index", "psum", "shard_map", "PartitionSpec", "axis_names", "mesh_of", "manual_axes"}
 ANSWERED = {  # by modules whose work it is
     "_tools/placement": "where a state lives",
+    "_tools/targets": "devices that are not here",
 }
 
 
@@ -169,7 +171,7 @@ def test_the_questions_are_found():
     assert "rules.reduce_axes" in branches("if rules.reduce_axes:\n    pass")
 
 
-@pytest.mark.parametrize("face", ["", "sharding", "checkpoint", "batching", "flax", "flax.linen", "flax.nnx"])
+@pytest.mark.parametrize("face", ["", "sharding", "checkpoint", "batching", "accelerators", "flax", "flax.linen", "flax.nnx"])
 def test_a_face_shows_its_names_and_no_more(face):
     module = importlib.import_module(f"optax_accum.{face}".rstrip("."))
     assert sorted(module.__all__) == module.__all__
