@@ -109,6 +109,30 @@ def test_a_policy_costs_no_memory(nonfinite):
     assert temporary(fused, PARAMS, tx.init(PARAMS), PARAMS) <= 0.02
 
 
+def test_a_window_begins_in_place_without_a_select_over_the_accumulator():
+    """Nothing fuses with references, so a select would read and write the whole sum in every micro-step."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 8)
+    select = re.compile(r"f32\[256,256\] = (?:select_n|jit\[name=_where)")
+
+    def traced(in_place):
+        loss = lambda params, x: jnp.mean((x @ params["layer0"]["w"]) ** 2)
+        step = optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place)
+        return str(jax.make_jaxpr(step)(PARAMS, tx.init(PARAMS), jnp.ones((2, 256))))
+
+    assert not select.search(traced(True))
+    assert select.search(traced(False))
+
+
+def test_only_a_closing_window_asks_whether_it_is_finite():
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 8, nonfinite="discard")
+    step = lambda *a: optax_accum.apply_gradients(tx, *a)
+    program = jax.make_jaxpr(step)(PARAMS, tx.init(PARAMS), PARAMS)
+    outside = [equation.primitive.name for equation in program.eqns]
+    assert outside.count("cond") == 1
+    assert "is_finite" in str(program)
+    assert "is_finite" not in outside
+
+
 def test_arguments_donated_in_another_order_are_copied():
     """Why the docstring of `apply_gradients` asks for the order in which they come back."""
     tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 8)

@@ -15,6 +15,8 @@ from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag
 from optax_accum._space.space import Space
 
+Question = Callable[[], Flag]  # what is costly to know
+
 
 class Outcome(NamedTuple):
     """What a micro-step returns beside the state: `emitted(updates)`, or `held(emit)`."""
@@ -40,13 +42,28 @@ def known(flag: Flag) -> Flag:
     return flag if isinstance(flag, Tracer) else bool(flag)
 
 
-def emit_or_hold(closes: Flag, usable: Flag, emit: Callable[[], Any], hold: Callable[[], Any]) -> Any:
-    """Calls the outcome that is known when tracing, else compiles both: a branch, or a select for a static flush."""
+def emit_or_hold(
+    closes: Flag, usable: Flag | Question, emit: Callable[[], Any], hold: Callable[[], Any]
+) -> tuple[Any, Flag]:
+    """Calls the outcome that is known when tracing, else compiles both: a branch, or a select for a static flush.
+
+    Each outcome is what a micro-step returns, and what is left of the partial sums. Beside it comes whether the window
+    was usable: where that is a question, only the branch of a closing window asks it.
+    """
     if closes is False or usable is False:
-        return hold()
+        return hold(), usable is not False
     if closes is True:
-        return emit() if usable is True else _select(usable, emit(), hold())
-    return tracing.branch(closes & usable, emit, hold)
+        assert not callable(usable)  # a window that is known to close is asked at once
+        chosen, left = emit()
+        return (chosen if usable is True else _select(usable, chosen, hold()[0]), left), usable
+    if isinstance(usable, bool | jax.Array):
+        return tracing.branch(closes & usable, emit, hold), usable
+
+    def close() -> tuple[Any, Flag]:
+        answer = usable()
+        return tracing.branch_by_index(answer, emit, hold), answer
+
+    return tracing.branch_by_index(closes, close, lambda: (hold(), jnp.array(True)))
 
 
 def state_after(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state: Any) -> AccumulationState:

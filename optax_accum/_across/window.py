@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across import inner, outcomes
-from optax_accum._across.outcomes import Outcome
+from optax_accum._across.outcomes import Outcome, Question
 from optax_accum._across.policy import Policy
-from optax_accum._core import arithmetic, checks, memory, sums, tracing
+from optax_accum._core import arithmetic, checks, memory, sums
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.checks import Every
 from optax_accum._core.state import AccumulationState
@@ -87,21 +87,24 @@ def micro_step(
     with jax.named_scope("optax_accum.add"):
         window = join(rules, space, batch, state, params, extra_args)
         closes = outcomes.known(due(rules, window.state, flush))
-        usable = outcomes.known(accepted(rules.policy, space, window, closes))
+        usable = accepted(rules.policy, space, window, closes)
 
-    def emit() -> tuple[Tree, Any]:
+    def emit() -> tuple[tuple[Tree, Any], Tree]:
         with jax.named_scope("optax_accum.emit"):
-            updates, inner_opt_state = update_inner(rules, space, window, like, params, extra_args)
+            updates, inner_opt_state, left = update_inner(rules, space, window, like, params, extra_args)
             if closes is not False and not (closes is True and usable is True):
                 inner.check_kept(inner_opt_state, state.inner_opt_state)
-            return outcome.emitted(updates), inner_opt_state
+            return (outcome.emitted(updates), inner_opt_state), left
 
-    def hold() -> tuple[Tree, Any]:
+    def hold() -> tuple[tuple[Tree, Any], Tree]:
         with jax.named_scope("optax_accum.hold"):
-            return outcome.held(emit), state.inner_opt_state
+            return (outcome.held(lambda: emit()[0]), state.inner_opt_state), space.held(window.total)
 
-    result, inner_opt_state = outcomes.emit_or_hold(closes, usable, emit, hold)
-    return result, outcomes.state_after(window.state, closes, usable, inner_opt_state)
+    ((result, inner_opt_state), left), usable = outcomes.emit_or_hold(closes, usable, emit, hold)
+    after = outcomes.state_after(window.state, closes, usable, inner_opt_state)
+    if left is not None and has_accumulator(state):
+        after = after._replace(acc_grads=memory.to_memory_of(left, state.acc_grads))
+    return result, after
 
 
 def join(
@@ -155,8 +158,8 @@ def due(rules: Rules, state: AccumulationState, flush: Flag) -> Flag:
     return closes if flush is False else closes | flush
 
 
-def accepted(policy: Policy, space: Space, window: Window, closes: Flag) -> Flag:
-    """Returns whether an update can be made of this window; what is costly to know is asked only if it closes."""
+def accepted(policy: Policy, space: Space, window: Window, closes: Flag) -> Flag | Question:
+    """Returns whether an update can be made of this window; what is costly to know, a closing window asks."""
 
     def ask() -> Flag:
         weighty = space.total(window.weight) != 0
@@ -165,24 +168,25 @@ def accepted(policy: Policy, space: Space, window: Window, closes: Flag) -> Flag
     if closes is False:
         return True
     if closes is True or not (policy.accepts or space.communicates):
-        return ask()
-    return tracing.branch(closes, ask, lambda: jnp.array(True))
+        return outcomes.known(ask())
+    return ask
 
 
 def update_inner(
     rules: Rules, space: Space, window: Window, like: Tree, params: Tree | None, extra_args: Mapping[str, Any]
-) -> tuple[Tree, Any]:
-    """Reduces the window, once, and calls the inner optimizer with its mean."""
+) -> tuple[Tree, Any, Tree]:
+    """Reduces the window, once, and calls the inner optimizer with its mean; the last result is what `reduced` left."""
     state = window.state
     weight = space.total(window.weight) if rules.reduction == "mean" else None
-    mean = arithmetic.mean(space.reduced(window.total), like, weight, rules.emit_dtype)
+    total, left = space.reduced_in_place(window.total)
+    mean = arithmetic.mean(total, like, weight, rules.emit_dtype)
     extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
     old = memory.to_device(state.inner_opt_state)
     params = None if params is None else space.shard(params)
     updates, inner_opt_state = inner.update(rules.inner, mean, like, old, params, extra_args)
     if not inner.keeps(inner_opt_state, old):
-        return updates, inner_opt_state
-    return updates, memory.to_memory_of(inner_opt_state, state.inner_opt_state)
+        return updates, inner_opt_state, left
+    return updates, memory.to_memory_of(inner_opt_state, state.inner_opt_state), left
 
 
 def why_not_in_place(rules: Rules, state: AccumulationState) -> str | None:

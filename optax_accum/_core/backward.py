@@ -47,7 +47,12 @@ class Backward:
 
     def added_to(self, acc: Tree, weight: Weight, first: jax.Array | bool) -> Tree:
         """Returns `acc + weight * gradient`, or `weight * gradient` where `first`, as `arithmetic.add` does."""
-        refs = jax.tree.map(lambda total: jax.new_ref(jnp.where(first, 0, total)), acc)
+        # Nothing fuses with references, so a select would read and write the accumulator in each micro-step: a loop of
+        # at most one turn does so once a window, and in place. Without the barrier, gradients wait for it in a row.
+        turns = jnp.asarray(first).astype(jnp.int32)
+        start = jax.lax.fori_loop(0, turns, lambda _, acc: jax.tree.map(jnp.zeros_like, acc), acc)
+        self.one, start = jax.lax.optimization_barrier((self.one, start))
+        refs = jax.tree.map(jax.new_ref, start)
         if isinstance(weight, jax.Array):
             # A weight of zero often comes with a loss of 0 / 0, whose backward pass would add a nan. A loop of at most
             # one turn, because a conditional of references has no batching rule.

@@ -32,7 +32,8 @@ class AccumulationState(NamedTuple):
       skip_state: the `info` that a callable `nonfinite` returned last; `()` otherwise.
 
     With `reduce_axes`, the sums are those of each of the d devices: leaves of `acc_grads` are [d, ...], `weight` and
-    those of `mean_args` [d], one row on each device.
+    those of `mean_args` [d], one row on each device. Of a window that has emitted, each row of `acc_grads` may be the
+    whole sum: the reduction writes where it reads.
     """
 
     mini_step: jax.Array

@@ -64,6 +64,11 @@ def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) 
     """
     if _JAX >= (0, 11, 1):
         return jax.lax.cond(flag, on_true, on_false)
+    return branch_by_index(flag, on_true, on_false)
+
+
+def branch_by_index(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
+    """Does what `branch` does where a branch communicates: there every GPU compiler copies what passes a `cond`."""
     return jax.lax.switch(jnp.asarray(flag).astype(jnp.int32), [on_false, on_true])
 
 

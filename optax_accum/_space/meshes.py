@@ -40,10 +40,8 @@ def is_manual(axes: Axes) -> bool:
 
 
 def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
-    """Returns the mesh in reach: the one on which the arrays of `trees` lie, or that of `jax.set_mesh`."""
-    meshes = [getattr(getattr(_type(leaf), "sharding", None), "mesh", None) for leaf in jax.tree.leaves(trees)]
-    meshes.append(jax.sharding.get_abstract_mesh())
-    mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
+    """Returns the mesh in reach; raises where there is none, or one without these axes."""
+    mesh = in_reach(*trees)
     if mesh is None:
         raise ValueError(
             f"reduce_axes needs a mesh in reach: reduce_axes={axes}, and inside jit arrays do not tell theirs. Call it "
@@ -55,6 +53,13 @@ def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
             f"reduce_axes must name axes of the mesh: {missing[0]!r} is none of {mesh.axis_names}. Name one of these."
         )
     return mesh
+
+
+def in_reach(*trees: Tree) -> Mesh | None:
+    """Returns the mesh on which the arrays of `trees` lie, or that of `jax.set_mesh`, if there is one."""
+    meshes = [getattr(getattr(_type(leaf), "sharding", None), "mesh", None) for leaf in jax.tree.leaves(trees)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
 
 
 def num_devices(mesh: Mesh, axes: Axes) -> int:

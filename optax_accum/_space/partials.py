@@ -111,6 +111,21 @@ def sum_rows(leaf: jax.Array) -> jax.Array:
     return leaf if is_float0(leaf) else jnp.sum(leaf, axis=0, dtype=leaf.dtype)
 
 
+def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
+    """Adds the rows [d, ...] of each leaf, everywhere: the sums [...], and the same as each device's row [d, ...].
+
+    Whoever keeps these rows in the place of the partial sums lets the all-reduce write where it reads.
+    """
+
+    def add(acc: Tree) -> tuple[Tree, Tree]:
+        total = jax.tree.map(lambda row: jax.lax.psum(row[0], axes), acc)
+        return total, varying(jax.tree.map(lambda leaf: leaf[None], total), axes)
+
+    rows, whole = PartitionSpec(axes), PartitionSpec()
+    mesh = meshes.mesh_of(axes, acc)
+    return jax.shard_map(add, mesh=mesh, in_specs=rows, out_specs=(whole, rows), axis_names=set(axes))(acc)
+
+
 def per_device(
     fun: Callable[..., tuple[Tree, Tree]], axes: Axes, split: Sequence[int], args: Sequence[Any]
 ) -> tuple[Tree, Tree]:

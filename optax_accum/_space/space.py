@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks
+from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.state import default_float
 from optax_accum._space import meshes, partials
@@ -79,6 +79,14 @@ class Space:
     def reduced(self, acc: Tree) -> Tree:
         """Returns the sum of the gradients over all devices, where it belongs: the one reduction of a window."""
         return acc
+
+    def reduced_in_place(self, acc: Tree) -> tuple[Tree, Tree]:
+        """Returns what `reduced` does, and what then lies in the place of the partial sums: None if these do."""
+        return self.reduced(acc), None
+
+    def held(self, acc: Tree) -> Tree:
+        """Returns what lies there where nothing was reduced: partial sums, or None as `reduced_in_place` does."""
+        return None
 
     def like(self, grads: Tree) -> Tree:
         """Returns leaves of the shapes and dtypes of the gradient of the whole batch."""
@@ -195,6 +203,12 @@ class OverMesh(Several):
         scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes)
         return jax.tree.map(scatter, acc, meshes.shardings(self.to, acc, self.axes))
 
+    def reduced_in_place(self, acc: Tree) -> tuple[Tree, Tree]:
+        return partials.sum_in_place(acc, self.axes) if self._goes_everywhere(acc) else (self.reduced(acc), None)
+
+    def held(self, acc: Tree) -> Tree:
+        return acc if self._goes_everywhere(acc) else None
+
     def shard(self, params: Tree) -> Tree:
         return params if self.to is None else meshes.place(params, meshes.shardings(self.to, params, self.axes))
 
@@ -210,6 +224,10 @@ class OverMesh(Several):
     def check_params(self, params: Tree) -> None:
         if self.to is None or self.to == PARTIAL:
             partials.check_replicated(params, self.axes)
+
+    def _goes_everywhere(self, acc: Tree) -> bool:
+        """Returns whether the sum goes to all devices of a mesh that is known, inside jit."""
+        return self.to is None and tracing.is_staged() and meshes.in_reach(acc) is not None
 
     def _sum(self, rows: Tree) -> Tree:
         return jax.tree.map(partials.sum_rows, rows)
@@ -240,6 +258,13 @@ class InShardMap(Several):
         own = jnp.ndim(weight) or (isinstance(weight, jax.Array) and partials.differs(weight, self.axes))
         part = weight / jax.lax.psum(1, self.axes) if share and not own else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
+
+    def reduced_in_place(self, acc: Tree) -> tuple[Tree, Tree]:
+        total = self.reduced(acc)
+        return total, partials.varying(self.rows(total), self.axes)
+
+    def held(self, acc: Tree) -> Tree:
+        return acc
 
     def run(self, fun: Local, split: Sequence[int], args: Sequence[Any]) -> tuple[Tree, Tree]:
         own, same = fun(self._device(), *args)
