@@ -11,8 +11,11 @@ import numpy as np
 
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.program import compiled_once
-from optax_accum._core.roles import Roles
+from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
+from optax_accum._space import meshes
+from optax_accum._space.device import Device
+from optax_accum._space.space import check_options, here
 from optax_accum._within import splitting
 
 Tree = Any
@@ -29,6 +32,8 @@ def microbatched_apply(
     whole_argnames: str | Sequence[str] = (),
     group_size: int = 1,
     rng_argnum: int | None = None,
+    reduce_axes: str | Sequence[str] | None = None,
+    reduce_to: Tree = None,
 ) -> Callable[..., Any]:
     """Applies a function in micro-batches, and again in the backward pass: all the outputs, the memory of one.
 
@@ -85,10 +90,12 @@ def microbatched_apply(
       L. Gao et al., *Scaling deep contrastive learning batch size under memory limited setup* (GradCache), 2021.
     """
     checks.check_one_size(num_microbatches, microbatch_size)
+    axes = meshes.as_axes(reduce_axes)
+    check_options(axes, reduce_to, partial=False)
     rules = _Rules(
         fun=fun,
         roles=Roles.named(
-            argnums=None,
+            argnums=0 if axes else None,
             batch_argnums=batch_argnums,
             batch_argnames=batch_argnames,
             whole_argnums=whole_argnums,
@@ -98,8 +105,11 @@ def microbatched_apply(
         num_microbatches=checks.as_positive("num_microbatches", num_microbatches),
         microbatch_size=checks.as_positive("microbatch_size", microbatch_size),
         group_size=checks.as_positive("group_size", group_size) or 1,
+        reduce_axes=axes,
+        reduce_to=reduce_to,
     )
-    compute = compiled_once(lambda again, args, kwargs: rules.apply(args, kwargs))
+    # A mesh is read off arrays that are not traced.
+    compute = compiled_once(lambda again, args, kwargs: rules.apply(args, kwargs), unless=bool(axes))
 
     @functools.wraps(fun)
     def applied(*args: Any, **kwargs: Any) -> Any:
@@ -117,19 +127,35 @@ class _Rules:
     num_microbatches: int | None
     microbatch_size: int | None
     group_size: int
+    reduce_axes: tuple[str, ...]
+    reduce_to: Tree
 
     def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the outputs of all micro-batches, in the order of the rows."""
+        """Returns the outputs of all micro-batches, on all devices, in the order of the rows."""
         call = self.roles.of(args, kwargs)
+        call.check_shared(count_rows(call[call.batch]))
+        space, names = here(self.reduce_axes, self.reduce_to), tuple(call.arguments)
+        space.check_params(call[call.params])
+
+        def local(device: Device, *values: Any) -> tuple[Tree, None]:
+            return self.on_device(device, call.with_arguments(dict(zip(names, values, strict=True)))), None
+
+        own, _ = space.run(local, [names.index(name) for name in call.batch], call[names], *call.params)
+        return jax.tree.map(functools.partial(space.output, "concat"), own)
+
+    def on_device(self, device: Device, call: Call) -> Any:
+        """Returns the outputs of the micro-batches of one device, in the order of its rows."""
+        call = device.own_key(call)
         batches = call[call.batch]
-        call.check_shared(count_rows(batches))
-        split = splitting.split_rows(batches, self.num_microbatches, self.microbatch_size, group=self.group_size)
+        split = splitting.split_rows(
+            batches, self.num_microbatches, self.microbatch_size, device.count, self.group_size
+        )
         others = {name: arg for name, arg in call.arguments.items() if name not in call.batch}
         leaves, treedef = jax.tree.flatten(list(others.values()))
-        arrays = [
-            leaf for leaf in leaves if _is_array(leaf)
+        gathers = jax.tree.leaves([device.gathers(name, arg) for name, arg in others.items()])
+        opened = [
+            _opened(leaf, gather) for leaf, gather in zip(leaves, gathers, strict=True) if _is_array(leaf)
         ]  # the others (a flag, a name, a function) stay what they are
-        opened = [_opened(leaf) for leaf in arrays]
 
         @jax.checkpoint
         def one(opened: list[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
@@ -166,30 +192,31 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-# The gradient of a narrow leaf (bfloat16, say) is a sum over micro-batches, so it is added in float32: `_opened` lends
-# the leaf an array of zeros that no forward pass reads, `_grafted` sends the gradient of each micro-batch there, cast
-# up, and the backward pass of `_opened` casts the sum down.
+# The gradient of a narrow leaf (bfloat16, say) is a sum over micro-batches and devices, so it is added in float32:
+# `_opened` lends the leaf an array of zeros that no forward pass reads, `_grafted` sends the gradient of each
+# micro-batch there, cast up, and the backward pass of `_opened` adds over the devices and casts the sum down.
 
 
-def _opened(leaf: Any) -> tuple[Any, Any]:
+def _opened(leaf: Any, gather: Callable[[Any], Any]) -> tuple[Any, Any]:
     dtype = jnp.result_type(leaf)
     narrow = jnp.issubdtype(dtype, jnp.inexact) and arithmetic.accumulator_dtype(dtype, None) != dtype
-    return _lend(leaf) if narrow else (leaf, None)
+    return _lend(gather, leaf) if narrow else (gather(leaf), None)
 
 
 def _grafted(leaf: Any, wide: jax.Array | None) -> Any:
     return leaf if wide is None else _graft(leaf, wide)
 
 
-@jax.custom_jvp
-def _lend(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return leaf, jnp.zeros_like(leaf, dtype=arithmetic.accumulator_dtype(leaf.dtype, None))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _lend(gather: Callable[[Any], Any], leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    whole = gather(leaf)
+    return whole, jnp.zeros_like(whole, dtype=arithmetic.accumulator_dtype(leaf.dtype, None))
 
 
 @_lend.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    lent = _lend(*primals)
-    return lent, (jnp.zeros_like(lent[0]), tangents[0].astype(lent[1].dtype))
+def _(gather: Callable[[Any], Any], primals: Any, tangents: Any) -> Any:
+    lent = _lend(gather, *primals)
+    return lent, (jnp.zeros_like(lent[0]), gather(tangents[0].astype(lent[1].dtype)))
 
 
 @jax.custom_jvp
