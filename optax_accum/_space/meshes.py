@@ -72,12 +72,13 @@ def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
         return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
 
     try:
-        return jax.tree.map(named, jax.tree.broadcast(to, params, is_leaf=is_spec), is_leaf=is_spec)
+        each = jax.tree.broadcast(to, params, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
             f"reduce_to must be a prefix of the tree of the parameters: {jax.tree.structure(to, is_leaf=is_spec)}, and "
             f"the parameters have {jax.tree.structure(params)}. shard_over(params, reduce_axes) makes one."
         ) from error
+    return jax.tree.map(named, each, is_leaf=is_spec)
 
 
 def check_shards(to: Tree, params: Tree, axes: Axes) -> None:

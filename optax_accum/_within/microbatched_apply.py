@@ -1,4 +1,4 @@
-"""Owns losses that couple examples: a forward pass in micro-batches, run again in the backward pass. Knows no loss."""
+"""Owns a forward pass in micro-batches, run again in the backward pass: of an encoder, of a layer. Knows no loss."""
 
 import dataclasses
 import functools
@@ -44,6 +44,10 @@ def microbatched_apply(
     ranking losses, balances over a batch. Any loss of all outputs has the whole batch's exact gradient, with respect to
     parameters, batch and anything that `fun` closes over. The price is a second forward pass.
 
+    For layers whose parameters are sharded (FSDP): with `reduce_axes`, each device cuts its own rows, and `fun` sees
+    the parameters whole. They are gathered once for all micro-batches, in the backward pass once more; their gradients
+    are added on each device and scattered once. So what passes through the network does not grow with k: docs/fsdp.md.
+
     Args:
       fun: `fun(params, batch)` returns a tree of arrays with one row for each example, and treats each row alone.
       num_microbatches: the largest number of micro-batches; or
@@ -54,19 +58,27 @@ def microbatched_apply(
       whole_argnames: the same for arguments that are passed by keyword.
       group_size: so many consecutive rows stay together in one micro-batch.
       rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`, the same in both passes.
+      reduce_axes: the mesh axes over which the batch is sharded, and the parameters, which are argument 0 here.
+      reduce_to: how the parameters are sharded over them, where their gradients go: `optax_accum.sharding`. In a scan
+        over layers the specs of one layer. By default they are replicated, and gradients are reduced once.
 
     Returns:
       A function of the arguments of `fun`, which returns its outputs for the whole batch, in the order of the rows.
 
     Raises:
       ValueError: an output without a row for each example; a key that no role names, or another argument with as many
-        rows as the batch. Otherwise as `value_and_grad`.
+        rows as the batch; specs that do not shard over `reduce_axes`, or not evenly; rows that the devices do not
+        divide. Otherwise as `value_and_grad`.
 
     Guarantees:
       | case | result | known when |
       |---|---|---|
       | the rows do not divide | one smaller micro-batch; nothing is padded or dropped | tracing |
-      | bfloat16 parameters | their gradient is added in float32, and cast down once | tracing |
+      | bfloat16 parameters | their gradient is added in float32, over devices too, and cast down once | tracing |
+      | `reduce_axes` and a key | `fold_in(fold_in(key, device), i)`, the same in both passes | tracing |
+      | other arguments of `fun` that have gradients | added on each device, and reduced once | compiling |
+      | other mesh axes (tensor) | left to the partitioner | compiling |
+      | `reduce_to` inside a `jax.shard_map` over these axes | an error that says how to gather there | tracing |
       | a flag, a name or a function among the arguments | stays what it is | tracing |
       | forward mode (`jvp`, `jacfwd`, `hessian`) | works, in bfloat16 too | tracing |
       | several calls in one loss (two towers) | each has its own micro-batches | tracing |
@@ -88,6 +100,7 @@ def microbatched_apply(
 
     References:
       L. Gao et al., *Scaling deep contrastive learning batch size under memory limited setup* (GradCache), 2021.
+      J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline parallelism*, arXiv:2106.02679.
     """
     checks.check_one_size(num_microbatches, microbatch_size)
     axes = meshes.as_axes(reduce_axes)
