@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +24,7 @@ from benchmarks import _measure
 from benchmarks._measure import Tree
 
 SCAN, ONCE, LAYER = "a scan, by hand", "gathered once, for the window", "by layer"
+HOST = "by layer, boundaries on the host"
 SPECS = {"up": P("data"), "down": P(None, "data")}  # of one layer
 
 NOTES = """\
@@ -63,20 +65,20 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8, help="how many of them")
     parser.add_argument("--every", nargs="+", type=int, default=[2, 32], help="micro-batches of a window")
     options = parser.parse_args()
-    devices, sizes = jax.devices()[: options.devices], Sizes()
     if options.target:
         from optax_accum import accelerators
 
         devices = accelerators.target(options.target, num_devices=options.devices).devices
-    else:
-        sizes = Sizes(layers=4, width=128, hidden=512, length=16)
-    print(table(devices, options.every, sizes))
+        print(table(devices, tuple(WAYS), options.every, Sizes()))
+    else:  # a CPU has one memory
+        small = Sizes(layers=4, width=128, hidden=512, length=16)
+        print(table(jax.devices()[: options.devices], (SCAN, ONCE, LAYER), options.every, small))
 
 
-def table(devices: Sequence[Any], every: Sequence[int], sizes: Sizes) -> str:
+def table(devices: Sequence[Any], ways: Sequence[str], every: Sequence[int], sizes: Sizes) -> str:
     """Returns the costs of each way and k as Markdown."""
-    head = ("way", "k", "gathered / P", "reduced / P", "others / P", "temporary / P")
-    rows = [(way, str(k), *(f"{number:.2f}" for number in cost(devices, way, k, sizes))) for way in WAYS for k in every]
+    head = ("way", "micro-batches", "gathered / P", "reduced / P", "others / P", "temporary / P")
+    rows = [(way, str(k), *(f"{number:.2f}" for number in cost(devices, way, k, sizes))) for way in ways for k in every]
     notes = NOTES.format(rows=sizes.rows, devices=len(devices), layers=sizes.layers, millions=sizes.copy / 4e6)
     title = f"FSDP windows, compiled for {len(devices)} x {devices[0].device_kind}"
     return f"{_measure.header(title, notes)}\n{_measure.markdown([head, *rows])}"
@@ -134,7 +136,25 @@ def _by_layer(k: int) -> Callable[[Tree, Any], Tree]:
     return jax.grad(lambda params, batch: _loss(params, batch, block))
 
 
-WAYS: dict[str, Callable[[int], Callable[[Tree, Any], Tree]]] = {SCAN: _scan, ONCE: _once, LAYER: _by_layer}
+def _on_host(k: int) -> Callable[[Tree, Any], Tree]:
+    """As by layer, with the activations between layers in the host's memory until the backward pass."""
+    block = optax_accum.microbatched_apply(_block, k, reduce_axes="data", reduce_to=SPECS)
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["boundary"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    named = lambda layer, h: block(layer, checkpoint_name(h, "boundary"))
+    return jax.grad(lambda params, batch: _loss(params, batch, jax.checkpoint(named, policy=policy)))
+
+
+WAYS: dict[str, Callable[[int], Callable[[Tree, Any], Tree]]] = {
+    SCAN: _scan,
+    ONCE: _once,
+    LAYER: _by_layer,
+    HOST: _on_host,
+}
 
 
 def _block(layer: Tree, h: jax.Array) -> jax.Array:

@@ -213,8 +213,8 @@ class OverMesh(Several):
             return partials.per_device(lambda *own: fun(self._device(), *own), self.axes, split, args)
         to = meshes.shardings(self.to, args[sharded], self.axes)
         meshes.check_shards(to, args[sharded], self.axes)
-        device = Among(self.axes, shards={sharded: to})
-        return partials.per_device(lambda *own: fun(device, *own), self.axes, split, args, device.shards)
+        local = lambda *own: fun(Among(self.axes, shards={sharded: to}), *own)
+        return partials.per_device(local, self.axes, split, args, {sharded: to})
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         partials.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
