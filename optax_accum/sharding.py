@@ -11,6 +11,8 @@ devices, and the rows are added once, when a window emits or a call ends. Other 
   `jax.shard_map` over these axes as plain gradients with respect to `defer_reduction(params, reduce_axes)`. A weight is
   one number for each device [d] (inside `jax.shard_map` that device's own), or that of the micro-batch, of which each
   device has the same part; a mean argument one for each device or the same for all.
+* `microbatched_apply(block, ..., reduce_axes="data", reduce_to=specs)`: a layer whose parameters are sharded as `specs`
+  say is gathered once for all its micro-batches, and its gradient scattered once (FSDP): docs/fsdp.md.
 
 `reduce_to` says where the sum goes: everywhere; or as a prefix of the parameters' tree (of `value_and_grad` with
 several `argnums` a tuple of such) of `PartitionSpec`s or `NamedSharding`s, such as `shard_over(params, "data")`: where

@@ -1,5 +1,8 @@
 """Owns what a function that a space runs sees of it: a device with examples, keys and sums of its own."""
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,6 +30,10 @@ class Device:
         """Returns the call on this device: parameters whose gradients are not reduced, and a key of its own."""
         return call
 
+    def own_key(self, call: Call) -> Call:
+        """Returns the call with a key of this device's own."""
+        return call
+
     def own_keys(self, keys: Tree) -> Tree:
         """Returns keys of this device's own, from those that all have."""
         return keys
@@ -38,6 +45,10 @@ class Device:
     def vary(self, tree: Tree) -> Tree:
         """Returns `tree` as values that may differ between devices."""
         return tree
+
+    def gathers(self, name: Name, arg: Tree) -> Tree:
+        """Returns, for each leaf of an argument, the function that makes it whole, of what this device has of it."""
+        return jax.tree.map(lambda _: self.vary, arg)
 
     def whole(self, value: Any) -> Any:
         """Adds a value over the devices that share one batch."""
@@ -51,10 +62,14 @@ class Device:
 
 
 class Among(Device):
-    """One of several devices, seen from inside: `one_batch` says that their examples are those of one batch."""
+    """One of several devices, seen from inside.
 
-    def __init__(self, axes: Axes, *, one_batch: bool = True):
-        self.axes, self.one_batch = axes, one_batch
+    `one_batch` says that their examples are those of one batch, `shards` how arguments are sharded of which each has
+    a shard.
+    """
+
+    def __init__(self, axes: Axes, *, one_batch: bool = True, shards: Mapping[Name, Tree] = MappingProxyType({})):
+        self.axes, self.one_batch, self.shards = axes, one_batch, shards
 
     @property
     def count(self) -> int:
@@ -62,7 +77,10 @@ class Among(Device):
 
     def own(self, call: Call) -> Call:
         params: dict[Name, Any] = {name: self.vary(call.arguments[name]) for name in call.params}
-        return call.with_arguments(params).own_key(self._index())
+        return self.own_key(call.with_arguments(params))
+
+    def own_key(self, call: Call) -> Call:
+        return call.own_key(self._index())
 
     def own_keys(self, keys: Tree) -> Tree:
         own = lambda key: jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), self._index()).reshape(key.shape)
@@ -73,6 +91,12 @@ class Among(Device):
 
     def vary(self, tree: Tree) -> Tree:
         return partials.varying(tree, self.axes)
+
+    def gathers(self, name: Name, arg: Tree) -> Tree:
+        if name not in self.shards:
+            return super().gathers(name, arg)
+        whole = lambda _, to: functools.partial(partials.whole, to=to, axes=self.axes)
+        return jax.tree.map(whole, arg, self.shards[name])
 
     def whole(self, value: Any) -> Any:
         return jax.lax.psum(value, self.axes) if self.one_batch else value

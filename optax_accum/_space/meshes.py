@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -69,20 +70,40 @@ def num_devices(mesh: Mesh, axes: Axes) -> int:
 
 def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
     """Returns one `NamedSharding` for each leaf of `params`: `to` is a prefix made of `PartitionSpec`s or shardings."""
-    is_leaf = lambda node: isinstance(node, PartitionSpec | NamedSharding)
 
     def named(to: Any) -> NamedSharding:
-        if not is_leaf(to):
+        if not is_spec(to):
             raise TypeError(f"reduce_to must hold a jax.sharding.PartitionSpec or NamedSharding: it holds {to!r}.")
         return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
 
     try:
-        return jax.tree.map(named, jax.tree.broadcast(to, params, is_leaf=is_leaf), is_leaf=is_leaf)
+        each = jax.tree.broadcast(to, params, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
-            f"reduce_to must be a prefix of the tree of the parameters: {jax.tree.structure(to, is_leaf=is_leaf)}, and "
+            f"reduce_to must be a prefix of the tree of the parameters: {jax.tree.structure(to, is_leaf=is_spec)}, and "
             f"the parameters have {jax.tree.structure(params)}. shard_over(params, reduce_axes) makes one."
         ) from error
+    return jax.tree.map(named, each, is_leaf=is_spec)
+
+
+def check_shards(to: Tree, params: Tree, axes: Axes) -> None:
+    """Raises unless `params` can be sharded over the axes as `to` says, and some are."""
+    parts = [only(sharding.spec, axes) for sharding in jax.tree.leaves(to, is_leaf=is_spec)]
+    if not any(names_of(entry) for spec in parts for entry in spec):
+        raise ValueError(
+            f"reduce_to must shard parameters over reduce_axes: reduce_axes={axes}, and no spec names them. Pass "
+            "shard_over(params, reduce_axes), or leave out reduce_to where parameters are replicated."
+        )
+    mesh = mesh_of(axes, params)
+    for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), parts, strict=True):
+        shape = jnp.shape(leaf)
+        counts = [num_devices(mesh, names_of(entry)) for entry in spec]
+        if len(counts) > len(shape) or any(size % count for size, count in zip(shape, counts, strict=False)):
+            raise ValueError(
+                f"reduce_to must shard each parameter evenly: at {jax.tree_util.keystr(path) or 'the only leaf'} the "
+                f"shape is {shape}, and reduce_to says {spec} over {counts} devices. Inside a scan over layers, give "
+                "the specs of one layer, without the axis of the layers."
+            )
 
 
 def place(tree: Tree, to: Tree) -> Tree:
@@ -141,6 +162,17 @@ def names_of(entry: Any) -> tuple[str, ...]:
 def names_over_devices(axes: Axes, names: Sequence[Any]) -> tuple[Any, ...]:
     """Returns the sharding of partial sums [d, ...], of that of a leaf [...]."""
     return (axes[0] if len(axes) == 1 else axes, *(without(entry, axes) for entry in names))
+
+
+def is_spec(node: Any) -> bool:
+    """Returns whether a node of a tree says how an array is sharded."""
+    return isinstance(node, PartitionSpec | NamedSharding)
+
+
+def only(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
+    """Returns the part of a spec that is over the given axes."""
+    kept = [tuple(name for name in names_of(entry) if name in axes) for entry in spec]
+    return PartitionSpec(*(names or None for names in kept))
 
 
 def without(entry: Any, axes: Axes) -> Any:

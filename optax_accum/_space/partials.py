@@ -5,7 +5,8 @@ row on its device. On every mesh that is an ordinary array: it passes jit bounda
 compared, saved and loaded, and adding two of them moves nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -127,26 +128,37 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
 
 
 def per_device(
-    fun: Callable[..., tuple[Tree, Tree]], axes: Axes, split: Sequence[int], args: Sequence[Any]
+    fun: Callable[..., tuple[Tree, Tree]],
+    axes: Axes,
+    split: Sequence[int],
+    args: Sequence[Any],
+    shards: Mapping[int, Tree] = MappingProxyType({}),
 ) -> tuple[Tree, Tree]:
     """Runs `fun` on each device; mesh axes that are not named are left to the partitioner.
 
     `fun` returns `(own, same)`: what each device has of its own comes back as rows [d, ...], what all have as it is.
-    The arrays in arguments `split` are dealt out along their first axis. All others are on every device whole, and so
-    is what `fun` closes over.
+    The arrays in arguments `split` are dealt out along their first axis, and of those in `shards`, which has their
+    shardings, each device has its shard. All others are on every device whole, and so is what `fun` closes over.
+    With shards, the backward pass runs `fun` again: what it gathers is not kept.
     """
     mesh = meshes.mesh_of(axes, args)
     leaves, treedef = jax.tree.flatten(tuple(args))
-    numbers = jax.tree.leaves(tuple(jax.tree.map(lambda _, n=n: n, arg) for n, arg in enumerate(args)))
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-    dealt = [number in split and jnp.ndim(leaf) > 0 for number, leaf in zip(numbers, leaves, strict=True)]
+
+    def specs_of(number: int, arg: Tree) -> Tree:
+        if number in shards:
+            return jax.tree.map(lambda leaf, to: meshes.only(to.spec, axes), arg, shards[number])
+        deal = lambda leaf: PartitionSpec(axes) if number in split and jnp.ndim(leaf) > 0 else PartitionSpec()
+        return jax.tree.map(deal, arg)
+
+    specs = jax.tree.leaves([specs_of(number, arg) for number, arg in enumerate(args)], is_leaf=meshes.is_spec)
     arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-    deals = [deal for deal, array in zip(dealt, is_array, strict=True) if array]
-    for leaf, deal in zip(arrays, deals, strict=True):
-        if deal:
+    in_specs = tuple(spec for spec, array in zip(specs, is_array, strict=True) if array)
+    for leaf in jax.tree.leaves([args[number] for number in split]):
+        if jnp.ndim(leaf):
             _check_divides(axes, mesh, leaf.shape[0])
     if explicit := tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh)):
-        arrays = [_dealt(leaf, deal, mesh, explicit) for leaf, deal in zip(arrays, deals, strict=True)]
+        arrays = [_placed(leaf, spec, mesh, explicit) for leaf, spec in zip(arrays, in_specs, strict=True)]
 
     integers: list[Any] = []  # the gradients of integer parameters, which no array can hold
 
@@ -159,24 +171,41 @@ def per_device(
         return varying(own, axes), same
 
     out_specs = PartitionSpec(axes), PartitionSpec()
-    in_specs = tuple(PartitionSpec(axes) if deal else PartitionSpec() for deal in deals)
     run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
+    run = jax.checkpoint(run) if shards else run
     traced = any(isinstance(leaf, Tracer) for leaf in arrays)
     own, same = run(*arrays) if traced else jax.jit(run)(*arrays)  # outside jit, shard_map knows no references
     is_none = lambda node: node is None
     return jax.tree.map(lambda row, other: other if row is None else row, own, integers[-1], is_leaf=is_none), same
 
 
-def _dealt(leaf: Any, deal: bool, mesh: Mesh, axes: Axes) -> jax.Array:
-    """Returns an array on an Explicit mesh with its rows over the axes, or whole on all devices along them."""
+def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, axes: Axes) -> jax.Array:
+    """Returns an array on an Explicit mesh, over the axes as in `spec`, and over all others as it is."""
     leaf = jnp.asarray(leaf)
-    first, *others = [*(meshes.spec_of(leaf) or ()), *[None] * leaf.ndim][: leaf.ndim] or [None]
-    kept = tuple(name for name in meshes.names_of(first) if name not in axes)
-    entries = [
-        (*axes, *kept) if deal else meshes.without(first, axes),
-        *(meshes.without(entry, axes) for entry in others),
-    ]
-    return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), PartitionSpec(*entries[: leaf.ndim])))
+    whole = lambda spec: [*(spec or ()), *[None] * leaf.ndim][: leaf.ndim]
+    kept = (meshes.names_of(meshes.without(entry, axes)) for entry in whole(meshes.spec_of(leaf)))
+    over = map(meshes.names_of, whole(meshes.only(spec, axes)))
+    entries = [(*names, *others) for names, others in zip(over, kept, strict=True)]
+    return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), PartitionSpec(*entries)))
+
+
+def whole(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
+    """Returns a leaf of which this device has its shard, inside `jax.shard_map`: its gradient is scattered, once.
+
+    It differs between devices, so that they add up gradients of their own, also over axes that it is not sharded over.
+    """
+
+    def gather(leaf: Any) -> Any:
+        for dim, entry in enumerate(meshes.only(to.spec, axes)):
+            if names := meshes.names_of(entry):
+                leaf = jax.lax.all_gather(leaf, names, axis=dim, tiled=True)
+        return leaf
+
+    leaf = varying(leaf, axes)
+    if others := meshes.explicit_axes(jax.sharding.get_abstract_mesh()):  # JAX 0.12 cannot scatter beside them
+        spec = meshes.spec_of(leaf)
+        gather = jax.shard_map(gather, in_specs=(spec,), out_specs=spec, axis_names=set(others))
+    return gather(leaf)
 
 
 def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
@@ -214,7 +243,8 @@ def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
     if rows % devices:
         raise ValueError(
             f"The rows of a batch must divide over the devices of reduce_axes: {rows} rows, {devices} devices along "
-            f"{axes}. Pad the batch to {-(-rows // devices) * devices} rows, with weight_fn to leave the padding out."
+            f"{axes}. Pad the batch to {-(-rows // devices) * devices} rows, and leave the padding out of the loss "
+            "(weight_fn)."
         )
 
 

@@ -29,8 +29,8 @@ def here(axes: Axes, to: Tree = None) -> "Space":
         return OverMesh(axes, to)
     if to is not None and to != PARTIAL:
         raise ValueError(
-            f"Inside jax.shard_map over {axes} the sum goes everywhere: reduce_to={to!r}. Leave it out, and shard "
-            "what comes out of the shard_map."
+            f"Inside jax.shard_map over {axes} the sum goes everywhere: reduce_to={to!r}. Leave it out; gather there "
+            "what came in sharded (jax.lax.all_gather), and shard what comes out of the shard_map."
         )
     return InShardMap(axes, to)
 
@@ -112,8 +112,13 @@ class Space:
 
     # The work: a function on each device's own examples, and what came of it as users see it.
 
-    def run(self, fun: Local, split: Sequence[int], args: Sequence[Any]) -> tuple[Tree, Tree]:
-        """Runs `fun(device, *args) -> (own, same)` on each device, the arguments `split` dealt out by rows."""
+    def run(
+        self, fun: Local, split: Sequence[int], args: Sequence[Any], sharded: int | None = None
+    ) -> tuple[Tree, Tree]:
+        """Runs `fun(device, *args) -> (own, same)` on each device, the arguments `split` dealt out by rows.
+
+        Of argument `sharded`, if there is one, each device has the shard that `to` says.
+        """
         return fun(Device(), *args)
 
     def as_own(self, sums: Tree) -> Tree:
@@ -215,8 +220,15 @@ class OverMesh(Several):
     def gather(self, tree: Tree, params: Tree) -> Tree:
         return tree if self.to is None else meshes.gather(tree, self.to, params, self.axes)
 
-    def run(self, fun: Local, split: Sequence[int], args: Sequence[Any]) -> tuple[Tree, Tree]:
-        return partials.per_device(lambda *own: fun(self._device(), *own), self.axes, split, args)
+    def run(
+        self, fun: Local, split: Sequence[int], args: Sequence[Any], sharded: int | None = None
+    ) -> tuple[Tree, Tree]:
+        if sharded is None or self.to is None:
+            return partials.per_device(lambda *own: fun(self._device(), *own), self.axes, split, args)
+        to = meshes.shardings(self.to, args[sharded], self.axes)
+        meshes.check_shards(to, args[sharded], self.axes)
+        local = lambda *own: fun(Among(self.axes, shards={sharded: to}), *own)
+        return partials.per_device(local, self.axes, split, args, {sharded: to})
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         partials.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
@@ -266,7 +278,9 @@ class InShardMap(Several):
     def held(self, acc: Tree) -> Tree:
         return acc
 
-    def run(self, fun: Local, split: Sequence[int], args: Sequence[Any]) -> tuple[Tree, Tree]:
+    def run(
+        self, fun: Local, split: Sequence[int], args: Sequence[Any], sharded: int | None = None
+    ) -> tuple[Tree, Tree]:
         own, same = fun(self._device(), *args)
         return self.rows(own), same
 

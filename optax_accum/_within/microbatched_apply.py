@@ -1,4 +1,4 @@
-"""Owns losses that couple examples: a forward pass in micro-batches, run again in the backward pass. Knows no loss."""
+"""Owns a forward pass in micro-batches, run again in the backward pass: of an encoder, of a layer. Knows no loss."""
 
 import dataclasses
 import functools
@@ -11,8 +11,11 @@ import numpy as np
 
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.program import compiled_once
-from optax_accum._core.roles import Roles
+from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
+from optax_accum._space import meshes
+from optax_accum._space.device import Device
+from optax_accum._space.space import check_options, here
 from optax_accum._within import splitting
 
 Tree = Any
@@ -29,6 +32,8 @@ def microbatched_apply(
     whole_argnames: str | Sequence[str] = (),
     group_size: int = 1,
     rng_argnum: int | None = None,
+    reduce_axes: str | Sequence[str] | None = None,
+    reduce_to: Tree = None,
 ) -> Callable[..., Any]:
     """Applies a function in micro-batches, and again in the backward pass: all the outputs, the memory of one.
 
@@ -38,6 +43,10 @@ def microbatched_apply(
     For losses that couple examples, where no sum of micro-batch gradients is the gradient of the batch: contrastive and
     ranking losses, balances over a batch. Any loss of all outputs has the whole batch's exact gradient, with respect to
     parameters, batch and anything that `fun` closes over. The price is a second forward pass.
+
+    For layers whose parameters are sharded (FSDP): with `reduce_axes`, each device cuts its own rows, and `fun` sees
+    the parameters whole. They are gathered once for all micro-batches, in the backward pass once more; their gradients
+    are added on each device and scattered once. So what passes through the network does not grow with k: docs/fsdp.md.
 
     Args:
       fun: `fun(params, batch)` returns a tree of arrays with one row for each example, and treats each row alone.
@@ -49,19 +58,27 @@ def microbatched_apply(
       whole_argnames: the same for arguments that are passed by keyword.
       group_size: so many consecutive rows stay together in one micro-batch.
       rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`, the same in both passes.
+      reduce_axes: the mesh axes over which the batch is sharded, and the parameters, which are argument 0 here.
+      reduce_to: how the parameters are sharded over them, where their gradients go: `optax_accum.sharding`. In a scan
+        over layers the specs of one layer. By default they are replicated, and gradients are reduced once.
 
     Returns:
       A function of the arguments of `fun`, which returns its outputs for the whole batch, in the order of the rows.
 
     Raises:
       ValueError: an output without a row for each example; a key that no role names, or another argument with as many
-        rows as the batch. Otherwise as `value_and_grad`.
+        rows as the batch; specs that do not shard over `reduce_axes`, or not evenly; rows that the devices do not
+        divide. Otherwise as `value_and_grad`.
 
     Guarantees:
       | case | result | known when |
       |---|---|---|
       | the rows do not divide | one smaller micro-batch; nothing is padded or dropped | tracing |
-      | bfloat16 parameters | their gradient is added in float32, and cast down once | tracing |
+      | bfloat16 parameters | their gradient is added in float32, over devices too, and cast down once | tracing |
+      | `reduce_axes` and a key | `fold_in(fold_in(key, device), i)`, the same in both passes | tracing |
+      | other arguments of `fun` that have gradients | added on each device, and reduced once | compiling |
+      | other mesh axes (tensor) | left to the partitioner | compiling |
+      | `reduce_to` inside a `jax.shard_map` over these axes | an error that says how to gather there | tracing |
       | a flag, a name or a function among the arguments | stays what it is | tracing |
       | forward mode (`jvp`, `jacfwd`, `hessian`) | works, in bfloat16 too | tracing |
       | several calls in one loss (two towers) | each has its own micro-batches | tracing |
@@ -83,12 +100,15 @@ def microbatched_apply(
 
     References:
       L. Gao et al., *Scaling deep contrastive learning batch size under memory limited setup* (GradCache), 2021.
+      J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline parallelism*, arXiv:2106.02679.
     """
     checks.check_one_size(num_microbatches, microbatch_size)
+    axes = meshes.as_axes(reduce_axes)
+    check_options(axes, reduce_to, partial=False)
     rules = _Rules(
         fun=fun,
         roles=Roles.named(
-            argnums=None,
+            argnums=0 if axes else None,
             batch_argnums=batch_argnums,
             batch_argnames=batch_argnames,
             whole_argnums=whole_argnums,
@@ -98,8 +118,11 @@ def microbatched_apply(
         num_microbatches=checks.as_positive("num_microbatches", num_microbatches),
         microbatch_size=checks.as_positive("microbatch_size", microbatch_size),
         group_size=checks.as_positive("group_size", group_size) or 1,
+        reduce_axes=axes,
+        reduce_to=reduce_to,
     )
-    compute = compiled_once(lambda again, args, kwargs: rules.apply(args, kwargs))
+    # A mesh is read off arrays that are not traced.
+    compute = compiled_once(lambda again, args, kwargs: rules.apply(args, kwargs), unless=bool(axes))
 
     @functools.wraps(fun)
     def applied(*args: Any, **kwargs: Any) -> Any:
@@ -117,19 +140,35 @@ class _Rules:
     num_microbatches: int | None
     microbatch_size: int | None
     group_size: int
+    reduce_axes: tuple[str, ...]
+    reduce_to: Tree
 
     def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the outputs of all micro-batches, in the order of the rows."""
+        """Returns the outputs of all micro-batches, on all devices, in the order of the rows."""
         call = self.roles.of(args, kwargs)
+        call.check_shared(count_rows(call[call.batch]))
+        space, names = here(self.reduce_axes, self.reduce_to), tuple(call.arguments)
+        space.check_params(call[call.params])
+
+        def local(device: Device, *values: Any) -> tuple[Tree, None]:
+            return self.on_device(device, call.with_arguments(dict(zip(names, values, strict=True)))), None
+
+        own, _ = space.run(local, [names.index(name) for name in call.batch], call[names], *call.params)
+        return jax.tree.map(functools.partial(space.output, "concat"), own)
+
+    def on_device(self, device: Device, call: Call) -> Any:
+        """Returns the outputs of the micro-batches of one device, in the order of its rows."""
+        call = device.own_key(call)
         batches = call[call.batch]
-        call.check_shared(count_rows(batches))
-        split = splitting.split_rows(batches, self.num_microbatches, self.microbatch_size, group=self.group_size)
+        split = splitting.split_rows(
+            batches, self.num_microbatches, self.microbatch_size, device.count, self.group_size
+        )
         others = {name: arg for name, arg in call.arguments.items() if name not in call.batch}
         leaves, treedef = jax.tree.flatten(list(others.values()))
-        arrays = [
-            leaf for leaf in leaves if _is_array(leaf)
+        gathers = jax.tree.leaves([device.gathers(name, arg) for name, arg in others.items()])
+        opened = [
+            _opened(leaf, gather) for leaf, gather in zip(leaves, gathers, strict=True) if _is_array(leaf)
         ]  # the others (a flag, a name, a function) stay what they are
-        opened = [_opened(leaf) for leaf in arrays]
 
         @jax.checkpoint
         def one(opened: list[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
@@ -166,30 +205,31 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-# The gradient of a narrow leaf (bfloat16, say) is a sum over micro-batches, so it is added in float32: `_opened` lends
-# the leaf an array of zeros that no forward pass reads, `_grafted` sends the gradient of each micro-batch there, cast
-# up, and the backward pass of `_opened` casts the sum down.
+# The gradient of a narrow leaf (bfloat16, say) is a sum over micro-batches and devices, so it is added in float32:
+# `_opened` lends the leaf an array of zeros that no forward pass reads, `_grafted` sends the gradient of each
+# micro-batch there, cast up, and the backward pass of `_opened` adds over the devices and casts the sum down.
 
 
-def _opened(leaf: Any) -> tuple[Any, Any]:
+def _opened(leaf: Any, gather: Callable[[Any], Any]) -> tuple[Any, Any]:
     dtype = jnp.result_type(leaf)
     narrow = jnp.issubdtype(dtype, jnp.inexact) and arithmetic.accumulator_dtype(dtype, None) != dtype
-    return _lend(leaf) if narrow else (leaf, None)
+    return _lend(gather, leaf) if narrow else (gather(leaf), None)
 
 
 def _grafted(leaf: Any, wide: jax.Array | None) -> Any:
     return leaf if wide is None else _graft(leaf, wide)
 
 
-@jax.custom_jvp
-def _lend(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return leaf, jnp.zeros_like(leaf, dtype=arithmetic.accumulator_dtype(leaf.dtype, None))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _lend(gather: Callable[[Any], Any], leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    whole = gather(leaf)
+    return whole, jnp.zeros_like(whole, dtype=arithmetic.accumulator_dtype(leaf.dtype, None))
 
 
 @_lend.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    lent = _lend(*primals)
-    return lent, (jnp.zeros_like(lent[0]), tangents[0].astype(lent[1].dtype))
+def _(gather: Callable[[Any], Any], primals: Any, tangents: Any) -> Any:
+    lent = _lend(gather, *primals)
+    return lent, (jnp.zeros_like(lent[0]), gather(tangents[0].astype(lent[1].dtype)))
 
 
 @jax.custom_jvp
