@@ -11,6 +11,7 @@ from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum.flax import _window
 from optax_accum.flax._nnx import value_and_grad
+from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
 
 Tree = Any
@@ -57,7 +58,7 @@ def train_step(
     cut = functools.partial(value_and_grad, measured, weight_fn=weight_fn, **roles)
     cut(**options)  # its errors come when this is built
 
-    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    @jit_in_place
     def step(model: Any, optimizer: Any, batch: Tree, flush: Any = None) -> dict[str, jax.Array]:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
