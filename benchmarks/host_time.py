@@ -26,13 +26,19 @@ BATCH = (jnp.ones((8, WIDTH)), jnp.zeros((8, WIDTH)))
 LINEN = "Linen, `train_step`"
 
 
-class Run:
-    """A path: one micro-step, which changes what it works on; its parameters; the times of its calls."""
+class _Run:
+    """A path: a micro-step, which changes what it works on, and the parameters of that.
+
+    Attributes:
+      times: seconds of each call timed.
+    """
 
     def __init__(self, step: Callable[[], Any], params: Callable[[], Any]):
-        self.step, self.params, self.times = step, params, []
+        self.step, self.params = step, params
+        self.times: list[float] = []
 
     def time(self) -> None:
+        """Times one call, not what runs on after it."""
         start = time.thread_time()
         result = self.step()
         self.times.append(time.thread_time() - start)
@@ -52,12 +58,12 @@ def main() -> None:
 def _table(layers: int, calls: int) -> str:
     """Returns the time of a micro-step of each path as a multiple of Linen's."""
     runs = {
-        LINEN: _linen(Module(layers)),
-        "NNX, `train_step`": _train_step(Module(layers)),
-        "NNX, our `Optimizer` under `nnx.jit`": _under_jit(Module(layers)),
-        "NNX, Flax's `Optimizer` around `optax.MultiSteps` under `nnx.jit`": _flax(Module(layers)),
-        "NNX, our `Optimizer` under `nnx.jit` and `nnx.cached_partial`": _cached(Module(layers)),
-        "NNX, our `Optimizer` under `jax.jit`, split once, never merged": _split_once(Module(layers)),
+        LINEN: _linen(_Module(layers)),
+        "NNX, `train_step`": _train_step(_Module(layers)),
+        "NNX, our `Optimizer` under `nnx.jit`": _under_jit(_Module(layers)),
+        "NNX, Flax's `Optimizer` around `optax.MultiSteps` under `nnx.jit`": _flax(_Module(layers)),
+        "NNX, our `Optimizer` under `nnx.jit` and `nnx.cached_partial`": _cached(_Module(layers)),
+        "NNX, our `Optimizer` under `jax.jit`, split once, never merged": _split_once(_Module(layers)),
     }
     for _ in range(2 * EVERY):
         for run in runs.values():
@@ -74,7 +80,7 @@ def _table(layers: int, calls: int) -> str:
     return f"### Target: `train_step` of NNX <= 3 times that of Linen\n\n{_measure.markdown(rows)}"
 
 
-class Module(nnx.Module):
+class _Module(nnx.Module):
     def __init__(self, layers: int):
         rngs = nnx.Rngs(0)
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(layers)])
@@ -85,7 +91,7 @@ class Module(nnx.Module):
         return x
 
 
-class LinenModule(nn.Module):
+class _LinenModule(nn.Module):
     layers: int
 
     @nn.compact
@@ -107,19 +113,17 @@ def _transformation() -> optax.GradientTransformation:
     return optax_accum.accumulate_gradients(optax.adam(1e-3), EVERY)
 
 
-def _params(model: Module) -> list[jax.Array]:
+def _params(model: _Module) -> list[jax.Array]:
     return [variable[...] for layer in model.layers for variable in (layer.bias, layer.kernel)]
 
 
-def _linen(start: Module) -> Run:
-    model = LinenModule(len(start.layers))
+def _linen(start: _Module) -> _Run:
+    model = _LinenModule(len(start.layers))
     params = {
         f"Dense_{number}": {"kernel": jnp.copy(layer.kernel[...]), "bias": jnp.copy(layer.bias[...])}
         for number, layer in enumerate(start.layers)
     }
-    state = accum.linen.TrainState.create(
-        apply_fn=model.apply, params=params, tx=_transformation(), metrics=("loss",)
-    )
+    state = accum.linen.TrainState.create(apply_fn=model.apply, params=params, tx=_transformation(), metrics=("loss",))
     fun = lambda params, batch, key, state: (_squares(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
     step, key = accum.linen.train_step(fun, num_microbatches=1), jax.random.key(0)
 
@@ -129,40 +133,40 @@ def _linen(start: Module) -> Run:
         return metrics
 
     ordered = lambda: [state.params[f"Dense_{n}"][name] for n in range(len(params)) for name in ("bias", "kernel")]
-    return Run(run, ordered)
+    return _Run(run, ordered)
 
 
-def _train_step(model: Module) -> Run:
+def _train_step(model: _Module) -> _Run:
     optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param, metrics=("loss",))
     step = accum.nnx.train_step(_loss, num_microbatches=1)
-    return Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
 
 
-def _step(model: Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
+def _step(model: _Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
     loss, grads = nnx.value_and_grad(_loss)(model, batch)
     optimizer.update(model, grads)
     return loss
 
 
-def _under_jit(model: Module) -> Run:
+def _under_jit(model: _Module) -> _Run:
     optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
     step = nnx.jit(_step, donate_argnums=(0, 1))
-    return Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
 
 
-def _flax(model: Module) -> Run:
+def _flax(model: _Module) -> _Run:
     optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.adam(1e-3), EVERY), wrt=nnx.Param)
     step = nnx.jit(_step)  # MultiSteps begins with arrays that are one: not to be donated
-    return Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
 
 
-def _cached(model: Module) -> Run:
+def _cached(model: _Module) -> _Run:
     optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
     step = nnx.cached_partial(nnx.jit(_step, donate_argnums=(0, 1)), model, optimizer)
-    return Run(lambda: step(BATCH), lambda: _params(model))
+    return _Run(lambda: step(BATCH), lambda: _params(model))
 
 
-def _split_once(model: Module) -> Run:
+def _split_once(model: _Module) -> _Run:
     """The state goes from call to call; the module has the parameters that it began with."""
     optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer))
@@ -178,7 +182,7 @@ def _split_once(model: Module) -> Run:
         state, loss = step(state, BATCH)
         return loss
 
-    return Run(run, lambda: _params(nnx.merge(graph, state)[0]))
+    return _Run(run, lambda: _params(nnx.merge(graph, state)[0]))
 
 
 if __name__ == "__main__":
