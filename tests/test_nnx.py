@@ -507,13 +507,22 @@ def python_calls(run):
     return count
 
 
-def test_a_train_step_changes_values_alone():
-    class Counting(accum.nnx.Optimizer):
-        def update(self, *args, **kwargs):
-            super().update(*args, **kwargs)
-            self.calls = 1
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, optimizer: setattr(optimizer, "calls", 1),
+        lambda model, _: model.first.kernel.set_metadata("note", "another"),
+        lambda model, _: setattr(model, "second", model.first),
+    ],
+    ids=["an attribute", "metadata", "a layer"],
+)
+def test_a_train_step_changes_values_alone(change):
+    class Changing(accum.nnx.Optimizer):
+        def update(self, model, *args, **kwargs):
+            super().update(model, *args, **kwargs)
+            change(model, self)
 
-    step, _ = stepping(Tower(nnx.Rngs(0)), Counting)
+    step, _ = stepping(Tower(nnx.Rngs(0)), Changing)
     with pytest.raises(ValueError, match="the attributes and variables that they had.*Change the others between steps"):
         step()
 

@@ -38,13 +38,14 @@ def train_step(
         and need not be told.
 
     Returns:
-      A function `step(model, optimizer, batch, flush=None) -> metrics` under `nnx.jit`, which donates the model and the
-      optimizer: an `Optimizer` of this module, created with `metrics=("loss", ...)`. The metrics are those of the
-      window so far; of the call, if the optimizer does not accumulate.
+      A jitted `step(model, optimizer, batch, flush=None) -> metrics`, which donates the model and the optimizer, an
+      `Optimizer` of this module created with `metrics=("loss", ...)`, and changes the values of their variables. What
+      is changed between two steps counts. The metrics are those of the window so far; of the call, if the optimizer
+      does not accumulate.
 
     Raises:
       TypeError: the optimizer is one of Flax's own; a metric that is no real number; an option that is the step's own.
-      ValueError: a metric of the name `"loss"`.
+      ValueError: a metric of the name `"loss"`; an optimizer of your own that changes more than values.
     """
     _window.check_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
 
