@@ -42,7 +42,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"verify"},
     ],
     "flax": [
-        {"_batch_norm", "_window", "_nnx_variables"},
+        {"_batch_norm", "_window", "_nnx_variables", "_nnx_jit"},
         {"_checkpoint", "_loss_scale"},
         {"_linen", "_nnx", "_nnx_optimizer"},
         {"_linen_step", "_nnx_step"},

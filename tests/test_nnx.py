@@ -1,5 +1,7 @@
 """NNX: gradients of a module, its random streams and statistics, and an optimizer with a window."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -377,6 +379,152 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     step(again, other, (X[8:], Y[8:]))
     equal(params(again), params(model))
     assert int(other.step[...]) == 1
+
+
+# How a train step reaches the variables of its model
+
+
+class Tower(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(6, 6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)
+        self.last, self.factor = nnx.Linear(6, 3, rngs=rngs), 1.0
+
+    def __call__(self, x):
+        return self.factor * self.last(nnx.relu(self.second(nnx.relu(self.first(x)))))
+
+
+def stepping(model, cls=accum.nnx.Optimizer):
+    """A step of SGD in two micro-batches, and the list of its traces."""
+    traces = []
+
+    def loss(model, batch):
+        traces.append(batch)
+        return cross_entropy(model(batch[0]), batch[1])
+
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 1)
+    optimizer = cls(model, tx, wrt=nnx.Param, metrics=("loss",))
+    step = accum.nnx.train_step(loss, num_microbatches=2)
+    return lambda: step(model, optimizer, (X, Y)), traces
+
+
+def moves_as_the_whole_batch(model, step):
+    value, grads = nnx.value_and_grad(lambda model: cross_entropy(model(X), Y))(model)
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, arrays(nnx.state(model, nnx.Param)), arrays(grads))
+    assert_allclose(step()["loss"], value, rtol=1e-5)
+    close(arrays(nnx.state(model, nnx.Param)), want)
+
+
+CHANGES = {  # from outside; whether the step is traced again
+    "a value": (lambda m: m.first.kernel.set_value(2 * m.first.kernel[...]), False),
+    "all values": (lambda m: nnx.update(m, jax.tree.map(jnp.negative, nnx.state(m))), False),
+    "a variable": (lambda m: setattr(m.first, "kernel", nnx.Param(0.5 * jnp.ones((6, 6)))), False),
+    "a layer": (lambda m: setattr(m, "second", nnx.Linear(6, 6, rngs=nnx.Rngs(7))), False),
+    "layers exchanged": (lambda m: vars(m).update(first=m.second, second=m.first), False),
+    "an attribute": (lambda m: setattr(m, "factor", 3.0), True),
+    "metadata": (lambda m: m.first.kernel.set_metadata("note", "another"), True),
+    "the form of a layer": (lambda m: setattr(m, "second", nnx.Linear(6, 6, use_bias=False, rngs=nnx.Rngs(7))), True),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_is_changed_between_two_steps_is_seen(what):
+    model, (change, traced_again) = Tower(nnx.Rngs(0)), CHANGES[what]
+    step, traces = stepping(model)
+    moves_as_the_whole_batch(model, step)
+    before = len(traces)
+    change(model)
+    for _ in range(2):
+        moves_as_the_whole_batch(model, step)
+    assert len(traces) == before * (2 if traced_again else 1)
+
+
+FORMS = {  # of graphs that are no trees
+    "a variable twice": lambda m: setattr(m.second, "kernel", m.first.kernel),
+    "a layer twice": lambda m: setattr(m, "second", m.first),
+    "a cycle": lambda m: setattr(m, "whole", m),
+    "an array that is no variable": lambda m: setattr(m, "offset", jnp.ones(3)),
+}
+
+
+@pytest.mark.parametrize("what", FORMS)
+def test_a_graph_that_is_no_tree_of_variables(what):
+    model = Tower(nnx.Rngs(0))
+    FORMS[what](model)
+    step, traces = stepping(model)
+    moves_as_the_whole_batch(model, step)
+    before = len(traces)
+    moves_as_the_whole_batch(model, step)
+    assert len(traces) == before
+    assert (model.second.kernel is model.first.kernel) == (what in ("a variable twice", "a layer twice"))
+
+
+def test_random_streams_and_statistics_advance_in_one_program():
+    model, whole = Net(nnx.Rngs(0), rate=0.5), Net(nnx.Rngs(0))
+    traces = []
+
+    def loss(model, batch):
+        traces.append(batch)
+        return nnx_loss(model, batch, norm=True)
+
+    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    step = accum.nnx.train_step(loss, num_microbatches=2)
+    losses = [float(step(model, optimizer, (X, Y))["loss"]) for _ in range(4)]
+    assert int(model.drop.rngs.count[...]) == 8
+    assert len(set(losses)) == 4
+    for _ in range(2):
+        nnx_loss(whole, (X, Y), norm=True)
+    close(statistics(model), statistics(whole))
+    once = len(traces)
+    step.lower(model, optimizer, (X, Y))
+    assert len(traces) == 2 * once
+
+
+def test_a_train_step_takes_few_calls_of_python():
+    """It walks no graph: `nnx.jit` does so in each call."""
+    model = Tower(nnx.Rngs(0))
+    step, _ = stepping(model)
+    slow = Tower(nnx.Rngs(0))
+    slow.whole = slow
+    calls = [python_calls(run) for run in (step, stepping(slow)[0])]
+    assert calls[0] < calls[1] / 3
+
+
+def python_calls(run):
+    run()
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, optimizer: setattr(optimizer, "calls", 1),
+        lambda model, _: model.first.kernel.set_metadata("note", "another"),
+        lambda model, _: setattr(model, "second", model.first),
+    ],
+    ids=["an attribute", "metadata", "a layer"],
+)
+def test_a_train_step_changes_values_alone(change):
+    class Changing(accum.nnx.Optimizer):
+        def update(self, model, *args, **kwargs):
+            super().update(model, *args, **kwargs)
+            change(model, self)
+
+    step, _ = stepping(Tower(nnx.Rngs(0)), Changing)
+    with pytest.raises(ValueError, match="the attributes and variables that they had.*Change the others between steps"):
+        step()
 
 
 # What a fun may do to its model, and which arguments it has

@@ -11,6 +11,7 @@ from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum.flax import _window
 from optax_accum.flax._nnx import value_and_grad
+from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
 
 Tree = Any
@@ -37,13 +38,14 @@ def train_step(
         and need not be told.
 
     Returns:
-      A function `step(model, optimizer, batch, flush=None) -> metrics` under `nnx.jit`, which donates the model and the
-      optimizer: an `Optimizer` of this module, created with `metrics=("loss", ...)`. The metrics are those of the
-      window so far; of the call, if the optimizer does not accumulate.
+      A jitted `step(model, optimizer, batch, flush=None) -> metrics`, which donates the model and the optimizer, an
+      `Optimizer` of this module created with `metrics=("loss", ...)`, and changes the values of their variables. What
+      is changed between two steps counts. The metrics are those of the window so far; of the call, if the optimizer
+      does not accumulate.
 
     Raises:
       TypeError: the optimizer is one of Flax's own; a metric that is no real number; an option that is the step's own.
-      ValueError: a metric of the name `"loss"`.
+      ValueError: a metric of the name `"loss"`; an optimizer of your own that changes more than values.
     """
     _window.check_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
 
@@ -57,7 +59,7 @@ def train_step(
     cut = functools.partial(value_and_grad, measured, weight_fn=weight_fn, **roles)
     cut(**options)  # its errors come when this is built
 
-    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    @jit_in_place
     def step(model: Any, optimizer: Any, batch: Tree, flush: Any = None) -> dict[str, jax.Array]:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(

@@ -1,0 +1,191 @@
+"""Owns what a micro-step costs the host: the Python time of Linen and NNX train steps, which an accelerator waits for.
+
+Run `python -m benchmarks.host_time`. The model is deep and narrow: there are many arrays, and little to compute. Before
+a time is printed, parameters are compared.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import nnx
+
+import optax_accum
+from benchmarks import _measure
+from optax_accum import flax as accum
+
+EVERY, WIDTH = 4, 4
+BATCH = (jnp.ones((8, WIDTH)), jnp.zeros((8, WIDTH)))
+LINEN = "Linen, `train_step`"
+
+
+class _Run:
+    """A path: a micro-step, which changes what it works on, and the parameters of that.
+
+    Attributes:
+      times: seconds of each call timed.
+    """
+
+    def __init__(self, step: Callable[[], Any], params: Callable[[], Any]):
+        self.step, self.params = step, params
+        self.times: list[float] = []
+
+    def time(self) -> None:
+        """Times one call, not what runs on after it."""
+        start = time.thread_time()
+        result = self.step()
+        self.times.append(time.thread_time() - start)
+        jax.block_until_ready((result, self.params()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=40, help="layers of the model, with a kernel and a bias each")
+    parser.add_argument("--calls", type=int, default=100, help="micro-steps of each path, in ten turns")
+    options = parser.parse_args()
+    notes = "CPU time of the calling thread, medians of one run on this machine."
+    print(_measure.header(f"Host time of a micro-step, {options.layers} layers, Adam", notes))
+    print(_table(options.layers, options.calls))
+
+
+def _table(layers: int, calls: int) -> str:
+    """Returns the time of a micro-step of each path as a multiple of Linen's."""
+    runs = {
+        LINEN: _linen(_Module(layers)),
+        "NNX, `train_step`": _train_step(_Module(layers)),
+        "NNX, our `Optimizer` under `nnx.jit`": _under_jit(_Module(layers)),
+        "NNX, Flax's `Optimizer` around `optax.MultiSteps` under `nnx.jit`": _flax(_Module(layers)),
+        "NNX, our `Optimizer` under `nnx.jit` and `nnx.cached_partial`": _cached(_Module(layers)),
+        "NNX, our `Optimizer` under `jax.jit`, split once, never merged": _split_once(_Module(layers)),
+    }
+    for _ in range(2 * EVERY):
+        for run in runs.values():
+            run.step()
+    for name, run in runs.items():
+        error = _measure.relative_difference(run.params(), runs[LINEN].params())
+        assert error < 1e-4, (name, error)
+    for _ in range(10):
+        for run in runs.values():
+            run.step()  # the caches of the processor are its own again, as in training
+            for _ in range(calls // 10):
+                run.time()
+    medians = {name: statistics.median(run.times) for name, run in runs.items()}
+    rows = [("micro-step", "/ Linen", "ms")]
+    rows += [(name, f"{value / medians[LINEN]:.1f}", f"{1e3 * value:.2f}") for name, value in medians.items()]
+    return f"### Target: `train_step` of NNX <= 3 times that of Linen\n\n{_measure.markdown(rows)}"
+
+
+class _Module(nnx.Module):
+    def __init__(self, layers: int):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(layers)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = x + nnx.tanh(layer(x))
+        return x
+
+
+class _LinenModule(nn.Module):
+    layers: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(self.layers):
+            x = x + nn.tanh(nn.Dense(WIDTH)(x))
+        return x
+
+
+def _squares(out: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean((out - y) ** 2)
+
+
+def _loss(model: Any, batch: Any) -> jax.Array:
+    return _squares(model(batch[0]), batch[1])
+
+
+def _transformation() -> optax.GradientTransformation:
+    return optax_accum.accumulate_gradients(optax.adam(1e-3), EVERY)
+
+
+def _params(model: _Module) -> list[jax.Array]:
+    return [variable[...] for layer in model.layers for variable in (layer.bias, layer.kernel)]
+
+
+def _linen(start: _Module) -> _Run:
+    model = _LinenModule(len(start.layers))
+    params = {
+        f"Dense_{number}": {"kernel": jnp.copy(layer.kernel[...]), "bias": jnp.copy(layer.bias[...])}
+        for number, layer in enumerate(start.layers)
+    }
+    state = accum.linen.TrainState.create(apply_fn=model.apply, params=params, tx=_transformation(), metrics=("loss",))
+    fun = lambda params, batch, key, state: (_squares(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
+    step, key = accum.linen.train_step(fun, num_microbatches=1), jax.random.key(0)
+
+    def run() -> Any:
+        nonlocal state
+        state, metrics = step(state, BATCH, key)
+        return metrics
+
+    ordered = lambda: [state.params[f"Dense_{n}"][name] for n in range(len(params)) for name in ("bias", "kernel")]
+    return _Run(run, ordered)
+
+
+def _train_step(model: _Module) -> _Run:
+    optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param, metrics=("loss",))
+    step = accum.nnx.train_step(_loss, num_microbatches=1)
+    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+
+
+def _step(model: _Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
+    loss, grads = nnx.value_and_grad(_loss)(model, batch)
+    optimizer.update(model, grads)
+    return loss
+
+
+def _under_jit(model: _Module) -> _Run:
+    optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
+    step = nnx.jit(_step, donate_argnums=(0, 1))
+    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+
+
+def _flax(model: _Module) -> _Run:
+    optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.adam(1e-3), EVERY), wrt=nnx.Param)
+    step = nnx.jit(_step)  # MultiSteps begins with arrays that are one: not to be donated
+    return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
+
+
+def _cached(model: _Module) -> _Run:
+    optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
+    step = nnx.cached_partial(nnx.jit(_step, donate_argnums=(0, 1)), model, optimizer)
+    return _Run(lambda: step(BATCH), lambda: _params(model))
+
+
+def _split_once(model: _Module) -> _Run:
+    """The state goes from call to call; the module has the parameters that it began with."""
+    optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        both = nnx.merge(graph, state)
+        loss = _step(*both, batch)
+        return nnx.state(both), loss
+
+    def run() -> jax.Array:
+        nonlocal state
+        state, loss = step(state, BATCH)
+        return loss
+
+    return _Run(run, lambda: _params(nnx.merge(graph, state)[0]))
+
+
+if __name__ == "__main__":
+    main()
