@@ -174,7 +174,9 @@ def test_the_questions_are_found():
     assert "rules.reduce_axes" in branches("if rules.reduce_axes:\n    pass")
 
 
-@pytest.mark.parametrize("face", ["", "sharding", "checkpoint", "batching", "accelerators", "flax", "flax.linen", "flax.nnx"])
+@pytest.mark.parametrize(
+    "face", ["", "sharding", "checkpoint", "batching", "accelerators", "flax", "flax.linen", "flax.nnx"]
+)
 def test_a_face_shows_its_names_and_no_more(face):
     module = importlib.import_module(f"optax_accum.{face}".rstrip("."))
     assert sorted(module.__all__) == module.__all__
