@@ -16,7 +16,7 @@ import optax
 from tqdm import tqdm
 
 import optax_accum
-from benchmarks import _measure
+from benchmarks import _measure, fsdp
 from benchmarks._measure import Tree
 from optax_accum.accelerators import Target, Traffic, count_traffic, target
 from optax_accum.sharding import count_collectives, state_sharding
@@ -273,12 +273,21 @@ def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
             )
 
 
+def sharded(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what a window over sharded parameters gathers and adds up."""
+    for way in (fsdp.SCAN, fsdp.ONCE, fsdp.LAYER) if len(on.devices) > 1 else ():
+        for k in (2, 32):
+            found = fsdp.cost(on, way, k, fsdp.Sizes())
+            yield f"{way}, k = {k}", {f"{name}, P": value for name, value in found._asdict().items()}
+
+
 KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "apply_gradients, by optimizer": optimizers,
     "apply_gradients, by policy": policies,
     "update": wrappers,
     "decoder": decoders,
     "data parallel": parallel,
+    "FSDP": sharded,
 }
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ if __name__ == "__main__":
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from benchmarks import _measure
 from benchmarks._measure import Tree
+from optax_accum.accelerators import Target, target
 
 SCAN, ONCE, LAYER = "a scan, by hand", "gathered once, for the window", "by layer"
 HOST = "by layer, boundaries on the host"
@@ -65,37 +65,34 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8, help="how many of them")
     parser.add_argument("--every", nargs="+", type=int, default=[2, 32], help="micro-batches of a window")
     options = parser.parse_args()
+    on = target(options.target, num_devices=options.devices)
     if options.target:
-        from optax_accum import accelerators
-
-        devices = accelerators.target(options.target, num_devices=options.devices).devices
-        print(table(devices, tuple(WAYS), options.every, Sizes()))
+        print(table(on, tuple(WAYS), options.every, Sizes()))
     else:  # a CPU has one memory
-        small = Sizes(layers=4, width=128, hidden=512, length=16)
-        print(table(jax.devices()[: options.devices], (SCAN, ONCE, LAYER), options.every, small))
+        print(table(on, (SCAN, ONCE, LAYER), options.every, Sizes(layers=4, width=128, hidden=512, length=16)))
 
 
-def table(devices: Sequence[Any], ways: Sequence[str], every: Sequence[int], sizes: Sizes) -> str:
+def table(on: Target, ways: Sequence[str], every: Sequence[int], sizes: Sizes) -> str:
     """Returns the costs of each way and k as Markdown."""
     head = ("way", "micro-batches", "gathered / P", "reduced / P", "others / P", "temporary / P")
-    rows = [(way, str(k), *(f"{number:.2f}" for number in cost(devices, way, k, sizes))) for way in ways for k in every]
-    notes = NOTES.format(rows=sizes.rows, devices=len(devices), layers=sizes.layers, millions=sizes.copy / 4e6)
-    title = f"FSDP windows, compiled for {len(devices)} x {devices[0].device_kind}"
+    rows = [(way, str(k), *(f"{number:.2f}" for number in cost(on, way, k, sizes))) for way in ways for k in every]
+    notes = NOTES.format(rows=sizes.rows, devices=len(on.devices), layers=sizes.layers, millions=sizes.copy / 4e6)
+    title = f"FSDP windows, compiled for {len(on.devices)} x {on.devices[0].device_kind}"
     return f"{_measure.header(title, notes)}\n{_measure.markdown([head, *rows])}"
 
 
-def cost(devices: Sequence[Any], way: str, k: int, sizes: Sizes) -> Cost:
-    """Compiles the gradient of a window for the devices, and reads what it costs."""
-    mesh = jax.sharding.Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+def cost(on: Target, way: str, k: int, sizes: Sizes) -> Cost:
+    """Compiles the gradient of a window, and reads what it costs."""
+    mesh = on.mesh()
     shape = lambda spec, *dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
     params = {
         "up": shape(P(None, *SPECS["up"]), sizes.layers, sizes.width, sizes.hidden),
         "down": shape(P(None, *SPECS["down"]), sizes.layers, sizes.hidden, sizes.width),
     }
-    batch = shape(P("data"), len(devices) * sizes.rows, sizes.length, sizes.width)
+    batch = shape(P("data"), len(on.devices) * sizes.rows, sizes.length, sizes.width)
     with jax.set_mesh(mesh):
         jitted = jax.jit(WAYS[way](k), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
-        compiled = jitted.lower(params, batch).compile()
+        compiled = on.compile(jitted.lower(params, batch))
     found, large = optax_accum.sharding.count_collectives(compiled), 1024
     gathered = found.select("all-gather", min_bytes=large).bytes
     reduced = found.select(("all-reduce", "reduce-scatter"), min_bytes=large).bytes

@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from benchmarks import accelerators as facts
+from benchmarks import fsdp
 from tests import programs
 
 TARGETS = ["h100", "v5e:4x4"]
@@ -23,7 +24,8 @@ def test_a_held_micro_step_adds_and_an_emitting_one_is_the_optimizer(name):
         assert row["held, P"] == pytest.approx(3, abs=0.02), optimizer
         assert row["held copies"] == 0, optimizer
         assert row["emitting adds, P"] <= row["alone, P"] + 1.02, optimizer
-        assert row["temporary, P"] <= row["alone temporary, P"] + 0.2, optimizer
+        # For a TPU, Muon's Newton-Schulz iteration reads a mean that is written: one leaf of four at a time.
+        assert row["temporary, P"] <= row["alone temporary, P"] + (0.26 if optimizer == "Muon" else 0.02), optimizer
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -51,3 +53,15 @@ def test_a_window_is_reduced_once(name):
     for case, row in read("data parallel", name).items():
         assert row["reduced in a window, P"] == pytest.approx(1, abs=0.01), case
         assert row.get("collectives, held", 0) == 0, case
+
+
+@pytest.mark.parametrize("name", ["h100", "v5e:2x4"])
+def test_by_layer_the_traffic_of_sharded_parameters_does_not_grow(name):
+    """As that of no loop over micro-batches: what a scan gathers grows with k."""
+    with programs.as_shipped():
+        two, many = (fsdp.cost(programs.target(name), fsdp.LAYER, k, fsdp.Sizes()) for k in (2, 32))
+        scan = fsdp.cost(programs.target(name), fsdp.SCAN, 32, fsdp.Sizes())
+    assert two[:3] == pytest.approx(many[:3], rel=0.01)
+    assert sum(many[:3]) <= 5
+    assert sum(scan[:3]) > 10 * sum(many[:3])
+    assert many.temporary < 1.1
