@@ -156,6 +156,22 @@ def wrappers(on: Target) -> Iterator[tuple[str, Facts]]:
         yield name, {"window of 8, P": window, "temporary, P": (found.temporary or 0) / size(params)}
 
 
+def offloaded(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what crosses to the host's memory and back where AdamW's two moments lie there."""
+    given = one(on).shapes(layers())
+    tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), 8)
+    placed = state_sharding(tx, given, offload="inner_opt_state")
+    at = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    state = jax.tree.map(at, jax.eval_shape(tx.init, given), placed)
+    out = (jax.tree.map(lambda leaf: leaf.sharding, given), placed)
+    jitted = jax.jit(applied(tx), donate_argnums=0, out_shardings=out)
+    found = count_traffic(on.compile(jitted.lower(given, state, given)))
+    yield "moments on the host", {
+        "to and fro, held, P": found.always.host / size(given),
+        "to and fro, emitting, P": sum(part.host for part in found.parts) / size(given),
+    }
+
+
 # A decoder
 
 
@@ -285,6 +301,7 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "apply_gradients, by optimizer": optimizers,
     "apply_gradients, by policy": policies,
     "update": wrappers,
+    "offload": offloaded,
     "decoder": decoders,
     "data parallel": parallel,
     "FSDP": sharded,
