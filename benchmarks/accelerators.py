@@ -166,10 +166,13 @@ def offloaded(on: Target) -> Iterator[tuple[str, Facts]]:
     out = (jax.tree.map(lambda leaf: leaf.sharding, given), placed)
     jitted = jax.jit(applied(tx), donate_argnums=0, out_shardings=out)
     found = count_traffic(on.compile(jitted.lower(given, state, given)))
-    yield "moments on the host", {
-        "to and fro, held, P": found.always.host / size(given),
-        "to and fro, emitting, P": sum(part.host for part in found.parts) / size(given),
-    }
+    yield (
+        "moments on the host",
+        {
+            "to and fro, held, P": found.always.host / size(given),
+            "to and fro, emitting, P": sum(part.host for part in found.parts) / size(given),
+        },
+    )
 
 
 # A decoder
