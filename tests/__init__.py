@@ -11,7 +11,9 @@ import tempfile
 # Below JAX 0.11, XLA can still do without its new emitters for CPUs, which take 40 % of the suite's time.
 OLD_EMITTERS = tuple(int(part) for part in importlib.metadata.version("jax").split(".")[:2]) < (0, 11)
 
-flags = ["--xla_force_host_platform_device_count=8", *["--xla_cpu_use_fusion_emitters=false"] * OLD_EMITTERS]
+# A worker has one core to compile on, so programs are not split among threads.
+flags = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen_split_count=1"]
+flags += ["--xla_cpu_use_fusion_emitters=false"] * OLD_EMITTERS
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 os.environ["JAX_PLATFORMS"] = "cpu"
 

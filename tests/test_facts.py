@@ -41,6 +41,10 @@ def test_update_moves_no_more_than_multi_steps(name):
     assert rows["update"]["window of 8, P"] <= rows["MultiSteps"]["window of 8, P"] + 0.02
 
 
+def test_moments_on_the_host_come_and_go_once_in_a_window():
+    assert read("offload", "h100")["moments on the host"]["to and fro, emitting, P"] == pytest.approx(4, abs=0.01)
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_decoder_in_place(name):
     memory = {case: row["memory, P"] for case, row in read("decoder", name).items()}
@@ -53,6 +57,7 @@ def test_a_window_is_reduced_once(name):
     for case, row in read("data parallel", name).items():
         assert row["reduced in a window, P"] == pytest.approx(1, abs=0.01), case
         assert row.get("collectives, held", 0) == 0, case
+        assert row["temporary, P"] <= (0.01 if name == "h100" else 1.01), case
 
 
 @pytest.mark.parametrize("name", ["h100", "v5e:2x4"])
