@@ -32,7 +32,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"checks"},
         {"backward"},
     ],
-    "_space": [{"meshes"}, {"partials"}, {"device"}, {"space"}],
+    "_space": [{"meshes"}, {"partials"}, {"mismatch", "device"}, {"space"}],
     "_across": [{"inner", "policy", "outcomes"}, {"window"}, {"transformation"}, {"train_step"}],
     "_within": [{"splitting"}, {"loops", "reductions", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.state import default_float
-from optax_accum._space import meshes, partials
+from optax_accum._space import meshes, mismatch, partials
 from optax_accum._space.device import Among, Device
 from optax_accum._space.meshes import Axes
 
@@ -194,11 +194,11 @@ class OverMesh(Several):
         return partials.zero_scalars(params, self.axes)
 
     def grads(self, grads: Tree, acc: Tree) -> Tree:
-        partials.check_rows(grads, acc)
+        mismatch.check_rows(grads, acc)
         return grads
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
-        weight = checks.as_weight(weight, partials.num_devices_of(like, self.axes))
+        weight = checks.as_weight(weight, mismatch.num_devices_of(like, self.axes))
         part = weight / like.shape[0] if share and not jnp.ndim(weight) else weight
         return partials.beside(jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape), like, self.axes)
 
@@ -231,11 +231,11 @@ class OverMesh(Several):
         return partials.per_device(local, self.axes, split, args, {sharded: to})
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
-        partials.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
+        mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
 
     def check_params(self, params: Tree) -> None:
         if self.to is None or self.to == PARTIAL:
-            partials.check_replicated(params, self.axes)
+            mismatch.check_replicated(params, self.axes)
 
     def _goes_everywhere(self, acc: Tree) -> bool:
         """Returns whether the sum goes to all devices of a mesh that is known, inside jit."""
@@ -262,11 +262,11 @@ class InShardMap(Several):
         return partials.varying(jnp.zeros([1], default_float()), self.axes)
 
     def grads(self, grads: Tree, acc: Tree) -> Tree:
-        partials.check_own(grads, self.axes)
+        mismatch.check_own(grads, self.axes)
         return self.rows(grads)
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
-        weight = checks.as_weight(weight, partials.num_devices_of(like, self.axes))
+        weight = checks.as_weight(weight, mismatch.num_devices_of(like, self.axes))
         own = jnp.ndim(weight) or (isinstance(weight, jax.Array) and partials.differs(weight, self.axes))
         part = weight / jax.lax.psum(1, self.axes) if share and not own else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
@@ -300,4 +300,4 @@ class InShardMap(Several):
         return rows[0]
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
-        partials.check_num_devices(weight, 1)
+        mismatch.check_num_devices(weight, 1)

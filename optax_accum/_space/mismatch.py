@@ -1,0 +1,81 @@
+"""Owns what is said where a state or gradients do not fit the devices. Adds and places nothing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core.arithmetic import is_float0
+from optax_accum._space import meshes, partials
+from optax_accum._space.meshes import Axes
+
+Tree = Any
+
+
+def check_num_devices(weight: jax.Array, devices: int) -> None:
+    """Raises unless a state has one row for each device: `weight` is that of the state."""
+    if weight.shape != (devices,):
+        raise ValueError(_row_mismatch(weight.shape, devices))
+
+
+def num_devices_of(weight: jax.Array, axes: Axes) -> int:
+    """Returns for how many devices a state was made: `weight` is its. Raises for one that was made for one device."""
+    if not weight.ndim:
+        raise ValueError(
+            f"The state must have one row for each device along {axes}: it has none. Call redistribute(state, "
+            "devices), or init again."
+        )
+    return weight.shape[0]
+
+
+def check_own(grads: Tree, axes: Axes) -> None:
+    """Raises for gradients that have been reduced already, inside `jax.shard_map`."""
+    if not partials.differs(jax.lax.axis_index(axes[0]), axes):  # under check_vma=False nobody knows
+        return
+    for path, leaf in jax.tree.leaves_with_path(grads):
+        if not is_float0(leaf) and not set(axes) <= partials.varies_over(leaf):
+            raise ValueError(
+                f"With reduce_axes, gradients must not be reduced before the window closes: at "
+                f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient is the same on all devices of {axes}. "
+                "Differentiate with respect to defer_reduction(params, reduce_axes)."
+            )
+
+
+def check_replicated(params: Tree, axes: Axes) -> None:
+    """Raises where a parameter is known to be sharded over the reduced axes: it would be gathered unasked."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        spec = meshes.spec_of(leaf) or ()
+        if any(set(meshes.names_of(entry)) & set(axes) for entry in spec):
+            raise ValueError(
+                f"Parameters must be replicated over reduce_axes, unless reduce_to says where their gradients go: at "
+                f"{jax.tree_util.keystr(path) or 'the only leaf'} the sharding is {spec}. To gather them before each "
+                "gradient and keep a whole accumulator on each device, pass reduce_to=shard_over(params, reduce_axes); "
+                "to reduce every micro-batch instead, leave out reduce_axes."
+            )
+
+
+def _row_mismatch(rows: tuple[int, ...], devices: int) -> str:
+    had = f"rows for {rows[0]} devices" if rows else "no rows"
+    return (
+        f"The state must have one row for each device: it has {had}, and there are {devices} devices. Call "
+        f"redistribute(state, {devices}), or init again."
+    )
+
+
+def check_rows(grads: Tree, acc: Tree) -> None:
+    """Raises where gradients have rows for other devices than the accumulator, or none; trees are checked elsewhere."""
+    try:
+        totals = jax.tree.structure(grads).flatten_up_to(acc)
+    except ValueError:
+        return
+    for (path, grad), total in zip(jax.tree.leaves_with_path(grads), totals, strict=True):
+        old, new = getattr(total, "shape", ()), jnp.shape(grad)
+        if len(old) == len(new) and old[1:] == new[1:] and old != new:
+            raise ValueError(_row_mismatch(old[:1], new[0]))
+        if old != new and new == old[1:]:
+            raise ValueError(
+                f"With reduce_axes, gradients come as one row for each device: at "
+                f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient has shape {new} and the state {old}, so "
+                'it has been reduced already. Take it from value_and_grad(..., reduce_axes=..., reduce_to="partial"), '
+                "or call value_and_apply_gradients."
+            )
