@@ -98,8 +98,12 @@ def all_finite(tree: Tree) -> jax.Array:
     """
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if not is_float0(leaf)]
     reals = [part for leaf in leaves for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
-    finite = [jnp.isfinite(extreme) for real in reals if real.size for extreme in tracing.extremes(real)]
-    return jnp.all(jax.lax.optimization_barrier(jnp.stack(finite))) if finite else jnp.array(True)
+    extremes = [extreme for real in reals if real.size for extreme in tracing.extremes(real)]
+    if not extremes:
+        return jnp.array(True)
+    widest = max((accumulator_dtype(extreme.dtype, None) for extreme in extremes), key=lambda dtype: dtype.itemsize)
+    together = jnp.stack([extreme.astype(widest) for extreme in extremes])
+    return jnp.all(jnp.isfinite(jax.lax.optimization_barrier(together)))
 
 
 def reciprocal(weight: Weight) -> Weight:
