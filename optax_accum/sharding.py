@@ -1,8 +1,8 @@
 """Accumulation over devices: one reduction per window, and where the state lives.
 
 `reduce_axes` names the mesh axis, or axes, over which the batch is sharded. Then nothing is reduced at each micro-step
-or micro-batch: each device adds its own gradients, in arrays [d, ...] of partial sums with one row for each of the d
-devices, and the rows are added once, when a window emits or a call ends. Other mesh axes are left to the partitioner.
+or micro-batch: each device adds its own gradients, in arrays [d, ...] of partial sums, one for each of the d
+devices, and these are added once, when a window emits or a call ends. Other mesh axes are left to the partitioner.
 
 * `value_and_grad(fun, ..., reduce_axes="data")`: each device cuts its own rows; `fun` and `weight_fn` see rows of one
   device, weights are added over all. Each device's key is `fold_in(fold_in(key, device), i)`.

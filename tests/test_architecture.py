@@ -32,7 +32,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"checks"},
         {"backward"},
     ],
-    "_space": [{"meshes"}, {"partials"}, {"mismatch", "device"}, {"space"}],
+    "_space": [{"meshes"}, {"partials"}, {"mismatch", "device"}, {"space"}, {"several"}, {"here"}],
     "_across": [{"inner", "policy", "outcomes"}, {"window"}, {"transformation"}, {"train_step"}],
     "_within": [{"splitting"}, {"loops", "reductions", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
@@ -131,7 +131,9 @@ def test_where_is_asked_in_space_alone():
         if names_in(source) & WHERE
     }
     assert asked == set(ANSWERED)
-    assert all(names_in(modules("_space")[name]) & WHERE for name in ("meshes", "partials", "device", "space"))
+    assert all(
+        names_in(modules("_space")[name]) & WHERE for name in ("meshes", "partials", "device", "several", "here")
+    )
 
 
 def branches(source):

@@ -584,9 +584,9 @@ def test_a_state_for_other_devices_or_another_tree(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
     state, step = tx.init(params), optax_accum.value_and_apply_gradients(loss, tx)
-    with pytest.raises(ValueError, match=r"rows for 4 devices, and there are 8.*redistribute\(state, 8\)"):
+    with pytest.raises(ValueError, match=r"partial sums for 4 devices, and there are 8.*redistribute\(state, 8\)"):
         step(params, optax_accum.checkpoint.redistribute(state, 4), host_batch())
-    with pytest.raises(ValueError, match=r"has no rows.*redistribute\(state, 8\)"):
+    with pytest.raises(ValueError, match=r"has no partial sums.*redistribute\(state, 8\)"):
         step(params, optax_accum.checkpoint.redistribute(state, None), host_batch())
     rows = {name: jnp.zeros((8, *leaf.shape)) for name, leaf in params.items()}
     with pytest.raises(ValueError, match=r"redistribute\(state, 8\)"):

@@ -59,12 +59,12 @@ def value_and_apply_gradients(
         `jax.random.fold_in(key, i)`, with `reduce_axes` of a key of the device's own. Pass another key in each window.
       in_place: whether to add inside the backward pass. By default wherever that gives the same gradient.
 
-    With `reduce_axes` in `tx`, each device differentiates its own rows of the batch and adds to its own row of the
-    accumulator; `fun` and `weight_fn` see the rows of one device. Every other argument is on all devices whole.
+    With `reduce_axes` in `tx`, each device differentiates its own rows of the batch and adds to its own partial sum;
+    `fun` and `weight_fn` see the rows of one device. Every other argument is on all devices whole.
 
     Returns:
       A function `step(params, state, *args, **extra_args) -> (value, params, state)`, where `value` is what `fun`
-      returned (with `reduce_axes` one row for each device, [d, ...]), and `extra_args` is what `tx.update` takes by
+      returned (with `reduce_axes` one for each device, [d, ...]), and `extra_args` is what `tx.update` takes by
       keyword: `weight`, `flush`, and the arguments of the inner optimizer. The loss is passed on as `value=`, unless
       `mean_args` of `tx` leaves it out. Donate the first two.
 

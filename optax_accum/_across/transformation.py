@@ -18,7 +18,8 @@ from optax_accum._core.checks import Every
 from optax_accum._core.roles import NOT_ARRAYS, check_arrays
 from optax_accum._core.state import AccumulationState, new_state
 from optax_accum._space import meshes
-from optax_accum._space.space import Space, check_options
+from optax_accum._space.here import check_options
+from optax_accum._space.space import Space
 
 
 def accumulate_gradients(

@@ -17,8 +17,9 @@ from optax_accum._core.checks import Every
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag
+from optax_accum._space.here import here
 from optax_accum._space.meshes import Axes
-from optax_accum._space.space import Space, here
+from optax_accum._space.space import Space
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,8 @@ def zeros_of(shapes: Tree) -> Tree:
 def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array) -> Tree:
     """Returns `acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
 
-    The weight is [], or [d] with one for each row of leaves [d, ...]. A weight of zero adds nothing, whatever the
-    gradient holds: it selects, because `0 * nan` is nan.
+    The weight is [], or [d] with one for each partial sum of leaves [d, ...]. A weight of zero adds nothing, whatever
+    the gradient holds: it selects, because `0 * nan` is nan.
     """
 
     def add_leaf(grad: Leaf, total: Leaf) -> Leaf:

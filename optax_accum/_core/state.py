@@ -32,7 +32,7 @@ class AccumulationState(NamedTuple):
       skip_state: the `info` that a callable `nonfinite` returned last; `()` otherwise.
 
     With `reduce_axes`, the sums are those of each of the d devices: leaves of `acc_grads` are [d, ...], `weight` and
-    those of `mean_args` [d], one row on each device. Of a window that has emitted, each row of `acc_grads` may be the
+    those of `mean_args` [d], one on each device. Of a window that has emitted, each part of `acc_grads` may be the
     whole sum: the reduction writes where it reads.
     """
 
@@ -46,6 +46,11 @@ class AccumulationState(NamedTuple):
     skipped: jax.Array
     discarded: jax.Array
     skip_state: Any
+
+
+def holds_partial_sums(state: AccumulationState) -> bool:
+    """Returns whether the sums are those of each of several devices, not yet added."""
+    return bool(state.weight.ndim)
 
 
 def has_updated(state: Tree) -> jax.Array:

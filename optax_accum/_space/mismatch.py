@@ -13,17 +13,17 @@ Tree = Any
 
 
 def check_num_devices(weight: jax.Array, devices: int) -> None:
-    """Raises unless a state has one row for each device: `weight` is that of the state."""
+    """Raises unless a state has one partial sum for each device: `weight` is its."""
     if weight.shape != (devices,):
-        raise ValueError(_row_mismatch(weight.shape, devices))
+        raise ValueError(_other_devices(weight.shape, devices))
 
 
 def num_devices_of(weight: jax.Array, axes: Axes) -> int:
     """Returns for how many devices a state was made: `weight` is its. Raises for one that was made for one device."""
     if not weight.ndim:
         raise ValueError(
-            f"The state must have one row for each device along {axes}: it has none. Call redistribute(state, "
-            "devices), or init again."
+            f"The state must have one partial sum for each device along {axes}: it has none. Call "
+            "redistribute(state, devices), or init again."
         )
     return weight.shape[0]
 
@@ -54,16 +54,16 @@ def check_replicated(params: Tree, axes: Axes) -> None:
             )
 
 
-def _row_mismatch(rows: tuple[int, ...], devices: int) -> str:
-    had = f"rows for {rows[0]} devices" if rows else "no rows"
+def _other_devices(had: tuple[int, ...], devices: int) -> str:
+    sums = f"partial sums for {had[0]} devices" if had else "no partial sums"
     return (
-        f"The state must have one row for each device: it has {had}, and there are {devices} devices. Call "
+        f"The state must have one partial sum for each device: it has {sums}, and there are {devices} devices. Call "
         f"redistribute(state, {devices}), or init again."
     )
 
 
-def check_rows(grads: Tree, acc: Tree) -> None:
-    """Raises where gradients have rows for other devices than the accumulator, or none; trees are checked elsewhere."""
+def check_partials(grads: Tree, acc: Tree) -> None:
+    """Raises where gradients are whole, or partial sums of other devices than the accumulator's."""
     try:
         totals = jax.tree.structure(grads).flatten_up_to(acc)
     except ValueError:
@@ -71,10 +71,10 @@ def check_rows(grads: Tree, acc: Tree) -> None:
     for (path, grad), total in zip(jax.tree.leaves_with_path(grads), totals, strict=True):
         old, new = getattr(total, "shape", ()), jnp.shape(grad)
         if len(old) == len(new) and old[1:] == new[1:] and old != new:
-            raise ValueError(_row_mismatch(old[:1], new[0]))
+            raise ValueError(_other_devices(old[:1], new[0]))
         if old != new and new == old[1:]:
             raise ValueError(
-                f"With reduce_axes, gradients come as one row for each device: at "
+                f"With reduce_axes, gradients come as partial sums [d, ...]: at "
                 f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient has shape {new} and the state {old}, so "
                 'it has been reduced already. Take it from value_and_grad(..., reduce_axes=..., reduce_to="partial"), '
                 "or call value_and_apply_gradients."

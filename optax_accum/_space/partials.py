@@ -1,7 +1,7 @@
 """Owns how partial sums are made, placed and added on a mesh.
 
-A gradient that has not been reduced is a leaf [d, ...], one row for each of the d devices along the reduced axes, each
-row on its device. On every mesh that is an ordinary array: it passes jit boundaries and branches, can be added,
+A gradient that has not been reduced is a leaf [d, ...], one partial sum for each of the d devices along the reduced
+axes, each on its device. On every mesh that is an ordinary array: it passes jit boundaries and branches, can be added,
 compared, saved and loaded, and adding two of them moves nothing.
 """
 
@@ -57,7 +57,7 @@ def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
     if not meshes.is_manual(axes):
         raise ValueError(
             f"defer_reduction works inside jax.shard_map over {axes}. Outside, use value_and_grad(..., "
-            'reduce_axes=..., reduce_to="partial"), which returns one row of gradients for each device.'
+            'reduce_axes=..., reduce_to="partial"), which returns the gradient of each device, [d, ...].'
         )
     return varying(params, axes)
 
@@ -77,8 +77,8 @@ def differs(leaf: Any, axes: Axes) -> bool:
     return bool(set(axes) & varies_over(leaf))
 
 
-def zero_rows(acc: Tree, params: Tree, axes: Axes) -> Tree:
-    """Returns an empty accumulator [d, ...] for each leaf [...] of `acc`, each row on its device."""
+def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
+    """Returns an empty accumulator [d, ...] for each leaf [...] of `acc`, each device's on that device."""
     mesh = meshes.mesh_of(axes, params)
     specs = dict(zip(jax.tree.leaves(_paths(params)), map(meshes.spec_of, jax.tree.leaves(params)), strict=True))
     paths = jax.tree.leaves(_paths(acc))
@@ -101,30 +101,30 @@ def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
     return jax.jit(lambda: _placed_zeros(scalar, mesh, axes, PartitionSpec()))()
 
 
-def beside(rows: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
-    """Returns rows [d], each on the device of the row of `like`, where that is known."""
+def beside(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
+    """Returns sums [d], each on the device that has its part of `like`, where that is known."""
     spec = meshes.spec_of(like)
-    return meshes.place(rows, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else rows
+    return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else sums
 
 
-def sum_rows(leaf: jax.Array) -> jax.Array:
-    """Adds the rows [d, ...] of a leaf, everywhere: an all-reduce."""
+def sum_over(leaf: jax.Array) -> jax.Array:
+    """Adds the partial sums [d, ...] of a leaf, everywhere: an all-reduce."""
     return leaf if is_float0(leaf) else jnp.sum(leaf, axis=0, dtype=leaf.dtype)
 
 
 def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
-    """Adds the rows [d, ...] of each leaf, everywhere: the sums [...], and the same as each device's row [d, ...].
+    """Adds the partial sums [d, ...] of each leaf, everywhere: the sums [...], and the same on each device [d, ...].
 
-    Whoever keeps these rows in the place of the partial sums lets the all-reduce write where it reads.
+    Whoever keeps the latter in the place of the partial sums lets the all-reduce write where it reads.
     """
 
     def add(acc: Tree) -> tuple[Tree, Tree]:
-        total = jax.tree.map(lambda row: jax.lax.psum(row[0], axes), acc)
+        total = jax.tree.map(lambda own: jax.lax.psum(own[0], axes), acc)
         return total, varying(jax.tree.map(lambda leaf: leaf[None], total), axes)
 
-    rows, whole = PartitionSpec(axes), PartitionSpec()
+    partial, whole = PartitionSpec(axes), PartitionSpec()
     mesh = meshes.mesh_of(axes, acc)
-    return jax.shard_map(add, mesh=mesh, in_specs=rows, out_specs=(whole, rows), axis_names=set(axes))(acc)
+    return jax.shard_map(add, mesh=mesh, in_specs=partial, out_specs=(whole, partial), axis_names=set(axes))(acc)
 
 
 def per_device(
@@ -219,8 +219,8 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
             f"reduce_to must name the reduced axes last in each dimension: {to.spec}, and reduce_axes={axes}."
         )
 
-    def add(row: jax.Array) -> jax.Array:
-        total = jax.lax.psum(row[0], whole) if whole else row[0]
+    def add(own: jax.Array) -> jax.Array:
+        total = jax.lax.psum(own[0], whole) if whole else own[0]
         for dim, names in scattered:
             if names:
                 total = jax.lax.psum_scatter(total, names, scatter_dimension=dim, tiled=True)

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._across.transformation import rules_of
-from optax_accum._core.state import AccumulationState, map_states
+from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
 from optax_accum._space import meshes
 from optax_accum._space.meshes import Axes
 
@@ -28,7 +28,7 @@ def state_sharding(
 
     An optimizer state that is made without them is replicated, or lies on the first device. Here each leaf that
     belongs to a parameter (by its path and its shape) is sharded as that parameter is; an accumulator under
-    `reduce_axes` has its rows on their devices; all else is replicated.
+    `reduce_axes` has its partial sums on their devices; all else is replicated.
 
     Args:
       tx: an optimizer, alone or in a chain.
@@ -43,8 +43,8 @@ def state_sharding(
       A tree of `NamedSharding`s like the state. Its `.spec`s serve as specs of a `jax.shard_map` as well.
 
     Raises:
-      ValueError: no parameter lies on a mesh; the state has rows and `reduce_axes` is not known; another name in
-        `offload`.
+      ValueError: no parameter lies on a mesh; the state has partial sums and `reduce_axes` is not known; another name
+        in `offload`.
 
     Guarantees:
       | case | result |
@@ -135,16 +135,16 @@ class _Placement:
         return map_states(lambda node, _: self._fields(node), state, paths, others=like_param)
 
     def _fields(self, state: AccumulationState) -> AccumulationState:
-        rows = bool(state.weight.ndim)
-        if rows and not self.axes:
+        partial = holds_partial_sums(state)
+        if partial and not self.axes:
             raise ValueError(
-                "The state holds rows for each device, and the axes are inside the chain where state_sharding cannot "
-                "read them. Pass reduce_axes= (and reduce_to=) as given to accumulate_gradients."
+                "The state holds partial sums, one for each device, and the axes are inside the chain where "
+                "state_sharding cannot read them. Pass reduce_axes= (and reduce_to=) as given to accumulate_gradients."
             )
-        scalar = self._named(self.axes) if rows else self._named()
+        scalar = self._named(self.axes) if partial else self._named()
         replicated = jax.tree.map(lambda _: self._named(), state)
         return replicated._replace(
-            acc_grads=self._by_path(state.acc_grads, "acc_grads", rows=rows),
+            acc_grads=self._by_path(state.acc_grads, "acc_grads", partial=partial),
             inner_opt_state=self._by_path(state.inner_opt_state, "inner_opt_state", sharded=True),
             weight=scalar,
             mean_args=jax.tree.map(lambda _: scalar, state.mean_args),
@@ -156,16 +156,16 @@ class _Placement:
         return jax.tree.map_with_path(place, tree)
 
     def _like_param(
-        self, path: Any, leaf: Any, *, rows: bool = False, sharded: bool = False, memory: str | None = None
+        self, path: Any, leaf: Any, *, partial: bool = False, sharded: bool = False, memory: str | None = None
     ) -> NamedSharding:
         """Returns the sharding of the parameter with the longest path in which that of the leaf ends."""
-        shape = leaf.shape[1:] if rows else leaf.shape
+        shape = leaf.shape[1:] if partial else leaf.shape
         found = [param for param in self.params if param[1] == shape and path[len(path) - len(param[0]) :] == param[0]]
         if not found:
             return self._named()
         _, _, spec, to = max(found, key=lambda param: len(param[0]))
         spec = to if sharded else spec
-        if rows:
+        if partial:
             spec = [self.axes, *(meshes.without(entry, self.axes) for entry in spec)]
         return self._named(*spec, memory=memory)
 

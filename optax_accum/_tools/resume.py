@@ -6,17 +6,17 @@ import jax
 import numpy as np
 import optax
 
-from optax_accum._core.state import map_states, states_in
+from optax_accum._core.state import holds_partial_sums, map_states, states_in
 from optax_accum._tools.placement import state_sharding
 
 Tree = Any
-_ROWS = ("acc_grads", "weight", "mean_args")  # the fields that have rows under reduce_axes
+_PARTIAL = ("acc_grads", "weight", "mean_args")  # the fields that are partial sums under reduce_axes
 
 
 def redistribute(state: Tree, num_devices: int | None) -> Tree:
-    """Returns a state with its rows for another number of devices, for a run that goes on elsewhere.
+    """Returns a state with its partial sums for another number of devices, for a run that goes on elsewhere.
 
-    A window in flight keeps its sum and its weight: row i is added to row `i mod num_devices`.
+    A window in flight keeps its sum and its weight: partial sum i is added to number `i mod num_devices`.
 
     Args:
       state: an optimizer state with an `AccumulationState`, made with or without `reduce_axes`; of arrays that this
@@ -24,7 +24,7 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
       num_devices: the devices along `reduce_axes`, or None to go on without `reduce_axes`.
 
     Returns:
-      The state, its rows as NumPy arrays; place it with `jax.device_put(state, state_sharding(tx, params))`.
+      The state, its partial sums as NumPy arrays; place it with `jax.device_put(state, state_sharding(tx, params))`.
 
     Raises:
       ValueError: `state` holds no `AccumulationState`, or `num_devices` is below 1.
@@ -34,14 +34,14 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
       |---|---|
       | the same number of devices | the same state, bit for bit |
       | another number | the same sums, to rounding |
-      | a state made without `reduce_axes` | its sum is in the first row |
+      | a state made without `reduce_axes` | its sum is the first partial sum |
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum
       >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
       >>> _, state = tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
-      >>> rows = optax_accum.checkpoint.redistribute(state, 2)
-      >>> rows.acc_grads.shape, rows.weight.tolist()
+      >>> moved = optax_accum.checkpoint.redistribute(state, 2)
+      >>> moved.acc_grads.shape, moved.weight.tolist()
       ((2, 3), [1.0, 0.0])
     """
     if num_devices is not None and num_devices < 1:
@@ -50,9 +50,9 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
         raise ValueError(f"redistribute needs a state that holds an AccumulationState: state={type(state).__name__}.")
 
     def convert(node: Any) -> Any:
-        old = node.weight.shape[0] if node.weight.ndim else None
+        old = node.weight.shape[0] if holds_partial_sums(node) else None
         move = lambda leaf: _moved(leaf, old, num_devices)
-        return node._replace(**{name: jax.tree.map(move, getattr(node, name)) for name in _ROWS})
+        return node._replace(**{name: jax.tree.map(move, getattr(node, name)) for name in _PARTIAL})
 
     return map_states(convert, state)
 
@@ -68,8 +68,8 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
 
     Returns:
       A tree like the state, for `orbax.checkpoint`: shapes with the shardings of today. If the number of devices has
-      changed, the rows are NumPy arrays: pass what was restored to `redistribute`, then to `jax.device_put` with
-      `state_sharding`.
+      changed, the partial sums are NumPy arrays: pass what was restored to `redistribute`, then to `jax.device_put`
+      with `state_sharding`.
 
     Raises:
       ValueError: as `state_sharding`.
@@ -94,7 +94,7 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
     def target(node: Any, where: Any) -> Any:
         # Zeros that take no memory: Orbax reads their shape, their dtype, and that they are NumPy arrays.
         saved = lambda leaf: np.broadcast_to(np.zeros([], leaf.dtype), (num_devices, *leaf.shape[1:]))
-        fields = {name: jax.tree.map(saved, getattr(node, name)) for name in _ROWS}
+        fields = {name: jax.tree.map(saved, getattr(node, name)) for name in _PARTIAL}
         return jax.tree.map(_shape, node, where)._replace(**fields)
 
     return map_states(target, shapes, where, others=_shape)
@@ -142,11 +142,11 @@ def check_processes(**facts: Any) -> None:
 
 
 def _moved(leaf: Any, old: int | None, new: int | None) -> Any:
-    """Returns rows [old, ...], or a sum [...] for None, as rows [new, ...] with the same sum."""
+    """Returns partial sums [old, ...], or a sum [...] for None, as partial sums [new, ...] of the same sum."""
     if old == new:
         return leaf
-    rows = np.asarray(leaf) if old is not None else np.asarray(leaf)[None]
+    sums = np.asarray(leaf) if old is not None else np.asarray(leaf)[None]
     count = new or 1
-    padded = np.concatenate([rows, np.zeros((-len(rows) % count, *rows.shape[1:]), rows.dtype)])
-    moved = padded.reshape(-1, count, *rows.shape[1:]).sum(axis=0, dtype=rows.dtype)
+    padded = np.concatenate([sums, np.zeros((-len(sums) % count, *sums.shape[1:]), sums.dtype)])
+    moved = padded.reshape(-1, count, *sums.shape[1:]).sum(axis=0, dtype=sums.dtype)
     return moved if new is not None else moved[0]

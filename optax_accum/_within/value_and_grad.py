@@ -13,7 +13,8 @@ from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._space import meshes
 from optax_accum._space.device import Device
-from optax_accum._space.space import PARTIAL, check_options, here
+from optax_accum._space.here import check_options, here
+from optax_accum._space.space import PARTIAL
 from optax_accum._within import reductions
 from optax_accum._within.cut import Parts, Rules, Totals
 

@@ -16,7 +16,7 @@ from flax.training import train_state
 import optax_accum
 from optax_accum._across.transformation import rules_of
 from optax_accum._across.window import has_accumulator
-from optax_accum._core.state import AccumulationState, map_states
+from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._space.meshes import names_over_devices
@@ -233,20 +233,20 @@ def _placed_rows(opt_state: Tree, params: Tree, tx: Any) -> Tree:
     if not (rules and rules.reduce_axes):
         return opt_state
     names = lambda param: names_over_devices(rules.reduce_axes, param.names)
-    return _with_boxes(opt_state, params, lambda param, rows: rows.replace(names=names(param)))
+    return _with_boxes(opt_state, params, lambda param, acc: acc.replace(names=names(param)))
 
 
 def _like_params(opt_state: Tree, params: Tree) -> Tree:
     """Undoes `_placed_rows`: gradients have the boxes of the parameters."""
-    return _with_boxes(opt_state, params, lambda param, rows: rows.replace(names=param.names))
+    return _with_boxes(opt_state, params, lambda param, acc: acc.replace(names=param.names))
 
 
 def _with_boxes(opt_state: Tree, params: Tree, renamed: Callable[[Any, Any], Any]) -> Tree:
     is_box = lambda node: isinstance(node, Partitioned)
-    one = lambda param, rows: renamed(param, rows) if is_box(param) and is_box(rows) else rows
+    one = lambda param, acc: renamed(param, acc) if is_box(param) and is_box(acc) else acc
 
     def convert(state: AccumulationState) -> AccumulationState:
-        if not (state.weight.ndim and has_accumulator(state)):
+        if not (holds_partial_sums(state) and has_accumulator(state)):
             return state
         return state._replace(acc_grads=jax.tree.map(one, params, state.acc_grads, is_leaf=is_box))
 

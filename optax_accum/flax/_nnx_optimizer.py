@@ -10,7 +10,7 @@ from flax import nnx
 
 import optax_accum
 from optax_accum._across.transformation import rules_of
-from optax_accum._core.state import AccumulationState, map_states
+from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
@@ -137,7 +137,7 @@ def _placing_rows(tx: Any) -> optax.GradientTransformation:
         return variable
 
     def placed(state: AccumulationState) -> AccumulationState:
-        if not state.weight.ndim:
+        if not holds_partial_sums(state):
             return state
         is_variable = lambda node: isinstance(node, nnx.Variable)
         return state._replace(acc_grads=jax.tree.map(over_devices, state.acc_grads, is_leaf=is_variable))

@@ -13,10 +13,11 @@ import numpy as np
 from optax_accum._across.transformation import rules_of
 from optax_accum._core import sums
 from optax_accum._core.rows import count_rows
-from optax_accum._core.state import AccumulationState, states_in
+from optax_accum._core.state import AccumulationState, holds_partial_sums, states_in
 from optax_accum._core.sums import WeightedSum
+from optax_accum._space.here import here
 from optax_accum._space.meshes import as_axes
-from optax_accum._space.space import PARTIAL, here
+from optax_accum._space.space import PARTIAL
 
 Tree = Any
 
@@ -182,7 +183,7 @@ def own_buffers(state: Tree, params: Tree) -> Tree:
 def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a train step with where its sums go, as its optimizer has it."""
     window, rules = find_window(opt_state), rules_of(tx)
-    partial = window is not None and bool(window.weight.ndim)
+    partial = window is not None and holds_partial_sums(window)
     own = rules.reduce_axes if rules else ()
     axes = as_axes(options.get("reduce_axes")) or own
     if own and axes != own:
@@ -201,7 +202,7 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
 def whole(own: Tree, options: Mapping[str, Any]) -> Tree:
     """Returns sums over all devices, where they were left partial."""
     space = here(as_axes(options.get("reduce_axes")))
-    return space.total(space.rows(own)) if options.get("reduce_to") == PARTIAL else own
+    return space.total(space.as_partial(own)) if options.get("reduce_to") == PARTIAL else own
 
 
 def as_weight(weight: Any) -> jax.Array:

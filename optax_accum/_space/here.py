@@ -1,0 +1,33 @@
+"""Owns the question *where?*, which the door of each public function asks once, while tracing. Adds nothing."""
+
+from optax_accum._core.arithmetic import Tree
+from optax_accum._space import meshes
+from optax_accum._space.meshes import Axes
+from optax_accum._space.several import InShardMap, OverMesh
+from optax_accum._space.space import PARTIAL, Space
+
+
+def here(axes: Axes, to: Tree = None) -> Space:
+    """Returns the space of this trace: `to` says where a sum of gradients goes, everywhere unless it is given."""
+    if not axes:
+        return Space()
+    if not meshes.is_manual(axes):
+        return OverMesh(axes, to)
+    if to is not None and to != PARTIAL:
+        raise ValueError(
+            f"Inside jax.shard_map over {axes} the sum goes everywhere: reduce_to={to!r}. Leave it out; gather there "
+            "what came in sharded (jax.lax.all_gather), and shard what comes out of the shard_map."
+        )
+    return InShardMap(axes, to)
+
+
+def check_options(axes: Axes, to: Tree, *, partial: bool) -> None:
+    """Raises for a place of sums that nobody makes; `partial` says whether they may stay where they are."""
+    if to is not None and not axes:
+        raise ValueError(
+            f"reduce_to says where the sum over reduce_axes goes: reduce_to={to!r}, reduce_axes=None. Name the axes, "
+            "too, or leave it out."
+        )
+    if isinstance(to, str) and (to != PARTIAL or not partial):
+        allowed = f' or "{PARTIAL}"' if partial else ""
+        raise ValueError(f"reduce_to must be None, specs for the tree of the parameters{allowed}: reduce_to={to!r}.")
