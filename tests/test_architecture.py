@@ -36,8 +36,8 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_across": [{"inner", "policy", "outcomes"}, {"window"}, {"transformation"}, {"train_step"}],
     "_within": [{"splitting"}, {"loops", "reductions", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
-        {"programs", "targets", "report", "batches", "placement", "loss"},
-        {"collectives", "traffic", "resume", "mixtures"},
+        {"programs", "targets", "report", "batches", "packed", "placement", "loss"},
+        {"collectives", "packing", "traffic", "resume", "mixtures"},
         {"probes"},
         {"verify"},
     ],

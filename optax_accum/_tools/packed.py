@@ -1,0 +1,156 @@
+"""Owns micro-batches of rows of different lengths: gathers them, undoes their order, says how full they are."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenPacking:
+    """Which rows are in which micro-batch, on which device; see `token_microbatches`.
+
+    Of k micro-batches on d devices, with the lengths of n rows:
+
+    Attributes:
+      rows: row numbers [k, d, r], int32; -1 where there is none.
+      lengths: the tokens of each row [n].
+      padded_lengths: the length to which the rows of each micro-batch are padded.
+      device_rows: the rows of each micro-batch on one device, those of padding included.
+      buckets: the padded lengths to choose from; pass them on for the next batch, which then compiles nothing anew.
+      max_tokens: the budget: no `device_rows * padded_lengths` exceeds it.
+    """
+
+    rows: Ints
+    lengths: Ints
+    padded_lengths: tuple[int, ...]
+    device_rows: tuple[int, ...]
+    buckets: tuple[int, ...]
+    max_tokens: int
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of micro-batches, spare ones included."""
+        return len(self.rows)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices."""
+        return self.rows.shape[1]
+
+    @property
+    def tokens(self) -> Ints:
+        """The tokens of each micro-batch on each device [k, d], padding left out: what they weigh."""
+        return np.where(self.rows < 0, 0, self.lengths[self.rows]).sum(-1)
+
+    @property
+    def order(self) -> Ints:
+        """The row numbers in the order in which they run [n]."""
+        return self.rows[self.rows >= 0]
+
+    @property
+    def filled(self) -> float:
+        """The share of the budget that tokens fill, in the micro-batches that are not spare."""
+        return float(self.tokens.sum()) / (self._used * self.num_devices * self.max_tokens)
+
+    @property
+    def padding(self) -> float:
+        """The share of what is computed that is padding."""
+        computed = np.multiply(self.device_rows, self.padded_lengths)[: self._used].sum()
+        return 1 - float(self.tokens.sum()) / (self.num_devices * int(computed))
+
+    def take(self, index: int, rows: Any, fill: Any = 0) -> NDArray[Any]:
+        """Gathers micro-batch `index`: its rows, padded with `fill`, device after device, [d * device_rows, length].
+
+        Args:
+          index: which.
+          rows: the n rows, each an array [length, ...], in a sequence or padded in one array [n, longest, ...]; or n
+            numbers, one for each row, such as labels, which come as [d * device_rows]. Only rows that are needed are
+            read, so any object with `rows[number]` will do.
+          fill: what stands where there is no token.
+        """
+        rows = np.asarray(rows) if isinstance(rows, jax.Array) else rows
+        numbers, length, like = self._numbers(index), self.padded_lengths[index], np.asarray(rows[self.order[0]])
+        shape = (len(numbers), length, *like.shape[1:]) if like.ndim else (len(numbers),)
+        taken = np.full(shape, fill, like.dtype)
+        for place in np.flatnonzero(numbers >= 0):
+            number = numbers[place]
+            row, tokens = np.asarray(rows[number]), self.lengths[number]
+            if like.ndim == 0:
+                taken[place] = row
+            elif len(row) < tokens:
+                raise ValueError(
+                    f"A row must have as many tokens as lengths says: row {number} has {len(row)}, lengths[{number}]="
+                    f"{tokens}. Pass the lengths of these rows."
+                )
+            else:
+                np.copyto(taken[place, :tokens], row[:tokens])
+        return taken
+
+    def mask(self, index: int) -> NDArray[np.bool_]:
+        """Tells the tokens of micro-batch `index` from padding: [d * device_rows, length]."""
+        numbers = self._numbers(index)
+        tokens = np.where(numbers < 0, 0, self.lengths[numbers])
+        return np.arange(self.padded_lengths[index]) < tokens[:, None]
+
+    def restore(self, outputs: Sequence[Any], *, ragged: bool = False) -> Any:
+        """Undoes the order: one output [d * device_rows, ...] of each micro-batch becomes rows as they were.
+
+        Args:
+          outputs: one for each micro-batch; spare ones are not read and may be None.
+          ragged: whether they have one entry for each token, [d * device_rows, length, ...].
+
+        Returns:
+          An array [n, ...]; or, with `ragged`, a list of n arrays [tokens of the row, ...], as `take` was given.
+        """
+        if len(outputs) != self.num_microbatches:
+            raise ValueError(
+                f"There must be one output for each micro-batch: {len(outputs)} outputs, {self.num_microbatches} "
+                "micro-batches. Pass None for spare ones that were not run."
+            )
+        rows: list[Any] = []
+        for index in range(self._used):
+            numbers, output = self._numbers(index), np.asarray(outputs[index])
+            if len(output) != len(numbers):
+                raise ValueError(
+                    f"An output must have one row for each row of its micro-batch: outputs[{index}] has {len(output)}, "
+                    f"take({index}, ...) has {len(numbers)}. Return all rows, those of padding, too."
+                )
+            rows += list(output[numbers >= 0])
+        back = np.argsort(self.order)
+        if ragged:
+            return [rows[place][: self.lengths[self.order[place]]] for place in back]
+        return np.stack([rows[place] for place in back])
+
+    def __str__(self) -> str:
+        spare = self.num_microbatches - self._used
+        lines = [
+            f"{len(self.lengths)} rows, {self.lengths.sum()} tokens: {self._used} micro-batches"
+            + (f" and {spare} spare" if spare else "")
+            + (f" on {self.num_devices} devices" if self.num_devices > 1 else "")
+            + f", {self.filled:.1%} of the budget of {self.max_tokens} tokens filled",
+        ]
+        shapes, tokens = list(zip(self.device_rows, self.padded_lengths, strict=True)), self.tokens.sum(-1)
+        for shape in dict.fromkeys(shapes[: self._used]):
+            which = [index for index in range(self._used) if shapes[index] == shape]
+            share = tokens[which].sum() / (len(which) * self.num_devices * shape[0] * shape[1])
+            lines.append(
+                f"  {len(which):5} of {shape[0]:5} rows x {shape[1]:6} tokens, {share:6.1%} of them no padding"
+            )
+        return "\n".join(lines)
+
+    @property
+    def _used(self) -> int:
+        return int((self.rows[:, :, 0] >= 0).any(-1).sum())  # spare ones come last
+
+    def _numbers(self, index: int) -> Ints:
+        """The row numbers of a micro-batch, -1 for padding, device after device [d * device_rows]."""
+        numbers = np.full((self.num_devices, self.device_rows[index]), -1)
+        own = self.rows[index, :, : self.device_rows[index]]
+        numbers[:, : own.shape[1]] = own
+        return numbers.reshape(-1)
