@@ -12,7 +12,7 @@ from optax_accum._tools.packed import Ints, TokenPacking
 
 Cost = Literal["tokens", "squares"] | Callable[[Ints], Any]
 
-STEP = 1.12  # the rows that fit a default bucket, by those that fit the next longer one
+STEP = 1.1  # the rows that fit a default bucket, by those that fit the next longer one
 MOST = 512  # lengths among which buckets are chosen
 
 

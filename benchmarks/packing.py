@@ -1,0 +1,241 @@
+"""Owns what cutting by tokens gains: how full the budget is, against the fewest possible; padding, time and memory.
+
+Run `python -m benchmarks.packing`, with `--quick` for the packings alone. The texts are the topics of `help()`, which
+come with Python, in paragraphs.
+"""
+
+import argparse
+import pydoc_data.topics
+import re
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_accum
+from benchmarks import _measure
+from benchmarks._measure import Target, Tree
+from optax_accum.batching import TokenPacking, token_microbatches
+
+CONTEXT, VOCABULARY, WIDTH, LAYERS = 512, 1024, 64, 2  # tokens of a row at most; the decoder
+ROWS, BUDGET, BUCKETS = 256, 1024, 8  # of the measured update
+
+NOTES = """\
+Filled is the share of the budget, tokens of all micro-batches and devices, that is no padding. The fewest micro-batches
+are those of a packing on one device with a bucket for each length, which none can undercut, divided by the devices and
+rounded up: a bound. Seconds are those of `token_microbatches`."""
+
+TIMES = """\
+The update of {rows} of these paragraphs ({tokens} tokens), at most {budget} tokens in a micro-batch, by a decoder of
+{millions:.1f} million parameters, through `value_and_apply_gradients`. By rows: {few} of them in the order in which
+they come, padded to {context} tokens, or to the bucket of their longest. The {buckets} buckets were chosen for all
+paragraphs. Time is that of the fastest of {rounds} updates, compilation left out; memory is the compiler's temporary
+memory of the largest program. Parameters after the update are compared with those of the first way."""
+
+
+class Packed(NamedTuple):
+    """One row of the first table."""
+
+    data: str
+    budget: int
+    devices: int
+    buckets: str
+    packing: TokenPacking
+    fewest: int
+    seconds: float
+
+    @property
+    def case(self) -> "Packed":
+        """What the targets choose by."""
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.data}, {self.budget} tokens, devices: {self.devices}"
+
+
+def main() -> None:
+    """Prints the tables, and whether the targets are met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="packings alone: nothing is compiled")
+    parser.add_argument("--rounds", type=int, default=5, help="updates of each contender")
+    options = parser.parse_args()
+    rows = paragraphs()
+    print(_measure.header("Micro-batches by tokens", NOTES))
+    found = [*_packed("paragraphs", [len(row) for row in rows], (1024, 2048), (1, 2))]
+    found += _packed("log-normal", log_normal(100_000), (4096, 8192, 16384), (1, 8))
+    print(_rendered(found))
+    print(_measure.targets_text([_measure.judged(target, found) for target in _targets()]))
+    if not options.quick:
+        print(_measured(rows, options.rounds))
+
+
+def paragraphs() -> list[Any]:
+    """Returns the paragraphs of the texts of `help()`, as numbers of words, cut to `CONTEXT`."""
+    texts = (text for topic in pydoc_data.topics.topics.values() for text in re.split(r"\n\s*\n", topic))
+    words = [found for text in texts if (found := re.findall(r"\w+|[^\w\s]", text))]
+    number: dict[str, int] = {}
+    rows = [np.array([number.setdefault(word, len(number)) % VOCABULARY for word in text]) for text in words]
+    return [row[start : start + CONTEXT] for row in rows for start in range(0, len(row), CONTEXT)]
+
+
+def log_normal(rows: int) -> Any:
+    """Returns lengths around e^5, spread by a factor of e, of at most 4096."""
+    return np.clip(np.random.default_rng(0).lognormal(5, 1, rows).astype(int), 1, 4096)
+
+
+def _packed(data: str, lengths: Any, budgets: tuple[int, ...], devices: tuple[int, ...]) -> list[Packed]:
+    found = []
+    for budget in budgets:
+        one = token_microbatches(lengths, budget, buckets=len(lengths)).num_microbatches
+        for number in devices:
+            for name, buckets in {"default": None, "16": 16, "8": 8}.items():
+                start = time.perf_counter()
+                packing = token_microbatches(lengths, budget, num_devices=number, buckets=buckets)
+                seconds = time.perf_counter() - start
+                found.append(Packed(data, budget, number, name, packing, -(-one // number), seconds))
+    return found
+
+
+def _rendered(found: list[Packed]) -> str:
+    head = ("lengths", "budget", "devices", "buckets", "shapes", "micro-batches", "fewest", "filled", "seconds")
+    rows = [
+        (
+            f"{each.data}, {len(each.packing.lengths)} rows",
+            str(each.budget),
+            str(each.devices),
+            each.buckets,
+            str(len(set(each.packing.padded_lengths))),
+            str(each.packing.num_microbatches),
+            str(each.fewest),
+            f"{each.packing.filled:.1%}",
+            f"{each.seconds:.2f}",
+        )
+        for each in found
+    ]
+    return f"{_measure.markdown([head, *rows])}\n"
+
+
+def _targets() -> list[Target]:
+    """The numbers to reach, with default buckets, and enough micro-batches that one more is at most 2 % more."""
+    counts = lambda case: case.buckets == "default" and case.fewest >= 50
+    return [
+        Target("budget filled", counts, lambda each: each.packing.filled, 0.9, at_least=True),
+        Target("micro-batches / fewest", counts, lambda each: each.packing.num_microbatches / each.fewest, 1.05),
+        Target("seconds", counts, lambda each: each.seconds, 1.0),
+    ]
+
+
+# An update, measured.
+
+
+def _measured(rows: list[Any], rounds: int) -> str:
+    every = token_microbatches([len(row) for row in rows], BUDGET, buckets=BUCKETS)
+    order = np.random.default_rng(0).permutation(len(rows))[:ROWS]
+    batch, start = [rows[i] for i in order], _decoder()
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1, momentum=0.9), None)
+    step = optax_accum.value_and_apply_gradients(_loss, tx, weight_fn=_count)
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    table, first = [("cut", "micro-batches", "programs", "padding", "ms / update", "temporary MB", "difference")], None
+    for name, micro_batches in _contenders(batch, every.buckets).items():
+        programs = {}
+        for micro_batch in micro_batches:
+            if (shape := micro_batch["tokens"].shape) not in programs:
+                args = (start, tx.init(start), micro_batch)
+                programs[shape] = jitted.lower(*args, flush=jnp.bool_(False)).compile()
+        times = []
+        for _ in range(rounds):
+            params, state = jax.tree.map(jnp.copy, start), tx.init(start)
+            jax.block_until_ready((params, state))
+            began = time.perf_counter()
+            for micro_batch in micro_batches:
+                program, last = programs[micro_batch["tokens"].shape], micro_batch is micro_batches[-1]
+                _, params, state = program(params, state, micro_batch, flush=jnp.bool_(last))
+            jax.block_until_ready(params)
+            times.append(time.perf_counter() - began)
+        first = params if first is None else first
+        padding = 1 - sum(_count(each).item() for each in micro_batches) / sum(
+            each["mask"].size for each in micro_batches
+        )
+        memory = max(program.memory_analysis().temp_size_in_bytes for program in programs.values())
+        table.append(
+            (
+                name,
+                str(len(micro_batches)),
+                str(len(programs)),
+                f"{padding:.0%}",
+                f"{1e3 * min(times):.0f}",
+                f"{memory / 1e6:.0f}",
+                f"{_measure.relative_difference(params, first):.0e}",
+            )
+        )
+    notes = TIMES.format(
+        rows=ROWS,
+        tokens=sum(map(len, batch)),
+        budget=BUDGET,
+        few=BUDGET // CONTEXT,
+        context=CONTEXT,
+        millions=sum(leaf.size for leaf in jax.tree.leaves(start)) / 1e6,
+        buckets=len(every.buckets),
+        rounds=rounds,
+    )
+    return f"### An update, by rows and by tokens\n\n{notes}\n\n{_measure.markdown(table)}"
+
+
+def _contenders(rows: list[Any], buckets: tuple[int, ...]) -> dict[str, list[Tree]]:
+    """The same rows in micro-batches of at most `BUDGET` tokens."""
+    lengths = [len(row) for row in rows]
+    packing = token_microbatches(lengths, BUDGET, buckets=buckets)
+    few = BUDGET // CONTEXT
+    parts = [rows[at : at + few] for at in range(0, len(rows), few)]
+    bucket = lambda part: next(length for length in buckets if length >= max(map(len, part)))
+    packed = lambda part, length: token_microbatches([len(row) for row in part], few * length, buckets=[length])
+    return {
+        "by rows": [_micro_batch(packed(part, CONTEXT), 0, part) for part in parts],
+        "by rows, in buckets": [_micro_batch(packed(part, bucket(part)), 0, part) for part in parts],
+        "by tokens": [_micro_batch(packing, index, rows) for index in range(packing.num_microbatches)],
+    }
+
+
+def _micro_batch(packing: TokenPacking, index: int, rows: list[Any]) -> Tree:
+    return {"tokens": jnp.asarray(packing.take(index, rows)), "mask": jnp.asarray(packing.mask(index))}
+
+
+def _decoder() -> Tree:
+    """Parameters of a decoder of `LAYERS` layers, which is tied to its table of words."""
+    random = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(random.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
+    shapes = {"qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    return {
+        "words": normal(VOCABULARY, WIDTH),
+        "places": normal(CONTEXT, WIDTH),
+        "layers": {name: normal(LAYERS, *shape) for name, shape in shapes.items()},
+    }
+
+
+def _loss(params: Tree, batch: Tree) -> jax.Array:
+    """The mean over the words that have a next one."""
+    length = batch["tokens"].shape[1]
+    h = params["words"][batch["tokens"]] + params["places"][:length]
+    h, _ = jax.lax.scan(jax.checkpoint(lambda h, layer: (_layer(h, layer), None)), h, params["layers"])
+    logits = h[:, :-1] @ params["words"].T
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
+    return jnp.sum(batch["mask"][:, 1:] * each) / jnp.maximum(_count(batch), 1)
+
+
+def _count(batch: Tree) -> jax.Array:
+    return batch["mask"][:, 1:].sum()
+
+
+def _layer(h: jax.Array, layer: Tree) -> jax.Array:
+    norm = lambda h: h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-3)
+    q, k, v = jnp.split(norm(h) @ layer["qkv"], 3, axis=-1)
+    scores = jnp.where(np.tri(h.shape[1], dtype=bool), q @ k.mT / WIDTH**0.5, -1e9)
+    h = h + jax.nn.softmax(scores) @ v
+    return h + jax.nn.gelu(norm(h) @ layer["up"]) @ layer["down"]
+
+
+if __name__ == "__main__":
+    main()
