@@ -116,7 +116,7 @@ def test_no_other_buckets_share_the_budget_better(lengths, budget, count):
 
     def share(buckets):  # a row whose bucket lets c of them into a micro-batch takes 1 / c of it
         padded = np.array(buckets)[np.searchsorted(buckets, lengths)]
-        return (1 / np.minimum(budget // padded, len(lengths))).sum()
+        return (1 / np.minimum(budget // padded, 1 << (len(lengths) - 1).bit_length())).sum()
 
     found = token_microbatches(lengths, budget, buckets=count).buckets
     assert len(found) <= count
@@ -140,14 +140,28 @@ def test_log_normal_lengths_fill_the_budget(devices):
     assert np.ptp(packing.tokens.sum(0)) <= 2
 
 
+def test_what_is_balanced_is_the_cost():
+    lengths = log_normal(1000)
+
+    def spread(cost):  # of the squares, between devices
+        rows = token_microbatches(lengths, 8192, num_devices=8, cost=cost).rows
+        return np.ptp(np.where(rows < 0, 0, lengths[rows].astype(float) ** 2).sum((0, 2)))
+
+    assert spread("squares") == spread(lambda n: n.astype(float) ** 2) < spread("tokens") / 2
+
+
+def test_by_default_buckets_are_what_fits_the_budget_so_many_times():
+    assert token_microbatches([1], 100).buckets[-5:] == (20, 25, 33, 50, 100)
+
+
 def test_the_next_batch_has_the_same_shapes():
     for buckets in (None, token_microbatches(log_normal(20_000), 8192, buckets=6).buckets):
         shapes = {}
         for seed in range(8):
-            packing = token_microbatches(log_normal(300, seed), 8192, buckets=buckets)
+            packing = token_microbatches(log_normal(300 + 10 * seed, seed), 8192, buckets=buckets)
             assert buckets is None or packing.buckets == buckets
             for rows, length in zip(packing.device_rows, packing.padded_lengths, strict=True):
-                assert shapes.setdefault(length, rows) == rows == min(8192 // length, 300)
+                assert shapes.setdefault(length, rows) == rows == min(8192 // length, 512)
         assert len(shapes) <= (6 if buckets else 50)
 
 
@@ -227,11 +241,15 @@ def test_gradients_are_weighted_by_their_tokens():
     start, rows = problem()
     packing = token_microbatches(LENGTHS, 16, buckets=[4, 8])
     tx = optax_accum.accumulate_gradients(ADAM, None)
-    grad, state, now = jax.jit(jax.grad(loss)), tx.init(start), start
+    state, now = tx.init(start), start
+
+    @jax.jit
+    def step(params, state, batch, weight, flush):
+        return optax_accum.apply_gradients(tx, jax.grad(loss)(params, batch), state, params, weight=weight, flush=flush)
+
     for index in reversed(range(packing.num_microbatches)):
-        grads = grad(now, micro_batch(packing, index, rows))
-        weight = packing.tokens[index].sum()
-        now, state = optax_accum.apply_gradients(tx, grads, state, now, weight=weight, flush=index == 0)
+        batch, weight = micro_batch(packing, index, rows), packing.tokens[index].sum()
+        now, state = step(now, state, batch, weight, jnp.array(index == 0))
     check(now, start)
 
 
@@ -306,7 +324,7 @@ def test_lengths_are_integers_of_any_kind(lengths):
 
 def test_a_budget_without_end_takes_all_rows_at_once():
     packing = token_microbatches(LENGTHS, 10**30, num_devices=2)
-    assert (packing.num_microbatches, packing.device_rows) == (1, (6,))
+    assert (packing.num_microbatches, packing.device_rows) == (1, (8,))
 
 
 # Bad input.
@@ -368,6 +386,8 @@ def test_rows_and_outputs_that_do_not_fit():
     packing = token_microbatches([3, 2], 8)
     with pytest.raises(ValueError, match=r"row 0 has 2, lengths\[0\]=3\. Pass the lengths of these rows"):
         packing.take(0, [[1, 2], [3, 4]])
+    with pytest.raises(TypeError, match="Cannot cast"):
+        packing.take(0, [[1, 2, 3], [0.5, 1.5]])
     with pytest.raises(ValueError, match="2 outputs, 1 micro-batches. Pass None for spare"):
         packing.restore([np.zeros(2), np.zeros(2)])
     with pytest.raises(ValueError, match=r"outputs\[0\] has 5, take\(0, ...\) has 2. Return all rows"):

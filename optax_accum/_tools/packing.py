@@ -41,7 +41,7 @@ def token_microbatches(
       max_tokens: the most tokens of a micro-batch on one device, padding included.
       num_devices: the devices that share each micro-batch.
       num_microbatches: how many micro-batches to return: as many as are needed by default, else with spare ones, which
-        hold no row. They weigh nothing, so they are not run, and have the shape of another, so they compile nothing.
+        hold no row: they weigh nothing, and have the shape of another, so that nothing is compiled anew.
       cost: what is balanced over devices: `"tokens"`, `"squares"` of lengths, as attention costs, or a function from
         lengths [n] to costs [n].
       group_size: so many consecutive rows stay together, on one device.
@@ -62,8 +62,8 @@ def token_microbatches(
       | the same input | the same packing: nothing is random |
       | several devices | rows of a micro-batch differ by at most one; costs of all, by at most those of one row |
       | `group_size` | the same of groups, which count as their longest row |
-      | buckets that another packing returned | its shapes, and no others |
-      | fewer rows than a micro-batch could take | a micro-batch for that many rows |
+      | buckets that another packing returned | its shapes, if its budget and devices were the same |
+      | fewer rows than a micro-batch could take | one for as many, rounded up to a power of two |
       | fewer rows than devices | devices without a row have weight 0: guard a 0 / 0 in the loss with `jnp.maximum` |
 
     Example:
@@ -89,7 +89,8 @@ def token_microbatches(
     group = _positive("group_size", group_size)
     lengths = _checked(lengths, budget, group)
     order, longest = _sorted(lengths, group)
-    room = _Room(min(budget // group, np.iinfo(np.int64).max), most=-(-len(order) // devices))
+    own = -(-len(order) // devices)  # groups of a device
+    room = _Room(min(budget // group, np.iinfo(np.int64).max), most=1 << (own - 1).bit_length())
     chosen = _buckets(buckets, longest, room)
     padded = chosen[np.searchsorted(chosen, longest)]
     starts = _starts((devices * room.groups(padded)).tolist())
@@ -153,7 +154,7 @@ class _Room(NamedTuple):
     """How many groups one device takes of a micro-batch."""
 
     budget: int  # tokens for one row of each group
-    most: int  # groups, if all are in one micro-batch
+    most: int  # groups, if all are in one micro-batch: a power of two, for batches of another size to have the same
 
     def groups(self, padded: Ints) -> Ints:
         """The groups, at these padded lengths."""
