@@ -79,14 +79,9 @@ def size(params: Tree) -> int:
     return sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(params))
 
 
-def one(on: Target) -> Target:
-    """Returns the first device of an accelerator."""
-    return Target(on.name, on.devices[:1], on.memory)
-
-
 def compiled(on: Target, step: Callable[..., Any], *args: Tree, donate: tuple[int, ...] = (0, 1)) -> Any:
     """Compiles a step for one device."""
-    return on.compile(jax.jit(step, donate_argnums=donate).lower(*map(one(on).shapes, args)))
+    return on.compile(jax.jit(step, donate_argnums=donate).lower(*map(on.one().shapes, args)))
 
 
 def traffic(on: Target, step: Callable[..., Any], tx: Any, params: Tree) -> Traffic:

@@ -21,7 +21,7 @@ def on(request):
 
 def traffic(on, fun, *shapes, donate=0):
     """What `fun` of float32 arrays moves on one device."""
-    alone = accelerators.Target(on.name, on.devices[:1], on.memory)
+    alone = on.one()
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     with programs.as_shipped():
         return count_traffic(alone.compile(jax.jit(fun, donate_argnums=donate).lower(*map(alone.shapes, args))))
@@ -160,6 +160,7 @@ def test_what_is_here_is_a_target():
 def test_its_mesh_and_shapes():
     here = accelerators.target()
     assert here.mesh().shape == {"data": 8}
+    assert (here.one().devices, here.one().memory) == (here.devices[:1], here.memory)
     assert here.mesh("data", "model", shape=(4, 2)).shape == {"data": 4, "model": 2}
     assert set(here.mesh(explicit=True).axis_types) == {jax.sharding.AxisType.Explicit}
     with pytest.raises(ValueError, match="as many devices as"):

@@ -36,6 +36,10 @@ class Target:
     devices: tuple[Any, ...]
     memory: int | None
 
+    def one(self) -> "Target":
+        """Returns its first device alone, to compile a program of one device."""
+        return dataclasses.replace(self, devices=self.devices[:1])
+
     def mesh(self, *names: str, shape: tuple[int, ...] | None = None, explicit: bool = False) -> Mesh:
         """Returns a mesh of all devices, of one axis "data" unless other names and their sizes are given."""
         names = names or ("data",)
