@@ -253,36 +253,38 @@ def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
             x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
+    def across(every: int, to: Tree) -> Any:
+        tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), every, reduce_axes="data", reduce_to=to)
+        placed = state_sharding(tx, given)
+        make = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+        state = jax.tree.map(make, jax.eval_shape(tx.init, given), placed)
+        step = optax_accum.value_and_apply_gradients(loss, tx)
+        out = (jax.tree.map(lambda leaf: leaf.sharding, given), placed)
+        jitted = jax.jit(lambda *args: step(*args)[1:], donate_argnums=(0, 1), out_shardings=out)
+        return on.compile(jitted.lower(given, state, rows))
+
+    def within(every: int, to: Tree) -> Any:
+        whole = jax.ShapeDtypeStruct((every * rows.shape[0], WIDTH), jnp.float32, sharding=rows.sharding)
+        step = optax_accum.value_and_grad(loss, num_microbatches=every, reduce_axes="data", reduce_to=to)
+        return on.compile(jax.jit(step).lower(given, whole))
+
     with jax.set_mesh(mesh):
         given = on.shapes(params, mesh=mesh)
-        for every in (2, 8):
-            tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), every, reduce_axes="data")
-            placed = state_sharding(tx, given)
-            make = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
-            state = jax.tree.map(make, jax.eval_shape(tx.init, given), placed)
-            step = optax_accum.value_and_apply_gradients(loss, tx)
-            out = (jax.tree.map(lambda leaf: leaf.sharding, given), placed)
-            jitted = jax.jit(lambda *args: step(*args)[1:], donate_argnums=(0, 1), out_shardings=out)  # noqa: B023
-            program = on.compile(jitted.lower(given, state, rows))
-            found = count_collectives(program)
-            yield (
-                f"across calls, k = {every}",
-                {
-                    "collectives, held": len(found.select(place=("outside", "loop"))),
-                    "reduced in a window, P": found.select("all-reduce", min_bytes=1024).bytes / size(params),
-                    "temporary, P": program.memory_analysis().temp_size_in_bytes / size(params),
-                },
-            )
-            whole = jax.ShapeDtypeStruct((every * rows.shape[0], WIDTH), jnp.float32, sharding=rows.sharding)
-            within = optax_accum.value_and_grad(loss, num_microbatches=every, reduce_axes="data")
-            program = on.compile(jax.jit(within).lower(given, whole))
-            yield (
-                f"within a call, k = {every}",
-                {
-                    "reduced in a window, P": count_collectives(program).select(min_bytes=1024).bytes / size(params),
-                    "temporary, P": program.memory_analysis().temp_size_in_bytes / size(params),
-                },
-            )
+        for way, make in (("across calls", across), ("within a call", within)):
+            for name, every, to in (("", 2, None), ("", 8, None), (", ZeRO-1", 8, jax.P("data"))):
+                yield f"{way}{name}, k = {every}", _window(make(every, to), size(params))
+
+
+def _window(program: Any, copy: int) -> Facts:
+    found = count_collectives(program)
+    moved = lambda kind: found.select(kind, min_bytes=1024).bytes / copy
+    return {
+        "collectives, held": len(found.select(place=("outside", "loop"))),
+        "all-reduced, P": moved("all-reduce"),
+        "scattered, P": moved("reduce-scatter"),
+        "gathered, P": moved("all-gather"),
+        "temporary, P": program.memory_analysis().temp_size_in_bytes / copy,
+    }
 
 
 def sharded(on: Target) -> Iterator[tuple[str, Facts]]:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -66,6 +67,26 @@ def in_reach(*trees: Tree) -> Mesh | None:
 def num_devices(mesh: Mesh, axes: Axes) -> int:
     """Returns how many devices lie along the axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
+    """Returns the axes, and groups of devices along them, over which to scatter one after the other: at once, or
+
+    on a TPU each axis for itself, one of more than 8 devices in two stages: its compiler makes a reduce-scatter over a
+    square of chips (4x4, 8x8) an all-reduce and a slice, which takes the memory of the whole and sends it twice.
+    """
+    device = mesh.abstract_mesh.abstract_device
+    if device is None or device.platform != "tpu":
+        return [(names, None)] if names else []
+    return [(name, groups) for name in names for groups in _halved(mesh.shape[name])]
+
+
+def _halved(size: int) -> list[list[list[int]] | None]:
+    """Returns the groups of two stages: every other device, then neighbours. Each device gets the part of its index."""
+    if size <= 8 or size % 2:
+        return [None]
+    index = np.arange(size).reshape(-1, 2)
+    return [index.T.tolist(), index.tolist()]
 
 
 def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:

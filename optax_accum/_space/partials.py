@@ -222,8 +222,8 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
     def add(own: jax.Array) -> jax.Array:
         total = jax.lax.psum(own[0], whole) if whole else own[0]
         for dim, names in scattered:
-            if names:
-                total = jax.lax.psum_scatter(total, names, scatter_dimension=dim, tiled=True)
+            for name, groups in meshes.stages(to.mesh, names):
+                total = jax.lax.psum_scatter(total, name, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
         return total
 
     in_specs = PartitionSpec(axes, *(names or None for names in others))

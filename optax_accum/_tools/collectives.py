@@ -115,6 +115,7 @@ def count_collectives(compiled: Any) -> Collectives:
       | a collective in a branch, in a loop too | `place` is `"branch"`: it may not run |
       | several arrays in one operation, as the compiler combines them | one operation, the bytes of all |
       | an asynchronous pair (`-start`, `-done`) | one operation |
+      | a TPU's fusion of an all-reduce and the slice that is kept | a reduce-scatter |
       | a function that is called from several places | its collectives, for each of them |
 
     Example:
@@ -128,6 +129,8 @@ def count_collectives(compiled: Any) -> Collectives:
     found = []
     for ran in programs.Program.read(compiled, "count_collectives").run(into_fusions=True):
         kind = ran.instruction.opcode.removesuffix("-start")
+        if ran.computation.name.startswith("all-reduce-scatter"):  # a TPU's, fused: an all-reduce and a slice
+            kind = kind.replace("all-reduce", "reduce-scatter")
         if kind in KINDS:
             place = "branch" if ran.branches else "loop" if ran.in_loop else "outside"
             source = re.search(r'op_name="([^"]*)"', ran.instruction.rest)

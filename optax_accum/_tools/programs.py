@@ -38,6 +38,10 @@ class Instruction:
 class Computation(dict[str, Instruction]):
     """Instructions by name, in their order; the last is what it returns."""
 
+    def __init__(self, name: str = ""):
+        super().__init__()
+        self.name = name
+
     @property
     def root(self) -> Instruction:
         """What it returns."""
@@ -93,7 +97,7 @@ class Program:
         entry, current = "", None
         for line in text.splitlines():
             if header := _HEADER.match(line):
-                current = computations.setdefault(header[2], Computation())
+                current = computations.setdefault(header[2], Computation(header[2]))
                 entry = header[2] if header[1] else entry
             elif current is not None and (found := _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))):
                 name, shape, opcode, rest = found.groups()
