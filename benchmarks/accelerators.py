@@ -1,12 +1,15 @@
 """Owns what the compilers of accelerators make of the library: bytes, copies, memory, collectives. Times nothing.
 
-Run `python -m benchmarks.accelerators --targets h100 v5e:4x4`; no accelerator is needed, but its compiler is. `--facts
-FILE` writes all as JSON, so that two versions of JAX can be compared.
+Run `python -m benchmarks.accelerators --targets h100`; no accelerator is needed, but its compiler is. `--facts FILE`
+adds them to a JSON of targets and versions of JAX, where a change shows as a diff; with `--page docs/accelerators.md`
+nothing is compiled, and the tables of that page become those of the JSON.
 """
 
 import argparse
 import functools
+import json
 import pathlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,35 +38,60 @@ Facts = dict[str, float]
 
 
 def main() -> None:
-    """Prints a table for each target."""
+    """Prints the tables of each target, or writes those of a page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--targets", nargs="+", default=["h100"], help="h100, a100, h200, b200, v5e:4x4, v5p:2x2x1, ..."
     )
-    parser.add_argument("--facts", type=pathlib.Path, help="write the facts to FILE, as JSON")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="of facts; all by default")
+    parser.add_argument("--facts", type=pathlib.Path, default=FACTS, help="the JSON to add them to, or to show")
+    parser.add_argument("--page", type=pathlib.Path, help="the Markdown file whose tables are to be those of the JSON")
     options = parser.parse_args()
-    record, tables = {}, []
+    record = json.loads(options.facts.read_text()) if options.facts.exists() else {}
+    if options.page:
+        options.page.write_text(page(options.page.read_text(), record))
+        return
+    print(_measure.header("Compiled for accelerators, not timed", NOTES))
     for name in options.targets:
         many = target(name) if ":" in name else target(name, num_devices=8)
-        facts = {kind: dict(tqdm(of(many), desc=f"{name}: {kind}", leave=False)) for kind, of in KINDS.items()}
-        record[name] = {"jax": jax.__version__, "device": many.devices[0].device_kind, "facts": facts}
-        tables += [f"### {name}, {len(many.devices)} devices\n", *(_table(kind, of) for kind, of in facts.items())]
-    text = "\n".join([_measure.header("Compiled for accelerators, not timed", NOTES), *tables])
-    print(text)
-    if options.facts:
-        _measure.write(options.facts, text, record)
+        here = f"{name}, JAX {jax.__version__}"
+        for kind in options.kinds:
+            found = {case: _rounded(row) for case, row in tqdm(KINDS[kind](many), desc=f"{name}: {kind}", leave=False)}
+            record.setdefault(here, {})[kind] = found
+            options.facts.write_text(json.dumps(record, indent=1) + "\n")
+            print(table(kind, {here: record[here]}), flush=True)
 
 
+FACTS = pathlib.Path(__file__).with_suffix(".json")
 NOTES = """\
 P is one copy of the float32 parameters. Bytes are what instructions read and write in the device's memory; temporary
 memory is what the compiler asks for beside arguments and results; both of one device, all donated that can be."""
 
 
-def _table(kind: str, facts: dict[str, Facts]) -> str:
-    columns = list(dict.fromkeys(name for row in facts.values() for name in row))
-    show = lambda value: "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-    rows = [[case, *(show(row.get(name)) for name in columns)] for case, row in facts.items()]
-    return _measure.markdown([[kind, *columns], *rows]) + "\n"
+def table(kind: str, record: dict[str, Any]) -> str:
+    """Returns the facts of a kind as Markdown, a row for all targets that have the same."""
+    of = {name: facts[kind] for name, facts in record.items() if facts.get(kind)}
+    columns = list(dict.fromkeys(fact for rows in of.values() for row in rows.values() for fact in row))
+    lines = []
+    for case in dict.fromkeys(case for rows in of.values() for case in rows):
+        same: dict[tuple[str, ...], list[str]] = {}
+        for name, rows in of.items():
+            if case in rows:
+                cells = (f"{rows[case][fact]:g}" if fact in rows[case] else "" for fact in columns)
+                same.setdefault(tuple(cells), []).append(name)
+        for cells, names in same.items():
+            lines.append([case, "all" if len(names) == len(of) else "; ".join(names), *cells])
+    return _measure.markdown([[kind, "compiled for", *columns], *lines], left=(0, 1)) + "\n"
+
+
+def page(text: str, record: dict[str, Any]) -> str:
+    """Returns a page with the table of the record after each mark `<!-- facts: KIND -->`."""
+    marked = re.compile(r"(<!-- facts: (.*) -->\n\n)(?:\|.*\n)*")
+    return marked.sub(lambda found: found[1] + table(found[2], record), text)
+
+
+def _rounded(row: Facts) -> Facts:
+    return {name: round(value, 2) for name, value in row.items()}
 
 
 # One device
@@ -170,8 +198,11 @@ def offloaded(on: Target) -> Iterator[tuple[str, Facts]]:
 # A decoder
 
 
-def decoder() -> tuple[Callable[[Tree, Tree], jax.Array], Tree]:
-    """Returns the loss of a decoder of stacked layers, each run again in the backward pass, and its parameters."""
+def decoder(cast: Callable[[Tree], Tree] = lambda w: w) -> tuple[Callable[[Tree, Tree], jax.Array], Tree]:
+    """Returns the loss of a decoder of stacked layers, each run again in the backward pass, and its parameters.
+
+    Each layer is given its parameters as `cast` returns them.
+    """
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     params = {
         "embedding": shape(VOCABULARY, MODEL),
@@ -188,14 +219,16 @@ def decoder() -> tuple[Callable[[Tree, Tree], jax.Array], Tree]:
 
     @jax.checkpoint
     def layer(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
+        w = cast(w)
         qkv = (norm(x) @ w["qkv"]).reshape(*x.shape[:2], 3, HEADS, MODEL // HEADS)
         attended = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
         x = x + attended.reshape(x.shape) @ w["out"]
         return x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"], None
 
     def loss(params: Tree, tokens: jax.Array) -> jax.Array:
-        x, _ = jax.lax.scan(layer, params["embedding"][tokens[:, :-1]], params["layers"])
-        logits = norm(x) @ params["embedding"].T
+        embedding = cast(params["embedding"])
+        x, _ = jax.lax.scan(layer, embedding[tokens[:, :-1]], params["layers"])
+        logits = (norm(x) @ embedding.T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     return loss, params
@@ -236,6 +269,107 @@ def decoders(on: Target) -> Iterator[tuple[str, Facts]]:
     yield "gradient, then MultiSteps", memory(multi_steps, peer, 1)
     yield "value_and_grad, in a scan", memory(update(ours(in_place=False)), inner, 8)
     yield "whole batch", memory(update(jax.value_and_grad(loss)), inner, 8)
+
+
+def narrow(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields the memory of float32 sums beside a decoder that computes in bfloat16: temporary, and the gradient."""
+    to = lambda dtype: lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+    loss, wide = decoder()
+    low = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), wide)
+    tokens = jax.ShapeDtypeStruct((8, LENGTH + 1), jnp.int32)
+    ours = functools.partial(optax_accum.value_and_grad, num_microbatches=8, accumulator_dtype=jnp.float32)
+
+    @jax.custom_vjp
+    def door(like: jax.Array, leaf: jax.Array) -> jax.Array:  # its gradient is float32, and goes to `like`
+        return leaf
+
+    door.defvjp(lambda like, leaf: (leaf, None), lambda _, grad: (grad.astype(jnp.float32), jnp.zeros_like(grad)))
+
+    def doored(params: Tree, tokens: jax.Array) -> Any:
+        like = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        through = lambda like, tokens, params: loss(jax.tree.map(door, like, params), tokens)
+        return ours(through, in_place=True)(like, tokens, params)
+
+    for name, step, params in (
+        ("bfloat16 parameters, added after", ours(loss), low),
+        ("bfloat16 parameters, in place through a custom_vjp", doored, low),
+        ("float32 parameters, cast in each layer, in place", ours(decoder(to(jnp.bfloat16))[0]), wide),
+        (
+            "float32 parameters, cast before, in place",
+            ours(lambda *args: loss(to(jnp.bfloat16)(args[0]), args[1])),
+            wide,
+        ),
+    ):
+        stats = compiled(on, step, params, tokens, donate=()).memory_analysis()
+        memory = stats.temp_size_in_bytes + stats.output_size_in_bytes
+        yield name, {"memory beside the parameters, P": memory / size(wide)}
+
+
+# The loop over micro-batches
+
+
+def cuts(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what it takes to cut a batch in 8: in copies of the batch, B, whose rows are as wide as the model."""
+    batch, params = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32), list(layers().values())[:1]
+    loss = lambda params, x: jnp.mean(jnp.tanh(x @ params[0]) ** 2)
+
+    def consecutive(params: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
+        add = lambda acc, rows: (jax.tree.map(jnp.add, acc, jax.value_and_grad(loss)(params, rows)), None)
+        start = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params))
+        return jax.lax.scan(add, start, x.reshape(8, -1, WIDTH))[0]
+
+    for name, step in (
+        ("row r in micro-batch r mod 8", optax_accum.value_and_grad(loss, num_microbatches=8)),
+        ("the same, unroll=True", optax_accum.value_and_grad(loss, num_microbatches=8, unroll=True)),
+        ("consecutive rows, by hand", consecutive),
+    ):
+        program = compiled(on, step, params, batch, donate=())
+        found = count_traffic(program, min_copy=size(batch) // 8)
+        yield (
+            name,
+            {
+                "moved, B": found.most / size(batch),
+                "copies of a micro-batch": found.always.copies,
+                "temporary, B": (found.temporary or 0) / size(batch),
+            },
+        )
+
+
+def products(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields the matrix products of 4 checkpointed layers, by cuBLAS, and those that add to the accumulator (beta = 1)."""
+    if on.devices[0].platform not in ("gpu", "cuda"):
+        return
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+
+    def stacked(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    def unrolled(w: list[jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.mean(functools.reduce(lambda x, w: layer(x, w)[0], w, x) ** 2)
+
+    matrices = list(layers().values())
+    stack = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
+    batch = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
+    for name, loss, params in (("a scan over layers", stacked, stack), ("layers one by one", unrolled, matrices)):
+        for in_place in (True, False):
+            step = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=8, in_place=in_place))
+            lowered = step.lower(*map(on.one().shapes, (params, batch)))
+            # Which kernels are best is found by timing, on a GPU: here those of cuBLAS, whose text says beta.
+            options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+            program = lowered.compile(compiler_options=options)  # type: ignore[arg-type]
+            gemms = [line for line in program.as_text().splitlines() if '"__cublas$' in line]
+            found = count_traffic(program)
+            yield (
+                f"{name}, {'in place' if in_place else 'added after'}",
+                {
+                    "products": len(gemms),
+                    "with beta = 1, in place": sum(
+                        '"beta":1' in line and "output_to_operand_aliasing" in line for line in gemms
+                    ),
+                    "moved, P": found.most / size(params),
+                    "temporary, P": (found.temporary or 0) / size(params),
+                },
+            )
 
 
 # Several devices
@@ -301,6 +435,9 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "update": wrappers,
     "offload": offloaded,
     "decoder": decoders,
+    "bfloat16": narrow,
+    "cut": cuts,
+    "matrix products": products,
     "data parallel": parallel,
     "FSDP": sharded,
 }

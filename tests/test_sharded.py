@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import optax_accum
+from optax_accum._space import meshes, partials
 from tests import programs
 
 TYPES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
@@ -308,6 +309,33 @@ def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
     assert not found.select(place=("outside", "loop"))
     assert found.select("reduce-scatter").bytes == found.select("all-gather").bytes == GRADIENT_BYTES
     assert not found.select("all-reduce", min_bytes=64)
+
+
+@pytest.fixture
+def as_on_a_tpu(monkeypatch):
+    """The forms that a TPU's compiler wants, for leaves and meshes of any size."""
+    monkeypatch.setattr(meshes, "on_tpu", lambda mesh: True)
+    monkeypatch.setattr(meshes, "FEW", 4)
+    monkeypatch.setattr(partials, "LARGE", 1)
+
+
+@pytest.mark.parametrize("to", [None, {"w": P(None, "data"), "b": P(), "v": P("data")}], ids=["whole", "ZeRO-1"])
+def test_what_a_tpu_adds_is_the_same(data_mesh, as_on_a_tpu, to):
+    """Large leaves slice by slice, in their place; a reduce-scatter in two stages."""
+    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
+    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data", reduce_to=to)
+    close(train(data_mesh, tx, jax.tree.map(jnp.copy, params), BATCHES)[0], whole_update(host_params(), JOINED))
+    options = {"num_microbatches": 2, "weight_fn": tokens, "reduce_axes": "data", "reduce_to": to}
+    cut_loss = jax.jit(optax_accum.value_and_grad(loss, **options))
+    close(cut_loss(params, batch), whole_gradient())
+    found = collectives(cut_loss, params, batch)
+    if to:
+        scattered = found.select("reduce-scatter")
+        assert {op.group for op in scattered} == {4, 2}
+        assert scattered.bytes == pytest.approx(1.25 * 4 * (WIDTH + 1) * HIDDEN)
+    else:
+        assert {op.times for op in found.select("all-reduce", "loop")} == {16}
+        assert found.select("all-reduce", "loop").bytes == GRADIENT_BYTES
 
 
 @pytest.mark.parametrize("k", [1, 2])

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 Tree = Any
 Axes = tuple[str, ...]
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+FEW = 8  # chips of a TPU over which one reduce-scatter is one
 
 
 def as_axes(reduce_axes: Any) -> Axes:
@@ -69,21 +70,27 @@ def num_devices(mesh: Mesh, axes: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
-    """Returns the axes, and groups of devices along them, over which to scatter one after the other: at once, or
-
-    on a TPU each axis for itself, one of more than 8 devices in two stages: its compiler makes a reduce-scatter over a
-    square of chips (4x4, 8x8) an all-reduce and a slice, which takes the memory of the whole and sends it twice.
-    """
+def on_tpu(mesh: Mesh) -> bool:
+    """Returns whether the devices of a mesh are TPUs, whose compiler wants other forms of some collectives."""
     device = mesh.abstract_mesh.abstract_device
-    if device is None or device.platform != "tpu":
+    return device is not None and device.platform == "tpu"
+
+
+def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
+    """Returns the axes, and groups of devices along them, over which to scatter one after the other.
+
+    That is over all at once; on a TPU over each axis for itself, and over one of many devices in two stages. For its
+    compiler makes a reduce-scatter over a square of chips (4x4, 8x8) an all-reduce and a slice: twice the bytes, and
+    the memory of the whole.
+    """
+    if not on_tpu(mesh):
         return [(names, None)] if names else []
     return [(name, groups) for name in names for groups in _halved(mesh.shape[name])]
 
 
 def _halved(size: int) -> list[list[list[int]] | None]:
     """Returns the groups of two stages: every other device, then neighbours. Each device gets the part of its index."""
-    if size <= 8 or size % 2:
+    if size <= FEW or size % 2:
         return [None]
     index = np.arange(size).reshape(-1, 2)
     return [index.T.tolist(), index.tolist()]

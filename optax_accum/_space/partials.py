@@ -5,6 +5,7 @@ axes, each on its device. On every mesh that is an ordinary array: it passes jit
 compared, saved and loaded, and adding two of them moves nothing.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -22,6 +23,7 @@ from optax_accum._space import meshes
 from optax_accum._space.meshes import Axes, Mesh
 
 Tree = Any
+SLICES, LARGE = 16, 32 << 20  # bytes; an all-reduce of less is mostly waiting
 
 
 def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
@@ -122,9 +124,38 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
         total = jax.tree.map(lambda own: jax.lax.psum(own[0], axes), acc)
         return total, varying(jax.tree.map(lambda leaf: leaf[None], total), axes)
 
-    partial, whole = PartitionSpec(axes), PartitionSpec()
+    def add_slices(acc: Tree) -> tuple[Tree, Tree]:
+        total = jax.tree.map(lambda own: _by_slices(own[0], axes), acc)
+        return total, jax.tree.map(lambda leaf: leaf[None], total)
+
+    mesh, sliced = meshes.mesh_of(axes, acc), adds_by_slices(acc, axes)
+    run = jax.shard_map(
+        add_slices if sliced else add,
+        mesh=mesh,
+        in_specs=PartitionSpec(axes),
+        out_specs=(PartitionSpec(), PartitionSpec(axes)),
+        axis_names=set(axes),
+        check_vma=not sliced,  # there is no type of an array that is the same everywhere so far as it has been added
+    )
+    return run(acc)
+
+
+def adds_by_slices(acc: Tree, axes: Axes) -> bool:
+    """Returns whether large leaves are added slice by slice: on TPUs, if no other axis shards what is sliced."""
     mesh = meshes.mesh_of(axes, acc)
-    return jax.shard_map(add, mesh=mesh, in_specs=partial, out_specs=(whole, partial), axis_names=set(axes))(acc)
+    return meshes.on_tpu(mesh) and set(mesh.axis_names) == set(axes)
+
+
+def _by_slices(leaf: jax.Array, axes: Axes) -> jax.Array:
+    """Adds a leaf over devices, a large one slice by slice, in its place: a TPU's all-reduce is not in place."""
+    slices = math.gcd(leaf.shape[0], SLICES) if leaf.ndim and leaf.nbytes >= LARGE else 1
+
+    def add(index: jax.Array, leaf: jax.Array) -> jax.Array:
+        size = leaf.shape[0] // slices
+        part = jax.lax.psum(jax.lax.dynamic_slice_in_dim(leaf, index * size, size), axes)
+        return jax.lax.dynamic_update_slice_in_dim(leaf, part, index * size, axis=0)
+
+    return jax.lax.psum(leaf, axes) if slices == 1 else jax.lax.fori_loop(0, slices, add, leaf)
 
 
 def per_device(
