@@ -336,7 +336,7 @@ def cuts(on: Target) -> Iterator[tuple[str, Facts]]:
 
 
 def products(on: Target) -> Iterator[tuple[str, Facts]]:
-    """Yields the matrix products of 4 checkpointed layers, by cuBLAS, and those that add to the accumulator (beta = 1)."""
+    """Yields the products of matrices of 4 checkpointed layers by cuBLAS; those with beta = 1 add to what they write."""
     if on.devices[0].platform not in ("gpu", "cuda"):
         return
     layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))

@@ -4,7 +4,6 @@ import contextlib
 import functools
 
 import jax
-import pytest
 
 from optax_accum import accelerators
 from tests import OLD_EMITTERS
@@ -34,7 +33,18 @@ def compiled(lowered):
 @functools.cache
 def target(name):
     """An accelerator whose compiler is installed; "cpu" is the one that is here."""
+    return accelerators.target(None if name == "cpu" else name, num_devices=None if ":" in name else 8)
+
+
+def installed(*names):
+    """Those of the accelerators whose compiler is installed: tests are for these only, one says what is missing."""
+    return [name for name in names if why_not(name) is None]
+
+
+def why_not(name):
+    """What to install for an accelerator, or None."""
     try:
-        return accelerators.target(None if name == "cpu" else name, num_devices=None if ":" in name else 8)
+        target(name)
     except RuntimeError as error:
-        return pytest.skip(str(error))
+        return str(error)
+    return None

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import importlib.util
+import json
 import pathlib
 import re
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import pytest
 
 import optax_accum
+from benchmarks import accelerators
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -77,6 +79,13 @@ def test_a_bash_block_of_the_readme(code):
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
     for module in re.findall(r"-m (optax_accum\.\w+|benchmarks\.\w+)", code):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+
+
+def test_the_tables_of_the_page_on_accelerators_are_those_of_the_facts():
+    """`python -m benchmarks.accelerators --page docs/accelerators.md` writes them."""
+    text, record = (ROOT / "docs" / "accelerators.md").read_text(), json.loads(accelerators.FACTS.read_text())
+    assert accelerators.page(text, record) == text
+    assert len(re.findall(r"<!-- facts: .* -->\n\n\|", text)) == text.count("<!-- facts") >= 8
 
 
 def test_links_and_pictures_of_the_readme_exist():

@@ -9,7 +9,9 @@ from benchmarks import accelerators as facts
 from benchmarks import fsdp
 from tests import programs
 
-TARGETS = ["h100", "v5e:4x4"]
+TARGETS = programs.installed("h100", "v5e:4x4")
+if not TARGETS:
+    pytest.skip("needs the compiler of NVIDIA or of TPUs: docs/accelerators.md says how", allow_module_level=True)
 
 
 @functools.cache
@@ -26,7 +28,8 @@ def test_a_held_micro_step_adds_and_an_emitting_one_is_the_optimizer(name):
         assert row["held copies"] == 0, optimizer
         assert row["emitting adds, P"] <= row["alone, P"] + 1.02, optimizer
         # For a TPU, Muon's Newton-Schulz iteration reads a mean that is written: one leaf of four at a time.
-        assert row["temporary, P"] <= row["alone temporary, P"] + (0.26 if optimizer == "Muon" else 0.02), optimizer
+        mean = 0.25 if (name, optimizer) == ("v5e:4x4", "Muon") else 0
+        assert row["temporary, P"] <= row["alone temporary, P"] + mean + 0.01, optimizer
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -42,8 +45,9 @@ def test_update_moves_no_more_than_multi_steps(name):
     assert rows["update"]["window of 8, P"] <= rows["MultiSteps"]["window of 8, P"] + 0.02
 
 
-def test_moments_on_the_host_come_and_go_once_in_a_window():
-    assert read("offload", "h100")["moments on the host"]["to and fro, emitting, P"] == pytest.approx(4, abs=0.01)
+@pytest.mark.parametrize("name", TARGETS)
+def test_moments_on_the_host_come_and_go_once_in_a_window(name):
+    assert read("offload", name)["moments on the host"]["to and fro, emitting, P"] == pytest.approx(4, abs=0.01)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -56,12 +60,36 @@ def test_a_decoder_in_place(name):
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_window_is_reduced_once(name):
     for case, row in read("data parallel", name).items():
-        assert row["reduced in a window, P"] == pytest.approx(1, abs=0.01), case
-        assert row.get("collectives, held", 0) == 0, case
-        assert row["temporary, P"] <= (0.01 if name == "h100" else 1.01), case
+        assert row["collectives, held"] == 0 or "within" in case, case
+        if "ZeRO-1" not in case:
+            assert row["all-reduced, P"] == pytest.approx(1, abs=0.01), case
+            assert row["temporary, P"] <= 0.01, case
 
 
-@pytest.mark.parametrize("name", ["h100", "v5e:2x4"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_zero_one_is_a_reduce_scatter(name):
+    """On 4 x 4 chips in two stages: at once it is an all-reduce, and as much memory again."""
+    for case, row in read("data parallel", name).items():
+        if "ZeRO-1" in case:
+            assert row["all-reduced, P"] == 0, case
+            assert row["scattered, P"] == pytest.approx(1.125 if name == "v5e:4x4" else 1, abs=0.01), case
+            assert row["temporary, P"] <= 1.01, case
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_batch_is_cut_without_a_copy(name):
+    rows = read("cut", name, cases=1)
+    assert [row["copies of a micro-batch"] for row in rows.values()] == [0]
+
+
+@pytest.mark.parametrize("name", set(TARGETS) & {"h100"})
+def test_in_place_the_weight_gradient_is_added_by_the_product_that_makes_it(name):
+    """Checkpointed, too: cuBLAS adds to what it writes (beta = 1); added after, in a scan over layers, none does."""
+    rows = read("matrix products", name, cases=2)
+    assert [row["with beta = 1, in place"] for row in rows.values()] == [1, 0]
+
+
+@pytest.mark.parametrize("name", programs.installed("h100", "v5e:2x4"))
 def test_by_layer_the_traffic_of_sharded_parameters_does_not_grow(name):
     """As that of no loop over micro-batches: what a scan gathers grows with k."""
     with programs.as_shipped():
