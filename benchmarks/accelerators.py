@@ -336,7 +336,7 @@ def cuts(on: Target) -> Iterator[tuple[str, Facts]]:
 
 
 def products(on: Target) -> Iterator[tuple[str, Facts]]:
-    """Yields the products of matrices of 4 checkpointed layers by cuBLAS; those with beta = 1 add to what they write."""
+    """Yields the products of 4 checkpointed layers by cuBLAS; one with beta = 1 adds to what it writes."""
     if on.devices[0].platform not in ("gpu", "cuda"):
         return
     layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))

@@ -149,3 +149,21 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 }
 """
     assert optax_accum.sharding.count_collectives(text).count == 2
+
+
+def test_a_fused_reduce_scatter_of_a_tpu_is_one():
+    """As a TPU's compiler writes it: an all-reduce and the slice that is kept, in one custom fusion."""
+    (found,) = optax_accum.sharding.count_collectives("""HloModule m
+%all-reduce-scatter.1 (input: f32[64]) -> f32[16] {
+  %input = f32[64] parameter(0)
+  %zero = s32[] constant(0)
+  %all-reduce.2 = f32[64] all-reduce(%input), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %slice = f32[16] dynamic-slice(%all-reduce.2, %zero), dynamic_slice_sizes={16}
+}
+
+ENTRY %main (x: f32[64]) -> f32[16] {
+  %x = f32[64] parameter(0)
+  ROOT %fusion = f32[16] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}
+""")
+    assert (found.kind, found.bytes, found.group) == ("reduce-scatter", 256, 4)

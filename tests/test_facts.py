@@ -82,11 +82,11 @@ def test_a_batch_is_cut_without_a_copy(name):
     assert [row["copies of a micro-batch"] for row in rows.values()] == [0]
 
 
-@pytest.mark.parametrize("name", set(TARGETS) & {"h100"})
+@pytest.mark.parametrize("name", TARGETS)
 def test_in_place_the_weight_gradient_is_added_by_the_product_that_makes_it(name):
     """Checkpointed, too: cuBLAS adds to what it writes (beta = 1); added after, in a scan over layers, none does."""
     rows = read("matrix products", name, cases=2)
-    assert [row["with beta = 1, in place"] for row in rows.values()] == [1, 0]
+    assert [row["with beta = 1, in place"] for row in rows.values()] == ([1, 0] if name == "h100" else [])
 
 
 @pytest.mark.parametrize("name", programs.installed("h100", "v5e:2x4"))
