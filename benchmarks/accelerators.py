@@ -80,14 +80,14 @@ def table(kind: str, record: dict[str, Any]) -> str:
                 cells = (f"{rows[case][fact]:g}" if fact in rows[case] else "" for fact in columns)
                 same.setdefault(tuple(cells), []).append(name)
         for cells, names in same.items():
-            lines.append([case, "all" if len(names) == len(of) else "; ".join(names), *cells])
+            lines.append([case, "all" if len(names) == len(record) else "; ".join(names), *cells])
     return _measure.markdown([[kind, "compiled for", *columns], *lines], left=(0, 1)) + "\n"
 
 
 def page(text: str, record: dict[str, Any]) -> str:
     """Returns a page with the table of the record after each mark `<!-- facts: KIND -->`."""
-    marked = re.compile(r"(<!-- facts: (.*) -->\n\n)(?:\|.*\n)*")
-    return marked.sub(lambda found: found[1] + table(found[2], record), text)
+    marked = re.compile(r"(<!-- facts: (.*) -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
+    return marked.sub(lambda found: f"{found[1]}\n{table(found[2], record)}", text)
 
 
 def _rounded(row: Facts) -> Facts:
@@ -402,6 +402,15 @@ def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
         step = optax_accum.value_and_grad(loss, num_microbatches=every, reduce_axes="data", reduce_to=to)
         return on.compile(jax.jit(step).lower(given, whole))
 
+    def alone(add: Callable[[jax.Array], jax.Array], to: Any) -> Any:
+        local = lambda rows: jax.tree.map(lambda row: add(row[0]), rows)
+        step = jax.shard_map(local, mesh=mesh, in_specs=jax.P("data"), out_specs=to)
+        stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((mesh.size, *leaf.shape), leaf.dtype), params)
+        return on.compile(jax.jit(step, donate_argnums=0).lower(on.shapes(stacked, jax.P("data"), mesh)))
+
+    yield "jax.lax.psum alone", _window(alone(lambda row: jax.lax.psum(row, "data"), jax.P()), size(params))
+    scatter = functools.partial(jax.lax.psum_scatter, axis_name="data", tiled=True)
+    yield "jax.lax.psum_scatter alone", _window(alone(scatter, jax.P("data")), size(params))
     with jax.set_mesh(mesh):
         given = on.shapes(params, mesh=mesh)
         for way, make in (("across calls", across), ("within a call", within)):

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
@@ -171,6 +173,23 @@ def test_parameters_may_be_replicated(data_mesh):
         jax.value_and_grad(functools.partial(loss, optax_accum.microbatched_apply(block, 3, reduce_axes="data")))
     )
     close(f(params, batch), whole())
+
+
+def test_boundaries_that_wait_on_the_host_give_the_same_gradient(data_mesh):
+    """A CPU has a memory of that name."""
+    params, batch = place(data_mesh, "data", SPECS)
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["boundary"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    apply = optax_accum.microbatched_apply(block, 3, reduce_axes="data", reduce_to=SPECS)
+    apply_named = lambda layer, h: apply(layer, checkpoint_name(h, "boundary"))
+    offloaded = jax.value_and_grad(functools.partial(loss, jax.checkpoint(apply_named, policy=policy)))
+    close(jax.jit(offloaded)(params, batch), whole())
+    moved = re.findall(r"f32<host>\[\d+(?:@data)?,8\]", str(jax.make_jaxpr(offloaded)(params, batch)))
+    assert moved
 
 
 # What passes through the network.
