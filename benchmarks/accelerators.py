@@ -380,42 +380,52 @@ def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
     if len(on.devices) == 1:
         return
     params, mesh = layers(), on.mesh()
-    rows = on.shapes(jax.ShapeDtypeStruct((len(on.devices), WIDTH), jnp.float32), jax.P("data"), mesh)
-
-    def loss(params: Tree, x: jax.Array) -> jax.Array:
-        for w in params.values():
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2)
+    rows = lambda k: on.shapes(jax.ShapeDtypeStruct((k * mesh.size, WIDTH), jnp.float32), jax.P("data"), mesh)
 
     def across(every: int, to: Tree) -> Any:
         tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), every, reduce_axes="data", reduce_to=to)
         placed = state_sharding(tx, given)
         make = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
         state = jax.tree.map(make, jax.eval_shape(tx.init, given), placed)
-        step = optax_accum.value_and_apply_gradients(loss, tx)
+        step = optax_accum.value_and_apply_gradients(_dense, tx)
         out = (jax.tree.map(lambda leaf: leaf.sharding, given), placed)
         jitted = jax.jit(lambda *args: step(*args)[1:], donate_argnums=(0, 1), out_shardings=out)
-        return on.compile(jitted.lower(given, state, rows))
+        return on.compile(jitted.lower(given, state, rows(1)))
 
     def within(every: int, to: Tree) -> Any:
-        whole = jax.ShapeDtypeStruct((every * rows.shape[0], WIDTH), jnp.float32, sharding=rows.sharding)
-        step = optax_accum.value_and_grad(loss, num_microbatches=every, reduce_axes="data", reduce_to=to)
-        return on.compile(jax.jit(step).lower(given, whole))
+        step = optax_accum.value_and_grad(_dense, num_microbatches=every, reduce_axes="data", reduce_to=to)
+        return on.compile(jax.jit(step).lower(given, rows(every)))
 
-    def alone(add: Callable[[jax.Array], jax.Array], to: Any) -> Any:
-        local = lambda rows: jax.tree.map(lambda row: add(row[0]), rows)
-        step = jax.shard_map(local, mesh=mesh, in_specs=jax.P("data"), out_specs=to)
-        stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((mesh.size, *leaf.shape), leaf.dtype), params)
-        return on.compile(jax.jit(step, donate_argnums=0).lower(on.shapes(stacked, jax.P("data"), mesh)))
-
-    yield "jax.lax.psum alone", _window(alone(lambda row: jax.lax.psum(row, "data"), jax.P()), size(params))
-    scatter = functools.partial(jax.lax.psum_scatter, axis_name="data", tiled=True)
-    yield "jax.lax.psum_scatter alone", _window(alone(scatter, jax.P("data")), size(params))
     with jax.set_mesh(mesh):
         given = on.shapes(params, mesh=mesh)
         for way, make in (("across calls", across), ("within a call", within)):
             for name, every, to in (("", 2, None), ("", 8, None), (", ZeRO-1", 8, jax.P("data"))):
                 yield f"{way}{name}, k = {every}", _window(make(every, to), size(params))
+
+
+def by_jax(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what JAX's own sums over devices become, after the micro-batches of a call."""
+    if len(on.devices) == 1:
+        return
+    params, mesh = layers(), on.mesh()
+    batch = on.shapes(jax.ShapeDtypeStruct((8 * mesh.size, WIDTH), jnp.float32), jax.P("data"), mesh)
+    gradients = optax_accum.value_and_grad(_dense, num_microbatches=8, reduce_axes="data", reduce_to="partial")
+    scatter = functools.partial(jax.lax.psum_scatter, tiled=True)
+    for name, add, to in (("psum", jax.lax.psum, jax.P()), ("psum_scatter", scatter, jax.P("data"))):
+        each = lambda rows: jax.tree.map(lambda row: add(row[0], "data"), rows)  # noqa: B023
+        summed = jax.shard_map(each, mesh=mesh, in_specs=jax.P("data"), out_specs=to)
+        step = lambda *args: summed(gradients(*args)[1])  # noqa: B023
+        with jax.set_mesh(mesh):
+            yield (
+                f"jax.lax.{name}",
+                _window(on.compile(jax.jit(step).lower(on.shapes(params, mesh=mesh), batch)), size(params)),
+            )
+
+
+def _dense(params: Tree, x: jax.Array) -> jax.Array:
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
 
 
 def _window(program: Any, copy: int) -> Facts:
@@ -448,6 +458,7 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "cut": cuts,
     "matrix products": products,
     "data parallel": parallel,
+    "data parallel, summed by JAX": by_jax,
     "FSDP": sharded,
 }
 
