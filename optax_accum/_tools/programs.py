@@ -1,4 +1,4 @@
-"""Owns the text of a compiled program: its computations, what they call, and how often. Knows no cost of any."""
+"""Owns the text of a program, compiled or lowered: its computations, what they call, and how often. Knows no cost of any."""
 
 import dataclasses
 import functools
@@ -83,7 +83,7 @@ class Ran(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The computations of a compiled program."""
+    """The computations of a compiled program, or of one that is yet to be compiled."""
 
     computations: dict[str, Computation]
     entry: str
@@ -91,7 +91,7 @@ class Program:
 
     @classmethod
     def read(cls, compiled: Any, reader: str) -> "Program":
-        """Reads `jax.jit(f).lower(...).compile()` or the text of it; errors name the `reader`."""
+        """Reads `jax.jit(f).lower(...).compile()` or the text of it, or of a lowered one; errors name the `reader`."""
         text = compiled if isinstance(compiled, str) else _text(compiled, reader)
         computations: dict[str, Computation] = {}
         entry, current = "", None
@@ -165,7 +165,7 @@ def size_of(shape: str) -> int:
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _FUSED = ("fusion", "custom-call")
-_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-~]+)\s*(?:\(.*)?->.*\{\s*$")
+_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-~]+)\s*(?:(?:\(.*)?->.*)?\{\s*$")  # before it is compiled: `name {`
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-~]+)\s*=\s*(\(.*?\)|\S+)\s+([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(
     r"\b(body|condition|to_apply|calls|called_computations|branch_computations|true_computation|false_computation)="

@@ -1,0 +1,144 @@
+"""Owns what one step needs: the bytes that its compiler counts, the FLOPs of its products. Chooses nothing."""
+
+import dataclasses
+import hashlib
+import math
+import re
+import time
+from typing import Any
+
+import jax
+
+from optax_accum._tools.programs import Program
+from optax_accum._tools.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What one step needs on each device, in bytes, as its compiler counts them.
+
+    Attributes:
+      arguments: what it is given: parameters, optimizer state, batch.
+      outputs: what it returns.
+      aliased: outputs that take the place of donated arguments.
+      temporary: everything between; activations, gradients, their sum.
+      code: the program itself.
+      seconds: to compile it.
+      refused: the compiler stopped: it is more than the accelerator has. Then `temporary` is all that is known.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: float
+    code: int
+    seconds: float
+    refused: bool = False
+
+    @property
+    def kept(self) -> int:
+        """Outputs that need memory of their own."""
+        return self.outputs - self.aliased
+
+    @property
+    def peak(self) -> float:
+        """All that the step holds at once; where the compiler stopped, at least so much."""
+        return self.arguments + self.kept + self.temporary + self.code
+
+
+def text_key(lowered: jax.stages.Lowered, target: Target) -> str:
+    """Returns a key that programs have in common which compile to the same."""
+    of_target = [target.name, *map(str, target.devices)]
+    return hashlib.sha256("\n".join([lowered.as_text(), *of_target]).encode()).hexdigest()
+
+
+def footprint(lowered: jax.stages.Lowered, target: Target) -> Footprint:
+    """Compiles a step, unless this process has, and returns what its compiler says of its memory."""
+    key = text_key(lowered, target)
+    if key not in _KNOWN:
+        _KNOWN[key] = _compiled(lowered, target)
+    return _KNOWN[key]
+
+
+_KNOWN: dict[str, Footprint] = {}
+
+
+def _compiled(lowered: jax.stages.Lowered, target: Target) -> Footprint:
+    start = time.perf_counter()
+    try:
+        compiled = target.compile(lowered)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Footprint(0, 0, 0, _needed(str(error)), 0, time.perf_counter() - start, refused=True)
+    seconds = time.perf_counter() - start
+    _check_devices(compiled, target)
+    memory = _memory(compiled, target)
+    return Footprint(
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        code=memory.generated_code_size_in_bytes,
+        seconds=seconds,
+    )
+
+
+def _needed(message: str) -> float:
+    """Returns the bytes that a compiler names which stopped for want of memory, or infinity."""
+    if not (found := re.search(r"\((\d+(?:\.\d+)?)([KMGT]?)i?B?\) exceeds", message)):
+        return math.inf
+    return float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")
+
+
+def _memory(compiled: jax.stages.Compiled, target: Target) -> Any:
+    try:
+        memory = compiled.memory_analysis()
+    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        memory = None
+    if memory is None:
+        raise RuntimeError(
+            f"A plan needs the compiler's memory analysis, and that of {target.name} gives none. Plan for a target "
+            'whose compiler does: the CPU, target="h100", target="v5e:2x4".'
+        )
+    return memory
+
+
+def _check_devices(compiled: jax.stages.Compiled, target: Target) -> None:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    if not devices <= set(target.devices):
+        kinds = ", ".join(sorted({device.device_kind for device in devices}))
+        raise ValueError(
+            f"make_step must lower for the target: it lowered for {len(devices)} x {kinds}, and target="
+            f"{target.name!r} is {len(target.devices)} x {target.devices[0].device_kind}. Lower with shapes of the "
+            "target, jax.jit(step).lower(*map(target.shapes, args)): a make_step with a parameter `target` is given it."
+        )
+
+
+def count_flops(lowered: jax.stages.Lowered) -> int | None:
+    """Returns the FLOPs of all matrix products and convolutions, as lowered; None with a loop of unknown length.
+
+    XLA's own `cost_analysis` counts a loop once, however often it turns, and is empty for a GPU.
+    """
+    total = 0
+    for ran in Program.read(lowered.as_text("hlo"), "count_flops").run():
+        line = ran.instruction
+        if line.opcode not in ("dot", "convolution"):
+            continue
+        if not ran.known:
+            return None
+        left, right = (_dims(ran.computation[name].shape) for name in line.operands[:2])
+        if line.opcode == "dot":
+            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
+            inner = math.prod(left[int(axis)] for axis in contracted[1].split(",") if axis) if contracted else 1
+        else:
+            labels = re.search(r"dim_labels=\w+_(\w+)->", line.rest)
+            inner = math.prod(right) // right[labels[1].index("o")] if labels else 1
+        total += 2 * math.prod(_dims(line.shape)) * inner * ran.times
+    return total
+
+
+def _dims(shape: str) -> list[int]:
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return [int(dim) for dim in found[1].split(",") if dim] if found else []

@@ -1,0 +1,110 @@
+"""Owns the search for the fewest micro-batches that fit: a line proposes, a measurement decides. Compiles nothing."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+
+class Candidate(NamedTuple):
+    """A number of micro-batches, and the rows of the largest on one device."""
+
+    number: int
+    rows: int
+    ragged: bool  # the last is smaller, which is a second program beside the loop
+
+
+Peaks = dict[Candidate, float]  # bytes of what was measured; infinity where it is not known
+_NEAR = 1.05  # a size that is foretold to exceed the limit by less is measured all the same
+
+
+def candidates(rows: int, numbers: Iterable[int] | None = None) -> list[Candidate]:
+    """Returns what `rows` can be cut into, fewest first: of the numbers that give the same size, the smallest."""
+    if numbers is None:
+        numbers = {-(-rows // -(-rows // number)) for number in range(1, rows + 1)}
+    return [Candidate(number, -(-rows // number), rows % -(-rows // number) > 0) for number in sorted(set(numbers))]
+
+
+def search(every: Sequence[Candidate], measure: Callable[[Candidate], float], limit: float, most: int) -> Peaks:
+    """Measures at most `most` candidates, and returns what they need; the fewest that fits is among them."""
+    peaks: Peaks = {}
+    while len(peaks) < most and (candidate := proposed(every, peaks, limit)):
+        peaks[candidate] = measure(candidate)
+    return peaks
+
+
+def best(peaks: Peaks, limit: float) -> Candidate | None:
+    """Returns the fewest micro-batches of those measured that fit."""
+    return min((candidate for candidate, peak in peaks.items() if peak <= limit), default=None)
+
+
+def proposed(every: Sequence[Candidate], peaks: Peaks, limit: float) -> Candidate | None:
+    """Returns what to measure next, or None: both ends, then the fewest that are foretold to fit."""
+    fits = best(peaks, limit)
+    for end in (every[0], every[-1]):
+        if fits != every[0] and end not in peaks:
+            return end
+    still = [c for c in every if c not in peaks and (fits is None or c < fits)]
+    if not still or fits == every[0]:
+        return None
+    if not grows(peaks):  # then nothing is foretold, and the widest gap is halved
+        return _middle_of_widest_gap(every, still, peaks)
+    still = [c for c in still if not _hopeless(c, peaks, limit)]
+    if fits is None or not still:  # the smallest does not fit, or the next larger does not either
+        return None
+    foretold = {c: predicted(c, peaks) for c in still}
+    if any(math.isnan(peak) for peak in foretold.values()):
+        return still[len(still) // 2]
+    likely = [c for c in still if foretold[c] <= limit]
+    nearest = min(still, key=lambda c: foretold[c])
+    return min(likely, default=nearest if foretold[nearest] <= _NEAR * limit else None)
+
+
+def predicted(candidate: Candidate, peaks: Peaks) -> float:
+    """Returns the peak on the line through the nearest measured of its kind, NaN where there is no line yet.
+
+    An even cut, a ragged cut and the whole batch, which is in no loop, are three kinds of programs: their lines are
+    parallel. Where a kind has one point, or none, the slope is that of another.
+    """
+    own, others = _points(peaks, candidate.ragged), _points(peaks, not candidate.ragged)
+    if len(own) > 1:
+        return _on_line(own, candidate.rows)
+    slopes = others if len(others) > 1 else sorted({point for ragged in (False, True, None) for point in _points(peaks, ragged)})
+    if len(slopes) < 2:
+        return math.nan
+    if not own:
+        return _on_line(slopes, candidate.rows)
+    (rows, peak), = own
+    return peak + _on_line(slopes, candidate.rows) - _on_line(slopes, rows)
+
+
+def grows(peaks: Peaks) -> bool:
+    """Returns whether more rows in a micro-batch need more memory, among cuts of a kind; to 2 %."""
+    kinds = [[peak for _, peak in _points(peaks, ragged)] for ragged in (False, True)]
+    return all(more >= 0.98 * fewer for kind in kinds for fewer, more in zip(kind, kind[1:], strict=False))
+
+
+def _points(peaks: Peaks, ragged: bool | None) -> list[tuple[int, float]]:
+    """Returns rows and peak of what was measured of a kind, None for the whole batch, by rows."""
+    kind = lambda c: None if c.number == 1 else c.ragged
+    return sorted((c.rows, peak) for c, peak in peaks.items() if kind(c) == ragged and math.isfinite(peak))
+
+
+def _on_line(points: list[tuple[int, float]], rows: int) -> float:
+    """Returns the value at `rows` of the line through the two points nearest to it."""
+    (a, low), (b, high) = sorted(sorted(points, key=lambda point: abs(point[0] - rows))[:2])
+    return low if a == b else low + (high - low) * (rows - a) / (b - a)
+
+
+def _hopeless(candidate: Candidate, peaks: Peaks, limit: float) -> bool:
+    """Returns whether a cut with no more rows did not fit; one that is even says so of ragged ones, too."""
+    return any(
+        peak > limit and c.number > 1 and c.rows <= candidate.rows and c.ragged <= candidate.ragged
+        for c, peak in peaks.items()
+    )
+
+
+def _middle_of_widest_gap(every: Sequence[Candidate], still: list[Candidate], peaks: Peaks) -> Candidate:
+    known = sorted(every.index(c) for c in peaks)
+    low, high = max(zip(known, known[1:], strict=False), key=lambda gap: sum(c in still for c in every[gap[0] : gap[1]]))
+    inside = [c for c in every[low:high] if c in still]
+    return inside[len(inside) // 2]
