@@ -2,7 +2,7 @@
 
 Here are the verbs of every day. On several devices see `optax_accum.sharding`, for runs that go on after a crash
 `optax_accum.checkpoint`, for the sizes of batches `optax_accum.batching`, for what a program becomes on a GPU or a TPU
-`optax_accum.accelerators`, with Flax `optax_accum.flax`.
+`optax_accum.accelerators`, for what fits `optax_accum.plan`, with Flax `optax_accum.flax`.
 """
 
 import importlib as _importlib
@@ -13,12 +13,14 @@ from optax_accum import accelerators, batching, checkpoint, sharding
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients, apply_gradients
 from optax_accum._core.state import AccumulationState, from_multi_steps, has_updated, metrics
+from optax_accum._tools.planning import plan_microbatches
 from optax_accum._tools.verify import verify
 from optax_accum._within.microbatched_apply import microbatched_apply
 from optax_accum._within.value_and_grad import value_and_grad
 
 if _TYPE_CHECKING:
     from optax_accum import flax as flax
+    from optax_accum import plan as plan
 
 __version__ = "0.1.0"
 
@@ -33,6 +35,7 @@ __all__ = [
     "has_updated",
     "metrics",
     "microbatched_apply",
+    "plan_microbatches",
     "sharding",
     "value_and_apply_gradients",
     "value_and_grad",
@@ -40,12 +43,15 @@ __all__ = [
 ]
 
 
+_LATER = {"flax", "plan"}  # Flax takes a second, and need not be installed; `python -m` runs a module not yet loaded
+
+
 def __getattr__(name: str) -> _Any:
-    """Loads `optax_accum.flax` when it is first asked for: Flax takes a second, and need not be installed."""
-    if name == "flax":
-        return _importlib.import_module("optax_accum.flax")
+    """Loads `optax_accum.flax` and `optax_accum.plan` when they are first asked for."""
+    if name in _LATER:
+        return _importlib.import_module(f"optax_accum.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "flax"])
+    return sorted([*__all__, "__version__", *_LATER])

@@ -14,7 +14,6 @@ class Candidate(NamedTuple):
 
 
 Peaks = dict[Candidate, float]  # bytes of what was measured; infinity where it is not known
-_NEAR = 1.05  # a size that is foretold to exceed the limit by less is measured all the same
 
 
 def candidates(rows: int, numbers: Iterable[int] | None = None) -> list[Candidate]:
@@ -48,15 +47,18 @@ def proposed(every: Sequence[Candidate], peaks: Peaks, limit: float) -> Candidat
         return None
     if not grows(peaks):  # then nothing is foretold, and the widest gap is halved
         return _middle_of_widest_gap(every, still, peaks)
+    if fits is None:  # not even one row: one look in the middle tells whether memory grows with rows at all
+        return still[len(still) // 2] if len(peaks) == 2 else None
     still = [c for c in still if not _hopeless(c, peaks, limit)]
-    if fits is None or not still:  # the smallest does not fit, or the next larger does not either
+    if not still:
         return None
     foretold = {c: predicted(c, peaks) for c in still}
     if any(math.isnan(peak) for peak in foretold.values()):
         return still[len(still) // 2]
     likely = [c for c in still if foretold[c] <= limit]
     nearest = min(still, key=lambda c: foretold[c])
-    return min(likely, default=nearest if foretold[nearest] <= _NEAR * limit else None)
+    near = 1.05 if len(_points(peaks, nearest.ragged)) > 1 else 1.25  # foretold by its own kind, or by others
+    return min(likely, default=nearest if foretold[nearest] <= near * limit else None)
 
 
 def predicted(candidate: Candidate, peaks: Peaks) -> float:
@@ -68,7 +70,7 @@ def predicted(candidate: Candidate, peaks: Peaks) -> float:
     own, others = _points(peaks, candidate.ragged), _points(peaks, not candidate.ragged)
     if len(own) > 1:
         return _on_line(own, candidate.rows)
-    slopes = others if len(others) > 1 else sorted({point for ragged in (False, True, None) for point in _points(peaks, ragged)})
+    slopes = others if len(others) > 1 else sorted(_points(peaks, False) + _points(peaks, None))
     if len(slopes) < 2:
         return math.nan
     if not own:
@@ -78,9 +80,10 @@ def predicted(candidate: Candidate, peaks: Peaks) -> float:
 
 
 def grows(peaks: Peaks) -> bool:
-    """Returns whether more rows in a micro-batch need more memory, among cuts of a kind; to 2 %."""
-    kinds = [[peak for _, peak in _points(peaks, ragged)] for ragged in (False, True)]
-    return all(more >= 0.98 * fewer for kind in kinds for fewer, more in zip(kind, kind[1:], strict=False))
+    """Returns whether more rows in a micro-batch need more memory, to 2 %; a ragged cut may need more than an even one."""
+    loops = [c for c in peaks if c.number > 1]
+    pairs = [(a, b) for a in loops for b in loops if a.rows < b.rows and a.ragged <= b.ragged]
+    return all(peaks[b] >= 0.98 * peaks[a] for a, b in pairs)
 
 
 def _points(peaks: Peaks, ragged: bool | None) -> list[tuple[int, float]]:

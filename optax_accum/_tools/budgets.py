@@ -1,0 +1,54 @@
+"""Owns sizes of memory: as people write them, and as they are printed; what is free here. Knows no program."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from optax_accum._tools.targets import Target
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def as_bytes(budget: Any) -> int:
+    """Returns a budget of bytes, a number or text such as "80GB" (10^9) or "7.5 GiB" (2^30)."""
+    remedy = 'Pass bytes, or text such as "80GB" or "7.5 GiB".'
+    size: float = math.nan
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*([-+]?\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", budget.lower())
+        if found and (found[2] or not found[3]):
+            size = float(found[1]) * (_BINARY if found[3] else _UNITS)[found[2]]
+    elif isinstance(budget, int | float) and not isinstance(budget, bool):
+        size = float(budget)
+    if not math.isfinite(size):
+        raise ValueError(f"The budget must be a size of memory: budget={budget!r}. {remedy}")
+    if size < 1:
+        raise ValueError(f"The budget must be above zero: budget={budget!r}. {remedy}")
+    return int(size)
+
+
+def as_text(size: float) -> str:
+    """Returns a number of bytes as people read it."""
+    if not math.isfinite(size):
+        return "?"
+    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next((f"{size / unit:.2f} {name}" for unit, name in units if abs(size) >= unit), f"{size:.0f} B")
+
+
+def memory_of(target: Target, *, here: bool, devices: int) -> int:
+    """Returns the memory of one device: of a CPU that is here its share of what is free."""
+    memory = target.memory
+    if here and target.devices[0].platform == "cpu":
+        memory = (_free() or memory or 0) // devices
+    if not memory:
+        raise ValueError(f"Nobody says how much memory {target.name} has. Pass budget=, such as budget=\"16GB\".")
+    return memory
+
+
+def _free() -> int | None:
+    try:
+        found = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None

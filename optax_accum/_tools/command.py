@@ -1,0 +1,94 @@
+"""Owns `python -m optax_accum.plan`: arguments in, a table, JSON or a picture out. Plans nothing itself."""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from optax_accum._tools.planning import plan_microbatches
+from optax_accum._tools.targets import GPUS, TPUS
+
+_TARGETS = f"a GPU ({', '.join(GPUS)}) or a TPU with its topology ({', '.join(TPUS)}, such as v5e:4x4)"
+_EXAMPLE = """\
+example, from the folder of the repository (on a machine with NVIDIA's compiler, add --target h100):
+
+  python -m optax_accum.plan examples.will_it_fit:make_step --global-batch 64 --budget 2GB
+
+make_step(num_microbatches) returns jax.jit(step).lower(*shapes); if it has a parameter `target`, it is given the
+accelerator to lower for, whose `target.shapes(tree)` are shapes there. Nothing is run, and nothing is allocated.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Plans what the arguments name, and prints it."""
+    options = _parser().parse_args(argv)
+    if options.target == "":
+        print(f"--target is one of: {_TARGETS}; without it, the devices that are here.")
+        return
+    if not options.make_step or not options.global_batch:
+        _parser().error("module:make_step and --global-batch are needed")
+    try:
+        plan = plan_microbatches(
+            load(options.make_step),
+            options.global_batch,
+            target=options.target,
+            budget=options.budget,
+            num_devices=options.devices,
+            options=options.options,
+            candidates=options.candidates,
+            safety=options.safety,
+            progress=sys.stderr.isatty(),
+        )
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise SystemExit("\n".join([str(error), *getattr(error, "__notes__", ())])) from error
+    if options.plot:
+        plan.plot().savefig(options.plot, dpi=150)
+    print(json.dumps(_record(plan), indent=2) if options.json else plan)
+
+
+def load(name: str) -> Callable[..., Any]:
+    """Returns the function that `module:function` names."""
+    module, _, function = name.partition(":")
+    if not (module and function):
+        raise ValueError(f'A builder is named as "module:function": {name!r}. Write examples.will_it_fit:make_step.')
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        raise ValueError(
+            f"There is no module {module!r} (of {name!r}). Call the command from the folder that it is in, or set "
+            "PYTHONPATH."
+        ) from error
+    if not callable(getattr(found, function, None)):
+        named = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+        raise ValueError(f"{module} has no function {function!r} (of {name!r}). It has {', '.join(named) or 'none'}.")
+    return getattr(found, function)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m optax_accum.plan",
+        description="Tells the fewest micro-batches with which a step fits, asked of the compiler.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("make_step", nargs="?", metavar="module:make_step", help="what returns the lowered step")
+    add("--global-batch", type=int, metavar="ROWS", help="the rows of one update, over all devices")
+    add("--target", nargs="?", const="", help=f"{_TARGETS}; alone: lists them; by default the devices here")
+    add("--devices", type=int, metavar="N", help="how many of them share a micro-batch")
+    add("--budget", metavar="SIZE", help='the memory of one device, such as 70GB or "7.5 GiB"; by default its own')
+    add("--safety", type=float, default=0.9, help="the part of the budget to use (default: 0.9)")
+    add("--options", nargs="+", metavar="OPTION", help="what make_step takes second, each planned")
+    add("--candidates", nargs="+", type=int, metavar="K", help="numbers of micro-batches to choose from")
+    add("--json", action="store_true", help="print JSON in place of the table")
+    add("--plot", metavar="FILE", help="draw what each number of micro-batches needs")
+    return parser
+
+
+def _record(plan: Any) -> dict[str, Any]:
+    names = ("num_microbatches", "option", "global_batch", "num_devices", "target", "budget", "limit", "sizes", "rows")
+    return {name: getattr(plan, name) for name in names}

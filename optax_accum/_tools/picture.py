@@ -1,0 +1,44 @@
+"""Owns the picture of a plan: bars of bytes by kind against the limit. Computes nothing."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optax_accum._tools.plan import Plan
+
+_KINDS = {"arguments": "C0", "kept": "C4", "temporary": "C1", "code": "C7"}
+_NAMES = {"kept": "outputs", "code": "the program"}
+
+
+def draw(plan: "Plan") -> Any:
+    """Returns matplotlib's figure, one panel for each option."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Plan.plot draws with matplotlib, which is not installed: pip install matplotlib.") from error
+    options = list(dict.fromkeys(one.option for one in plan.compiled))
+    figure = Figure(figsize=(2.5 + 3.5 * len(options), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(options), sharey=True, squeeze=False)[0]
+    unit = 1e9 if plan.limit >= 1e9 else 1e6
+    for axes, option in zip(panels, options, strict=True):
+        _bars(axes, [row for row in plan.rows if row["option"] == option], unit)
+        axes.axhline(plan.limit / unit, color="black", linestyle="--", linewidth=1, label="what may be used")
+        axes.set(xlabel="micro-batches", title="" if option is None else str(option))
+    panels[0].set_ylabel(f"{'GB' if unit == 1e9 else 'MB'} on each device")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False)
+    figure.suptitle(f"{plan.global_batch} rows on {plan.num_devices} x {plan.target}", fontsize="medium")
+    return figure
+
+
+def _bars(axes: Any, rows: list[dict[str, Any]], unit: float) -> None:
+    places = range(len(rows))
+    bottom = [0.0] * len(rows)
+    for kind, color in _KINDS.items():
+        heights = [row[kind] / unit if row[kind] < float("inf") else 0.0 for row in rows]
+        if kind == "arguments" or any(heights):
+            axes.bar(places, heights, bottom=bottom, color=color, width=0.7, label=_NAMES.get(kind, kind))
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    for place, row in zip(places, rows, strict=True):
+        if row["chosen"]:
+            axes.bar(place, bottom[place], width=0.8, fill=False, edgecolor="C2", linewidth=2.5, label="chosen")
+    axes.set_xticks(places, [f"{row['num_microbatches']}\n{row['rows']} rows" for row in rows])

@@ -1,0 +1,162 @@
+"""Owns what a plan says: its table, its rows, its picture. Compiles nothing."""
+
+import dataclasses
+from typing import Any
+
+from optax_accum._tools.budgets import as_text
+from optax_accum._tools.footprint import Footprint
+from optax_accum._tools.search import Candidate
+
+KINDS = ("arguments", "kept", "temporary", "code")  # they add up to the peak
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One number of micro-batches that was compiled: `option`, `candidate`, its `footprint`, `fits`, `flops`."""
+
+    option: Any
+    candidate: Candidate
+    footprint: Footprint
+    fits: bool
+    flops: int | None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """The fewest micro-batches that fit, and all that was compiled to know; printed, a table.
+
+    Attributes:
+      num_microbatches: the fewest that fit; None in the plan of an error that says that none does.
+      option: with which of the options.
+      global_batch: the rows of one update.
+      num_devices: the devices that share each micro-batch.
+      target: what it was compiled for.
+      budget: the bytes of one device.
+      limit: the part of them that the plan may use, `safety * budget`.
+      compiled: what was compiled, by option and number.
+      copy: the bytes of the parameters on one device, where the step's builder knows them.
+      open: whether there were more compilations to make than allowed, so that fewer micro-batches may fit, too.
+    """
+
+    num_microbatches: int | None
+    option: Any
+    global_batch: int
+    num_devices: int
+    target: str
+    budget: int
+    limit: float
+    compiled: tuple[Compiled, ...]
+    copy: int | None = None
+    open: bool = False
+
+    @property
+    def microbatch_size(self) -> int:
+        """The rows of the largest micro-batch, over all devices."""
+        own = -(-self.global_batch // self.num_devices)
+        return min(self.global_batch, -(-own // (self.num_microbatches or own)) * self.num_devices)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of each micro-batch, over all devices; they add to `global_batch`."""
+        whole, rest = divmod(self.global_batch, self.microbatch_size)
+        return (self.microbatch_size,) * whole + (rest,) * (rest > 0)
+
+    @property
+    def peak(self) -> float:
+        """The bytes that the chosen step holds on each device."""
+        return self._chosen.footprint.peak
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The table: a dict for each number of micro-batches that was compiled."""
+        return [
+            {
+                "option": one.option,
+                "num_microbatches": one.candidate.number,
+                "rows": one.candidate.rows,
+                **{kind: getattr(one.footprint, kind) for kind in KINDS},
+                "peak": one.footprint.peak,
+                "refused": one.footprint.refused,
+                "fits": one.fits,
+                "chosen": one == self._chosen_or_none,
+                "seconds": one.footprint.seconds,
+                "flops": one.flops,
+            }
+            for one in self.compiled
+        ]
+
+    def __str__(self) -> str:
+        head = ("micro-batches", "rows each", "arguments", "outputs", "temporary", "peak", "fits", "compiled", "FLOPs")
+        table = [head, *map(self._cells, self.compiled)]
+        if any(one.option is not None for one in self.compiled):
+            table = [("option", *head), *((str(one.option), *self._cells(one)) for one in self.compiled)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)).rstrip() for cells in table]
+        return "\n".join([self._title(), *lines, *self._notes()])
+
+    __repr__ = __str__
+
+    def plot(self) -> Any:
+        """Draws what each number of micro-batches needs, by kind, and the limit; returns matplotlib's figure."""
+        from optax_accum._tools import picture
+
+        return picture.draw(self)
+
+    @property
+    def _chosen_or_none(self) -> Compiled | None:
+        of = lambda one: (one.option, one.candidate.number) == (self.option, self.num_microbatches)
+        return next(filter(of, self.compiled), None)
+
+    @property
+    def _chosen(self) -> Compiled:
+        if (chosen := self._chosen_or_none) is None:
+            raise ValueError("Nothing fits: there is no number of micro-batches. See the table for what was compiled.")
+        return chosen
+
+    def _title(self) -> str:
+        devices = f"{self.num_devices} x " if self.num_devices > 1 else ""
+        device = " a device" if self.num_devices > 1 else ""
+        memory = f"{as_text(self.limit)}{device} of {as_text(self.budget)}"
+        title = f"{self.global_batch} rows on {devices}{self.target}, {memory}: "
+        if self.num_microbatches is None:
+            return f"{title}nothing fits."
+        option = "" if self.option is None else f", option {self.option}"
+        return f"{title}{self.num_microbatches} micro-batch{'es' * (self.num_microbatches > 1)}{option}."
+
+    def _cells(self, one: Compiled) -> tuple[str, ...]:
+        found, mark = one.footprint, "*" if one == self._chosen_or_none else " "
+        rows = f"{one.candidate.rows}{' a device' if self.num_devices > 1 else ''}"
+        sizes = [as_text(size) for size in (found.arguments, found.kept, found.temporary, found.peak)]
+        if found.refused:
+            sizes = ["", "", *(f">{size}" for size in sizes[2:])]
+        flops = "" if one.flops is None else f"{one.flops:.2e}"
+        fits = "yes" if one.fits else "no"
+        return f"{mark} {one.candidate.number}", rows, *sizes, fits, f"{found.seconds:.1f} s", flops
+
+    def _notes(self) -> list[str]:
+        notes = ["Bytes on each device, as the compiler counts them; FLOPs of all products, as lowered."]
+        if self.open:
+            notes.append("Fewer micro-batches may fit, too: no more compilations were allowed (max_compilations).")
+        if (line := self._line()) is not None:
+            fixed, row = line
+            fixed -= self._chosen.footprint.arguments + self._chosen.footprint.kept
+            notes.append(
+                f"However small its micro-batches, the step holds {self._copies(fixed)} beside its arguments, the sum "
+                f"of gradients among it; each row of a micro-batch adds {as_text(row)}."
+            )
+        return notes
+
+    def _line(self) -> tuple[float, float] | None:
+        """Returns the peak at no rows and what a row adds, through the two sizes of a kind that are farthest apart."""
+        loops = [one for one in self.compiled if one.option == self.option and one.candidate.number > 1]
+        for ragged in (False, True):
+            kind = [one for one in loops if one.candidate.ragged == ragged and not one.footprint.refused]
+            if len(kind) > 1 and self._chosen_or_none:
+                less, more = kind[-1], kind[0]
+                rows = more.candidate.rows - less.candidate.rows
+                row = (more.footprint.peak - less.footprint.peak) / rows
+                return less.footprint.peak - row * less.candidate.rows, row
+        return None
+
+    def _copies(self, size: float) -> str:
+        return as_text(size) + (f" ({size / self.copy:.1f} P, copies of the parameters)" if self.copy else "")

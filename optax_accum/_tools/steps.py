@@ -1,0 +1,154 @@
+"""Owns the builders of common steps: a loss and an optimizer, or anyone's train step, lowered for a target."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from optax_accum._tools.placement import state_sharding
+from optax_accum._tools.targets import Target
+from optax_accum._within.value_and_grad import value_and_grad
+
+Tree = Any
+
+
+class Builder:
+    """A `make_step` for `optax_accum.plan_microbatches`, made by `of_loss` or `of_step`.
+
+    Attributes:
+      copy: the bytes of one copy of the parameters on a device, None where the step does not tell which they are.
+    """
+
+    def __init__(self, lower: Callable[[int, Target], Any], copy: int | None = None):
+        self._lower, self.copy = lower, copy
+
+    def __call__(self, num_microbatches: int, target: Target) -> jax.stages.Lowered:
+        lowered = self._lower(num_microbatches, target)
+        return getattr(lowered, "lowered", lowered)  # of nnx.jit
+
+
+def of_loss(
+    loss: Callable[..., Any], tx: optax.GradientTransformation, params: Tree, *args: Any, **options: Any
+) -> Builder:
+    """Returns the builder of a usual step: `value_and_grad` in micro-batches, the optimizer, the new parameters.
+
+    Args:
+      loss: `loss(params, *args)`, as `optax_accum.value_and_grad` takes it.
+      tx: the optimizer.
+      params: the parameters, or their shapes: on one device, or sharded over a mesh of the target (FSDP).
+      *args: the other arguments of the loss, the whole batch first, or their shapes.
+      **options: those of `value_and_grad`, but for the number and the size of micro-batches and `argnums`: `weight_fn`,
+        `batch_argnums`, `rng_argnum`, `has_aux`, `reduce_axes`.
+
+    Returns:
+      A builder. Its step donates parameters and state; on several devices rows of the batch lie along the mesh's
+      first axis.
+
+    Raises:
+      ValueError: an option that the plan or the step sets itself.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_accum
+      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+      >>> w, batch = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
+      >>> make_step = optax_accum.plan.of_loss(loss, optax.adam(1e-3), w, batch)
+      >>> optax_accum.plan_microbatches(make_step, 256, budget="1GB", progress=False).num_microbatches
+      1
+    """
+    if own := sorted({"num_microbatches", "microbatch_size", "argnums"} & set(options)):
+        raise ValueError(f"of_loss sets this itself: {own[0]}={options[own[0]]!r}. Leave it out.")
+    batch = options.get("batch_argnums", 1)
+
+    def lower(number: int, target: Target) -> Any:
+        of_params, *others = _placed(target, (params, *args), batch)
+        state, sharding = _state(tx, of_params, target)
+        compute = value_and_grad(loss, num_microbatches=number, **options)
+
+        def step(params: Tree, state: Tree, *args: Any) -> tuple[Tree, Tree, Any]:
+            value, grads = compute(params, *args)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=sharding)
+        with jax.set_mesh(_mesh(of_params, target)):
+            return jitted.lower(of_params, state, *others)
+
+    return Builder(lower, sum(map(_bytes, jax.tree.leaves(params))))
+
+
+def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequence[int] = 1) -> Builder:
+    """Returns the builder of a jitted train step, such as those of `optax_accum.flax`.
+
+    Args:
+      step: `step(num_microbatches)` returns the jitted step.
+      *args: its arguments, or their shapes (`jax.eval_shape`, `nnx.eval_shape`): state, batch, key; or model, optimizer,
+        batch.
+      batch_argnums: which of them hold the batch, whose rows several devices share. All else is on each device whole,
+        unless it lies on the target's mesh already.
+
+    Returns:
+      A builder.
+
+    Example:
+      With Flax Linen, `make_step = of_step(lambda k: linen.train_step(fun, num_microbatches=k), state, batch, key)`; with
+      NNX, `of_step(lambda k: nnx.train_step(fun, num_microbatches=k), model, optimizer, batch, batch_argnums=2)`.
+
+      >>> import jax, jax.numpy as jnp, optax_accum
+      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+      >>> step = lambda k: jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k))
+      >>> make_step = optax_accum.plan.of_step(step, jnp.ones((8, 8)), jnp.ones((64, 8)))
+      >>> optax_accum.plan_microbatches(make_step, 64, budget="1GB", progress=False).sizes
+      (64,)
+    """
+
+    def lower(number: int, target: Target) -> Any:
+        placed = _placed(target, args, batch_argnums)
+        with jax.set_mesh(_mesh(placed, target)):
+            return step(number).lower(*placed)
+
+    return Builder(lower)
+
+
+def _placed(target: Target, args: Sequence[Any], batch_argnums: int | Sequence[int]) -> list[Any]:
+    """Returns the arguments as shapes on the target: rows of the batch over its devices, all else whole on each."""
+    batch = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    mesh = _mesh(args, target)
+    by_rows = jax.sharding.PartitionSpec(mesh.axis_names[0])
+    whole = jax.sharding.PartitionSpec()
+
+    def place(leaf: Any, spec: Any) -> Any:
+        if not hasattr(leaf, "dtype"):
+            return leaf
+        sharding = getattr(leaf, "sharding", None)
+        if not (isinstance(sharding, NamedSharding) and sharding.mesh == mesh):
+            sharding = NamedSharding(mesh, spec if leaf.ndim else whole)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    specs = [by_rows if number in batch else whole for number in range(len(args))]
+    return [jax.tree.map(lambda leaf, spec=spec: place(leaf, spec), arg) for arg, spec in zip(args, specs, strict=True)]
+
+
+def _mesh(args: Any, target: Target) -> Any:
+    """Returns the mesh of the target's devices that some argument lies on, else one of a single axis."""
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and set(sharding.device_set) == set(target.devices):
+            return sharding.mesh
+    return target.mesh()
+
+
+def _state(tx: optax.GradientTransformation, params: Tree, target: Target) -> tuple[Tree, Any]:
+    """Returns the shapes of the optimizer's state, each leaf where its parameter lies, and the shardings of a step."""
+    where = state_sharding(tx, params)
+    shapes = jax.eval_shape(tx.init, params)
+    put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(put, shapes, where), (jax.tree.map(lambda leaf: leaf.sharding, params), where, None)
+
+
+def _bytes(leaf: Any) -> int:
+    sharding = getattr(leaf, "sharding", None)
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
