@@ -1,7 +1,7 @@
 """Owns how right a plan is: what the compiler foretells against what a process holds, and what a plan takes to make.
 
-Run `python -m benchmarks.planning` for five models on this CPU, `--models mlp gru` for some, `--target h100 --devices 8`
-for a decoder of a billion parameters, sharded (FSDP), on an accelerator that need not be here.
+Run `python -m benchmarks.planning` for five models on this CPU, `--models mlp gru` for some of them, and with
+`--target h100 --devices 8` for a decoder of a billion parameters, sharded (FSDP), on an accelerator that is not here.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-import optax_accum
 from benchmarks import _measure
 from benchmarks._measure import Tree
 from optax_accum import plan
@@ -29,8 +28,8 @@ from optax_accum.accelerators import Target, target
 NOTES = """\
 Foretold is what the plan says that a step holds at its peak: arguments, outputs, temporary memory. Measured is the
 largest resident memory of a fresh process while it makes two steps, less its overhead: what it held when the step was
-compiled and nothing of it allocated, which is Python, JAX with its threads (a small product was run), the program. The chosen number of micro-batches is the
-fewest that fit; with the next fewer the process holds more than the budget. All of the budget is used (safety=1)."""
+compiled and nothing of it allocated, which is Python, JAX with its threads (a small product was run), the program. The
+first k of a model is the plan's; the second, the next fewer. All of the budget is used (safety=1)."""
 
 
 class Model(NamedTuple):
@@ -58,7 +57,18 @@ def main() -> None:
         print(large(target(options.target, options.devices)))
     else:
         print(_measure.header("Foretold and measured, on the CPU", NOTES))
-        head = ("model", "rows", "budget", "k", "foretold", "measured", "error", "overhead", "in the budget", "plan took")
+        head = (
+            "model",
+            "rows",
+            "budget",
+            "k",
+            "foretold",
+            "measured",
+            "error",
+            "overhead",
+            "in the budget",
+            "plan took",
+        )
         print(_measure.markdown([head, *(row for name in options.models for row in rows_of(name))]))
 
 
@@ -90,14 +100,16 @@ def held(name: str, k: int) -> dict[str, float]:
     memory = compiled.memory_analysis()
     given = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     args = _shapes(compiled)
-    jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ x), x))(jnp.ones((256, 256))).block_until_ready()
+    jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ x), x))(
+        jnp.ones((256, 256))
+    ).block_until_ready()
     ctypes.CDLL(None).malloc_trim(0)  # what compiling left behind
     Path("/proc/self/clear_refs").write_text("5")  # the largest so far is what there is now
     overhead = _resident("VmHWM")
     values = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01 if leaf.dtype == jnp.float32 else 1, leaf.dtype), args)
     for _ in range(2):
         params, state, *rest = values
-        params, state, value = compiled(params, state, *rest)
+        params, state, _value = compiled(params, state, *rest)
         values = (params, state, *rest)
     jax.block_until_ready(values)
     return {
@@ -135,7 +147,7 @@ def mlp() -> Model:
         return jnp.mean((jax.nn.gelu(x @ params["up"]) @ params["down"] - x) ** 2)
 
     params = {"up": _shape(2048, 8192), "down": _shape(8192, 2048)}
-    return Model(loss, params, lambda rows: _shape(rows, 2048), 4096, "950MB")
+    return Model(loss, params, lambda rows: _shape(rows, 2048), 4096, "800MB")
 
 
 def decoder() -> Model:
@@ -159,7 +171,7 @@ def unet() -> Model:
 
     params = {"in": _shape(3, 3, 3, 16), "down": _shape(3, 3, 16, 32), "up": _shape(3, 3, 32, 16)}
     params |= {"out": _shape(3, 3, 16, 4)}
-    return Model(loss, params, lambda rows: _shape(rows, 192, 192, 3), 64, "600MB")
+    return Model(loss, params, lambda rows: _shape(rows, 192, 192, 3), 64, "500MB")
 
 
 def gru() -> Model:
@@ -176,7 +188,7 @@ def gru() -> Model:
 
     params = {name: _shape(64, 512) for name in ("gate_in", "new_in")}
     params |= {name: _shape(512, 512) for name in ("gate", "new")}
-    return Model(loss, params, lambda rows: _shape(rows, 128, 64), 1024, "500MB")
+    return Model(loss, params, lambda rows: _shape(rows, 128, 64), 1024, "700MB")
 
 
 def recommender() -> Model:
@@ -228,7 +240,9 @@ def large(on: Target, rows: int = 512, length: int = 2048) -> str:
     }
     tokens = shape(P("data"), rows, length, dtype=jnp.int32)
     start = time.perf_counter()
-    found = plan.plan_microbatches(plan.of_loss(decoder_loss(jnp.bfloat16), optax.adamw(1e-3), params, tokens), rows, target=on)
+    found = plan.plan_microbatches(
+        plan.of_loss(decoder_loss(jnp.bfloat16), optax.adamw(1e-3), params, tokens), rows, target=on
+    )
     seconds = time.perf_counter() - start
     billions = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e9
     title = f"{billions:.2f}e9 parameters, FSDP, {rows} rows of {length} tokens: {seconds:.0f} s to plan on this CPU"

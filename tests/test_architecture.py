@@ -21,6 +21,7 @@ ROOMS = {  # and what each stands on
     "checkpoint": {"_tools"},
     "batching": {"_tools"},
     "accelerators": {"_tools"},
+    "plan": {"_tools"},
     "flax": {"_core", "_space", "_across"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
@@ -36,10 +37,11 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_across": [{"inner", "policy", "outcomes"}, {"window"}, {"transformation"}, {"train_step"}],
     "_within": [{"splitting"}, {"loops", "reductions", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
-        {"programs", "targets", "report", "batches", "packed", "placement", "loss"},
-        {"collectives", "packing", "traffic", "resume", "mixtures"},
-        {"probes"},
-        {"verify"},
+        {"programs", "targets", "report", "batches", "packed", "placement", "loss", "search", "picture"},
+        {"collectives", "packing", "traffic", "resume", "mixtures", "budgets", "footprint", "steps"},
+        {"probes", "plan"},
+        {"verify", "planning"},
+        {"command"},
     ],
     "flax": [
         {"_batch_norm", "_window", "_nnx_variables", "_nnx_jit"},
@@ -110,6 +112,7 @@ WHERE = {"is_manual", "axis_index", "psum", "shard_map", "PartitionSpec", "axis_
 ANSWERED = {  # by modules whose work it is
     "_tools/placement": "where a state lives",
     "_tools/targets": "devices that are not here",
+    "_tools/steps": "shapes on such devices",
 }
 
 
@@ -177,7 +180,7 @@ def test_the_questions_are_found():
 
 
 @pytest.mark.parametrize(
-    "face", ["", "sharding", "checkpoint", "batching", "accelerators", "flax", "flax.linen", "flax.nnx"]
+    "face", ["", "sharding", "checkpoint", "batching", "accelerators", "plan", "flax", "flax.linen", "flax.nnx"]
 )
 def test_a_face_shows_its_names_and_no_more(face):
     module = importlib.import_module(f"optax_accum.{face}".rstrip("."))
@@ -185,11 +188,11 @@ def test_a_face_shows_its_names_and_no_more(face):
     for name in module.__all__:
         assert len(getattr(module, name).__doc__) > 60, name
     public = {name for name in vars(module) if not name.startswith("_")}
-    assert public - {"flax"} == set(module.__all__)
+    assert public - {"flax", "plan"} == set(module.__all__) - {"plan"}
 
 
 def test_dir_shows_what_users_need():
-    assert dir(optax_accum) == sorted([*optax_accum.__all__, "__version__", "flax"])
+    assert dir(optax_accum) == sorted([*optax_accum.__all__, "__version__", "flax", "plan"])
 
 
 def test_a_wrong_arrow_is_found():
@@ -208,7 +211,7 @@ def test_nothing_private_of_jax_is_used():
 
 
 def test_import_loads_neither_flax_nor_matplotlib():
-    program = "import sys, optax_accum; print(*{'flax', 'matplotlib', 'sklearn', 'tqdm'} & set(sys.modules))"
+    program = "import sys, optax_accum.plan; print(*{'flax', 'matplotlib', 'sklearn', 'tqdm'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
 

@@ -42,7 +42,7 @@ def memory_of(target: Target, *, here: bool, devices: int) -> int:
     if here and target.devices[0].platform == "cpu":
         memory = (_free() or memory or 0) // devices
     if not memory:
-        raise ValueError(f"Nobody says how much memory {target.name} has. Pass budget=, such as budget=\"16GB\".")
+        raise ValueError(f'Nobody says how much memory {target.name} has. Pass budget=, such as budget="16GB".')
     return memory
 
 

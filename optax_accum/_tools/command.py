@@ -63,7 +63,7 @@ def load(name: str) -> Callable[..., Any]:
             "PYTHONPATH."
         ) from error
     if not callable(getattr(found, function, None)):
-        named = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+        named = [key for key, value in vars(found).items() if getattr(value, "__module__", "") == module]
         raise ValueError(f"{module} has no function {function!r} (of {name!r}). It has {', '.join(named) or 'none'}.")
     return getattr(found, function)
 

@@ -1,15 +1,12 @@
 """Owns the picture of a plan: bars of bytes by kind against the limit. Computes nothing."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from optax_accum._tools.plan import Plan
+from typing import Any
 
 _KINDS = {"arguments": "C0", "kept": "C4", "temporary": "C1", "code": "C7"}
 _NAMES = {"kept": "outputs", "code": "the program"}
 
 
-def draw(plan: "Plan") -> Any:
+def draw(plan: Any) -> Any:
     """Returns matplotlib's figure, one panel for each option."""
     try:
         from matplotlib.figure import Figure

@@ -139,7 +139,7 @@ class Plan:
             notes.append("Fewer micro-batches may fit, too: no more compilations were allowed (max_compilations).")
         if (line := self._line()) is not None:
             fixed, row = line
-            fixed -= self._chosen.footprint.arguments + self._chosen.footprint.kept
+            fixed = max(0.0, fixed - self._chosen.footprint.arguments - self._chosen.footprint.kept)
             notes.append(
                 f"However small its micro-batches, the step holds {self._copies(fixed)} beside its arguments, the sum "
                 f"of gradients among it; each row of a micro-batch adds {as_text(row)}."

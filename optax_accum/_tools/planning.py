@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from optax_accum._tools.search import Candidate
 from optax_accum._tools.targets import Target
 from optax_accum._tools.targets import target as find_target
 
-MakeStep = Callable[..., jax.stages.Lowered]
+MakeStep = Callable[..., Any]  # returns a `jax.stages.Lowered`
 
 
 def plan_microbatches(
@@ -34,8 +34,8 @@ def plan_microbatches(
 ) -> Plan:
     """Returns the fewest micro-batches with which a step fits, before anything is allocated.
 
-    The step is compiled from shapes, for the accelerator that is here or one that is not, and the compiler tells what it
-    holds at its peak:
+    The step is compiled from shapes, for the accelerator that is here or one that is not, and the compiler tells what
+    it holds at its peak:
 
         arguments + outputs - donated arguments that outputs take the place of + temporary memory + the program
 
@@ -48,8 +48,8 @@ def plan_microbatches(
         `optax_accum.plan.of_step` make one.
       global_batch: the rows of one update, over all devices.
       target: an accelerator, by its name or as `optax_accum.accelerators.target` returns it; None for the devices here.
-      budget: the memory of one device: bytes, or text ("80GB", "7.5 GiB"). By default the target's own; of a CPU that is
-        here what is free.
+      budget: the memory of one device: bytes, or text ("80GB", "7.5 GiB"). By default the target's own; of a CPU what
+        is free.
       num_devices: how many devices share a micro-batch: those of a `Target` or a topology, else 1.
       options: the step is planned with each, as `make_step(num_microbatches, option)`: policies of `jax.checkpoint`,
         offload, lengths. Chosen is what fits with the fewest FLOPs (nothing computed twice), then with the fewest
@@ -105,7 +105,9 @@ def plan_microbatches(
     with _bar(progress, most * len(steps)) as advance:
         for step in steps:
             step.search(every, limit, most, advance)
-    return _chosen(steps, every, Plan(None, None, rows, devices, on.name, size, limit, (), getattr(make_step, "copy", None)))
+    return _chosen(
+        steps, every, Plan(None, None, rows, devices, on.name, size, limit, (), getattr(make_step, "copy", None))
+    )
 
 
 class _Step:
@@ -267,7 +269,7 @@ def _parameters(make_step: MakeStep) -> Iterable[str]:
 
 
 @contextmanager
-def _bar(progress: bool, total: int) -> Iterator[Callable[[str, int], None]]:
+def _bar(progress: bool, total: int) -> Generator[Callable[[str, int], None]]:
     """Yields what is told which program comes, and how many are done; it shows a bar, if tqdm is there."""
     try:
         from tqdm.auto import tqdm

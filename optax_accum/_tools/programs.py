@@ -1,4 +1,4 @@
-"""Owns the text of a program, compiled or lowered: its computations, what they call, and how often. Knows no cost of any."""
+"""Owns the text of a program, compiled or lowered: its computations, what they call, how often. Knows no cost."""
 
 import dataclasses
 import functools

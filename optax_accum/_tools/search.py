@@ -1,5 +1,6 @@
 """Owns the search for the fewest micro-batches that fit: a line proposes, a measurement decides. Compiles nothing."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -75,12 +76,12 @@ def predicted(candidate: Candidate, peaks: Peaks) -> float:
         return math.nan
     if not own:
         return _on_line(slopes, candidate.rows)
-    (rows, peak), = own
+    ((rows, peak),) = own
     return peak + _on_line(slopes, candidate.rows) - _on_line(slopes, rows)
 
 
 def grows(peaks: Peaks) -> bool:
-    """Returns whether more rows in a micro-batch need more memory, to 2 %; a ragged cut may need more than an even one."""
+    """Returns whether more rows need more memory, to 2 %; a ragged cut may need more than a larger even one."""
     loops = [c for c in peaks if c.number > 1]
     pairs = [(a, b) for a in loops for b in loops if a.rows < b.rows and a.ragged <= b.ragged]
     return all(peaks[b] >= 0.98 * peaks[a] for a, b in pairs)
@@ -108,6 +109,6 @@ def _hopeless(candidate: Candidate, peaks: Peaks, limit: float) -> bool:
 
 def _middle_of_widest_gap(every: Sequence[Candidate], still: list[Candidate], peaks: Peaks) -> Candidate:
     known = sorted(every.index(c) for c in peaks)
-    low, high = max(zip(known, known[1:], strict=False), key=lambda gap: sum(c in still for c in every[gap[0] : gap[1]]))
+    low, high = max(itertools.pairwise(known), key=lambda gap: sum(c in still for c in every[gap[0] : gap[1]]))
     inside = [c for c in every[low:high] if c in still]
     return inside[len(inside) // 2]

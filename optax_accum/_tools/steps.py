@@ -84,8 +84,8 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
 
     Args:
       step: `step(num_microbatches)` returns the jitted step.
-      *args: its arguments, or their shapes (`jax.eval_shape`, `nnx.eval_shape`): state, batch, key; or model, optimizer,
-        batch.
+      *args: its arguments, or their shapes (`jax.eval_shape`, `nnx.eval_shape`): state, batch, key; or model,
+        optimizer, batch.
       batch_argnums: which of them hold the batch, whose rows several devices share. All else is on each device whole,
         unless it lies on the target's mesh already.
 
@@ -93,8 +93,8 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
       A builder.
 
     Example:
-      With Flax Linen, `make_step = of_step(lambda k: linen.train_step(fun, num_microbatches=k), state, batch, key)`; with
-      NNX, `of_step(lambda k: nnx.train_step(fun, num_microbatches=k), model, optimizer, batch, batch_argnums=2)`.
+      With Flax Linen, `of_step(lambda k: linen.train_step(fun, num_microbatches=k), state, batch, key)`; with NNX,
+      `of_step(lambda k: nnx.train_step(fun, num_microbatches=k), model, optimizer, batch, batch_argnums=2)`.
 
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
