@@ -199,7 +199,7 @@ def test_a_compiler_that_is_missing_is_named(name, package, monkeypatch):
         accelerators.target(name)
 
 
-GPUS = ("a100", "h100", "h200", "b200") if programs.installed("h100") else ()
+GPUS = ("a100", "h100", "h200", "b200", "t4") if programs.installed("h100") else ()
 TPUS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2") if programs.installed("v5e:2x4") else ()
 
 

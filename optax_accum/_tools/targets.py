@@ -16,7 +16,13 @@ from optax_accum._core import checks
 
 Tree = Any
 GIB = 1 << 30
-GPUS = {"a100": 85100068864, "h100": 84942979072, "h200": 151397597184, "b200": 191514411008}  # bytes
+GPUS = {  # bytes
+    "a100": 85100068864,
+    "h100": 84942979072,
+    "h200": 151397597184,
+    "b200": 191514411008,
+    "t4": 15843721216,
+}
 TPUS = {"v4": 32 * GIB, "v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB}  # of a chip: Google Cloud's pages of each
 FLAT = ("v5e", "v6e")
 SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
@@ -73,8 +79,8 @@ def target(name: str | None = None, num_devices: int | None = None) -> Target:
     its temporary memory, the bytes that move, copies and collectives. They do not tell how long it takes.
 
     Args:
-      name: a GPU (`"a100"`, `"h100"`, `"h200"`, `"b200"`) or a TPU, with its topology (`"v5e:4x4"`, `"v5p:2x2x1"`,
-        `"v6e:2x2"`, `"v4:2x2x1"`) or with `num_devices`. None: the devices of `jax.devices()`.
+      name: a GPU (`"t4"`, `"a100"`, `"h100"`, `"h200"`, `"b200"`) or a TPU, with its topology (`"v5e:4x4"`,
+        `"v5p:2x2x1"`, `"v6e:2x2"`, `"v4:2x2x1"`) or with `num_devices`. None: the devices of `jax.devices()`.
       num_devices: the number of GPUs in one host, 1 by default; of the chips of a v5e or v6e without a topology.
 
     Returns:
