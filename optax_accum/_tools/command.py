@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("\n".join([str(error), *getattr(error, "__notes__", ())])) from error
     if options.plot:
         plan.plot().savefig(options.plot, dpi=150)
-    print(json.dumps(_record(plan), indent=2) if options.json else plan)
+    print(json.dumps(_record(plan), indent=2, default=str) if options.json else plan)
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -90,5 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _record(plan: Any) -> dict[str, Any]:
-    names = ("num_microbatches", "option", "global_batch", "num_devices", "target", "budget", "limit", "sizes", "rows")
-    return {name: getattr(plan, name) for name in names}
+    names = ("num_microbatches", "option", "global_batch", "num_devices", "target", "budget", "limit", "sizes")
+    known = lambda value: None if value == float("inf") else value  # which JSON has not
+    rows = [{key: known(value) for key, value in row.items()} for row in plan.rows]
+    return {name: getattr(plan, name) for name in names} | {"rows": rows}

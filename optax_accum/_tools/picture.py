@@ -15,15 +15,15 @@ def draw(plan: Any) -> Any:
     options = list(dict.fromkeys(one.option for one in plan.compiled))
     figure = Figure(figsize=(2.5 + 3.5 * len(options), 3.8), layout="constrained")
     panels = figure.subplots(1, len(options), sharey=True, squeeze=False)[0]
+    title = f"{plan.global_batch} rows on {plan.num_devices} x {plan.target}"
     unit = 1e9 if plan.limit >= 1e9 else 1e6
     for axes, option in zip(panels, options, strict=True):
         _bars(axes, [row for row in plan.rows if row["option"] == option], unit)
         axes.axhline(plan.limit / unit, color="black", linestyle="--", linewidth=1, label="what may be used")
-        axes.set(xlabel="micro-batches", title="" if option is None else str(option))
+        axes.set(xlabel="micro-batches", title=title if option is None else f"{title}, {option}")
     panels[0].set_ylabel(f"{'GB' if unit == 1e9 else 'MB'} on each device")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    figure.suptitle(f"{plan.global_batch} rows on {plan.num_devices} x {plan.target}", fontsize="medium")
+    named = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside right upper", frameon=False)
     return figure
 
 
@@ -32,10 +32,10 @@ def _bars(axes: Any, rows: list[dict[str, Any]], unit: float) -> None:
     bottom = [0.0] * len(rows)
     for kind, color in _KINDS.items():
         heights = [row[kind] / unit if row[kind] < float("inf") else 0.0 for row in rows]
-        if kind == "arguments" or any(heights):
+        if max(heights) > 0.002 * max(row["peak"] for row in rows if row["peak"] < float("inf")) / unit:
             axes.bar(places, heights, bottom=bottom, color=color, width=0.7, label=_NAMES.get(kind, kind))
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     for place, row in zip(places, rows, strict=True):
         if row["chosen"]:
-            axes.bar(place, bottom[place], width=0.8, fill=False, edgecolor="C2", linewidth=2.5, label="chosen")
+            axes.bar(place, bottom[place], width=0.7, fill=False, edgecolor="C2", linewidth=2.5, label="chosen")
     axes.set_xticks(places, [f"{row['num_microbatches']}\n{row['rows']} rows" for row in rows])
