@@ -168,3 +168,58 @@ def test_bfloat16_gradients_over_float32_parameters():
     updates, _ = tx.update(grads, tx.init(params), params, flush=True)
     expected, _ = optax.adamw(0.1).update(grads, optax.adamw(0.1).init(params), params)
     assert updates.dtype == expected.dtype
+
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+TREE = {"a": {"w": jnp.ones(3, jnp.bfloat16), "none": None}, "b": [jnp.ones(2, jnp.bfloat16), jnp.ones(())]}
+
+
+@pytest.mark.parametrize(
+    ("named", "expected", "returned"),
+    [
+        ({"a": jnp.bfloat16, "b": None}, [BF16, F32, F32], [BF16, BF16, F32]),
+        ({"a": None, "b": ["bfloat16", "float16"]}, [F32, BF16, F16], [BF16, BF16, F16]),
+        ({"a": {"w": None, "none": None}, "b": jnp.float32}, [F32, F32, F32], [BF16, F32, F32]),
+    ],
+    ids=["branch", "leaves", "to the leaf"],
+)
+def test_a_prefix_of_accumulator_dtypes(named, expected, returned):
+    """The same accumulators across calls and within one; what is not named comes back in the parameter's dtype."""
+    state = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, accumulator_dtype=named).init(TREE)
+    assert [leaf.dtype for leaf in jax.tree.leaves(state.acc_grads)] == expected
+    loss = lambda tree, x: jnp.mean(x) * sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(tree))
+    _, grads = optax_accum.value_and_grad(loss, num_microbatches=2, accumulator_dtype=named)(TREE, jnp.arange(4.0))
+    assert [leaf.dtype for leaf in jax.tree.leaves(grads)] == returned
+    assert [float(jnp.ravel(leaf)[0]) for leaf in jax.tree.leaves(grads)] == [1.5, 1.5, 1.5]
+
+
+def test_accumulators_that_stall_are_those_that_were_named():
+    """512 times 5.12, of which a bfloat16 sum loses a tenth and more."""
+    loss = lambda tree, x: jnp.sum((tree["narrow"] + tree["wide"]).astype(jnp.float32) * x)
+    params = {"narrow": jnp.bfloat16(1), "wide": jnp.bfloat16(1)}
+    options = {"num_microbatches": 512, "in_place": False, "accumulator_dtype": {"narrow": jnp.bfloat16, "wide": None}}
+    _, grads = jax.jit(optax_accum.value_and_grad(loss, **options))(params, jnp.full(512, 5.12))
+    assert abs(float(grads["wide"]) / 5.12 - 1) < 4e-3
+    assert abs(float(grads["narrow"]) / 5.12 - 1) > 0.1
+
+
+def test_several_arguments_have_dtypes_of_their_own():
+    loss = lambda a, x, b: jnp.mean(x) * (a + b).astype(jnp.float32)
+    options = {"num_microbatches": 2, "argnums": (0, 2), "accumulator_dtype": (jnp.float32, None)}
+    _, grads = optax_accum.value_and_grad(loss, **options)(jnp.bfloat16(1), jnp.arange(4.0), jnp.bfloat16(1))
+    assert [grad.dtype for grad in grads] == [jnp.float32, jnp.bfloat16]
+
+
+@pytest.mark.parametrize("named", [{"a": jnp.float32}, [jnp.float32], {"a": {"v": None}, "b": None}], ids=str)
+def test_accumulator_dtypes_of_another_tree(named):
+    message = "accumulator_dtype must be a prefix of the tree of the parameters.*Name one dtype"
+    with pytest.raises(ValueError, match=message):
+        optax_accum.accumulate_gradients(optax.sgd(0.1), 2, accumulator_dtype=named).init(TREE)
+    with pytest.raises(ValueError, match=message):
+        loss = lambda tree, x: jnp.mean(x) * tree["b"][1]
+        optax_accum.value_and_grad(loss, num_microbatches=2, accumulator_dtype=named)(TREE, jnp.arange(4.0))
+
+
+def test_a_leaf_of_accumulator_dtypes_that_is_no_float():
+    with pytest.raises(TypeError, match="accumulator_dtype must be a real floating.*int32"):
+        optax_accum.accumulate_gradients(optax.sgd(0.1), 2, accumulator_dtype={"a": None, "b": jnp.int32})

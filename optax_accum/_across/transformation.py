@@ -64,8 +64,9 @@ def accumulate_gradients(
         1 acts as 1); or `None`: the caller closes each window with `flush`. A window closes when
         `mini_step + 1 >= every`, so a resumed run may change it.
       reduction: `"mean"`, for losses that are means; or `"sum"`, for losses that are sums.
-      accumulator_dtype: a real floating-point dtype to add in (of complex leaves, its width). By default at least
-        float32, and never narrower than the gradient.
+      accumulator_dtype: a real floating-point dtype to add in (of complex leaves, its width), or a prefix of the tree of
+        the parameters with several. By default, and where it is None, at least float32, and never narrower than the
+        gradient.
       emit_dtype: the dtype in which `inner` sees the gradient: by default the accumulator's; `"gradient"` for that of
         the gradients passed in, as `optax.MultiSteps` does; or a real floating-point dtype.
       nonfinite: what becomes of a micro-batch whose gradient or weight holds a NaN or an infinity: it shows, in its own
@@ -113,7 +114,7 @@ def accumulate_gradients(
         inner=checks.as_transformation(inner),
         every=checks.as_every(every),
         reduction=checks.one_of("reduction", reduction, ("mean", "sum")),
-        accumulator_dtype=checks.as_float_dtype("accumulator_dtype", accumulator_dtype),
+        accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
         emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),
         nonfinite=nonfinite,
         policy=as_policy(nonfinite),

@@ -29,7 +29,7 @@ class Rules:
     inner: optax.GradientTransformationExtraArgs
     every: Every
     reduction: str
-    accumulator_dtype: jnp.dtype | None
+    accumulator_dtype: Tree
     emit_dtype: jnp.dtype | str | None
     nonfinite: Any  # what the policy was asked for by
     policy: Policy

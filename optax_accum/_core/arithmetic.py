@@ -14,16 +14,16 @@ Leaf = Any
 Weight = float | jax.Array  # a Python float is known when tracing, an array when running
 
 
-def zeros(params: Tree, dtype: jnp.dtype | None) -> Tree:
+def zeros(params: Tree, dtype: Tree) -> Tree:
     """Returns an empty accumulator for gradients of `params`; leaves without a gradient get none."""
 
-    def empty(param: Leaf) -> Leaf:
+    def empty(param: Leaf, named: jnp.dtype | None) -> Leaf:
         param = jnp.asarray(param)
         if not jnp.issubdtype(param.dtype, jnp.inexact):
             return optax.MaskedNode()  # its gradient is a float0: nothing to add
-        return jnp.zeros_like(param, dtype=accumulator_dtype(param.dtype, dtype))
+        return jnp.zeros_like(param, dtype=accumulator_dtype(param.dtype, named))
 
-    return jax.tree.map(empty, params)
+    return jax.tree.map(empty, params, named_dtypes(dtype, params))
 
 
 def zeros_of(shapes: Tree) -> Tree:
@@ -119,6 +119,19 @@ def accumulator_dtype(dtype: Any, named: jnp.dtype | None) -> jnp.dtype:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.dtype(jnp.complex128 if jnp.finfo(named).bits == 64 else jnp.complex64)
     return named
+
+
+def named_dtypes(dtype: Tree, params: Tree) -> Tree:
+    """Returns the dtype named for each leaf, or None: `dtype` is a prefix of the tree of the parameters."""
+    is_none = lambda node: node is None
+    try:
+        return jax.tree.broadcast(dtype, params, is_leaf=is_none)
+    except ValueError as error:
+        raise ValueError(
+            f"accumulator_dtype must be a prefix of the tree of the parameters: "
+            f"{jax.tree.structure(dtype, is_leaf=is_none)}, and the parameters have {jax.tree.structure(params)}. Name "
+            "one dtype, or one (or None) for each branch."
+        ) from error
 
 
 def emitted_dtype(grad: jnp.dtype, acc: jnp.dtype, emit_dtype: jnp.dtype | str | None) -> jnp.dtype:

@@ -134,6 +134,11 @@ def as_float_dtype(name: str, dtype: Any) -> jnp.dtype | None:
     return named
 
 
+def as_float_dtypes(name: str, dtypes: Any) -> Any:
+    """Returns a tree of dtypes, each as `as_float_dtype` does."""
+    return jax.tree.map(lambda dtype: as_float_dtype(name, dtype), dtypes, is_leaf=lambda node: node is None)
+
+
 def as_names(names: Any) -> tuple[str, ...]:
     """Returns the names of `mean_args` as a tuple."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):

@@ -52,7 +52,7 @@ class Rules:
     has_aux: bool
     weight_fn: Callable[..., Any] | None
     aux_reduction: Tree
-    accumulator_dtype: jnp.dtype | None
+    accumulator_dtype: Tree
     in_place: bool | None
     unroll: bool
     reduce_axes: Axes
@@ -69,6 +69,11 @@ class Rules:
         totals = loop(cut.split.whole, cut.shares, functools.partial(cut.add_whole, refs), totals)
         totals = last(cut.rest_share, functools.partial(cut.add_rest, refs), totals)
         return cut.finish(refs, totals)
+
+    @property
+    def dtypes(self) -> Tree:
+        """The dtypes that were asked for: a prefix of the tuple of differentiated arguments."""
+        return (self.accumulator_dtype,) if self.single else self.accumulator_dtype
 
     def parts(self, call: Call) -> Parts:
         """Calls `fun` and takes apart what it returns."""
@@ -115,7 +120,7 @@ class Cut:
         self.carry = None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
         self.shapes = self._shapes()
         self.reductions = reductions.reductions(rules.aux_reduction, self.shapes.aux, self.split)
-        self.start_grads = arithmetic.zeros(self.params, rules.accumulator_dtype)
+        self.start_grads = arithmetic.zeros(self.params, rules.dtypes)
         self.in_place = not (again or rules.unroll) and self._adds_in_place()
         if self.in_place or (rules.weight_fn is not None and not (self.static or rules.unroll)):
             self._refuse_differentiation()

@@ -4,9 +4,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import optax
+import jax
+import jax.numpy as jnp
 
-from optax_accum._core import checks
+from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.program import compiled_once
 from optax_accum._core.roles import Call, Roles
@@ -87,8 +88,8 @@ def value_and_grad(
         `(loss, carry)`, or `(loss, (aux, carry))` with `has_aux`.
       aux_reduction: what becomes of `aux`, a prefix of its tree: `"mean"` (weighted; by rows for a dict of weights),
         `"sum"`, `"max"`, `"concat"` (rows, in their order), `"stack"` (one for each micro-batch) or `"last"`.
-      accumulator_dtype: the dtype to add in, and to return. By default sums are in at least float32, and gradients come
-        back in the dtypes of the parameters.
+      accumulator_dtype: the dtype to add in, and to return, or a prefix of what is differentiated with several. By
+        default, and where it is None, sums are in at least float32, and gradients come back in the parameters' dtypes.
       in_place: whether to add inside the backward pass: by default wherever accumulator and parameters have the same
         dtypes. With False, what is returned can be differentiated again in every way.
       unroll: compile each micro-batch for itself, for convolutions on CPU, which XLA runs many times slower inside any
@@ -142,7 +143,7 @@ def value_and_grad(
         has_aux=has_aux,
         weight_fn=weight_fn,
         aux_reduction=aux_reduction,
-        accumulator_dtype=checks.as_float_dtype("accumulator_dtype", accumulator_dtype),
+        accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
         in_place=in_place,
         unroll=unroll,
         reduce_axes=meshes.as_axes(reduce_axes),
@@ -181,10 +182,15 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
 
     own, carry = space.run(local, [names.index(name) for name in call.batch], call[names])
     outputs, grads = reductions.over_devices(rules.aux_reduction, space, own.outputs), space.reduced(own.grads)
-    if rules.accumulator_dtype is None:
-        grads = optax.tree.cast_like(grads, call[call.params])
+    grads = _in_dtypes(grads, call[call.params], rules.dtypes)
     value = rules.joined(Parts(space.total(own.loss), carry, outputs))
     return value, grads[0] if rules.single else grads
+
+
+def _in_dtypes(grads: Tree, params: Tree, dtype: Tree) -> Tree:
+    """Returns gradients in the dtypes that were named, else in those of the parameters."""
+    cast = lambda grad, param, named: grad.astype(jnp.result_type(param)) if named is None else grad
+    return jax.tree.map(cast, grads, params, arithmetic.named_dtypes(dtype, params))
 
 
 def _to(rules: Rules, call: Call) -> Tree:
