@@ -12,6 +12,7 @@ from typing import Any as _Any
 from optax_accum import accelerators, batching, checkpoint, sharding
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients, apply_gradients
+from optax_accum._core.ratio import Ratio
 from optax_accum._core.state import AccumulationState, from_multi_steps, has_updated, metrics
 from optax_accum._tools.planning import plan_microbatches
 from optax_accum._tools.verify import verify
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccumulationState",
+    "Ratio",
     "accelerators",
     "accumulate_gradients",
     "apply_gradients",

@@ -31,11 +31,11 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"state"},
         {"arithmetic", "program", "roles"},
         {"checks"},
-        {"backward"},
+        {"backward", "ratio"},
     ],
     "_space": [{"meshes"}, {"partials"}, {"mismatch", "device"}, {"space"}, {"several"}, {"here"}],
     "_across": [{"inner", "policy", "outcomes"}, {"window"}, {"transformation"}, {"train_step"}],
-    "_within": [{"splitting"}, {"loops", "reductions", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
+    "_within": [{"splitting"}, {"loops", "reductions", "gradients", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
         {"programs", "targets", "report", "batches", "packed", "placement", "loss", "search", "picture"},
         {"collectives", "packing", "traffic", "resume", "mixtures", "budgets", "footprint", "steps"},

@@ -219,10 +219,40 @@ def test_fp8_statistics_are_overwritten_by_their_maximum_over_the_window():
     equal(history(state), history(whole))
     plain = create(accum.linen.TrainState, optax.sgd(0.1))
     equal(plain.apply_gradients(grads=grads(plain, (X, Y))).params, whole.params)
-    with pytest.raises(ValueError, match="are new values"):
-        accum.linen.train_step(lambda *_: None, num_microbatches=2)(
-            create(accum.linen.TrainState, tx), (X, Y), jax.random.key(0)
-        )
+
+
+def test_fp8_statistics_within_a_call_are_those_of_the_whole_batch():
+    """Also those of the gradients, whose cotangents have the micro-batch's share in them; over devices as well."""
+    model = nn.Dense(3, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    loss = lambda params, batch, key, state: (cross_entropy(model.apply(params, batch[0]), batch[1]), {})
+
+    def trained(cls, tx, options=None):
+        announced = {"metrics": ("loss",)} if options else {}
+        state = cls.create(apply_fn=model.apply, params=jax.tree.map(jnp.array, variables), tx=tx, **announced)
+        gradient_of = jax.jit(jax.grad(lambda params, batch: loss(params, batch, None, None)[0]))
+        step = accum.linen.train_step(loss, **options) if options else None
+        for number in (1, 2):  # the second with scales that the first has left
+            batch = X * number, Y
+            if step is None:
+                state = state.apply_gradients(grads=gradient_of(state.params, batch))
+            else:
+                state, _ = step(state, batch, jax.random.key(0))
+        return state.params
+
+    whole = trained(train_state.TrainState, optax.sgd(0.1))
+    assert float(jax.tree.leaves(whole[OVERWRITE_WITH_GRADIENT])[0].max()) > 0
+    assert not np.allclose(*(jax.tree.leaves(tree["params"])[1] for tree in (whole, variables)), atol=1e-3)
+    close(trained(accum.linen.TrainState, optax.sgd(0.1), {"microbatch_size": 5}), whole)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    over = {"num_microbatches": 2, "reduce_axes": "data"}
+    with jax.set_mesh(mesh):
+        close(trained(accum.linen.TrainState, optax.sgd(0.1), over), whole)
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 1, reduce_axes="data")
+        partial = trained(accum.linen.TrainState, tx, over)
+    close(partial["params"], whole["params"], 1e-2)  # quantised with other scales of the gradients
+    of_inputs = lambda params: params[OVERWRITE_WITH_GRADIENT]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
+    equal(of_inputs(partial), of_inputs(whole))
 
 
 def test_a_schedule_an_average_and_a_log_act_once_per_update():

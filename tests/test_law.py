@@ -182,8 +182,14 @@ def test_in_shard_map_with_reduced_gradients():
 
 # Every public path, against an oracle in float64.
 
-WEIGHTS = {"rows": (paths.mean_over_rows, None), "mask": (paths.mean_over_mask, paths.count)}
-by_weight = pytest.mark.parametrize("weight", WEIGHTS)
+WEIGHTS = {
+    "rows": (paths.mean_over_rows, None),
+    "mask": (paths.mean_over_mask, paths.count),
+    "ratio": (paths.ratio_over_mask, None),  # the mask, which only the loss counts
+}
+by_weight = pytest.mark.parametrize("weight", ["rows", "mask"])
+TIES = ("ties",)
+TAKES_A_RATIO = ("value_and_grad", "value_and_apply_gradients")  # these see what the loss returns
 FEW = ("gathers", "slices", "ties", "takes the last")
 
 
@@ -204,6 +210,21 @@ def test_every_path_makes_the_update_of_the_whole_batch(path, weight):
     check(paths.PATHS[path], FEW, weight)
 
 
+@pytest.mark.parametrize(
+    "path", [f"{name}{how}" for name in TAKES_A_RATIO for how in ("", ", not in place", ", eager")]
+)
+def test_sums_over_counts_that_only_the_loss_knows(path):
+    check(paths.PATHS[path], TIES, "ratio")
+
+
+def test_a_mean_of_quotients_breaks_it():
+    """The comparison can fail: each micro-batch's own quotient, and a mean of them over rows."""
+    ratio, start, batch = paths.loss_of(TIES, paths.ratio_over_mask), paths.params(), paths.rows()
+    quotient = lambda params, batch: paths.value_of(ratio(params, batch))
+    grads = jax.jit(optax_accum.value_and_grad(quotient, microbatch_size=5))(start, batch)[1]
+    assert not np.allclose(paths.moved(start, grads)["w"], paths.whole(TIES, paths.ratio_over_mask)["w"], atol=1e-2)
+
+
 @pytest.mark.parametrize("path", [name for name in paths.PATHS if name not in paths.TAKES_NO_INTEGERS])
 def test_integers_among_the_parameters_stay(path):
     check(paths.PATHS[path], FEW, integers=True)
@@ -219,6 +240,16 @@ def test_whatever_a_loss_does_with_a_parameter(path, use):
 @pytest.mark.parametrize("path", ["apply_gradients", "value_and_apply_gradients", "value_and_grad"])
 def test_computed_in_a_narrow_dtype(path, dtype):
     check(paths.PATHS[path], FEW, "mask", dtype, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("path", TAKES_A_RATIO)
+def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
+    mesh = paths.mesh_of(paths.KINDS[kind])
+    with jax.set_mesh(mesh):
+        check(functools.partial(paths.SHARDED[path], mesh), TIES, "ratio")
+        if kind == 0:
+            check(functools.partial(paths.MANUAL[path], mesh, check_vma=True), TIES, "ratio")
 
 
 @pytest.mark.parametrize(("kind", "weight"), [(0, "rows"), (0, "mask"), (1, "mask")], ids=str)

@@ -143,10 +143,11 @@ def through_apply_gradients(sizes, weighted):
     return linen_result(state, state.window_metrics())
 
 
-def through_train_step(sizes, weighted):
+def through_train_step(sizes, weighted, loss=linen_loss):
     """Micro-batches of up to four rows within each call, a window across calls."""
     state = linen_state(optax_accum.accumulate_gradients(INNER, len(sizes)))
-    step = accum.linen.train_step(linen_loss, microbatch_size=4, weight_fn=weight_of(weighted))
+    weight_fn = weight_of(weighted) if loss is linen_loss else None
+    step = accum.linen.train_step(loss, microbatch_size=4, weight_fn=weight_fn)
     for batch, _ in calls(sizes, weighted):
         state, metrics = step(state, batch, jax.random.key(0))
     return linen_result(state, metrics)
@@ -210,10 +211,11 @@ def through_value_and_grad(sizes, weighted):
     return through_the_optimizer(sizes, weighted, accum.nnx.value_and_grad, **options)
 
 
-def through_the_nnx_train_step(sizes, weighted):
+def through_the_nnx_train_step(sizes, weighted, loss=nnx_loss):
     model = Module()
     optimizer = nnx_optimizer(model, None)
-    step = accum.nnx.train_step(nnx_loss, has_aux=True, microbatch_size=4, weight_fn=weight_of(weighted))
+    weight_fn = weight_of(weighted) if loss is nnx_loss else None
+    step = accum.nnx.train_step(loss, has_aux=True, microbatch_size=4, weight_fn=weight_fn)
     for batch, last in calls(sizes, weighted):
         metrics = step(model, optimizer, batch, flush=jnp.array(last))
     return nnx_result(model, optimizer, metrics)
@@ -228,6 +230,27 @@ PATHS = [
     through_value_and_grad,
     through_the_nnx_train_step,
 ]
+
+
+def as_ratio(loss):
+    """The loss with a denominator that only it knows."""
+
+    def ratio(model, batch, *args):
+        value, extra = loss(model, batch, *args)
+        return optax_accum.Ratio(value * batch[2].sum(), batch[2].sum()), extra
+
+    return ratio
+
+
+THROUGH_A_RATIO = [
+    functools.partial(through_train_step, loss=as_ratio(linen_loss)),
+    functools.partial(through_the_nnx_train_step, loss=as_ratio(nnx_loss)),
+]
+
+
+@pytest.mark.parametrize("path", THROUGH_A_RATIO, ids=["Linen", "NNX"])
+def test_a_ratio_says_how_much_a_micro_batch_counts(path):
+    test_the_update_equals_the_update_of_the_whole_batch(path, *CASES[0])
 
 
 @pytest.mark.parametrize("path", PATHS)

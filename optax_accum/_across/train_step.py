@@ -16,6 +16,7 @@ from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.backward import Backward, adds_in_place, bends, differentiate
 from optax_accum._core.program import compiled_once
+from optax_accum._core.ratio import Ratio, check_loss, divided
 from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays
 from optax_accum._core.rows import check_groups, count_rows, is_split
 from optax_accum._core.state import micro_step_of
@@ -43,7 +44,8 @@ def value_and_apply_gradients(
     weight. So no tree of gradients is ever written or read beside it, which is what a micro-step's memory mostly is.
 
     Args:
-      fun: a loss `fun(params, *args) -> loss`, or `-> (loss, aux)` with `has_aux`.
+      fun: a loss `fun(params, *args) -> loss`, or `-> (loss, aux)` with `has_aux`. It may be a `Ratio`, which says
+        itself how much the micro-batch counts.
       tx: what `accumulate_gradients` returned; any other optimizer makes an update at every call.
       has_aux: whether `fun` returns a pair.
       batch_argnums: the argument of `fun`, or several, that hold the rows of the micro-batch; argument 1, unless
@@ -64,9 +66,9 @@ def value_and_apply_gradients(
 
     Returns:
       A function `step(params, state, *args, **extra_args) -> (value, params, state)`, where `value` is what `fun`
-      returned (with `reduce_axes` one for each device, [d, ...]), and `extra_args` is what `tx.update` takes by
-      keyword: `weight`, `flush`, and the arguments of the inner optimizer. The loss is passed on as `value=`, unless
-      `mean_args` of `tx` leaves it out. Donate the first two.
+      returned, a `Ratio` divided (with `reduce_axes` one for each device, [d, ...]), and `extra_args` is what
+      `tx.update` takes by keyword: `weight`, `flush`, and the arguments of the inner optimizer. The loss is passed on
+      as `value=`, unless `mean_args` of `tx` leaves it out. Donate the first two.
 
     Raises:
       TypeError, ValueError: the loss is not a real scalar; arguments whose roles do not fit. Otherwise as
@@ -244,8 +246,11 @@ class _MicroStep:
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
             check_groups(where, count_rows(call[call.batch]), self.group_size)
         call = call.own_key(index)
+        loss, backward, (value, count) = self._differentiate(call)
+        if count is not None:
+            self._check_ratio(weight)
+            weight = count
         weight = self._weight(call) if weight is None else checks.as_weight(weight)
-        loss, backward, value = self._differentiate(call)
         device.check_loss(loss)
         if acc is None or not self._adds_in_place(call, acc):
             return _Done(loss, value, weight, backward.gradient(), None)
@@ -255,10 +260,25 @@ class _MicroStep:
         def checked(params: Tree) -> tuple[jax.Array, Any]:
             out = call.with_arguments({0: params}).apply(self.fun)
             loss = out[0] if self.has_aux else out
-            checks.check_loss(loss, None)
-            return loss, out
+            check_loss(loss, None)
+            if not isinstance(loss, Ratio):
+                return loss, (out, None)
+            count = loss.checked().count
+            loss = divided(jnp.asarray(loss.total), count)
+            return loss, ((loss, out[1]) if self.has_aux else loss, count)
 
         return differentiate(checked, call.arguments[0])
+
+    def _check_ratio(self, weight: Any) -> None:
+        """Raises where a Ratio, which says how much it counts, is weighed otherwise."""
+        given = "weight_fn" if self.weight_fn else "weight" if weight is not None else None
+        if given:
+            raise ValueError(f"A Ratio brings its own weight, its count: {given} is given, too. Leave that out.")
+        if self.accumulation and self.accumulation.reduction == "sum":
+            raise ValueError(
+                'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '
+                '"mean", or return the total alone.'
+            )
 
     def _weight(self, call: Call) -> Weight:
         """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""

@@ -64,8 +64,8 @@ def accumulate_gradients(
         1 acts as 1); or `None`: the caller closes each window with `flush`. A window closes when
         `mini_step + 1 >= every`, so a resumed run may change it.
       reduction: `"mean"`, for losses that are means; or `"sum"`, for losses that are sums.
-      accumulator_dtype: a real floating-point dtype to add in (of complex leaves, its width), or a prefix of the tree of
-        the parameters with several. By default, and where it is None, at least float32, and never narrower than the
+      accumulator_dtype: a real floating-point dtype to add in (of complex leaves, its width), or several, as a prefix
+        of the tree of the parameters. By default, and where it is None, at least float32, and never narrower than the
         gradient.
       emit_dtype: the dtype in which `inner` sees the gradient: by default the accumulator's; `"gradient"` for that of
         the gradients passed in, as `optax.MultiSteps` does; or a real floating-point dtype.

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward, adds_in_place, differentiate
+from optax_accum._core.ratio import Ratio, check_loss
 from optax_accum._core.roles import Call, Roles
+from optax_accum._core.state import default_float
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
-from optax_accum._within import loops, reductions, splitting
+from optax_accum._within import gradients, loops, reductions, splitting
+from optax_accum._within.gradients import Leaves
 
 _AGAIN = (
     "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
@@ -25,8 +28,9 @@ _AGAIN = (
 class Totals(NamedTuple):
     """What is added up over the micro-batches, and what each hands on to the next."""
 
-    loss: jax.Array  # [], sum of share times loss
-    grads: Tree | None  # sum of share times gradient; None while references hold it
+    loss: jax.Array  # [], sum of share times loss; of the totals of a Ratio
+    counted: jax.Array | None  # [], sum of the counts of a Ratio
+    grads: Any  # sum of share times gradient, leaf by leaf; None while a reference holds it
     carry: Tree
     outputs: Any
 
@@ -34,7 +38,7 @@ class Totals(NamedTuple):
 class Parts(NamedTuple):
     """What `fun` returns, by role."""
 
-    loss: Any  # [], or a dict of terms, each []
+    loss: Any  # [], or a dict of terms, each [], or a Ratio
     carry: Tree
     aux: Tree
 
@@ -52,6 +56,7 @@ class Rules:
     has_aux: bool
     weight_fn: Callable[..., Any] | None
     aux_reduction: Tree
+    grad_reduction: Tree
     accumulator_dtype: Tree
     in_place: bool | None
     unroll: bool
@@ -74,6 +79,11 @@ class Rules:
     def dtypes(self) -> Tree:
         """The dtypes that were asked for: a prefix of the tuple of differentiated arguments."""
         return (self.accumulator_dtype,) if self.single else self.accumulator_dtype
+
+    def kinds(self, params: Tree) -> list[str]:
+        """Returns what becomes of the gradients of each leaf of the differentiated arguments."""
+        names = (self.grad_reduction,) if self.single else self.grad_reduction
+        return reductions.leaf_names(names, params, "grad_reduction", "parameters")
 
     def parts(self, call: Call) -> Parts:
         """Calls `fun` and takes apart what it returns."""
@@ -119,21 +129,24 @@ class Cut:
         checks.check_differentiable(self.params)
         self.carry = None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
         self.shapes = self._shapes()
+        self.ratio = isinstance(self.shapes.loss, Ratio)
         self.reductions = reductions.reductions(rules.aux_reduction, self.shapes.aux, self.split)
         self.start_grads = arithmetic.zeros(self.params, rules.dtypes)
+        self.kinds = rules.kinds(self.params)
         self.in_place = not (again or rules.unroll) and self._adds_in_place()
         if self.in_place or (rules.weight_fn is not None and not (self.static or rules.unroll)):
             self._refuse_differentiation()
 
-    def start(self) -> tuple[Tree | None, Totals]:
+    def start(self) -> tuple[Leaves | None, Totals]:
         """Returns the references that gradients are added to in place, if any, and the totals before the first."""
-        refs, grads = (jax.tree.map(jax.new_ref, self.start_grads), None) if self.in_place else (None, self.start_grads)
+        refs, grads = gradients.start(self.start_grads, self.kinds, in_place=self.in_place)
         shapes = jax.tree.leaves(self.shapes.aux)
         outputs = [reduce.start(shape, self.split) for reduce, shape in zip(self.reductions, shapes, strict=True)]
         loss = jnp.zeros([], self._loss_dtype(wide=True))
-        return refs, self._varying(Totals(loss, grads, self.carry, outputs))
+        counted = jnp.zeros([], default_float()) if self.ratio else None
+        return refs, self._varying(Totals(loss, counted, grads, self.carry, outputs))
 
-    def add_whole(self, refs: Tree | None, index: Any, totals: Totals) -> Totals:
+    def add_whole(self, refs: Leaves | None, index: Any, totals: Totals) -> Totals:
         """Adds whole micro-batch `index`."""
         share = self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
         rows = splitting.micro_batch(self.split, self.stacked, index)
@@ -141,38 +154,36 @@ class Cut:
             rows, totals = jax.lax.optimization_barrier((rows, totals))
         return self._add(refs, totals, rows, share, index, rest=False)
 
-    def add_rest(self, refs: Tree | None, totals: Totals) -> Totals:
+    def add_rest(self, refs: Leaves | None, totals: Totals) -> Totals:
         """Adds the smaller micro-batch of the rows that are left."""
         rows = splitting.remainder(self.split, self.batches)
         return self._add(refs, totals, rows, self.rest_share, self.split.whole, rest=True)
 
     def _add(
-        self, refs: Tree | None, totals: Totals, micro_batches: list[Tree], share: Any, index: Any, *, rest: bool
+        self, refs: Leaves | None, totals: Totals, micro_batches: list[Tree], share: Any, index: Any, *, rest: bool
     ) -> Totals:
         with jax.named_scope("optax_accum.micro_batch"):
             loss, backward, parts = self._differentiate(self._micro_call(micro_batches, totals.carry, index), share)
             self.device.check_loss(loss)
         with jax.named_scope("optax_accum.add"):
-            grads = totals.grads
-            if refs is None:
-                grads = arithmetic.add(grads, backward.gradient(), 1.0, jnp.array(False))
-            else:
-                backward.add_to(refs)
+            grads = gradients.add(refs, totals.grads, backward, self.kinds)
         rows = self.split.rest if rest else self.split.size
         weight = rows / self.rows if self.terms else share
         outputs = [
             reduce.add(total, jnp.asarray(output), index, weight, rest)
             for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)
         ]
-        return self._varying(Totals(totals.loss + loss, grads, arithmetic.strong(parts.carry), outputs))
+        counted = totals.counted + parts.loss.count if self.ratio else None
+        return self._varying(Totals(totals.loss + loss, counted, grads, arithmetic.strong(parts.carry), outputs))
 
-    def finish(self, refs: Tree | None, totals: Totals) -> Totals:
+    def finish(self, refs: Leaves | None, totals: Totals) -> Totals:
         """Returns the sums, the outputs of the batch among them."""
-        grads = totals.grads if refs is None else jax.tree.map(jax.freeze, refs)
+        grads = gradients.finish(refs, totals.grads, self.start_grads)
         leaves, treedef = jax.tree.flatten(self.shapes.aux)
         finished = zip(self.reductions, totals.outputs, leaves, strict=True)
         aux = jax.tree.unflatten(treedef, [reduce.finish(total, shape) for reduce, total, shape in finished])
-        return Totals(totals.loss.astype(self._loss_dtype(wide=False)), grads, totals.carry, aux)
+        loss = totals.loss.astype(self._loss_dtype(wide=self.ratio))
+        return Totals(loss, totals.counted, grads, totals.carry, aux)
 
     def _adds_in_place(self) -> bool:
         """Returns whether gradients are added inside the backward pass."""
@@ -204,7 +215,10 @@ class Cut:
     def _differentiate(self, call: Call, share: Any) -> tuple[jax.Array, Backward, Parts]:
         def contribution(params: tuple[Tree, ...]) -> tuple[jax.Array, Parts]:
             parts = self.rules.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
-            return _weighted(parts.loss, share), parts
+            if not self.ratio:
+                return _weighted(parts.loss, share), parts
+            parts = parts._replace(loss=parts.loss.checked())
+            return _weighted(parts.loss.total, 1.0), parts
 
         return differentiate(contribution, self.params)
 
@@ -212,12 +226,13 @@ class Cut:
         """Returns the shapes that `fun` returns for a whole micro-batch, after checking them."""
         first = lambda: self._micro_call(splitting.micro_batch(self.split, self.stacked, 0), self.carry, 0)
         shapes = jax.eval_shape(lambda: self.rules.parts(first()))
-        checks.check_loss(shapes.loss, self.shares if self.rules.weight_fn else None)
+        check_loss(shapes.loss, self.shares if self.rules.weight_fn else None)
         checks.check_carry(self.carry, shapes.carry)
         return shapes
 
     def _loss_dtype(self, *, wide: bool) -> Any:
-        dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.shapes.loss)))
+        loss = self.shapes.loss.total if self.ratio else self.shapes.loss
+        dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(loss)))
         return arithmetic.accumulator_dtype(dtype, None) if wide else dtype
 
 

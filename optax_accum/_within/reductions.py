@@ -1,6 +1,6 @@
 """Owns auxiliary outputs: how those of the micro-batches become those of the batch. Knows no losses, no gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ def reductions(aux_reduction: Tree, shapes: Tree, split: Split) -> list[Reductio
     leaves = jax.tree.leaves_with_path(shapes)
     for name, (path, shape) in zip(names, leaves, strict=True):
         _check(name, jax.tree_util.keystr(path), shape, split)
-    return [_REDUCTIONS[name] for name in names]
+    return [REDUCTIONS[name] for name in names]
 
 
 def over_devices(aux_reduction: Tree, space: Space, sums: Tree) -> Tree:
@@ -37,22 +37,22 @@ def over_devices(aux_reduction: Tree, space: Space, sums: Tree) -> Tree:
     return jax.tree.unflatten(treedef, map(space.output, names, leaves))
 
 
-def leaf_names(aux_reduction: Tree, shapes: Tree) -> list[str]:
-    """Returns the name of the reduction of each leaf of the auxiliary output."""
+def leaf_names(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "auxiliary output") -> list[str]:
+    """Returns the name of the reduction of each leaf of a tree, of which `names` is a prefix."""
     try:
-        return jax.tree.leaves(jax.tree.broadcast(aux_reduction, shapes))
+        return jax.tree.leaves(jax.tree.broadcast(names, tree))
     except ValueError as error:
         raise ValueError(
-            f"aux_reduction must be a prefix of the auxiliary output: aux_reduction={aux_reduction!r}, and the output "
-            f"has the tree {jax.tree.structure(shapes)}. Name one reduction, or one for each branch."
+            f"{option} must be a prefix of the {of}: {option}={names!r}, and the tree is {jax.tree.structure(tree)}. "
+            "Name one reduction, or one for each branch."
         ) from error
 
 
-def check_names(aux_reduction: Tree) -> None:
-    """Raises unless every leaf of `aux_reduction` names a reduction."""
-    for name in jax.tree.leaves(aux_reduction, is_leaf=lambda node: node is None):
-        if name not in _REDUCTIONS:
-            raise ValueError(f"aux_reduction must be one of {', '.join(_REDUCTIONS)}: {name!r}. Choose one of these.")
+def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:
+    """Raises unless every leaf of `names` names a reduction."""
+    for name in jax.tree.leaves(names, is_leaf=lambda node: node is None):
+        if name not in allowed:
+            raise ValueError(f"{option} must be one of {', '.join(allowed)}: {name!r}. Choose one of these.")
 
 
 def _check(name: str, path: str, shape: jax.ShapeDtypeStruct, split: Split) -> None:
@@ -125,7 +125,7 @@ def _counted(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return total if jnp.issubdtype(shape.dtype, jnp.bool_) else _cast(total, shape)
 
 
-_REDUCTIONS = {
+REDUCTIONS = {
     "mean": Reduction(_zeros, _scaled, _cast),
     "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype), _counted),
     "max": Reduction(_lowest, lambda total, output, *_: jnp.maximum(total, output), _cast),

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.program import compiled_once
+from optax_accum._core.ratio import divided
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._space import meshes
 from optax_accum._space.device import Device
 from optax_accum._space.here import check_options, here
 from optax_accum._space.space import PARTIAL
-from optax_accum._within import reductions
+from optax_accum._within import gradients, reductions
 from optax_accum._within.cut import Parts, Rules, Totals
 
 
@@ -36,6 +37,7 @@ def value_and_grad(
     rng_argnum: int | None = None,
     carry_argnum: int | None = None,
     aux_reduction: Tree = "mean",
+    grad_reduction: Tree = "mean",
     accumulator_dtype: Any = None,
     in_place: bool | None = None,
     unroll: bool = False,
@@ -69,7 +71,8 @@ def value_and_grad(
       (3,)
 
     Args:
-      fun: the loss, a mean over what the weights count: a real scalar, or a dict of scalar terms, whose sum it is.
+      fun: the loss, a mean over what the weights count: a real scalar, or a dict of scalar terms, whose sum it is; or a
+        `Ratio`, a sum of which only the loss knows what it is to be divided by. docs/losses.md has losses of each kind.
       num_microbatches: the largest number of micro-batches, of `ceil(n / num_microbatches)` rows each; or
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       argnums: as in `jax.value_and_grad`.
@@ -88,6 +91,9 @@ def value_and_grad(
         `(loss, carry)`, or `(loss, (aux, carry))` with `has_aux`.
       aux_reduction: what becomes of `aux`, a prefix of its tree: `"mean"` (weighted; by rows for a dict of weights),
         `"sum"`, `"max"`, `"concat"` (rows, in their order), `"stack"` (one for each micro-batch) or `"last"`.
+      grad_reduction: what becomes of the gradients, a prefix of what is differentiated: `"mean"` (weighted, as above);
+        `"max"` or `"last"` for leaves whose backward pass returns new values in the place of gradients, such as the
+        statistics of float8.
       accumulator_dtype: the dtype to add in, and to return, or a prefix of what is differentiated with several. By
         default, and where it is None, sums are in at least float32, and gradients come back in the parameters' dtypes.
       in_place: whether to add inside the backward pass: by default wherever accumulator and parameters have the same
@@ -124,7 +130,8 @@ def value_and_grad(
       interleaved cut is also that of `optax.microbatch`.
     """
     checks.check_one_size(num_microbatches, microbatch_size)
-    reductions.check_names(aux_reduction)
+    reductions.check_names("aux_reduction", aux_reduction, reductions.REDUCTIONS)
+    reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
     rules = Rules(
         fun=fun,
         roles=Roles.named(
@@ -143,6 +150,7 @@ def value_and_grad(
         has_aux=has_aux,
         weight_fn=weight_fn,
         aux_reduction=aux_reduction,
+        grad_reduction=grad_reduction,
         accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
         in_place=in_place,
         unroll=unroll,
@@ -181,9 +189,13 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
         return totals._replace(carry=None), totals.carry
 
     own, carry = space.run(local, [names.index(name) for name in call.batch], call[names])
-    outputs, grads = reductions.over_devices(rules.aux_reduction, space, own.outputs), space.reduced(own.grads)
+    outputs = reductions.over_devices(rules.aux_reduction, space, own.outputs)
+    loss, grads = space.total(own.loss), space.reduced(own.grads)
+    if own.counted is not None:
+        loss, grads = divided((loss, grads), space.total(own.counted))
+    grads = gradients.over_devices(rules.kinds(call[call.params]), space, own.grads, grads, call[call.params])
     grads = _in_dtypes(grads, call[call.params], rules.dtypes)
-    value = rules.joined(Parts(space.total(own.loss), carry, outputs))
+    value = rules.joined(Parts(loss, carry, outputs))
     return value, grads[0] if rules.single else grads
 
 

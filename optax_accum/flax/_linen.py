@@ -140,7 +140,7 @@ class TrainState(train_state.TrainState, kw_only=True):
                 maxima=jax.tree.map(jnp.zeros_like, overwritten),
             )
         counts = {name: jnp.asarray(getattr(state, name), jnp.int32) for name in ("step", "micro_step")}
-        opt_state = _placed_rows(_window.own_buffers(state.opt_state, params), params, tx)
+        opt_state = _placed_rows(_window.own_buffers(state.opt_state, params), _trained(params), tx)
         return state.replace(window=window, opt_state=opt_state, **counts)
 
     def apply_gradients(

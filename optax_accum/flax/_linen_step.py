@@ -25,8 +25,8 @@ def train_step(
       fun: `fun(params, batch, key, state) -> (loss, extra)`, where `extra` is a dict that may hold `"metrics"`, a dict
         of scalars, and must hold `"batch_stats"`, as the model returned them, if the state has some. Give
         `state.apply_fn` the key as `rngs`. The state comes without its parameters and those of the optimizer.
-      weight_fn: how much a micro-batch counts: by default its number of rows. `batch_stats` always count by rows:
-        those of the micro-batches that are run, which those of weight zero are not.
+      weight_fn: how much a micro-batch counts: by default its number of rows; a `Ratio` says it itself. `batch_stats`
+        always count by rows: those of the micro-batches that are run, which those of weight zero are not.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `reduce_axes`. With
         `reduce_axes` in `accumulate_gradients` the step does as its optimizer, and need not be told.
 
@@ -38,15 +38,14 @@ def train_step(
     Raises:
       TypeError: the state is one of Flax's own; `fun` returns no pair; a metric that is no real number; an option that
         is the step's own.
-      ValueError: `extra` lacks `"batch_stats"`, or has other entries; a metric of the name `"loss"`; fp8 statistics
-        beside the parameters: their gradients are new values, which must not be added.
+      ValueError: `extra` lacks `"batch_stats"`, or has other entries; a metric of the name `"loss"`.
     """
     _window.check_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
 
     def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
-        metrics = _window.with_loss(loss, extra.get("metrics", {}))
-        sums = {"metrics": _window.weighted(metrics, _window.weight_of(weight_fn, batch))}
+        value, weight = _window.loss_and_weight(loss, weight_fn, batch)
+        sums = {"metrics": _window.weighted(_window.with_loss(value, extra.get("metrics", {})), weight)}
         if extra.get("batch_stats"):
             moments = batch_moments(extra["batch_stats"], state.batch_stats, state.momentum)
             sums["moments"] = _window.weighted(moments, _window.weight_of(None, batch))
@@ -63,7 +62,11 @@ def train_step(
         _check_state(state)
         own = _window.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
+        if overwritten_part(state.params) is not None:
+            own["grad_reduction"] = type(state.params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"})
         (_, sums), grads = cut(**own)(state.params, batch, key, still)
+        if overwritten_part(grads) is not None:
+            grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.largest(overwritten_part(grads), own)}
         totals = _window.whole(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}
         if moments is not None:
@@ -78,7 +81,16 @@ def train_step(
 
 
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
-    ("argnums", "has_aux", "rng_argnum", "carry_argnum", "whole_argnums", "aux_reduction", "reduce_to"),
+    (
+        "argnums",
+        "has_aux",
+        "rng_argnum",
+        "carry_argnum",
+        "whole_argnums",
+        "aux_reduction",
+        "grad_reduction",
+        "reduce_to",
+    ),
     "Leave it out; for a step of another form, take optax_accum.value_and_grad and state.apply_gradients.",
 )
 
@@ -93,11 +105,6 @@ def _check_state(state: Any) -> None:
         raise ValueError(
             f"train_step averages metrics over the window: {type(state).__name__} has a field `metrics`. Give it "
             "another name."
-        )
-    if overwritten_part(state.params) is not None:
-        raise ValueError(
-            f"train_step adds gradients within a call, and those of {OVERWRITE_WITH_GRADIENT!r} are new values. "
-            "Take state.apply_gradients for each micro-batch, which takes their maximum over the window."
         )
 
 

@@ -30,8 +30,8 @@ def train_step(
     Args:
       fun: `fun(model, batch) -> loss`, or, with `has_aux`, `(loss, metrics)`, a dict of scalars. Random keys are those
         of the model.
-      weight_fn: how much a micro-batch counts: by default its number of rows. Statistics always count by rows: those of
-        the micro-batches that are run, which those of weight zero are not.
+      weight_fn: how much a micro-batch counts: by default its number of rows; a `Ratio` says it itself. Statistics
+        always count by rows: those of the micro-batches that are run, which those of weight zero are not.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
       **options: those of `value_and_grad`. With `reduce_axes` in `accumulate_gradients` the step does as its optimizer,
@@ -52,7 +52,8 @@ def train_step(
     def measured(model: Any, batch: Tree) -> tuple[jax.Array, tuple[WeightedSum, jax.Array]]:
         out = fun(model, batch)
         loss, metrics = _window.pair(out) if has_aux else (out, {})
-        sums = _window.weighted(_window.with_loss(loss, metrics), _window.weight_of(weight_fn, batch))
+        value, weight = _window.loss_and_weight(loss, weight_fn, batch)
+        sums = _window.weighted(_window.with_loss(value, metrics), weight)
         return loss, (sums, _window.weight_of(None, batch))
 
     roles: dict[str, Any] = {"wrt": wrt, "has_aux": True, "aux_reduction": "sum"}

@@ -12,6 +12,7 @@ import numpy as np
 
 from optax_accum._across.transformation import rules_of
 from optax_accum._core import sums
+from optax_accum._core.ratio import Ratio, divided
 from optax_accum._core.rows import count_rows
 from optax_accum._core.state import AccumulationState, holds_partial_sums, states_in
 from optax_accum._core.sums import WeightedSum
@@ -205,9 +206,24 @@ def whole(own: Tree, options: Mapping[str, Any]) -> Tree:
     return space.total(space.as_partial(own)) if options.get("reduce_to") == PARTIAL else own
 
 
+def largest(own: Tree, options: Mapping[str, Any]) -> Tree:
+    """Returns the maxima over all devices, where each device has its own."""
+    space = here(as_axes(options.get("reduce_axes")))
+    over_devices = lambda leaf: space.output("max", space.rows(leaf))
+    return jax.tree.map(over_devices, own) if options.get("reduce_to") == PARTIAL else own
+
+
 def as_weight(weight: Any) -> jax.Array:
     """Returns the weight of a whole micro-batch, given as one number or as one for each device."""
     return jnp.sum(jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float)))
+
+
+def loss_and_weight(loss: Any, weight_fn: Callable[..., Any] | None, batch: Tree) -> tuple[Any, jax.Array]:
+    """Returns the loss of a micro-batch as one number, and how much that counts."""
+    if not isinstance(loss, Ratio):
+        return loss, weight_of(weight_fn, batch)
+    loss = loss.checked()
+    return divided(jnp.asarray(loss.total), loss.count), loss.count
 
 
 def weight_of(weight_fn: Callable[..., Any] | None, batch: Tree) -> jax.Array:

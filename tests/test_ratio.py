@@ -1,0 +1,196 @@
+"""Losses whose denominator only the loss knows: what they may be, what they cost, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_accum
+from optax_accum import Ratio
+from tests import programs
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(10, 3)), jnp.float32)
+W = jnp.asarray([1.0, -0.5, 2.0])
+CUT = {"microbatch_size": 4}
+ways = pytest.mark.parametrize("in_place", [True, False], ids=["in place", "scan"])
+
+
+def passed(w, x):
+    """A mean over the rows that the parameters let through, 0 / 0 where they let none."""
+    score = x @ w
+    lets = score > 0
+    return Ratio(jnp.sum(jnp.where(lets, jnp.tanh(score) ** 2, 0)), lets.sum())
+
+
+def whole(loss, *args):
+    def quotient(*args):
+        ratio = loss(*args)
+        return ratio.total / ratio.count
+
+    return jax.jit(jax.value_and_grad(quotient))(*args)
+
+
+def close(ours, expected, rtol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), ours, expected)
+
+
+@ways
+def test_the_parameters_may_decide_what_counts(in_place):
+    f = optax_accum.value_and_grad(passed, in_place=in_place, **CUT)
+    close(jax.jit(f)(W, X), whole(passed, W, X))
+    for x in (X, -X, jnp.zeros_like(X)):  # with other counts, and with none
+        value, grad = jax.jit(f)(W, x)
+        close((value, grad), whole(passed, W, x) if x.any() else (0.0, jnp.zeros(3)))
+
+
+def test_it_stands_where_the_loss_stands():
+    def loss(w, x, seen):
+        return passed(w, x), ({"rows": x.sum(1), "mean": x.mean()}, seen + len(x))
+
+    f = optax_accum.value_and_grad(
+        loss, has_aux=True, carry_argnum=2, aux_reduction={"rows": "concat", "mean": "mean"}, **CUT
+    )
+    (value, (aux, seen)), grad = jax.jit(f)(W, X, jnp.int32(0))
+    close((value, grad), whole(passed, W, X))
+    close(aux, {"rows": X.sum(1), "mean": X.mean()})
+    assert seen == len(X)
+
+
+def test_a_narrow_loss_is_divided_in_float32():
+    loss = lambda w, x: Ratio(jnp.sum(w.astype(jnp.bfloat16) * x), x.size)
+    value, grad = jax.jit(optax_accum.value_and_grad(loss, **CUT))(jnp.float32(1), jnp.full((10, 3), 5.0, jnp.bfloat16))
+    assert (value.dtype, grad.dtype) == (jnp.float32, jnp.float32)
+    close((value, grad), (5.0, 5.0))
+
+
+def test_partial_sums_are_each_device_s_own_quotient():
+    """So that across calls a weight of each device's own count makes the whole."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    x = jax.device_put(X[:8], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    f = optax_accum.value_and_grad(passed, num_microbatches=2, reduce_axes="data", reduce_to="partial")
+    with jax.set_mesh(mesh):
+        values, grads = jax.jit(f)(W, x)
+    for i in range(2):
+        close((values[i], grads[i]), whole(passed, W, X[4 * i : 4 * i + 4]))
+
+
+def test_a_window_is_divided_by_the_counts_in_it():
+    """`value` is each micro-batch's own quotient, and reaches the optimizer as their weighted mean."""
+    values = []
+
+    def spy(updates, state, params=None, *, value, **extra):
+        jax.debug.callback(lambda v: values.append(float(v)), value)
+        return updates, state
+
+    inner = optax.chain(optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), spy), optax.sgd(1.0))
+    tx = optax_accum.accumulate_gradients(inner, 3)
+    step = jax.jit(optax_accum.value_and_apply_gradients(lambda w, x: (passed(w, x), len(x)), tx, has_aux=True))
+    now, state = W, tx.init(W)
+    for rows in (X[:2], X[2:9], X[9:]):
+        (value, rows_seen), now, state = step(now, state, rows)
+        ratio = passed(W, rows)
+        np.testing.assert_allclose(value, ratio.total / jnp.maximum(ratio.count, 1), rtol=1e-6)
+        assert rows_seen == len(rows)
+    jax.effects_barrier()
+    expected, grad = whole(passed, W, X)
+    close((values[0], now), (expected, W - grad))
+    assert state.gradient_step == 1
+
+
+def test_another_optimizer_makes_an_update_of_each():
+    now, _ = optax_accum.value_and_apply_gradients(passed, optax.sgd(1.0))(W, optax.sgd(1.0).init(W), X)[1:]
+    close(now, W - whole(passed, W, X)[1])
+
+
+def test_a_window_in_which_nothing_counts_makes_no_update():
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
+    value, now, state = optax_accum.value_and_apply_gradients(passed, tx)(W, tx.init(W), jnp.zeros_like(X))
+    assert value == 0
+    np.testing.assert_array_equal(now, W)
+    assert (state.gradient_step, state.discarded) == (0, 1)
+
+
+def test_no_micro_batch_is_run_twice_and_no_gradient_stands_beside_the_accumulator():
+    calls = []
+
+    def loss(w, x):
+        jax.debug.callback(lambda: calls.append(1))
+        h, _ = jax.lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, w)
+        return Ratio(jnp.sum(h**2), (h > 0).sum())
+
+    w = jnp.ones((8, 64, 64)) / 8
+    f = lambda flag: optax_accum.value_and_grad(loss, num_microbatches=4, in_place=flag)
+    jax.jit(f(None))(w, jnp.ones((16, 64)))
+    jax.effects_barrier()
+    assert len(calls) == 4
+    temporary = lambda flag: (
+        programs.compiled(jax.jit(f(flag)).lower(w, jnp.ones((16, 64)))).memory_analysis().temp_size_in_bytes
+    )
+    assert temporary(False) - temporary(True) > 0.7 * w.nbytes
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (lambda w, x: Ratio(x.sum() * w[0], jnp.sum(jax.nn.sigmoid(x @ w))), ValueError, "derivative.*stop_gradient"),
+        (lambda w, x: Ratio(x @ w, x.size), TypeError, "real scalar loss.*float32.4.. Reduce it"),
+        (lambda w, x: Ratio(jnp.sum(x @ w), jnp.ones(2)), ValueError, "the count of a Ratio must be a scalar"),
+        (lambda w, x: Ratio(jnp.sum(x @ w), jnp.bfloat16(2)), TypeError, "count of a Ratio must be counted.*32 bits"),
+        (lambda w, x: Ratio(jnp.sum(x @ w), 1j), TypeError, "the count of a Ratio must be a real number"),
+        (lambda w, x: {"a": Ratio(jnp.sum(x @ w), 1.0)}, TypeError, "A Ratio is the whole loss.*microbatched_apply"),
+    ],
+    ids=["differentiable", "rows", "counts", "narrow", "complex", "term"],
+)
+def test_what_cannot_be_right_is_refused_within_a_call_and_across(loss, error, message):
+    with pytest.raises(error, match=message):
+        optax_accum.value_and_grad(loss, microbatch_size=4)(W, X[:8])
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    with pytest.raises(error, match=message):
+        optax_accum.value_and_apply_gradients(loss, tx)(W, tx.init(W), X[:4])
+
+
+@pytest.mark.parametrize(
+    ("tx", "options", "extra", "message"),
+    [
+        (2, {"weight_fn": lambda x: 1.0}, {}, "brings its own weight, its count: weight_fn is given"),
+        (2, {}, {"weight": 3.0}, "brings its own weight, its count: weight is given"),
+        ("sum", {}, {}, 'the optimizer takes a sum: reduction="sum"'),
+    ],
+    ids=["weight_fn", "weight", "sum"],
+)
+def test_two_denominators_are_refused(tx, options, extra, message):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduction="sum" if tx == "sum" else "mean")
+    with pytest.raises(ValueError, match=message):
+        optax_accum.value_and_apply_gradients(passed, tx, **options)(W, tx.init(W), X, **extra)
+
+
+def test_weights_beside_it_are_refused_within_a_call():
+    with pytest.raises(ValueError, match="A Ratio brings its own denominator"):
+        optax_accum.value_and_grad(passed, weight_fn=lambda x: 1.0, **CUT)(W, X)
+
+
+def test_the_remedies_for_a_count_with_a_derivative():
+    """Held constant, or differentiated: rows of `microbatched_apply`."""
+    soft = lambda w, x: (jnp.tanh(x @ w) ** 2 * jax.nn.sigmoid(x @ w), jax.nn.sigmoid(x @ w))
+
+    def held(w, x):
+        total, count = map(jnp.sum, soft(w, x))
+        return Ratio(total, jax.lax.stop_gradient(count))
+
+    close(jax.jit(optax_accum.value_and_grad(held, **CUT))(W, X), whole(held, W, X))
+
+    def exact(rows):
+        def loss(w, x):
+            totals, counts = rows(w, x)
+            return totals.sum() / counts.sum()
+
+        return jax.jit(jax.value_and_grad(loss))(W, X)
+
+    close(exact(optax_accum.microbatched_apply(soft, **CUT)), exact(soft))
+    assert not np.allclose(exact(soft)[1], whole(held, W, X)[1], rtol=1e-2)
+
+
+def test_verify_takes_no_ratio():
+    with pytest.raises(TypeError, match="fun returned a Ratio.*total / count"):
+        optax_accum.verify(passed, W, X)
