@@ -194,3 +194,67 @@ def test_the_remedies_for_a_count_with_a_derivative():
 def test_verify_takes_no_ratio():
     with pytest.raises(TypeError, match="fun returned a Ratio.*total / count"):
         optax_accum.verify(passed, W, X)
+
+
+# Leaves whose backward pass returns new values in the place of gradients.
+
+
+@jax.custom_vjp
+def noted(x, largest, last):
+    return x
+
+
+def _noted(x, largest, last):
+    return x, x
+
+
+noted.defvjp(_noted, lambda x, g: (g, jnp.max(jnp.abs(x)), x.ravel()[-1]))
+LEAVES = {"w": W, "stats": {"largest": jnp.float32(7), "last": jnp.float32(8)}}
+KEEPS = {"w": "mean", "stats": {"largest": "max", "last": "last"}}
+
+
+def noting(params, x):
+    return jnp.mean((noted(x, **params["stats"]) @ params["w"]) ** 2)
+
+
+@ways
+def test_leaves_that_are_no_gradients_are_kept(in_place):
+    f = optax_accum.value_and_grad(noting, grad_reduction=KEEPS, in_place=in_place, **CUT)
+    value, grads = jax.jit(f)(LEAVES, X)
+    whole_value, whole_grads = jax.value_and_grad(noting)(LEAVES, X)
+    close((value, grads), (whole_value, whole_grads))  # the last row is the last of the last micro-batch, too
+    added = jax.jit(optax_accum.value_and_grad(noting, in_place=in_place, **CUT))(LEAVES, X)[1]
+    assert added["stats"]["largest"] > 1.5 * grads["stats"]["largest"]  # and it compares something
+
+
+def test_what_is_kept_stays_where_nothing_was_run():
+    f = optax_accum.value_and_grad(noting, grad_reduction=KEEPS, weight_fn=lambda x: 0.0, **CUT)
+    close(jax.jit(f)(LEAVES, X)[1], {"w": jnp.zeros(3), "stats": LEAVES["stats"]})
+
+
+def test_a_ratio_divides_only_gradients():
+    f = optax_accum.value_and_grad(lambda p, x: Ratio(noting(p, x) * len(x), len(x)), grad_reduction=KEEPS, **CUT)
+    close(jax.jit(f)(LEAVES, X), jax.value_and_grad(noting)(LEAVES, X))
+
+
+def test_the_largest_of_all_devices_and_no_last_of_them():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    options = {"num_microbatches": 2, "reduce_axes": "data"}
+    with jax.set_mesh(mesh):
+        keeps = {**KEEPS, "stats": "max"}
+        _, grads = jax.jit(optax_accum.value_and_grad(noting, grad_reduction=keeps, **options))(LEAVES, X)
+        assert grads["stats"]["largest"] == jnp.max(jnp.abs(X))
+        with pytest.raises(ValueError, match='"last" of them is not one output'):
+            optax_accum.value_and_grad(noting, grad_reduction=KEEPS, **options)(LEAVES, X)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "message"),
+    [
+        ("sum", "grad_reduction must be one of mean, max, last: 'sum'. Choose"),
+        ({"w": "mean"}, "grad_reduction must be a prefix of the parameters.*or one for each branch"),
+    ],
+)
+def test_a_grad_reduction_that_does_not_fit(keeps, message):
+    with pytest.raises(ValueError, match=message):
+        optax_accum.value_and_grad(noting, grad_reduction=keeps, **CUT)(LEAVES, X)
