@@ -6,7 +6,7 @@
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         largest = max(jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(whole))
         print(f"{rows} pairs; {rows} x {rows} logits are {4 * rows**2 / 2**20:.1f} MiB")
         for name, program in compiled.items():
-            memory = program.memory_analysis().temp_size_in_bytes / 2**20
+            memory = cast(Any, program.memory_analysis()).temp_size_in_bytes / 2**20
             errors = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), program(params, batch), whole)
             error = max(jax.tree.leaves(errors)) / largest
             print(f"  {name:<26}{memory:8.1f} MiB of temporary memory, error of the gradient {error:.1e}")
