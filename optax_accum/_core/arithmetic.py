@@ -106,11 +106,6 @@ def all_finite(tree: Tree) -> jax.Array:
     return jnp.all(jnp.isfinite(jax.lax.optimization_barrier(together)))
 
 
-def scaled(leaf: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns `weight * leaf` in the dtype of the leaf, multiplied in at least float32; selected, for a weight of 0."""
-    return _scale(leaf.astype(accumulator_dtype(leaf.dtype, None)), weight).astype(leaf.dtype)
-
-
 def reciprocal(weight: Weight) -> Weight:
     """Returns `1 / weight`, and 1 for a weight of zero: such a window emits nothing, and must not make a NaN."""
     return 1 / jnp.where(weight == 0, 1, weight) if isinstance(weight, jax.Array) else 1 / (weight or 1.0)

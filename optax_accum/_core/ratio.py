@@ -83,6 +83,15 @@ def check_loss(loss: Any, shares: Any) -> None:
 
 
 def divided(totals: Tree, count: jax.Array) -> Tree:
-    """Returns sums divided by a count, [] or with one for each row of leaves [d, ...]; zeros where it is 0."""
+    """Returns sums divided by a count, [] or with one for each row of leaves [d, ...]; zeros where it is 0.
+
+    One product with the reciprocal: a division, or a select, would not fuse into the optimizer.
+    """
     share = jnp.where(count == 0, 0, arithmetic.reciprocal(count))
-    return jax.tree.map(lambda leaf: arithmetic.scaled(leaf, share), totals)
+
+    def scaled(leaf: jax.Array) -> jax.Array:
+        wide = arithmetic.accumulator_dtype(leaf.dtype, None)
+        of_each = share.reshape(share.shape + (1,) * (leaf.ndim - share.ndim))
+        return (leaf.astype(wide) * of_each.astype(wide)).astype(leaf.dtype)
+
+    return jax.tree.map(scaled, totals)
