@@ -209,7 +209,7 @@ def whole(own: Tree, options: Mapping[str, Any]) -> Tree:
 def largest(own: Tree, options: Mapping[str, Any]) -> Tree:
     """Returns the maxima over all devices, where each device has its own."""
     space = here(as_axes(options.get("reduce_axes")))
-    over_devices = lambda leaf: space.output("max", space.rows(leaf))
+    over_devices = lambda leaf: space.output("max", space.as_partial(leaf))
     return jax.tree.map(over_devices, own) if options.get("reduce_to") == PARTIAL else own
 
 
