@@ -14,6 +14,7 @@ from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients, apply_gradients
 from optax_accum._core.state import AccumulationState, from_multi_steps, has_updated, metrics
 from optax_accum._tools.verify import verify
+from optax_accum._tools.verify_step import verify_step
 from optax_accum._within.microbatched_apply import microbatched_apply
 from optax_accum._within.value_and_grad import value_and_grad
 
@@ -37,6 +38,7 @@ __all__ = [
     "value_and_apply_gradients",
     "value_and_grad",
     "verify",
+    "verify_step",
 ]
 
 
