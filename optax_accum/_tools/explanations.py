@@ -99,10 +99,16 @@ class Explanations:
         return Cause("coupled examples", f"{mean}, and the whole batch's gradient is no combination of theirs.")
 
     def _multiple(self, found: Change, linear: list[str]) -> Cause | None:
-        """Says that a change is a multiple of the whole batch's."""
+        """Says that a change is a multiple of the whole batch's, and whose fault that is."""
+        moments = [slot for slot in linear if slot != "params"]
+        rate = self.factor(found, "params")
+        if rate and all(self.distance(found, self.whole, slot) < self.near for slot in moments):
+            clipped = linear and abs(sum(self._combined("params")[0]) - 1) > self.near
+            if moments or not clipped:
+                says = f"The gradient is right, its update {rate:.3g} times what it is to be: a rate that counts micro-steps?"
+                return Cause("optimizer at each micro-step", says)
         for slot in linear:
-            factor = self.factor(found, slot)
-            if factor is not None and factor > 0 and abs(factor - 1) > self.near:
+            if factor := self.factor(found, slot):
                 says = f"What came out is {factor:.3g} times what the whole batch gives."
                 return Cause("divided twice" if factor < 1 else "sum for a mean", says)
         return None

@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.roles import is_key
 from optax_accum._tools import carries
 from optax_accum._tools.carries import Leaf, Numbers
 from optax_accum._tools.explanations import Change, Explanations
-from optax_accum._tools.loss import largest, take
+from optax_accum._tools.loss import largest
 from optax_accum._tools.report import DRAWS, Cause, order
 from optax_accum._tools.steps import Steps, nudged, spoilt
+from optax_accum._within import splitting
 
 Rows = list[np.ndarray]  # the rows of each micro-batch of a window
 Errors = dict[str, tuple[float, float]]  # each leaf -> its relative error, and the largest allowed
@@ -154,7 +158,9 @@ class StepProbes:
 
     def of(self, rows: np.ndarray) -> Tree:
         """Returns rows of the batch; where a row is a group, all that are in it."""
-        return take(self.batch, (rows[:, None] * self.group_size + np.arange(self.group_size)[None]).reshape(-1))
+        rows = (rows[:, None] * self.group_size + np.arange(self.group_size)[None]).reshape(-1)
+        cut = lambda leaf: leaf[rows] if is_key(leaf) else jnp.asarray(np.asarray(leaf)[rows])
+        return jax.tree.map(lambda leaf: cut(leaf) if splitting.is_split(leaf) else leaf, self.batch)
 
     def calls(self, parts: Rows) -> list[Tree]:
         """Returns what the step is called with in a window."""
