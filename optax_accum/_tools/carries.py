@@ -125,16 +125,15 @@ def has_keys(tree: Tree) -> bool:
 
 def redrawn(tree: Tree, number: int) -> Tree:
     """Returns a tree whose keys are `number`'s own."""
+    return jax.tree.map(lambda leaf: _folded(leaf, number) if is_key(leaf) else leaf, tree)
 
-    def own(leaf: Any) -> Any:
-        if not is_key(leaf):
-            return leaf
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            fold = lambda key: jax.random.fold_in(key, number)
-            return jax.vmap(fold)(leaf.reshape(-1)).reshape(leaf.shape) if leaf.ndim else fold(leaf)
-        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(leaf)), number))
 
-    return jax.tree.map(own, tree)
+@jax.jit
+def _folded(key: Any, number: Any) -> Any:
+    """Returns a key, or an array of them, with a number folded in; one of the old style stays so."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), number))
+    return jax.vmap(lambda one: jax.random.fold_in(one, number))(key.reshape(-1)).reshape(key.shape)
 
 
 def subtree(carry: Tree, params: dict[str, Path], find: Find) -> Tree:

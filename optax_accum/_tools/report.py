@@ -67,6 +67,7 @@ class Report:
     num_microbatches: int
     random: bool
     subject: str = "loss"
+    draws: int = DRAWS
     notes: tuple[str, ...] = ()  # what was not tried, and why
 
     def check(self) -> None:
@@ -79,7 +80,7 @@ class Report:
         says = f"holds: cut or whole, the {same} is the same" if self.holds else f"does NOT hold for this {self.subject}"
         lines = [f"The law {says} ({self.rows} rows, {self.num_microbatches} micro-batches, even and uneven)."]
         if self.random:
-            lines.append(f"The {self.subject} is random: means over {DRAWS} keys were compared, within six standard errors.")
+            lines.append(f"The {self.subject} is random: means over {self.draws} keys were compared, within six standard errors.")
         worst = sorted(self.errors, key=lambda path: -order(self.errors[path] / self.limits[path]))
         lines += [f"  {'error':>9}  {'limit':>9}  (relative to the largest entry of what is averaged)"] if worst else []
         lines += [f"  {self.errors[path]:9.1e}  {self.limits[path]:9.1e}  {path}" for path in worst[:8]]

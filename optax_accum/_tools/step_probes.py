@@ -16,12 +16,13 @@ from optax_accum._tools import carries
 from optax_accum._tools.carries import Leaf, Numbers
 from optax_accum._tools.explanations import Change, Explanations
 from optax_accum._tools.loss import largest
-from optax_accum._tools.report import DRAWS, Cause, order
+from optax_accum._tools.report import Cause, order
 from optax_accum._tools.steps import Steps, nudged, spoilt
 from optax_accum._within import splitting
 
 Rows = list[np.ndarray]  # the rows of each micro-batch of a window
 Errors = dict[str, tuple[float, float]]  # each leaf -> its relative error, and the largest allowed
+DRAWS = 64  # keys over which a random step is averaged
 LONG = 16  # a long window holds so many others
 SUMS = 2**-16  # the error beyond which sums have lost something: 128 roundings of float32
 
@@ -56,7 +57,7 @@ class StepProbes:
 
     def counters(self) -> list[Cause]:
         """What transformations of Optax call `count` goes up by more than one in a window."""
-        runs = [self.one.run([self.of(np.concatenate(self.even(number))) for number in (0, 1)]), self.seen]
+        runs = [self.one.run(*([self.of(rows)] for rows in self.even_rows)), self.seen]
         for path, other in carries.aligned(*(carries.counters(steps.carry) for steps in (self.one, self.cut))).items():
             once, often = (int(run[-1][at] - run[0][at]) for run, at in zip(runs, (path, other), strict=True))
             if 0 < once < often:
@@ -78,7 +79,7 @@ class StepProbes:
         """Two even windows do not change what the whole batches do."""
         if within(self.errors):
             return []
-        if within(self.compared(self.ends[:1], self.even_rows[:1])):
+        if within(self.compared(self.ends[:1], self.even_rows[:1], self.ones[:1])):
             return [self.explanations.second(*(list(map(_mean, runs)) for runs in (self.ends, self.ones))) or _unexplained(self.errors, "the second window")]
         cause = self.explanations.cause(_mean(self.ends[0]), self.one_by_one)
         if cause is None or cause.kind == "low-precision sum":
@@ -87,7 +88,7 @@ class StepProbes:
 
     def other(self, parts: Rows, *, last: bool = False) -> tuple[Errors, list[Cause]]:
         """A window of other micro-batches: of unequal ones, or fewer, of which the last one ends it."""
-        found = self.changes(self.cut, self.calls(parts), last=last)[-1]
+        (found,) = self.changes(self.cut, self.calls(parts), last=last)
         if not any(np.any(found[name]) for name, leaf in self.leaves.items() if leaf.slot == "params"):
             says = f"A window that ends after {len(parts)} of {self.cut.every} micro-batches changed no parameter."
             return {}, [Cause("never closes", says)]
@@ -110,7 +111,7 @@ class StepProbes:
             return []
         k, rows = self.cut.every, self.even()[0]
         equal = [np.full_like(rows, rows[0]) if self.within_call else rows] * k
-        one, cut = (self.changes(*run)[-1] for run in ((self.one, [self.of(equal[0])]), (self.cut, self.calls(equal))))
+        (one,), (cut,) = self.changes(self.one, [self.of(equal[0])]), self.changes(self.cut, self.calls(equal))
         names = [name for slot in self.explanations.linear for name in self.explanations.slots[slot]]
         before, after = (sum(np.sum(np.var(c[n] / self.scales[n], 0)) for n in names) for c in (one, cut))
         if not after > before * k**-0.5:
@@ -130,7 +131,7 @@ class StepProbes:
         if self.epsilon < 1e-6 and not beyond(self.ends[0], self.ones[0]):
             return []
         k, many = self.cut.every, self.even() * LONG
-        error = beyond(self.changes(self.longer(), self.calls(many))[-1], self.ends[0])
+        error = beyond(*self.changes(self.longer(), self.calls(many)), self.ends[0])
         says = f"{LONG * k} micro-batches, the same {k} again and again, give another mean than {k}: off by {error:.1e}."
         return [Cause("low-precision sum", says)] if error else []
 
@@ -166,13 +167,14 @@ class StepProbes:
         """Returns what the step is called with in a window."""
         return [self.of(np.concatenate(parts))] if self.within_call else list(map(self.of, parts))
 
-    def changes(self, steps: Steps, batches: Sequence[Tree], **options: Any) -> list[Change]:
-        """Returns what was changed after each call: of each leaf [draws, ...]."""
-        runs = [steps.run(batches, draw=draw, **options) for draw in (range(1, DRAWS + 1) if self.random else [None])]
+    def changes(self, steps: Steps, *windows: list[Tree], draws: int = DRAWS, last: bool = False) -> list[Change]:
+        """Returns what was changed after each window: of each leaf [draws, ...]."""
+        numbers = range(1, draws + 1) if self.random else [None]
+        runs = [steps.run(*windows, last=last, draw=draw) for draw in numbers]
         paths = {name: leaf.one if steps is self.one else leaf.cut for name, leaf in self.leaves.items()}
         with np.errstate(all="ignore"):
             change = lambda at: {n: np.stack([run[at][path] - run[0][path] for run in runs]) for n, path in paths.items()}
-            return [change(at) for at in range(1, len(batches) + 1)]
+            return [change(at) for at in range(1, len(windows) + 1)]
 
     @functools.cached_property
     def random(self) -> bool:
@@ -186,7 +188,7 @@ class StepProbes:
     @functools.cached_property
     def seen(self) -> list[Numbers]:
         """The carry in two windows, before and after each call."""
-        return self.cut.run([call for number in (0, 1) for call in self.calls(self.even(number))])
+        return self.cut.run(*([call] for number in (0, 1) for call in self.calls(self.even(number))))
 
     @functools.cached_property
     def moved(self) -> list[int]:
@@ -214,18 +216,17 @@ class StepProbes:
     @functools.cached_property
     def ones(self) -> list[Change]:
         """What two whole batches changed, one after the other."""
-        return self.changes(self.one, list(map(self.of, self.even_rows)))
+        return self.changes(self.one, *([self.of(rows)] for rows in self.even_rows))
 
     @functools.cached_property
     def ends(self) -> list[Change]:
         """What two windows changed, one after the other."""
-        found = self.changes(self.cut, [call for number in (0, 1) for call in self.calls(self.even(number))])
-        return [found[len(found) // 2 - 1], found[-1]]
+        return self.changes(self.cut, *(self.calls(self.even(number)) for number in (0, 1)))
 
     @functools.cached_property
     def one_by_one(self) -> Change:
         """What the reference changes with each micro-batch, one after the other."""
-        return _mean(self.changes(self.one, list(map(self.of, self.even())))[-1])
+        return _mean(*self.changes(self.one, list(map(self.of, self.even()))))
 
     @functools.cached_property
     def scales(self) -> dict[str, float]:
@@ -241,7 +242,7 @@ class StepProbes:
 
     def explained(self, parts: Rows) -> Explanations:
         """Returns what some micro-batches would change, together and each alone."""
-        alone = lambda rows: _mean(self.changes(self.one, [self.of(rows)])[-1])
+        alone = lambda rows: _mean(*self.changes(self.one, [self.of(rows)], draws=DRAWS // 2))
         slots: dict[str, list[str]] = {}
         for name, leaf in self.leaves.items():
             slots.setdefault(leaf.slot, []).append(name)
@@ -258,14 +259,14 @@ class StepProbes:
     def ordered(self) -> bool:
         """Whether the update of the whole batch changes with the order of its rows."""
         rows = np.concatenate(self.even())
-        other = _mean(self.changes(self.one, [self.of(np.random.default_rng(0).permutation(rows))])[-1])
+        other = _mean(*self.changes(self.one, [self.of(np.random.default_rng(0).permutation(rows))]))
         first, e = _mean(self.ones[0]), self.explanations
         return min(e.distance(other, first, slot) for slot in e.slots) > e.near
 
     def repeats(self) -> bool:
         """Whether a window of equal micro-batches changes what one of them alone does."""
         parts = [self.even()[0]] * self.cut.every
-        e, found = self.explanations, _mean(self.changes(self.cut, self.calls(parts))[-1])
+        e, found = self.explanations, _mean(*self.changes(self.cut, self.calls(parts)))
         return all(e.distance(found, e.parts[0], slot) < e.near for slot in e.slots)
 
     # How nearly two changes agree.
@@ -273,15 +274,16 @@ class StepProbes:
     @functools.cached_property
     def errors(self) -> Errors:
         """The error and the limit of each leaf, in two even windows."""
-        return self.compared(self.ends, self.even_rows)
+        return self.compared(self.ends, self.even_rows, self.ones)
 
-    def compared(self, found: list[Change], windows: Rows) -> Errors:
+    def compared(self, found: list[Change], windows: Rows, whole: list[Change] | None = None) -> Errors:
         """Returns for each leaf its relative error and limit, where it is worst.
 
         In the mean over keys an entry may be off by six standard errors, too.
         """
         errors: Errors = {}
-        whole, slacks = self.changes(self.one, list(map(self.of, windows))), self.slack(windows)
+        whole = whole or self.changes(self.one, *([self.of(rows)] for rows in windows))
+        slacks = self.slack(windows)
         for name in self.judged:
             for one, cut, slack in zip(whole, found, slacks, strict=False):
                 with np.errstate(all="ignore"):
@@ -303,7 +305,7 @@ class StepProbes:
         def run(number: int) -> list[Change]:
             random = np.random.default_rng(number)
             orders = [rows if self.random or not number else random.permutation(rows) for rows in windows]
-            seen = self.one.run([nudged(self.of(rows), number) for rows in orders], draw=1 if self.random else None)
+            seen = self.one.run(*([nudged(self.of(rows), number)] for rows in orders), draw=1 if self.random else None)
             return [{n: later[leaf.one] - seen[0][leaf.one] for n, leaf in self.leaves.items()} for later in seen[1:]]
 
         plain, *others = map(run, range(5))

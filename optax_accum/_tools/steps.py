@@ -28,21 +28,22 @@ class Steps:
         arrays = jax.Array | np.ndarray | np.generic | bool | int | float | complex
         self._fresh = not all(isinstance(leaf, arrays) or callable(leaf) for leaf in jax.tree.leaves(self.carry))
 
-    def run(self, batches: Sequence[Tree], *, last: bool = False, draw: int | None = None) -> list[Numbers]:
-        """Returns the numbers of the carry at first and after each call; `last` is the step for the last one."""
+    def run(self, *windows: Sequence[Tree], last: bool = False, draw: int | None = None) -> list[Numbers]:
+        """Returns the numbers of the carry at first and after each window; `last` is the step for the last call."""
         step, carry, last_step = self._made() if self._fresh else (self.step, _copied(self.carry), self.last)
         carry = carry if draw is None else carries.redrawn(carry, draw)
         seen = [carries.numbers(carry)]
-        for number, batch in enumerate(batches, start=1):
-            batch = batch if draw is None else carries.redrawn(batch, draw)
-            take = last_step if last and number == len(batches) else step
-            carry = self._checked(take(carry, batch))  # type: ignore[misc]
+        for window in windows:
+            for number, batch in enumerate(window, start=1):
+                batch = batch if draw is None else carries.redrawn(batch, draw)
+                take = last_step if last and number == len(window) else step
+                carry = self._checked(take(carry, batch))  # type: ignore[misc]
             seen.append(carries.numbers(carry))
         return seen
 
     def settle(self, batches: Sequence[Tree]) -> None:
         """Runs the same calls twice: where they differ, the step keeps something to itself, and each run makes it anew."""
-        runs = [self.run([*batches, batches[0]]) for _ in range(2)]
+        runs = [self.run(*([batch] for batch in (*batches, batches[0]))) for _ in range(2)]
         same = lambda a, b: a.keys() == b.keys() and all(np.array_equal(a[path], b[path], equal_nan=True) for path in a)
         self._fresh = self._fresh or not all(map(same, *runs))
 
@@ -119,7 +120,16 @@ def _copied(carry: Tree) -> Tree:
     leaves = jax.tree.leaves(carry)
     if len(set(map(id, leaves))) < len(leaves):  # as where an optimizer of NNX holds the model: still one afterwards
         return copy.deepcopy(carry)
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf, carry)
+    leaves, treedef = jax.tree.flatten(carry)
+    at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    copies = dict(zip(at, _copies([leaves[n] for n in at]), strict=True))
+    own = lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    return jax.tree.unflatten(treedef, [copies.get(n, own(leaf)) for n, leaf in enumerate(leaves)])
+
+
+@jax.jit
+def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [array.copy() for array in arrays]
 
 
 def _arrays(tree: Tree) -> list[Any]:

@@ -12,7 +12,7 @@ from optax_accum._core.arithmetic import Tree
 from optax_accum._core.rows import count_rows
 from optax_accum._tools import carries
 from optax_accum._tools.report import Cause, Report, order
-from optax_accum._tools.step_probes import LONG, Errors, StepProbes
+from optax_accum._tools.step_probes import DRAWS, LONG, Errors, StepProbes
 from optax_accum._tools.steps import Steps, reference
 
 
@@ -112,8 +112,7 @@ def verify_step(
         return Report(False, {}, {}, (hidden,), count * group_size, every, True, "step")
     causes, errors, notes = _compared(probes, uneven)
     errors, limits = ({name: pair[i] for name, pair in errors.items()} for i in (0, 1))
-    rows = count * group_size
-    return Report(not causes, errors, limits, tuple(causes), rows, every, probes.random, "step", tuple(notes))
+    return Report(not causes, errors, limits, tuple(causes), count * group_size, every, probes.random, "step", DRAWS, tuple(notes))
 
 
 def _compared(probes: StepProbes, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
