@@ -462,7 +462,7 @@ def fault(kind: str, number: int) -> Problem:
             return plant(f"{jnp.dtype(dtype)}, reference: {too}", dtype=dtype, one=None if too else {})
         case "NaN poison":
             empty = lambda acc, closes: jax.tree.map(lambda a: a * (1 - closes), acc)
-            return plant(styles=ACROSS, finite=True, empty=empty)
+            return plant(styles=ACROSS, one={"finite": True}, finite=True, empty=empty)
         case "coupled examples":
             return plant(of={"norm": True}, options={"uneven": turn(False, True)})
         case _:

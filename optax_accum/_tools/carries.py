@@ -38,7 +38,7 @@ class Leaf:
 
 def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Leaf]:
     """Returns what is compared, by name: all parameters, and what of the optimizer's state both carry."""
-    params, others = params_of(one, find_one), params_of(cut, find_cut)
+    (root, params), (other_root, others) = params_of(one, find_one), params_of(cut, find_cut)
     start, then = numbers(one), numbers(cut)
     same = lambda name: np.array_equal(start[params[name]], then[others[name]], equal_nan=True)
     if params.keys() != others.keys() or not all(map(same, params)):
@@ -50,7 +50,7 @@ def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Le
     epsilons = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in _leaves(one) if _is_inexact(leaf)}
     leaf = lambda slot, path, other, drift: Leaf(slot, path, other, epsilons[path], start[path], drift)
     found = {name: leaf("params", path, others[name], start[path]) for name, path in params.items()}
-    for path, other in aligned(state_of(one, params), state_of(cut, others)).items():
+    for path, other in aligned(state_of(one, root, params), state_of(cut, other_root, others)).items():
         if start[path].shape == then[other].shape:
             ends = lambda name, path=path: f"/{_named(path)}".endswith(f"/{name}") and start[path].shape == start[params[name]].shape
             name = max(filter(ends, params), key=len, default="")
@@ -59,28 +59,38 @@ def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Le
     return found
 
 
-def params_of(carry: Tree, find: Find) -> dict[str, Path]:
-    """Returns the path of each parameter, by its name inside the parameters.
+def params_of(carry: Tree, find: Find) -> tuple[Path, dict[str, Path]]:
+    """Returns where the parameters stand, and the path of each by its name in there.
 
     They are what `find` returns; or all `nnx.Param`; or what stands under the name "params"; or the first part of the
     carry that is not all zeros, as optimizer states are at first; or the carry, where it has no parts.
     """
     leaves = {path: leaf for path, leaf in _leaves(carry) if _is_inexact(leaf)}
-    found = _asked(carry, find) if find else _of_nnx(carry) or _under_params(leaves) or _first_part(carry, leaves)
+    root, found = _asked(carry, find) if find else _of_nnx(carry) or _under_params(leaves) or _first_part(carry, leaves)
     found = [path for path in found if path in leaves]
     if not found:
         raise ValueError(
             "The carry must hold the parameters: no inexact array was found in it. Return them from make_step, or say "
             "where they are, params=lambda carry: ..."
         )
-    start = _shared_start(found)
-    return {_named(path[start:]): path for path in found}
+    return root, {_named(path[len(root) :]): path for path in found}
 
 
-def state_of(carry: Tree, params: dict[str, Path]) -> set[Path]:
+def subtree(carry: Tree, find: Find) -> Tree:
+    """Returns the parameters as a tree."""
+    tree, (root, _) = carry, params_of(carry, find)
+    if find:
+        return find(carry)
+    for key in root:
+        children = jax.tree.leaves_with_path(tree, is_leaf=lambda node, above=tree: node is not above)
+        tree = next(child for (name, *_), child in children if _key(name) == key)
+    return tree
+
+
+def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
     """Returns the paths of what mirrors the parameters, as moments do, and is zero at first."""
     leaves = {path: leaf for path, leaf in _leaves(carry) if _is_inexact(leaf) and path not in params.values()}
-    ends = {name: _plain(path[_shared_start(params.values()) :]) for name, path in params.items()}
+    ends = {name: _plain(path[len(root) :]) for name, path in params.items()}
     shapes = {name: np.shape(dict(_leaves(carry))[path]) for name, path in params.items()}
     found: set[Path] = set()
     for candidate in leaves:  # a leaf that ends like the first parameter starts a mirror
@@ -136,23 +146,6 @@ def _folded(key: Any, number: Any) -> Any:
     return jax.vmap(lambda one: jax.random.fold_in(one, number))(key.reshape(-1)).reshape(key.shape)
 
 
-def subtree(carry: Tree, params: dict[str, Path], find: Find) -> Tree:
-    """Returns the parameters as a tree."""
-    if find:
-        return find(carry)
-    paths = list(params.values())
-    start = paths[0][: _shared_start(paths)]
-    return _at(carry, start)
-
-
-def _at(tree: Tree, path: Path) -> Tree:
-    """Returns what stands at a path."""
-    for key in path:
-        children = jax.tree.leaves_with_path(tree, is_leaf=lambda node, above=tree: node is not above)
-        tree = next(child for (name, *_), child in children if _key(name) == key)
-    return tree
-
-
 def _leaves(carry: Tree) -> list[tuple[Path, Any]]:
     return [(tuple(map(_key, path)), leaf) for path, leaf in jax.tree.leaves_with_path(carry)]
 
@@ -188,12 +181,6 @@ def _is_count(leaf: Any) -> bool:
     return type(leaf) is int or (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.signedinteger))
 
 
-def _shared_start(paths: Iterable[Path]) -> int:
-    """Returns how many names all paths start with."""
-    columns = zip(*paths, strict=False)
-    return next((n for n, names in enumerate(columns) if len(set(names)) > 1), min(map(len, paths)))
-
-
 def _common_end(path: Path, other: Path) -> int:
     pairs = zip(reversed(path), reversed(other), strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(path), len(other)))
@@ -214,36 +201,43 @@ def _stem(path: Path, end: Path) -> Path | None:
     return path[: -len(end)] if path[-len(end) :] == end else None
 
 
-def _asked(carry: Tree, find: Callable[[Tree], Tree]) -> list[Path]:
+def _asked(carry: Tree, find: Callable[[Tree], Tree]) -> tuple[Path, list[Path]]:
     """Returns the paths of the leaves that `find` returns, which are the carry's own."""
     own = {id(leaf) for leaf in jax.tree.leaves(find(carry))}
-    return [path for path, leaf in _leaves(carry) if id(leaf) in own]
+    return _under_root([path for path, leaf in _leaves(carry) if id(leaf) in own])
 
 
-def _of_nnx(carry: Tree) -> list[Path]:
+def _of_nnx(carry: Tree) -> tuple[Path, list[Path]] | None:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        return []
-    is_variable = lambda node: isinstance(node, nnx.Variable)
-    nodes = jax.tree.leaves_with_path(carry, is_leaf=is_variable)
+        return None
+    nodes = jax.tree.leaves_with_path(carry, is_leaf=lambda node: isinstance(node, nnx.Variable))
     starts = {tuple(map(_key, path)) for path, node in nodes if isinstance(node, nnx.Param)}
-    return [path for path, _ in _leaves(carry) if any(path[: len(start)] == start for start in starts)]
+    found = [path for path, _ in _leaves(carry) if any(path[: len(start)] == start for start in starts)]
+    return _under_root(found) if found else None
 
 
-def _under_params(leaves: dict[Path, Any]) -> list[Path]:
-    starts = [path[: path.index("params") + 1] for path in leaves if "params" in path]
-    first = min(starts, key=len, default=None)
-    return [path for path in leaves if first and path[: len(first)] == first]
+def _under_root(paths: list[Path]) -> tuple[Path, list[Path]]:
+    """Returns all that the paths start with, and the paths."""
+    columns = list(zip(*(path[:-1] for path in map(_plain, paths)), strict=False))
+    shared = next((n for n, names in enumerate(columns) if len(set(names)) > 1), len(columns))
+    return paths[0][:shared] if paths else (), paths
 
 
-def _first_part(carry: Tree, leaves: dict[Path, Any]) -> list[Path]:
+def _under_params(leaves: dict[Path, Any]) -> tuple[Path, list[Path]] | None:
+    roots = [path[: path.index("params") + 1] for path in leaves if "params" in path]
+    root = min(roots, key=len, default=())
+    return (root, [path for path in leaves if path[: len(root)] == root]) if root else None
+
+
+def _first_part(carry: Tree, leaves: dict[Path, Any]) -> tuple[Path, list[Path]]:
     """Returns the first part of the carry that is not all zeros; all of it where it is one array or a dict of them."""
-    if all(len(path) == 1 for path in leaves) and not isinstance(carry, tuple | list):
-        return list(leaves)
+    if all(len(path) <= 1 for path in leaves) and not isinstance(carry, tuple | list):
+        return (), list(leaves)
     parts = dict.fromkeys(path[0] for path in leaves)
-    of = lambda part: [path for path in leaves if path[:1] == (part,)]
-    filled = [part for part in parts if any(np.any(wide(leaves[path])) for path in of(part))]
-    return of([*filled, *parts][0]) if parts else list(leaves)
+    of = lambda part: [path for path in leaves if path[0] == part]
+    part = next((part for part in parts if any(np.any(wide(leaves[path])) for path in of(part))), next(iter(parts), ""))
+    return (part,), of(part)
 
 
 def _lists(leaves: dict[Path, Any], shapes: Counter[Any]) -> set[Path]:

@@ -1,6 +1,7 @@
 """Owns how a window's change is made of what each of its micro-batches alone would have changed. Runs nothing."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -30,10 +31,11 @@ class Explanations:
     parts: list[Change]
     near: float = NEAR
 
-    @property
+    @functools.cached_property
     def linear(self) -> list[str]:
-        """The slots that are linear in the gradient."""
-        return [slot for slot in self.slots if self._combined(slot)[1] < self.near]
+        """The slots that are linear in the gradient: moments, or else the parameters."""
+        found = [slot for slot in self.slots if self._combined(slot)[1] < self.near and np.any(self._vector(self.whole, slot))]
+        return [slot for slot in found if slot != "params"] or found
 
     def cause(self, found: Change, one_by_one: Change | None = None, linear: list[str] | None = None) -> Cause | None:
         """Returns the cause that explains a change best, if one does; with the slots known to be linear, if they are."""

@@ -136,18 +136,22 @@ class StepProbes:
         return [Cause("low-precision sum", says)] if error else []
 
     def poison(self) -> list[Cause]:
-        """After a NaN and two more windows the whole batch's parameters are finite, and those of the window are not."""
+        """After a NaN whole batches go on training, and windows do not."""
         parts, at = self.even(), self.cut.every // 2
         calls, whole = self.calls(parts), self.of(np.concatenate(parts))
         size = len(parts[at]) * self.group_size
         bad = spoilt(whole, slice(at * size, (at + 1) * size))
         first = [bad] if self.within_call else [*calls[:at], spoilt(calls[at], slice(None)), *calls[at + 1 :]]
-        one, cut = self.one.run([bad, whole, whole])[-1], self.cut.run([*first, *calls, *calls])[-1]
-        finite = lambda seen, paths: all(np.all(np.isfinite(seen[path])) for path in paths)
+        one, cut = self.one.run([bad], [whole, whole]), self.cut.run(first, [*calls, *calls])
         params = [leaf for leaf in self.leaves.values() if leaf.slot == "params"]
-        if finite(cut, [leaf.cut for leaf in params]) or not finite(one, [leaf.one for leaf in params]):
+
+        def trains(seen: list[Numbers], paths: list[carries.Path]) -> bool:
+            finite = all(np.all(np.isfinite(seen[-1][path])) for path in paths)
+            return finite and any(not np.array_equal(seen[-1][path], seen[1][path]) for path in paths)
+
+        if trains(cut, [leaf.cut for leaf in params]) or not trains(one, [leaf.one for leaf in params]):
             return []
-        says = "One micro-batch held NaN. Two windows later the parameters are not finite; on whole batches they are."
+        says = "After one micro-batch of NaN, two clean windows do not train: the parameters are NaN, or stand still. Whole batches do."
         return [Cause("NaN poison", says)]
 
     # The windows, and what is seen of them.
@@ -198,15 +202,20 @@ class StepProbes:
         return [n for n, (a, b) in pairs if any(not np.array_equal(a[path], b[path]) for path in params)]
 
     @functools.cached_property
-    def judged(self) -> list[str]:
-        """The leaves in which whole and cut must agree: not what changes while the window is held, as sums do."""
+    def slots(self) -> dict[str, list[str]]:
+        """The parameters, and what mirrors them in the optimizer's state: not what changes while held, as sums do."""
         first = self.seen[: 1 if self.within_call else self.cut.every]
         held = lambda leaf: all(np.array_equal(first[0][leaf.cut], later[leaf.cut]) for later in first)
-        names = [name for name, leaf in self.leaves.items() if leaf.slot == "params" or held(leaf)]
-        if not self.random:
-            return names
-        linear = [name for slot in self.explanations.linear for name in self.explanations.slots[slot]]
-        return [name for name in names if name in linear]  # of these alone means over keys say anything
+        found: dict[str, list[str]] = {}
+        for name, leaf in self.leaves.items():
+            if leaf.slot == "params" or held(leaf):
+                found.setdefault(leaf.slot, []).append(name)
+        return found
+
+    @property
+    def judged(self) -> list[str]:
+        """The leaves in which whole and cut must agree; of means over keys those that are linear in the gradient."""
+        return [name for slot in (self.explanations.linear if self.random else self.slots) for name in self.slots[slot]]
 
     @functools.cached_property
     def even_rows(self) -> Rows:
@@ -243,12 +252,9 @@ class StepProbes:
     def explained(self, parts: Rows) -> Explanations:
         """Returns what some micro-batches would change, together and each alone."""
         alone = lambda rows: _mean(*self.changes(self.one, [self.of(rows)], draws=DRAWS // 2))
-        slots: dict[str, list[str]] = {}
-        for name, leaf in self.leaves.items():
-            slots.setdefault(leaf.slot, []).append(name)
         drift = {name: leaf.drift for name, leaf in self.leaves.items()}
         near = max(0.25 if self.random else 0.02, self.rtol)
-        return Explanations(slots, self.scales, drift, alone(np.concatenate(parts)), list(map(alone, parts)), near)
+        return Explanations(self.slots, self.scales, drift, alone(np.concatenate(parts)), list(map(alone, parts)), near)
 
     def settle(self) -> None:
         """Finds out for both steps whether they can be run again."""

@@ -100,8 +100,7 @@ def verify_step(
     every, count = _check(batch, every, group_size)
     cut, one = Steps(make_step, every), None if optimizer or loss else Steps(make_step, 1)
     if one is None:
-        tree = carries.subtree(cut.carry, carries.params_of(cut.carry, params), params)
-        one = Steps(_reference(optimizer, loss, tree), 1)
+        one = Steps(_reference(optimizer, loss, carries.subtree(cut.carry, params)), 1)
     leaves = carries.common(one.carry, cut.carry, params if one.make_step is make_step else None, params)
     longer = lambda: Steps(make_step, LONG * every)
     epsilon = one.rounding(batch)
