@@ -2,8 +2,8 @@
 
 Run `python -m benchmarks.verify_step`, or with `--steps 10 --faults 4` for a sample. Steps are drawn from a seed: a way
 to write the loop (compiled, on the host, a scan within the call, Flax Linen, NNX), an optimizer, sizes, a length of the
-window. A fault is planted in such a step. Beside them stand the steps of Optax and of this library. The exit status is 1
-if there is a false alarm or a miss.
+window. A fault is planted in such a step. Beside them stand the steps of Optax and of this library. The exit status is
+1 if there is a false alarm or a miss.
 """
 
 import argparse
@@ -47,8 +47,8 @@ KINDS = (
     "not emptied",
 )
 NOTES = """\
-Each step is run by `verify_step` as a user would run it. Found: the law is said not to hold. Named right: the first cause
-is the one that was planted."""
+Each step is run by `verify_step` as a user would run it. Found: the law is said not to hold. Named right: the first
+cause is the one that was planted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +92,8 @@ def main() -> None:
         [
             _measure.header("False alarms and misses of verify_step", NOTES),
             _measure.markdown([head, *rows]),
-            f"\nSound steps: {options.steps}, in {len(styles['sound'])} kinds of loop. False alarms: {alarms}. Target (no "
-            f"false alarm, no miss): {'MISSED' if wrong else 'met'}.",
+            f"\nSound steps: {options.steps}, in {len(styles['sound'])} kinds of loop. False alarms: {alarms}. "
+            f"Target (no false alarm, no miss): {'MISSED' if wrong else 'met'}.",
             f"Time: {time.perf_counter() - start:.0f} s.",
         ]
     )
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _verdict(problem: Problem) -> tuple[bool, list[str]]:
-    """Returns whether `verify_step` says that the law does not hold, and the causes that it names; or what it raised."""
+    """Returns whether `verify_step` says that the law does not hold, and the causes named; or what it raised."""
     try:
         report = problem.report()
     except (TypeError, ValueError) as error:
@@ -433,7 +433,9 @@ def fault(kind: str, number: int) -> Problem:
                 **({} if divided else {"factor": lambda n, k: n}),
             )
         case "divided twice":
-            return plant(factor=lambda n, k: 1 / n, of={"masked": turn(True, False)}, options={"uneven": turn(False, True)})
+            return plant(
+                factor=lambda n, k: 1 / n, of={"masked": turn(True, False)}, options={"uneven": turn(False, True)}
+            )
         case "divided by the full k":
             return plant(styles=ACROSS, factor=lambda n, k: n / k, of={"optimizers": UNCLIPPED})
         case "sum for a mean":
@@ -515,7 +517,9 @@ def _microbatch(random: Random, number: int) -> Problem:
 
         return step, (s.params, s.optimizer.init(s.params))
 
-    return Problem(f"microbatch, {s.name}", make_step, s.batch, {"every": s.every, "within_call": True, "uneven": False})
+    return Problem(
+        f"microbatch, {s.name}", make_step, s.batch, {"every": s.every, "within_call": True, "uneven": False}
+    )
 
 
 def _ours_across(random: Random, number: int) -> Problem:

@@ -21,6 +21,7 @@ ROOMS = {  # and what each stands on
     "checkpoint": {"_tools"},
     "batching": {"_tools"},
     "accelerators": {"_tools"},
+    "verify": {"_tools"},
     "flax": {"_core", "_space", "_across"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
@@ -37,9 +38,12 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_within": [{"splitting"}, {"loops", "reductions", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
         {"programs", "targets", "report", "batches", "packed", "placement", "loss"},
-        {"collectives", "packing", "traffic", "resume", "mixtures"},
-        {"probes"},
-        {"verify"},
+        {"collectives", "packing", "traffic", "resume", "mixtures", "carries", "explanations"},
+        {"probes", "steps"},
+        {"verify", "step_runs"},
+        {"step_probes"},
+        {"verify_step"},
+        {"command"},
     ],
     "flax": [
         {"_batch_norm", "_window", "_nnx_variables", "_nnx_jit"},

@@ -18,7 +18,8 @@ README = (ROOT / "README.md").read_text()
 
 WITH_EXAMPLES = """
 _across.train_step _across.transformation _core.state _space.partials _tools.batches _tools.collectives _tools.packing
-_tools.placement _tools.resume _tools.targets _tools.traffic _tools.verify _within.microbatched_apply _within.value_and_grad
+_tools.placement _tools.resume _tools.targets _tools.traffic _tools.verify _tools.verify_step _within.microbatched_apply
+_within.value_and_grad
 """
 
 

@@ -103,7 +103,9 @@ FAULTS = {
     "moves while held": Loop(held=lambda w: np.float32(0.99) * w),
     "shared key": Loop(dropped, key=lambda key, n: key, draws=True),
     "low-precision sum": Loop(dtype=jnp.bfloat16),
-    "NaN poison": lambda every: Loop(guarded=True, empty=lambda acc: 0 * acc if every > 1 else np.zeros_like(acc))(every),
+    "NaN poison": lambda every: Loop(guarded=True, empty=lambda acc: 0 * acc if every > 1 else np.zeros_like(acc))(
+        every
+    ),
     "coupled examples": Loop(normed),
     "not emptied": in_windows(empty=lambda acc: acc),
 }
@@ -282,11 +284,18 @@ BAD = {
     "more than the carry": (lambda every: (lambda c, b: (c, 0.5), {"w": W}), {}, r"a tuple that begins with it.*\[0\]"),
     "a step that does nothing": (lambda every: (lambda c, b: c, (W,)), {}, "must move the parameters"),
     "NaN": (lambda every: (lambda c, b: (c[0] * np.nan,), (W,)), {}, "must have a finite update"),
-    "other parameters": (lambda every: Loop()(every)[:1] + ((W * every,),), {}, "with the same parameters.*other values"),
+    "other parameters": (
+        lambda every: (*Loop()(every)[:1], (W * every,)),
+        {},
+        "with the same parameters.*other values",
+    ),
     "a loss alone": (Loop(), {"loss": loss}, "loss= was given, optimizer= was not"),
     "an optimizer alone": (Loop(), {"optimizer": optax.sgd(0.1)}, "optimizer= was given, loss= was not"),
     "a hidden key": (
-        lambda every: (lambda c, b: Loop(dropped, draws=True)(every)[0](c | {"key": jax.random.key(0)}, b), Loop()(1)[1]),
+        lambda every: (
+            lambda c, b: Loop(dropped, draws=True)(every)[0](c | {"key": jax.random.key(0)}, b),
+            Loop()(1)[1],
+        ),
         {},
         "put the key into the carry",
     ),

@@ -1,4 +1,4 @@
-"""Owns what a step carries: its numbers by path; which are parameters, optimizer state, counters, keys. Compares nothing."""
+"""Owns what a step carries: numbers, which are parameters, optimizer state, counters, keys. Compares nothing."""
 
 import dataclasses
 import sys
@@ -45,14 +45,16 @@ def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Le
         what = f"other values of {_listed(params)}" if params.keys() == others.keys() else _listed(others)
         raise ValueError(
             f"make_step must begin with the same parameters whatever it is called with: 1 gives {_listed(params)}, the "
-            f"window's length {what}. Make them once, or from the same seed; params=lambda carry: ... says where they are."
+            f"window's length {what}. Make them once, or from the same seed; params=lambda carry: ... finds them."
         )
     epsilons = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in _leaves(one) if _is_inexact(leaf)}
     leaf = lambda slot, path, other, drift: Leaf(slot, path, other, epsilons[path], start[path], drift)
     found = {name: leaf("params", path, others[name], start[path]) for name, path in params.items()}
     for path, other in aligned(state_of(one, root, params), state_of(cut, other_root, others)).items():
         if start[path].shape == then[other].shape:
-            ends = lambda name, path=path: f"/{_named(path)}".endswith(f"/{name}") and start[path].shape == start[params[name]].shape
+            ends = lambda name, path=path: (
+                f"/{_named(path)}".endswith(f"/{name}") and start[path].shape == start[params[name]].shape
+            )
             name = max(filter(ends, params), key=len, default="")
             drift = start[params[name]] if name else np.zeros_like(start[path])
             found[_named(path)] = leaf(_named(path).removesuffix(name), path, other, drift)
@@ -231,13 +233,17 @@ def _under_params(leaves: dict[Path, Any]) -> tuple[Path, list[Path]] | None:
 
 
 def _first_part(carry: Tree, leaves: dict[Path, Any]) -> tuple[Path, list[Path]]:
-    """Returns the first part of the carry that is not all zeros; all of it where it is one array or a dict of them."""
-    if all(len(path) <= 1 for path in leaves) and not isinstance(carry, tuple | list):
+    """Returns the first part of the carry that is not all zeros; of a dict all of those, of a dict of arrays all."""
+    parts: dict[str, list[Path]] = {}
+    for path in leaves:
+        parts.setdefault(path[0] if path else "", []).append(path)
+    filled = [paths for paths in parts.values() if any(np.any(wide(leaves[path])) for path in paths)]
+    if not isinstance(carry, tuple | list) and all(len(path) <= 1 for path in leaves):
         return (), list(leaves)
-    parts = dict.fromkeys(path[0] for path in leaves)
-    of = lambda part: [path for path in leaves if path[0] == part]
-    part = next((part for part in parts if any(np.any(wide(leaves[path])) for path in of(part))), next(iter(parts), ""))
-    return (part,), of(part)
+    if isinstance(carry, dict) and len(filled) > 1:
+        return (), sum(filled, [])
+    first = next(iter([*filled, *parts.values()]), [])
+    return (first[0][:1], first) if first else ((), [])
 
 
 def _lists(leaves: dict[Path, Any], shapes: Counter[Any]) -> set[Path]:

@@ -34,18 +34,24 @@ class Explanations:
     @functools.cached_property
     def linear(self) -> list[str]:
         """The slots that are linear in the gradient: moments, or else the parameters."""
-        found = [slot for slot in self.slots if self._combined(slot)[1] < self.near and np.any(self._vector(self.whole, slot))]
+        found = [
+            slot
+            for slot in self.slots
+            if self._combined(slot)[1] < self.near and np.any(self._vector(self.whole, slot))
+        ]
         return [slot for slot in found if slot != "params"] or found
 
     def cause(self, found: Change, one_by_one: Change | None = None, linear: list[str] | None = None) -> Cause | None:
-        """Returns the cause that explains a change best, if one does; with the slots known to be linear, if they are."""
+        """Returns the cause that explains a change best, if one does; `linear` are the slots known to be so."""
         linear = self.linear if linear is None else linear
         candidates = list(self._candidates(found, linear, one_by_one))
         if candidates:
             distance, cause = min(candidates, key=lambda candidate: candidate[0])
             if distance < self.near:
                 return self._refined(found, linear) if cause.kind == "mean of means" else cause
-        return self._refined(found, linear) if self._mean_slots(found) else self._multiple(found, linear)
+        if self._mean_slots(found):
+            return self._refined(found, linear)
+        return self._multiple(found, linear) or self._weighted(found, linear)
 
     def second(self, cut: list[Change], whole: list[Change]) -> Cause | None:
         """Returns the cause that explains why only the second of two windows is wrong."""
@@ -57,13 +63,11 @@ class Explanations:
         if any(kept.factor(off, slot) is not None for slot in self.linear):
             return Cause("not emptied", "The first window's sum is in the second window, too.")
         if (factor := again.factor(found, "params")) is not None:
-            says = f"The second window's update is {factor:.3g} times what the whole batch gives; the first one's is right."
+            says = f"The second window's update is {factor:.3g} times the whole batch's; the first is right."
             return Cause("optimizer at each micro-step", says)
         return None
 
-    def _candidates(
-        self, found: Change, linear: list[str], one_by_one: Change | None
-    ) -> Iterator[tuple[float, Cause]]:
+    def _candidates(self, found: Change, linear: list[str], one_by_one: Change | None) -> Iterator[tuple[float, Cause]]:
         k, every = len(self.parts), list(self.slots)
         mean, total = self._sum(self.parts, 1 / k), self._sum(self.parts, 1)
         for place, which in ((0, "first"), (-1, "last")):
@@ -107,12 +111,23 @@ class Explanations:
         if rate and all(self.distance(found, self.whole, slot) < self.near for slot in moments):
             clipped = linear and abs(sum(self._combined("params")[0]) - 1) > self.near
             if moments or not clipped:
-                says = f"The gradient is right, its update {rate:.3g} times what it is to be: a rate that counts micro-steps?"
+                says = f"The gradient is right, its update {rate:.3g} times too large: does the rate count micro-steps?"
                 return Cause("optimizer at each micro-step", says)
         for slot in linear:
             if factor := self.factor(found, slot):
                 says = f"What came out is {factor:.3g} times what the whole batch gives."
                 return Cause("divided twice" if factor < 1 else "sum for a mean", says)
+        return None
+
+    def _weighted(self, found: Change, linear: list[str]) -> Cause | None:
+        """Says that micro-batches count, but not as much as in the whole batch: both may be clipped afterwards."""
+        for slot in linear:
+            (right, _), (shares, far) = self._combined(slot), self._combined(slot, of=found)
+            if far < self.near:
+                each = [", ".join(f"{share:.3g}" for share in counts) for counts in (shares, right)]
+                return Cause(
+                    "mean of means", f"The micro-batches count for {each[0]}; in the whole batch for {each[1]}."
+                )
         return None
 
     def factor(self, found: Change, slot: str) -> float | None:
@@ -132,13 +147,15 @@ class Explanations:
         mean = self._sum(self.parts, 1 / len(self.parts))
         return [slot for slot in self.slots if self.distance(found, mean, slot) < self.near]
 
-    def _combined(self, slot: str, names: list[str] | None = None) -> tuple[list[float], float]:
-        """Returns how much each micro-batch counts in the whole window, and how far this is from explaining it."""
+    def _combined(
+        self, slot: str, names: list[str] | None = None, of: Change | None = None
+    ) -> tuple[list[float], float]:
+        """Returns how much each micro-batch counts in a change, the whole's by default, and how far that is from it."""
         vector = lambda change: self._vector(change, slot, names)
         columns = np.stack([*map(vector, self.parts), vector(self.drift)], axis=1)
         if not np.all(np.isfinite(columns)):
             return [], float("inf")
-        whole = vector(self.whole)
+        whole = vector(of or self.whole)
         shares = np.linalg.lstsq(columns, whole, rcond=1e-6)[0]
         return [float(share) for share in shares[:-1]], self._off(whole, columns @ shares, None)
 
@@ -158,7 +175,7 @@ class Explanations:
 
     @staticmethod
     def _sum(changes: list[Change], factor: float) -> Change:
-        return {name: factor * sum(change[name] for change in changes) for name in changes[0]}
+        return {name: factor * np.sum([change[name] for change in changes], axis=0) for name in changes[0]}
 
     @staticmethod
     def _off(a: np.ndarray, b: np.ndarray, drift: np.ndarray | None) -> float:

@@ -17,26 +17,25 @@ REMEDIES = {
     "that is shared on purpose goes into whole_argnums. In a step of your own use jax.random.fold_in(key, i).",
     "low-precision accumulator": "Leave accumulator_dtype=None: at least float32, never narrower than the parameter.",
     "not rows": "Pass that leaf as an argument of its own, and name that in whole_argnums.",
-    "never closes": "Return the new carry from the step, every time: what a jitted function stores in an object, or in a "
-    "dict that it does not return, is lost. Count micro-steps in the carry, and update when as many as the window have come.",
+    "never closes": "Return the new carry from the step, every time: what a jitted function keeps to itself is lost. "
+    "Count micro-steps in the carry, and update when as many as the window have come.",
     "only the first gradient": "Add each micro-batch's gradient to the accumulator: acc + g, from zeros.",
-    "only the last gradient": "Add each micro-batch's gradient to the accumulator, acc + g; do not replace it. Empty it only "
-    "after an update.",
+    "only the last gradient": "Add each micro-batch's gradient, acc + g. Empty the accumulator only after an update.",
     "divided twice": "Divide once: either each loss, or the sum of the gradients. optax.MultiSteps divides, too.",
     "sum for a mean": "Divide the sum by what the whole batch's mean divides by: by k for k equal micro-batches.",
-    "divided by the full k": "Divide by the number of micro-batches that came (flush=True does), or by their weights added up.",
-    "mean of means": "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: weight= across calls, "
-    "weight_fn within. Where micro-batches are always equal, pass uneven=False.",
+    "divided by the full k": "Divide by the number of micro-batches that came (flush=True does), or by their weights.",
+    "mean of means": "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: weight= across "
+    "calls, weight_fn within. Where micro-batches are always equal, pass uneven=False.",
     "clipping at each micro-step": "Clip the mean: put clipping inside what accumulates, "
     "accumulate_gradients(optax.chain(optax.clip_by_global_norm(1.0), optimizer), every).",
     "optimizer at each micro-step": "Let optimizer and schedule see one gradient for each window: "
-    "accumulate_gradients(optimizer, every), with the schedule inside; apply_every comes before the optimizer, not after.",
-    "moves while held": "Change parameters only where the window closes: weight decay, averages and noise belong there, too.",
+    "accumulate_gradients(optimizer, every), with the schedule inside; apply_every comes first in a chain.",
+    "moves while held": "Change parameters only where the window closes: decay, averages and noise belong there, too.",
     "low-precision sum": "Add gradients in float32: acc + g.astype(jnp.float32), from float32 zeros.",
-    "NaN poison": 'Start each window from zeros by jnp.where, not by multiplying with 0, and leave out what is not finite: '
+    "NaN poison": "Start each window from zeros by jnp.where, not by 0 * acc, and leave out what is not finite: "
     'accumulate_gradients(..., nonfinite="skip").',
     "not emptied": "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
-    "another difference": "No probe explains it. Pass optimizer=, loss=, or make_step with optax.sgd, for a plainer picture.",
+    "another difference": "No probe explains it. For a plainer picture make the step with optax.sgd.",
     "mutable state": "Make fun pure: pass what changes as an argument, with carry_argnum, and let the loss of a "
     "training step not depend on what earlier micro-batches put there.",
 }
@@ -57,7 +56,7 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `verify` or `verify_step` found: whether the law holds, how nearly, if not why. Printed, it fills a screen."""
+    """What `verify` or `verify_step` found: whether the law holds, how nearly, if not why. It prints."""
 
     holds: bool
     errors: dict[str, float]  # "loss" and each leaf's path -> largest error / largest entry of what is averaged
@@ -77,10 +76,14 @@ class Report:
 
     def __str__(self) -> str:
         same = "gradient" if self.subject == "loss" else "update"
-        says = f"holds: cut or whole, the {same} is the same" if self.holds else f"does NOT hold for this {self.subject}"
+        says = (
+            f"holds: cut or whole, the {same} is the same" if self.holds else f"does NOT hold for this {self.subject}"
+        )
         lines = [f"The law {says} ({self.rows} rows, {self.num_microbatches} micro-batches, even and uneven)."]
         if self.random:
-            lines.append(f"The {self.subject} is random: means over {self.draws} keys were compared, within six standard errors.")
+            lines.append(
+                f"The {self.subject} is random: means over {self.draws} keys were compared, within six standard errors."
+            )
         worst = sorted(self.errors, key=lambda path: -order(self.errors[path] / self.limits[path]))
         lines += [f"  {'error':>9}  {'limit':>9}  (relative to the largest entry of what is averaged)"] if worst else []
         lines += [f"  {self.errors[path]:9.1e}  {self.limits[path]:9.1e}  {path}" for path in worst[:8]]

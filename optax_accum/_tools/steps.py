@@ -1,4 +1,4 @@
-"""Owns the runs of a train step: each starts from the same carry, and is seen before and after each call. Judges nothing."""
+"""Owns the runs of a train step, each from the same carry, and what is seen of them. Judges nothing."""
 
 import copy
 import math
@@ -42,7 +42,7 @@ class Steps:
         return seen
 
     def settle(self, batches: Sequence[Tree]) -> None:
-        """Runs the same calls twice: where they differ, the step keeps something to itself, and each run makes it anew."""
+        """Runs the same calls twice: a step that differs keeps something to itself, and each run makes it anew."""
         runs = [self.run(*([batch] for batch in (*batches, batches[0]))) for _ in range(2)]
         same = lambda a, b: a.keys() == b.keys() and all(np.array_equal(a[path], b[path], equal_nan=True) for path in a)
         self._fresh = self._fresh or not all(map(same, *runs))
@@ -73,12 +73,12 @@ class Steps:
                 "step must return the next carry: it returned None. Where it changes the carry in place, as NNX does, "
                 "return that."
             )
-        if isinstance(new, tuple) and new and jax.tree.structure(new) != jax.tree.structure(self.carry):
-            if jax.tree.structure(new[0]) == jax.tree.structure(self.carry):
-                raise TypeError(
-                    "step must return the next carry alone: it returned a tuple that begins with it. Pass "
-                    "lambda carry, micro_batch: step(carry, micro_batch)[0]."
-                )
+        own = jax.tree.structure(self.carry)
+        if isinstance(new, tuple) and new and jax.tree.structure(new) != own == jax.tree.structure(new[0]):
+            raise TypeError(
+                "step must return the next carry alone: it returned a tuple that begins with it. Pass "
+                "lambda carry, micro_batch: step(carry, micro_batch)[0]."
+            )
         return new
 
 

@@ -12,7 +12,8 @@ from optax_accum._core.arithmetic import Tree
 from optax_accum._core.rows import count_rows
 from optax_accum._tools import carries
 from optax_accum._tools.report import Cause, Report, order
-from optax_accum._tools.step_probes import DRAWS, LONG, Errors, StepProbes
+from optax_accum._tools.step_probes import LONG, StepProbes
+from optax_accum._tools.step_runs import DRAWS, Errors
 from optax_accum._tools.steps import Steps, reference
 
 
@@ -45,7 +46,7 @@ def verify_step(
       every: the length of the window, 2 or more.
       within_call: whether one call of `step` gets the whole batch and cuts it into `every` micro-batches itself.
       uneven: whether micro-batches may have unequal numbers of rows, as at the end of an epoch.
-      optimizer: with `loss`, in place of `make_step(1)`: the reference is then the optimizer's update of the gradient of
+      optimizer: with `loss`, in place of `make_step(1)`: the reference is then its update with the gradient of
         the whole batch's loss.
       loss: called as `loss(params, batch)`.
       params: returns the parameters in a carry. By default they are what stands under the name "params", or all
@@ -111,7 +112,9 @@ def verify_step(
         return Report(False, {}, {}, (hidden,), count * group_size, every, True, "step")
     causes, errors, notes = _compared(probes, uneven)
     errors, limits = ({name: pair[i] for name, pair in errors.items()} for i in (0, 1))
-    return Report(not causes, errors, limits, tuple(causes), count * group_size, every, probes.random, "step", DRAWS, tuple(notes))
+    return Report(
+        not causes, errors, limits, tuple(causes), count * group_size, every, probes.random, "step", DRAWS, tuple(notes)
+    )
 
 
 def _compared(probes: StepProbes, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
@@ -163,8 +166,8 @@ def _check(batch: Tree, every: Any, group_size: Any) -> tuple[int, int]:
     rows, needed = count_rows(batch), 2 * every * group_size
     if rows < needed:
         raise ValueError(
-            f"verify_step needs {needed} rows or more, two{' groups' if group_size > 1 else ''} for each of every={every} "
-            f"micro-batches: the batch has {rows}. Pass a batch of {needed}."
+            f"verify_step needs {needed} rows or more, two{' groups' if group_size > 1 else ''} for each of every="
+            f"{every} micro-batches: the batch has {rows}. Pass a batch of {needed}."
         )
     if rows % group_size:
         raise ValueError(
@@ -194,7 +197,7 @@ def _check_reference(probes: StepProbes) -> Cause | None:
     if probes.random or not probes.ordered():
         return None
     if probes.repeats():
-        says = "The update changes with the order of rows, as by a mask of dropout, and equal micro-batches give the same."
+        says = "The update changes with the order of rows, as dropout makes it; equal micro-batches give the same."
         return Cause("shared key", says)
     raise ValueError(
         "The update of the whole batch changes with the order of its rows. If that is by a random key, let make_step "
