@@ -241,7 +241,7 @@ def _first_part(carry: Tree, leaves: dict[Path, Any]) -> tuple[Path, list[Path]]
     if not isinstance(carry, tuple | list) and all(len(path) <= 1 for path in leaves):
         return (), list(leaves)
     if isinstance(carry, dict) and len(filled) > 1:
-        return (), sum(filled, [])
+        return (), [path for paths in filled for path in paths]
     first = next(iter([*filled, *parts.values()]), [])
     return (first[0][:1], first) if first else ((), [])
 

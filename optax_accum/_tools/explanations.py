@@ -34,16 +34,16 @@ class Explanations:
     @functools.cached_property
     def linear(self) -> list[str]:
         """The slots that are linear in the gradient: moments, or else the parameters."""
-        found = [
-            slot
-            for slot in self.slots
-            if self._combined(slot)[1] < self.near and np.any(self._vector(self.whole, slot))
-        ]
+        moves = [slot for slot in self.slots if np.any(self._vector(self.whole, slot))]
+        large = [slot for slot in moves if self._large(slot)] or moves  # a small one is always some combination
+        found = [slot for slot in large if self._combined(slot)[1] < self.near]
         return [slot for slot in found if slot != "params"] or found
 
     def cause(self, found: Change, one_by_one: Change | None = None, linear: list[str] | None = None) -> Cause | None:
         """Returns the cause that explains a change best, if one does; `linear` are the slots known to be so."""
         linear = self.linear if linear is None else linear
+        if linear and self._far(found, self.whole, linear) < self.near:
+            return self._rate(found) or Cause("low-precision sum", "")
         candidates = list(self._candidates(found, linear, one_by_one))
         if candidates:
             distance, cause = min(candidates, key=lambda candidate: candidate[0])
@@ -92,7 +92,8 @@ class Explanations:
 
     def _refined(self, found: Change, linear: list[str]) -> Cause:
         """Says why a plain mean over the micro-batches is not the whole batch's."""
-        slot = ([slot for slot in linear if slot in self._mean_slots(found)] or self._mean_slots(found) or linear)[0]
+        slots = self._mean_slots(found) or linear
+        slot = max(slots, key=lambda slot: (self._large(slot), self.distance(found, self.whole, slot)))
         mean = "What came out is the plain mean of what each micro-batch alone would give"
         shares, far = self._combined(slot)
         if far < self.near and abs(sum(shares) - 1) < self.near:
@@ -106,18 +107,25 @@ class Explanations:
 
     def _multiple(self, found: Change, linear: list[str]) -> Cause | None:
         """Says that a change is a multiple of the whole batch's, and whose fault that is."""
-        moments = [slot for slot in linear if slot != "params"]
-        rate = self.factor(found, "params")
-        if rate and all(self.distance(found, self.whole, slot) < self.near for slot in moments):
-            clipped = linear and abs(sum(self._combined("params")[0]) - 1) > self.near
-            if moments or not clipped:
-                says = f"The gradient is right, its update {rate:.3g} times too large: does the rate count micro-steps?"
-                return Cause("optimizer at each micro-step", says)
+        if (
+            linear == ["params"]
+            and abs(sum(self._combined("params")[0]) - 1) < self.near
+            and (cause := self._rate(found))
+        ):
+            return cause  # no moments tell, and nothing is clipped: sums and means have other factors
         for slot in linear:
             if factor := self.factor(found, slot):
                 says = f"What came out is {factor:.3g} times what the whole batch gives."
                 return Cause("divided twice" if factor < 1 else "sum for a mean", says)
         return None
+
+    def _rate(self, found: Change) -> Cause | None:
+        """Says that the parameters change by a multiple of what they should, and the gradient is right."""
+        rate = self.factor(found, "params")
+        if not rate or abs(rate - 1) < self.near:
+            return None
+        says = f"The gradient is right, its update {rate:.3g} times what it is to be: does the rate count micro-steps?"
+        return Cause("optimizer at each micro-step", says)
 
     def _weighted(self, found: Change, linear: list[str]) -> Cause | None:
         """Says that micro-batches count, but not as much as in the whole batch: both may be clipped afterwards."""
@@ -167,6 +175,9 @@ class Explanations:
 
     def _size(self, name: str) -> int:
         return self.whole[name].size
+
+    def _large(self, slot: str) -> bool:
+        return sum(map(self._size, self.slots[slot])) > len(self.parts) + 3
 
     def _vector(self, change: Change, slot: str, names: list[str] | None = None) -> np.ndarray:
         leaves = [change[name].reshape(-1) / self.scales[name] for name in names or self.slots[slot]]
