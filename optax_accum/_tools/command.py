@@ -12,9 +12,8 @@ from optax_accum._tools.verify_step import verify_step
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report of a step, and returns 0 if the law holds for it, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="python -m optax_accum.verify", description=verify_step.__doc__.splitlines()[0]
-    )  # type: ignore[union-attr]
+    about = "Tells whether a train step accumulates as it should, and if not, why, and what to do."
+    parser = argparse.ArgumentParser(prog="python -m optax_accum.verify", description=about)
     parser.add_argument("make_step", help="module:make_step, or file.py:make_step; make_step(every) -> (step, carry)")
     parser.add_argument("--batch", help="module:batch, arrays or a function; by default `batch` beside make_step")
     parser.add_argument("--every", type=int, default=4, help="the length of the window")
