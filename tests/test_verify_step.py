@@ -138,7 +138,7 @@ SOUND = {
 def test_nothing_is_found_in_a_sound_loop(name):
     report = verify_step(SOUND[name], BATCH)
     assert report.holds, str(report)
-    assert set(report.errors) == {"w", "m/w"}
+    assert set(report.errors) == ({"m/w"} if name == "dropout" else {"w", "m/w"})  # means over keys: what is linear
     assert not report.notes
     assert report.random == (name == "dropout")
     report.check()
