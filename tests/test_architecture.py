@@ -39,7 +39,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_tools": [
         {"programs", "targets", "report", "batches", "packed", "placement", "loss"},
         {"collectives", "packing", "traffic", "resume", "mixtures", "carries", "explanations"},
-        {"probes", "steps"},
+        {"probes", "train_steps"},
         {"verify", "step_runs"},
         {"step_probes"},
         {"verify_step"},

@@ -16,7 +16,7 @@ from optax_accum._tools.carries import Leaf, Numbers
 from optax_accum._tools.explanations import Change, Explanations
 from optax_accum._tools.loss import largest
 from optax_accum._tools.report import order
-from optax_accum._tools.steps import Steps, nudged
+from optax_accum._tools.train_steps import Steps, nudged
 from optax_accum._within import splitting
 
 Rows = list[np.ndarray]  # the rows of each micro-batch of a window

@@ -14,7 +14,7 @@ from optax_accum._tools import carries
 from optax_accum._tools.report import Cause, Report, order
 from optax_accum._tools.step_probes import LONG, StepProbes
 from optax_accum._tools.step_runs import DRAWS, Errors
-from optax_accum._tools.steps import Steps, reference
+from optax_accum._tools.train_steps import Steps, reference
 
 
 def verify_step(
