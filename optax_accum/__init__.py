@@ -16,6 +16,7 @@ from optax_accum._core.ratio import Ratio
 from optax_accum._core.state import AccumulationState, from_multi_steps, has_updated, metrics
 from optax_accum._tools.planning import plan_microbatches
 from optax_accum._tools.verify import verify
+from optax_accum._tools.verify_step import verify_step
 from optax_accum._within.microbatched_apply import microbatched_apply
 from optax_accum._within.value_and_grad import value_and_grad
 
@@ -42,6 +43,7 @@ __all__ = [
     "value_and_apply_gradients",
     "value_and_grad",
     "verify",
+    "verify_step",
 ]
 
 

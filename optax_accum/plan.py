@@ -12,6 +12,6 @@ from optax_accum._tools.steps import Builder, of_loss, of_step
 __all__ = ["Builder", "Plan", "of_loss", "of_step", "plan_microbatches"]
 
 if __name__ == "__main__":
-    from optax_accum._tools import command as _command
+    from optax_accum._tools import plan_command as _command
 
     _command.main()

@@ -22,6 +22,7 @@ ROOMS = {  # and what each stands on
     "batching": {"_tools"},
     "accelerators": {"_tools"},
     "plan": {"_tools"},
+    "verify": {"_tools"},
     "flax": {"_core", "_space", "_across"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
@@ -37,11 +38,14 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_across": [{"inner", "policy", "outcomes"}, {"window"}, {"transformation"}, {"train_step"}],
     "_within": [{"splitting"}, {"loops", "reductions", "gradients", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
-        {"programs", "targets", "report", "batches", "packed", "placement", "loss", "search", "picture"},
+        {"programs", "targets", "report", "batches", "packed", "placement", "loss", "search", "picture", "named"},
         {"collectives", "packing", "traffic", "resume", "mixtures", "budgets", "footprint", "steps"},
-        {"probes", "plan"},
-        {"verify", "planning"},
-        {"command"},
+        {"carries", "explanations", "plan", "probes"},
+        {"verify", "planning", "train_steps"},
+        {"step_runs", "plan_command"},
+        {"step_probes"},
+        {"verify_step"},
+        {"verify_command"},
     ],
     "flax": [
         {"_batch_norm", "_window", "_nnx_variables", "_nnx_jit"},

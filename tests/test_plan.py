@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import optax_accum
 from optax_accum import plan
-from optax_accum._tools import budgets, command, footprint, planning, search
+from optax_accum._tools import budgets, footprint, named, plan_command, planning, search
 from tests import programs
 
 ROWS, WIDTH = 256, 128
@@ -482,7 +482,7 @@ def test_without_tqdm_there_is_no_bar(monkeypatch, capsys):
 
 
 def told(capsys, *words):
-    command.main(words)
+    plan_command.main(words)
     return capsys.readouterr().out
 
 
@@ -501,9 +501,9 @@ def test_the_command(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["tests.test_plan", "--global-batch", "8"], 'named as "module:function".*examples.will_it_fit'),
+        (["tests.test_plan", "--global-batch", "8"], '"module:name".*Write train:make_step'),
         (["no_such:make_step", "--global-batch", "8"], "There is no module 'no_such'.*PYTHONPATH"),
-        (["tests.test_plan:lowered", "--global-batch", "8"], "no function .lowered.*lower"),
+        (["tests.test_plan:lowered", "--global-batch", "8"], "has no .lowered.*lower"),
         (["tests.test_plan:raises", "--global-batch", "8", "--budget", "1GB"], "KeyError"),
         (["tests.test_plan:lower", "--global-batch", "8", "--budget", "none"], "The budget must be"),
     ],
@@ -511,7 +511,7 @@ def test_the_command(capsys, tmp_path):
 )
 def test_the_command_says_what_is_wrong(words, says):
     with pytest.raises(SystemExit, match=says):
-        command.main(words)
+        plan_command.main(words)
 
 
 def test_the_command_as_it_is_called():
@@ -520,5 +520,5 @@ def test_the_command_as_it_is_called():
     done = subprocess.run([*call, "--help"], capture_output=True, text=True, check=True)
     (example,) = (line.split() for line in done.stdout.splitlines() if line.startswith("  python -m"))
     assert example[:4] == ["python", "-m", "optax_accum.plan", "examples.will_it_fit:make_step"]
-    assert callable(command.load(example[3]))
+    assert callable(named.load(example[3]))
     assert planning.plan_microbatches is optax_accum.plan_microbatches

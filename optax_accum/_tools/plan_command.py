@@ -1,12 +1,12 @@
 """Owns `python -m optax_accum.plan`: arguments in, a table, JSON or a picture out. Plans nothing itself."""
 
 import argparse
-import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from optax_accum._tools.named import load
 from optax_accum._tools.planning import plan_microbatches
 from optax_accum._tools.targets import GPUS, TPUS
 
@@ -46,26 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.plot:
         plan.plot().savefig(options.plot, dpi=150)
     print(json.dumps(_record(plan), indent=2, default=str) if options.json else plan)
-
-
-def load(name: str) -> Callable[..., Any]:
-    """Returns the function that `module:function` names."""
-    module, _, function = name.partition(":")
-    if not (module and function):
-        raise ValueError(f'A builder is named as "module:function": {name!r}. Write examples.will_it_fit:make_step.')
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise
-        raise ValueError(
-            f"There is no module {module!r} (of {name!r}). Call the command from the folder that it is in, or set "
-            "PYTHONPATH."
-        ) from error
-    if not callable(getattr(found, function, None)):
-        named = [key for key, value in vars(found).items() if getattr(value, "__module__", "") == module]
-        raise ValueError(f"{module} has no function {function!r} (of {name!r}). It has {', '.join(named) or 'none'}.")
-    return getattr(found, function)
 
 
 def _parser() -> argparse.ArgumentParser:

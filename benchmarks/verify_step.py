@@ -1,0 +1,595 @@
+"""Owns the counts of `verify_step`: false alarms in sound steps, and misses among planted faults of each kind.
+
+Run `python -m benchmarks.verify_step`, or with `--steps 10 --faults 4` for a sample. Steps are drawn from a seed: a way
+to write the loop (compiled, on the host, a scan within the call, Flax Linen, NNX), an optimizer, sizes, a length of the
+window. A fault is planted in such a step. Beside them stand the steps of Optax and of this library. The exit status is
+1 if there is a false alarm or a miss.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from tqdm import tqdm
+
+import optax_accum
+from benchmarks import _measure
+from benchmarks._measure import Tree
+
+Random = np.random.Generator
+KINDS = (
+    "never closes",
+    "only the first gradient",
+    "only the last gradient",
+    "divided twice",
+    "divided by the full k",
+    "sum for a mean",
+    "mean of means",
+    "clipping at each micro-step",
+    "optimizer at each micro-step",
+    "moves while held",
+    "shared key",
+    "low-precision sum",
+    "NaN poison",
+    "coupled examples",
+    "not emptied",
+)
+NOTES = """\
+Each step is run by `verify_step` as a user would run it. Found: the law is said not to hold. Named right: the first
+cause is the one that was planted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A step and what `verify_step` is called with."""
+
+    name: str
+    make_step: Callable[[int], Any]
+    batch: Tree
+    options: dict[str, Any]
+
+    def report(self) -> Any:
+        """Returns what `verify_step` says."""
+        return optax_accum.verify_step(self.make_step, self.batch, **self.options)
+
+
+def main() -> None:
+    options = _options()
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time
+    start = time.perf_counter()
+    cases = [(i, "sound") for i in range(options.steps)]
+    cases += [(i, kind) for kind in options.kinds for i in range(options.faults)]
+    counts = {kind: [0, 0, 0] for kind in options.kinds}  # planted, found, named right
+    styles: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    alarms, wrong = 0, []
+    for number, kind in tqdm(cases, unit="step", leave=False, disable=None):
+        problem = sound_step(number) if kind == "sound" else fault(kind, number)
+        found, causes = _verdict(problem)
+        named = causes[:1] == [kind]
+        styles[kind][problem.name.split(",")[0]] += 1
+        if kind == "sound":
+            alarms += found
+        else:
+            counts[kind] = [a + b for a, b in zip(counts[kind], (1, found, named), strict=True)]
+        if found if kind == "sound" else not named:
+            wrong.append((number, kind, problem.name, causes))
+            tqdm.write(f"{kind} {number} ({problem.name}): {causes or 'nothing'} found")
+    head = ("kind", "planted", "found", "named right", "in how many kinds of loop")
+    rows = [(kind, *map(str, count), str(len(styles[kind]))) for kind, count in counts.items()]
+    text = "\n".join(
+        [
+            _measure.header("False alarms and misses of verify_step", NOTES),
+            _measure.markdown([head, *rows]),
+            f"\nSound steps: {options.steps}, in {len(styles['sound'])} kinds of loop. False alarms: {alarms}. "
+            f"Target (no false alarm, no miss): {'MISSED' if wrong else 'met'}.",
+            f"Time: {time.perf_counter() - start:.0f} s.",
+        ]
+    )
+    tqdm.write(text)
+    if options.output:
+        _measure.write(options.output, text, {"alarms": alarms, "counts": counts, "wrong": wrong})
+    sys.exit(1 if wrong else 0)
+
+
+def _verdict(problem: Problem) -> tuple[bool, list[str]]:
+    """Returns whether `verify_step` says that the law does not hold, and the causes named; or what it raised."""
+    try:
+        report = problem.report()
+    except (TypeError, ValueError) as error:
+        return True, [repr(error)]
+    return not report.holds, [cause.kind for cause in report.causes]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.verify_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=50, help="sound steps")
+    parser.add_argument("--faults", type=int, default=20, help="planted faults of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--output", type=pathlib.Path, help="write the counts here, too: .json, or else Markdown")
+    return parser.parse_args()
+
+
+# The model of all loops: two layers, a loss that is a mean over rows or tokens, dropout where there is a key.
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """All that a loop is made of, but how it is written."""
+
+    params: Tree
+    batch: dict[str, jax.Array]
+    optimizer: optax.GradientTransformation
+    every: int
+    name: str
+    masked: bool = False
+    norm: bool = False
+    rate: float | None = None  # of dropout
+    dtype: Any = jnp.float32
+
+    def loss(self, params: Tree, batch: Tree, key: Any) -> jax.Array:
+        """Returns the mean over the rows, or over those that count."""
+        first, second = (params[layer] for layer in ("first", "second"))
+        cast = lambda x: x.astype(self.dtype)
+        h = jnp.tanh(cast(batch["x"]) @ cast(first["kernel"]) + cast(first["bias"])[None])
+        if self.norm:
+            h = (h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-3)
+        if self.rate is not None:
+            h = jnp.where(jax.random.bernoulli(key, self.rate, h.shape), h / self.rate, 0)
+        out = (h @ cast(second["kernel"]) + cast(second["bias"])[None]).astype(jnp.float32)
+        each = jnp.mean((out - batch["y"]) ** 2, 1)
+        return jnp.sum(each * batch["mask"]) / jnp.sum(batch["mask"]) if self.masked else jnp.mean(each)
+
+    def weight(self, batch: Tree) -> jax.Array:
+        """Returns how much a micro-batch counts."""
+        return jnp.sum(batch["mask"]) if self.masked else jnp.float32(len(batch["x"]))
+
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adam": lambda: optax.adam(1e-2),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
+    "lion": lambda: optax.lion(1e-3),
+    "warm-up": lambda: optax.adam(optax.linear_schedule(1e-3, 1e-1, 20)),
+    "clipped adam": lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2)),
+    "decayed sgd": lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+}
+
+
+def setting(random: Random, number: int, optimizers: tuple[str, ...] = tuple(OPTIMIZERS), **options: Any) -> Setting:
+    """Returns a setting of random sizes."""
+    width, hidden, out = random.choice((4, 5, 6)), random.choice((5, 7)), random.choice((3, 4))
+    every = int(random.choice((2, 3, 4, 5)))
+    rows = every * int(random.choice((2, 3, 4)))
+    normal = lambda *shape: jnp.asarray(random.normal(size=shape) / shape[0] ** 0.5, jnp.float32)
+    params = {
+        "first": {"kernel": normal(width, hidden), "bias": 0.1 * normal(hidden)},
+        "second": {"kernel": normal(hidden, out), "bias": 0.1 * normal(out)},
+    }
+    batch = {"x": jnp.asarray(random.normal(size=(rows, width)), jnp.float32), "y": 2 * normal(rows, out)}
+    batch["mask"] = jnp.asarray(random.uniform(0.2, 3, size=rows), jnp.float32)
+    name = optimizers[number // len(STYLES) % len(optimizers)]
+    return Setting(params, batch, OPTIMIZERS[name](), every, name, **options)
+
+
+# The loop, as anyone writes it, and the places where it can go wrong.
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """One micro-step in plain JAX. Each field is a place where a fault is planted."""
+
+    s: Setting
+    every: int
+    key: Callable[[Any, Any], Any] = jax.random.fold_in
+    gradient: Callable[[Tree], Tree] = lambda grads: grads
+    weight: Callable[[Setting, Tree], Any] = lambda s, batch: s.weight(batch)
+    join: Callable[[Tree, Tree, Any], Tree] = lambda acc, grads, n: jax.tree.map(jnp.add, acc, grads)
+    factor: Callable[[Any, int], Any] = lambda n, k: 1.0  # of the mean of n micro-batches
+    rate: Callable[[Any, int], Any] = lambda calls, k: 1.0  # of learning, by calls of the step
+    empty: Callable[[Tree, Any], Tree] = lambda acc, closes: jax.tree.map(lambda a: jnp.where(closes, 0, a), acc)
+    closes: Callable[[Any, int], Any] = lambda n, k: n + 1 >= k
+    held: Callable[[Tree], Tree] = lambda params: params
+    each: bool = False  # whether the optimizer is called at each micro-step
+    loses: bool = False  # whether the step returns the old carry
+    dtype: Any = jnp.float32
+    finite: bool = False  # whether an update that is not finite is left out
+
+    def start(self) -> Tree:
+        """Returns the accumulator, its weight, the number of the micro-step, and that of calls."""
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, self.dtype), self.s.params)
+        return zeros, jnp.float32(0), jnp.int32(0), jnp.int32(0)
+
+    def micro_step(self, params: Tree, state: Tree, window: Tree, batch: Tree, key: Any, last: Any = False) -> Any:
+        """Adds a gradient, and updates where the window closes."""
+        acc, total, n, calls = window
+        update, before = self.s.optimizer.update, (params, state, window)
+        grads = self.gradient(jax.grad(self.s.loss)(params, batch, self.key(key, n)))
+        w = self.weight(self.s, batch)
+        if self.each:
+            grads, state = update(grads, state, params)
+        acc = self.join(acc, jax.tree.map(lambda g: (w * g).astype(self.dtype), grads), n)
+        total, closes = total + w, self.closes(n, self.every) | last
+        mean = jax.tree.map(lambda a: a.astype(jnp.float32) / total * self.factor(n + 1, self.every), acc)
+        updates, new = (mean, state) if self.each else update(mean, state, params)
+        updates = jax.tree.map(lambda u: self.rate(calls, self.every) * u, updates)
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)]))
+        emits = closes & finite if self.finite else closes
+        pick = lambda new, old: jax.tree.map(lambda a, b: jnp.where(emits, a, b), new, old)
+        params = pick(optax.apply_updates(params, updates), self.held(params))
+        state = state if self.each else pick(new, state)
+        window = self.empty(acc, closes), jnp.where(closes, 0, total), jnp.where(closes, 0, n + 1), calls + 1
+        return before if self.loses else (params, state, window)
+
+
+Maker = Callable[[Callable[[int], Loop]], Callable[[int], Any]]
+
+
+def _compiled(make: Callable[[int], Loop]) -> Callable[[int], Any]:
+    """A compiled function of a tuple, whose arguments are donated."""
+
+    def make_step(every: int) -> Any:
+        loop = make(every)
+
+        def micro_step(carry: Tree, batch: Tree, last: bool) -> Tree:
+            params, state, window, key = carry
+            return *loop.micro_step(params, state, window, batch, key, last), key
+
+        step = jax.jit(functools.partial(micro_step, last=False), donate_argnums=0)
+        last = jax.jit(functools.partial(micro_step, last=True))
+        return step, (loop.s.params, loop.s.optimizer.init(loop.s.params), loop.start(), jax.random.key(3)), last
+
+    return make_step
+
+
+def _on_host(make: Callable[[int], Loop]) -> Callable[[int], Any]:
+    """A loop on the host, its carry a dict."""
+
+    def make_step(every: int) -> Any:
+        loop = make(every)
+        compiled = jax.jit(loop.micro_step)
+
+        def step(carry: Tree, batch: Tree, last: bool = False) -> Tree:
+            seed = jnp.asarray(carry["rng"])
+            done = compiled(carry["model"], carry["optimizer"], carry["window"], batch, seed, last)
+            return dict(zip(("model", "optimizer", "window"), done, strict=True)) | {"rng": carry["rng"]}
+
+        params = loop.s.params
+        carry = {"model": params, "optimizer": loop.s.optimizer.init(params), "window": loop.start()}
+        return step, carry | {"rng": jax.random.PRNGKey(3)}, functools.partial(step, last=True)
+
+    return make_step
+
+
+def _scanned(make: Callable[[int], Loop]) -> Callable[[int], Any]:
+    """A scan within the call, over consecutive micro-batches, as in MaxText."""
+
+    def make_step(every: int) -> Any:
+        loop = make(every)
+
+        @jax.jit
+        def step(carry: Tree, batch: Tree) -> Tree:
+            cut = jax.tree.map(lambda x: x.reshape(every, -1, *x.shape[1:]), batch)
+            body = lambda c, micro: (loop.micro_step(*c, micro, carry["key"]), None)
+            (params, state, _), _ = jax.lax.scan(body, (carry["params"], carry["state"], loop.start()), cut)
+            return {"params": params, "state": state, "key": carry["key"]}
+
+        params = loop.s.params
+        return step, {"params": params, "state": loop.s.optimizer.init(params), "key": jax.random.key(3)}
+
+    return make_step
+
+
+class _Net(linen.Module):
+    """Carries the parameters under Linen's names; the loss is the setting's."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.Dense(3, name="second")(linen.Dense(4, name="first")(x))
+
+
+class _State(TrainState):
+    """Flax's state with a window and a key."""
+
+    window: Any
+    key: Any
+
+
+def _linen(make: Callable[[int], Loop]) -> Callable[[int], Any]:
+    """Flax's TrainState."""
+
+    def make_step(every: int) -> Any:
+        loop = make(every)
+
+        def micro_step(state: _State, batch: Tree, last: bool) -> _State:
+            params, opt_state, window = loop.micro_step(
+                state.params, state.opt_state, state.window, batch, state.key, last
+            )
+            return state.replace(step=state.step + 1, params=params, opt_state=opt_state, window=window)
+
+        state = _State.create(
+            apply_fn=_Net().apply,
+            params=loop.s.params,
+            tx=loop.s.optimizer,
+            window=loop.start(),
+            key=jax.random.key(3),
+        )
+        step, last = (jax.jit(functools.partial(micro_step, last=last)) for last in (False, True))
+        return step, state, last
+
+    return make_step
+
+
+class _Module(nnx.Module):
+    """The setting's parameters as an NNX module."""
+
+    def __init__(self, params: Tree) -> None:
+        for layer, leaves in params.items():
+            dense = nnx.Linear(*leaves["kernel"].shape, rngs=nnx.Rngs(0))
+            dense.kernel.set_value(leaves["kernel"])
+            dense.bias.set_value(leaves["bias"])
+            setattr(self, layer, dense)
+        self.rngs = nnx.Rngs(3)
+
+
+def _nnx(make: Callable[[int], Loop]) -> Callable[[int], Any]:
+    """A module of NNX that the step changes in place."""
+
+    def make_step(every: int) -> Any:
+        loop = make(every)
+        compiled = jax.jit(loop.micro_step)
+
+        def step(carry: Tree, batch: Tree, last: bool = False) -> Tree:
+            model, state, window = carry
+            variables = nnx.state(model, nnx.Param)
+            params, state, window = compiled(
+                nnx.to_pure_dict(variables), state, window, batch, model.rngs.default.key.get_value(), last
+            )
+            nnx.replace_by_pure_dict(variables, params)
+            nnx.update(model, variables)
+            return model, state, window
+
+        carry = (_Module(loop.s.params), loop.s.optimizer.init(loop.s.params), loop.start())
+        return step, carry, functools.partial(step, last=True)
+
+    return make_step
+
+
+STYLES: dict[str, Maker] = {
+    "compiled": _compiled,
+    "scan": _scanned,
+    "host": _on_host,
+    "Linen": _linen,
+    "NNX": _nnx,
+}
+
+
+def planted(
+    random: Random,
+    number: int,
+    what: str = "",
+    *,
+    styles: tuple[str, ...] = tuple(STYLES),
+    one: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    of: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Problem:
+    """Returns a loop in one of the styles with these fields, of a setting with the options `of`.
+
+    With windows of 1 the loop has the fields `one`, if it is given: a fault that shows in the reference, too, is none.
+    """
+    s, style = setting(random, number, **(of or {})), styles[number % len(styles)]
+    make = lambda every: Loop(s, every, **(fields if every > 1 or one is None else one))
+    keywords = {"every": s.every, "within_call": style == "scan"} | (options or {})
+    return Problem(f"{style}, {s.name}, k={s.every}, {what}", STYLES[style](make), s.batch, keywords)
+
+
+ACROSS = ("compiled", "host", "Linen", "NNX")
+WITH_STATE = ("adam", "adamw", "lion", "warm-up", "clipped adam")
+CLIPS = {
+    "by norm": lambda g: optax.clip_by_global_norm(0.05).update(g, optax.EmptyState())[0],
+    "by value": lambda g: jax.tree.map(lambda leaf: jnp.clip(leaf, -0.005, 0.005), g),
+    "leaf by leaf": lambda g: jax.tree.map(lambda leaf: leaf / (10 * jnp.linalg.norm(leaf) + 1e-6), g),
+    "normalised": lambda g: jax.tree.map(lambda leaf: leaf / optax.global_norm(g), g),
+}
+UNCLIPPED = tuple(name for name in OPTIMIZERS if name != "clipped adam")
+
+
+def fault(kind: str, number: int) -> Problem:
+    """Returns the step of that number with that fault."""
+    random = np.random.default_rng([1 + KINDS.index(kind), number])
+    plant = functools.partial(planted, random, number)
+    turn = lambda *choices: choices[number // 2 % len(choices)]
+    join = lambda function: lambda acc, g, n: jax.tree.map(lambda a, b: function(a, b, n), acc, g)
+    match kind:
+        case "never closes":
+            late = lambda n, k: jnp.bool_(k == 1)
+            off_by_one = lambda n, k: n + 1 >= k + (k > 1)
+            styles = ACROSS if turn(0, 1, 2) == 1 else tuple(STYLES)
+            fields = turn({"closes": late}, {"closes": off_by_one}, {"loses": True})
+            return plant(str(list(fields)), styles=styles, one={}, **fields)
+        case "only the first gradient":
+            divided = turn(True, False)
+            keep = lambda a, b, n: jnp.where(n == 0, b, a)
+            return plant(f"divided: {divided}", join=join(keep), **({} if divided else {"factor": lambda n, k: n}))
+        case "only the last gradient":
+            divided = turn(True, False)
+            return plant(
+                f"divided: {divided}",
+                join=join(lambda a, b, n: b),
+                **({} if divided else {"factor": lambda n, k: n}),
+            )
+        case "divided twice":
+            return plant(
+                factor=lambda n, k: 1 / n, of={"masked": turn(True, False)}, options={"uneven": turn(False, True)}
+            )
+        case "divided by the full k":
+            return plant(styles=ACROSS, factor=lambda n, k: n / k, of={"optimizers": UNCLIPPED})
+        case "sum for a mean":
+            return plant(factor=lambda n, k: n, of={"masked": turn(True, False), "optimizers": UNCLIPPED})
+        case "mean of means":
+            masked = turn(True, False)
+            styles = tuple(STYLES) if masked else ACROSS
+            return plant(f"masked: {masked}", styles=styles, weight=lambda s, b: 1.0, of={"masked": masked})
+        case "clipping at each micro-step":
+            how = turn(*CLIPS)
+            return plant(how, gradient=CLIPS[how], of={"optimizers": UNCLIPPED})
+        case "optimizer at each micro-step":
+            how = turn("each", "rate", "applied")
+            if how == "each":
+                return plant(how, each=True, of={"optimizers": WITH_STATE})
+            if how == "rate":
+                return plant(how, rate=lambda calls, k: 1 + 0.3 * calls, styles=ACROSS)
+            return plant(how, closes=lambda n, k: jnp.bool_(True))
+        case "moves while held":
+            scale = turn(lambda p: 0.99 * p, lambda p: p + 1e-3, lambda p: p.astype(jnp.bfloat16).astype(jnp.float32))
+            return plant(held=lambda params: jax.tree.map(scale, params), styles=ACROSS)
+        case "shared key":
+            return plant(key=lambda key, n: key, of={"rate": turn(0.5, 0.8)})
+        case "low-precision sum":
+            dtype, too = turn(jnp.bfloat16, jnp.float16), turn(True, True, False, False)
+            return plant(f"{jnp.dtype(dtype)}, reference: {too}", dtype=dtype, one=None if too else {})
+        case "NaN poison":
+            empty = lambda acc, closes: jax.tree.map(lambda a: a * (1 - closes), acc)
+            return plant(styles=ACROSS, one={"finite": True}, finite=True, empty=empty)
+        case "coupled examples":
+            return plant(of={"norm": True}, options={"uneven": turn(False, True)})
+        case _:
+            return plant(styles=ACROSS, one={}, empty=lambda acc, closes: acc)
+
+
+# Sound steps: the same loops without a fault, and the steps of Optax and of this library.
+
+
+def sound_step(number: int) -> Problem:
+    """Returns the sound step of that number."""
+    random = np.random.default_rng([0, number])
+    if number % 5 in (3, 4):
+        libraries = list(LIBRARIES)
+        return LIBRARIES[libraries[number // 5 * 2 % len(libraries) + number % 5 - 3]](random, number)
+    turn = number // 5 % 5
+    of = ({}, {"masked": True}, {"rate": 0.7}, {"dtype": jnp.bfloat16}, {})[turn]
+    return planted(random, number * 7 + turn, f"{list(of)}", of=of, finite=turn == 4)
+
+
+def _multi_steps(random: Random, number: int) -> Problem:
+    s = setting(random, number)
+
+    def make_step(every: int) -> Any:
+        tx = optax.MultiSteps(s.optimizer, every)
+
+        @jax.jit
+        def step(state: TrainState, batch: Tree) -> TrainState:
+            return state.apply_gradients(grads=jax.grad(s.loss)(state.params, batch, None))
+
+        return step, TrainState.create(apply_fn=None, params=s.params, tx=tx)
+
+    return Problem(f"MultiSteps, {s.name}", make_step, s.batch, {"every": s.every, "uneven": False})
+
+
+def _microbatch(random: Random, number: int) -> Problem:
+    s = setting(random, number)
+
+    def make_step(every: int) -> Any:
+        def value_and_grad(params: Tree, batch: Tree) -> Any:
+            return jax.value_and_grad(s.loss)(params, batch, None)
+
+        @jax.jit
+        def step(carry: Tree, batch: Tree) -> Tree:
+            params, state = carry
+            size = len(batch["x"]) // every
+            cut = optax.microbatching.microbatch(value_and_grad, 1, size, optax.microbatching.AccumulationType.MEAN)
+            updates, state = s.optimizer.update(cut(params, batch)[1], state, params)
+            return optax.apply_updates(params, updates), state
+
+        return step, (s.params, s.optimizer.init(s.params))
+
+    return Problem(
+        f"microbatch, {s.name}", make_step, s.batch, {"every": s.every, "within_call": True, "uneven": False}
+    )
+
+
+def _ours_across(random: Random, number: int) -> Problem:
+    s = setting(random, number, masked=number % 2 == 0)
+
+    def make_step(every: int) -> Any:
+        tx = optax_accum.accumulate_gradients(s.optimizer, every, nonfinite=("skip", "propagate", "omit")[number % 3])
+
+        def micro_step(carry: Tree, batch: Tree, flush: bool) -> Tree:
+            params, state = carry
+            grads = jax.grad(s.loss)(params, batch, None)
+            weight = s.weight(batch)
+            return optax_accum.apply_gradients(tx, grads, state, params, weight=weight, flush=flush)
+
+        step, last = (jax.jit(functools.partial(micro_step, flush=flush)) for flush in (False, True))
+        return step, (s.params, tx.init(s.params)), last
+
+    return Problem(f"accumulate_gradients, {s.name}", make_step, s.batch, {"every": s.every})
+
+
+def _ours_within(random: Random, number: int) -> Problem:
+    s = setting(random, number, masked=number % 2 == 0, rate=0.7 if number % 3 else None)
+
+    def make_step(every: int) -> Any:
+        cut = optax_accum.value_and_grad(s.loss, num_microbatches=every, weight_fn=s.weight, rng_argnum=2)
+
+        @jax.jit
+        def step(carry: Tree, batch: Tree) -> Tree:
+            params, state, key = carry
+            updates, state = s.optimizer.update(cut(params, batch, key)[1], state, params)
+            return optax.apply_updates(params, updates), state, key
+
+        return step, (s.params, s.optimizer.init(s.params), jax.random.key(1))
+
+    return Problem(f"value_and_grad, {s.name}", make_step, s.batch, {"every": s.every, "within_call": True})
+
+
+def _nnx_optimizer(random: Random, number: int) -> Problem:
+    """NNX as its users write it: `nnx.jit`, an optimizer that holds MultiSteps."""
+    s = setting(random, number)
+
+    def make_step(every: int) -> Any:
+        model = _Module(s.params)
+        tx = optax.MultiSteps(s.optimizer, every) if every > 1 else s.optimizer
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        def loss(model: _Module, batch: Tree) -> jax.Array:
+            return jnp.mean((model.second(jnp.tanh(model.first(batch["x"]))) - batch["y"]) ** 2)
+
+        @nnx.jit
+        def update(model: _Module, optimizer: Any, batch: Tree) -> None:
+            optimizer.update(model, nnx.grad(loss)(model, batch))
+
+        def step(carry: Tree, batch: Tree) -> Tree:
+            update(*carry, batch)
+            return carry
+
+        return step, (model, optimizer)
+
+    return Problem(f"nnx.Optimizer, {s.name}", make_step, s.batch, {"every": s.every, "uneven": False})
+
+
+LIBRARIES = {
+    "MultiSteps": _multi_steps,
+    "microbatch": _microbatch,
+    "ours across": _ours_across,
+    "ours within": _ours_within,
+    "nnx": _nnx_optimizer,
+    "ours across again": _ours_across,
+}
+
+if __name__ == "__main__":
+    main()

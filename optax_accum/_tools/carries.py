@@ -1,0 +1,258 @@
+"""Owns what a step carries: numbers, which are parameters, optimizer state, counters, keys. Compares nothing."""
+
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.roles import is_key
+from optax_accum._tools.loss import wide
+
+Path = tuple[str, ...]
+Numbers = dict[Path, np.ndarray]
+Find = Callable[[Tree], Tree] | None  # where the parameters are, if a user says so
+
+
+def numbers(carry: Tree) -> Numbers:
+    """Returns the numbers of a carry: its inexact arrays, and its signed integers of no axis, which may be counters."""
+    return {path: wide(leaf) for path, leaf in _leaves(carry) if _is_inexact(leaf) or _is_count(leaf)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What two carries have in common: a parameter, or a leaf of the optimizer's state that mirrors one."""
+
+    slot: str  # "params", or which mirror of them
+    one: Path
+    cut: Path
+    epsilon: float  # of its dtype
+    start: np.ndarray
+    drift: np.ndarray  # where its parameter starts: decay moves it along this
+
+
+def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Leaf]:
+    """Returns what is compared, by name: all parameters, and what of the optimizer's state both carry."""
+    (root, params), (other_root, others) = params_of(one, find_one), params_of(cut, find_cut)
+    start, then = numbers(one), numbers(cut)
+    same = lambda name: np.array_equal(start[params[name]], then[others[name]], equal_nan=True)
+    if params.keys() != others.keys() or not all(map(same, params)):
+        what = f"other values of {_listed(params)}" if params.keys() == others.keys() else _listed(others)
+        raise ValueError(
+            f"make_step must begin with the same parameters whatever it is called with: 1 gives {_listed(params)}, the "
+            f"window's length {what}. Make them once, or from the same seed; params=lambda carry: ... finds them."
+        )
+    epsilons = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in _leaves(one) if _is_inexact(leaf)}
+    leaf = lambda slot, path, other, drift: Leaf(slot, path, other, epsilons[path], start[path], drift)
+    found = {name: leaf("params", path, others[name], start[path]) for name, path in params.items()}
+    for path, other in aligned(state_of(one, root, params), state_of(cut, other_root, others)).items():
+        if start[path].shape == then[other].shape:
+            ends = lambda name, path=path: (
+                f"/{_named(path)}".endswith(f"/{name}") and start[path].shape == start[params[name]].shape
+            )
+            name = max(filter(ends, params), key=len, default="")
+            drift = start[params[name]] if name else np.zeros_like(start[path])
+            found[_named(path)] = leaf(_named(path).removesuffix(name), path, other, drift)
+    return found
+
+
+def params_of(carry: Tree, find: Find) -> tuple[Path, dict[str, Path]]:
+    """Returns where the parameters stand, and the path of each by its name in there.
+
+    They are what `find` returns; or all `nnx.Param`; or what stands under the name "params"; or the first part of the
+    carry that is not all zeros, as optimizer states are at first; or the carry, where it has no parts.
+    """
+    leaves = {path: leaf for path, leaf in _leaves(carry) if _is_inexact(leaf)}
+    root, found = _asked(carry, find) if find else _of_nnx(carry) or _under_params(leaves) or _first_part(carry, leaves)
+    found = [path for path in found if path in leaves]
+    if not found:
+        raise ValueError(
+            "The carry must hold the parameters: no inexact array was found in it. Return them from make_step, or say "
+            "where they are, params=lambda carry: ..."
+        )
+    return root, {_named(path[len(root) :]): path for path in found}
+
+
+def subtree(carry: Tree, find: Find) -> Tree:
+    """Returns the parameters as a tree."""
+    tree, (root, _) = carry, params_of(carry, find)
+    if find:
+        return find(carry)
+    for key in root:
+        children = jax.tree.leaves_with_path(tree, is_leaf=lambda node, above=tree: node is not above)
+        tree = next(child for (name, *_), child in children if _key(name) == key)
+    return tree
+
+
+def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
+    """Returns the paths of what mirrors the parameters, as moments do, and is zero at first."""
+    leaves = {path: leaf for path, leaf in _leaves(carry) if _is_inexact(leaf) and path not in params.values()}
+    ends = {name: _plain(path[len(root) :]) for name, path in params.items()}
+    shapes = {name: np.shape(dict(_leaves(carry))[path]) for name, path in params.items()}
+    found: set[Path] = set()
+    for candidate in leaves:  # a leaf that ends like the first parameter starts a mirror
+        first = next(iter(params))
+        stem = _stem(_plain(candidate), ends[first])
+        if stem is None:
+            continue
+        mirror = {
+            path
+            for path, leaf in leaves.items()
+            for name in params
+            if _plain(path) == stem + ends[name] and np.shape(leaf) == shapes[name]
+        }
+        found |= mirror if len(mirror) == len(params) or not ends[first] else set()
+    found |= _lists(leaves, Counter(shapes.values()))
+    return {path for path in found if not np.any(wide(leaves[path]))}
+
+
+def aligned(paths: Iterable[Path], others: Iterable[Path]) -> dict[Path, Path]:
+    """Returns for each path the one of `others` that ends most like it, by two names at least, if there is one.
+
+    What stands in a list is counted from its end: Keras puts accumulators before the moments.
+    """
+    here, there, found = _from_end(paths), _from_end(others), dict[Path, Path]()
+    for path, end in here.items():
+        shared = {other: _common_end(end, other_end) for other, other_end in there.items()}
+        best = max(shared.values(), default=0)
+        if list(shared.values()).count(best) == 1 and best >= min(2, len(path)):
+            found[path] = next(other for other, length in shared.items() if length == best)
+    return found
+
+
+def counters(carry: Tree) -> list[Path]:
+    """Returns the paths of what Optax's transformations call `count`."""
+    return [path for path, leaf in _leaves(carry) if _is_count(leaf) and _plain(path)[-1:] == ("count",)]
+
+
+def has_keys(tree: Tree) -> bool:
+    """Whether there is a random key in a tree."""
+    return any(is_key(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def redrawn(tree: Tree, number: int) -> Tree:
+    """Returns a tree whose keys are `number`'s own."""
+    return jax.tree.map(lambda leaf: _folded(leaf, number) if is_key(leaf) else leaf, tree)
+
+
+@jax.jit
+def _folded(key: Any, number: Any) -> Any:
+    """Returns a key, or an array of them, with a number folded in; one of the old style stays so."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), number))
+    return jax.vmap(lambda one: jax.random.fold_in(one, number))(key.reshape(-1)).reshape(key.shape)
+
+
+def _leaves(carry: Tree) -> list[tuple[Path, Any]]:
+    return [(tuple(map(_key, path)), leaf) for path, leaf in jax.tree.leaves_with_path(carry)]
+
+
+def _key(key: Any) -> str:
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _named(path: Path) -> str:
+    return "/".join(_plain(path)) or "params"
+
+
+def _listed(params: dict[str, Path]) -> str:
+    names = sorted(params)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _plain(path: Path) -> Path:
+    """Returns a path without the `value` in which a variable of NNX ends."""
+    return path[:-1] if path[-1:] == ("value",) else path
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and np.size(leaf) > 0
+
+
+def _is_count(leaf: Any) -> bool:
+    if isinstance(leaf, bool) or np.ndim(leaf) or is_key(leaf):
+        return False
+    return type(leaf) is int or (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.signedinteger))
+
+
+def _common_end(path: Path, other: Path) -> int:
+    pairs = zip(reversed(path), reversed(other), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(path), len(other)))
+
+
+def _from_end(paths: Iterable[Path]) -> dict[Path, Path]:
+    """Returns for each path the same, plain, in which the last number counts from the end of its list."""
+    plain = {path: _plain(path) for path in paths}
+    last = lambda parent: max(int(path[-1]) for path in plain.values() if path[:-1] == parent and path[-1].isdigit())
+    end = lambda path: (*path[:-1], str(int(path[-1]) - last(path[:-1]))) if path and path[-1].isdigit() else path
+    return {path: end(of) for path, of in plain.items()}
+
+
+def _stem(path: Path, end: Path) -> Path | None:
+    """Returns what stands before an end that a path has."""
+    if not end:
+        return path
+    return path[: -len(end)] if path[-len(end) :] == end else None
+
+
+def _asked(carry: Tree, find: Callable[[Tree], Tree]) -> tuple[Path, list[Path]]:
+    """Returns the paths of the leaves that `find` returns, which are the carry's own."""
+    own = {id(leaf) for leaf in jax.tree.leaves(find(carry))}
+    return _under_root([path for path, leaf in _leaves(carry) if id(leaf) in own])
+
+
+def _of_nnx(carry: Tree) -> tuple[Path, list[Path]] | None:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return None
+    nodes = jax.tree.leaves_with_path(carry, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    starts = {tuple(map(_key, path)) for path, node in nodes if isinstance(node, nnx.Param)}
+    found = [path for path, _ in _leaves(carry) if any(path[: len(start)] == start for start in starts)]
+    return _under_root(found) if found else None
+
+
+def _under_root(paths: list[Path]) -> tuple[Path, list[Path]]:
+    """Returns all that the paths start with, and the paths."""
+    columns = list(zip(*(path[:-1] for path in map(_plain, paths)), strict=False))
+    shared = next((n for n, names in enumerate(columns) if len(set(names)) > 1), len(columns))
+    return paths[0][:shared] if paths else (), paths
+
+
+def _under_params(leaves: dict[Path, Any]) -> tuple[Path, list[Path]] | None:
+    roots = [path[: path.index("params") + 1] for path in leaves if "params" in path]
+    root = min(roots, key=len, default=())
+    return (root, [path for path in leaves if path[: len(root)] == root]) if root else None
+
+
+def _first_part(carry: Tree, leaves: dict[Path, Any]) -> tuple[Path, list[Path]]:
+    """Returns the first part of the carry that is not all zeros; of a dict all of those, of a dict of arrays all."""
+    parts: dict[str, list[Path]] = {}
+    for path in leaves:
+        parts.setdefault(path[0] if path else "", []).append(path)
+    filled = [paths for paths in parts.values() if any(np.any(wide(leaves[path])) for path in paths)]
+    if not isinstance(carry, tuple | list) and all(len(path) <= 1 for path in leaves):
+        return (), list(leaves)
+    if isinstance(carry, dict) and len(filled) > 1:
+        return (), [path for paths in filled for path in paths]
+    first = next(iter([*filled, *parts.values()]), [])
+    return (first[0][:1], first) if first else ((), [])
+
+
+def _lists(leaves: dict[Path, Any], shapes: Counter[Any]) -> set[Path]:
+    """Returns what stands in lists of as many arrays of each shape as the parameters have, or twice, or more."""
+    found: set[Path] = set()
+    for parent in {path[:-1] for path in leaves if path and path[-1].isdigit()}:
+        here = {path: np.shape(leaf) for path, leaf in leaves.items() if path[:-1] == parent}
+        many = Counter(shape for shape in here.values() if shape)
+        times = {many[shape] / count for shape, count in shapes.items() if shape}
+        if set(many) <= set(shapes) and len(times) == 1 and min(times) >= 1 and min(times).is_integer():
+            found |= {path for path, shape in here.items() if shape}
+    return found

@@ -1,0 +1,226 @@
+"""Owns the windows of a step, whole and cut, and how nearly they agree. Knows no cause."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.roles import is_key
+from optax_accum._tools import carries
+from optax_accum._tools.carries import Leaf, Numbers
+from optax_accum._tools.explanations import Change, Explanations
+from optax_accum._tools.loss import largest
+from optax_accum._tools.report import order
+from optax_accum._tools.train_steps import Steps, nudged
+from optax_accum._within import splitting
+
+Rows = list[np.ndarray]  # the rows of each micro-batch of a window
+Errors = dict[str, tuple[float, float]]  # each leaf -> its relative error, and the largest allowed
+DRAWS = 64  # keys over which a random step is averaged
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRuns:
+    """A step for the whole batch and one for micro-batches, and what is seen of their windows."""
+
+    one: Steps
+    cut: Steps
+    longer: Callable[[], Steps]
+    batch: Tree
+    count: int  # rows, or groups of them
+    group_size: int
+    within_call: bool
+    epsilon: float  # of the narrowest float in the step
+    rtol: float
+    leaves: dict[str, Leaf]
+
+    def even(self, number: int = 0) -> Rows:
+        """The rows of a window of equal micro-batches; in the next window others stand together."""
+        k = self.cut.every
+        return np.split(np.roll(np.arange(self.count), -number)[: self.count // k * k], k)
+
+    def of(self, rows: np.ndarray) -> Tree:
+        """Returns rows of the batch; where a row is a group, all that are in it."""
+        rows = (rows[:, None] * self.group_size + np.arange(self.group_size)[None]).reshape(-1)
+        cut = lambda leaf: leaf[rows] if is_key(leaf) else jnp.asarray(np.asarray(leaf)[rows])
+        return jax.tree.map(lambda leaf: cut(leaf) if splitting.is_split(leaf) else leaf, self.batch)
+
+    def calls(self, parts: Rows) -> list[Tree]:
+        """Returns what the step is called with in a window."""
+        return [self.of(np.concatenate(parts))] if self.within_call else list(map(self.of, parts))
+
+    def changes(self, steps: Steps, *windows: list[Tree], draws: int = DRAWS, last: bool = False) -> list[Change]:
+        """Returns what was changed after each window: of each leaf [draws, ...]."""
+        numbers = range(1, draws + 1) if self.random else [None]
+        runs = [steps.run(*windows, last=last, draw=draw) for draw in numbers]
+        paths = {name: leaf.one if steps is self.one else leaf.cut for name, leaf in self.leaves.items()}
+        with np.errstate(all="ignore"):
+            change = lambda at: {
+                n: np.stack([run[at][path] - run[0][path] for run in runs]) for n, path in paths.items()
+            }
+            return [change(at) for at in range(1, len(windows) + 1)]
+
+    @functools.cached_property
+    def random(self) -> bool:
+        """Whether the step changes with a random key that is in the carry or in the batch."""
+        if not (carries.has_keys(self.one.carry) or carries.has_keys(self.batch)):
+            return False
+        runs = [self.one.run([self.of(np.arange(self.count))], draw=draw) for draw in range(1, 9)]
+        change = lambda run, leaf: run[1][leaf.one] - run[0][leaf.one]
+        return any(
+            not np.array_equal(change(runs[0], leaf), change(run, leaf))
+            for leaf in self.leaves.values()
+            for run in runs
+        )
+
+    @functools.cached_property
+    def seen(self) -> list[Numbers]:
+        """The carry in two windows, before and after each call."""
+        return self.cut.run(*([call] for number in (0, 1) for call in self.calls(self.even(number))))
+
+    @functools.cached_property
+    def moved(self) -> list[int]:
+        """The calls of two windows at which parameters changed."""
+        params = [leaf.cut for leaf in self.leaves.values() if leaf.slot == "params"]
+        pairs = enumerate(zip(self.seen, self.seen[1:], strict=False), start=1)
+        return [n for n, (a, b) in pairs if any(not np.array_equal(a[path], b[path]) for path in params)]
+
+    @functools.cached_property
+    def slots(self) -> dict[str, list[str]]:
+        """The parameters, and what mirrors them in the optimizer's state: not what changes while held, as sums do."""
+        first = self.seen[: 1 if self.within_call else self.cut.every]
+        held = lambda leaf: all(np.array_equal(first[0][leaf.cut], later[leaf.cut]) for later in first)
+        found: dict[str, list[str]] = {}
+        for name, leaf in self.leaves.items():
+            if leaf.slot == "params" or held(leaf):
+                found.setdefault(leaf.slot, []).append(name)
+        return found
+
+    @property
+    def judged(self) -> list[str]:
+        """The leaves in which whole and cut must agree; of means over keys those that are linear in the gradient."""
+        return [name for slot in (self.explanations.linear if self.random else self.slots) for name in self.slots[slot]]
+
+    @functools.cached_property
+    def even_rows(self) -> Rows:
+        """The rows of two windows."""
+        return [np.concatenate(self.even(number)) for number in (0, 1)]
+
+    @functools.cached_property
+    def ones(self) -> list[Change]:
+        """What two whole batches changed, one after the other."""
+        return self.changes(self.one, *([self.of(rows)] for rows in self.even_rows))
+
+    @functools.cached_property
+    def ends(self) -> list[Change]:
+        """What two windows changed, one after the other."""
+        return self.changes(self.cut, *(self.calls(self.even(number)) for number in (0, 1)))
+
+    @functools.cached_property
+    def moves_first(self) -> bool:
+        """Whether the first whole batch moves the parameters: at a rate that grows from 0 the second one does."""
+        return any(np.any(self.ones[0][name]) for name, leaf in self.leaves.items() if leaf.slot == "params")
+
+    @functools.cached_property
+    def one_by_one(self) -> Change:
+        """What the reference changes with each micro-batch, one after the other."""
+        return mean(*self.changes(self.one, list(map(self.of, self.even()))))
+
+    @functools.cached_property
+    def scales(self) -> dict[str, float]:
+        """The size of each leaf's change: 1 % of the largest of its slot at least."""
+        sizes = {name: max(largest(mean(change)[name]) for change in self.ones) for name in self.leaves}
+        most = lambda slot: max(sizes[name] for name, leaf in self.leaves.items() if leaf.slot == slot)
+        return {name: max(sizes[name], 0.01 * most(leaf.slot)) or 1.0 for name, leaf in self.leaves.items()}
+
+    @functools.cached_property
+    def explanations(self) -> Explanations:
+        """What the micro-batches of an even window would change, each alone."""
+        return self.explained(self.even())
+
+    def explained(self, parts: Rows) -> Explanations:
+        """Returns what some micro-batches would change, together and each alone."""
+        alone = lambda rows: mean(*self.changes(self.one, [self.of(rows)], draws=DRAWS // 2))
+        drift = {name: leaf.drift for name, leaf in self.leaves.items()}
+        near = max(0.25 if self.random else 0.02, self.rtol)
+        return Explanations(self.slots, self.scales, drift, alone(np.concatenate(parts)), list(map(alone, parts)), near)
+
+    def settle(self) -> None:
+        """Finds out for both steps whether they can be run again."""
+        parts = self.even()
+        self.one.settle([self.of(np.concatenate(parts))])
+        self.cut.settle(self.calls(parts))
+
+    def ordered(self) -> bool:
+        """Whether the update of the whole batch changes with the order of its rows."""
+        rows = np.concatenate(self.even())
+        other = mean(*self.changes(self.one, [self.of(np.random.default_rng(0).permutation(rows))]))
+        first, e = mean(self.ones[0]), self.explanations
+        return min(e.distance(other, first, slot) for slot in e.slots) > e.near
+
+    def repeats(self) -> bool:
+        """Whether a window of equal micro-batches changes what one of them alone does."""
+        parts = [self.even()[0]] * self.cut.every
+        e, found = self.explanations, mean(*self.changes(self.cut, self.calls(parts)))
+        return all(e.distance(found, e.parts[0], slot) < e.near for slot in e.slots)
+
+    @functools.cached_property
+    def errors(self) -> Errors:
+        """The error and the limit of each leaf, in two even windows."""
+        return self.compared(self.ends, self.even_rows, self.ones)
+
+    def compared(self, found: list[Change], windows: Rows, whole: list[Change] | None = None) -> Errors:
+        """Returns for each leaf its relative error and limit, where it is worst.
+
+        In the mean over keys an entry may be off by six standard errors, too.
+        """
+        errors: Errors = {}
+        whole = whole or self.changes(self.one, *([self.of(rows)] for rows in windows))
+        slacks = self.slack(windows)
+        for name in self.judged:
+            for one, cut, slack in zip(whole, found, slacks, strict=False):
+                with np.errstate(all="ignore"):
+                    spread = 6 * np.std(cut[name] - one[name], 0) / math.sqrt(len(one[name])) if self.random else 0.0
+                    off = np.nan_to_num(np.abs(np.mean(cut[name] - one[name], 0)), nan=np.inf) / self.scales[name]
+                limit = np.nan_to_num(self.rtol + (slack[name] + spread) / self.scales[name])
+                worst = np.unravel_index(np.argmax(off / limit), off.shape)
+                pair = (float(off[worst]), float(limit[worst]))
+                errors[name] = max(errors.get(name, pair), pair, key=lambda pair: order(pair[0] / pair[1]))
+        return errors
+
+    def slack(self, windows: Rows) -> list[Change]:
+        """Returns how far rounding moves each entry in the reference, window by window.
+
+        Inputs are nudged by a few last digits, and rows come in other orders: an entry may be off by ten times that,
+        and by four roundings of what it is.
+        """
+
+        def run(number: int) -> list[Change]:
+            random = np.random.default_rng(number)
+            orders = [rows if self.random or not number else random.permutation(rows) for rows in windows]
+            seen = self.one.run(*([nudged(self.of(rows), number)] for rows in orders), draw=1 if self.random else None)
+            return [{n: later[leaf.one] - seen[0][leaf.one] for n, leaf in self.leaves.items()} for later in seen[1:]]
+
+        plain, *others = map(run, range(5))
+        slacks: list[Change] = [{} for _ in windows]
+        for at, slack in enumerate(slacks):
+            for name, leaf in self.leaves.items():
+                off = np.abs(np.stack([other[at][name] for other in others]) - plain[at][name])
+                size = np.abs(leaf.start) + np.abs(plain[at][name])
+                slack[name] = 10 * np.max(off, 0) + 3 * np.sqrt(np.mean(off**2)) + 4 * leaf.epsilon * size
+        return slacks
+
+
+def within(errors: Errors) -> bool:
+    """Returns whether no error is beyond its limit."""
+    return all(error <= limit for error, limit in errors.values())
+
+
+def mean(change: Change) -> Change:
+    """Returns the mean over draws."""
+    return {name: np.mean(leaf, 0) for name, leaf in change.items()}

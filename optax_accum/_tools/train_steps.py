@@ -1,0 +1,141 @@
+"""Owns the runs of a train step, each from the same carry, and what is seen of them. Judges nothing."""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_accum._core.arithmetic import Tree
+from optax_accum._tools import carries
+from optax_accum._tools.carries import Numbers
+from optax_accum._tools.loss import wide
+
+EPSILONS = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
+
+
+class Steps:
+    """What `make_step(every)` returns, run as often as one likes from the carry that it begins with."""
+
+    def __init__(self, make_step: Callable[[int], Any], every: int) -> None:
+        self.make_step, self.every = make_step, every
+        self.step, self.carry, self.last = self._made()
+        arrays = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+        self._fresh = not all(isinstance(leaf, arrays) or callable(leaf) for leaf in jax.tree.leaves(self.carry))
+
+    def run(self, *windows: Sequence[Tree], last: bool = False, draw: int | None = None) -> list[Numbers]:
+        """Returns the numbers of the carry at first and after each window; `last` is the step for the last call."""
+        step, carry, last_step = self._made() if self._fresh else (self.step, _copied(self.carry), self.last)
+        carry = carry if draw is None else carries.redrawn(carry, draw)
+        seen = [carries.numbers(carry)]
+        for window in windows:
+            for number, batch in enumerate(window, start=1):
+                batch = batch if draw is None else carries.redrawn(batch, draw)
+                take = last_step if last and number == len(window) else step
+                carry = self._checked(take(carry, batch))  # type: ignore[misc]
+            seen.append(carries.numbers(carry))
+        return seen
+
+    def settle(self, batches: Sequence[Tree]) -> None:
+        """Runs the same calls twice: a step that differs keeps something to itself, and each run makes it anew."""
+        runs = [self.run(*([batch] for batch in (*batches, batches[0]))) for _ in range(2)]
+        same = lambda a, b: a.keys() == b.keys() and all(np.array_equal(a[path], b[path], equal_nan=True) for path in a)
+        self._fresh = self._fresh or not all(map(same, *runs))
+
+    def rounding(self, batch: Tree) -> float:
+        """Returns the machine epsilon of the narrowest float in the step, or in its carry where it cannot be traced."""
+        try:
+            text = str(jax.make_jaxpr(self.step)(_copied(self.carry), batch))
+        except Exception:  # a step may be a loop on the host
+            text = str(jax.make_jaxpr(lambda *leaves: leaves)(*_arrays((self.carry, batch))))
+        return max((EPSILONS.get(name, 0) for name in re.findall(r"\b(\w+)\[", text)), default=0) or EPSILONS["f32"]
+
+    def _made(self) -> tuple[Callable[..., Any], Tree, Callable[..., Any] | None]:
+        made = self.make_step(self.every)
+        if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
+            raise TypeError(
+                f"make_step must return (step, carry), or (step, carry, last_step): make_step({self.every}) returned "
+                f"{_short(made)}. Let step(carry, micro_batch) return the next carry."
+            )
+        step, carry, *last = made
+        if last and not callable(last[0]):
+            raise TypeError(f"last_step must be a function of (carry, micro_batch): it is {_short(last[0])}.")
+        return step, carry, last[0] if last else None
+
+    def _checked(self, new: Tree) -> Tree:
+        if new is None:
+            raise TypeError(
+                "step must return the next carry: it returned None. Where it changes the carry in place, as NNX does, "
+                "return that."
+            )
+        own = jax.tree.structure(self.carry)
+        if isinstance(new, tuple) and new and jax.tree.structure(new) != own == jax.tree.structure(new[0]):
+            raise TypeError(
+                "step must return the next carry alone: it returned a tuple that begins with it. Pass "
+                "lambda carry, micro_batch: step(carry, micro_batch)[0]."
+            )
+        return new
+
+
+def reference(optimizer: optax.GradientTransformation, loss: Callable[..., Any], params: Tree) -> Callable[[int], Any]:
+    """Returns the `make_step` of a plain step on the whole batch."""
+
+    @jax.jit
+    def step(carry: Tree, batch: Tree) -> Tree:
+        params, state = carry["params"], carry["state"]
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = optax.with_extra_args_support(optimizer).update(grads, state, params, value=value)
+        return {"params": optax.apply_updates(params, updates), "state": state}
+
+    return lambda every: (step, {"params": params, "state": optimizer.init(params)})
+
+
+def nudged(batch: Tree, number: int) -> Tree:
+    """Returns a batch whose floats are off by a few of their last digits; the same for number 0."""
+    random = np.random.default_rng(number)
+
+    def nudge(leaf: Any) -> Any:
+        by = 4 * float(jnp.finfo(leaf.dtype).eps) * random.uniform(-1, 1, np.shape(leaf)) if number else 0.0
+        return jnp.asarray(wide(leaf) * (1 + by), leaf.dtype)
+
+    return jax.tree.map(lambda leaf: nudge(leaf) if _is_float(leaf) else leaf, batch)
+
+
+def spoilt(batch: Tree, rows: slice) -> Tree:
+    """Returns a batch with NaN in all floats of some rows."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf).at[rows].set(math.nan) if _is_float(leaf) else leaf, batch)
+
+
+def _is_float(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) and np.ndim(leaf) > 0
+
+
+def _copied(carry: Tree) -> Tree:
+    """Returns a carry with arrays of its own: a step may be given them for good, or change what holds them."""
+    leaves = jax.tree.leaves(carry)
+    if len(set(map(id, leaves))) < len(leaves):  # as where an optimizer of NNX holds the model: still one afterwards
+        return copy.deepcopy(carry)
+    leaves, treedef = jax.tree.flatten(carry)
+    at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    copies = dict(zip(at, _copies([leaves[n] for n in at]), strict=True))
+    own = lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    return jax.tree.unflatten(treedef, [copies.get(n, own(leaf)) for n, leaf in enumerate(leaves)])
+
+
+@jax.jit
+def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [array.copy() for array in arrays]
+
+
+def _arrays(tree: Tree) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array | np.ndarray)]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."

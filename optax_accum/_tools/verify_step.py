@@ -1,0 +1,205 @@
+"""Owns the question whether a train step that accumulates keeps the law, and why not. Knows no framework."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import optax
+
+from optax_accum._core import checks
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.rows import count_rows
+from optax_accum._tools import carries
+from optax_accum._tools.report import Cause, Report, order
+from optax_accum._tools.step_probes import LONG, StepProbes
+from optax_accum._tools.step_runs import DRAWS, Errors
+from optax_accum._tools.train_steps import Steps, reference
+
+
+def verify_step(
+    make_step: Callable[[int], Any],
+    batch: Tree,
+    *,
+    every: int = 4,
+    within_call: bool = False,
+    uneven: bool = True,
+    optimizer: optax.GradientTransformation | None = None,
+    loss: Callable[..., Any] | None = None,
+    params: Callable[[Tree], Tree] | None = None,
+    group_size: int = 1,
+    rtol: float | None = None,
+) -> Report:
+    """Tells whether a train step accumulates as it should, and if not, why, and what to do. The step may be anyone's.
+
+        step, carry = make_step(every)        carry = step(carry, micro_batch), as often as there are micro-batches
+
+    `make_step(1)` is the reference: its step gets the whole batch. Both run two windows from the same carry, and the
+    parameters and the optimizer's state are compared; then windows of unequal micro-batches, and one with NaN. Where
+    they differ, what came out is compared with what each fault would make of the micro-batches' own updates.
+
+    Args:
+      make_step: called with the length of a window, returns `(step, carry)`, the same carry each time. Where a window
+        may end early, it returns `(step, carry, last_step)`; the last micro-batch of the data is given to `last_step`.
+        A carry is a pytree: of arrays, a Flax TrainState, NNX modules, the lists of Keras' stateless calls.
+      batch: a pytree of arrays with rows, `2 * every` of them or more. Scalars and keys in it are not cut.
+      every: the length of the window, 2 or more.
+      within_call: whether one call of `step` gets the whole batch and cuts it into `every` micro-batches itself.
+      uneven: whether micro-batches may have unequal numbers of rows, as at the end of an epoch.
+      optimizer: with `loss`, in place of `make_step(1)`: the reference is then its update with the gradient of
+        the whole batch's loss.
+      loss: called as `loss(params, batch)`.
+      params: returns the parameters in a carry. By default they are what stands under the name "params", or all
+        `nnx.Param`, or the first part of the carry that is not all zeros.
+      group_size: how many consecutive rows belong together.
+      rtol: the largest relative error that counts as rounding. By default the square root of the machine epsilon of
+        the narrowest float in the step, 3e-4 for float32. To it comes what rounding does to the reference: it is run
+        with its inputs off by a few last digits and its rows in other orders.
+
+    Returns:
+      A `Report`, as from `verify`. In a test write `verify_step(...).check()`.
+
+    Raises:
+      TypeError, ValueError: a batch too small to cut; a `make_step` that returns something else, or other parameters
+        each time; a step that returns nothing; a carry without parameters; a reference whose update is zero, or not
+        finite; a random step whose key is neither in the carry nor in the batch.
+
+    Guarantees:
+      | case | result | known when |
+      |---|---|---|
+      | no update at all, or not when the window ends | `"never closes"` | running |
+      | one micro-batch counts | `"only the first gradient"`, `"only the last gradient"` | running |
+      | the wrong divisor | `"sum for a mean"`, `"divided twice"`, `"divided by the full k"` | running |
+      | micro-batches that should count differently | `"mean of means"` | running |
+      | clipping, by norm or by value, of each gradient | `"clipping at each micro-step"` | running |
+      | an optimizer or a schedule that counts micro-steps | `"optimizer at each micro-step"` | running |
+      | parameters that change in a window | `"moves while held"` | running |
+      | one key for all micro-batches | `"shared key"` | running |
+      | a sum in bfloat16 or float16 | `"low-precision sum"` | running |
+      | a NaN outlives its window, and on whole batches does not | `"NaN poison"` | running |
+      | BatchNorm, contrastive losses | `"coupled examples"` | running |
+      | the sum of a window is in the next one, too | `"not emptied"` | running |
+      | a difference that no probe explains | `"another difference"` | running |
+      | a random step | means over keys are compared, of what is linear in the gradient | running |
+      | a step that refuses unequal micro-batches | said under "Not tried" | running |
+
+    Example:
+      A loop that forgets to divide.
+
+      >>> import jax, jax.numpy as jnp, optax_accum
+      >>> def make_step(every):
+      ...     def step(carry, batch):
+      ...         w, total, n = carry
+      ...         total = total + jax.grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(w)
+      ...         closes = (n + 1) % every == 0
+      ...         return jnp.where(closes, w - 0.1 * total, w), jnp.where(closes, 0, total), n + 1
+      ...     return step, (jnp.ones((5, 3)), jnp.zeros((5, 3)), 0)
+      >>> batch = {"x": jax.random.normal(jax.random.key(0), (8, 5)), "y": jnp.zeros((8, 3))}
+      >>> [cause.kind for cause in optax_accum.verify_step(make_step, batch).causes]
+      ['sum for a mean']
+    """
+    every, count = _check(batch, every, group_size)
+    cut, one = Steps(make_step, every), None if optimizer or loss else Steps(make_step, 1)
+    if one is None:
+        one = Steps(_reference(optimizer, loss, carries.subtree(cut.carry, params)), 1)
+    leaves = carries.common(one.carry, cut.carry, params if one.make_step is make_step else None, params)
+    longer = lambda: Steps(make_step, LONG * every)
+    epsilon = one.rounding(batch)
+    limit = math.sqrt(epsilon) if rtol is None else rtol
+    probes = StepProbes(one, cut, longer, batch, count, group_size, within_call, epsilon, limit, leaves)
+    probes.settle()
+    if hidden := _check_reference(probes):
+        return Report(False, {}, {}, (hidden,), count * group_size, every, True, "step")
+    causes, errors, notes = _compared(probes, uneven)
+    errors, limits = ({name: pair[i] for name, pair in errors.items()} for i in (0, 1))
+    return Report(
+        not causes, errors, limits, tuple(causes), count * group_size, every, probes.random, "step", DRAWS, tuple(notes)
+    )
+
+
+def _compared(probes: StepProbes, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
+    """Returns the causes, the errors, and what was not tried: where even windows are right, others are run."""
+    causes = probes.closing()
+    if not probes.moved:
+        return causes, {}, []
+    causes += [*probes.counters(), *probes.held()]
+    causes = causes or probes.window()
+    errors, notes = dict(probes.errors), list[str]()
+    if not causes:
+        causes += [*probes.shared_key(), *probes.low_precision()]
+        for parts, last in _others(probes, uneven, notes):
+            try:
+                more, found = probes.other(parts, last=last)
+            except Exception as error:  # whatever a user's step raises for a size that it does not take
+                sizes = [len(part) * probes.group_size for part in parts]
+                notes.append(f"micro-batches of {sizes} rows, which the step refuses: {str(error)[:100]!r}")
+                continue
+            causes += found
+            for name, pair in more.items():
+                errors[name] = max(errors[name], pair, key=lambda pair: order(pair[0] / pair[1]))
+    return [*causes, *probes.poison()], errors, notes
+
+
+def _others(probes: StepProbes, uneven: bool, notes: list[str]) -> Iterator[tuple[list[np.ndarray], bool]]:
+    """Yields windows of unequal micro-batches, and one that ends early."""
+    even, k = probes.even(), probes.cut.every
+    if not uneven:
+        notes.append("micro-batches of unequal size (uneven=False)")
+    elif probes.within_call:
+        yield np.array_split(np.concatenate(even)[:-1], k), False
+    else:
+        size, rows = len(even[0]), np.concatenate(even)
+        ends = np.cumsum([size + (1, -1)[n % 2] for n in range(k // 2 * 2)])
+        yield np.split(rows, ends[: k - 1]), False
+    if probes.cut.last is not None:
+        yield even[: -(-k // 2)], True
+    elif not probes.within_call:
+        notes.append("a window that ends early: make_step returns no last_step")
+
+
+def _check(batch: Tree, every: Any, group_size: Any) -> tuple[int, int]:
+    """Returns the length of the window and the number of rows, or groups; raises where nothing can be cut."""
+    every = checks.as_positive("every", every) or 0
+    if every < 2:
+        raise ValueError(f"There must be a window to compare: every={every}. Pass 2 or more.")
+    checks.as_positive("group_size", group_size)
+    rows, needed = count_rows(batch), 2 * every * group_size
+    if rows < needed:
+        raise ValueError(
+            f"verify_step needs {needed} rows or more, two{' groups' if group_size > 1 else ''} for each of every="
+            f"{every} micro-batches: the batch has {rows}. Pass a batch of {needed}."
+        )
+    if rows % group_size:
+        raise ValueError(
+            f"Groups must be whole: group_size={group_size} does not divide the {rows} rows of the batch. Pass a "
+            f"batch of {rows - rows % group_size}."
+        )
+    return every, rows // group_size
+
+
+def _reference(optimizer: Any, loss: Any, params: Tree) -> Callable[[int], Any]:
+    if optimizer is None or loss is None:
+        given, other = ("loss", "optimizer") if optimizer is None else ("optimizer", "loss")
+        raise TypeError(f"A reference needs both: {given}= was given, {other}= was not. Pass both, or neither.")
+    return reference(checks.as_transformation(optimizer), loss, params)
+
+
+def _check_reference(probes: StepProbes) -> Cause | None:
+    """Raises for a reference that nothing can be compared with, or returns a key that it keeps to itself."""
+    ones = probes.ones[-1]
+    if not all(np.all(np.isfinite(change)) for change in ones.values()):
+        raise ValueError("The whole batch must have a finite update to compare with. Look for the NaN.")
+    if not any(np.any(ones[name]) for name, leaf in probes.leaves.items() if leaf.slot == "params"):
+        raise ValueError(
+            "The reference must move the parameters: two updates of make_step(1) with the whole batch did not. Return "
+            "the new parameters from the step, in the carry; start from a learning rate and a gradient that are not 0."
+        )
+    if probes.random or not probes.ordered():
+        return None
+    if probes.repeats():
+        says = "The update changes with the order of rows, as dropout makes it; equal micro-batches give the same."
+        return Cause("shared key", says)
+    raise ValueError(
+        "The update of the whole batch changes with the order of its rows. If that is by a random key, let make_step "
+        "put the key into the carry, to be drawn anew. If rows belong together, pass group_size."
+    )

@@ -1,0 +1,356 @@
+"""Is each planted fault of a step found and named, and is nothing found in sound steps, whoever wrote them?"""
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import optax_accum
+from benchmarks.verify_step import KINDS, sound_step
+from benchmarks.verify_step import fault as planted
+from optax_accum import verify_step
+
+rng = np.random.default_rng(0)
+N, K, D = 12, 4, 3
+W = rng.normal(size=(6, D)).astype(np.float32)
+BATCH = {
+    "x": rng.normal(size=(N, 6)).astype(np.float32),
+    "y": rng.normal(size=(N, D)).astype(np.float32),
+    "mask": rng.uniform(0.2, 3, size=N).astype(np.float32),
+}
+
+
+def squared(w, batch, key):
+    """The gradient of a mean of squares, in NumPy: nothing is compiled."""
+    x, y = np.asarray(batch["x"]), np.asarray(batch["y"])
+    return 2 * x.T @ (x @ w - y) / y.size
+
+
+def masked(w, batch, key):
+    x, y, mask = (np.asarray(batch[name]) for name in ("x", "y", "mask"))
+    return 2 * x.T @ (mask[:, None] * (x @ w - y)) / mask.sum() / D
+
+
+def normed(w, batch, key):
+    x = np.asarray(batch["x"])
+    return squared(w, batch | {"x": (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True)}, key)
+
+
+def dropped(w, batch, key):
+    keep = np.asarray(jax.random.bernoulli(key, 0.7, batch["x"].shape))
+    return squared(w, batch | {"x": np.asarray(batch["x"]) * keep / np.float32(0.7)}, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Gradient descent with momentum in plain NumPy, and the places where it can go wrong in a window."""
+
+    grad: object = squared
+    clip: object = lambda g: g
+    weight: object = lambda batch: np.float32(len(batch["x"]))
+    join: object = lambda acc, g, n: acc + g
+    factor: object = lambda n, k: 1
+    closes: object = lambda n, k: n >= k
+    held: object = lambda w: w
+    key: object = lambda key, n: jax.random.fold_in(key, n)
+    empty: object = lambda acc: np.zeros_like(acc)
+    guarded: bool = False
+    dtype: object = np.float32
+    draws: bool = False
+
+    def __call__(self, every):
+        def step(carry, batch, last=False):
+            w, m, acc, n = carry["params"]["w"], carry["m"]["w"], carry["acc"], carry["n"] + 1
+            key = self.key(carry["key"], n) if self.draws else None
+            share = self.weight(batch)
+            acc = self.join(acc, (share * self.clip(self.grad(w, batch, key))).astype(self.dtype), n)
+            total = carry["total"] + share
+            if not (self.closes(n, every) or last):
+                return carry | {"params": {"w": self.held(w)}, "acc": acc, "n": n, "total": total}
+            new = np.float32(0.9) * m + acc.astype(np.float32) / total * np.float32(self.factor(n, every))
+            if np.isfinite(new).all() or not self.guarded:
+                m, w = new, w - np.float32(0.1) * new
+            return carry | {"params": {"w": w}, "m": {"w": m}, "acc": self.empty(acc), "n": 0, "total": np.float32(0)}
+
+        carry = {"params": {"w": W}, "m": {"w": np.zeros_like(W)}, "acc": np.zeros_like(W, self.dtype)}
+        carry |= {"n": 0, "total": np.float32(0)} | ({"key": jax.random.key(0)} if self.draws else {})
+        return step, carry, lambda carry, batch: step(carry, batch, last=True)
+
+
+def in_windows(**fields):
+    """A fault that make_step(1) has not."""
+    return lambda every: (Loop(**fields) if every > 1 else Loop())(every)
+
+
+FAULTS = {
+    "never closes": in_windows(closes=lambda n, k: False),
+    "only the first gradient": Loop(join=lambda acc, g, n: acc if n > 1 else g),
+    "only the last gradient": Loop(join=lambda acc, g, n: g, factor=lambda n, k: n),
+    "divided twice": Loop(factor=lambda n, k: 1 / n),
+    "divided by the full k": Loop(factor=lambda n, k: n / k),
+    "sum for a mean": Loop(factor=lambda n, k: n),
+    "mean of means": Loop(masked, weight=lambda batch: np.float32(1)),
+    "clipping at each micro-step": Loop(clip=lambda g: g / np.linalg.norm(g)),
+    "optimizer at each micro-step": Loop(closes=lambda n, k: True),
+    "moves while held": Loop(held=lambda w: np.float32(0.99) * w),
+    "shared key": Loop(dropped, key=lambda key, n: key, draws=True),
+    "low-precision sum": Loop(dtype=jnp.bfloat16),
+    "NaN poison": lambda every: Loop(guarded=True, empty=lambda acc: 0 * acc if every > 1 else np.zeros_like(acc))(
+        every
+    ),
+    "coupled examples": Loop(normed),
+    "not emptied": in_windows(empty=lambda acc: acc),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_each_planted_fault_is_named(kind):
+    report = verify_step(FAULTS[kind], BATCH)
+    assert not report.holds
+    assert [cause.kind for cause in report.causes] == [kind], str(report)
+    assert report.causes[0].remedy in " ".join(str(report).split())
+    with pytest.raises(AssertionError, match=f"does NOT hold for this step[^.]*[.](.|\n)*Cause: {kind}"):
+        report.check()
+
+
+def test_every_kind_of_the_benchmark_is_planted_here_too():
+    assert sorted(FAULTS) == sorted(KINDS)
+
+
+SOUND = {
+    "squares": Loop(),
+    "a weighted mean": Loop(masked, weight=lambda batch: np.asarray(batch["mask"]).sum()),
+    "clipped means": Loop(factor=lambda n, k: 1.0),
+    "dropout": Loop(dropped, draws=True),
+    "no NaN": Loop(guarded=True),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_nothing_is_found_in_a_sound_loop(name):
+    report = verify_step(SOUND[name], BATCH)
+    assert report.holds, str(report)
+    assert set(report.errors) == ({"m/w"} if name == "dropout" else {"w", "m/w"})  # means over keys: what is linear
+    assert not report.notes
+    assert report.random == (name == "dropout")
+    report.check()
+
+
+# Other people's steps.
+
+
+def loss(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+PARAMS = {"w": jnp.asarray(W)}
+
+
+def multi_steps(every):
+    @jax.jit
+    def step(state, batch):
+        return state.apply_gradients(grads=jax.grad(loss)(state.params, batch))
+
+    return step, TrainState.create(apply_fn=None, params=PARAMS, tx=optax.MultiSteps(optax.adam(0.01), every))
+
+
+def dropped_state(every):
+    """Optax's notebook: a compiled function keeps the new state to itself."""
+    optimizer = optax.MultiSteps(optax.adam(0.01), every)
+    state = optimizer.init(PARAMS)
+
+    @jax.jit
+    def update(params, state, batch):
+        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates)
+
+    return lambda params, batch: update(params, state, batch), PARAMS
+
+
+def scanned(every):
+    @jax.jit
+    def step(carry, batch):
+        params, state = carry
+        cut = jax.tree.map(lambda x: x.reshape(every, -1, *x.shape[1:]), batch)
+        grads = jax.lax.map(lambda micro: jax.grad(loss)(params, micro), cut)
+        updates, state = optax.lion(0.01).update(jax.tree.map(lambda g: g.mean(0), grads), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step, (PARAMS, optax.lion(0.01).init(PARAMS))
+
+
+def of_nnx(every):
+    model = nnx.Linear(6, D, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.sgd(0.1), every), wrt=nnx.Param)
+
+    @nnx.jit
+    def update(model, optimizer, batch):
+        grads = nnx.grad(lambda model: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))(model)
+        optimizer.update(model, grads)
+
+    def step(carry, batch):
+        update(*carry, batch)
+        return carry
+
+    return step, (model, optimizer)
+
+
+def ours(every):
+    tx = optax_accum.accumulate_gradients(optax.adam(0.01), every)
+
+    def step(carry, batch, flush=False):
+        grads = jax.grad(loss)(carry[0], batch)
+        return optax_accum.apply_gradients(tx, grads, carry[1], carry[0], weight=len(batch["x"]), flush=flush)
+
+    last = jax.jit(lambda carry, batch: step(carry, batch, True))
+    return jax.jit(step), (PARAMS, tx.init(PARAMS)), last
+
+
+OTHERS = {
+    "MultiSteps in a TrainState": (multi_steps, {"uneven": False}, []),
+    "MultiSteps, unequal micro-batches": (multi_steps, {}, ["mean of means"]),
+    "NNX": (of_nnx, {"uneven": False}, []),
+    "a scan": (scanned, {"within_call": True}, []),
+    "ours": (ours, {}, []),
+    "a state that is lost": (dropped_state, {"optimizer": optax.adam(0.01), "loss": loss}, ["never closes"]),
+}
+
+
+@pytest.mark.usefixtures("rank_promotion")
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_step_of_a_framework(name):
+    make_step, options, kinds = OTHERS[name]
+    report = verify_step(make_step, BATCH, **options)
+    assert [cause.kind for cause in report.causes] == kinds, str(report)
+    assert report.holds == (not kinds)
+
+
+def test_what_was_not_tried_is_said():
+    report = verify_step(scanned, BATCH, within_call=True)
+    assert "Not tried: micro-batches of [3, 3, 3, 2] rows, which the step refuses" in str(report)
+    assert "returns no last_step" in str(verify_step(lambda every: Loop()(every)[:2], BATCH, every=2))
+
+
+def test_the_reference_may_be_ours():
+    fault = lambda every: Loop(factor=lambda n, k: 1 / K)(every)
+    assert not verify_step(fault, BATCH, uneven=False).causes[1:]  # make_step(1) has the same fault
+    report = verify_step(
+        lambda every: Loop(join=lambda acc, g, n: acc + g)(every), BATCH, optimizer=optax.sgd(0.1, 0.9), loss=loss
+    )
+    assert report.holds, str(report)
+
+
+def test_parameters_are_where_one_says():
+    make_step = lambda every: (lambda step, carry, last: (step, carry))(*Loop()(every))
+    report = verify_step(make_step, BATCH, params=lambda carry: carry["params"], every=2)
+    assert report.holds
+
+
+def test_a_step_that_keeps_something_to_itself_is_made_anew_for_each_run():
+    def make_step(every):
+        seen = []
+
+        def step(carry, batch):
+            seen.append(squared(carry, batch, None))
+            if len(seen) % every:
+                return carry
+            return carry - np.float32(0.1) * np.mean(seen[-every:], axis=0, dtype=np.float32)
+
+        return step, W
+
+    assert verify_step(make_step, BATCH, uneven=False).holds
+
+
+# Bad input.
+
+BAD = {
+    "a batch too small": (Loop(), {"every": 7}, "needs 14 rows or more, two for each of every=7.*has 12"),
+    "no window": (Loop(), {"every": 1}, "a window to compare: every=1. Pass 2"),
+    "no number": (Loop(), {"every": "4"}, "every must be an integer"),
+    "groups": (Loop(), {"every": 2, "group_size": 5}, "needs 20 rows or more, two groups for each"),
+    "broken groups": (Loop(), {"every": 2, "group_size": 3}, None),
+    "no pair": (lambda every: W, {}, r"must return \(step, carry\).*make_step\(4\) returned array"),
+    "no last step": (lambda every: (*Loop()(every)[:2], 3), {}, "last_step must be a function"),
+    "no parameters": (lambda every: (lambda c, b: c, {"n": 1}), {}, "must hold the parameters.*params=lambda carry"),
+    "nothing returned": (lambda every: (lambda c, b: None, (W,)), {}, "it returned None.*in place, as NNX does"),
+    "more than the carry": (lambda every: (lambda c, b: (c, 0.5), {"w": W}), {}, r"a tuple that begins with it.*\[0\]"),
+    "a step that does nothing": (lambda every: (lambda c, b: c, (W,)), {}, "must move the parameters"),
+    "NaN": (lambda every: (lambda c, b: (c[0] * np.nan,), (W,)), {}, "must have a finite update"),
+    "other parameters": (
+        lambda every: (*Loop()(every)[:1], (W * every,)),
+        {},
+        "with the same parameters.*other values",
+    ),
+    "a loss alone": (Loop(), {"loss": loss}, "loss= was given, optimizer= was not"),
+    "an optimizer alone": (Loop(), {"optimizer": optax.sgd(0.1)}, "optimizer= was given, loss= was not"),
+    "a hidden key": (
+        lambda every: (
+            lambda c, b: Loop(dropped, draws=True)(every)[0](c | {"key": jax.random.key(0)}, b),
+            Loop()(1)[1],
+        ),
+        {},
+        "put the key into the carry",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if BAD[name][2]])
+def test_bad_input(name):
+    make_step, options, message = BAD[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        verify_step(make_step, BATCH, **options)
+
+
+# The command.
+
+
+def test_the_function_stays_what_it_is_when_the_module_of_the_command_is_imported():
+    program = """
+import importlib, optax_accum
+function = optax_accum.verify
+import optax_accum.verify
+importlib.import_module("optax_accum.verify")
+print(optax_accum.verify is function, function.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "verify"]
+
+
+@pytest.mark.parametrize(("name", "status"), [("sound", 0), ("broken", 1), ("missing", 2)])
+def test_the_command(name, status, tmp_path, monkeypatch, capsys):
+    (tmp_path / "steps_of_mine.py").write_text(
+        "from tests.test_verify_step import BATCH as batch, FAULTS, Loop\nsound, broken = Loop(), FAULTS['divided twice']"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "steps_of_mine", raising=False)
+    main = importlib.import_module("optax_accum._tools.verify_command").main
+    if status == 2:
+        with pytest.raises(SystemExit, match="2"):
+            main([f"steps_of_mine:{name}"])
+        assert "has no 'missing'" in capsys.readouterr().err
+        return
+    assert main([f"steps_of_mine:{name}", "--every", "3"]) == status
+    assert ("Cause: divided twice" in capsys.readouterr().out) == bool(status)
+
+
+# The benchmark.
+
+
+@pytest.mark.usefixtures("rank_promotion")
+def test_a_sample_of_the_benchmark():
+    assert sound_step(2).report().holds
+    assert [cause.kind for cause in planted("sum for a mean", 1).report().causes] == ["sum for a mean"]
+
+
+def test_the_steps_of_the_benchmark_differ():
+    names = {sound_step(number).name.split(",")[0] for number in range(50)}
+    assert len(names) >= 10
