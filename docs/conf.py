@@ -1,0 +1,92 @@
+"""How Sphinx builds these pages: `python -m sphinx -W -n docs build/docs`."""
+
+import importlib
+import os
+import pathlib
+import re
+import shutil
+import sys
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+import docstrings
+
+import optax_accum
+
+project = author = "optax_accum"
+copyright = "The optax_accum authors, Apache-2.0"
+version = release = optax_accum.__version__
+REPOSITORY = re.search(r'Repository = "(.*)"', (ROOT / "pyproject.toml").read_text())[1]
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}  # the first: what autosummary writes
+exclude_patterns = ["_templates"]
+templates_path = ["_templates"]
+suppress_warnings = ["toc.empty_glob"]  # a page that is on its way
+
+html_theme = "sphinx_book_theme"
+html_title = "optax_accum"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "repository_url": REPOSITORY,
+    "repository_branch": "main",
+    "path_to_docs": "docs",
+    "use_repository_button": True,
+    "use_issues_button": True,
+    "show_toc_level": 2,
+    "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+}
+
+# Notebooks are committed with their outputs, and CI executes them; here they are only shown.
+nb_execution_mode = "off"
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+copybutton_exclude = ".linenos, .gp, .go"
+
+# One page for each name in an `__all__`: nothing is listed by hand.
+autosummary_generate = True
+autosummary_ignore_module_all = False
+autosummary_imported_members = True
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 80
+napoleon_custom_sections = ["Guarantees"]
+
+# A build needs no network, and does not fail when another project moves a page: links to other projects are made where
+# OPTAX_ACCUM_INTERSPHINX is set, as the docs workflow does, and are never missed.
+if os.environ.get("OPTAX_ACCUM_INTERSPHINX"):
+    intersphinx_mapping = {
+        "flax": ("https://flax.readthedocs.io/en/latest/", None),
+        "jax": ("https://docs.jax.dev/en/latest/", None),
+        "optax": ("https://optax.readthedocs.io/en/latest/", None),
+        "python": ("https://docs.python.org/3/", None),
+    }
+nitpick_ignore_regex = [("py:.*", r"(?!optax_accum).*")]
+
+MODULES = ["", ".sharding", ".checkpoint", ".batching", ".accelerators", ".flax", ".flax.linen", ".flax.nnx"]
+
+
+def setup(app: Any) -> None:
+    """Copies the notebooks to where Sphinx reads, and reads docstrings and links as they are written."""
+    shutil.copytree(ROOT / "notebooks", HERE / "notebooks", dirs_exist_ok=True)
+    public = docstrings.public_names(importlib.import_module(f"optax_accum{name}") for name in MODULES)
+    docstrings.setup(app, public)
+    app.connect("source-read", _links_inside)
+
+
+def _links_inside(app: Any, page: str, source: list[str]) -> None:
+    """Links that lead to files in the repository lead to pages, where these are pages, or to the code host."""
+    text = source[0].replace("](../notebooks/", "](notebooks/").replace("](../CHANGELOG.md", "](changelog.md")
+    source[0] = re.sub(r"\]\(\.\./([^)]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text)

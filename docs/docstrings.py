@@ -1,0 +1,98 @@
+"""Turns what this project writes in docstrings into what Sphinx reads: Markdown's code, tables and indented formulas.
+
+Google's sections are left to napoleon, which comes after. Public names in backticks become links.
+"""
+
+import re
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+
+
+def public_names(modules: Iterable[types.ModuleType]) -> dict[str, str]:
+    """Returns where each public name has its page: of what is written in docstrings, and of private paths in types."""
+    names: dict[str, str] = {}
+    for module in modules:
+        for name in module.__all__:
+            value, path = getattr(module, name), f"{module.__name__}.{name}"
+            names[path] = path
+            names.setdefault(name if module.__name__ == "optax_accum" else path.removeprefix("optax_accum."), path)
+            if not isinstance(value, types.ModuleType):
+                names[f"{value.__module__}.{value.__qualname__}"] = path
+    return names
+
+
+def setup(app: Any, public: dict[str, str]) -> None:
+    """Before napoleon (500): docstrings; when a reference is missing: types by the path where they are defined."""
+
+    def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+        lines[:] = restructured(lines, public, name)
+
+    def missing(app: Any, env: Any, node: pending_xref, content: nodes.Element) -> Any:
+        path = public.get(node.get("reftarget", ""))
+        if path is None or path == node["reftarget"]:
+            return None
+        return env.get_domain("py").resolve_xref(
+            env, node.get("refdoc"), app.builder, "obj", path, node, content
+        )
+
+    app.connect("autodoc-process-docstring", process, priority=400)
+    app.connect("missing-reference", missing)
+
+
+def restructured(lines: list[str], public: dict[str, str], own: str = "") -> list[str]:
+    """Returns the lines of a docstring as reStructuredText."""
+    out: list[str] = []
+    table: list[str] = []
+    for line in _code(_formulas(lines), public, own):
+        if line.lstrip().startswith("|"):
+            table.append(line)
+            continue
+        out += _table(table)
+        table = []
+        out.append(line)
+    return out + _table(table)
+
+
+def _code(lines: list[str], public: dict[str, str], own: str) -> list[str]:
+    """`name` is code, or a link to a page of its own; doctests are left as they are."""
+
+    def marked(match: re.Match[str]) -> str:
+        path = public.get(match[1])
+        return f"``{match[1]}``" if path in (None, own) else f":py:obj:`{match[1]} <{path}>`"
+
+    prose = re.sub(r"(?m)^ *(>>>|\.\.\.).*$", lambda match: match[0].replace("`", "\0"), "\n".join(lines))
+    return re.sub(r"(?<!`)`([^`]+)`(?!`)", marked, prose).replace("\0", "`").split("\n")
+
+
+def _formulas(lines: list[str]) -> list[str]:
+    """A paragraph that is indented by four more is a formula."""
+    out: list[str] = []
+    last = ""  # the last line of text, of a formula's surroundings
+    inside = False
+    for before, line in zip(["", *lines], lines, strict=False):
+        depth = len(line) - len(line.lstrip())
+        if line and not before and not inside and last and not last.endswith(":"):
+            inside = depth >= len(last) - len(last.lstrip()) + 4
+            out += [" " * (depth - 4) + "::", ""] if inside else []
+        elif line and inside and depth <= len(last) - len(last.lstrip()):
+            inside = False
+        if line and not inside:
+            last = line
+        out.append(line)
+    return out
+
+
+def _table(rows: list[str]) -> list[str]:
+    """A Markdown table becomes a list-table."""
+    if not rows:
+        return []
+    indent = rows[0][: -len(rows[0].lstrip())]
+    out = ["", ".. list-table::", "   :header-rows: 1", "   :class: edges", ""]
+    for row in (rows[0], *rows[2:]):
+        cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
+        out += [f"   {'* -' if i == 0 else '  -'} {cell}" for i, cell in enumerate(cells)]
+    return [indent + line if line else "" for line in [*out, ""]]
