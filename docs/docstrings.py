@@ -64,8 +64,11 @@ def _code(lines: list[str], public: dict[str, str], own: str) -> list[str]:
         path = public.get(match[1])
         return f"``{match[1]}``" if path in (None, own) else f":py:obj:`{match[1]} <{path}>`"
 
+    def apart(match: re.Match[str]) -> str:  # `code`s
+        return f"{marked(match)}\\ " if match[2] else marked(match)
+
     prose = re.sub(r"(?m)^ *(>>>|\.\.\.).*$", lambda match: match[0].replace("`", "\0"), "\n".join(lines))
-    return re.sub(r"(?<!`)`([^`]+)`(?!`)", marked, prose).replace("\0", "`").split("\n")
+    return re.sub(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)", apart, prose).replace("\0", "`").split("\n")
 
 
 def _formulas(lines: list[str]) -> list[str]:
