@@ -16,8 +16,9 @@ import docstrings
 
 import optax_accum
 
-project = author = "optax_accum"
-copyright = "The optax_accum authors, Apache-2.0"
+project = "optax_accum"
+author = "the optax_accum authors"
+copyright = "the optax_accum authors, Apache-2.0"
 version = release = optax_accum.__version__
 REPOSITORY = re.search(r'Repository = "(.*)"', (ROOT / "pyproject.toml").read_text())[1]
 
@@ -47,6 +48,7 @@ html_theme_options = {
     "use_repository_button": True,
     "use_issues_button": True,
     "show_toc_level": 2,
+    "navbar_persistent": [],  # the search field stands in the sidebar
     "launch_buttons": {"colab_url": "https://colab.research.google.com"},
 }
 
@@ -77,13 +79,12 @@ if os.environ.get("OPTAX_ACCUM_INTERSPHINX"):
     }
 nitpick_ignore_regex = [("py:.*", r"(?!optax_accum).*"), ("py:class", r"optax_accum\._.*")]
 
-MODULES = ["", ".sharding", ".checkpoint", ".batching", ".accelerators", ".flax", ".flax.linen", ".flax.nnx"]
-
 
 def setup(app: Any) -> None:
     """Copies the notebooks to where Sphinx reads, and reads docstrings and links as they are written."""
     shutil.copytree(ROOT / "notebooks", HERE / "notebooks", dirs_exist_ok=True)
-    public = docstrings.public_names(importlib.import_module(f"optax_accum{name}") for name in MODULES)
+    modules = re.findall(r"^   (optax_accum[\w.]*)$", (HERE / "api.md").read_text(), re.MULTILINE)
+    public = docstrings.public_names(map(importlib.import_module, modules))
     docstrings.setup(app, public)
     app.connect("source-read", _links_inside)
 

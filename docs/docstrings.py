@@ -8,14 +8,12 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from docutils import nodes
-from sphinx.addnodes import pending_xref
-
 
 def public_names(modules: Iterable[types.ModuleType]) -> dict[str, str]:
     """Returns where each public name has its page: of what is written in docstrings, and of private paths in types."""
     names: dict[str, str] = {}
     for module in modules:
+        names[module.__name__] = module.__name__
         for name in module.__all__:
             value, path = getattr(module, name), f"{module.__name__}.{name}"
             names[path] = path
@@ -31,7 +29,7 @@ def setup(app: Any, public: dict[str, str]) -> None:
     def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
         lines[:] = restructured(lines, public, name)
 
-    def missing(app: Any, env: Any, node: pending_xref, content: nodes.Element) -> Any:
+    def missing(app: Any, env: Any, node: Any, content: Any) -> Any:
         path = public.get(node.get("reftarget", ""))
         if path is None or path == node["reftarget"]:
             return None

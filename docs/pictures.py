@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 HERE = pathlib.Path(__file__).parent / "pictures"
 PARTS = ["#4477aa", "#ee8866", "#44aa77", "#aa6688"]  # micro-batches
 INK, PALE = "#333333", "#dddddd"
-plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "optax_accum", "font.size": 11, "text.color": INK})
+plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "optax_accum", "font.size": 13, "text.color": INK})
 plt.rcParams["font.family"] = ["DejaVu Sans", "sans-serif"]
 
 
@@ -52,23 +52,24 @@ def law() -> Figure:
         arrow(axes, (middle, 14.6), (middle, 11), color)
         axes.text(middle, 9.2, f"{size} g{'₁₂₃'[part]}", ha="center", va="center", color=color)
         x += width + 1
-    for plus in (20.0, 24.0):
-        axes.text(plus - 0.5, 9.2, "+", ha="center", va="center")
+    for plus in (16.5, 27.2):
+        axes.text(plus, 9.2, "+", ha="center", va="center")
     arrow(axes, (43, 9.2), (58, 9.2))
     axes.text(50.5, 11, "/ (5 + 1 + 6)", ha="center", va="center")
     box(axes, 59, 7, 17, 4.5, "g, the same", INK)
-    axes.text(4, 2.2, "a mean of the three means would count the one row of the second six times", color=PARTS[1])
+    axes.text(4, 2.2, "a mean of three means would count the one row of the second too often", color="#bb5522")
     return figure
 
 
 def window() -> Figure:
     """Ten micro-steps: two windows of four, and one that is flushed after two."""
-    figure, axes = canvas(92, 46)
+    figure, axes = canvas(96, 46)
     weights = (3, 5, 2, 4, 4, 1, 5, 3, 4, 2)
     closes = {3: "emit", 7: "emit", 9: "flush"}
-    total, level, x = 0.0, 8.0, 14.0
-    for name, y in (("micro-step", 42), ("weight so far", 30), ("mini_step", 20.5), ("gradient_step", 16.5), ("parameters", 9)):
-        axes.text(0.5, y, name, va="center", fontsize=9.5)
+    total, level, x = 0.0, 8.0, 19.0
+    names = {"micro-step": 42, "weight so far": 30, "mini_step": 20.5, "gradient_step": 16.5, "parameters": 9}
+    for name, y in names.items():
+        axes.text(0.5, y, name, va="center", fontsize=12)
     mini = updates = 0
     for number, weight in enumerate(weights):
         color = PARTS[updates]
@@ -83,21 +84,21 @@ def window() -> Figure:
         axes.text(x + 3.7, 16.5, str(updates), ha="center", va="center")
         axes.plot([x, x + 6.4, x + 6.4, x + 7.4], [level, level, new, new], color=INK, lw=1.6)
         level, x = new, x + 7.4
-    axes.plot([14, 90], [24, 24], color=INK, lw=0.6)
-    axes.text(14, 3, "held: parameters and optimizer state are not touched, bit for bit", va="center", fontsize=10)
+    axes.plot([19, 93], [24, 24], color=INK, lw=0.6)
+    axes.text(19, 3, "held: parameters and optimizer state are not touched, bit for bit", va="center", fontsize=12)
     return figure
 
 
 def program() -> Figure:
     """What a micro-step moves, in copies of the parameters: AdamW on an H100, docs/accelerators.md."""
-    figure, axes = plt.subplots(figsize=(8, 3.2))
+    figure, axes = plt.subplots(figsize=(8.4, 4))
     steps = range(1, 9)
     axes.bar([s - 0.2 for s in steps], [9] * 8, 0.38, color=PALE, label="optax.MultiSteps: 72 P")
     axes.bar([s + 0.2 for s in steps], [3] * 8, 0.38, color=PARTS[0], label="add: read sum, read gradient, write sum")
     axes.bar([8.2], [7], 0.38, bottom=[3], color=PARTS[1], label="update: read 4 P, write 3 P;  31 P in all")
-    axes.set(xlabel="micro-step of a window of 8", ylabel="bytes moved / P", xticks=list(steps), ylim=(0, 15))
+    axes.set(xlabel="micro-step of a window of 8", ylabel="bytes moved / P", xticks=list(steps), ylim=(0, 17))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=1, loc="upper left", fontsize=10)
+    axes.legend(frameon=False, loc="upper left", fontsize=12)
     figure.tight_layout()
     return figure
 
@@ -106,10 +107,11 @@ def devices() -> Figure:
     """Four devices, four micro-batches, one reduction."""
     figure, axes = canvas(84, 44)
     for step in range(4):
-        axes.text(17.5 + 10 * step, 41, f"micro-step {step + 1}", ha="center", va="center", fontsize=9)
+        axes.text(17.5 + 10 * step, 41, f"{step + 1}", ha="center", va="center", fontsize=12)
+    axes.text(1, 41, "micro-step", va="center", fontsize=12)
     for device in range(4):
         y = 32 - 8 * device
-        axes.text(1, y + 2.5, f"device {device + 1}", va="center", fontsize=10)
+        axes.text(1, y + 2.5, f"device {device + 1}", va="center", fontsize=12)
         for step in range(4):
             box(axes, 13.5 + 10 * step, y, 8, 5, f"g{'₁₂₃₄'[step]}", PARTS[device])
             arrow(axes, (21.6 + 10 * step, y + 2.5), (23.6 + 10 * step, y + 2.5), PARTS[device])
@@ -119,7 +121,7 @@ def devices() -> Figure:
     axes.text(70.5, 22.5, "one reduction", rotation=90, ha="center", va="center", color="white")
     arrow(axes, (73.6, 22.5), (78, 22.5))
     axes.text(78.5, 22.5, "g", va="center")
-    axes.text(13.5, 3, "no device says anything to another until the window emits", va="center", fontsize=10)
+    axes.text(13.5, 3, "no device says anything to another until the window emits", va="center", fontsize=12)
     return figure
 
 

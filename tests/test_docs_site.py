@@ -1,0 +1,95 @@
+"""The site without building it: what Sphinx cannot know, and what is written in two places. `.ci/run` builds it."""
+
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import re
+import subprocess
+import tomllib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = re.findall(r"^   (optax_accum[\w.]*)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+
+spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
+docstrings = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(docstrings)
+
+
+def test_every_page_is_in_a_toctree():
+    toctrees = re.findall(r"```{toctree}\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+    entries = {line for tree in toctrees for line in tree.splitlines() if line and not line.startswith(":")}
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
+    assert pages <= entries
+    on_their_way = re.search(r"PENDING = \[(.*)\]", (DOCS / "conf.py").read_text())
+    missing = {entry for entry in entries - pages if not entry.startswith("notebooks/")}
+    assert missing <= set(re.findall(r'"(\w+)"', on_their_way[1] if on_their_way else ""))
+
+
+def test_every_public_module_is_in_the_api():
+    files = (ROOT / "optax_accum").rglob("*.py")
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files}
+    assert set(MODULES) == {name for name in names if "._" not in name}
+
+
+def public():
+    for name in MODULES:
+        module = importlib.import_module(name)
+        yield from ((f"{name}.{each}", getattr(module, each)) for each in module.__all__)
+
+
+@pytest.mark.parametrize(("name", "value"), public(), ids=lambda value: value if isinstance(value, str) else "")
+def test_the_docstring_of_a_public_name_can_be_read_by_sphinx(name, value):
+    text = inspect.getdoc(value)
+    assert text
+    rows = re.findall(r"^ *\|.*\|$", text, re.MULTILINE)
+    tables = docstrings.restructured(text.splitlines(), {})
+    assert not [line for line in tables if line.lstrip().startswith("|")]
+    assert sum(line.lstrip().startswith("* - ") for line in tables) == sum("|---" not in row for row in rows)
+    assert len({row.count("|") for row in rows}) <= 2  # those of the table, or of two
+
+
+def test_what_becomes_of_a_docstring():
+    markdown = ["Of `tx`, a `Leaf`s:", "", "    f = g / w", "", "| case | result |", "|---|---|", "| `a` | b |"]
+    assert docstrings.restructured(markdown, {"tx": "package.tx"}) == [
+        "Of :py:obj:`tx <package.tx>`, a ``Leaf``\\ s:",
+        "",
+        "::",
+        "",
+        "    f = g / w",
+        "",
+        *["", ".. list-table::", "   :header-rows: 1", "   :class: edges", ""],
+        *["   * - case", "     - result", "   * - ``a``", "     - b", ""],
+    ]
+
+
+def test_the_address_is_one_and_the_same():
+    """Where it stands beside pyproject.toml, it is that of pyproject.toml; CONTRIBUTING.md says how to change it."""
+    owner, name = PROJECT["urls"]["Repository"].removeprefix("https://github.com/").split("/")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    found = set()
+    for file in tracked or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.md")]:
+        if (ROOT / file).suffix not in {".png", ".svg"}:
+            found |= set(re.findall(rf"[\w-]+/{name}(?=/blob|/issues|/tree|/security|\.git\b)", (ROOT / file).read_text()))
+    assert found == {f"{owner}/{name}"}
+
+
+def test_pictures_of_the_pages_are_small():
+    pictures = list((DOCS / "pictures").iterdir())
+    assert len(pictures) >= 4
+    assert max(picture.stat().st_size for picture in pictures) < 60_000
+    assert {f"pictures/{picture.name}" for picture in pictures} == set(
+        re.findall(r"pictures/[\w.]+", (DOCS / "how_it_works.md").read_text())
+    )
+
+
+def test_actions_and_hooks_are_pinned():
+    uses = [line for flow in (ROOT / ".github/workflows").iterdir() for line in flow.read_text().splitlines() if "uses:" in line]
+    assert len(uses) > 5
+    assert [line for line in uses if not re.search(r"uses: (\./\S+|\S+@[0-9a-f]{40} # v[\d.]+)$", line)] == []
+    [ruff] = [each for each in PROJECT["optional-dependencies"]["lint"] if each.startswith("ruff")]
+    assert f"rev: v{ruff.removeprefix('ruff==')}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
