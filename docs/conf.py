@@ -31,7 +31,11 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}  # the first: what autosummary writes
+source_suffix = {
+    ".rst": "restructuredtext",
+    ".md": "myst-nb",
+    ".ipynb": "myst-nb",
+}  # the first: what autosummary writes
 exclude_patterns = ["_templates"]
 templates_path = ["_templates"]
 # Pages of index.md that are on their way; with the last of them this list goes.

@@ -33,9 +33,7 @@ def setup(app: Any, public: dict[str, str]) -> None:
         path = public.get(node.get("reftarget", ""))
         if path is None or path == node["reftarget"]:
             return None
-        return env.get_domain("py").resolve_xref(
-            env, node.get("refdoc"), app.builder, "obj", path, node, content
-        )
+        return env.get_domain("py").resolve_xref(env, node.get("refdoc"), app.builder, "obj", path, node, content)
 
     app.connect("autodoc-process-docstring", process, priority=400)
     app.connect("missing-reference", missing)
@@ -76,7 +74,7 @@ def _formulas(lines: list[str]) -> list[str]:
     inside = False
     for before, line in zip(["", *lines], lines, strict=False):
         depth = len(line) - len(line.lstrip())
-        if line and not before and not inside and last and not last.endswith(":"):
+        if line and not before and not inside and last and not re.fullmatch(r" *[A-Z]\w+:", last):  # a section
             inside = depth >= len(last) - len(last.lstrip()) + 4
             out += [" " * (depth - 4) + "::", ""] if inside else []
         elif line and inside and depth <= len(last) - len(last.lstrip()):

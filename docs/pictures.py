@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how_it_works.md: `python docs/pictures.py`. They need matplotlib, and nothing is measured."""
+"""Draws the pictures of docs/how_it_works.md: `python docs/pictures.py`, with matplotlib."""
 
 import pathlib
 

@@ -42,7 +42,7 @@ def public():
         yield from ((f"{name}.{each}", getattr(module, each)) for each in module.__all__)
 
 
-@pytest.mark.parametrize(("name", "value"), public(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("name", "value"), list(public()), ids=lambda value: value if isinstance(value, str) else "")
 def test_the_docstring_of_a_public_name_can_be_read_by_sphinx(name, value):
     text = inspect.getdoc(value)
     assert text
@@ -74,7 +74,9 @@ def test_the_address_is_one_and_the_same():
     found = set()
     for file in tracked or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.md")]:
         if (ROOT / file).suffix not in {".png", ".svg"}:
-            found |= set(re.findall(rf"[\w-]+/{name}(?=/blob|/issues|/tree|/security|\.git\b)", (ROOT / file).read_text()))
+            found |= set(
+                re.findall(rf"[\w-]+/{name}(?=/blob|/issues|/tree|/security|\.git\b)", (ROOT / file).read_text())
+            )
     assert found == {f"{owner}/{name}"}
 
 
@@ -88,7 +90,12 @@ def test_pictures_of_the_pages_are_small():
 
 
 def test_actions_and_hooks_are_pinned():
-    uses = [line for flow in (ROOT / ".github/workflows").iterdir() for line in flow.read_text().splitlines() if "uses:" in line]
+    uses = [
+        line
+        for flow in (ROOT / ".github/workflows").iterdir()
+        for line in flow.read_text().splitlines()
+        if "uses:" in line
+    ]
     assert len(uses) > 5
     assert [line for line in uses if not re.search(r"uses: (\./\S+|\S+@[0-9a-f]{40} # v[\d.]+)$", line)] == []
     [ruff] = [each for each in PROJECT["optional-dependencies"]["lint"] if each.startswith("ruff")]
