@@ -54,7 +54,7 @@ def restructured(lines: list[str], public: dict[str, str], own: str = "") -> lis
 
 
 def _code(lines: list[str], public: dict[str, str], own: str) -> list[str]:
-    """`name` is code, or a link to a page of its own; doctests are left as they are."""
+    """`name` is code, or a link to a page of its own, as docs/name.md is; doctests are left as they are."""
 
     def marked(match: re.Match[str]) -> str:
         path = public.get(match[1])
@@ -64,7 +64,8 @@ def _code(lines: list[str], public: dict[str, str], own: str) -> list[str]:
         return f"{marked(match)}\\ " if match[2] else marked(match)
 
     prose = re.sub(r"(?m)^ *(>>>|\.\.\.).*$", lambda match: match[0].replace("`", "\0"), "\n".join(lines))
-    return re.sub(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)", apart, prose).replace("\0", "`").split("\n")
+    prose = re.sub(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)", apart, prose)
+    return re.sub(r"(?<!`)\bdocs/(\w+)\.md\b", r":doc:`/\1`", prose).replace("\0", "`").split("\n")
 
 
 def _formulas(lines: list[str]) -> list[str]:

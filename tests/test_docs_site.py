@@ -54,9 +54,17 @@ def test_the_docstring_of_a_public_name_can_be_read_by_sphinx(name, value):
 
 
 def test_what_becomes_of_a_docstring():
-    markdown = ["Of `tx`, a `Leaf`s:", "", "    f = g / w", "", "| case | result |", "|---|---|", "| `a` | b |"]
+    markdown = [
+        "Of `tx`, `Leaf`s (docs/fsdp.md):",
+        "",
+        "    f = g / w",
+        "",
+        "| case | result |",
+        "|---|---|",
+        "| `a` | b |",
+    ]
     assert docstrings.restructured(markdown, {"tx": "package.tx"}) == [
-        "Of :py:obj:`tx <package.tx>`, a ``Leaf``\\ s:",
+        "Of :py:obj:`tx <package.tx>`, ``Leaf``\\ s (:doc:`/fsdp`):",
         "",
         "::",
         "",
