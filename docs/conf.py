@@ -71,6 +71,7 @@ autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 80
 napoleon_custom_sections = ["Guarantees"]
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 
 # A build needs no network, and does not fail when another project moves a page: links to other projects are made where
 # OPTAX_ACCUM_INTERSPHINX is set, as the docs workflow does, and are never missed.

@@ -26,8 +26,17 @@ def public_names(modules: Iterable[types.ModuleType]) -> dict[str, str]:
 def setup(app: Any, public: dict[str, str]) -> None:
     """Before napoleon (500): docstrings; when a reference is missing: types by the path where they are defined."""
 
+    qualified = {name: path for name, path in public.items() if "." in name}
+
     def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-        lines[:] = restructured(lines, public, name)
+        edge = name.startswith(("optax_accum.flax.linen", "optax_accum.flax.nnx"))  # which has such names of its own
+        lines[:] = restructured(lines, qualified if edge else public, name)
+
+    def skip(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+        return True if type(obj).__name__ == "_tuplegetter" else None  # the class describes its fields
+
+    def signature(app: Any, what: str, name: str, obj: Any, options: Any, args: str | None, returns: str | None) -> Any:
+        return ("(...)", returns) if "<factory>" in (args or "") else None
 
     def missing(app: Any, env: Any, node: Any, content: Any) -> Any:
         path = public.get(node.get("reftarget", ""))
@@ -36,6 +45,8 @@ def setup(app: Any, public: dict[str, str]) -> None:
         return env.get_domain("py").resolve_xref(env, node.get("refdoc"), app.builder, "obj", path, node, content)
 
     app.connect("autodoc-process-docstring", process, priority=400)
+    app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-skip-member", skip)
     app.connect("missing-reference", missing)
 
 

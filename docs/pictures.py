@@ -63,13 +63,13 @@ def law() -> Figure:
 
 def window() -> Figure:
     """Ten micro-steps: two windows of four, and one that is flushed after two."""
-    figure, axes = canvas(96, 46)
+    figure, axes = canvas(97, 46)
     weights = (3, 5, 2, 4, 4, 1, 5, 3, 4, 2)
     closes = {3: "emit", 7: "emit", 9: "flush"}
-    total, level, x = 0.0, 8.0, 19.0
+    total, level, x = 0.0, 8.0, 20.5
     names = {"micro-step": 42, "weight so far": 30, "mini_step": 20.5, "gradient_step": 16.5, "parameters": 9}
     for name, y in names.items():
-        axes.text(0.5, y, name, va="center", fontsize=12)
+        axes.text(1.5, y, name, va="center", fontsize=12)
     mini = updates = 0
     for number, weight in enumerate(weights):
         color = PARTS[updates]
@@ -84,8 +84,8 @@ def window() -> Figure:
         axes.text(x + 3.7, 16.5, str(updates), ha="center", va="center")
         axes.plot([x, x + 6.4, x + 6.4, x + 7.4], [level, level, new, new], color=INK, lw=1.6)
         level, x = new, x + 7.4
-    axes.plot([19, 93], [24, 24], color=INK, lw=0.6)
-    axes.text(19, 3, "held: parameters and optimizer state are not touched, bit for bit", va="center", fontsize=12)
+    axes.plot([20.5, 94.5], [24, 24], color=INK, lw=0.6)
+    axes.text(20.5, 3, "held: parameters and optimizer state are not touched, bit for bit", va="center", fontsize=12)
     return figure
 
 
