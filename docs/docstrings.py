@@ -25,7 +25,6 @@ def public_names(modules: Iterable[types.ModuleType]) -> dict[str, str]:
 
 def setup(app: Any, public: dict[str, str]) -> None:
     """Before napoleon (500): docstrings; when a reference is missing: types by the path where they are defined."""
-
     qualified = {name: path for name, path in public.items() if "." in name}
 
     def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
