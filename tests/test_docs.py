@@ -57,7 +57,10 @@ def test_a_python_block_of_the_readme(code):
     exec(compile(code, "README.md", "exec"), {})
 
 
-QUICK = {"losses"}  # programs whose numbers alone are asserted
+QUICK = {  # pages whose numbers alone are asserted
+    *("batch_norm", "coming_from", "faq", "how_it_works", "losses", "nan_policy", "once_per_update", "start", "weights"),
+    "which_mechanism",
+}
 NEEDS = {"other_libraries": ("equinox", "haiku", "numpyro")}
 
 
