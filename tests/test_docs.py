@@ -58,7 +58,17 @@ def test_a_python_block_of_the_readme(code):
 
 
 QUICK = {  # pages whose numbers alone are asserted
-    *("batch_norm", "coming_from", "faq", "how_it_works", "losses", "nan_policy", "once_per_update", "start", "weights"),
+    *(
+        "batch_norm",
+        "coming_from",
+        "faq",
+        "how_it_works",
+        "losses",
+        "nan_policy",
+        "once_per_update",
+        "start",
+        "weights",
+    ),
     "which_mechanism",
 }
 NEEDS = {"other_libraries": ("equinox", "haiku", "numpyro")}
