@@ -53,7 +53,6 @@ html_theme_options = {
     "use_issues_button": True,
     "show_toc_level": 2,
     "navbar_persistent": [],  # the search field stands in the sidebar
-    "launch_buttons": {"colab_url": "https://colab.research.google.com"},
 }
 
 # Notebooks are committed with their outputs, and CI executes them; here they are only shown.
