@@ -32,10 +32,10 @@ extensions = [
     "sphinx_design",
 ]
 source_suffix = {
-    ".rst": "restructuredtext",
+    ".rst": "restructuredtext",  # the first: what autosummary writes
     ".md": "myst-nb",
     ".ipynb": "myst-nb",
-}  # the first: what autosummary writes
+}
 exclude_patterns = ["_templates"]
 templates_path = ["_templates"]
 # Pages of index.md that are on their way; with the last of them this list goes.
@@ -86,7 +86,9 @@ nitpick_ignore_regex = [("py:.*", r"(?!optax_accum).*"), ("py:class", r"optax_ac
 
 def setup(app: Any) -> None:
     """Copies the notebooks to where Sphinx reads, and reads docstrings and links as they are written."""
-    shutil.copytree(ROOT / "notebooks", HERE / "notebooks", dirs_exist_ok=True)
+    for made in ("api", "notebooks"):  # by the last build
+        shutil.rmtree(HERE / made, ignore_errors=True)
+    shutil.copytree(ROOT / "notebooks", HERE / "notebooks")
     modules = re.findall(r"^   (optax_accum[\w.]*)$", (HERE / "api.md").read_text(), re.MULTILINE)
     public = docstrings.public_names(map(importlib.import_module, modules))
     docstrings.setup(app, public)

@@ -10,6 +10,8 @@ import tomllib
 
 import pytest
 
+import optax_accum
+
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -87,6 +89,11 @@ def test_the_address_is_one_and_the_same():
                 re.findall(rf"[\w-]+/{name}(?=/blob|/issues|/tree|/security|\.git\b)", (ROOT / file).read_text())
             )
     assert found == {f"{owner}/{name}"}
+
+
+def test_a_release_has_one_version():
+    for file, line in (("CITATION.cff", "version: {}"), ("recipe/recipe.yaml", '  version: "{}"')):
+        assert f"\n{line.format(optax_accum.__version__)}\n" in (ROOT / file).read_text(), file
 
 
 def test_pictures_of_the_pages_are_small():
