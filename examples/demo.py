@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = Settings(**options)
     # Imported only where they are used, so that a missing one can be named here.
     if missing := [name for name in ("flax", "matplotlib", "sklearn", "tqdm") if not importlib.util.find_spec(name)]:
-        print(f'The demo needs {", ".join(missing)}. Run: pip install "optax_accum[demo]"', file=sys.stderr)
+        print(f'The demo needs {", ".join(missing)}. Run: pip install ".[demo]"', file=sys.stderr)
         return 1
     try:
         _check(settings)

@@ -246,4 +246,4 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert " ".join(run(program)).endswith('not installed. Run pip install "optax_accum[flax]".')
+    assert " ".join(run(program)).endswith('not installed. Run pip install "flax>=0.12.8".')

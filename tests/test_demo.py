@@ -164,4 +164,4 @@ def test_help_explains_each_option_with_its_default(capsys):
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert demo.main([]) == 1
-    assert 'The demo needs tqdm. Run: pip install "optax_accum[demo]"' in capsys.readouterr().err
+    assert 'The demo needs tqdm. Run: pip install ".[demo]"' in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_most_pages_have_code():
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page):
     """In a process of their own: they set the mesh and the number of devices for all that follows."""
     if missing := [name for name in NEEDS.get(page.stem, ()) if importlib.util.find_spec(name) is None]:
-        pytest.skip(f'needs {", ".join(missing)}: pip install "optax_accum[ecosystem]"')
+        pytest.skip(f'needs {", ".join(missing)}: pip install ".[ecosystem]"')
     code = "\n".join(blocks("python", page.read_text()))
     env = {**os.environ, **({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if page.stem in QUICK else {})}
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT, env=env)
