@@ -1,15 +1,16 @@
 """Gradient accumulation for JAX, Optax and Flax: the update equals the update of the whole batch.
 
 Here are the verbs of every day. On several devices see `optax_accum.sharding`, for runs that go on after a crash
-`optax_accum.checkpoint`, for the sizes of batches `optax_accum.batching`, for what a program becomes on a GPU or a TPU
-`optax_accum.accelerators`, for what fits `optax_accum.plan`, with Flax `optax_accum.flax`.
+`optax_accum.checkpoint`, for the sizes of batches `optax_accum.batching`, for what gradients tell of them
+`optax_accum.statistics`, for what a program becomes on a GPU or a TPU `optax_accum.accelerators`, for what fits
+`optax_accum.plan`, with Flax `optax_accum.flax`.
 """
 
 import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from optax_accum import accelerators, batching, checkpoint, sharding
+from optax_accum import accelerators, batching, checkpoint, sharding, statistics
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients, apply_gradients
 from optax_accum._core.ratio import Ratio
@@ -40,6 +41,7 @@ __all__ = [
     "microbatched_apply",
     "plan_microbatches",
     "sharding",
+    "statistics",
     "value_and_apply_gradients",
     "value_and_grad",
     "verify",

@@ -23,22 +23,24 @@ ROOMS = {  # and what each stands on
     "accelerators": {"_tools"},
     "plan": {"_tools"},
     "verify": {"_tools"},
+    "statistics": {"_core", "_across", "_tools"},
     "flax": {"_core", "_space", "_across"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
 FLOORS = {  # inside a room: a module imports from lower floors
     "_core": [
-        {"tracing", "memory", "rows", "sums"},
+        {"tracing", "memory", "rows", "sums", "statistics"},
         {"state"},
         {"arithmetic", "program", "roles"},
         {"checks"},
         {"backward", "ratio"},
     ],
     "_space": [{"meshes"}, {"partials"}, {"mismatch", "device"}, {"space"}, {"several"}, {"here"}],
-    "_across": [{"inner", "policy", "outcomes"}, {"window"}, {"transformation"}, {"train_step"}],
+    "_across": [{"inner", "policy", "outcomes", "schedules"}, {"window"}, {"transformation"}, {"train_step"}],
     "_within": [{"splitting"}, {"loops", "reductions", "gradients", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
-        {"programs", "targets", "report", "batches", "packed", "placement", "loss", "search", "picture", "named"},
+        {"programs", "targets", "report", "batches", "packed", "placement", "loss", "search", "picture", "named"}
+        | {"noise_scale", "advise"},
         {"collectives", "packing", "traffic", "resume", "mixtures", "budgets", "footprint", "steps"},
         {"carries", "explanations", "plan", "probes"},
         {"verify", "planning", "train_steps"},
@@ -184,7 +186,8 @@ def test_the_questions_are_found():
 
 
 @pytest.mark.parametrize(
-    "face", ["", "sharding", "checkpoint", "batching", "accelerators", "plan", "flax", "flax.linen", "flax.nnx"]
+    "face",
+    ["", "sharding", "checkpoint", "batching", "accelerators", "plan", "statistics", "flax", "flax.linen", "flax.nnx"],
 )
 def test_a_face_shows_its_names_and_no_more(face):
     module = importlib.import_module(f"optax_accum.{face}".rstrip("."))

@@ -20,9 +20,10 @@ README = (ROOT / "README.md").read_text()
 
 
 WITH_EXAMPLES = """
-_across.train_step _across.transformation _core.ratio _core.state _space.partials _tools.batches _tools.collectives
-_tools.packing _tools.placement _tools.planning _tools.resume _tools.steps _tools.targets _tools.traffic _tools.verify
-_tools.verify_step _within.microbatched_apply _within.value_and_grad
+_across.schedules _across.train_step _across.transformation _core.ratio _core.state _space.partials _tools.advise
+_tools.batches _tools.collectives _tools.noise_scale _tools.packing _tools.placement _tools.planning _tools.resume
+_tools.steps _tools.targets _tools.traffic _tools.verify _tools.verify_step _within.microbatched_apply
+_within.value_and_grad
 """
 
 

@@ -66,17 +66,22 @@ def emit_or_hold(
     return tracing.branch_by_index(closes, close, lambda: (hold(), jnp.array(True)))
 
 
-def state_after(state: AccumulationState, closes: Flag, usable: Flag, inner_opt_state: Any) -> AccumulationState:
+def kept_of(state: AccumulationState) -> dict[str, Any]:
+    """Returns the fields that change only when a window emits, and by what it tells."""
+    return {name: getattr(state, name) for name in ("inner_opt_state", "statistics", "seen")}
+
+
+def state_after(state: AccumulationState, closes: Flag, usable: Flag, kept: Mapping[str, Any]) -> AccumulationState:
     """Returns the state after the micro-step: the counters of a closed window start again, its sum is left to lie."""
     emitted = jnp.asarray(closes & usable)
     reset = lambda total: jnp.where(closes, 0, total)
     return state._replace(
         mini_step=reset(state.mini_step),
         gradient_step=jnp.where(emitted, optax.safe_increment(state.gradient_step), state.gradient_step),
-        inner_opt_state=inner_opt_state,
         weight=reset(state.weight),
         emitted=emitted,
         discarded=count(state.discarded, closes & ~emitted),
+        **kept,
     )
 
 

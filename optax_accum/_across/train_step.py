@@ -81,7 +81,7 @@ def value_and_apply_gradients(
       |---|---|---|
       | parameters in the dtype of their accumulators | added in place | tracing |
       | a bfloat16 parameter with a float32 accumulator | the gradient is written, then added | tracing |
-      | `nonfinite` is `"skip"`, `"omit"` or a callable, which must see the gradient | as above | tracing |
+      | `"skip"`, `"omit"`, a callable, `statistics`: they must see the gradient | as above | tracing |
       | float16 or float8 in `fun`, whose range a weight may leave | as above, unless `in_place=True` | tracing |
       | a `jax.custom_vjp` in `fun`, which need not be linear (a clip) | as above, unless `in_place=True` | tracing |
       | before JAX 0.11, a slice of a parameter (`p[0]`, `p[:n]`) | as above | tracing |

@@ -11,8 +11,10 @@ import optax
 from optax_accum._across import outcomes, policy
 from optax_accum._across.outcomes import new_params, updates_of
 from optax_accum._across.policy import as_policy
+from optax_accum._across.schedules import OfState
 from optax_accum._across.window import MicroBatch, Rules, arrived, micro_step
 from optax_accum._core import arithmetic, checks
+from optax_accum._core import statistics as told
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.checks import Every
 from optax_accum._core.roles import NOT_ARRAYS, check_arrays
@@ -33,6 +35,7 @@ def accumulate_gradients(
     mean_args: tuple[str, ...] = ("value",),
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
+    statistics: bool | told.Options = False,
 ) -> "Accumulating":
     """Wraps an optimizer so that it updates once per window of micro-steps, with the gradient of the whole batch.
 
@@ -61,8 +64,8 @@ def accumulate_gradients(
     Args:
       inner: any Optax optimizer.
       every: the micro-steps in a window: an integer >= 1; a callable of `gradient_step`, evaluated when running (below
-        1 acts as 1); or `None`: the caller closes each window with `flush`. A window closes when
-        `mini_step + 1 >= every`, so a resumed run may change it.
+        1 acts as 1); a schedule of `optax_accum.statistics`; or `None`: the caller closes each window with `flush`. A
+        window closes when `mini_step + 1 >= every`, so a resumed run may change it.
       reduction: `"mean"`, for losses that are means; or `"sum"`, for losses that are sums.
       accumulator_dtype: a real floating-point dtype to add in (of complex leaves, its width), or several, as a prefix
         of the tree of the parameters. By default, and where it is None, at least float32, and never narrower than the
@@ -76,6 +79,7 @@ def accumulate_gradients(
       mean_args: names of scalar extra arguments which `inner` gets as their weighted mean over the window.
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per window: `optax_accum.sharding`.
       reduce_to: with `reduce_axes`, how the sum is to be sharded: likewise.
+      statistics: whether to measure gradients: their norms, and the noise in them. `optax_accum.statistics`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with an `AccumulationState`. Its `update` takes by keyword, also
@@ -119,6 +123,7 @@ def accumulate_gradients(
         nonfinite=nonfinite,
         policy=as_policy(nonfinite),
         mean_args=checks.as_names(mean_args),
+        statistics=told.as_options(statistics),
         reduce_axes=meshes.as_axes(reduce_axes),
         reduce_to=reduce_to,
     )
@@ -128,9 +133,21 @@ def accumulate_gradients(
             "A callable nonfinite looks at the gradient of a micro-batch, which reduce_axes does not reduce: "
             f'reduce_axes={rules.reduce_axes}. Take "skip", "omit" or "discard".'
         )
+    _check_statistics(rules)
     tx = Accumulating(functools.partial(_init, rules), cast(Any, functools.partial(_update, rules)))
     tx.rules = rules
     return tx
+
+
+def _check_statistics(rules: Rules) -> None:
+    """Raises for statistics that cannot be taken, or are needed."""
+    if rules.statistics and rules.reduction == "sum":
+        raise ValueError(
+            'Statistics compare the means of micro-batches: reduction="sum" and statistics are given. Take "mean", with '
+            "weights, or leave statistics out."
+        )
+    if isinstance(rules.every, OfState) and rules.every.needs_statistics and not rules.statistics:
+        raise ValueError("every_by_noise reads the noise scale: statistics=False. Pass statistics=True.")
 
 
 class Accumulating(optax.GradientTransformationExtraArgs):
@@ -153,7 +170,13 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
     acc_grads = () if rules.every == 1 else space.zeros(params, rules.accumulator_dtype)
     inner_opt_state = arithmetic.strong(rules.inner.init(space.shard(params)))
     scalar = lambda: space.scalar(params)
-    return new_state(inner_opt_state, acc_grads, rules.mean_args, scalar, skip_state=rules.policy.blank(params))
+    fields: dict[str, Any] = {"skip_state": rules.policy.blank(params)}
+    if rules.statistics:
+        fields["samples"] = told.new_samples(rules.statistics, params, scalar)
+        fields["statistics"] = told.new_statistics(rules.statistics, params)
+    if rules.statistics or isinstance(rules.every, OfState):
+        fields["seen"] = told.new_seen()
+    return new_state(inner_opt_state, acc_grads, rules.mean_args, scalar, **fields)
 
 
 def _update(

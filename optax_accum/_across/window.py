@@ -11,7 +11,8 @@ import optax
 from optax_accum._across import inner, outcomes
 from optax_accum._across.outcomes import Outcome, Question
 from optax_accum._across.policy import Policy
-from optax_accum._core import arithmetic, checks, memory, sums
+from optax_accum._across.schedules import OfState
+from optax_accum._core import arithmetic, checks, memory, statistics, sums
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.checks import Every
 from optax_accum._core.state import AccumulationState
@@ -34,6 +35,7 @@ class Rules:
     nonfinite: Any  # what the policy was asked for by
     policy: Policy
     mean_args: tuple[str, ...]
+    statistics: statistics.Options | None
     reduce_axes: Axes = ()
     reduce_to: Tree = None
 
@@ -92,17 +94,17 @@ def micro_step(
 
     def emit() -> tuple[tuple[Tree, Any], Tree]:
         with jax.named_scope("optax_accum.emit"):
-            updates, inner_opt_state, left = update_inner(rules, space, window, like, params, extra_args)
+            updates, kept, left = update_inner(rules, space, window, like, params, extra_args)
             if closes is not False and not (closes is True and usable is True):
-                inner.check_kept(inner_opt_state, state.inner_opt_state)
-            return (outcome.emitted(updates), inner_opt_state), left
+                inner.check_kept(kept["inner_opt_state"], state.inner_opt_state)
+            return (outcome.emitted(updates), kept), left
 
     def hold() -> tuple[tuple[Tree, Any], Tree]:
         with jax.named_scope("optax_accum.hold"):
-            return (outcome.held(lambda: emit()[0]), state.inner_opt_state), space.held(window.total)
+            return (outcome.held(lambda: emit()[0]), outcomes.kept_of(state)), space.held(window.total)
 
-    ((result, inner_opt_state), left), usable = outcomes.emit_or_hold(closes, usable, emit, hold)
-    after = outcomes.state_after(window.state, closes, usable, inner_opt_state)
+    ((result, kept), left), usable = outcomes.emit_or_hold(closes, usable, emit, hold)
+    after = outcomes.state_after(window.state, closes, usable, kept)
     if left is not None and has_accumulator(state):
         after = after._replace(acc_grads=memory.to_memory_of(left, state.acc_grads))
     return result, after
@@ -132,6 +134,7 @@ def join(
         mean_args={name: _add_arg(name, old, extra_args, weight, first) for name, old in state.mean_args.items()},
         skipped=outcomes.count(state.skipped, skip),
         skip_state=info,
+        samples=_add_sample(rules, state, batch.grads, weight, first),
     )
     return Window(added, total, added.weight if kept else weight)
 
@@ -148,13 +151,23 @@ def _add_arg(
     return sums.add(old, jnp.broadcast_to(value, rows), weight, first)
 
 
+def _add_sample(rules: Rules, state: AccumulationState, grads: Tree, weight: Weight, first: jax.Array) -> Any:
+    """Adds the squared norm of a gradient to those of its window, if someone wants to know: one read of it."""
+    if rules.statistics is None:
+        return state.samples
+    squares = statistics.squared_norms(rules.statistics, grads, like=state.weight)
+    return statistics.add(state.samples, squares, weight, first)
+
+
 def due(rules: Rules, state: AccumulationState, flush: Flag) -> Flag:
     """Returns whether the window closes with the micro-step that it has just counted."""
     if rules.every is None or flush is True:
         return flush
     if rules.every == 1 and not rules.policy.waits:
         return True
-    every = checks.as_count(rules.every(state.gradient_step)) if callable(rules.every) else rules.every
+    every = rules.every
+    if callable(every):
+        every = checks.as_count(every(state if isinstance(every, OfState) else state.gradient_step))
     closes = state.mini_step >= every
     return closes if flush is False else closes | flush
 
@@ -175,25 +188,44 @@ def accepted(policy: Policy, space: Space, window: Window, closes: Flag) -> Flag
 
 def update_inner(
     rules: Rules, space: Space, window: Window, like: Tree, params: Tree | None, extra_args: Mapping[str, Any]
-) -> tuple[Tree, Any, Tree]:
-    """Reduces the window, once, and calls the inner optimizer with its mean; the last result is what `reduced` left."""
+) -> tuple[Tree, dict[str, Any], Tree]:
+    """Reduces the window, once, and calls the inner optimizer with its mean.
+
+    Returns the updates, the fields of the state that a window changes by emitting, and what `reduced` left.
+    """
     state = window.state
-    weight = space.total(window.weight) if rules.reduction == "mean" else None
+    weight = space.total(window.weight)
     total, left = space.reduced_in_place(window.total)
-    mean = arithmetic.mean(total, like, weight, rules.emit_dtype)
+    mean = arithmetic.mean(total, like, weight if rules.reduction == "mean" else None, rules.emit_dtype)
+    kept = learnt(rules, space, state, mean, weight)
     extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
     old = memory.to_device(state.inner_opt_state)
     params = None if params is None else space.shard(params)
     updates, inner_opt_state = inner.update(rules.inner, mean, like, old, params, extra_args)
-    if not inner.keeps(inner_opt_state, old):
-        return updates, inner_opt_state, left
-    return updates, memory.to_memory_of(inner_opt_state, state.inner_opt_state), left
+    if inner.keeps(inner_opt_state, old):
+        inner_opt_state = memory.to_memory_of(inner_opt_state, state.inner_opt_state)
+    return updates, kept | {"inner_opt_state": inner_opt_state}, left
+
+
+def learnt(rules: Rules, space: Space, state: AccumulationState, mean: Tree, weight: Weight) -> dict[str, Any]:
+    """Returns what a window tells by emitting, of what was asked for."""
+    kept = outcomes.kept_of(state)
+    if not state.seen:
+        return kept
+    weight = jnp.asarray(weight, state.seen.rest.dtype)
+    if rules.statistics:
+        squares = statistics.squared_norms(rules.statistics, mean, like=weight)
+        told = rules.statistics, state.statistics, space.total(state.samples), squares, weight, state.mini_step
+        kept["statistics"] = statistics.learnt(*told)
+    return kept | {"seen": statistics.see(state.seen, weight)}
 
 
 def why_not_in_place(rules: Rules, state: AccumulationState) -> str | None:
     """Returns what keeps a backward pass from adding to the accumulator, if something does."""
     if not has_accumulator(state):
         return "the state holds no accumulator (every=1)"
+    if rules.statistics:
+        return "statistics take the gradient of each micro-batch, which it does not write (statistics=...)"
     if not rules.policy.unseen:
         return f"a policy has to see the gradient before it is added (nonfinite={rules.nonfinite!r})"
     return None
@@ -230,6 +262,12 @@ def _checked(
         raise ValueError(
             f"Only every=1 works without an accumulator: every={rules.every}, and the state was made for every=1. "
             "Add one with state._replace(acc_grads=tx.init(params).acc_grads)."
+        )
+    wanted = {"statistics": rules.statistics, "seen": isinstance(rules.every, OfState)}
+    for name in (name for name, asked in wanted.items() if asked and not getattr(state, name)):
+        raise ValueError(
+            f"The state holds no {name}, which was made without: state.{name}=(). Add what is missing with "
+            "new = tx.init(params); state._replace(samples=new.samples, statistics=new.statistics, seen=new.seen)."
         )
     like = space.like(batch.grads)
     if params is not None:

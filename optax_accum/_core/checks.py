@@ -17,7 +17,7 @@ from optax_accum._core.state import default_float
 from optax_accum._core.tracing import Flag
 
 Weight = float | jax.Array  # so is a Python float
-Every = int | Callable[[jax.Array], Any] | None
+Every = int | Callable[[Any], Any] | None
 
 
 class Rows(float):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_accum._core import statistics
 from optax_accum._core.sums import WeightedSum
 
 Tree = Any
@@ -30,10 +31,13 @@ class AccumulationState(NamedTuple):
       skipped: int32 []. Micro-batches left out by `nonfinite="skip"`, `"omit"` or a callable, since `init`.
       discarded: int32 []. Windows that closed without an update (weight zero, or `nonfinite="discard"`), since `init`.
       skip_state: the `info` that a callable `nonfinite` returned last; `()` otherwise.
+      samples: with `statistics`, sums over the window of squared norms; `()` otherwise.
+      statistics: with `statistics`, what windows have told: `optax_accum.statistics`; `()` otherwise.
+      seen: with `statistics` or a schedule of tokens, the weight of all windows that have emitted; `()` otherwise.
 
     With `reduce_axes`, the sums are those of each of the d devices: leaves of `acc_grads` are [d, ...], `weight` and
-    those of `mean_args` [d], one on each device. Of a window that has emitted, each part of `acc_grads` may be the
-    whole sum: the reduction writes where it reads.
+    those of `mean_args` and `samples` [d], one on each device. Of a window that has emitted, each part of `acc_grads`
+    may be the whole sum: the reduction writes where it reads.
     """
 
     mini_step: jax.Array
@@ -46,6 +50,9 @@ class AccumulationState(NamedTuple):
     skipped: jax.Array
     discarded: jax.Array
     skip_state: Any
+    samples: Any = ()
+    statistics: Any = ()
+    seen: Any = ()
 
 
 def holds_partial_sums(state: AccumulationState) -> bool:
@@ -96,7 +103,10 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
     Returns:
       `mini_step` and `gradient_step` (int32), `weight` (`sum(w)` in the window so far, default float dtype; like
       `mini_step` it is 0 again when the window has closed), `skipped` (micro-batches) and `discarded` (windows), int32
-      totals since `init`. All have shape [].
+      totals since `init`. With `statistics`, too: `seen`, the weight of all windows that have emitted; `gradient_norm`
+      of the gradient that was emitted last and `micro_gradient_norm` of the last micro-batch (of several devices' the
+      root of the mean square); `gradient_noise`, `gradient_signal` and `noise_scale`, NaN until two micro-batches have
+      made an update; and the last five of each group, as `noise_scale/embedding`. All have shape [].
 
     Raises:
       ValueError: `state` holds none, or several.
@@ -110,7 +120,8 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
     """
     found = find_state(state)
     counts = {name: getattr(found, name) for name in ("mini_step", "gradient_step", "weight", "skipped", "discarded")}
-    return {**counts, "weight": jnp.sum(found.weight)}
+    told = statistics.metrics(found.samples, found.statistics, found.seen)
+    return {**counts, "weight": jnp.sum(found.weight), **told}
 
 
 def from_multi_steps(

@@ -148,6 +148,7 @@ class _Placement:
             inner_opt_state=self._by_path(state.inner_opt_state, "inner_opt_state", sharded=True),
             weight=scalar,
             mean_args=jax.tree.map(lambda _: scalar, state.mean_args),
+            samples=jax.tree.map(lambda _: scalar, state.samples),
         )
 
     def _by_path(self, tree: Tree, field: str, **how: bool) -> Tree:

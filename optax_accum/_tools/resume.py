@@ -10,7 +10,7 @@ from optax_accum._core.state import holds_partial_sums, map_states, states_in
 from optax_accum._tools.placement import state_sharding
 
 Tree = Any
-_PARTIAL = ("acc_grads", "weight", "mean_args")  # the fields that are partial sums under reduce_axes
+_PARTIAL = ("acc_grads", "weight", "mean_args", "samples")  # the fields that are partial sums under reduce_axes
 
 
 def redistribute(state: Tree, num_devices: int | None) -> Tree:

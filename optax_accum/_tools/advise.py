@@ -1,0 +1,177 @@
+"""Owns advice: how many micro-steps in a window pay, and what an optimizer's decay becomes with another batch."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What `advise` recommends. Printed, it shows its arithmetic.
+
+    Attributes:
+      every: the micro-steps in a window.
+      batch: the examples in it.
+      best: where the time is least, before it is rounded: `sqrt(noise_scale / micro_batch * overhead / micro_step)`;
+        None if the noise scale is not known.
+      overhead: the share of the time that optimizer and communication take, with this window.
+      speedup: the time to the same loss without accumulation, in units of that with this window: below 1, it costs.
+        None if the noise scale is not known.
+      reason: why this window.
+      lines: the arithmetic.
+    """
+
+    every: int
+    batch: float
+    best: float | None
+    overhead: float
+    speedup: float | None
+    reason: str
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"every={self.every}: {self.reason}", *self.lines])
+
+
+def advise(
+    *,
+    micro_batch: float,
+    micro_step: float,
+    optimizer: float,
+    communication: float = 0.0,
+    noise_scale: float | None = None,
+    batch: float | None = None,
+    max_every: int = 1024,
+) -> Advice:
+    """Recommends how many micro-steps to accumulate, from what they cost and how noisy gradients are.
+
+    A window of k micro-steps of b examples takes `k m + f`, with `f` for what happens once, and training to a given
+    loss about `1 + N / (k b)` windows, in units of those that a batch without noise would need. The product
+
+        T(k) = (1 + N / (k b)) (k m + f)    is least at    k = sqrt(N / b * f / m)
+
+    so accumulation pays if the batch is below the noise scale *and* optimizer or communication are dear.
+
+    Args:
+      micro_batch: b, examples (or tokens) in a micro-step, on all devices.
+      micro_step: m, seconds for the gradient of one micro-batch, measured or compiled; only ratios of times matter.
+      optimizer: seconds for one call of the optimizer.
+      communication: seconds for one reduction over the devices that no computation hides.
+      noise_scale: N, `gradient_noise_scale(state).scale`, in examples (or tokens); None if it is not known.
+      batch: examples that an update must have, because a recipe says so; otherwise None.
+      max_every: the most micro-steps to recommend.
+
+    Returns:
+      An `Advice`: to be printed, or read field by field.
+
+    Raises:
+      ValueError: a time, a size or a noise scale that is negative, 0 where it divides, or NaN.
+
+    Guarantees:
+      | case | result |
+      |---|---|
+      | `batch` is given | the micro-steps that it takes, and what they cost |
+      | `noise_scale` is None | `every=1` unless what happens once takes over a tenth of the time |
+      | a noise scale of infinity | `max_every` |
+
+    Example:
+      >>> from optax_accum.statistics import advise
+      >>> print(advise(micro_batch=8, micro_step=0.10, optimizer=0.02, noise_scale=32))
+      every=1: do not accumulate. The optimizer is cheap, or the batch is near the noise scale.
+      what happens once: 0.02 + 0 = 0.02, the time of 0.20 micro-steps
+      noise scale: 32 / 8 = 4.00 micro-batches
+      least time at sqrt(4.00 * 0.20) = 0.89 micro-steps
+      overhead 16.7 %, speedup over every=1: 1.00
+
+    References:
+      The number of windows is that of S. McCandlish et al., arXiv:1812.06162, a model of well-tuned SGD;
+      docs/when_not.md has what it leaves out.
+    """
+    _check(micro_batch=(micro_batch, True), micro_step=(micro_step, True), optimizer=(optimizer, False))
+    _check(communication=(communication, False), max_every=(max_every, True))
+    once = optimizer + communication
+    ratio = once / micro_step
+    lines = [f"what happens once: {optimizer:g} + {communication:g} = {once:g}, the time of {ratio:.2f} micro-steps"]
+    best = None
+    if noise_scale is not None:
+        _check(noise_scale=(noise_scale, False))
+        noisy = noise_scale / micro_batch
+        best = math.sqrt(noisy * ratio) if ratio else 0.0
+        lines += [
+            f"noise scale: {noise_scale:g} / {micro_batch:g} = {noisy:.2f} micro-batches",
+            f"least time at sqrt({noisy:.2f} * {ratio:.2f}) = {best:.2f} micro-steps",
+        ]
+    every, reason = _chosen(batch, micro_batch, best, ratio, max_every)
+    speedup = None
+    if noise_scale is not None:
+        time = lambda every: _windows(every, noise_scale / micro_batch) * (every + ratio)
+        speedup = time(1) / time(every)
+    overhead = ratio / (every + ratio)
+    said = "not known without a noise scale" if speedup is None else f"{speedup:.2f}"
+    lines.append(f"overhead {100 * overhead:.1f} %, speedup over every=1: {said}")
+    return Advice(every, every * micro_batch, best, overhead, speedup, reason, tuple(lines))
+
+
+def _chosen(
+    batch: float | None, micro_batch: float, best: float | None, ratio: float, max_every: int
+) -> tuple[int, str]:
+    """Returns the micro-steps in a window, and why."""
+    if batch is not None:
+        _check(batch=(batch, True))
+        return math.ceil(batch / micro_batch), f"what a batch of {batch:g} takes."
+    if best is None:
+        every = min(max(math.ceil(9 * ratio), 1), max_every) if ratio > 1 / 9 else 1
+        if every == 1:
+            return 1, "do not accumulate. What happens once takes at most a tenth of the time."
+        return every, "what happens once then takes a tenth of the time. Measure the noise scale before you trust it."
+    if best >= max_every:
+        return max_every, "accumulate as much as you allow: the noise scale is far above."
+    every = max(round(best), 1)
+    if every == 1:
+        return 1, "do not accumulate. The optimizer is cheap, or the batch is near the noise scale."
+    return every, "accumulate. What happens once is dear, and the batch stays below the noise scale."
+
+
+def _windows(every: int, noisy: float) -> float:
+    """Returns how many windows are needed, in any unit."""
+    return 1 / every if math.isinf(noisy) else 1 + noisy / every
+
+
+def rescale_decay(decay: float, batch_from: float, batch_to: float) -> float:
+    """Returns the decay of a moving average whose half-life in examples is the same with another batch.
+
+        decay ** (batch_to / batch_from)
+
+    For Adam's second moment (`b2`) this is what lets small batches train as well as large ones, and it is the first
+    thing to try before accumulating to keep a recipe's batch.
+
+    Args:
+      decay: the decay that goes with `batch_from`, in [0, 1).
+      batch_from: examples or tokens in an update, so far.
+      batch_to: the same, from now on.
+
+    Returns:
+      The decay that goes with `batch_to`.
+
+    Raises:
+      ValueError: a decay outside [0, 1), or a batch that is not positive.
+
+    Example:
+      >>> from optax_accum.statistics import rescale_decay
+      >>> round(rescale_decay(0.95, batch_from=512, batch_to=1), 6)
+      0.9999
+
+    References:
+      M. Marek et al., *Small batch size training for language models*, arXiv:2507.07101.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay must be in [0, 1): decay={decay!r}. Pass that of the optimizer, such as 0.999.")
+    _check(batch_from=(batch_from, True), batch_to=(batch_to, True))
+    return float(decay ** (batch_to / batch_from))
+
+
+def _check(**given: tuple[float, bool]) -> None:
+    """Raises for a number that is negative or NaN; or 0, or infinite, where it must be `positive`."""
+    for name, (value, positive) in given.items():
+        if not value >= 0 or (positive and not 0 < value < math.inf):
+            rule = "must be positive and finite" if positive else "must not be negative or NaN"
+            raise ValueError(f"{name} {rule}: {name}={value!r}. Pass what was measured.")
