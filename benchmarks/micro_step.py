@@ -32,6 +32,7 @@ WIDTHS = {"1.1M": 256, "4.2M": 512, "16.8M": 1024, "67.1M": 2048, "268.5M": 4096
 FLOOR = "floor: acc + g"
 INNER = "inner optimizer alone"
 APPLY = "ours: apply_gradients"
+STATISTICS = "ours: apply_gradients, statistics"
 UPDATE = "ours: update"
 MULTI_STEPS = "optax.MultiSteps"
 APPLY_EVERY = "optax.apply_every"
@@ -170,15 +171,17 @@ def _problem(case: Case) -> Problem:
 def _contenders(problem: Problem) -> dict[str, Contender]:
     inner, every, params = problem.inner, problem.every, problem.params
     accumulate = optax_accum.accumulate_gradients(inner, every)
+    measure = optax_accum.accumulate_gradients(inner, every, statistics=True)
     multi_steps = optax.MultiSteps(inner, every)
     chain = optax.chain(inner, optax.apply_every(every))
-    apply = lambda params, state, grads: optax_accum.apply_gradients(accumulate, grads, state, params)
+    apply = lambda tx: lambda params, state, grads: optax_accum.apply_gradients(tx, grads, state, params)
     same = lambda state: state
     wrapped = lambda state: state.inner_opt_state
     return {
         FLOOR: Contender(_floor_step, jax.tree.map(jnp.zeros_like, params), same),
         INNER: Contender(_update_step(inner), inner.init(params), same),
-        APPLY: Contender(apply, accumulate.init(params), wrapped),
+        APPLY: Contender(apply(accumulate), accumulate.init(params), wrapped),
+        STATISTICS: Contender(apply(measure), measure.init(params), wrapped),
         UPDATE: Contender(_update_step(accumulate), accumulate.init(params), wrapped),
         MULTI_STEPS: Contender(_update_step(multi_steps), multi_steps.init(params), wrapped),
         APPLY_EVERY: Contender(_update_step(chain), chain.init(params), lambda state: state[0]),
@@ -218,7 +221,7 @@ def _compared(
     if not all(bool(jnp.any(leaf)) for leaf in jax.tree.leaves(expected[0])):
         raise SystemExit(f"{case}: nothing to compare: the inner optimizer left some parameters where they were.")
     difference = {}
-    for name in (APPLY, UPDATE, MULTI_STEPS, APPLY_EVERY):
+    for name in (APPLY, STATISTICS, UPDATE, MULTI_STEPS, APPLY_EVERY):
         runners[name].run(window)
         difference[name] = _measure.relative_difference(result(name), expected)
         _judge(case, name, difference[name])
@@ -268,6 +271,7 @@ def _targets() -> list[Target]:
     """The numbers to reach."""
     gain = lambda ours: lambda table: table.window(MULTI_STEPS) / table.window(ours)
     ideal = lambda table: table.window(APPLY) / table.ideal
+    measured = lambda table: table.window(STATISTICS) / table.window(APPLY)
     beyond = lambda ours: lambda table: table.temporary[ours] - table.temporary[INNER]
     adamw = lambda *sizes: lambda case: case.optimizer == "AdamW" and case.size in sizes and case.every == 8
     muon = lambda case: case.optimizer == "Muon" and case.every == 8
@@ -278,6 +282,7 @@ def _targets() -> list[Target]:
         Target("micro-step, MultiSteps / update", adamw("4.2M"), gain(UPDATE), 6, at_least=True),
         Target("window, apply_gradients / ideal", adamw(*WIDTHS), ideal, 1.2),
         Target("window, apply_gradients / ideal, all tables", always, ideal, 1.2),
+        Target("window, apply_gradients with statistics / without", always, measured, 1.4),
         Target("temporary memory of update beyond inner's, P", always, beyond(UPDATE), 1.0),
         Target("temporary memory of apply_gradients beyond inner's, P", always, beyond(APPLY), 0.02),
         Target("window, MultiSteps / apply_gradients", muon, gain(APPLY), 7, at_least=True),

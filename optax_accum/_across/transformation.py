@@ -143,7 +143,7 @@ def _check_statistics(rules: Rules) -> None:
     """Raises for statistics that cannot be taken, or are needed."""
     if rules.statistics and rules.reduction == "sum":
         raise ValueError(
-            'Statistics compare the means of micro-batches: reduction="sum" and statistics are given. Take "mean", with '
+            'Statistics compare means of micro-batches: reduction="sum" and statistics are given. Take "mean", with '
             "weights, or leave statistics out."
         )
     if isinstance(rules.every, OfState) and rules.every.needs_statistics and not rules.statistics:

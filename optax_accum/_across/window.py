@@ -197,7 +197,7 @@ def update_inner(
     weight = space.total(window.weight)
     total, left = space.reduced_in_place(window.total)
     mean = arithmetic.mean(total, like, weight if rules.reduction == "mean" else None, rules.emit_dtype)
-    kept = learnt(rules, space, state, mean, weight)
+    kept = learnt(rules, space, state, total, weight)
     extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
     old = memory.to_device(state.inner_opt_state)
     params = None if params is None else space.shard(params)
@@ -207,14 +207,15 @@ def update_inner(
     return updates, kept | {"inner_opt_state": inner_opt_state}, left
 
 
-def learnt(rules: Rules, space: Space, state: AccumulationState, mean: Tree, weight: Weight) -> dict[str, Any]:
+def learnt(rules: Rules, space: Space, state: AccumulationState, total: Tree, weight: Weight) -> dict[str, Any]:
     """Returns what a window tells by emitting, of what was asked for."""
     kept = outcomes.kept_of(state)
     if not state.seen:
         return kept
     weight = jnp.asarray(weight, state.seen.rest.dtype)
     if rules.statistics:
-        squares = statistics.squared_norms(rules.statistics, mean, like=weight)
+        squares = statistics.squared_norms(rules.statistics, total, like=weight)  # of the mean, it would be written
+        squares = jax.tree.map(lambda square: square * arithmetic.reciprocal(weight) ** 2, squares)
         told = rules.statistics, state.statistics, space.total(state.samples), squares, weight, state.mini_step
         kept["statistics"] = statistics.learnt(*told)
     return kept | {"seen": statistics.see(state.seen, weight)}

@@ -30,11 +30,13 @@ class Backward:
     def __init__(self, backward: Any, loss: jax.Array, params: Tree):
         self.backward, self.one = backward, jnp.ones_like(loss)
         self.leaves, self.treedef = jax.tree.flatten(params)
+        self.grads: list[jax.Array] | None = None  # once they are written
 
     def gradient(self) -> Tree:
-        """Returns the gradient."""
-        (grads,) = self.backward(self.one)
-        given = iter(grads)
+        """Returns the gradient; asked twice, the same."""
+        if self.grads is None:
+            (self.grads,) = self.backward(self.one)
+        given = iter(self.grads or [])
         filled = [next(given) if _is_inexact(p) else np.zeros(jnp.shape(p), jax.dtypes.float0) for p in self.leaves]
         return self.treedef.unflatten(filled)
 

@@ -21,7 +21,7 @@ class Options:
       decay: of the noise and the signal from one window to the next, each smoothed for itself: 0.99 is a mean over
         about the last 100 windows.
       groups: names for groups of leaves, which are measured apart: a prefix of the tree of the parameters with strings
-        as leaves, or a function that returns it, as `optax.partition` takes. By default all leaves are one group.
+        as leaves, as `optax.partition` takes. By default all leaves are one group.
 
     Raises:
       ValueError: a decay outside [0, 1).
@@ -65,7 +65,7 @@ class Statistics(NamedTuple):
 class Seen(NamedTuple):
     """The weight of all windows that have emitted: `2**20 * units + rest`.
 
-    A float32 alone would stall at 2**24 examples; this counts whole numbers to 2**51, in windows below 2**24.
+    A float32 alone would stall at 2**24 examples; this counts whole numbers to 2**51, in windows below 15 million.
     """
 
     units: jax.Array  # int32 []
@@ -85,15 +85,13 @@ def as_options(statistics: Any) -> Options | None:
 
 def new_samples(options: Options, params: Tree, scalar: Callable[[], jax.Array]) -> Samples:
     """Returns the sums before the first micro-batch; `scalar()` is an empty one."""
-    groups = dict.fromkeys(_labels(options, params))
-    by_group = lambda: {name: scalar() for name in groups}
+    by_group = lambda: {name: scalar() for name, _ in _named(options, params)}
     return Samples(by_group(), scalar(), by_group())
 
 
 def new_statistics(options: Options, params: Tree) -> Statistics:
     """Returns what is known before the first window."""
-    groups = dict.fromkeys(_labels(options, params))
-    by_group = lambda: {name: _zero() for name in groups}
+    by_group = lambda: {name: _zero() for name, _ in _named(options, params)}
     return Statistics(by_group(), by_group(), by_group(), _zero(), _zero())
 
 
@@ -105,7 +103,7 @@ def new_seen() -> Seen:
 def squared_norms(options: Options, tree: Tree, like: jax.Array) -> ByGroup:
     """Returns `|g|^2` of each group: one number, or one for each row where `like` is [d], of leaves [d, ...]."""
     found: ByGroup = {}
-    for name, leaf in zip(_labels(options, tree), jax.tree.leaves(tree), strict=True):
+    for name, leaf in _named(options, tree):
         found[name] = found.get(name, jnp.zeros_like(like)) + _squared_norm(leaf, like)
     return found
 
@@ -144,9 +142,14 @@ def learnt(
     options: Options, old: Statistics, samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any
 ) -> Statistics:
     """Returns the statistics with a window in them; one that is not finite, or has one sample, leaves them."""
+    return smooth(old, alone(samples, squares, weight, steps), options.decay)
+
+
+def alone(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> Statistics:
+    """Returns the statistics of one window, with nothing smoothed."""
     noise, signal, known = estimate(samples, squares, weight)
-    new = Statistics(squares, noise, signal, known.astype(weight.dtype), weight / steps)
-    return smooth(old, new, options.decay)
+    zero = lambda parts: {name: jnp.where(known, part, 0) for name, part in parts.items()}
+    return Statistics(squares, zero(noise), zero(signal), known.astype(weight.dtype), weight / steps)
 
 
 def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
@@ -164,9 +167,8 @@ def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
       ValueError: a decay outside [0, 1).
     """
     decay = Options(decay).decay
-    known = new.known > 0
-    kept, share = jnp.where(known, decay, 1), 1 - decay
-    mix = lambda old, new: kept * old + jnp.where(known, share * new, 0)
+    kept = jnp.where(new.known > 0, decay, 1)
+    mix = lambda old, new: kept * old + (1 - decay) * new  # what is not known is 0
     noise, signal = (jax.tree.map(mix, *pair) for pair in ((old.noise, new.noise), (old.signal, new.signal)))
     return new._replace(noise=noise, signal=signal, known=mix(old.known, new.known))
 
@@ -222,10 +224,9 @@ def has_seen(seen: Seen, weight: float) -> jax.Array:
     return (seen.units > int(units)) | ((seen.units == int(units)) & (seen.rest >= rest))
 
 
-def _labels(options: Options, tree: Tree) -> list[str]:
-    """Returns the name of the group of each leaf."""
+def _named(options: Options, tree: Tree) -> list[tuple[str, Any]]:
+    """Returns each leaf that has a gradient with the name of its group."""
     groups = ALL if options.groups is None else options.groups
-    groups = groups(tree) if callable(groups) else groups
     try:
         names = jax.tree.leaves(jax.tree.broadcast(groups, tree))
     except ValueError as error:
@@ -236,13 +237,12 @@ def _labels(options: Options, tree: Tree) -> list[str]:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f'groups must have strings as leaves: {name!r}. Name a group, such as "embedding".')
-    return names
+    pairs = zip(names, jax.tree.leaves(tree), strict=True)
+    return [(name, leaf) for name, leaf in pairs if jnp.issubdtype(getattr(leaf, "dtype", float), jnp.inexact)]
 
 
 def _squared_norm(leaf: Any, like: jax.Array) -> jax.Array:
     """Returns the sum of squares of a leaf, in the dtype of `like`, whose axes it leaves."""
-    if getattr(leaf, "dtype", None) == jax.dtypes.float0:
-        return jnp.zeros_like(like)
     leaf = jnp.asarray(leaf)
     parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
     wide = [part.astype(like.dtype) for part in parts]

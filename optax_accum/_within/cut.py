@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, tracing
+from optax_accum._core import arithmetic, checks, statistics, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward, adds_in_place, differentiate
 from optax_accum._core.ratio import Ratio, check_loss
@@ -33,6 +33,7 @@ class Totals(NamedTuple):
     grads: Any  # sum of share times gradient, leaf by leaf; None while a reference holds it
     carry: Tree
     outputs: Any
+    samples: Any = None  # of statistics; in the end with this device's part of the weight
 
 
 class Parts(NamedTuple):
@@ -60,6 +61,7 @@ class Rules:
     accumulator_dtype: Tree
     in_place: bool | None
     unroll: bool
+    statistics: statistics.Options | None
     reduce_axes: Axes
     reduce_to: Tree
 
@@ -121,7 +123,9 @@ class Cut:
         self.split = splitting.split_rows(
             self.batches, rules.num_microbatches, rules.microbatch_size, device.count, rules.group_size
         )
-        self.shares, self.rest_share = splitting.shares(self.split, self.batches, rules.weight_fn, device.whole)
+        self.shares, self.rest_share, self.weight = splitting.shares(
+            self.split, self.batches, rules.weight_fn, device.whole
+        )
         self.terms = isinstance(self.shares, dict)  # of the loss, each with a share of its own
         self.rows = splitting.live_rows(self.split, self.shares, self.rest_share, device.whole)
         self.stacked = splitting.stacked(self.split, self.batches)
@@ -133,7 +137,7 @@ class Cut:
         self.reductions = reductions.reductions(rules.aux_reduction, self.shapes.aux, self.split)
         self.start_grads = arithmetic.zeros(self.params, rules.dtypes)
         self.kinds = rules.kinds(self.params)
-        self.in_place = not (again or rules.unroll) and self._adds_in_place()
+        self.in_place = not (again or rules.unroll or rules.statistics) and self._adds_in_place()
         if self.in_place or (rules.weight_fn is not None and not (self.static or rules.unroll)):
             self._refuse_differentiation()
 
@@ -144,7 +148,7 @@ class Cut:
         outputs = [reduce.start(shape, self.split) for reduce, shape in zip(self.reductions, shapes, strict=True)]
         loss = jnp.zeros([], self._loss_dtype(wide=True))
         counted = jnp.zeros([], default_float()) if self.ratio else None
-        return refs, self._varying(Totals(loss, counted, grads, self.carry, outputs))
+        return refs, self._varying(Totals(loss, counted, grads, self.carry, outputs, self._no_samples()))
 
     def add_whole(self, refs: Leaves | None, index: Any, totals: Totals) -> Totals:
         """Adds whole micro-batch `index`."""
@@ -167,6 +171,7 @@ class Cut:
             self.device.check_loss(loss)
         with jax.named_scope("optax_accum.add"):
             grads = gradients.add(refs, totals.grads, backward, self.kinds)
+            samples = self._with_sample(totals.samples, backward, share, parts)
         rows = self.split.rest if rest else self.split.size
         weight = rows / self.rows if self.terms else share
         outputs = [
@@ -174,7 +179,8 @@ class Cut:
             for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)
         ]
         counted = totals.counted + parts.loss.count if self.ratio else None
-        return self._varying(Totals(totals.loss + loss, counted, grads, arithmetic.strong(parts.carry), outputs))
+        carry = arithmetic.strong(parts.carry)
+        return self._varying(Totals(totals.loss + loss, counted, grads, carry, outputs, samples))
 
     def finish(self, refs: Leaves | None, totals: Totals) -> Totals:
         """Returns the sums, the outputs of the batch among them."""
@@ -183,7 +189,30 @@ class Cut:
         finished = zip(self.reductions, totals.outputs, leaves, strict=True)
         aux = jax.tree.unflatten(treedef, [reduce.finish(total, shape) for reduce, total, shape in finished])
         loss = totals.loss.astype(self._loss_dtype(wide=self.ratio))
-        return Totals(loss, totals.counted, grads, totals.carry, aux)
+        weight = totals.counted if self.ratio else self.weight / self.device.count
+        samples = totals.samples and (totals.samples, jnp.asarray(weight))
+        return Totals(loss, totals.counted, grads, totals.carry, aux, samples)
+
+    def _no_samples(self) -> Any:
+        if self.rules.statistics is None:
+            return None
+        if self.terms:
+            raise ValueError(
+                "Statistics take one weight for each micro-batch: weight_fn returns one for each of "
+                f"{', '.join(self.shares)}. Leave statistics out, or return a loss of one term."
+            )
+        params = gradients.added(self.params, self.kinds)
+        return statistics.new_samples(self.rules.statistics, params, lambda: jnp.zeros([], default_float()))
+
+    def _with_sample(self, samples: Any, backward: Backward, share: Any, parts: Parts) -> Any:
+        """Adds `w |g|^2`, of a gradient that is scaled by its share of the weights, or by the count of a Ratio."""
+        if self.rules.statistics is None:
+            return None
+        grads = gradients.added(backward.gradient(), self.kinds)
+        squares = statistics.squared_norms(self.rules.statistics, grads, like=samples.number)
+        scale, weight = (parts.loss.count, 1) if self.ratio else (share, self.weight)
+        weight = jnp.where(jnp.asarray(scale) == 0, 0, weight * arithmetic.reciprocal(scale))
+        return statistics.add(samples, squares, weight, first=False)
 
     def _adds_in_place(self) -> bool:
         """Returns whether gradients are added inside the backward pass."""

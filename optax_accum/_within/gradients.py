@@ -54,6 +54,12 @@ def finish(refs: Leaves | None, totals: Leaves, acc: Tree) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(acc), leaves)
 
 
+def added(tree: Tree, names: list[str]) -> Tree:
+    """Returns a tree with the leaves that are added, and not kept."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([None if name in KEPT else leaf for name, leaf in zip(names, leaves, strict=True)])
+
+
 def over_devices(names: list[str], space: Space, own: Tree, grads: Tree, params: Tree) -> Tree:
     """Returns the gradients of the whole batch, with what was kept of all devices; parameters where nothing was run."""
 

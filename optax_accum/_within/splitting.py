@@ -112,15 +112,15 @@ def remainder(split: Split, batch: Tree) -> Tree:
 
 def shares(
     split: Split, batches: Sequence[Tree], weight_fn: Callable[..., Any] | None, whole_of: Callable[[Any], Any]
-) -> tuple[Shares, Shares]:
-    """Returns `w_i / sum(w)` of the whole micro-batches ([k], or a number for all) and of the remainder ([]).
+) -> tuple[Shares, Shares, Any]:
+    """Returns `w_i / sum(w)` of the whole micro-batches ([k], or a number for all) and of the remainder ([]); `sum(w)`.
 
     The weights are added in the default float dtype, so that counts of tokens cannot overflow; and by `whole_of` over
     the devices that have parts of one batch.
     """
     if weight_fn is None:
         rows = split.rows * whole_of(1)
-        return split.size / rows, split.rest / rows
+        return split.size / rows, split.rest / rows, rows
     whole = rest = None
     if split.whole:
         cut = [stacked(split, batch) for batch in batches]
@@ -132,11 +132,12 @@ def shares(
     return _normalised(whole, rest, whole_of)
 
 
-def _normalised(whole: Any, rest: Any, whole_of: Callable[[Any], Any]) -> tuple[Any, Any]:
+def _normalised(whole: Any, rest: Any, whole_of: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
     present = [part for part in (whole, rest) if part is not None]
     total = jax.tree.map(lambda *parts: whole_of(sum(jnp.sum(part) for part in parts)), *present)
     share = lambda part: jax.tree.map(lambda w, t: jnp.where(t == 0, 0, w * arithmetic.reciprocal(t)), part, total)
-    return tuple(part if part is None else share(part) for part in (whole, rest))  # type: ignore[return-value]
+    normalised = (part if part is None else share(part) for part in (whole, rest))
+    return *normalised, total  # type: ignore[return-value]
 
 
 def live_rows(split: Split, whole: Shares | None, rest: Shares | None, whole_of: Callable[[Any], Any]) -> Any:

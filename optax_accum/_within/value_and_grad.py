@@ -1,5 +1,6 @@
 """Owns accumulation within a call: each micro-batch of a batch is differentiated and added. Knows no optimizer."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks
+from optax_accum._core import statistics as told
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.program import compiled_once
 from optax_accum._core.ratio import divided
@@ -43,6 +45,7 @@ def value_and_grad(
     unroll: bool = False,
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
+    statistics: bool | told.Options = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Does what `jax.value_and_grad` does, one micro-batch after the other: same call, same return, less memory.
 
@@ -102,6 +105,8 @@ def value_and_grad(
         loop (jax-ml/jax#12868). Compile time grows with k; before JAX 0.12 several micro-batches are kept at once.
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per call: `optax_accum.sharding`.
       reduce_to: where the sum over them goes: likewise.
+      statistics: whether to measure gradients, which are then added after the backward pass: what comes back is
+        `((value, statistics), gradient)`. `optax_accum.statistics`.
 
     Returns:
       A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
@@ -154,6 +159,7 @@ def value_and_grad(
         accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
         in_place=in_place,
         unroll=unroll,
+        statistics=_options(told.as_options(statistics), single=isinstance(argnums, int)),
         reduce_axes=meshes.as_axes(reduce_axes),
         reduce_to=reduce_to,
     )
@@ -174,7 +180,19 @@ def _check_options(rules: Rules) -> None:
         raise ValueError(
             "in_place=True adds inside the backward pass, unroll=True after it: in_place=True, unroll=True. Pass one."
         )
+    if rules.statistics and (rules.in_place or rules.reduce_to == PARTIAL):
+        raise ValueError(
+            f"Statistics take gradients that are written, and their sum: in_place={rules.in_place}, "
+            f"reduce_to={rules.reduce_to!r}. Leave both out."
+        )
     check_options(rules.reduce_axes, rules.reduce_to, partial=True)
+
+
+def _options(options: told.Options | None, *, single: bool) -> told.Options | None:
+    """Returns options for the tuple of the differentiated arguments."""
+    if options is None or options.groups is None or not single:
+        return options
+    return dataclasses.replace(options, groups=(options.groups,))
 
 
 def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -193,10 +211,17 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
     loss, grads = space.total(own.loss), space.reduced(own.grads)
     if own.counted is not None:
         loss, grads = divided((loss, grads), space.total(own.counted))
-    grads = gradients.over_devices(rules.kinds(call[call.params]), space, own.grads, grads, call[call.params])
+    kinds = rules.kinds(call[call.params])
+    statistics = rules.statistics and _told(rules.statistics, *space.total(own.samples), gradients.added(grads, kinds))
+    grads = gradients.over_devices(kinds, space, own.grads, grads, call[call.params])
     grads = _in_dtypes(grads, call[call.params], rules.dtypes)
     value = rules.joined(Parts(loss, carry, outputs))
-    return value, grads[0] if rules.single else grads
+    return (value, statistics) if statistics else value, grads[0] if rules.single else grads
+
+
+def _told(options: told.Options, samples: told.Samples, weight: jax.Array, grads: Tree) -> told.Statistics:
+    """Returns what the gradients of one call tell."""
+    return told.alone(samples, told.squared_norms(options, grads, like=weight), weight, samples.number)
 
 
 def _in_dtypes(grads: Tree, params: Tree, dtype: Tree) -> Tree:

@@ -1,0 +1,438 @@
+"""What the gradients of a window tell: unbiased, in every cut, for one more read; and what is made of it."""
+
+import functools
+import itertools
+import pickle
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_accum
+from optax_accum import statistics
+from optax_accum._core import statistics as statistics_of
+from optax_accum.accelerators import count_traffic
+from tests import programs
+
+SIZES = (1, 2, 5)
+GROUPS = statistics.Options(decay=0.5, groups={"a": "first", "b": "second"})
+START = {"a": jnp.arange(3.0), "b": jnp.ones([2, 2])}
+
+
+def accumulate(every=3, inner=None, **options):
+    return optax_accum.accumulate_gradients(inner or optax.sgd(0.1), every, **({"statistics": True} | options))
+
+
+def trained(tx, batches, start=START, state=None):
+    """The state after micro-batches `(gradient, weight)`."""
+    state = tx.init(start) if state is None else state
+    update = jax.jit(tx.update)
+    for grads, weight in batches:
+        _, state = update(grads, state, start, weight=float(weight))
+    return state
+
+
+def gradients(count, seed=0):
+    """Gradients of START."""
+    rng = np.random.default_rng(seed)
+    return [jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), START) for _ in range(count)]
+
+
+def expected(samples):
+    """Noise and signal of samples `(gradient, weight)`, in float64."""
+    flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(g)]).astype(float) for g, _ in samples]
+    weights = np.array([weight for _, weight in samples], float)
+    mean = sum(w * g for w, g in zip(weights, flat, strict=True)) / weights.sum()
+    squares = sum(w * g @ g for w, g in zip(weights, flat, strict=True))
+    noise = (squares - weights.sum() * mean @ mean) / (len(weights) - 1)
+    return noise, mean @ mean - noise / weights.sum()
+
+
+WINDOW = list(zip(gradients(3), SIZES, strict=True))
+TWO = WINDOW + list(zip(gradients(3, seed=1), SIZES, strict=True))
+
+
+def test_the_estimates_are_unbiased():
+    """Over 10,000 windows of uneven sizes, within four standard errors of what the gradients were drawn from."""
+    truth, spread = jnp.array([0.5, -1.0, 0.25, 2.0]), jnp.array([1.0, 2.0, 0.5, 3.0])
+    tx = accumulate(statistics=statistics.Options(decay=0.0))
+
+    @jax.jit
+    @jax.vmap
+    def window(key):
+        state = tx.init(truth)
+        for part, size in zip(jax.random.split(key, len(SIZES)), SIZES, strict=True):
+            grads = truth + spread * jax.random.normal(part, (4,)) / jnp.sqrt(size)
+            _, state = tx.update(grads, state, truth, weight=float(size))
+        return statistics.gradient_noise_scale(state)[:2]
+
+    found = np.array(window(jax.random.split(jax.random.key(0), 10_000)))
+    error = found.std(axis=1) / np.sqrt(found.shape[1])
+    wanted = np.array([jnp.sum(spread**2), jnp.sum(truth**2)])
+    assert np.all(error < 0.05 * wanted)  # else anything would pass
+    assert np.all(np.abs(found.mean(axis=1) - wanted) < 4 * error)
+
+
+def test_the_order_of_micro_batches_does_not_matter():
+    tx = accumulate()
+    for order in itertools.permutations(WINDOW):
+        noise, signal, scale = statistics.gradient_noise_scale(trained(tx, order))
+        np.testing.assert_allclose((noise, signal), expected(WINDOW), rtol=1e-5)
+        assert scale == pytest.approx(noise / signal) or (signal <= 0 and scale == np.inf)
+
+
+def test_noise_and_signal_are_smoothed_apart():
+    state = trained(accumulate(statistics=GROUPS), TWO)
+    parts = [expected(TWO[:3]), expected(TWO[3:])]
+    mean = (np.array(parts[0]) + 2 * np.array(parts[1])) / 3  # 0.5 * 0.5, 0.5
+    np.testing.assert_allclose(statistics.gradient_noise_scale(state)[:2], mean, rtol=1e-5)
+
+
+def test_a_group_is_measured_for_itself():
+    state = trained(accumulate(statistics=GROUPS), WINDOW)
+    for name, leaf in (("first", "a"), ("second", "b")):
+        own = [(grads[leaf], weight) for grads, weight in WINDOW]
+        np.testing.assert_allclose(statistics.gradient_noise_scale(state, name)[:2], expected(own), rtol=1e-5)
+        assert optax_accum.metrics(state)[f"gradient_noise/{name}"] == pytest.approx(expected(own)[0], rel=1e-5)
+    whole = statistics.gradient_noise_scale(state)
+    np.testing.assert_allclose(whole[:2], expected(WINDOW), rtol=1e-5)
+
+
+def test_metrics_by_name():
+    state = trained(accumulate(every=2), [(gradients(1)[0], 3), (gradients(1)[0], 5), (gradients(1, 7)[0], 2)])
+    found = optax_accum.metrics(state)
+    norm = lambda tree: pytest.approx(float(optax.tree.norm(tree)), rel=1e-5)
+    assert found["gradient_norm"] == norm(gradients(1)[0])
+    assert found["micro_gradient_norm"] == norm(gradients(1, 7)[0])
+    assert found["seen"] == 8
+    assert found["gradient_noise"] == pytest.approx(0, abs=1e-4)
+    names = ("gradient_norm", "micro_gradient_norm", "gradient_noise", "gradient_signal", "noise_scale")
+    assert list(found)[5:] == ["seen", *names]
+    by_group = optax_accum.metrics(accumulate(statistics=GROUPS).init(START))
+    assert {f"{name}/{group}" for name in names for group in ("first", "second")} < set(by_group)
+
+
+NAN = (jax.tree.map(lambda g: g * np.nan, gradients(1)[0]), 3)
+ZERO = (gradients(1, 5)[0], 0)
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "every", "batches"),
+    [
+        ("skip", 3, [WINDOW[0], NAN, *WINDOW[1:]]),
+        ("omit", 4, [WINDOW[0], NAN, *WINDOW[1:]]),
+        ("propagate", 4, [WINDOW[0], ZERO, *WINDOW[1:]]),
+        ("propagate", 3, [*WINDOW, WINDOW[0], NAN, WINDOW[1]]),
+        ("discard", 3, [*WINDOW, WINDOW[0], NAN, WINDOW[1]]),
+        ("propagate", 3, [*WINDOW, ZERO, WINDOW[1], ZERO]),  # one sample
+    ],
+)
+def test_what_is_left_out_is_no_sample(nonfinite, every, batches):
+    state = trained(accumulate(every, nonfinite=nonfinite), batches)
+    np.testing.assert_allclose(statistics.gradient_noise_scale(state)[:2], expected(WINDOW), rtol=1e-5)
+
+
+def test_of_one_micro_batch_nothing_is_known():
+    tx = accumulate(every=1)
+    state = trained(tx, WINDOW)
+    assert state.gradient_step == 3
+    assert np.isnan(statistics.gradient_noise_scale(state)).all()
+    assert optax_accum.metrics(state)["gradient_norm"] == pytest.approx(float(optax.tree.norm(WINDOW[2][0])))
+
+
+def test_no_signal_is_an_infinite_scale():
+    opposite = [(START, 1), (jax.tree.map(jnp.negative, START), 1)]
+    assert statistics.gradient_noise_scale(trained(accumulate(every=2), opposite)).scale == np.inf
+
+
+def test_leaves_without_a_gradient_have_none():
+    params = {"a": jnp.ones(2), "n": jnp.arange(2), "none": None, "z": jnp.ones(2, jnp.complex64)}
+    groups = statistics.Options(groups={"a": "x", "n": "y", "none": "y", "z": "z"})
+    tx = accumulate(every=2, inner=optax.identity(), statistics=groups)
+    state = tx.init(params)
+    for value in (1.0, 3.0):
+        z = jnp.full(2, value * (1 + 1j), jnp.complex64)
+        grads = {"a": jnp.full(2, value), "n": np.zeros(2, jax.dtypes.float0), "none": None, "z": z}
+        _, state = tx.update(grads, state, params)
+    assert set(state.statistics.noise) == {"x", "z"}
+    assert statistics.gradient_noise_scale(state, "x").noise == 2 * 2
+    assert statistics.gradient_noise_scale(state, "z").noise == 2 * 4
+
+
+def test_the_update_stays_what_it_is_and_nothing_is_paid_unasked():
+    plain, measured = accumulate(statistics=False), accumulate()
+    a, b = trained(plain, TWO), trained(measured, TWO)
+    chex.assert_trees_all_equal(a, b._replace(samples=(), statistics=(), seen=()))
+    text = {tx: str(jax.make_jaxpr(tx.update)(START, tx.init(START), START)) for tx in (plain, measured)}
+    assert "reduce_sum" in text[measured]
+    assert "reduce_sum" not in text[plain]
+
+
+@pytest.mark.parametrize("name", ["cpu", "h100", "v5e:2x4"])
+def test_a_micro_step_reads_its_gradient_once_more_and_writes_nothing(name):
+    device = programs.target(name)
+    device = type(device)(device.name, device.devices[:1], device.memory)
+    width = 128 if name == "cpu" else 4096 if ":" in name else 1024
+    params = {f"layer {i}": jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(4)}
+    copy, found = 4 * 4 * width**2, {}
+    for asked in (False, True):
+        tx = accumulate(8, inner=optax.adam(0.1), statistics=asked)
+        step = lambda params, state, grads, tx=tx: optax_accum.apply_gradients(tx, grads, state, params)
+        shapes = map(device.shapes, (params, jax.eval_shape(tx.init, params), params))
+        with programs.as_shipped():
+            found[asked] = count_traffic(device.compile(jax.jit(step, donate_argnums=(0, 1)).lower(*shapes)))
+    more = found[True].least - found[False].least
+    assert more <= (1.01 if name == "cpu" else 0.01) * copy  # an accelerator's compiler reads it where it is added
+    assert found[True].most - found[False].most <= more + 1.01 * copy
+    assert found[True].temporary - found[False].temporary <= 0.03 * copy
+    if name == "cpu":
+        assert more > 0.99 * copy  # it reads it at all
+
+
+# Several devices: each device's own gradient is a sample.
+
+MESH = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+ROWS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 8, 3)), jnp.float32)  # micro-batches of 8 rows
+
+
+def loss(w, rows):
+    return jnp.mean((rows @ w - 1.0) ** 2)
+
+
+@functools.cache
+def one_device():
+    """The state of one device, which has the rows of each of the two as a micro-batch."""
+    tx = accumulate(every=6)
+    w = jnp.ones(3)
+    return trained(tx, [(jax.grad(loss)(w, half), 4) for rows in ROWS for half in (rows[:4], rows[4:])], start=w)
+
+
+def close(found, wanted):
+    np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-4)
+
+
+@pytest.mark.parametrize("reduce_to", [None, P("data")])
+def test_over_a_mesh(reduce_to):
+    """Also what a state needs to be placed, and to move to another number of devices in the middle of a window."""
+    width = 4 if reduce_to else 3  # the devices divide it
+    rows = jnp.pad(ROWS, ((0, 0), (0, 0), (0, width - 3)))
+    w = jax.device_put(jnp.ones(width), NamedSharding(MESH, P()))
+    tx = accumulate(every=3, reduce_axes="data", reduce_to=reduce_to)
+    where = optax_accum.sharding.state_sharding(tx, w)
+    state = jax.jit(tx.init, out_shardings=where)(w)
+    assert where.samples.number.spec[0] == "data"
+    step = optax_accum.value_and_apply_gradients(lambda w, rows: loss(w, rows[:, :width]), tx)
+    step = jax.jit(step, out_shardings=(None, NamedSharding(MESH, P()), where))
+    for micro_batch in rows[:2]:
+        _, w, state = step(w, state, jax.device_put(micro_batch, NamedSharding(MESH, P("data"))))
+    moved = optax_accum.checkpoint.redistribute(jax.device_get(state), None)
+    assert moved.samples.number == 4
+    _, w, state = step(w, state, jax.device_put(rows[2], NamedSharding(MESH, P("data"))))
+    close(statistics.gradient_noise_scale(state), statistics.gradient_noise_scale(one_device()))
+    assert optax_accum.metrics(state)["seen"] == 24
+
+
+def test_inside_shard_map():
+    tx = accumulate(every=3, reduce_axes="data")
+    rows = jax.device_put(ROWS, NamedSharding(MESH, P(None, "data")))
+
+    @jax.jit
+    @jax.shard_map(mesh=MESH, in_specs=(P(), P(None, "data")), out_specs=P())
+    def run(w, rows):
+        state = tx.init(w)
+        for micro_batch in rows:
+            grads = jax.grad(loss)(optax_accum.sharding.defer_reduction(w, "data"), micro_batch)
+            _, state = tx.update(grads, state, w, weight=8)
+        return state.statistics, state.seen
+
+    told, seen = run(jnp.ones(3), rows)
+    close(statistics.gradient_noise_scale(told), statistics.gradient_noise_scale(one_device()))
+    assert seen.rest == 24
+
+
+def test_within_a_call():
+    """The same as across calls; uneven, in tokens, and over devices."""
+    w, batch = jnp.ones(3), ROWS.reshape(24, 3)[:10]
+    weight_fn = lambda rows: 2.0 * len(rows)
+    for options, unit in (({}, 1), ({"weight_fn": weight_fn}, 2)):
+        asked = {"num_microbatches": 3, "statistics": True, **options}
+        measure = jax.jit(
+            optax_accum.value_and_grad(lambda w, rows: (loss(w, rows), rows[0, 0]), has_aux=True, **asked)
+        )
+        ((value, aux), told), grads = measure(w, batch)
+        close(value, loss(w, batch))
+        close(grads, jax.grad(loss)(w, batch))
+        assert aux.shape == ()
+        cut = [batch[:8][i::2] for i in range(2)] + [batch[8:]]  # of at most four rows, interleaved
+        samples = [(jax.grad(loss)(w, rows), unit * len(rows)) for rows in cut]
+        close(statistics.gradient_noise_scale(told)[:2], expected(samples))
+
+
+# Windows that grow.
+
+
+def lengths(tx, batches, state=None):
+    """The micro-steps in each window that closed, the state, and how often the step was traced."""
+    step = jax.jit(chex.assert_max_traces(lambda *args, weight: tx.update(*args, weight=weight), n=1))
+    state, found, count = tx.init(jnp.ones(3)) if state is None else state, [], 0
+    for grads, weight in batches:
+        _, state = step(grads, state, jnp.ones(3), weight=jnp.float32(weight))
+        count += 1
+        if optax_accum.has_updated(state):
+            found.append(count)
+            count = 0
+    return found, state
+
+
+def test_windows_grow_with_the_tokens_seen():
+    every = statistics.every_by_tokens({0: 1, 300: 2, 500.5: 4})
+    tx = accumulate(every, statistics=False)
+    batches = [(jnp.ones(3), 100)] * 15
+    found, state = lengths(tx, batches)
+    assert found == [1, 1, 1, 2, 2, 4, 4]
+    assert optax_accum.metrics(state)["seen"] == 1500
+    for cut in (4, 8):  # in the middle of a window, and saved
+        first, saved = lengths(tx, batches[:cut])
+        rest, _ = lengths(tx, batches[cut:], pickle.loads(pickle.dumps(saved)))
+        assert sum(first + rest) == sum(found[: len(first + rest)])
+
+
+def test_tokens_are_counted_where_float32_would_stall():
+    weight, windows = 12_345_677, 25_000
+    step = lambda _, seen: statistics_of.see(seen, jnp.float32(weight))
+    seen = jax.jit(lambda: jax.lax.fori_loop(0, windows, step, statistics_of.new_seen()))()
+    total = weight * windows
+    assert int(seen.units) * 2**20 + int(seen.rest) == total > 300e9
+    assert statistics_of.has_seen(seen, total)
+    assert not statistics_of.has_seen(seen, total + 1)
+
+
+def noisy(count, spread, seed=0):
+    rng = np.random.default_rng(seed)
+    return [(jnp.asarray(1 + spread * rng.normal(size=3), jnp.float32), 8) for _ in range(count)]
+
+
+def test_windows_follow_the_noise():
+    tx = accumulate(statistics.every_by_noise(2, 16), statistics=statistics.Options(decay=0.5))
+    calm, _ = lengths(tx, noisy(8, 0.1))
+    assert calm == [2, 2, 2, 2]
+    batches = noisy(40, 3.0)
+    found, _ = lengths(tx, batches)
+    assert found[0] == 2
+    assert max(found) > 4
+    assert max(found) <= 16
+    first, saved = lengths(tx, batches[:7])
+    state = pickle.loads(pickle.dumps(saved))
+    rest, _ = lengths(tx, batches[7:], state)
+    left = 7 - sum(first)
+    assert [*first, rest[0] + left, *rest[1:]] == found
+
+
+# Advice.
+
+
+def test_advice_is_the_least_time():
+    for noise, optimizer, communication in itertools.product((1, 40, 700, 9000), (0.001, 0.05, 0.9), (0, 0.3)):
+        found = statistics.advise(
+            micro_batch=8, micro_step=0.1, optimizer=optimizer, communication=communication, noise_scale=noise
+        )
+        time = lambda k: (1 + noise / (8 * k)) * (0.1 * k + optimizer + communication)  # noqa: B023
+        assert time(found.every) <= 1.02 * min(map(time, range(1, 400))), found
+        assert found.speedup == pytest.approx(time(1) / time(found.every))
+        assert str(found).startswith(f"every={found.every}: ")
+
+
+def test_advice_without_a_noise_scale_with_a_batch_and_at_the_ends():
+    known = {"micro_batch": 8, "micro_step": 0.1}
+    assert statistics.advise(**known, optimizer=0.01).every == 1
+    found = statistics.advise(**known, optimizer=0.1)
+    assert (found.every, found.overhead, found.best, found.speedup) == (9, pytest.approx(0.1), None, None)
+    assert "Measure the noise scale" in str(found)
+    kept = statistics.advise(**known, optimizer=0.01, noise_scale=8, batch=60)
+    assert (kept.every, kept.batch) == (8, 64)
+    assert kept.speedup < 1
+    endless = statistics.advise(**known, optimizer=0.1, noise_scale=np.inf, max_every=64)
+    assert endless.every == 64
+    assert 1 < endless.speedup < 2
+    assert statistics.advise(**known, optimizer=0.0, noise_scale=np.inf).every == 1
+
+
+def test_a_decay_keeps_its_half_life():
+    for size in (1, 64, 4096):
+        decay = statistics.rescale_decay(0.95, 512, size)
+        assert np.log(0.5) / np.log(decay) * size == pytest.approx(np.log(0.5) / np.log(0.95) * 512)
+
+
+# What cannot be right.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: statistics.Options(decay=1.0), "decay must be in"),
+        (lambda: statistics.smooth(None, None, -0.1), "decay must be in"),
+        (lambda: statistics.rescale_decay(1.0, 1, 2), "decay must be in"),
+        (lambda: statistics.rescale_decay(0.9, 0, 2), "batch_from must be positive"),
+        (lambda: accumulate(statistics="all"), "statistics must be a bool"),
+        (lambda: accumulate(reduction="sum"), 'reduction="sum" and statistics'),
+        (lambda: accumulate(statistics.every_by_noise(2, 4), statistics=False), "Pass statistics=True"),
+        (lambda: statistics.every_by_noise(8, 4), "Bounds must not cross"),
+        (lambda: statistics.every_by_noise(1, 4), "begin at 2"),
+        (lambda: statistics.every_by_noise(2.5, 4), "at_least must be an integer"),
+        (lambda: statistics.every_by_tokens({}), "from 0 tokens on"),
+        (lambda: statistics.every_by_tokens({10: 2}), "from 0 tokens on"),
+        (lambda: statistics.every_by_tokens({0: 0}), "every must be an integer >= 1"),
+        (lambda: accumulate(statistics=statistics.Options(groups={"a": "x"})).init(START), "groups must be a prefix"),
+        (lambda: accumulate(statistics=statistics.Options(groups=3)).init(START), "strings as leaves"),
+        (lambda: statistics.gradient_noise_scale(accumulate(statistics=False).init(START)), "Pass statistics=True"),
+        (lambda: statistics.gradient_noise_scale(accumulate().init(START), "first"), "group must be one of all"),
+        (lambda: statistics.advise(micro_batch=8, micro_step=0, optimizer=1), "micro_step must be positive"),
+        (lambda: statistics.advise(micro_batch=8, micro_step=1, optimizer=-1), "optimizer must not be negative"),
+        (lambda: statistics.advise(micro_batch=8, micro_step=1, optimizer=1, noise_scale=np.nan), "negative or NaN"),
+        (
+            lambda: optax_accum.value_and_grad(loss, num_microbatches=2, statistics=True, in_place=True),
+            "gradients that are written",
+        ),
+        (
+            lambda: optax_accum.value_and_grad(
+                lambda w, rows: {"a": loss(w, rows)},
+                num_microbatches=2,
+                statistics=True,
+                weight_fn=lambda rows: {"a": 1.0},
+            )(jnp.ones(3), ROWS[0]),
+            "one weight for each micro-batch",
+        ),
+    ],
+)
+def test_an_error_says_what_to_do(wrong, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        wrong()
+
+
+def test_in_place_says_which_path_can():
+    tx, w = accumulate(every=2), jnp.ones(3)
+    step = lambda in_place: optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place)
+    with pytest.raises(ValueError, match=r"statistics take the gradient.*Leave in_place=None"):
+        step(True)(w, tx.init(w), ROWS[0])
+    state = tx.init(w)
+    for rows in ROWS[:2]:
+        _, w, state = step(None)(w, state, rows)  # the remedy
+    assert jnp.isfinite(statistics.gradient_noise_scale(state).noise)
+
+
+@pytest.mark.parametrize("options", [{}, {"every": statistics.every_by_tokens({0: 2}), "statistics": False}])
+def test_a_state_that_was_made_without_is_named(options):
+    tx = accumulate(**options)
+    old = accumulate(every=3, statistics=False).init(START)
+    with pytest.raises(ValueError, match=r"new = tx.init\(params\)"):
+        tx.update(START, old, START)
+    new = tx.init(START)
+    state = old._replace(samples=new.samples, statistics=new.statistics, seen=new.seen)  # the remedy
+    assert tx.update(START, state, START)[1].mini_step == 1
+    # and the other way round, what was measured is kept
+    assert accumulate(every=3, statistics=False).update(START, new, START)[1].statistics == new.statistics
