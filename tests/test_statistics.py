@@ -277,8 +277,8 @@ def test_within_a_call():
 
 
 def lengths(tx, batches, state=None):
-    """The micro-steps in each window that closed, the state, and how often the step was traced."""
-    step = jax.jit(chex.assert_max_traces(lambda *args, weight: tx.update(*args, weight=weight), n=1))
+    """The micro-steps in each window that closed, and the state; all from one program."""
+    step = jax.jit(tx.update)
     state, found, count = tx.init(jnp.ones(3)) if state is None else state, [], 0
     for grads, weight in batches:
         _, state = step(grads, state, jnp.ones(3), weight=jnp.float32(weight))
@@ -286,7 +286,17 @@ def lengths(tx, batches, state=None):
         if optax_accum.has_updated(state):
             found.append(count)
             count = 0
+    assert step._cache_size() == 1
     return found, state
+
+
+def resumed(tx, batches, cut):
+    """The same of a run that was saved in the middle of a window."""
+    first, saved = lengths(tx, batches[:cut])
+    rest, _ = lengths(tx, batches[cut:], pickle.loads(pickle.dumps(saved)))
+    left = cut - sum(first)
+    assert left > 0
+    return [*first, rest[0] + left, *rest[1:]]
 
 
 def test_windows_grow_with_the_tokens_seen():
@@ -296,10 +306,7 @@ def test_windows_grow_with_the_tokens_seen():
     found, state = lengths(tx, batches)
     assert found == [1, 1, 1, 2, 2, 4, 4]
     assert optax_accum.metrics(state)["seen"] == 1500
-    for cut in (4, 8):  # in the middle of a window, and saved
-        first, saved = lengths(tx, batches[:cut])
-        rest, _ = lengths(tx, batches[cut:], pickle.loads(pickle.dumps(saved)))
-        assert sum(first + rest) == sum(found[: len(first + rest)])
+    assert resumed(tx, batches, 8) == found
 
 
 def test_tokens_are_counted_where_float32_would_stall():
@@ -326,11 +333,29 @@ def test_windows_follow_the_noise():
     assert found[0] == 2
     assert max(found) > 4
     assert max(found) <= 16
-    first, saved = lengths(tx, batches[:7])
-    state = pickle.loads(pickle.dumps(saved))
-    rest, _ = lengths(tx, batches[7:], state)
-    left = 7 - sum(first)
-    assert [*first, rest[0] + left, *rest[1:]] == found
+    assert resumed(tx, batches, 7) == found
+
+
+# Outliers: docs/outliers.md runs as a test, too.
+
+
+def rising(grads, gradient_step, params, info=(0.0, 0)):
+    """Leaves out what is no larger than the largest so far."""
+    most, left_out = info
+    skip = grads[0] <= most
+    return skip, (jnp.maximum(grads[0], most), left_out + skip)
+
+
+def test_a_callable_policy_is_given_what_it_returned_last():
+    tx = accumulate(every=2, statistics=False, nonfinite=rising)
+    state = tx.init(jnp.ones(1))
+    start, update = jax.tree.map(jax.typeof, state), jax.jit(tx.update)
+    for value in (1.0, 1.0, 3.0, 2.0, 4.0):
+        updates, state = update(jnp.array([value]), state, jnp.ones(1))
+    assert state.skip_state == (4, 2)
+    assert (state.skipped, state.gradient_step, state.mini_step) == (2, 1, 1)
+    assert jax.tree.map(jax.typeof, state) == start
+    assert updates == 0
 
 
 # Advice.

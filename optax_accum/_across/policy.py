@@ -1,5 +1,6 @@
 """Owns what becomes of a micro-batch that is not finite: a table, and one entry for callables. Knows no window."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -13,7 +14,7 @@ from optax_accum._core.tracing import Flag
 from optax_accum._space.space import Space
 
 Name = Literal["propagate", "skip", "omit", "discard"]
-Skip = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
+Skip = Callable[..., tuple[jax.Array, Tree]]
 
 
 class Policy(NamedTuple):
@@ -62,13 +63,17 @@ TABLE = {
 
 
 def _of_callable(skip: Skip) -> Policy:
-    """Returns what `optax.MultiSteps` takes as `should_skip_update_fn`, as a policy."""
+    """Returns what `optax.MultiSteps` takes as `should_skip_update_fn`, as a policy; it may ask for its last `info`."""
+    remembers = inspect.signature(skip).parameters.get("info")
 
     def screen(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
-        skipped, info = skip(grads, state.gradient_step, params)
+        last = {"info": state.skip_state} if remembers else {}
+        skipped, info = skip(grads, state.gradient_step, params, **last)
         return checks.as_skip(skipped), _like_skip_state(info, state)
 
     def blank(params: Tree) -> Tree:
+        if remembers:
+            return arithmetic.strong(remembers.default)
         return arithmetic.zeros_of(jax.eval_shape(skip, params, jnp.zeros([], jnp.int32), params)[1])
 
     return Policy(screen, waits=True, accepts=None, unseen=False, blank=blank)

@@ -75,7 +75,8 @@ def accumulate_gradients(
       nonfinite: what becomes of a micro-batch whose gradient or weight holds a NaN or an infinity: it shows, in its own
         window only (`"propagate"`); it is left out, and the window waits for another (`"skip"`) or ends on time with
         the rest (`"omit"`); or its window makes no update (`"discard"`). Or a callable `(grads, gradient_step, params)
-        -> (skip, info)`, as `optax.MultiSteps` takes, with `info` as `state.skip_state`.
+        -> (skip, info)`, as `optax.MultiSteps` takes, with `info` as `state.skip_state`; one with a parameter `info` is
+        given what it returned last, and at first the default of that: docs/outliers.md.
       mean_args: names of scalar extra arguments which `inner` gets as their weighted mean over the window.
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per window: `optax_accum.sharding`.
       reduce_to: with `reduce_axes`, how the sum is to be sharded: likewise.
