@@ -1,5 +1,6 @@
 """What the gradients of a window tell: unbiased, in every cut, for one more read; and what is made of it."""
 
+import contextlib
 import functools
 import itertools
 import pickle
@@ -173,7 +174,7 @@ def test_the_update_stays_what_it_is_and_nothing_is_paid_unasked():
     assert "reduce_sum" not in text[plain]
 
 
-@pytest.mark.parametrize("name", ["cpu", "h100", "v5e:2x4"])
+@pytest.mark.parametrize("name", programs.installed("cpu", "h100", "v5e:2x4"))
 def test_a_micro_step_reads_its_gradient_once_more_and_writes_nothing(name):
     device = programs.target(name)
     device = type(device)(device.name, device.devices[:1], device.memory)
@@ -255,22 +256,64 @@ def test_inside_shard_map():
     assert seen.rest == 24
 
 
-def test_within_a_call():
-    """The same as across calls; uneven, in tokens, and over devices."""
-    w, batch = jnp.ones(3), ROWS.reshape(24, 3)[:10]
-    weight_fn = lambda rows: 2.0 * len(rows)
-    for options, unit in (({}, 1), ({"weight_fn": weight_fn}, 2)):
-        asked = {"num_microbatches": 3, "statistics": True, **options}
-        measure = jax.jit(
-            optax_accum.value_and_grad(lambda w, rows: (loss(w, rows), rows[0, 0]), has_aux=True, **asked)
-        )
-        ((value, aux), told), grads = measure(w, batch)
-        close(value, loss(w, batch))
-        close(grads, jax.grad(loss)(w, batch))
-        assert aux.shape == ()
-        cut = [batch[:8][i::2] for i in range(2)] + [batch[8:]]  # of at most four rows, interleaved
-        samples = [(jax.grad(loss)(w, rows), unit * len(rows)) for rows in cut]
-        close(statistics.gradient_noise_scale(told)[:2], expected(samples))
+def ratio(w, rows):
+    return optax_accum.Ratio(total=len(rows) * loss(w, rows), count=jnp.float32(len(rows)))
+
+
+@pytest.mark.parametrize(
+    ("fun", "unit", "options"),
+    [
+        (loss, 1, {}),
+        (loss, 2, {"weight_fn": lambda rows: 2.0 * len(rows), "unroll": True}),
+        (ratio, 1, {}),
+        (loss, 1, {"reduce_axes": "data"}),
+    ],
+    ids=["rows", "weights", "ratio", "devices"],
+)
+def test_within_a_call(fun, unit, options):
+    """The same as across calls: each micro-batch of each device is a sample. Four rows at most, interleaved."""
+    w, batch = jnp.ones(3), ROWS.reshape(24, 3)[:20]
+    with_aux = lambda w, rows: (fun(w, rows), jnp.sum(rows))
+    asked = {"num_microbatches": 3, "has_aux": True, "aux_reduction": "sum", "statistics": True}
+    measure = jax.jit(optax_accum.value_and_grad(with_aux, **asked, **options))
+    parts = [batch]
+    given = batch
+    if "reduce_axes" in options:
+        parts, given = jnp.split(batch, 2), jax.device_put(batch, NamedSharding(MESH, P("data")))
+    with jax.set_mesh(MESH) if "reduce_axes" in options else contextlib.nullcontext():
+        ((value, aux), told), grads = measure(w, given)
+    close(value, loss(w, batch))
+    close(aux, jnp.sum(batch))
+    close(grads, jax.grad(loss)(w, batch))
+    cut = []
+    for rows in parts:
+        size = -(-len(rows) // 3)
+        whole = len(rows) // size
+        cut += [rows[: whole * size][i::whole] for i in range(whole)] + [rows[whole * size :]]
+    samples = [(jax.grad(loss)(w, rows), unit * len(rows)) for rows in cut if len(rows)]
+    assert len(samples) > 2
+    close(statistics.gradient_noise_scale(told)[:2], expected(samples))
+    assert told.step_weight * len(samples) == unit * 20
+
+
+def test_within_a_call_by_group_smoothed_and_of_what_is_a_gradient():
+    params = {"a": jnp.ones(3), "b": jnp.ones(3), "kept": jnp.zeros(3)}
+    fun = lambda p, rows: loss(p["a"] + p["b"], rows) + 0.1 * jnp.sum(p["b"]) + 7.0 * jnp.sum(p["kept"])
+    groups = statistics.Options(groups={"a": "x", "b": "y", "kept": "z"})
+    reduction = {"a": "mean", "b": "mean", "kept": "last"}
+    asked = {"num_microbatches": 2, "statistics": groups, "grad_reduction": reduction}
+    measure = jax.jit(optax_accum.value_and_grad(fun, **asked))
+    (_, first), grads = measure(params, ROWS[0])
+    (_, second), _ = measure(params, ROWS[1])
+    assert set(first.noise) == {"x", "y"}
+    assert statistics.gradient_noise_scale(first, "x").noise == pytest.approx(first.noise["y"])
+    assert first.squares["y"] == pytest.approx(float(jnp.sum(grads["b"] ** 2)), rel=1e-5)
+    told = statistics.smooth(first, second, 0.75)
+    wanted = 0.75 * first.noise["x"] + 0.25 * second.noise["x"]
+    close(statistics.gradient_noise_scale(told, "x").noise, wanted)
+    (_, one), _ = optax_accum.value_and_grad(fun, **asked | {"num_microbatches": 1})(params, ROWS[0])
+    assert jnp.isnan(statistics.gradient_noise_scale(one).scale)
+    assert statistics.smooth(told, one, 0.75).noise == told.noise
 
 
 # Windows that grow.

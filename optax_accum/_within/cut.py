@@ -189,8 +189,9 @@ class Cut:
         finished = zip(self.reductions, totals.outputs, leaves, strict=True)
         aux = jax.tree.unflatten(treedef, [reduce.finish(total, shape) for reduce, total, shape in finished])
         loss = totals.loss.astype(self._loss_dtype(wide=self.ratio))
-        weight = totals.counted if self.ratio else self.weight / self.device.count
-        samples = totals.samples and (totals.samples, jnp.asarray(weight))
+        samples = totals.samples
+        if samples is not None:
+            samples = samples, jnp.asarray(totals.counted if self.ratio else self.weight / self.device.count)
         return Totals(loss, totals.counted, grads, totals.carry, aux, samples)
 
     def _no_samples(self) -> Any:
@@ -198,8 +199,8 @@ class Cut:
             return None
         if self.terms:
             raise ValueError(
-                "Statistics take one weight for each micro-batch: weight_fn returns one for each of "
-                f"{', '.join(self.shares)}. Leave statistics out, or return a loss of one term."
+                "Statistics take one weight for each micro-batch: weight_fn returns a dict of them. Leave statistics "
+                "out, or return a loss of one term."
             )
         params = gradients.added(self.params, self.kinds)
         return statistics.new_samples(self.rules.statistics, params, lambda: jnp.zeros([], default_float()))

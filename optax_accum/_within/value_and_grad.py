@@ -18,7 +18,7 @@ from optax_accum._core.rows import count_rows
 from optax_accum._space import meshes
 from optax_accum._space.device import Device
 from optax_accum._space.here import check_options, here
-from optax_accum._space.space import PARTIAL
+from optax_accum._space.space import PARTIAL, Space
 from optax_accum._within import gradients, reductions
 from optax_accum._within.cut import Parts, Rules, Totals
 
@@ -212,15 +212,16 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
     if own.counted is not None:
         loss, grads = divided((loss, grads), space.total(own.counted))
     kinds = rules.kinds(call[call.params])
-    statistics = rules.statistics and _told(rules.statistics, *space.total(own.samples), gradients.added(grads, kinds))
+    statistics = rules.statistics and _told(rules.statistics, space, own, gradients.added(grads, kinds))
     grads = gradients.over_devices(kinds, space, own.grads, grads, call[call.params])
     grads = _in_dtypes(grads, call[call.params], rules.dtypes)
     value = rules.joined(Parts(loss, carry, outputs))
     return (value, statistics) if statistics else value, grads[0] if rules.single else grads
 
 
-def _told(options: told.Options, samples: told.Samples, weight: jax.Array, grads: Tree) -> told.Statistics:
+def _told(options: told.Options, space: Space, own: Totals, grads: Tree) -> told.Statistics:
     """Returns what the gradients of one call tell."""
+    samples, weight = space.total(own.samples)
     return told.alone(samples, told.squared_norms(options, grads, like=weight), weight, samples.number)
 
 
