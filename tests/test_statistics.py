@@ -360,6 +360,7 @@ def test_tokens_are_counted_where_float32_would_stall():
     assert int(seen.units) * 2**20 + int(seen.rest) == total > 300e9
     assert statistics_of.has_seen(seen, total)
     assert not statistics_of.has_seen(seen, total + 1)
+    assert not statistics_of.has_seen(seen, 1e18)
 
 
 def noisy(count, spread, seed=0):
@@ -455,6 +456,8 @@ def test_a_decay_keeps_its_half_life():
         (lambda: statistics.every_by_tokens({}), "from 0 tokens on"),
         (lambda: statistics.every_by_tokens({10: 2}), "from 0 tokens on"),
         (lambda: statistics.every_by_tokens({0: 0}), "every must be an integer >= 1"),
+        (lambda: statistics.every_by_tokens({0: None}), "must say what holds"),
+        (lambda: accumulate(nonfinite=lambda grads, step, params, info: (False, info)), "info has no default"),
         (lambda: accumulate(statistics=statistics.Options(groups={"a": "x"})).init(START), "groups must be a prefix"),
         (lambda: accumulate(statistics=statistics.Options(groups=3)).init(START), "strings as leaves"),
         (lambda: statistics.gradient_noise_scale(accumulate(statistics=False).init(START)), "Pass statistics=True"),

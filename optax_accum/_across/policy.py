@@ -65,6 +65,11 @@ TABLE = {
 def _of_callable(skip: Skip) -> Policy:
     """Returns what `optax.MultiSteps` takes as `should_skip_update_fn`, as a policy; it may ask for its last `info`."""
     remembers = inspect.signature(skip).parameters.get("info")
+    if remembers and remembers.default is inspect.Parameter.empty:
+        raise TypeError(
+            "A callable nonfinite with a parameter info must say what it is given first: info has no default. Write "
+            "info=(0.0, 0), say."
+        )
 
     def screen(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
         last = {"info": state.skip_state} if remembers else {}

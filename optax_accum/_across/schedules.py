@@ -80,7 +80,7 @@ def every_by_tokens(counts: Mapping[float, int]) -> OfState:
       3 400.0
       4 600.0
     """
-    if not counts or min(counts) != 0:
+    if not counts or min(counts) != 0 or None in counts.values():
         raise ValueError(
             f"counts must say what holds from 0 tokens on, and then from more: counts={dict(counts)}. Write "
             "{0: 4, 1e9: 8}, say."

@@ -221,7 +221,8 @@ def see(seen: Seen, weight: jax.Array) -> Seen:
 def has_seen(seen: Seen, weight: float) -> jax.Array:
     """Returns whether so much has been seen."""
     units, rest = divmod(weight, _UNIT)
-    return (seen.units > int(units)) | ((seen.units == int(units)) & (seen.rest >= rest))
+    units = int(min(units, 2**31 - 1))
+    return (seen.units > units) | ((seen.units == units) & (seen.rest >= rest))
 
 
 def _named(options: Options, tree: Tree) -> list[tuple[str, Any]]:
