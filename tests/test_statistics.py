@@ -361,6 +361,7 @@ def test_tokens_are_counted_where_float32_would_stall():
     assert statistics_of.has_seen(seen, total)
     assert not statistics_of.has_seen(seen, total + 1)
     assert not statistics_of.has_seen(seen, 1e18)
+    assert statistics_of.has_seen(statistics_of.see(seen, jnp.float32(np.nan)), total)
 
 
 def noisy(count, spread, seed=0):

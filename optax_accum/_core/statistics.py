@@ -212,8 +212,8 @@ def metrics(samples: Samples, statistics: Statistics, seen: Seen) -> dict[str, j
 
 
 def see(seen: Seen, weight: jax.Array) -> Seen:
-    """Returns the count with a window's weight in it."""
-    rest = seen.rest + weight
+    """Returns the count with a window's weight in it, if that is a number."""
+    rest = seen.rest + jnp.where(jnp.isfinite(weight), weight, 0)
     units = jnp.floor(rest / _UNIT)
     return Seen(seen.units + units.astype(jnp.int32), rest - units * _UNIT)
 
