@@ -35,7 +35,8 @@ def test_every_page_is_in_a_toctree():
 def test_every_public_module_is_in_the_api():
     files = (ROOT / "optax_accum").rglob("*.py")
     names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files}
-    assert set(MODULES) == {name for name in names if "._" not in name}
+    commands = {"optax_accum.verify"}  # imported it is the function
+    assert set(MODULES) == {name for name in names if "._" not in name} - commands
 
 
 def public():
