@@ -1,5 +1,6 @@
 """Owns measuring: compile with donation, time in turn, memory, targets, tables. Knows no optimizer and no library."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -178,6 +179,25 @@ def digits(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
+def writable(text: str) -> pathlib.Path:
+    """Returns an option as the path of a file that can be written, before anything is measured."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"must be a file that can be written: {text}. Name one in a folder that exists.")
+    return path
+
+
+def command(main: Callable[[], Any]) -> None:
+    """Runs the main function of a benchmark; Ctrl-C ends it in one line."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("\nInterrupted.") from None
+
+
 def write(path: pathlib.Path, text: str, record: Any) -> None:
     """Writes the record where the path ends in `.json`, else the text."""
-    path.write_text(json.dumps(record, indent=2) + "\n" if path.suffix == ".json" else text + "\n")
+    try:
+        path.write_text((json.dumps(record, indent=2) if path.suffix == ".json" else text) + "\n")
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be written: {error.strerror}.") from None

@@ -44,8 +44,8 @@ def main() -> None:
         "--targets", nargs="+", default=["h100"], help="h100, a100, h200, b200, v5e:4x4, v5p:2x2x1, ..."
     )
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="of facts; all by default")
-    parser.add_argument("--facts", type=pathlib.Path, default=FACTS, help="the JSON to add them to, or to show")
-    parser.add_argument("--page", type=pathlib.Path, help="the Markdown file whose tables are to be those of the JSON")
+    parser.add_argument("--facts", type=_measure.writable, default=FACTS, help="the JSON to add them to, or to show")
+    parser.add_argument("--page", type=_measure.writable, help="the Markdown file whose tables are to be those of the JSON")
     options = parser.parse_args()
     record = json.loads(options.facts.read_text()) if options.facts.exists() else {}
     if options.page:
@@ -463,4 +463,4 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
 }
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)

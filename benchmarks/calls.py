@@ -109,4 +109,4 @@ def _kept(call: Call, calls: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)

@@ -164,4 +164,4 @@ def _loss(params: Tree, batch: jax.Array, block: Callable[[Tree, jax.Array], jax
 
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)

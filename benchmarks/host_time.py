@@ -188,4 +188,4 @@ def _split_once(model: _Module) -> _Run:
 
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)

@@ -6,7 +6,6 @@ results are compared: the update of a window must be that of the inner optimizer
 
 import argparse
 import dataclasses
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -123,7 +122,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30, help="at most; the compared window is the first")
     parser.add_argument("--seconds", type=float, default=10, help="of timing per table; one round is always made")
     parser.add_argument("--quick", action="store_true", help="one table: AdamW, 4.2M, k=8, 5 seconds")
-    parser.add_argument("--output", type=pathlib.Path, help="write the tables here, too: .json, or else Markdown")
+    parser.add_argument("--output", type=_measure.writable, help="write the tables here, too: .json, or else Markdown")
     # As defaults: an option that is given beside --quick still counts.
     quick = {"optimizers": ["AdamW"], "sizes": ["4.2M"], "every": [8], "seconds": 5}
     if parser.parse_args().quick:
@@ -300,4 +299,4 @@ def _record(tables: Sequence[Measured], verdicts: Sequence[dict[str, Any]]) -> d
 
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)

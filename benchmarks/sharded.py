@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import functools
 import os
-import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -98,7 +97,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4, help="for the timings of one table")
     parser.add_argument("--paper", action="store_true", help="compile only, for 8, 64 and 256 devices")
     parser.add_argument("--paper-rows", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=pathlib.Path, help="write the tables here, too")
+    parser.add_argument("--output", type=_measure.writable, help="write the tables here, too")
     options = parser.parse_args()
     if options.paper_rows:
         for row in _paper_rows():
@@ -107,7 +106,7 @@ def main() -> None:
     text = _paper() if options.paper else _tables(options)
     print(text)
     if options.output:
-        options.output.write_text(text)
+        _measure.write(options.output, text, None)
 
 
 def _tables(options: argparse.Namespace) -> str:
@@ -375,4 +374,4 @@ def _whole(params: Tree, batch: Tree) -> Tree:
 
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)

@@ -8,7 +8,6 @@ The exit status is 1 if there is a false alarm or a miss.
 import argparse
 import dataclasses
 import functools
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -87,7 +86,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--losses", type=int, default=200, help="sound losses")
     parser.add_argument("--faults", type=int, default=50, help="planted faults of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--output", type=pathlib.Path, help="write the counts here, too: .json, or else Markdown")
+    parser.add_argument("--output", type=_measure.writable, help="write the counts here, too: .json, or else Markdown")
     return parser.parse_args()
 
 
@@ -684,4 +683,4 @@ FAULTS = {
 }
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)

@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import pathlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -91,7 +90,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--every", nargs="+", type=int, default=[1, 2, 8, 32], help="micro-batches; divides 32")
     parser.add_argument("--seconds", type=float, default=4, help="for the timings of one table")
     parser.add_argument("--quick", action="store_true", help="one table")
-    parser.add_argument("--output", type=pathlib.Path, help="write the tables here, too: .json, or else Markdown")
+    parser.add_argument("--output", type=_measure.writable, help="write the tables here, too: .json, or else Markdown")
     if parser.parse_args().quick:
         parser.set_defaults(models=["stacked"], dtypes=["float32"], optimizers=["Adam"], every=[8])
     options = parser.parse_args()
@@ -312,4 +311,4 @@ def _contrastive(rows: int = 1024, chunk: int = 64) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)

@@ -1,0 +1,124 @@
+"""Owns a way in a process of its own, which makes an update whenever it is told to: its memory and threads are its own.
+
+`python -m benchmarks._process` is what such a process runs; it is not for people.
+"""
+
+import json
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Facts = dict[str, Any]
+
+
+class Process:
+    """A way that runs elsewhere.
+
+    Attributes:
+      facts: `first`, seconds until the first update was made; at the end `peak` and `program`, bytes.
+      params: the parameters after the problem's batches, by name.
+      seconds: of each update that was timed.
+      host: CPU seconds of the calling thread in each.
+    """
+
+    def __init__(self, way: str, problem: str, k: int, size: int | None):
+        self.name, self.seconds, self.host = way, list[float](), list[float]()
+        self._folder = tempfile.TemporaryDirectory()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the process
+        told = json.dumps([way, problem, k, size, str(self._path)])
+        command = [sys.executable, "-m", "benchmarks._process", told]
+        root = str(pathlib.Path(__file__).parent.parent)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors, "text": True}
+        self._process = subprocess.Popen(command, env=environment, **pipes)
+
+    @property
+    def _path(self) -> pathlib.Path:
+        return pathlib.Path(self._folder.name) / "params.npz"
+
+    def begun(self) -> None:
+        """Waits until the parameters to compare are there."""
+        self.facts = self._heard()
+        self.params = dict(np.load(self._path))
+
+    def update(self) -> None:
+        """Times one update."""
+        facts = self._heard("update")
+        self.seconds.append(facts["seconds"])
+        self.host.append(facts["host"])
+
+    def end(self) -> None:
+        """Asks for its memory, and lets it go."""
+        self.facts |= self._heard("end")
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            assert pipe
+            pipe.close()
+        self._folder.cleanup()
+
+    def _heard(self, told: str = "") -> Facts:
+        assert self._process.stdin
+        assert self._process.stdout
+        try:
+            if told:
+                self._process.stdin.write(f"{told}\n")
+                self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+        except (json.JSONDecodeError, BrokenPipeError) as error:
+            self._errors.seek(0)
+            last = (self._errors.read().strip() or "it said nothing").splitlines()[-1]
+            raise SystemExit(f"{self.name}: its process ended: {last}") from error
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Makes updates as it is told on stdin, and answers on stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def say(**facts: Any) -> None:
+        print(json.dumps(facts), file=answers, flush=True)
+
+    way, problem, k, size, path = json.loads(arguments[0])
+    from benchmarks import _others, _problems
+
+    made = _problems.make(problem, k, size)
+    start = time.perf_counter()
+    runs = _others.WAYS[way](made)
+    placed = [runs.place(batch) for batch in made.batches]
+    runs.update(placed[0])
+    runs.wait()
+    first = time.perf_counter() - start
+    for data in placed[1:]:
+        runs.update(data)
+    np.savez(path, **runs.params())
+    say(first=first)
+    for told in sys.stdin:
+        if told.strip() == "end":
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            say(peak=peak, program=runs.bytes(placed[0]))
+            return
+        runs.wait()
+        start, host = time.perf_counter(), time.thread_time()
+        runs.update(placed[0])
+        host = time.thread_time() - host
+        runs.wait()
+        say(seconds=time.perf_counter() - start, host=host)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,225 @@
+"""Owns the comparison with what people would use instead: one model, its data and k, each way in a fresh process.
+
+Run `python -m benchmarks.peers --quick`, or without `--quick` for all tables. Before a table prints a time, the
+parameters of all ways after the same batches are compared with those of the whole batch.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks import _measure, _problems
+from benchmarks._measure import digits
+from benchmarks._others import TORCH, WAYS
+from benchmarks._process import Process
+from benchmarks._ways import OURS, OURS_WITHIN, WHOLE
+
+GROWING = (WHOLE, OURS, OURS_WITHIN, "optax.MultiSteps", "hand-written scan", TORCH)
+MODELS = ("CNN on digits", "decoder of stacked layers", "MLP with Muon", "model of 2000 leaves")
+WIDTHS = {512: "1.0 M", 1024: "4.2 M", 2048: "16.8 M", 5120: "104.9 M"}  # of the MLP's four layers
+TOLERANCE = 1e-3  # of the largest change in a leaf; rounding stays far below, a lost micro-batch is far above
+
+NOTES = """\
+An update is made of one batch, cut into k micro-batches; "whole batch" makes it in one piece. Each way runs in a fresh
+process; they take turns, and times are those of the fastest turn. Time and memory are ratios to `apply_gradients`
+first. Memory is the largest resident memory of the process, with its libraries and its compiler; program is what the
+compiler counts for the largest program (arguments, results, temporaries), in copies P of the parameters. First is the
+time from the data to the first update, compilation included. Host is the CPU time of the calling thread for each
+micro-step; PyTorch computes in that thread, JAX does when there is little to compute. Difference: the parameters after
+the compared batches and those of the whole batch, in units of the largest change in a leaf."""
+
+
+class Case(NamedTuple):
+    """One table."""
+
+    problem: str
+    k: int = 8
+    size: int | None = None
+    ways: Sequence[str] = tuple(WAYS)
+
+    def __str__(self) -> str:
+        parameters = f", {WIDTHS.get(self.size, self.size)} parameters" if self.size else ""
+        return f"{self.problem}{parameters}, k={self.k}"
+
+
+class Row(NamedTuple):
+    """What one way took; seconds of an update, host seconds of a micro-step, bytes."""
+
+    seconds: float
+    host: float
+    first: float
+    peak: int
+    program: int | None
+    difference: float
+
+
+class Table(NamedTuple):
+    """The numbers of one case; what did not run says why."""
+
+    case: Case
+    rows: dict[str, Row]
+    absent: dict[str, str]
+    copy: int  # bytes of the parameters
+
+
+def main() -> None:
+    options = _options()
+    said = [_measure.header("Side by side", NOTES)]
+    tqdm.write(said[-1])
+    tables = []
+    for case in tqdm(cases(options), unit="table", leave=False, disable=None):
+        tables.append(measured(case, options.seconds, options.rounds))
+        said.append(_rendered(tables[-1]))
+        tqdm.write(said[-1])
+    for title, values in _growth(tables):
+        said.append(f"### {title}\n\n{_measure.markdown(values)}\n")
+        tqdm.write(said[-1])
+    if options.output:
+        record = [{**t._asdict(), "case": t.case._asdict(), "rows": {n: r._asdict() for n, r in t.rows.items()}} for t in tables]
+        _measure.write(options.output, "\n".join(said), {"machine": _measure.machine(), "tables": record})
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="those with all ways")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which, beside ours")
+    parser.add_argument("--every", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64], help="k that an MLP grows with")
+    parser.add_argument("--widths", nargs="*", type=int, choices=WIDTHS, default=list(WIDTHS), help="of the growing MLP")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each way, at most")
+    parser.add_argument("--seconds", type=float, default=30, help="of timing for a table; two rounds are always made")
+    parser.add_argument("--quick", action="store_true", help="the CNN with all ways; one point of each growth")
+    parser.add_argument("--output", type=_measure.writable, help="write the tables here, too: .json, or else Markdown")
+    if parser.parse_args().quick:
+        parser.set_defaults(models=MODELS[:1], every=[8], widths=[512], seconds=5)
+    options = parser.parse_args()
+    if any(k < 1 or 64 % k for k in options.every):
+        parser.error(f"--every must divide the 64 rows of the MLP's batch: {options.every}.")
+    return options
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """Returns the tables that are asked for; what grows is the MLP, in k and in parameters."""
+    chosen = lambda ways: tuple(w for w in ways if w in (WHOLE, OURS, OURS_WITHIN, *options.ways))
+    growing = [(k, 512) for k in options.every] + [(8, width) for width in options.widths]
+    return [
+        *(Case(model, ways=chosen(WAYS)) for model in options.models),
+        *(Case("MLP", k, width, chosen(GROWING)) for k, width in dict.fromkeys(growing)),
+    ]
+
+
+def measured(case: Case, seconds: float = 5, rounds: int = 20) -> Table:
+    """Compares the parameters of all ways, then times them in turn; what cannot run says why."""
+    problem = _problems.make(case.problem, case.k, case.size)
+    absent = {name: reason for name in case.ways if (reason := why_not(name, problem))}
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for name in case.ways:
+            if name not in absent:
+                processes.append(Process(name, case.problem, case.k, case.size))
+                stack.callback(processes[-1].close)
+        for process in processes:
+            process.begun()
+        differences = {p.name: difference(p.params, processes[0].params, problem.params) for p in processes}
+        judge(case, differences)
+        _in_turn(processes, seconds, rounds)
+        for process in processes:
+            process.end()
+        rows = {p.name: _row(p, case.k, differences[p.name]) for p in processes}
+    return Table(case, rows, absent, problem.size)
+
+
+def why_not(name: str, problem: _problems.Problem) -> str:
+    """Returns why a way is not run here, or ""."""
+    way = WAYS[name]
+    missing = [package for package in way.needs if importlib.util.find_spec(package) is None]
+    if missing:
+        return f"not run: {', '.join(missing)} is not installed"
+    return f"n/a: {reason}" if (reason := way.refuses(problem)) else ""
+
+
+def difference(got: _problems.Params, expected: _problems.Params, start: _problems.Params) -> float:
+    """Returns the largest distance in a leaf, in units of its largest change; NaN if a leaf did not change or holds one."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        leaves = [abs(got[n] - expected[n]).max() / abs(expected[n] - start[n]).max() for n in sorted(start)]
+    return float(np.max(leaves))  # numpy's: a NaN stays one
+
+
+def judge(case: object, differences: dict[str, float]) -> None:
+    """Ends the run if a way disagrees beyond rounding."""
+    for name, value in differences.items():
+        if not value <= TOLERANCE:
+            raise SystemExit(f"{case}: {name} is another update: difference={value:.1e}, tolerance={TOLERANCE:.0e}.")
+
+
+def _in_turn(processes: Sequence[Process], seconds: float, rounds: int) -> None:
+    for done in range(rounds):
+        if done >= 2 and sum(sum(p.seconds) for p in processes) * (done + 1) > seconds * done:
+            break
+        for process in processes:
+            process.update()
+
+
+def _row(process: Process, k: int, difference: float) -> Row:
+    facts = process.facts
+    host = statistics.median(process.host) / k
+    return Row(min(process.seconds), host, facts["first"], facts["peak"], facts["program"], difference)
+
+
+def _rendered(table: Table) -> str:
+    ours = table.rows[OURS]
+    head = ("way", "time / ours", "memory / ours", "program / P", "host, ms", "ms", "first, s", "MB", "difference")
+    lines = [head]
+    for name in table.case.ways:
+        if name in table.absent:
+            lines.append((f"{name}: {table.absent[name]}", *[""] * (len(head) - 1)))
+            continue
+        row = table.rows[name]
+        lines.append(
+            (
+                name,
+                f"{row.seconds / ours.seconds:.2f}",
+                f"{row.peak / ours.peak:.2f}",
+                f"{row.program / table.copy:.1f}" if row.program else "",
+                digits(1e3 * row.host),
+                digits(1e3 * row.seconds),
+                f"{row.first:.1f}",
+                f"{row.peak / 1e6:.0f}",
+                f"{row.difference:.0e}",
+            )
+        )
+    return f"### {table.case}\n\n{_measure.markdown(lines)}\n"
+
+
+def _growth(tables: Iterable[Table]) -> Iterable[tuple[str, _measure.Table]]:
+    """Yields, for each thing that grows, the time of each way against ours, and the largest memory."""
+    grown = [table for table in tables if table.case.problem == "MLP"]
+    axes = {
+        "k": ([t for t in grown if t.case.size == 512], lambda case: f"k={case.k}"),
+        "parameters": ([t for t in grown if t.case.k == 8], lambda case: WIDTHS[case.size]),
+    }
+    numbers = {
+        "time / ours": lambda table, row: f"{row.seconds / table.rows[OURS].seconds:.2f}",
+        "process, MB": lambda table, row: f"{row.peak / 1e6:.0f}",
+        "first update, s": lambda table, row: f"{row.first:.1f}",
+    }
+    for axis, (of, named) in axes.items():
+        if len(of) < 2:
+            continue
+        for what, number in numbers.items():
+            head = (what, *(named(table.case) for table in of))
+            rows = [
+                (name, *(number(table, table.rows[name]) if name in table.rows else "not run" for table in of))
+                for name in of[0].case.ways
+            ]
+            yield f"How it grows with {axis}: {what}", [head, *rows]
+
+
+if __name__ == "__main__":
+    _measure.command(main)
