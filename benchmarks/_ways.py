@@ -49,9 +49,9 @@ class Way:
         """Returns the parameters."""
         raise NotImplementedError
 
-    def bytes(self, data: Any) -> int | None:
-        """Returns the memory of its largest program, as its compiler counts it; None without one."""
-        return None
+    def programs(self, data: Any) -> list[tuple[Any, int]]:
+        """Returns the compiled programs of an update, and how often each runs in it, where they can be asked for."""
+        return []
 
 
 class _Compiled(Way):
@@ -88,7 +88,8 @@ class _Compiled(Way):
         return jax.tree.map(np.asarray, self.carry[0])
 
 
-def _held(program: Any) -> int:
+def held(program: Any) -> int:
+    """Returns the bytes that a program holds: arguments, results and temporaries, as its compiler counts them."""
     sizes = program.memory_analysis()
     total = sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes
     return total - sizes.alias_size_in_bytes
@@ -103,8 +104,8 @@ class Whole(_Compiled):
     def update(self, data: Any) -> None:
         self.carry = self.jitted(*self.carry, *data)
 
-    def bytes(self, data: Any) -> int | None:
-        return _held(self.jitted.lower(*self.carry, *data).compile())
+    def programs(self, data: Any) -> list[tuple[Any, int]]:
+        return [(self.jitted.lower(*self.carry, *data).compile(), 1)]
 
 
 class Across(_Compiled):
@@ -117,8 +118,8 @@ class Across(_Compiled):
         for micro_batch in data:
             self.carry = self.jitted(*self.carry, *micro_batch)
 
-    def bytes(self, data: Any) -> int | None:
-        return _held(self.jitted.lower(*self.carry, *data[0]).compile())
+    def programs(self, data: Any) -> list[tuple[Any, int]]:
+        return [(self.jitted.lower(*self.carry, *data[0]).compile(), len(data))]
 
 
 class OursAcross(Across):
@@ -238,9 +239,9 @@ class HostLoop(Across):
             self.total = self.jitted(self.total, self.carry[0], *micro_batch)
         *self.carry, self.total = self.close(*self.carry, self.total)
 
-    def bytes(self, data: Any) -> int | None:
+    def programs(self, data: Any) -> list[tuple[Any, int]]:
         add = self.jitted.lower(self.total, self.carry[0], *data[0]).compile()
-        return max(_held(add), _held(self.close.lower(*self.carry, self.total).compile()))
+        return [(add, len(data)), (self.close.lower(*self.carry, self.total).compile(), 1)]
 
 
 class Tunix(Across):
@@ -277,8 +278,8 @@ class Tunix(Across):
     def params(self) -> Params:
         return {name: np.asarray(leaf[...]) for name, leaf in self.model.leaves.items()}
 
-    def bytes(self, data: Any) -> int | None:
-        return None
+    def programs(self, data: Any) -> list[tuple[Any, int]]:
+        return []
 
 
 WHOLE, OURS, OURS_WITHIN = "whole batch", "ours: apply_gradients", "ours: value_and_grad"
