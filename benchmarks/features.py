@@ -60,11 +60,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.features", description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the table into docs/compared.md")
     options = parser.parse_args()
-    text = table(COLUMNS)
+    text = f"{table(COLUMNS)}\n\n{explained()}"
     print(f"{_measure.header('What each can do', '')}\n{text}")
     if options.write:
         before, rest = PAGE.read_text().split(BEGIN)
-        _measure.write(PAGE, f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}".rstrip("\n"), None)
+        _measure.write(PAGE, f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}".rstrip("\n"), None)
 
 
 def table(columns: Sequence[str]) -> str:
@@ -73,21 +73,23 @@ def table(columns: Sequence[str]) -> str:
     return _measure.markdown([("", *columns), *rows], left=range(len(columns) + 1))
 
 
+def explained() -> str:
+    """Returns what the program of each row does, as Markdown."""
+    return "\n".join(f"* **{feature.name}**: {feature.said}" for feature in FEATURES)
+
+
 def cell(feature: Feature, column: str) -> str:
     """Returns what a program did."""
     way = COLUMNS[column]
     if any(importlib.util.find_spec(package) is None for package in WAYS[way].needs):
         return "not run"
-    try:
-        outcome = feature.program(way)
-    except (TypeError, ValueError) as error:  # it refuses
-        return f"no ({type(error).__name__})"
+    outcome = feature.program(way)
     return "n/a" if outcome is None else str(outcome)
 
 
 def committed(column: str, text: str) -> dict[str, str]:
     """Returns the cells of a column of a page, by the name of the row."""
-    lines = [re.split(r" *\| *", line)[1:-1] for line in text.split(BEGIN)[1].split(END)[0].strip().splitlines()]
+    lines = [re.split(r" *\| *", line)[1:-1] for line in text.split(BEGIN)[1].strip().split("\n\n")[0].splitlines()]
     return {line[0]: line[lines[0].index(column)] for line in lines[2:]}
 
 
@@ -155,7 +157,10 @@ def _short(name: str) -> Outcome:
 def _indivisible(name: str) -> Outcome:
     problem = _problem(weight=lambda x, y, mask: mask.sum())
     ragged = tuple(x[: 2 * ROWS + 2] for x in problem.batches[0])
-    return _against_whole(WAYS[name](problem), lambda way: way.finish(way.place(ragged)), [ragged], problem)
+    try:
+        return _against_whole(WAYS[name](problem), lambda way: way.finish(way.place(ragged)), [ragged], problem)
+    except ValueError:
+        return Outcome(False, "an error")
 
 
 def _nan(name: str) -> Outcome:
@@ -321,7 +326,7 @@ def _torch_reductions() -> Outcome:
     way: Any = WAYS[TORCH](problem)
     model = torch.nn.parallel.DistributedDataParallel(way.model)
 
-    def hook(state: Any, bucket: Any) -> Any:
+    def hook(_, bucket):  # without annotations, which PyTorch would read
         nonlocal count
         count += 1
         done = torch.futures.Future()

@@ -256,4 +256,4 @@ def _layer(h: jax.Array, layer: Tree) -> jax.Array:
 
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)

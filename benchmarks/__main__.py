@@ -1,0 +1,144 @@
+"""Owns the one entry: `python -m benchmarks` runs every benchmark that is here and writes benchmarks/RESULTS.md.
+
+`--list` tells which, names run those alone. `--quick` runs a sample of some in under 3 minutes, and writes nothing
+unless told where. A run replaces the sections that it measured: times on a CPU, times on a GPU, counts, and what
+compilers tell.
+"""
+
+import argparse
+import ast
+import datetime
+import json
+import os
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory is for those that are measured
+
+import jax  # noqa: E402
+
+import benchmarks  # noqa: E402
+from benchmarks import _measure, _plots, accelerators  # noqa: E402
+
+HERE = pathlib.Path(__file__).parent
+QUICK = {  # options; the others are left out
+    "peers": ["--quick"],
+    "micro_step": ["--quick"],
+    "within_call": ["--quick"],
+    "host_time": ["--calls", "20"],
+}
+FULL = {"accelerators": None, "features": ["--write"]}  # None: its facts are in a file, from compilers that are not here
+DEVICES = {"sharded": ("2", "4")}  # run once more for so many
+KINDS = {"fsdp": "compiled", "features": "counts", "verify": "counts", "verify_step": "counts"}  # all else is timed
+TITLES = {
+    "cpu": "CPU time",
+    "gpu": "GPU time",
+    "tpu": "TPU time",
+    "counts": "Counts",
+    "compiled": "Compiled facts, by target",
+}
+
+
+def main() -> None:
+    options = _options()
+    if options.list:
+        print(_measure.markdown([("module", "what it owns"), *found().items()], left=(0, 1)))
+        return
+    texts, failed = {}, []
+    for name in options.names:
+        arguments = QUICK.get(name) if options.quick else FULL.get(name, [])
+        for environment in _environments(name, options.quick) if arguments is not None else ():
+            print(f"benchmarks.{name} {' '.join([*environment.values(), *arguments])}", file=sys.stderr, flush=True)
+            said = _said(name, arguments, environment, options.output)
+            if said is None:
+                failed.append(name)
+            else:
+                texts.setdefault(KINDS.get(name, jax.devices()[0].platform), []).append(said)
+                print(said, flush=True)
+    if failed:
+        raise SystemExit(f"Failed, and nothing is written: {', '.join(failed)}.")
+    if "accelerators" in options.names and accelerators.FACTS.exists() and not options.quick:
+        texts.setdefault("compiled", []).append(_facts(json.loads(accelerators.FACTS.read_text())))
+    if options.output:
+        old = options.output.read_text() if options.output.exists() else ""
+        _measure.write(options.output, merged(old, {kind: section(kind, said) for kind, said in texts.items()}), None)
+
+
+def found() -> dict[str, str]:
+    """Returns the benchmarks that are here, the peers first, and the first sentence of each."""
+    names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name[0] != "_"]
+    document = lambda name: ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or ""
+    ordered = sorted(names, key=lambda name: (name != "peers", name))
+    return {name: document(name).split("\n")[0].removeprefix("Owns ") for name in ordered}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of them: {', '.join(found())}")
+    parser.add_argument("--list", action="store_true", help="tell which there are")
+    parser.add_argument("--quick", action="store_true", help="a sample of some, under 3 minutes on two quiet cores")
+    parser.add_argument("--output", type=_measure.writable, help="default: benchmarks/RESULTS.md, but for --quick")
+    options = parser.parse_args()
+    if wrong := sorted(set(options.names) - set(found())):
+        parser.error(f"unknown: {', '.join(wrong)}. There are {', '.join(found())}.")
+    if options.quick and (slow := [name for name in options.names if name not in QUICK]):
+        parser.error(f"not in --quick: {', '.join(slow)}. There are {', '.join(QUICK)}.")
+    options.names = options.names or list(found())
+    if not (options.quick or options.output):
+        options.output = HERE / "RESULTS.md"
+    return options
+
+
+def _environments(name: str, quick: bool) -> list[dict[str, str]]:
+    more = () if quick else DEVICES.get(name, ())
+    return [{}, *({"OPTAX_ACCUM_BENCH_DEVICES": number} for number in more)]
+
+
+def _said(name: str, arguments: list[str], environment: dict[str, str], output: pathlib.Path | None) -> str | None:
+    """Returns what a benchmark prints, or None if it fails; draws the peers beside the output."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = pathlib.Path(folder) / "peers.json"
+        more = [f"--output={record}"] if name == "peers" else []
+        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, *more]
+        # Where the library is not installed, it is where this was found.
+        paths = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
+        done = subprocess.run(
+            command, env=os.environ | environment | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode:
+            return None
+        pictures = _plots.draw(json.loads(record.read_text()), output) if more and output else []
+    return "\n\n".join([done.stdout.strip(), *(f"![{title}]({path.name})" for title, path in pictures)])
+
+
+def _facts(record: dict[str, Any]) -> str:
+    """Returns the facts that compilers told, of all targets and versions of JAX in the file."""
+    kinds = dict.fromkeys(kind for facts in record.values() for kind in facts)
+    return "\n".join([f"## {', '.join(record)}\n", accelerators.NOTES, "", *(accelerators.table(k, record) for k in kinds)])
+
+
+def section(kind: str, texts: list[str]) -> str:
+    """Returns a section: the machine, versions and the date stand in its heading, and no more in its parts."""
+    facts = "\n".join(f"* {name}: {value}" for name, value in _measure.machine().items())
+    body = "\n\n".join(re.sub(r"^\* (device|host|versions): .*\n", "", text, flags=re.MULTILINE) for text in texts)
+    body = re.sub(r"^(#+) ", r"#\1 ", body, flags=re.MULTILINE)
+    return f"## {TITLES.get(kind, kind)}, {datetime.date.today()}\n\n{facts}\n\n{body.strip()}\n"
+
+
+def merged(old: str, new: dict[str, str]) -> str:
+    """Returns the page with these sections in the place of older ones of their kinds."""
+    kept = {part.split(",")[0].removeprefix("## "): part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]}
+    name = lambda kind: TITLES.get(kind, kind).split(",")[0]
+    sections = kept | {name(kind): text for kind, text in new.items()}
+    order = [name(kind) for kind in TITLES]
+    ordered = sorted(sections, key=lambda title: order.index(title) if title in order else len(order))
+    return "\n".join(["# Results\n\nWhat `python -m benchmarks` printed.\n", *(sections[title] for title in ordered)]).rstrip()
+
+
+if __name__ == "__main__":
+    _measure.command(main)

@@ -1,0 +1,71 @@
+"""Owns `python -m optax_accum`: what there is, and what a bug report needs to say about the machine."""
+
+import importlib.metadata
+import inspect
+import os
+import platform
+import types
+
+import jax
+
+import optax_accum
+
+PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "CUDA_VISIBLE_DEVICES", "TF_CPP_")
+OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_disable_jit")
+
+
+def main() -> None:
+    """Prints both."""
+    print(f"{inspect.getdoc(optax_accum)}\n\n{_names()}\n\nFor a bug report:\n\n{_diagnostics()}")
+
+
+def _names() -> str:
+    """Returns every public name with the first sentence about it; those of a module are indented."""
+    lines = []
+    for name in optax_accum.__all__:
+        value = getattr(optax_accum, name)
+        lines.append((name, value))
+        if isinstance(value, types.ModuleType):
+            lines += [(f"  {inner}", getattr(value, inner)) for inner in value.__all__]
+    lines.append(("flax", None))
+    width = max(len(name) for name, _ in lines)
+    about = lambda value: (inspect.getdoc(value) or "").split("\n")[0] if value else "For Flax: help(optax_accum.flax)."
+    return "\n".join(f"{name:{width}}  {about(value)}" for name, value in lines)
+
+
+def _diagnostics() -> str:
+    versions = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
+    # All of JAX's variables, and no other: they go into a public report.
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    options = [f"{name}={getattr(jax.config, name, None)}" for name in OPTIONS]
+    lines = {
+        "optax_accum": optax_accum.__version__,
+        "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "packages": ", ".join(versions),
+        "devices": _devices(),
+        "options": ", ".join(options),
+        "variables": " ".join(variables) or "none",
+    }
+    return "\n".join(f"  {name}: {value}" for name, value in lines.items())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> str:
+    """Returns what JAX runs on; or why it does not, which is what such a report is about."""
+    try:
+        kinds = [device.device_kind for device in jax.devices()]
+    except RuntimeError as error:
+        return str(error)
+    counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    return f"{jax.default_backend()}, {counted}; {jax.process_count()} process(es)"
+
+
+if __name__ == "__main__":
+    main()
