@@ -20,10 +20,10 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory is for those that are measured
 
-import jax  # noqa: E402
+import jax
 
-import benchmarks  # noqa: E402
-from benchmarks import _measure, _plots, accelerators  # noqa: E402
+import benchmarks
+from benchmarks import _measure, _plots, accelerators
 
 HERE = pathlib.Path(__file__).parent
 QUICK = {  # options; the others are left out
@@ -32,15 +32,16 @@ QUICK = {  # options; the others are left out
     "within_call": ["--quick"],
     "host_time": ["--calls", "20"],
 }
-FULL = {"accelerators": None, "features": ["--write"]}  # None: its facts are in a file, from compilers that are not here
+FULL = {"accelerators": None, "features": ["--write"]}  # None: its facts come from a file, of many compilers
 DEVICES = {"sharded": ("2", "4")}  # run once more for so many
 KINDS = {"fsdp": "compiled", "features": "counts", "verify": "counts", "verify_step": "counts"}  # all else is timed
+HEAD = "# Results\n\nWhat `python -m benchmarks` printed.\n"
 TITLES = {
     "cpu": "CPU time",
     "gpu": "GPU time",
     "tpu": "TPU time",
     "counts": "Counts",
-    "compiled": "Compiled facts, by target",
+    "compiled": "Compiled facts by target",
 }
 
 
@@ -108,7 +109,11 @@ def _said(name: str, arguments: list[str], environment: dict[str, str], output: 
         # Where the library is not installed, it is where this was found.
         paths = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
         done = subprocess.run(
-            command, env=os.environ | environment | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=False
+            command,
+            env=os.environ | environment | {"PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         if done.returncode:
             return None
@@ -119,13 +124,16 @@ def _said(name: str, arguments: list[str], environment: dict[str, str], output: 
 def _facts(record: dict[str, Any]) -> str:
     """Returns the facts that compilers told, of all targets and versions of JAX in the file."""
     kinds = dict.fromkeys(kind for facts in record.values() for kind in facts)
-    return "\n".join([f"## {', '.join(record)}\n", accelerators.NOTES, "", *(accelerators.table(k, record) for k in kinds)])
+    return "\n".join(
+        [f"## {', '.join(record)}\n", accelerators.NOTES, "", *(accelerators.table(k, record) for k in kinds)]
+    )
 
 
 def section(kind: str, texts: list[str]) -> str:
     """Returns a section: the machine, versions and the date stand in its heading, and no more in its parts."""
     facts = "\n".join(f"* {name}: {value}" for name, value in _measure.machine().items())
     body = "\n\n".join(re.sub(r"^\* (device|host|versions): .*\n", "", text, flags=re.MULTILINE) for text in texts)
+    body = re.sub(r"\n{3,}", "\n\n", body)
     body = re.sub(r"^(#+) ", r"#\1 ", body, flags=re.MULTILINE)
     return f"## {TITLES.get(kind, kind)}, {datetime.date.today()}\n\n{facts}\n\n{body.strip()}\n"
 
@@ -133,11 +141,9 @@ def section(kind: str, texts: list[str]) -> str:
 def merged(old: str, new: dict[str, str]) -> str:
     """Returns the page with these sections in the place of older ones of their kinds."""
     kept = {part.split(",")[0].removeprefix("## "): part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]}
-    name = lambda kind: TITLES.get(kind, kind).split(",")[0]
-    sections = kept | {name(kind): text for kind, text in new.items()}
-    order = [name(kind) for kind in TITLES]
-    ordered = sorted(sections, key=lambda title: order.index(title) if title in order else len(order))
-    return "\n".join(["# Results\n\nWhat `python -m benchmarks` printed.\n", *(sections[title] for title in ordered)]).rstrip()
+    sections = kept | {TITLES.get(kind, kind): text for kind, text in new.items()}
+    order = [title for title in TITLES.values() if title in sections]
+    return "\n".join([HEAD, *(sections[title] for title in [*order, *(sections.keys() - order)])]).rstrip()
 
 
 if __name__ == "__main__":

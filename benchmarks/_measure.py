@@ -183,7 +183,7 @@ def writable(text: str) -> pathlib.Path:
     """Returns an option as the path of a file that can be written, before anything is measured."""
     path = pathlib.Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"must be a file that can be written: {text}. Name one in a folder that exists.")
+        raise argparse.ArgumentTypeError(f"must be a file that can be written: {text}. Its folder must exist.")
     return path
 
 

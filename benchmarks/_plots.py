@@ -5,7 +5,9 @@ import pathlib
 import sys
 from typing import Any
 
-COLORS = {"ours": "#1f77b4", "whole": "#202020", "others": "#b9c2cc"}
+DPI = 75  # pictures below 100 kB
+COLORS = {"ours": "#1f77b4", "whole": "#202020", "others": "#b9c2cc", "curves": ("#ff7f0e", "#2ca02c", "#9467bd")}
+ROWS = (("seconds", "ms an update", 1e3, "log"), ("peak", "process, MB", 1e-6, "linear"))
 
 
 def draw(record: dict[str, Any], output: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
@@ -18,7 +20,7 @@ def draw(record: dict[str, Any], output: pathlib.Path) -> list[tuple[str, pathli
     grown = [table for table in record["tables"] if table["case"]["problem"] == "MLP"]
     pictures = []
     if models:
-        pictures.append(("An update with each way, by model", beside("models")))
+        pictures.append(("The time of an update with each way, by model", beside("models")))
         _bars(models, pictures[-1][1])
     if len(grown) > 2:
         pictures.append(("How time and memory grow with k and with parameters", beside("growth")))
@@ -31,54 +33,63 @@ def _color(way: str) -> str:
 
 
 def _bars(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Time of an update and memory of the process, a row of two for each model."""
+    """Time of an update, a field for each model."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 1.2 + 2.6 * len(tables)), layout="constrained")
-    axes: Any = figure.subplots(len(tables), 2, squeeze=False)
-    for (left, right), table in zip(axes, tables, strict=True):
+    lines = (len(tables) + 1) // 2
+    figure = Figure(figsize=(10, 0.4 + 2.7 * lines), layout="constrained")
+    axes: Any = figure.subplots(lines, 2, squeeze=False).ravel()
+    for axis, table in zip(axes, tables, strict=False):
         ways = list(reversed(table["rows"]))
         ours = table["rows"]["ours: apply_gradients"]["seconds"]
-        for axis, values, form in (
-            (left, [table["rows"][way]["seconds"] / ours for way in ways], "%.2f"),
-            (right, [table["rows"][way]["peak"] / 1e6 for way in ways], "%.0f"),
-        ):
-            bars = axis.barh(ways, values, color=[_color(way) for way in ways], height=0.7)
-            axis.bar_label(bars, fmt=form, padding=3, fontsize=8)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.tick_params(axis="y", labelsize=8)
-            axis.margins(x=0.12)
-        left.set_title(f"{table['case']['problem']}, k={table['case']['k']}: time / apply_gradients", fontsize=10)
-        right.set_title("largest memory of the process, MB", fontsize=10)
-        right.set_yticklabels([])
-    figure.savefig(path, format="png", dpi=100)
+        bars = axis.barh(ways, [table["rows"][w]["seconds"] / ours for w in ways], color=[_color(w) for w in ways])
+        axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.margins(x=0.12)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_title(f"{table['case']['problem']}, k={table['case']['k']}", fontsize=10)
+    for axis in axes[len(tables) :]:
+        axis.remove()
+    figure.suptitle("Time of an update, in units of that with apply_gradients", fontsize=11)
+    figure.savefig(path, format="png", dpi=DPI)
 
 
 def _growth(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
     """Time and memory of an MLP, against k and against its parameters."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
     axes: Any = figure.subplots(2, 2, sharex="col")
     columns = (
-        ([t for t in tables if t["case"]["size"] == 512], lambda t: t["case"]["k"], "k", 2),
-        ([t for t in tables if t["case"]["k"] == 8], lambda t: t["copy"] / 4e6, "million parameters", 10),
+        ("k, with 1 million parameters", [t for t in tables if t["case"]["size"] == 512], lambda t: t["case"]["k"]),
+        ("million parameters, k=8", [t for t in tables if t["case"]["k"] == 8], lambda t: t["copy"] / 4e6),
     )
-    for column, (of, along, label, base) in enumerate(columns):
+    for column, (label, of, along) in enumerate(columns):
         of = sorted(of, key=along)
-        for way in of[0]["rows"]:
-            style = {"color": _color(way), "marker": "o", "markersize": 3, "linewidth": 2} if "ours" in way else {}
-            style |= {"linestyle": "--"} if "value_and_grad" in way else {}
-            for row, (what, scale) in enumerate((("seconds", 1e3), ("peak", 1e-6))):
+        for row, (what, name, scale, scaled) in enumerate(ROWS):
+            axis = axes[row, column]
+            axis.set_prop_cycle(color=COLORS["curves"])
+            for way in of[0]["rows"]:
                 there = [t for t in of if way in t["rows"]]
-                values = [scale * t["rows"][way][what] for t in there]
-                axes[row, column].plot([along(t) for t in there], values, label=way, **style)
-        for row, name in enumerate(("ms an update", "largest memory of the process, MB")):
-            axes[row, column].set(xscale="log", yscale="log")
-            axes[row, column].set_xscale("log", base=base)
-            axes[row, column].set_ylabel(name)
-            axes[row, column].spines[["top", "right"]].set_visible(False)
+                axis.plot(*zip(*((along(t), scale * t["rows"][way][what]) for t in there), strict=True), **_style(way))
+            axis.set(xscale="log", yscale=scaled, ylabel=name)
+            axis.set_ylim(None if scaled == "log" else 0)
+            axis.set_xticks([along(t) for t in of], [f"{along(t):.3g}" for t in of])
+            axis.set_xticks([], minor=True)
+            if scaled == "log":
+                axis.yaxis.set_major_formatter("{x:g}")
+                axis.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
+            axis.spines[["top", "right"]].set_visible(False)
         axes[1, column].set_xlabel(label)
-    axes[0, 0].legend(fontsize=8)
-    figure.suptitle("An MLP with AdamW: 1 million parameters on the left, k=8 on the right")
-    figure.savefig(path, format="png", dpi=100)
+    lines, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=8)
+    figure.suptitle("How an MLP with AdamW grows", fontsize=11)
+    figure.savefig(path, format="png", dpi=DPI)
+
+
+def _style(way: str) -> dict[str, Any]:
+    style: dict[str, Any] = {"label": way, "marker": "o", "markersize": 3}
+    if _color(way) != COLORS["others"]:
+        style |= {"color": _color(way), "linewidth": 2.5, "linestyle": "--" if "value_and_grad" in way else "-"}
+    return style

@@ -119,7 +119,7 @@ def _cnn(name: str, k: int, rows: int = 256) -> Problem:
 
 
 def _decoder(name: str, k: int, width: int = 128, layers: int = 8, rows: int = 32, length: int = 16) -> Problem:
-    """Causal attention of one head and a wide product in each of the stacked layers, recomputed in the backward pass."""
+    """Causal attention of one head and a wide product in each layer, recomputed in the backward pass."""
     random = np.random.default_rng(0)
     params = {
         "down": _normal(random, layers, 4 * width, width),

@@ -24,7 +24,7 @@ class Process:
     """A way that runs elsewhere.
 
     Attributes:
-      facts: `first`, seconds until the first update was made; at the end `peak` and `program`, bytes.
+      facts: `seconds` of the first update; at the end `peak` and `program`, bytes.
       params: the parameters after the problem's batches, by name.
       seconds: of each update that was timed.
       host: CPU seconds of the calling thread in each.
@@ -45,9 +45,9 @@ class Process:
     def _path(self) -> pathlib.Path:
         return pathlib.Path(self._folder.name) / "params.npz"
 
-    def begun(self) -> None:
-        """Waits until the parameters to compare are there."""
-        self.facts = self._heard()
+    def begin(self) -> None:
+        """Makes the updates that are compared; the libraries were loaded while others began."""
+        self.facts = self._heard("begin")
         self.params = dict(np.load(self._path))
 
     def update(self) -> None:
@@ -70,13 +70,12 @@ class Process:
             pipe.close()
         self._folder.cleanup()
 
-    def _heard(self, told: str = "") -> Facts:
+    def _heard(self, told: str) -> Facts:
         assert self._process.stdin
         assert self._process.stdout
         try:
-            if told:
-                self._process.stdin.write(f"{told}\n")
-                self._process.stdin.flush()
+            self._process.stdin.write(f"{told}\n")
+            self._process.stdin.flush()
             return json.loads(self._process.stdout.readline())
         except (json.JSONDecodeError, BrokenPipeError) as error:
             self._errors.seek(0)
@@ -97,27 +96,23 @@ def main(arguments: Sequence[str]) -> None:
     from benchmarks import _others, _problems, _ways
 
     made = _problems.make(problem, k, size)
-    start = time.perf_counter()
     runs = _others.WAYS[way](made)
-    placed = [runs.place(batch) for batch in made.batches]
-    runs.update(placed[0])
-    runs.wait()
-    first = time.perf_counter() - start
-    for data in placed[1:]:
-        runs.update(data)
-    np.savez(path, **runs.params())
-    say(first=first)
-    for told in sys.stdin:
-        if told.strip() == "end":
+    first, *others = [runs.place(batch) for batch in made.batches]
+    for told in map(str.strip, sys.stdin):
+        if told == "end":
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            say(peak=peak, program=max((_ways.held(p) for p, _ in runs.programs(placed[0])), default=None))
+            say(peak=peak, program=max((_ways.held(p) for p, _ in runs.programs(first)), default=None))
             return
-        runs.wait()
         start, host = time.perf_counter(), time.thread_time()
-        runs.update(placed[0])
+        runs.update(first)
         host = time.thread_time() - host
         runs.wait()
-        say(seconds=time.perf_counter() - start, host=host)
+        seconds = time.perf_counter() - start
+        if told == "begin":
+            for data in others:
+                runs.update(data)
+            np.savez(path, **runs.params())
+        say(seconds=seconds, host=host)
 
 
 if __name__ == "__main__":

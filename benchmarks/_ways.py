@@ -195,7 +195,7 @@ class Scan(Whole):
 
     def gradient(self, params: Params, *arrays: jax.Array) -> Tree:
         add = lambda acc, part: (jax.tree.map(jnp.add, acc, jax.grad(self.problem.loss)(params, *part)), None)
-        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), arrays)
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), arrays, unroll=self.problem.unroll)
         return jax.tree.map(lambda leaf: leaf / len(arrays[0]), total)
 
 

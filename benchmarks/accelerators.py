@@ -45,7 +45,9 @@ def main() -> None:
     )
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="of facts; all by default")
     parser.add_argument("--facts", type=_measure.writable, default=FACTS, help="the JSON to add them to, or to show")
-    parser.add_argument("--page", type=_measure.writable, help="the Markdown file whose tables are to be those of the JSON")
+    parser.add_argument(
+        "--page", type=_measure.writable, help="the Markdown file whose tables are to be those of the JSON"
+    )
     options = parser.parse_args()
     record = json.loads(options.facts.read_text()) if options.facts.exists() else {}
     if options.page:

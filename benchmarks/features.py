@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from benchmarks import _measure
-from benchmarks._others import KERAS, TORCH, WAYS
+from benchmarks._others import TORCH, WAYS
 from benchmarks._problems import Batch, Problem
 from benchmarks._ways import OURS, WHOLE, Across, Scan, Way, Whole
 from benchmarks.peers import difference
@@ -350,10 +350,16 @@ FEATURES = [
     Feature("rows that k does not divide", "Ten rows in micro-batches of four: four, four, two.", _indivisible),
     Feature("NaN recovers", "A micro-batch is NaN; each uses its option against that. The update of the others.", _nan),
     Feature("one optimizer call per window", "Calls of the optimizer are counted.", _calls),
-    Feature("one reduction per window", "Gradients reduced over two devices are counted in what is compiled.", _reductions),
+    Feature(
+        "one reduction per window", "Gradients reduced over two devices are counted in what is compiled.", _reductions
+    ),
     Feature("own dropout key", "Different random numbers in the micro-batches are counted.", _key),
     Feature("bfloat16 sums", "512 gradients of 0.01 for bfloat16 parameters; within 1 %.", _bfloat16),
-    Feature("extra arguments through a chain", "What an optimizer that reads `value` is told, wrapped and put into `optax.chain`.", _extra),
+    Feature(
+        "extra arguments through a chain",
+        "What an optimizer that reads `value` is told, wrapped and put into `optax.chain`.",
+        _extra,
+    ),
     Feature("the window's mean loss", "The same without the chain, in a window with the losses 1 and 3.", _mean_value),
     Feature("resumed with another k", "A window of four has three micro-batches and goes on as one of two.", _resumed),
     Feature("losses that couple rows", "Each row is compared with all of the batch.", _coupled),

@@ -7,7 +7,6 @@ parameters of all ways after the same batches are compared with those of the who
 import argparse
 import contextlib
 import importlib.util
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -31,9 +30,10 @@ An update is made of one batch, cut into k micro-batches; "whole batch" makes it
 process; they take turns, and times are those of the fastest turn. Time and memory are ratios to `apply_gradients`
 first. Memory is the largest resident memory of the process, with its libraries and its compiler; program is what the
 compiler counts for the largest program (arguments, results, temporaries), in copies P of the parameters. First is the
-time from the data to the first update, compilation included. Host is the CPU time of the calling thread for each
-micro-step; PyTorch computes in that thread, JAX does when there is little to compute. Difference: the parameters after
-the compared batches and those of the whole batch, in units of the largest change in a leaf."""
+time of the first update, compilation included. Host is the CPU time of the calling thread for each micro-step; PyTorch
+computes in that thread, JAX does when there is little to compute. Difference: the parameters after the compared batches
+and those of the whole batch, in units of the largest change in a leaf. XLA for CPUs runs convolutions many times slower
+in a loop (jax-ml/jax#12868): for the CNN `value_and_grad` and the hand-written scan are unrolled."""
 
 
 class Case(NamedTuple):
@@ -82,7 +82,10 @@ def main() -> None:
         said.append(f"### {title}\n\n{_measure.markdown(values)}\n")
         tqdm.write(said[-1])
     if options.output:
-        record = [{**t._asdict(), "case": t.case._asdict(), "rows": {n: r._asdict() for n, r in t.rows.items()}} for t in tables]
+        record = [
+            {**t._asdict(), "case": t.case._asdict(), "rows": {n: r._asdict() for n, r in t.rows.items()}}
+            for t in tables
+        ]
         _measure.write(options.output, "\n".join(said), {"machine": _measure.machine(), "tables": record})
 
 
@@ -90,8 +93,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="those with all ways")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which, beside ours")
-    parser.add_argument("--every", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64], help="k that an MLP grows with")
-    parser.add_argument("--widths", nargs="*", type=int, choices=WIDTHS, default=list(WIDTHS), help="of the growing MLP")
+    parser.add_argument(
+        "--every", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64], help="k that an MLP grows with"
+    )
+    parser.add_argument(
+        "--widths", nargs="*", type=int, choices=WIDTHS, default=list(WIDTHS), help="of the growing MLP"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="turns of each way, at most")
     parser.add_argument("--seconds", type=float, default=30, help="of timing for a table; two rounds are always made")
     parser.add_argument("--quick", action="store_true", help="the CNN with all ways; one point of each growth")
@@ -125,7 +132,7 @@ def measured(case: Case, seconds: float = 5, rounds: int = 20) -> Table:
                 processes.append(Process(name, case.problem, case.k, case.size))
                 stack.callback(processes[-1].close)
         for process in processes:
-            process.begun()
+            process.begin()
         differences = {p.name: difference(p.params, processes[0].params, problem.params) for p in processes}
         judge(case, differences)
         _in_turn(processes, seconds, rounds)
@@ -145,7 +152,7 @@ def why_not(name: str, problem: _problems.Problem) -> str:
 
 
 def difference(got: _problems.Params, expected: _problems.Params, start: _problems.Params) -> float:
-    """Returns the largest distance in a leaf, in units of its largest change; NaN if a leaf did not change or holds one."""
+    """Returns the largest distance in a leaf, in units of its largest change; NaN if one did not change."""
     with np.errstate(divide="ignore", invalid="ignore"):
         leaves = [abs(got[n] - expected[n]).max() / abs(expected[n] - start[n]).max() for n in sorted(start)]
     return float(np.max(leaves))  # numpy's: a NaN stays one
@@ -169,7 +176,7 @@ def _in_turn(processes: Sequence[Process], seconds: float, rounds: int) -> None:
 def _row(process: Process, k: int, difference: float) -> Row:
     facts = process.facts
     host = statistics.median(process.host) / k
-    return Row(min(process.seconds), host, facts["first"], facts["peak"], facts["program"], difference)
+    return Row(min(process.seconds), host, facts["seconds"], facts["peak"], facts["program"], difference)
 
 
 def _rendered(table: Table) -> str:

@@ -10,7 +10,17 @@ import jax
 
 import optax_accum
 
-PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "orbax-checkpoint",
+    "numpy",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)
 VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "CUDA_VISIBLE_DEVICES", "TF_CPP_")
 OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_disable_jit")
 
