@@ -28,7 +28,7 @@ import optax_accum
 from benchmarks import _measure
 from benchmarks._others import TORCH, WAYS
 from benchmarks._problems import Batch, Problem
-from benchmarks._ways import OURS, WHOLE, Across, Scan, Way, Whole
+from benchmarks._ways import OURS, WHOLE, Across, Scan, Way, Whole, held
 from benchmarks.peers import difference
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compared.md"
@@ -317,6 +317,22 @@ def _reductions(name: str) -> Outcome | None:
     return Outcome(count == 1, f"{count} for {K}")
 
 
+def _planned(name: str) -> Outcome | None:
+    """Asks, from shapes alone, how many micro-batches fit beside a batch; the whole batch does not."""
+    if name != OURS:
+        return None
+    w, batch = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+
+    def make_step(k: int) -> Any:
+        return jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k)).lower(w, batch)
+
+    budget = batch.size * 4 + 500_000
+    k = optax_accum.plan_microbatches(make_step, len(batch), budget=budget, safety=1, progress=False).num_microbatches
+    fits = lambda k: held(make_step(k).compile()) <= budget
+    return Outcome(fits(k) and not fits(1), f"{k} fit")
+
+
 def _torch_reductions() -> Outcome:
     import torch
     from torch import distributed
@@ -362,6 +378,7 @@ FEATURES = [
     ),
     Feature("the window's mean loss", "The same without the chain, in a window with the losses 1 and 3.", _mean_value),
     Feature("resumed with another k", "A window of four has three micro-batches and goes on as one of two.", _resumed),
+    Feature("planned ahead", "Asked, before anything is allocated, how many micro-batches fit.", _planned),
     Feature("losses that couple rows", "Each row is compared with all of the batch.", _coupled),
 ]
 

@@ -73,9 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(settings)
     except ValueError as error:
         parser.error(str(error))
-    *ways, shuffled = run(settings)
-    print(f"\n{_table(ways)}\n\n{_explanation(ways, shuffled)}")
-    _draw(settings, ways)
+    try:
+        *ways, shuffled = run(settings)
+        print(f"\n{_table(ways)}\n\n{_explanation(ways, shuffled)}")
+        _draw(settings, ways)
+    except KeyboardInterrupt:
+        print("\nInterrupted: no picture was drawn.", file=sys.stderr)
+        return 130
+    except OSError as error:
+        print(f"{settings.output} cannot be written: {error.strerror}.", file=sys.stderr)
+        return 1
     print(f"\nThe picture is in {settings.output.resolve()}")
     return 0
 

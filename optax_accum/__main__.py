@@ -27,21 +27,25 @@ OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_pr
 
 def main() -> None:
     """Prints both."""
-    print(f"{inspect.getdoc(optax_accum)}\n\n{_names()}\n\nFor a bug report:\n\n{_diagnostics()}")
+    commands = "python -m optax_accum.plan --help: how many micro-batches fit, from the command line."
+    print(f"{inspect.getdoc(optax_accum)}\n\n{_names()}\n\n{commands}\n\nFor a bug report:\n\n{_diagnostics()}")
 
 
 def _names() -> str:
     """Returns every public name with the first sentence about it; those of a module are indented."""
-    lines = []
-    for name in optax_accum.__all__:
-        value = getattr(optax_accum, name)
-        lines.append((name, value))
+    about = lambda value: (inspect.getdoc(value) or "").split("\n")[0]
+    lines: list[tuple[str, str]] = []
+    for name in sorted({*dir(optax_accum)} - {"__version__"}):
+        try:
+            value = getattr(optax_accum, name)
+        except ImportError as error:  # Flax is not installed
+            lines.append((name, str(error)))
+            continue
+        lines.append((name, about(value)))
         if isinstance(value, types.ModuleType):
-            lines += [(f"  {inner}", getattr(value, inner)) for inner in value.__all__]
-    lines.append(("flax", None))
+            lines += [(f"  {inner}", about(getattr(value, inner))) for inner in value.__all__]
     width = max(len(name) for name, _ in lines)
-    about = lambda value: (inspect.getdoc(value) or "").split("\n")[0] if value else "For Flax: help(optax_accum.flax)."
-    return "\n".join(f"{name:{width}}  {about(value)}" for name, value in lines)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
 
 
 def _diagnostics() -> str:

@@ -21,6 +21,7 @@ ROOMS = {  # and what each stands on
     "checkpoint": {"_tools"},
     "batching": {"_tools"},
     "accelerators": {"_tools"},
+    "__main__": set(),
     "plan": {"_tools"},
     "verify": {"_tools"},
     "statistics": {"_core", "_across", "_tools"},
