@@ -165,3 +165,19 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert demo.main([]) == 1
     assert 'The demo needs tqdm. Run: pip install ".[demo]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "\nInterrupted: no picture was drawn.\n"),
+        (OSError(28, "No space left on device"), 1, "demo.png cannot be written: No space left on device.\n"),
+    ],
+)
+def test_what_ends_it_is_said_in_one_line(error, code, said, monkeypatch, capsys):
+    def run(settings):
+        raise error
+
+    monkeypatch.setattr(demo, "run", run)
+    assert demo.main([]) == code
+    assert capsys.readouterr().err == said

@@ -1,0 +1,136 @@
+"""What `python -m benchmarks` says and refuses. It times nothing here."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as entry
+from benchmarks import _measure, _plots, _problems, peers
+from benchmarks._others import TORCH, Torch
+
+
+def run(*arguments, **options):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def table():
+    """A small table, from two processes."""
+    return peers.measured(peers.Case("MLP", 2, 16, (peers.WHOLE, peers.OURS)), seconds=0)
+
+
+def test_each_way_is_measured_in_a_process_of_its_own(table):
+    assert list(table.rows) == [peers.WHOLE, peers.OURS]
+    for row in table.rows.values():
+        assert 0 < row.seconds < row.first
+        assert row.peak > row.program > table.copy
+    assert table.rows[peers.WHOLE].difference == 0 < table.rows[peers.OURS].difference < peers.TOLERANCE
+
+
+def test_a_way_that_cannot_run_says_why_and_has_no_number(table, monkeypatch):
+    monkeypatch.setattr(Torch, "needs", ("a_package_that_nobody_has",))
+    problem = _problems.make("MLP with Muon", size=16)
+    assert peers.why_not(TORCH, problem) == "not run: a_package_that_nobody_has is not installed"
+    assert peers.why_not("optax.apply_every", problem) == "n/a: adds up k updates of the optimizer"
+    assert peers.why_not(peers.OURS, problem) == ""
+    absent = table._replace(case=table.case._replace(ways=(*table.rows, TORCH)), absent={TORCH: "not run: x"})
+    (line,) = [line for line in peers._rendered(absent).splitlines() if TORCH in line]
+    assert not any(digit in line for digit in "0123456789")
+
+
+def test_another_update_ends_the_run_before_a_time_is_printed():
+    start = {"a": np.zeros(2), "b": np.zeros(1)}
+    expected = {"a": np.array([1.0, 2.0]), "b": np.array([1.0])}
+    near = peers.difference({"a": expected["a"] + 1e-6, "b": expected["b"]}, expected, start)
+    peers.judge("a case", {"near": near})
+    lost = {"a": expected["a"], "b": expected["b"] * 1.5}
+    spoiled = {"a": expected["a"] * np.nan, "b": expected["b"]}
+    for wrong in (
+        peers.difference(lost, expected, start),
+        peers.difference(spoiled, expected, start),
+        peers.difference(expected, expected, expected),  # nothing was trained: nothing is compared
+    ):
+        with pytest.raises(SystemExit, match="a case: other is another update: difference="):
+            peers.judge("a case", {"other": wrong})
+
+
+def test_a_process_that_fails_says_why_in_one_line():
+    process = peers.Process(peers.OURS, "MLP", 2, 16)
+    process._process.kill()
+    with pytest.raises(SystemExit, match="ours: apply_gradients: its process ended: "):
+        process.begin()
+    process.close()
+
+
+def test_a_section_is_replaced_and_the_others_stay():
+    texts = {kind: entry.section(kind, [f"## A title\n\n* device: here\n\n{kind}"]) for kind in ("cpu", "gpu")}
+    page = entry.merged("", texts)
+    assert page.count("* device: ") == 2  # one for each section: that of the part is gone
+    assert "### A title" in page
+    again = entry.merged(page, {"cpu": entry.section("cpu", ["new"]), "compiled": entry.section("compiled", ["facts"])})
+    order = [again.index(f"## {title}, ") for title in ("CPU time", "GPU time", "Compiled facts by target")]
+    assert order == sorted(order)
+    assert "\ncpu\n" not in again
+    assert "\ngpu\n" in again
+
+
+def test_the_list_has_every_module_and_what_it_is():
+    found = entry.found()
+    assert next(iter(found)) == "peers"
+    assert {"micro_step", "features", "sharded"} < set(found)
+    assert set(entry.QUICK) | set(entry.FULL) | set(entry.DEVICES) <= set(found)
+    assert all(len(about) > 30 for about in found.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["nothing"], "unknown: nothing. There are peers, "),
+        (["--quick", "verify"], "not in --quick: verify. There are peers, "),
+        (["--output", "no/such/folder/R.md"], "must be a file that can be written: no/such/folder/R.md."),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(options, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *options])
+    with pytest.raises(SystemExit):
+        entry.main()
+    assert said in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_after_all_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"R\.md cannot be written: No such file or directory\."):
+        _measure.write(tmp_path / "gone" / "R.md", "text", None)
+
+
+def test_ctrl_c_ends_in_one_line():
+    process = run("benchmarks.peers", "--models", "--every", "--widths", "1024", "--ways", "hand-written scan")
+    assert "Side by side" in process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.strip().splitlines()[-1] == "Interrupted."
+    assert "Traceback" not in errors
+
+
+def test_pictures_are_drawn_beside_the_page(table, tmp_path):
+    row = table.rows[peers.OURS]._asdict()
+    record = lambda problem, k, size: {
+        "case": {"problem": problem, "k": k, "size": size},
+        "copy": 4e6,
+        "rows": dict.fromkeys(peers.GROWING, row),
+    }
+    grown = [record("MLP", k, size) for k, size in ((1, 512), (8, 512), (8, 1024))]
+    pictures = _plots.draw({"tables": [record("CNN on digits", 8, None), *grown]}, tmp_path / "RESULTS.md")
+    assert [path.name for _, path in pictures] == ["results_models.png", "results_growth.png"]
+    for _, path in pictures:
+        assert 10_000 < path.stat().st_size < 100_000
