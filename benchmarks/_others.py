@@ -51,6 +51,8 @@ class Torch(Way):
 
     @classmethod
     def refuses(cls, problem: Problem) -> str:
+        if jax.default_backend() != "cpu":
+            return "its CPU build, beside another device"
         return "its Muon computes in bfloat16" if problem.optimizer == "Muon" else ""
 
     def __init__(self, problem: Problem):

@@ -6,6 +6,7 @@ the number that decided; "not run" where a package is missing; "n/a" where a way
 
 import argparse
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -60,8 +61,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.features", description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the table into docs/compared.md")
     options = parser.parse_args()
-    text = f"{table(COLUMNS)}\n\n{explained()}"
-    print(f"{_measure.header('What each can do', '')}\n{text}")
+    text = f"{table(COLUMNS)}\n\n{explained()}\n\n{versions()}"
+    print(f"## What each can do\n\n{text}")
     if options.write:
         before, rest = PAGE.read_text().split(BEGIN)
         _measure.write(PAGE, f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}".rstrip("\n"), None)
@@ -76,6 +77,13 @@ def table(columns: Sequence[str]) -> str:
 def explained() -> str:
     """Returns what the program of each row does, as Markdown."""
     return "\n".join(f"* **{feature.name}**: {feature.said}" for feature in FEATURES)
+
+
+def versions() -> str:
+    """Returns what was installed."""
+    packages = ["jax", "optax", *dict.fromkeys(package for way in WAYS.values() for package in way.needs)]
+    there = [name for name in packages if importlib.util.find_spec(name)]
+    return f"Found with {', '.join(f'{name} {importlib.metadata.version(name)}' for name in there)}, on a CPU."
 
 
 def cell(feature: Feature, column: str) -> str:
@@ -361,16 +369,26 @@ def _torch_reductions() -> Outcome:
 
 FEATURES = [
     Feature("the update of the whole batch", "Two updates, micro-batches alike.", _even),
-    Feature("uneven weights", "One micro-batch counts by one row of four, and says so where a way asks.", _uneven),
+    Feature("uneven weights", "One micro-batch counts one row of four, and says so where a way asks.", _uneven),
     Feature("short last window", "Two micro-batches are left for a window of four.", _short),
     Feature("rows that k does not divide", "Ten rows in micro-batches of four: four, four, two.", _indivisible),
-    Feature("NaN recovers", "A micro-batch is NaN; each uses its option against that. The update of the others.", _nan),
+    Feature(
+        "NaN recovers", "One micro-batch is NaN; where there is an option, it is used. The update of the others.", _nan
+    ),
     Feature("one optimizer call per window", "Calls of the optimizer are counted.", _calls),
     Feature(
-        "one reduction per window", "Gradients reduced over two devices are counted in what is compiled.", _reductions
+        "one reduction per window",
+        "Reductions of a gradient over two devices are counted in what a CPU's compiler makes.",
+        _reductions,
     ),
-    Feature("own dropout key", "Different random numbers in the micro-batches are counted.", _key),
-    Feature("bfloat16 sums", "512 gradients of 0.01 for bfloat16 parameters; within 1 %.", _bfloat16),
+    Feature(
+        "own dropout key",
+        "A loss draws a random number; the different ones among four micro-batches are counted.",
+        _key,
+    ),
+    Feature(
+        "bfloat16 sums", "512 gradients of 0.01 for bfloat16 parameters: whether the update is within 1 %.", _bfloat16
+    ),
     Feature(
         "extra arguments through a chain",
         "What an optimizer that reads `value` is told, wrapped and put into `optax.chain`.",
@@ -378,7 +396,11 @@ FEATURES = [
     ),
     Feature("the window's mean loss", "The same without the chain, in a window with the losses 1 and 3.", _mean_value),
     Feature("resumed with another k", "A window of four has three micro-batches and goes on as one of two.", _resumed),
-    Feature("planned ahead", "Asked, before anything is allocated, how many micro-batches fit.", _planned),
+    Feature(
+        "planned ahead",
+        "Whether there is an answer, before anything is allocated, to how many micro-batches fit.",
+        _planned,
+    ),
     Feature("losses that couple rows", "Each row is compared with all of the batch.", _coupled),
 ]
 

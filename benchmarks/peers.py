@@ -28,12 +28,13 @@ TOLERANCE = 1e-3  # of the largest change in a leaf; rounding stays far below, a
 NOTES = """\
 An update is made of one batch, cut into k micro-batches; "whole batch" makes it in one piece. Each way runs in a fresh
 process; they take turns, and times are those of the fastest turn. Time and memory are ratios to `apply_gradients`
-first. Memory is the largest resident memory of the process, with its libraries and its compiler; program is what the
-compiler counts for the largest program (arguments, results, temporaries), in copies P of the parameters. First is the
-time of the first update, compilation included. Host is the CPU time of the calling thread for each micro-step; PyTorch
-computes in that thread, JAX does when there is little to compute. Difference: the parameters after the compared batches
-and those of the whole batch, in units of the largest change in a leaf. XLA for CPUs runs convolutions many times slower
-in a loop (jax-ml/jax#12868): for the CNN `value_and_grad` and the hand-written scan are unrolled."""
+first. Memory is the largest resident memory of the process, with its libraries, its compiler and a copy of the first
+parameters; program is what the compiler counts for the largest program (arguments, results, temporaries), in copies P
+of the parameters. First is the time of the first update, compilation included. Host is the CPU time of the calling
+thread for each micro-step; PyTorch computes in that thread, JAX does when there is little to compute. Difference: the
+parameters after the compared batches and those of the whole batch, in units of the largest change in a leaf. XLA for
+CPUs runs convolutions many times slower in a loop (jax-ml/jax#12868): for the CNN `value_and_grad` and the hand-
+written scan are unrolled."""
 
 
 class Case(NamedTuple):
