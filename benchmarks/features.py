@@ -218,7 +218,7 @@ def _bfloat16(name: str) -> Outcome:
     k, number = 512, ml_dtypes.bfloat16(0.01)
     batch = (np.full((k, SIZE), number),)
     zeros = {"w": np.zeros(SIZE, ml_dtypes.bfloat16)}
-    loss = lambda params, x: (x * params["w"]).sum() / len(x)
+    loss = lambda params, x: (x @ params["w"]).mean()
     problem = _problem(loss, k, params=zeros, batches=[batch])
     way = WAYS[name](problem)
     way.update(way.place(batch))
