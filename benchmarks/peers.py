@@ -7,6 +7,7 @@ parameters of all ways after the same batches are compared with those of the who
 import argparse
 import contextlib
 import importlib.util
+import os
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -27,14 +28,14 @@ TOLERANCE = 1e-3  # of the largest change in a leaf; rounding stays far below, a
 
 NOTES = """\
 An update is made of one batch, cut into k micro-batches; "whole batch" makes it in one piece. Each way runs in a fresh
-process; they take turns, and times are those of the fastest turn. Time and memory are ratios to `apply_gradients`
-first. Memory is the largest resident memory of the process, with its libraries, its compiler and a copy of the first
-parameters; program is what the compiler counts for the largest program (arguments, results, temporaries), in copies P
-of the parameters. First is the time of the first update, compilation included. Host is the CPU time of the calling
-thread for each micro-step; PyTorch computes in that thread, JAX does when there is little to compute. Difference: the
-parameters after the compared batches and those of the whole batch, in units of the largest change in a leaf. XLA for
-CPUs runs convolutions many times slower in a loop (jax-ml/jax#12868): for the CNN `value_and_grad` and the hand-
-written scan are unrolled."""
+process; they take turns (the largest run one by one), and times are those of the fastest turn. Time and memory are
+ratios to `apply_gradients` first. Memory is the largest resident memory of the process, with its libraries, its
+compiler and a copy of the first parameters; program is what the compiler counts for the largest program (arguments,
+results, temporaries), in copies P of the parameters. First is the time of the first update, compilation included. Host
+is the CPU time of the calling thread for each micro-step; PyTorch computes in that thread, JAX does when there is
+little to compute. Difference: the parameters after the compared batches and those of the whole batch, in units of the
+largest change in a leaf. XLA for CPUs runs convolutions many times slower in a loop (jax-ml/jax#12868): for the CNN
+`value_and_grad` and the hand-written scan are unrolled."""
 
 
 class Case(NamedTuple):
@@ -126,21 +127,30 @@ def measured(case: Case, seconds: float = 5, rounds: int = 20) -> Table:
     """Compares the parameters of all ways, then times them in turn; what cannot run says why."""
     problem = _problems.make(case.problem, case.k, case.size)
     absent = {name: reason for name in case.ways if (reason := why_not(name, problem))}
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for name in case.ways:
-            if name not in absent:
-                processes.append(Process(name, case.problem, case.k, case.size))
-                stack.callback(processes[-1].close)
-        for process in processes:
-            process.begin()
-        differences = {p.name: difference(p.params, processes[0].params, problem.params) for p in processes}
-        judge(case, differences)
-        _in_turn(processes, seconds, rounds)
-        for process in processes:
-            process.end()
-        rows = {p.name: _row(p, case.k, differences[p.name]) for p in processes}
+    there = [name for name in case.ways if name not in absent]
+    rows: dict[str, Row] = {}
+    whole = None
+    for group in _groups(there, problem):
+        with contextlib.ExitStack() as stack:
+            processes = [Process(name, case.problem, case.k, case.size) for name in group]
+            for process in processes:
+                stack.callback(process.close)
+            for process in processes:
+                process.begin()
+            whole = whole or processes[0].params  # the first way is the whole batch
+            differences = {process.name: difference(process.params, whole, problem.params) for process in processes}
+            judge(case, differences)
+            _in_turn(processes, seconds * len(group) / len(there), rounds)
+            for process in processes:
+                process.end()
+            rows |= {process.name: _row(process, case.k, differences[process.name]) for process in processes}
     return Table(case, rows, absent, problem.size)
+
+
+def _groups(names: list[str], problem: _problems.Problem) -> list[list[str]]:
+    """Returns the ways that run together: all, or one by one where they would not fit into half of the memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return [names] if len(names) * (8 * problem.size + 400e6) < memory / 2 else [[name] for name in names]
 
 
 def why_not(name: str, problem: _problems.Problem) -> str:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks import features
+from benchmarks import _features, features
 from benchmarks._ways import JAX_WAYS, MultiSteps, OursAcross
 
 FEATURES = {feature.name: feature for feature in features.FEATURES}
@@ -44,4 +44,4 @@ def test_a_way_that_loses_a_micro_batch_does_not_pass(monkeypatch):
 
 @pytest.mark.parametrize("way", [name for name in JAX_WAYS if name not in COLUMNS])
 def test_every_way_of_jax_makes_the_update_of_the_whole_batch(way):
-    assert features._even(way).holds
+    assert _features._even(way).holds
