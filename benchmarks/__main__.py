@@ -29,7 +29,7 @@ HERE = pathlib.Path(__file__).parent
 QUICK = {  # options; the others are left out
     "peers": ["--quick"],
     "micro_step": ["--quick"],
-    "within_call": ["--quick"],
+    "sharded": ["--every", "2", "--seconds", "1"],
     "host_time": ["--calls", "20"],
 }
 FULL = {"accelerators": None, "features": ["--write"]}  # None: its facts come from a file, of many compilers
