@@ -251,4 +251,4 @@ def large(on: Target, rows: int = 512, length: int = 2048) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)
