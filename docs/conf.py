@@ -38,8 +38,6 @@ source_suffix = {
 }
 exclude_patterns = ["_templates"]
 templates_path = ["_templates"]
-# Pages of index.md that are on their way; with the last of them this list goes.
-PENDING = ["check_your_step", "when_not", "growing_batches", "outliers", "compared"]
 
 html_theme = "sphinx_book_theme"
 html_title = "optax_accum"
@@ -98,7 +96,5 @@ def setup(app: Any) -> None:
 def _links_inside(app: Any, page: str, source: list[str]) -> None:
     """Links that lead to files in the repository lead to pages, where these are pages, or to the code host."""
     text = source[0]
-    for missing in (name for name in PENDING if not (HERE / f"{name}.md").exists()):
-        text = text.replace(f"\n{missing}\n", "\n") if page == "index" else text
     text = text.replace("](../notebooks/", "](notebooks/").replace("](../CHANGELOG.md", "](changelog.md")
     source[0] = re.sub(r"\]\(\.\./([^)]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text)
