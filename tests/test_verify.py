@@ -248,6 +248,13 @@ def test_two_causes_are_both_found():
     assert [cause.kind for cause in report.causes] == ["low-precision accumulator", "weights"]
 
 
+def test_dtypes_by_leaf_are_named():
+    dtypes = {"w": jnp.bfloat16, "b": None}
+    report = verify(mse, W, MANY, accumulator_dtype=dtypes, num_microbatches=64)
+    assert [cause.kind for cause in report.causes] == ["low-precision accumulator"]
+    assert "Added in bfloat16, the gradient is off" in str(report)
+
+
 @pytest.mark.parametrize(
     ("fun", "params", "batch", "options", "message"),
     [

@@ -52,7 +52,8 @@ class Probes:
     def low_precision(self) -> list[Cause]:
         """The default accumulator gives another gradient than the one asked for."""
         error = self._change(self.sound, self._held, self.sums_rtol) if self.dtype else 0.0
-        sums = f"Added in {jnp.dtype(self.dtype)}, the gradient is off by {error:.1e}; added in float32 it is not."
+        dtypes = " and ".join(sorted({str(jnp.dtype(dtype)) for dtype in jax.tree.leaves(self.dtype)}))
+        sums = f"Added in {dtypes}, the gradient is off by {error:.1e}; added in float32 it is not."
         return [Cause("low-precision accumulator", sums)] if error else []
 
     def state(self) -> list[Cause]:

@@ -59,7 +59,7 @@ def verify(
       has_aux: whether `fun` returns something beside the loss; it is not compared.
       rng_argnum: the number of the key's argument; the first of `*args` is number 2.
       carry_argnum: the number of the argument that is threaded through the micro-batches.
-      accumulator_dtype: the dtype in which gradients are added.
+      accumulator_dtype: the dtype in which gradients are added, or a prefix of `params` with several.
       group_size: how many consecutive rows belong together: the answers to one prompt, say, or pairs.
       whole_argnums: the number of the argument, or several, that every micro-batch gets whole on purpose, though it has
         as many rows as the batch, or is a key.
