@@ -233,6 +233,35 @@ def test_a_step_of_a_framework(name):
     assert report.holds == (not kinds)
 
 
+@pytest.mark.usefixtures("rank_promotion")
+@pytest.mark.parametrize("rate", ["constant", "schedule"])
+def test_a_step_of_keras(rate, monkeypatch):
+    """Keras 3 calls a schedule with the number of the micro-step."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    keras = pytest.importorskip("keras")
+
+    def make_step(every):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(D)])
+        decay = keras.optimizers.schedules.ExponentialDecay(0.01, 4, 0.5)
+        steps = {"gradient_accumulation_steps": every} if every > 1 else {}
+        optimizer = keras.optimizers.Adam(decay if rate == "schedule" else 0.01, **steps)
+        optimizer.build(model.trainable_variables)
+
+        @jax.jit
+        def step(carry, batch):
+            params, others, state = carry
+            of = lambda params: jnp.mean((model.stateless_call(params, others, batch["x"])[0] - batch["y"]) ** 2)
+            params, state = optimizer.stateless_apply(state, jax.grad(of)(params), params)
+            return params, others, state
+
+        owned = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+        return step, tuple([variable.value for variable in variables] for variables in owned)
+
+    report = verify_step(make_step, BATCH, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["optimizer at each micro-step"] * (rate == "schedule")
+
+
 def test_what_was_not_tried_is_said():
     report = verify_step(scanned, BATCH, within_call=True)
     assert "Not tried: micro-batches of [3, 3, 3, 2] rows, which the step refuses" in str(report)

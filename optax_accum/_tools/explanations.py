@@ -62,7 +62,8 @@ class Explanations:
         again = dataclasses.replace(self, whole=right)
         if any(kept.factor(off, slot) is not None for slot in self.linear):
             return Cause("not emptied", "The first window's sum is in the second window, too.")
-        if (factor := again.factor(found, "params")) is not None:
+        factor = again.factor(found, "params")
+        if factor is not None and abs(factor - 1) > self.near:
             says = f"The second window's update is {factor:.3g} times the whole batch's; the first is right."
             return Cause("optimizer at each micro-step", says)
         return None

@@ -79,7 +79,8 @@ class Report:
         says = (
             f"holds: cut or whole, the {same} is the same" if self.holds else f"does NOT hold for this {self.subject}"
         )
-        lines = [f"The law {says} ({self.rows} rows, {self.num_microbatches} micro-batches, even and uneven)."]
+        cuts = ", even and uneven" if self.subject == "loss" else ""  # of a step the notes say what was not tried
+        lines = [f"The law {says} ({self.rows} rows, {self.num_microbatches} micro-batches{cuts})."]
         if self.random:
             lines.append(
                 f"The {self.subject} is random: means over {self.draws} keys were compared, within six standard errors."

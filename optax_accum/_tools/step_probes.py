@@ -52,10 +52,8 @@ class StepProbes(StepRuns):
         if within(self.errors):
             return []
         if within(self.compared(self.ends[:1], self.even_rows[:1], self.ones[:1])):
-            return [
-                self.explanations.second(*(list(map(mean, runs)) for runs in (self.ends, self.ones)))
-                or _unexplained(self.errors, "the second window")
-            ]
+            second = self.explanations.second(*(list(map(mean, runs)) for runs in (self.ends, self.ones)))
+            return [second] if second else self.low_precision() or [_unexplained(self.errors, "the second window")]
         cause = self.explanations.cause(mean(self.ends[0]), self.one_by_one)
         if cause is None or cause.kind == "low-precision sum":
             return self.low_precision() or [_unexplained(self.errors, "a window")]
