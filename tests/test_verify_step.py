@@ -49,6 +49,13 @@ def dropped(w, batch, key):
     return squared(w, batch | {"x": np.asarray(batch["x"]) * keep / np.float32(0.7)}, key)
 
 
+PARAMS = {"w": jnp.asarray(W)}
+
+
+def loss(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """Gradient descent with momentum in plain NumPy, and the places where it can go wrong in a window."""
@@ -60,6 +67,7 @@ class Loop:
     factor: object = lambda n, k: 1
     closes: object = lambda n, k: n >= k
     held: object = lambda w: w
+    rate: object = lambda m: np.float32(0.1)
     key: object = lambda key, n: jax.random.fold_in(key, n)
     empty: object = lambda acc: np.zeros_like(acc)
     guarded: bool = False
@@ -77,7 +85,7 @@ class Loop:
                 return carry | {"params": {"w": self.held(w)}, "acc": acc, "n": n, "total": total}
             new = np.float32(0.9) * m + acc.astype(np.float32) / total * np.float32(self.factor(n, every))
             if np.isfinite(new).all() or not self.guarded:
-                m, w = new, w - np.float32(0.1) * new
+                m, w = new, w - self.rate(m) * new
             return carry | {"params": {"w": w}, "m": {"w": m}, "acc": self.empty(acc), "n": 0, "total": np.float32(0)}
 
         carry = {"params": {"w": W}, "m": {"w": np.zeros_like(W)}, "acc": np.zeros_like(W, self.dtype)}
@@ -125,6 +133,38 @@ def test_every_kind_of_the_benchmark_is_planted_here_too():
     assert sorted(FAULTS) == sorted(KINDS)
 
 
+def apply_every(every):
+    """Adam sees each micro-batch's gradient; its updates are added."""
+    tx = optax.chain(optax.adam(0.01), optax.apply_every(every))
+
+    @jax.jit
+    def step(carry, batch):
+        updates, state = tx.update(jax.grad(loss)(carry[0], batch), carry[1], carry[0])
+        return optax.apply_updates(carry[0], updates), state
+
+    return step, (PARAMS, tx.init(PARAMS))
+
+
+AGAIN = {
+    "a factor of no one": ("divided twice", in_windows(factor=lambda n, k: np.float32(0.6))),
+    "later micro-batches count more": ("mean of means", in_windows(join=lambda acc, g, n: acc + n * g * 2 / (K + 1))),
+    "the wrong rate": ("optimizer at each micro-step", in_windows(rate=lambda m: np.float32(0.3))),
+    "the wrong rate, later": (
+        "optimizer at each micro-step",
+        in_windows(rate=lambda m: np.float32(0.1 + 0.1 * m.any())),
+    ),
+    "clipped by value": ("clipping at each micro-step", Loop(clip=lambda g: np.clip(g, -0.01, 0.01))),
+    "apply_every after Adam": ("optimizer at each micro-step", apply_every),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_other_ways_to_a_fault(name):
+    kind, make_step = AGAIN[name]
+    report = verify_step(make_step, BATCH, uneven=False)
+    assert [cause.kind for cause in report.causes] == [kind], str(report)
+
+
 SOUND = {
     "squares": Loop(),
     "a weighted mean": Loop(masked, weight=lambda batch: np.asarray(batch["mask"]).sum()),
@@ -145,13 +185,6 @@ def test_nothing_is_found_in_a_sound_loop(name):
 
 
 # Other people's steps.
-
-
-def loss(params, batch):
-    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-
-
-PARAMS = {"w": jnp.asarray(W)}
 
 
 def multi_steps(every):
@@ -376,7 +409,7 @@ def test_the_command(name, status, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.usefixtures("rank_promotion")
 def test_a_sample_of_the_benchmark():
-    assert sound_step(2).report().holds
+    assert sound_step(4).report().holds
     assert [cause.kind for cause in planted("sum for a mean", 1).report().causes] == ["sum for a mean"]
 
 
