@@ -134,8 +134,8 @@ def test_every_kind_of_the_benchmark_is_planted_here_too():
 
 
 def apply_every(every):
-    """Adam sees each micro-batch's gradient; its updates are added."""
-    tx = optax.chain(optax.adam(0.01), optax.apply_every(every))
+    """Adam sees each micro-batch's gradient; what it makes of them is averaged."""
+    tx = optax.chain(optax.scale_by_adam(), optax.apply_every(every), optax.scale(-0.01 / every))
 
     @jax.jit
     def step(carry, batch):
@@ -143,6 +143,13 @@ def apply_every(every):
         return optax.apply_updates(carry[0], updates), state
 
     return step, (PARAMS, tx.init(PARAMS))
+
+
+def hidden_key(every):
+    """A key that stands in the step: dropout that is always the same."""
+    step, carry, _ = Loop(dropped, key=lambda key, n: key, draws=True)(every)
+    key = carry.pop("key")
+    return lambda carry, batch: step(carry | {"key": key}, batch), carry
 
 
 AGAIN = {
@@ -154,6 +161,7 @@ AGAIN = {
         in_windows(rate=lambda m: np.float32(0.1 + 0.1 * m.any())),
     ),
     "clipped by value": ("clipping at each micro-step", Loop(clip=lambda g: np.clip(g, -0.01, 0.01))),
+    "a key in the step": ("shared key", hidden_key),
     "apply_every after Adam": ("optimizer at each micro-step", apply_every),
 }
 
@@ -318,13 +326,14 @@ def test_parameters_are_where_one_says():
 
 def test_a_step_that_keeps_something_to_itself_is_made_anew_for_each_run():
     def make_step(every):
-        seen = []
+        seen, momentum = [], np.zeros_like(W)
 
         def step(carry, batch):
             seen.append(squared(carry, batch, None))
             if len(seen) % every:
                 return carry
-            return carry - np.float32(0.1) * np.mean(seen[-every:], axis=0, dtype=np.float32)
+            momentum[:] = np.float32(0.9) * momentum + np.mean(seen[-every:], axis=0, dtype=np.float32)
+            return carry - np.float32(0.1) * momentum
 
         return step, W
 
