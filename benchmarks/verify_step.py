@@ -86,6 +86,8 @@ def main() -> None:
         if found if kind == "sound" else not named:
             wrong.append((number, kind, problem.name, causes))
             tqdm.write(f"{kind} {number} ({problem.name}): {causes or 'nothing'} found")
+        if number + 1 == (options.steps if kind == "sound" else options.faults):  # all kinds take half an hour
+            tqdm.write(f"{kind}: {number + 1} run, {sum(case[1] == kind for case in wrong)} wrong")
     head = ("kind", "planted", "found", "named right", "in how many kinds of loop")
     rows = [(kind, *map(str, count), str(len(styles[kind]))) for kind, count in counts.items()]
     text = "\n".join(

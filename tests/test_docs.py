@@ -58,8 +58,9 @@ def test_a_python_block_of_the_readme(code):
     exec(compile(code, "README.md", "exec"), {})
 
 
-QUICK = {
+QUICK = {  # pages whose numbers alone are asserted
     "batch_norm",
+    "check_your_step",
     "coming_from",
     "faq",
     "growing_batches",
