@@ -180,6 +180,11 @@ def test_other_ways_to_a_fault(name):
     assert [cause.kind for cause in report.causes] == [kind], str(report)
 
 
+def test_low_precision_that_only_the_second_window_shows():
+    report = verify_step(in_windows(dtype=np.float16), BATCH, uneven=False, rtol=1.85e-4)
+    assert [cause.kind for cause in report.causes] == ["low-precision sum"], str(report)
+
+
 SOUND = {
     "squares": Loop(),
     "a weighted mean": Loop(masked, weight=lambda batch: np.asarray(batch["mask"]).sum()),
