@@ -250,10 +250,10 @@ def test_several_devices_share_a_micro_batch():
     assert "32 a device" in str(found)
 
 
-@pytest.mark.parametrize("name", ["h100", "v5e:2x4"])
+@pytest.mark.parametrize("name", programs.installed("h100", "v5e:2x4"))
 def test_a_target_that_is_not_here(name):
     on = programs.target(name)
-    alone = optax_accum.accelerators.Target(on.name, on.devices[:1], on.memory)
+    alone = on.one()
     make_step = lambda num_microbatches, target: lower(num_microbatches, target)
     found = planned(make_step, target=alone, candidates=[1])
     assert (found.num_microbatches, found.budget) == (1, on.memory)
