@@ -5,21 +5,17 @@ what its rows are compared with, how they are averaged, noise, dtype, scale, siz
 The exit status is 1 if there is a false alarm or a miss.
 """
 
-import argparse
 import dataclasses
 import functools
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 import optax_accum
-from benchmarks import _measure
+from benchmarks import _measure, _verdicts
 from benchmarks._measure import Tree
 
 Random = np.random.Generator
@@ -47,61 +43,8 @@ class Problem:
 
 
 def main() -> None:
-    options = _options()
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time
-    start = time.perf_counter()
-    sound = [(i, "sound") for i in range(options.losses)]
-    planted = [(i, kind) for kind in options.kinds for i in range(options.faults)]
-    counts = {kind: [0, 0, 0] for kind in options.kinds}  # planted, found, named right
-    alarms, wrong = 0, []
-    for number, kind in tqdm(sound + planted, unit="loss", leave=False, disable=None):
-        problem = sound_loss(number) if kind == "sound" else fault(kind, number)
-        found, causes = _verdict(problem)
-        named = causes[:1] == [kind]
-        if kind == "sound":
-            alarms += found
-        else:
-            counts[kind] = [a + b for a, b in zip(counts[kind], (1, found, named), strict=True)]
-        if found if kind == "sound" else not named:
-            wrong.append((number, kind, problem.name, causes))
-            tqdm.write(f"{kind} {number} ({problem.name}): {causes or 'nothing'} found")
-    text = _text(options.losses, alarms, counts, wrong, time.perf_counter() - start)
-    tqdm.write(text)
-    if options.output:
-        _measure.write(options.output, text, {"alarms": alarms, "counts": counts, "wrong": wrong})
-    sys.exit(1 if wrong else 0)
-
-
-def _verdict(problem: Problem) -> tuple[bool, list[str]]:
-    """Returns whether `verify` says that the law does not hold, and the causes that it names; or what it raised."""
-    try:
-        report = problem.report()
-    except (TypeError, ValueError) as error:
-        return True, [repr(error)]
-    return not report.holds, [cause.kind for cause in report.causes]
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.verify", description=__doc__.splitlines()[0])
-    parser.add_argument("--losses", type=int, default=200, help="sound losses")
-    parser.add_argument("--faults", type=int, default=50, help="planted faults of each kind")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--output", type=_measure.writable, help="write the counts here, too: .json, or else Markdown")
-    return parser.parse_args()
-
-
-def _text(losses: int, alarms: int, counts: dict[str, list[int]], wrong: Sequence[Any], seconds: float) -> str:
-    head = ("kind", "planted", "found", "named right")
-    rows = [(kind, *map(str, count)) for kind, count in counts.items()]
-    verdict = "MISSED" if wrong else "met"
-    return "\n".join(
-        [
-            _measure.header("False alarms and misses of verify", NOTES),
-            _measure.markdown([head, *rows]),
-            f"\nSound losses: {losses}. False alarms: {alarms}. Target (no false alarm, no miss): {verdict}.",
-            f"Time: {seconds:.0f} s.",
-        ]
-    )
+    asked = _verdicts.options(__doc__, "verify", "losses", (200, 50), KINDS)
+    _verdicts.count(asked, "verify", "losses", NOTES, sound_loss, fault)
 
 
 # Models: parameters, inputs [n, ...], and outputs for each row [n, out] or each place in it [n, length, out].

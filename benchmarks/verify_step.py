@@ -6,13 +6,8 @@ window. A fault is planted in such a step. Beside them stand the steps of Optax 
 1 if there is a false alarm or a miss.
 """
 
-import argparse
-import collections
 import dataclasses
 import functools
-import pathlib
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +17,9 @@ import numpy as np
 import optax
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from tqdm import tqdm
 
 import optax_accum
-from benchmarks import _measure
+from benchmarks import _measure, _verdicts
 from benchmarks._measure import Tree
 
 Random = np.random.Generator
@@ -66,61 +60,8 @@ class Problem:
 
 
 def main() -> None:
-    options = _options()
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time
-    start = time.perf_counter()
-    cases = [(i, "sound") for i in range(options.steps)]
-    cases += [(i, kind) for kind in options.kinds for i in range(options.faults)]
-    counts = {kind: [0, 0, 0] for kind in options.kinds}  # planted, found, named right
-    styles: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    alarms, wrong = 0, []
-    for number, kind in tqdm(cases, unit="step", leave=False, disable=None):
-        problem = sound_step(number) if kind == "sound" else fault(kind, number)
-        found, causes = _verdict(problem)
-        named = causes[:1] == [kind]
-        styles[kind][problem.name.split(",")[0]] += 1
-        if kind == "sound":
-            alarms += found
-        else:
-            counts[kind] = [a + b for a, b in zip(counts[kind], (1, found, named), strict=True)]
-        if found if kind == "sound" else not named:
-            wrong.append((number, kind, problem.name, causes))
-            tqdm.write(f"{kind} {number} ({problem.name}): {causes or 'nothing'} found")
-        if number + 1 == (options.steps if kind == "sound" else options.faults):  # all kinds take half an hour
-            tqdm.write(f"{kind}: {number + 1} run, {sum(case[1] == kind for case in wrong)} wrong")
-    head = ("kind", "planted", "found", "named right", "in how many kinds of loop")
-    rows = [(kind, *map(str, count), str(len(styles[kind]))) for kind, count in counts.items()]
-    text = "\n".join(
-        [
-            _measure.header("False alarms and misses of verify_step", NOTES),
-            _measure.markdown([head, *rows]),
-            f"\nSound steps: {options.steps}, in {len(styles['sound'])} kinds of loop. False alarms: {alarms}. "
-            f"Target (no false alarm, no miss): {'MISSED' if wrong else 'met'}.",
-            f"Time: {time.perf_counter() - start:.0f} s.",
-        ]
-    )
-    tqdm.write(text)
-    if options.output:
-        _measure.write(options.output, text, {"alarms": alarms, "counts": counts, "wrong": wrong})
-    sys.exit(1 if wrong else 0)
-
-
-def _verdict(problem: Problem) -> tuple[bool, list[str]]:
-    """Returns whether `verify_step` says that the law does not hold, and the causes named; or what it raised."""
-    try:
-        report = problem.report()
-    except (TypeError, ValueError) as error:
-        return True, [repr(error)]
-    return not report.holds, [cause.kind for cause in report.causes]
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.verify_step", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=50, help="sound steps")
-    parser.add_argument("--faults", type=int, default=20, help="planted faults of each kind")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--output", type=pathlib.Path, help="write the counts here, too: .json, or else Markdown")
-    return parser.parse_args()
+    asked = _verdicts.options(__doc__, "verify_step", "steps", (50, 20), KINDS)
+    _verdicts.count(asked, "verify_step", "steps", NOTES, sound_step, fault, "kinds of loop")
 
 
 # The model of all loops: two layers, a loss that is a mean over rows or tokens, dropout where there is a key.
@@ -594,4 +535,4 @@ LIBRARIES = {
 }
 
 if __name__ == "__main__":
-    main()
+    _measure.command(main)

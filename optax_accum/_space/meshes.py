@@ -73,7 +73,7 @@ def num_devices(mesh: Mesh, axes: Axes) -> int:
 def on_tpu(mesh: Mesh) -> bool:
     """Returns whether the devices of a mesh are TPUs, whose compiler wants other forms of some collectives."""
     device = mesh.abstract_mesh.abstract_device
-    return device is not None and device.platform == "tpu"
+    return device is not None and device.device_kind.startswith("TPU")  # no `platform` before JAX 0.10.2
 
 
 def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
