@@ -53,6 +53,7 @@ class Settings:
     """What a run is asked for; each is an option of the command line."""
 
     processes: int = _option(2, "how many to launch on this machine")
+    data: str = _option("", ".npz file with `images` [n, 64] and `labels` [n]; by default scikit-learn's digits")
     global_batch: int = _option(200, "rows of one update")
     max_microbatch: int = _option(16, "rows that fit on one device")
     updates: int = _option(20, "updates to make")
@@ -257,8 +258,8 @@ class Run:
         """Takes the stream of rows from where the last checkpoint left it to the last update."""
         if self.checkpoints:
             self.restore(self.checkpoints)
-        images, labels = digits()
-        for micro_step, (rows, last) in enumerate(self.micro_batches(), start=1):
+        images, labels = read(self.settings.data)
+        for micro_step, (rows, last) in enumerate(self.micro_batches(len(images)), start=1):
             batch = self.dealt_out(rows, images, labels)
             losses, self.params, self.state = self.step(self.params, self.state, batch, flush=last)
             self.seen += len(rows)
@@ -279,8 +280,8 @@ class Run:
         if jax.process_index() == 0:
             print(message, flush=True)
 
-    def micro_batches(self) -> Iterator[tuple[np.ndarray, bool]]:
-        """Yields the rows of each micro-batch, and whether it closes its window.
+    def micro_batches(self, length: int) -> Iterator[tuple[np.ndarray, bool]]:
+        """Yields which of `length` rows are in each micro-batch, and whether it closes its window.
 
         A run that goes on in the middle of a window on as many devices takes the micro-batches that it would have
         taken; on another number it splits what is left of the window anew.
@@ -295,7 +296,7 @@ class Run:
                 most = max(self.split.device_rows)
                 left = split_global_batch(batch - done, most, self.mesh.size).sizes
             for number, size in enumerate(left, start=1):
-                yield stream(self.seen, size), number == len(left)
+                yield stream(self.seen, size, length), number == len(left)
 
     def dealt_out(self, rows: np.ndarray, images: np.ndarray, labels: np.ndarray) -> Tree:
         """Returns a micro-batch of which this process holds its own rows; rows of weight zero make it even."""
@@ -391,15 +392,18 @@ class Checkpoints:
         return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
 
 
-def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 1797 images [n, 64] and labels [n] of handwritten digits that ship with scikit-learn."""
+def read(data: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns images [n, 64] and labels [n] of a file, or the 1797 handwritten digits that ship with scikit-learn."""
+    if data:
+        with np.load(data) as file:
+            return file["images"], file["labels"]
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     return (images / 16).astype(np.float32), labels.astype(np.int32)
 
 
-def stream(start: int, size: int, length: int = 1797) -> np.ndarray:
+def stream(start: int, size: int, length: int) -> np.ndarray:
     """Returns which rows of the data set are rows `start` to `start + size` of an endless, shuffled stream."""
     positions = np.arange(start, start + size)
     orders = {epoch: np.random.default_rng(epoch).permutation(length) for epoch in np.unique(positions // length)}
