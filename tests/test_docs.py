@@ -107,11 +107,12 @@ def test_a_bash_block_of_the_readme(code):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists()
 
 
-def test_the_tables_of_the_page_on_accelerators_are_those_of_the_facts():
-    """`python -m benchmarks.accelerators --page docs/accelerators.md` writes them."""
-    text, record = (ROOT / "docs" / "accelerators.md").read_text(), json.loads(accelerators.FACTS.read_text())
+@pytest.mark.parametrize(("name", "tables"), [("accelerators.md", 10), ("fsdp.md", 1)])
+def test_the_tables_of_a_page_are_those_of_the_facts(name, tables):
+    """`python -m benchmarks.accelerators --pages docs/accelerators.md docs/fsdp.md` writes them."""
+    text, record = (ROOT / "docs" / name).read_text(), json.loads(accelerators.FACTS.read_text())
     assert accelerators.page(text, record) == text
-    assert len(re.findall(r"<!-- facts: .* -->\n\n\|", text)) == text.count("<!-- facts") >= 8
+    assert len(re.findall(r"<!-- facts: .* -->\n\n\|", text)) == text.count("<!-- facts") == tables
 
 
 def test_links_and_pictures_of_the_readme_exist():

@@ -1,0 +1,123 @@
+"""Owns what a decoder's step holds at its peak: with each mechanism and peer, and in bfloat16."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_accum
+from benchmarks._measure import Tree
+from benchmarks._one_device import Facts, alone, compiled, size
+from optax_accum.accelerators import Target
+
+MODEL, HEADS, DEPTH, VOCABULARY, LENGTH = 1024, 8, 12, 8192, 512  # a decoder of 0.17e9 parameters
+
+
+def decoder(cast: Callable[[Tree], Tree] = lambda w: w) -> tuple[Callable[[Tree, Tree], jax.Array], Tree]:
+    """Returns the loss of a decoder of stacked layers, each run again in the backward pass, and its parameters.
+
+    Each layer is given its parameters as `cast` returns them.
+    """
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    params = {
+        "embedding": shape(VOCABULARY, MODEL),
+        "layers": {
+            "qkv": shape(DEPTH, MODEL, 3 * MODEL),
+            "out": shape(DEPTH, MODEL, MODEL),
+            "up": shape(DEPTH, MODEL, 4 * MODEL),
+            "down": shape(DEPTH, 4 * MODEL, MODEL),
+        },
+    }
+
+    def norm(x: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+    @jax.checkpoint
+    def layer(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
+        w = cast(w)
+        qkv = (norm(x) @ w["qkv"]).reshape(*x.shape[:2], 3, HEADS, MODEL // HEADS)
+        attended = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
+        x = x + attended.reshape(x.shape) @ w["out"]
+        return x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"], None
+
+    def loss(params: Tree, tokens: jax.Array) -> jax.Array:
+        embedding = cast(params["embedding"])
+        x, _ = jax.lax.scan(layer, embedding[tokens[:, :-1]], params["layers"])
+        logits = (norm(x) @ embedding.T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return loss, params
+
+
+def decoders(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields the memory of a decoder's step with Adam and 8 micro-batches: all that it holds at its peak."""
+    loss, params = decoder()
+    inner = optax.adam(1e-3)
+    tokens = lambda rows: jax.ShapeDtypeStruct((rows, LENGTH + 1), jnp.int32)
+
+    def memory(step: Callable[..., Any], tx: Any, rows: int) -> Facts:
+        stats = compiled(on, step, params, jax.eval_shape(tx.init, params), tokens(rows)).memory_analysis()
+        held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return {"memory, P": (held + stats.temp_size_in_bytes) / size(params)}
+
+    def update(gradient: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda params, state, batch: alone(inner)(params, state, gradient(params, batch)[1])
+
+    ours = functools.partial(optax_accum.value_and_grad, loss, num_microbatches=8)
+    microbatch = optax.microbatching.microbatch(
+        jax.value_and_grad(loss), argnums=1, microbatch_size=1, accumulator=optax.microbatching.AccumulationType.MEAN
+    )
+    tx, peer = optax_accum.accumulate_gradients(inner, 8), optax.MultiSteps(inner, 8)
+
+    def two(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        return optax_accum.apply_gradients(tx, jax.grad(loss)(params, batch), state, params)
+
+    def multi_steps(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        return alone(peer)(params, state, jax.grad(loss)(params, batch))  # type: ignore[arg-type]
+
+    fused = optax_accum.value_and_apply_gradients(loss, tx)
+    yield "value_and_grad, in place", memory(update(ours()), inner, 8)
+    yield "optax.microbatch", memory(update(microbatch), inner, 8)
+    yield "value_and_apply_gradients", memory(lambda *args: fused(*args)[1:], tx, 1)
+    yield "gradient, then apply_gradients", memory(two, tx, 1)
+    # Above is what tests/test_facts.py asks; each takes a TPU's compiler half a minute.
+    yield "gradient, then MultiSteps", memory(multi_steps, peer, 1)
+    yield "value_and_grad, in a scan", memory(update(ours(in_place=False)), inner, 8)
+    yield "whole batch", memory(update(jax.value_and_grad(loss)), inner, 8)
+
+
+def narrow(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields the memory of float32 sums beside a decoder that computes in bfloat16: temporary, and the gradient."""
+    to = lambda dtype: lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+    loss, wide = decoder()
+    low = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), wide)
+    tokens = jax.ShapeDtypeStruct((8, LENGTH + 1), jnp.int32)
+    ours = functools.partial(optax_accum.value_and_grad, num_microbatches=8, accumulator_dtype=jnp.float32)
+
+    @jax.custom_vjp
+    def door(like: jax.Array, leaf: jax.Array) -> jax.Array:  # its gradient is float32, and goes to `like`
+        return leaf
+
+    door.defvjp(lambda like, leaf: (leaf, None), lambda _, grad: (grad.astype(jnp.float32), jnp.zeros_like(grad)))
+
+    def doored(params: Tree, tokens: jax.Array) -> Any:
+        like = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        through = lambda like, tokens, params: loss(jax.tree.map(door, like, params), tokens)
+        return ours(through, in_place=True)(like, tokens, params)
+
+    for name, step, params in (
+        ("bfloat16 parameters, added after", ours(loss), low),
+        ("bfloat16 parameters, in place through a custom_vjp", doored, low),
+        ("float32 parameters, cast in each layer, in place", ours(decoder(to(jnp.bfloat16))[0]), wide),
+        (
+            "float32 parameters, cast before, in place",
+            ours(lambda *args: loss(to(jnp.bfloat16)(args[0]), args[1])),
+            wide,
+        ),
+    ):
+        stats = compiled(on, step, params, tokens, donate=()).memory_analysis()
+        memory = stats.temp_size_in_bytes + stats.output_size_in_bytes
+        yield name, {"memory beside the parameters, P": memory / size(wide)}

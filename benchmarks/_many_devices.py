@@ -1,0 +1,88 @@
+"""Owns what a window over several devices becomes: what they say to each other, and the memory of one."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import optax_accum
+from benchmarks import fsdp
+from benchmarks._measure import Tree
+from benchmarks._one_device import OPTIMIZERS, WIDTH, Facts, layers, size
+from optax_accum.accelerators import Target
+from optax_accum.sharding import count_collectives, state_sharding
+
+
+def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what a data-parallel window says between devices, and its memory, with AdamW."""
+    if len(on.devices) == 1:
+        return
+    params, mesh = layers(), on.mesh()
+    rows = lambda k: on.shapes(jax.ShapeDtypeStruct((k * mesh.size, WIDTH), jnp.float32), jax.P("data"), mesh)
+
+    def across(every: int, to: Tree) -> Any:
+        tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), every, reduce_axes="data", reduce_to=to)
+        placed = state_sharding(tx, given)
+        make = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+        state = jax.tree.map(make, jax.eval_shape(tx.init, given), placed)
+        step = optax_accum.value_and_apply_gradients(_dense, tx)
+        out = (jax.tree.map(lambda leaf: leaf.sharding, given), placed)
+        jitted = jax.jit(lambda *args: step(*args)[1:], donate_argnums=(0, 1), out_shardings=out)
+        return on.compile(jitted.lower(given, state, rows(1)))
+
+    def within(every: int, to: Tree) -> Any:
+        step = optax_accum.value_and_grad(_dense, num_microbatches=every, reduce_axes="data", reduce_to=to)
+        return on.compile(jax.jit(step).lower(given, rows(every)))
+
+    with jax.set_mesh(mesh):
+        given = on.shapes(params, mesh=mesh)
+        for way, make in (("across calls", across), ("within a call", within)):
+            for name, every, to in (("", 2, None), ("", 8, None), (", ZeRO-1", 8, jax.P("data"))):
+                yield f"{way}{name}, k = {every}", _window(make(every, to), size(params))
+
+
+def by_jax(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what JAX's own sums over devices become, after the micro-batches of a call."""
+    if len(on.devices) == 1:
+        return
+    params, mesh = layers(), on.mesh()
+    batch = on.shapes(jax.ShapeDtypeStruct((8 * mesh.size, WIDTH), jnp.float32), jax.P("data"), mesh)
+    gradients = optax_accum.value_and_grad(_dense, num_microbatches=8, reduce_axes="data", reduce_to="partial")
+    scatter = functools.partial(jax.lax.psum_scatter, tiled=True)
+    for name, add, to in (("psum", jax.lax.psum, jax.P()), ("psum_scatter", scatter, jax.P("data"))):
+        each = lambda rows: jax.tree.map(lambda row: add(row[0], "data"), rows)  # noqa: B023
+        summed = jax.shard_map(each, mesh=mesh, in_specs=jax.P("data"), out_specs=to)
+        step = lambda *args: summed(gradients(*args)[1])  # noqa: B023
+        with jax.set_mesh(mesh):
+            yield (
+                f"jax.lax.{name}",
+                _window(on.compile(jax.jit(step).lower(on.shapes(params, mesh=mesh), batch)), size(params)),
+            )
+
+
+def _dense(params: Tree, x: jax.Array) -> jax.Array:
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def _window(program: Any, copy: int) -> Facts:
+    found = count_collectives(program)
+    moved = lambda kind: found.select(kind, min_bytes=1024).bytes / copy
+    return {
+        "collectives, held": len(found.select(place=("outside", "loop"))),
+        "all-reduced, P": moved("all-reduce"),
+        "scattered, P": moved("reduce-scatter"),
+        "gathered, P": moved("all-gather"),
+        "temporary, P": program.memory_analysis().temp_size_in_bytes / copy,
+    }
+
+
+def sharded(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what a window over sharded parameters gathers and adds up."""
+    for way in fsdp.WAYS if len(on.devices) > 1 else ():
+        for k in (2, 32):
+            found = fsdp.cost(on, way, k, fsdp.Sizes())
+            yield f"{way}, k = {k}", {f"{name}, P": value for name, value in found._asdict().items()}

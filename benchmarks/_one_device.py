@@ -1,0 +1,186 @@
+"""Owns what a program for one device becomes: micro-steps by optimizer and by policy, cuts, products, offload."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_accum
+from benchmarks._measure import Tree
+from optax_accum.accelerators import Target, Traffic, count_traffic
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "AdamW": lambda: optax.adamw(1e-3),
+    "SGD, momentum": lambda: optax.sgd(1e-2, momentum=0.9),
+    "Lion": lambda: optax.lion(1e-3),
+    "Adafactor": lambda: optax.adafactor(1e-3),
+    "Muon": lambda: optax.contrib.muon(1e-3),
+}
+POLICIES = ("propagate", "skip", "omit", "discard")
+WIDTH, LAYERS = 4096, 4  # 256 MiB of parameters: above the 128 MiB of a TPU's vector memory
+Facts = dict[str, float]
+
+
+def layers() -> Tree:
+    """Returns the shapes of square matrices."""
+    return {f"layer {i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(LAYERS)}
+
+
+def size(params: Tree) -> int:
+    """Returns the bytes of a tree of shapes."""
+    return sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(params))
+
+
+def compiled(on: Target, step: Callable[..., Any], *args: Tree, donate: tuple[int, ...] = (0, 1)) -> Any:
+    """Compiles a step for one device."""
+    return on.compile(jax.jit(step, donate_argnums=donate).lower(*map(on.one().shapes, args)))
+
+
+def traffic(on: Target, step: Callable[..., Any], tx: Any, params: Tree) -> Traffic:
+    """Returns what a step `(params, state, grads) -> (params, state)` moves."""
+    return count_traffic(compiled(on, step, params, jax.eval_shape(tx.init, params), params), min_copy=WIDTH * WIDTH)
+
+
+def alone(inner: optax.GradientTransformation) -> Callable[..., Any]:
+    """Returns the step of an optimizer as Optax writes it."""
+
+    def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        updates, state = inner.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def applied(tx: Any) -> Callable[..., Any]:
+    """Returns the step of `apply_gradients`."""
+    return lambda params, state, grads: optax_accum.apply_gradients(tx, grads, state, params)
+
+
+def optimizers(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what a micro-step of `apply_gradients` moves, beside what the optimizer alone does."""
+    params = layers()
+    for name, make in OPTIMIZERS.items():
+        inner = make()
+        base = traffic(on, alone(inner), inner, params)
+        yield (
+            name,
+            _micro_step(on, optax_accum.accumulate_gradients(inner, 8), params)
+            | {
+                "alone, P": base.most / size(params),
+                "alone temporary, P": (base.temporary or 0) / size(params),
+            },
+        )
+
+
+def policies(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what a micro-step moves under each policy, with AdamW."""
+    for policy in POLICIES:
+        tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), 8, nonfinite=policy)
+        yield policy, _micro_step(on, tx, layers())
+
+
+def _micro_step(on: Target, tx: Any, params: Tree) -> Facts:
+    found = traffic(on, applied(tx), tx, params)
+    copy = size(params)
+    return {
+        "held, P": found.least / copy,
+        "held copies": found.always.copies,
+        "emitting adds, P": (found.most - found.least) / copy,
+        "temporary, P": (found.temporary or 0) / copy,
+        "window of 8, P": (7 * found.least + found.most) / copy,
+    }
+
+
+def wrappers(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields the bytes of a window of 8 through `update` and `optax.apply_updates`, ours and Optax's."""
+    params, inner = layers(), OPTIMIZERS["AdamW"]()
+    for name, tx in (
+        ("update", optax_accum.accumulate_gradients(inner, 8)),
+        ("MultiSteps", optax.MultiSteps(inner, 8)),
+    ):
+        found = traffic(on, alone(tx), tx, params)  # type: ignore[arg-type]
+        window = (7 * found.least + found.most) / size(params)
+        yield name, {"window of 8, P": window, "temporary, P": (found.temporary or 0) / size(params)}
+
+
+def offloaded(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what crosses to the host's memory and back where AdamW's two moments lie there."""
+    params = layers()
+    tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), 8)
+
+    def step(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any]:
+        # Devices that are not here have no memories to place an argument in, so the moments are sent there first.
+        there = lambda leaf: jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim else leaf
+        inner = jax.tree.map(there, state.inner_opt_state)
+        return optax_accum.apply_gradients(tx, grads, state._replace(inner_opt_state=inner), params)
+
+    found = count_traffic(compiled(on, step, params, jax.eval_shape(tx.init, params), params, donate=(0,)))
+    emitting = max(part.host for part in found.parts if part.branches)
+    yield "moments on the host", {"to and fro, emitting, P": emitting / size(params)}
+
+
+def cuts(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what it takes to cut a batch in 8: in copies of the batch, B, whose rows are as wide as the model."""
+    batch, params = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32), list(layers().values())[:1]
+    loss = lambda params, x: jnp.mean(jnp.tanh(x @ params[0]) ** 2)
+
+    def consecutive(params: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
+        add = lambda acc, rows: (jax.tree.map(jnp.add, acc, jax.value_and_grad(loss)(params, rows)), None)
+        start = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params))
+        return jax.lax.scan(add, start, x.reshape(8, -1, WIDTH))[0]
+
+    for name, step in (
+        ("row r in micro-batch r mod 8", optax_accum.value_and_grad(loss, num_microbatches=8)),
+        ("the same, unroll=True", optax_accum.value_and_grad(loss, num_microbatches=8, unroll=True)),
+        ("consecutive rows, by hand", consecutive),
+    ):
+        program = compiled(on, step, params, batch, donate=())
+        found = count_traffic(program, min_copy=size(batch) // 8)
+        yield (
+            name,
+            {
+                "moved, B": found.most / size(batch),
+                "copies of a micro-batch": found.always.copies,
+                "temporary, B": (found.temporary or 0) / size(batch),
+            },
+        )
+
+
+def products(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields the products of 4 checkpointed layers by cuBLAS; one with beta = 1 adds to what it writes."""
+    if on.devices[0].platform not in ("gpu", "cuda"):
+        return
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+
+    def stacked(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    def unrolled(w: list[jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.mean(functools.reduce(lambda x, w: layer(x, w)[0], w, x) ** 2)
+
+    matrices = list(layers().values())
+    stack = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
+    batch = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
+    for name, loss, params in (("a scan over layers", stacked, stack), ("layers one by one", unrolled, matrices)):
+        for in_place in (True, False):
+            step = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=8, in_place=in_place))
+            lowered = step.lower(*map(on.one().shapes, (params, batch)))
+            # Which kernels are best is found by timing, on a GPU: here those of cuBLAS, whose text says beta.
+            options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+            program = lowered.compile(compiler_options=options)  # type: ignore[arg-type]
+            gemms = [line for line in program.as_text().splitlines() if '"__cublas$' in line]
+            found = count_traffic(program)
+            yield (
+                f"{name}, {'in place' if in_place else 'added after'}",
+                {
+                    "products": len(gemms),
+                    "with beta = 1, in place": sum(
+                        '"beta":1' in line and "output_to_operand_aliasing" in line for line in gemms
+                    ),
+                    "moved, P": found.most / size(params),
+                    "temporary, P": (found.temporary or 0) / size(params),
+                },
+            )
