@@ -1,0 +1,50 @@
+"""What people see of the notebooks on a code host; that they run is `.ci/run`'s, through nbmake."""
+
+import json
+import pathlib
+import re
+import tomllib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+
+
+def cells(path):
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def outputs(path):
+    return [output for cell in cells(path) for output in cell["outputs"]]
+
+
+def test_the_notebooks_are_found():
+    assert len(NOTEBOOKS) >= 9
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_saved_with_what_it_prints_and_draws(path):
+    """By `python notebooks/execute.py`: pictures of modest size, no error, nothing of a machine."""
+    assert path.stat().st_size <= 300_000
+    assert any("image/png" in output.get("data", {}) for output in outputs(path))
+    assert [cell["execution_count"] for cell in cells(path)] == list(range(1, len(cells(path)) + 1))
+    assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs(path))
+    text = "".join("".join(output.get("text", [])) for output in outputs(path))
+    assert not re.search(r"/(home|root|tmp|work|usr|Users)/", text)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_last_cell_prints_a_difference_and_asserts(path):
+    code, printed = "".join(cells(path)[-1]["source"]), "".join(cells(path)[-1]["outputs"][0]["text"])
+    assert "assert " in code
+    assert re.search(r"difference|error", printed)
+    assert re.search(r"\de-\d", printed)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_installed_from_the_one_address(path):
+    """It is on no index yet; the extra of the demo leaves Colab's own kernel alone."""
+    install = "".join(cells(path)[0]["source"])
+    assert f'%pip install -q "optax_accum[demo] @ git+{ADDRESS}"' in install
