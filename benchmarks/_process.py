@@ -3,6 +3,7 @@
 `python -m benchmarks._process` is what such a process runs; it is not for people.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -68,7 +69,8 @@ class Process:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             assert pipe
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # what it was told last may not have reached it
+                pipe.close()
         self._folder.cleanup()
 
     def _heard(self, told: str) -> Facts:

@@ -66,6 +66,7 @@ def test_another_update_ends_the_run_before_a_time_is_printed():
 def test_a_process_that_fails_says_why_in_one_line():
     process = peers.Process(peers.OURS, "MLP", 2, 16)
     process._process.kill()
+    process._process.wait()
     with pytest.raises(SystemExit, match="ours: apply_gradients: its process ended: "):
         process.begin()
     process.close()
