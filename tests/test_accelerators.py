@@ -199,6 +199,18 @@ def test_a_compiler_that_is_missing_is_named(name, package, monkeypatch):
         accelerators.target(name)
 
 
+def test_a_compiler_that_jax_did_not_load_is_named(monkeypatch):
+    """As where JAX was used before, and found no cuDNN: it does not say so again."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+    def refused(*args, **options):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", refused)
+    with pytest.raises(RuntimeError, match="did not load the compiler for h100.*JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"):
+        accelerators.target("h100")
+
+
 GPUS = ("a100", "h100", "h200", "b200", "t4") if programs.installed("h100") else ()
 TPUS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2") if programs.installed("v5e:2x4") else ()
 

@@ -159,4 +159,5 @@ class Plan:
         return None
 
     def _copies(self, size: float) -> str:
-        return as_text(size) + (f" ({size / self.copy:.1f} P, copies of the parameters)" if self.copy else "")
+        tells = self.copy and size < 100 * self.copy  # a few kB of parameters say nothing about it
+        return as_text(size) + (f" ({size / self.copy:.1f} P, copies of the parameters)" if tells else "")
