@@ -159,5 +159,6 @@ class Plan:
         return None
 
     def _copies(self, size: float) -> str:
-        tells = self.copy and size < 100 * self.copy  # a few kB of parameters say nothing about it
-        return as_text(size) + (f" ({size / self.copy:.1f} P, copies of the parameters)" if tells else "")
+        if not self.copy or size > 100 * self.copy:  # a few kB of parameters say nothing about it
+            return as_text(size)
+        return f"{as_text(size)} ({size / self.copy:.1f} P, copies of the parameters)"

@@ -26,8 +26,9 @@ GPUS = {  # bytes
 }
 TPUS = {"v4": 32 * GIB, "v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB}  # of a chip: Google Cloud's pages of each
 FLAT = ("v5e", "v6e")
-DRIVER = "/proc/driver/nvidia/version"
 SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+
+DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _gpus(kind: str, number: int) -> tuple[Any, ...]:
             f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__} nvidia-cuda-nvcc nvidia-nvvm. "
             "(Or, where there is an NVIDIA driver, jax[cuda13].)"
         )
-    if not pathlib.Path(DRIVER).exists():  # else JAX, before its first use, wants the libraries to run programs with
+    if not DRIVER.exists():  # else JAX, before its first use, wants the libraries to run programs with
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     text = (importlib.resources.files("optax_accum._tools") / "gpus" / f"{kind}.txtpb").read_text()
     return _compile_only("cuda", kind, target_config=text, topology=f"1 x 1 x {number}")
@@ -175,9 +176,9 @@ def _compile_only(platform: str, name: str, **options: str) -> tuple[Any, ...]:
         return tuple(topologies.get_topology_desc(name, platform, **options).devices)
     except NotImplementedError as error:
         raise RuntimeError(
-            f"JAX {jax.__version__} did not load the compiler for {name} when it was first used; what it said then tells "
-            "why. Where a library to run programs with is missing (cuDNN), ask for the target before JAX is used, or set "
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1."
+            f"JAX {jax.__version__} did not load the compiler for {name} when it was first used; what it said then "
+            "tells why. Where a library to run programs with is missing (cuDNN), ask for the target before JAX is used "
+            "or set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1."
         ) from error
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"The compiler cannot make the target name={name!r}: {error}") from error
