@@ -12,6 +12,8 @@ from tqdm import tqdm
 
 from benchmarks import _measure
 
+Styles = dict[str, collections.Counter[str]]
+
 
 class Problem(Protocol):
     """What is judged."""
@@ -43,14 +45,14 @@ def count(
 ) -> None:
     """Judges sound problems and planted faults, prints the counts, and ends: with 1 for a false alarm or a miss.
 
-    `style` says what the first word of a problem's name tells, to count how many of them there were.
+    `style` says what stands before the first comma of a problem's name, to count how many of them there were.
     """
     jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time
     start = time.perf_counter()
     cases = [(i, "sound") for i in range(asked.sound)]
     cases += [(i, kind) for kind in asked.kinds for i in range(asked.faults)]
     counts = {kind: [0, 0, 0] for kind in asked.kinds}  # planted, found, named right
-    styles: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    styles: Styles = collections.defaultdict(collections.Counter)
     alarms, wrong = 0, []
     for number, kind in tqdm(cases, unit="problem", leave=False, disable=None):
         problem = sound_problem(number) if kind == "sound" else fault(kind, number)
@@ -66,25 +68,24 @@ def count(
             tqdm.write(f"{kind} {number} ({problem.name}): {causes or 'nothing'} found")
         if number + 1 == (asked.sound if kind == "sound" else asked.faults):  # all kinds may take half an hour
             tqdm.write(f"{kind}: {number + 1} run, {sum(case[1] == kind for case in wrong)} wrong")
-    head = ["kind", "planted", "found", "named right"]
-    rows = [[kind, *map(str, of)] for kind, of in counts.items()]
-    if style:
-        head.append(f"in how many {style}")
-        rows = [[*row, str(len(styles[row[0]]))] for row in rows]
     among = f", in {len(styles['sound'])} {style}" if style else ""
-    text = "\n".join(
-        [
-            _measure.header(f"False alarms and misses of {command}", notes),
-            _measure.markdown([tuple(row) for row in (head, *rows)]),
-            f"\nSound {sound}: {asked.sound}{among}. False alarms: {alarms}. Target (no false alarm, no miss): "
-            f"{'MISSED' if wrong else 'met'}.",
-            f"Time: {time.perf_counter() - start:.0f} s.",
-        ]
-    )
-    tqdm.write(text)
+    lines = [
+        _measure.header(f"False alarms and misses of {command}", notes),
+        _table(counts, styles, style),
+        f"\nSound {sound}: {asked.sound}{among}. False alarms: {alarms}. Target (no false alarm, no miss): "
+        f"{'MISSED' if wrong else 'met'}.",
+        f"Time: {time.perf_counter() - start:.0f} s.",
+    ]
+    tqdm.write(text := "\n".join(lines))
     if asked.output:
         _measure.write(asked.output, text, {"alarms": alarms, "counts": counts, "wrong": wrong})
     sys.exit(1 if wrong else 0)
+
+
+def _table(counts: dict[str, list[int]], styles: Styles, style: str | None) -> str:
+    head, more = ["kind", "planted", "found", "named right"], [f"in how many {style}"] if style else []
+    rows = [[kind, *map(str, of), *([str(len(styles[kind]))] if style else [])] for kind, of in counts.items()]
+    return _measure.markdown([tuple(row) for row in ([*head, *more], *rows)])
 
 
 def _verdict(problem: Problem) -> tuple[bool, list[str]]:

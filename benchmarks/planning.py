@@ -31,7 +31,7 @@ Foretold is what the plan says that a step holds at its peak: arguments, outputs
 largest resident memory of a fresh process while it makes two steps, less its overhead: what it held when the step
 was compiled and nothing of it allocated, which is Python, JAX with its threads (a small product was run), the
 program. The allocator gives back what is freed (MALLOC_MMAP_THRESHOLD_=65536); as it comes, glibc keeps freed pieces
-of up to 32 MB, 2 to 4 % of these models. The first k of a model is the plan's; the second, the next fewer. All of
+of up to 32 MB. The first k of a model is the plan's; the second, the next fewer. All of
 the budget is used (safety=1)."""
 
 

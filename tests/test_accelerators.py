@@ -1,10 +1,14 @@
 """Reading programs whose answer is known, compiled for a CPU, a GPU and a TPU; and the accelerators themselves."""
 
+import os
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from optax_accum import accelerators
+from optax_accum._tools import targets
 from optax_accum.accelerators import count_traffic
 from optax_accum.sharding import count_collectives
 from tests import programs
@@ -199,9 +203,32 @@ def test_a_compiler_that_is_missing_is_named(name, package, monkeypatch):
         accelerators.target(name)
 
 
-def test_a_compiler_that_jax_did_not_load_is_named(monkeypatch):
-    """As where JAX was used before, and found no cuDNN: it does not say so again."""
+CHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """NVIDIA's compiler as if it were installed; what is set for it is forgotten."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(
+        "jax.experimental.topologies.get_topology_desc", lambda *_, **__: types.SimpleNamespace(devices=[])
+    )
+    monkeypatch.setenv(CHECKED, "")
+    monkeypatch.delenv(CHECKED)
+
+
+@pytest.mark.parametrize(("driver", "given", "want"), [(False, None, "1"), (True, None, None), (False, "0", "0")])
+def test_jax_is_not_to_look_for_what_only_running_needs(unchecked, driver, given, want, tmp_path, monkeypatch):
+    """Where no driver is, JAX would refuse to load the compiler for want of cuDNN."""
+    monkeypatch.setattr(targets, "DRIVER", tmp_path if driver else tmp_path / "none")
+    if given:
+        monkeypatch.setenv(CHECKED, given)
+    targets._gpus("h100", 1)
+    assert os.environ.get(CHECKED) == want
+
+
+def test_a_compiler_that_jax_did_not_load_is_named(unchecked, monkeypatch):
+    """As where JAX was used before, and found no cuDNN: it does not say so again."""
 
     def refused(*args, **options):
         raise NotImplementedError("topology not implemented for cuda")

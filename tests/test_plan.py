@@ -1,5 +1,6 @@
 """What fits: the search, the table and the command, against programs whose memory is known by hand."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -169,6 +170,12 @@ def test_a_table_is_monotone_and_says_all():
     assert "no" in text
     assert "beside its arguments" in text
     assert "each row of a micro-batch adds 1.03 kB" in text
+
+
+def test_copies_of_the_parameters_are_told_where_they_say_something():
+    found = dataclasses.replace(table(), copy=1000)
+    assert found._copies(2500.0) == "2.50 kB (2.5 P, copies of the parameters)"
+    assert found._copies(200e3) == "200.00 kB"
 
 
 def test_a_last_micro_batch_that_is_smaller():

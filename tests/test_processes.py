@@ -148,9 +148,9 @@ def test_another_number_of_processes_goes_on_in_the_middle_of_a_window(tmp_path)
 
 def launcher(*options, limit=""):
     """The launcher as a user starts it, with the output of all in one file."""
-    command = shlex.join([sys.executable, "-m", "examples.processes", *options])
+    command = shlex.join([sys.executable, "-m", "examples.processes", "--data", digits().name, *options])
     return subprocess.Popen(
-        ["bash", "-c", f"{limit} exec {command} --data {digits().name}"],
+        ["bash", "-c", f"{limit} exec {command}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
