@@ -67,7 +67,11 @@ def main() -> None:
         texts.setdefault("compiled", []).append(_facts(json.loads(accelerators.FACTS.read_text())))
     if options.output:
         old = options.output.read_text() if options.output.exists() else ""
-        _measure.write(options.output, merged(old, {kind: section(kind, said) for kind, said in texts.items()}), None)
+        _measure.write(
+            options.output,
+            merged(old, {kind: section(kind, said, options.quick) for kind, said in texts.items()}),
+            None,
+        )
 
 
 def found() -> dict[str, str]:
@@ -129,9 +133,10 @@ def _facts(record: dict[str, Any]) -> str:
     )
 
 
-def section(kind: str, texts: list[str]) -> str:
+def section(kind: str, texts: list[str], quick: bool = False) -> str:
     """Returns a section: the machine, versions and the date stand in its heading, and no more in its parts."""
     facts = "\n".join(f"* {name}: {value}" for name, value in _measure.machine().items())
+    facts += "\n* run: `--quick`, a sample" if quick else ""
     body = "\n\n".join(re.sub(r"^\* (device|host|versions): .*\n", "", text, flags=re.MULTILINE) for text in texts)
     body = re.sub(r"\n{3,}", "\n\n", body)
     body = re.sub(r"^(#+) ", r"#\1 ", body, flags=re.MULTILINE)

@@ -77,6 +77,8 @@ def test_a_section_is_replaced_and_the_others_stay():
     page = entry.merged("", texts)
     assert page.count("* device: ") == 2  # one for each section: that of the part is gone
     assert "### A title" in page
+    assert "--quick" in entry.section("cpu", ["a sample"], quick=True)
+    assert "--quick" not in page
     again = entry.merged(page, {"cpu": entry.section("cpu", ["new"]), "compiled": entry.section("compiled", ["facts"])})
     order = [again.index(f"## {title}, ") for title in ("CPU time", "GPU time", "Compiled facts by target")]
     assert order == sorted(order)
