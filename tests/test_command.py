@@ -12,6 +12,7 @@ from optax_accum import __main__ as command
 
 @pytest.fixture
 def said(monkeypatch, capsys):
+    jax.devices()  # which ends the process where XLA does not know a flag
     monkeypatch.setenv("XLA_FLAGS", "--xla_some_flag")
     monkeypatch.setenv("MY_SECRET", "hidden")
     command.main()
