@@ -150,7 +150,8 @@ def measured(case: Case, seconds: float = 5, rounds: int = 20) -> Table:
 def _groups(names: list[str], problem: _problems.Problem) -> list[list[str]]:
     """Returns the ways that run together: all, or one by one where they would not fit into half of the memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return [names] if len(names) * (8 * problem.size + 400e6) < memory / 2 else [[name] for name in names]
+    each = 400e6 + 8 * problem.size + 1e6 * len(problem.params)  # compiling takes about so much for each leaf
+    return [names] if len(names) * each < memory / 2 else [[name] for name in names]
 
 
 def why_not(name: str, problem: _problems.Problem) -> str:

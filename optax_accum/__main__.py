@@ -27,7 +27,12 @@ OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_pr
 
 def main() -> None:
     """Prints both."""
-    commands = "python -m optax_accum.plan --help: how many micro-batches fit, from the command line."
+    commands = "\n".join(
+        [
+            "python -m optax_accum.plan --help: how many micro-batches fit, from the command line.",
+            "python -m optax_accum.verify --help: whether a train step accumulates as it should.",
+        ]
+    )
     print(f"{inspect.getdoc(optax_accum)}\n\n{_names()}\n\n{commands}\n\nFor a bug report:\n\n{_diagnostics()}")
 
 

@@ -47,6 +47,13 @@ def test_a_way_that_cannot_run_says_why_and_has_no_number(table, monkeypatch):
     assert not any(digit in line for digit in "0123456789")
 
 
+def test_ways_that_would_not_fit_together_run_one_by_one(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 6_000_000}.get)  # 24 GB
+    names = list(peers.WAYS)
+    assert peers._groups(names, _problems.make("MLP", size=16)) == [names]
+    assert peers._groups(names, _problems.make("model of 2000 leaves")) == [[name] for name in names]
+
+
 def test_another_update_ends_the_run_before_a_time_is_printed():
     start = {"a": np.zeros(2), "b": np.zeros(1)}
     expected = {"a": np.array([1.0, 2.0]), "b": np.array([1.0])}

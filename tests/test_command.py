@@ -21,6 +21,8 @@ def said(monkeypatch, capsys):
 
 def test_it_names_all_there_is(said):
     names, _ = said.split("For a bug report:")
+    assert "optax_accum.plan --help" in names
+    assert "optax_accum.verify --help" in names
     for name in (*dir(optax_accum), "Target", "shard_over"):
         assert name == "__version__" or f"{name} " in names, name
 
