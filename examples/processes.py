@@ -223,13 +223,23 @@ def train(settings: Settings, process: int | None = 0, coordinator: str | None =
     """Is one process: joins the group, goes on from the last checkpoint, trains, saves."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if process is None:
-        jax.distributed.initialize()  # reads what Slurm, Open MPI or Kubernetes says
+        jax.distributed.initialize(cluster_detection_method=asked_through(os.environ))
         settings = dataclasses.replace(settings, processes=jax.process_count())
     elif settings.processes > 1:
-        jax.distributed.initialize(coordinator, settings.processes, process)
+        # Otherwise JAX asks the cluster around this group which of this host's devices to use.
+        jax.distributed.initialize(coordinator, settings.processes, process, cluster_detection_method="deactivate")
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         Run(settings, mesh).train()
+
+
+def asked_through(environment: Mapping[str, str]) -> str | None:
+    """Returns how JAX is to find its group: Slurm, Open MPI 4 and Kubernetes it reads by itself.
+
+    Open MPI 5 says less to its processes. `mpi4py` asks it, which JAX does by itself from 0.12 on only.
+    """
+    by_open_mpi = "OMPI_COMM_WORLD_RANK" in environment
+    return "mpi4py" if by_open_mpi and "OMPI_MCA_orte_hnp_uri" not in environment else None
 
 
 class Run:
