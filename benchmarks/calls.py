@@ -77,7 +77,7 @@ def _policies(leaves: int) -> str:
     def seconds(nonfinite: str) -> float:
         tx = optax_accum.accumulate_gradients(optax.adam(1e-3), 4, nonfinite=nonfinite)
         state = tx.init(params)
-        step = jax.jit(lambda g, s, p: optax_accum.apply_gradients(tx, g, s, p), donate_argnums=(1, 2))
+        step = jax.jit(lambda p, s, g: optax_accum.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
         return _seconds(lambda: step.lower(params, state, params).compile(), 1)
 
     seconds("propagate")  # what is compiled once in a process

@@ -126,7 +126,7 @@ def join(
     total = batch.added
     if total is None:
         acc = memory.to_device(state.acc_grads) if kept else None
-        total = arithmetic.add(acc, batch.grads, weight, first)
+        total = arithmetic.add(acc, batch.grads, batch.weight, first, skip)
     added = state._replace(
         mini_step=outcomes.count(state.mini_step, counts),
         acc_grads=memory.to_memory_of(total, state.acc_grads) if kept else (),

@@ -35,12 +35,13 @@ def zeros_of(shapes: Tree) -> Tree:
     return jax.tree.map(zero, shapes)
 
 
-def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array) -> Tree:
+def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array, skip: tracing.Flag = False) -> Tree:
     """Returns `acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
 
     The weight is [], or [d] with one for each partial sum of leaves [d, ...]. A weight of zero adds nothing, whatever
-    the gradient holds: it selects, because `0 * nan` is nan.
+    the gradient holds, and so does `skip`: it selects, because `0 * nan` is nan.
     """
+    counts = weight != 0 if skip is False else jnp.logical_not(skip) & (weight != 0)
 
     def add_leaf(grad: Leaf, total: Leaf) -> Leaf:
         if is_float0(grad):
@@ -48,7 +49,7 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array) -> Tree
         grad = jnp.asarray(grad)
         dtype = accumulator_dtype(grad.dtype, None) if total is None else total.dtype
         wide = accumulator_dtype(dtype, None)  # a narrow accumulator still adds in float32
-        share = _scale(grad.astype(wide), weight)
+        share = _scale(grad.astype(wide), weight, counts)
         if total is None:
             return share
         return (jnp.where(first, 0, total.astype(wide)) + share).astype(dtype)
@@ -249,8 +250,11 @@ def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str) -> str:
     return f"{rule}: they have {jax.tree.structure(grads)}, the {name} {has} {jax.tree.structure(acc)}. {remedy}"
 
 
-def _scale(grad: jax.Array, weight: Weight) -> jax.Array:
+def _scale(grad: jax.Array, weight: Weight, counts: tracing.Flag) -> jax.Array:
+    """Returns `weight * grad` where it counts, and zeros elsewhere."""
+    beside = lambda rows: rows.reshape(rows.shape + (1,) * (grad.ndim - rows.ndim)) if rows.ndim else rows
     if isinstance(weight, jax.Array):
-        weight = weight.reshape(weight.shape + (1,) * (grad.ndim - weight.ndim)) if weight.ndim else weight
-        return jnp.where(weight != 0, grad * weight.astype(grad.dtype), 0)
-    return grad if weight == 1.0 else (grad * weight if weight else jnp.zeros_like(grad))
+        grad = grad * beside(weight).astype(grad.dtype)
+    elif weight != 1.0:
+        grad = grad * weight
+    return grad if counts is True else jnp.where(beside(jnp.asarray(counts)), grad, 0)

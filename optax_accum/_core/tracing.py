@@ -74,7 +74,7 @@ def branch_by_index(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[
 
 def extremes(real: jax.Array) -> list[jax.Array]:
     """Returns what is finite if all of an array is: one reduction, where a CPU does not write the magnitudes first."""
-    if _JAX >= (0, 11, 1):
+    if _JAX >= (0, 10, 2):
         return [jnp.max(jnp.abs(real))]
     return [jnp.max(real), jnp.min(real)]
 
