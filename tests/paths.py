@@ -49,8 +49,19 @@ def ratio_over_mask(terms, batch):
     return optax_accum.Ratio(jnp.sum(batch["mask"] * terms), jnp.sum(batch["mask"]))
 
 
+def ratios(terms, batch):
+    """Two terms, each with a denominator that only the loss knows: of one the parameters decide it."""
+    near = terms < 3
+    return {
+        "mask": ratio_over_mask(terms, batch),
+        "near": optax_accum.Ratio(2 * jnp.sum(jnp.where(near, terms, 0)), near.sum()),
+    }
+
+
 def value_of(loss):
     """The loss of a whole batch as a number."""
+    if isinstance(loss, dict):
+        return sum(map(value_of, loss.values()))
     return loss.total / loss.count if isinstance(loss, optax_accum.Ratio) else loss
 
 

@@ -186,6 +186,7 @@ WEIGHTS = {
     "rows": (paths.mean_over_rows, None),
     "mask": (paths.mean_over_mask, paths.count),
     "ratio": (paths.ratio_over_mask, None),  # the mask, which only the loss counts
+    "ratios": (paths.ratios, None),
 }
 by_weight = pytest.mark.parametrize("weight", ["rows", "mask"])
 TIES = ("ties",)
@@ -217,12 +218,18 @@ def test_sums_over_counts_that_only_the_loss_knows(path):
     check(paths.PATHS[path], TIES, "ratio")
 
 
-def test_a_mean_of_quotients_breaks_it():
+@pytest.mark.parametrize("path", [name for name in paths.PATHS if name.startswith("value_and_grad")])
+def test_several_terms_each_over_a_count_of_its_own(path):
+    check(paths.PATHS[path], TIES, "ratios")
+
+
+@pytest.mark.parametrize("mean", [paths.ratio_over_mask, paths.ratios])
+def test_a_mean_of_quotients_breaks_it(mean):
     """The comparison can fail: each micro-batch's own quotient, and a mean of them over rows."""
-    ratio, start, batch = paths.loss_of(TIES, paths.ratio_over_mask), paths.params(), paths.rows()
+    ratio, start, batch = paths.loss_of(TIES, mean), paths.params(), paths.rows()
     quotient = lambda params, batch: paths.value_of(ratio(params, batch))
     grads = jax.jit(optax_accum.value_and_grad(quotient, microbatch_size=5))(start, batch)[1]
-    assert not np.allclose(paths.moved(start, grads)["w"], paths.whole(TIES, paths.ratio_over_mask)["w"], atol=1e-2)
+    assert not np.allclose(paths.moved(start, grads)["w"], paths.whole(TIES, mean)["w"], atol=1e-2)
 
 
 @pytest.mark.parametrize("path", [name for name in paths.PATHS if name not in paths.TAKES_NO_INTEGERS])
@@ -250,6 +257,16 @@ def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
         check(functools.partial(paths.SHARDED[path], mesh), TIES, "ratio")
         if kind == 0:
             check(functools.partial(paths.MANUAL[path], mesh, check_vma=True), TIES, "ratio")
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    "path", [paths.sharded_within, functools.partial(paths.manual_within, check_vma=True)], ids=["mesh", "shard_map"]
+)
+def test_several_terms_over_devices(path, kind):
+    mesh = paths.mesh_of(paths.KINDS[kind])
+    with jax.set_mesh(mesh):
+        check(functools.partial(path, mesh), TIES, "ratios")
 
 
 @pytest.mark.parametrize(("kind", "weight"), [(0, "rows"), (0, "mask"), (1, "mask")], ids=str)

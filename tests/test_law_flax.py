@@ -253,6 +253,28 @@ def test_a_ratio_says_how_much_a_micro_batch_counts(path):
     test_the_update_equals_the_update_of_the_whole_batch(path, *CASES[0])
 
 
+def as_terms(loss):
+    """Two such terms, of which a train step could divide the sum of gradients by one."""
+
+    def terms(model, batch, *args):
+        ratio, extra = as_ratio(loss)(model, batch, *args)
+        return {"a": ratio, "b": ratio}, extra
+
+    return terms
+
+
+THROUGH_TERMS = [
+    functools.partial(through_train_step, loss=as_terms(linen_loss)),
+    functools.partial(through_the_nnx_train_step, loss=as_terms(nnx_loss)),
+]
+
+
+@pytest.mark.parametrize("path", THROUGH_TERMS, ids=["Linen", "NNX"])
+def test_a_train_step_says_what_takes_several_terms(path):
+    with pytest.raises(TypeError, match="the terms .'a', 'b'.. Return their sum, or one Ratio.*value_and_grad"):
+        path(*CASES[0])
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("sizes", "weighted"), CASES, ids=str)
 def test_the_update_equals_the_update_of_the_whole_batch(path, sizes, weighted):

@@ -25,8 +25,8 @@ def passed(w, x):
 
 def whole(loss, *args):
     def quotient(*args):
-        ratio = loss(*args)
-        return ratio.total / ratio.count
+        out = loss(*args)
+        return sum(ratio.total / ratio.count for ratio in (out.values() if isinstance(out, dict) else [out]))
 
     return jax.jit(jax.value_and_grad(quotient))(*args)
 
@@ -138,9 +138,12 @@ def test_no_micro_batch_is_run_twice_and_no_gradient_stands_beside_the_accumulat
         (lambda w, x: Ratio(jnp.sum(x @ w), jnp.ones(2)), ValueError, "the count of a Ratio must be a scalar"),
         (lambda w, x: Ratio(jnp.sum(x @ w), jnp.bfloat16(2)), TypeError, "count of a Ratio must be counted.*32 bits"),
         (lambda w, x: Ratio(jnp.sum(x @ w), 1j), TypeError, "the count of a Ratio must be a real number"),
-        (lambda w, x: {"a": Ratio(jnp.sum(x @ w), 1.0)}, TypeError, "A Ratio is the whole loss.*microbatched_apply"),
+        (lambda w, x: {"a": Ratio(x.sum(), 1), "b": w.sum()}, TypeError, "a dict of nothing else: .*Ratio.total=rows"),
+        (lambda w, x: {"a": {"b": Ratio(x.sum(), 1.0)}}, TypeError, "a dict of nothing else"),
+        (lambda w, x: (Ratio(x.sum(), 1), Ratio(x.sum(), 1)), TypeError, "a dict of nothing else"),
+        (lambda w, x: {"a": Ratio(x @ w, x.size)}, TypeError, "real scalar loss.*'a'.*float32.4.. Reduce it"),
     ],
-    ids=["differentiable", "rows", "counts", "narrow", "complex", "term"],
+    ids=["differentiable", "rows", "counts", "narrow", "complex", "a number beside it", "nested", "a tuple", "a term"],
 )
 def test_what_cannot_be_right_is_refused_within_a_call_and_across(loss, error, message):
     with pytest.raises(error, match=message):
@@ -191,9 +194,10 @@ def test_the_remedies_for_a_count_with_a_derivative():
     assert not np.allclose(exact(soft)[1], whole(held, W, X)[1], rtol=1e-2)
 
 
-def test_verify_takes_no_ratio():
+@pytest.mark.parametrize("loss", [passed, lambda w, x: {"a": passed(w, x)}], ids=["one", "a dict"])
+def test_verify_takes_no_ratio(loss):
     with pytest.raises(TypeError, match="fun returned a Ratio.*total / count"):
-        optax_accum.verify(passed, W, X)
+        optax_accum.verify(loss, W, X)
 
 
 # Leaves whose backward pass returns new values in the place of gradients.

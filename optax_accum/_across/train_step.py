@@ -16,7 +16,7 @@ from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.backward import Backward, adds_in_place, bends, differentiate
 from optax_accum._core.program import compiled_once
-from optax_accum._core.ratio import Ratio, check_loss, divided
+from optax_accum._core.ratio import Ratio, check_loss, check_single, divided
 from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays
 from optax_accum._core.rows import check_groups, count_rows, is_split
 from optax_accum._core.state import micro_step_of
@@ -261,6 +261,7 @@ class _MicroStep:
             out = call.with_arguments({0: params}).apply(self.fun)
             loss = out[0] if self.has_aux else out
             check_loss(loss, None)
+            check_single(loss)
             if not isinstance(loss, Ratio):
                 return loss, (out, None)
             count = loss.checked().count

@@ -27,6 +27,14 @@ class Ratio:
     counts that are made inside the loss: tokens left after packing or sampling there, rows that the model itself lets
     through. Nothing is computed twice: sums and counts are added as they come, and divided once, at the end.
 
+    A dict of them is a loss of several terms, each with its own denominator, within a call:
+
+        loss = sum_t (sum_i total_ti / sum_i count_ti)
+
+    One sum of gradients has one divisor, so there the counts come first: each micro-batch runs forward once more, as
+    far as its counts need it, which is not at all where data and keys alone make them. There is still one accumulator,
+    and gradients are added in place.
+
     Attributes:
       total: a real scalar, the sum over the micro-batch; in float16 it may overflow.
       count: a real scalar of at least 32 bits. It may depend on data and keys, and on parameters through comparisons
@@ -37,7 +45,11 @@ class Ratio:
       |---|---|---|
       | counts that add to zero | a zero loss and a zero gradient; a window without an update | running |
       | a count with a derivative | an error, with what to do | tracing |
-      | a `weight_fn`, or `weight=`, beside it; one in a dict of terms | an error | tracing |
+      | a `weight_fn`, or `weight=`, beside it | an error | tracing |
+      | a dict of some, in which other terms are numbers | an error, with what to do | tracing |
+      | a dict of some, over calls, in a train step of Flax, or `reduce_to="partial"` | likewise | tracing |
+      | a term whose counts add to zero | zero, and so is its gradient | running |
+      | a dict of some: what prints or calls back in `fun` | does so twice for each micro-batch | running |
       | an optimizer that takes a sum (`reduction="sum"`) | an error | tracing |
       | with `has_aux` or `carry_argnum` | it stands where the loss does; `"mean"` of `aux` is by rows | tracing |
       | `reduce_to="partial"` | each device's own quotient: weigh it by the device's own count | running |
@@ -65,21 +77,66 @@ class Ratio:
 
 
 def check_loss(loss: Any, shares: Any) -> None:
-    """Raises unless a loss is a Ratio of real scalars, or what `checks.check_loss` lets pass."""
-    if isinstance(loss, dict) and any(isinstance(term, Ratio) for term in loss.values()):
-        raise TypeError(
-            f"A Ratio is the whole loss, not one of its terms: fun returned {sorted(loss)}. One sum of gradients is "
-            "divided once. Give terms denominators of their own by weight_fn; or let microbatched_apply return rows, "
-            "and divide their sums."
-        )
-    if not isinstance(loss, Ratio):
+    """Raises unless a loss is a Ratio of real scalars, a dict of them, or what `checks.check_loss` lets pass."""
+    terms = jax.tree.leaves(loss, is_leaf=is_ratio)
+    if not any(map(is_ratio, terms)):
         return checks.check_loss(loss, shares)
+    if not is_ratio(loss) and not (isinstance(loss, dict) and all(map(is_ratio, loss.values()))):
+        raise TypeError(
+            "A loss of several Ratios is a dict of nothing else: fun returned "
+            f"{jax.tree.map(lambda term: type(term).__name__, loss, is_leaf=is_ratio)}. A mean over rows is "
+            "Ratio(total=rows * mean, count=rows)."
+        )
     if shares is not None:
         raise ValueError(
             "A Ratio brings its own denominator: weight_fn weighs losses that are means. Leave out weight_fn, or "
             "return the mean."
         )
-    return checks.check_loss(loss.total, None)
+    return checks.check_loss(totals(loss), None)
+
+
+def check_single(loss: Any) -> None:
+    """Raises for a loss of several terms where gradients are added over calls."""
+    if isinstance(loss, dict):
+        raise TypeError(
+            f"Across calls gradients are added, and their sum is divided once: fun returned the terms {sorted(loss)}. "
+            "Return their sum, or one Ratio. For terms with denominators of their own let value_and_grad cut the whole "
+            "batch in one call."
+        )
+
+
+def check_whole(*, partial: bool) -> None:
+    """Raises for a dict of Ratios whose gradients are to stay partial sums."""
+    if partial:
+        raise ValueError(
+            "A loss of several Ratios is divided by what all devices count, and its gradient is whole: "
+            'reduce_to="partial" was asked for. Leave reduce_to out; or return one Ratio.'
+        )
+
+
+def are_terms(loss: Any) -> bool:
+    """Returns whether this is a dict of Ratios."""
+    return isinstance(loss, dict) and any(map(is_ratio, loss.values()))
+
+
+def is_ratio(term: Any) -> bool:
+    """Returns whether this is a Ratio."""
+    return isinstance(term, Ratio)
+
+
+def checked(loss: Any) -> Any:
+    """Returns a loss with the counts of each Ratio in it checked."""
+    return jax.tree.map(lambda term: term.checked() if is_ratio(term) else term, loss, is_leaf=is_ratio)
+
+
+def totals(loss: Any) -> Any:
+    """Returns a loss, or each of its terms, without the count that a Ratio has."""
+    return jax.tree.map(lambda term: term.total if is_ratio(term) else term, loss, is_leaf=is_ratio)
+
+
+def share(count: jax.Array) -> jax.Array:
+    """Returns the reciprocal of a count, and 0 of 0."""
+    return jnp.where(count == 0, 0, arithmetic.reciprocal(count))
 
 
 def divided(totals: Tree, count: jax.Array) -> Tree:
@@ -87,11 +144,11 @@ def divided(totals: Tree, count: jax.Array) -> Tree:
 
     One product with the reciprocal: a division, or a select, would not fuse into the optimizer.
     """
-    share = jnp.where(count == 0, 0, arithmetic.reciprocal(count))
+    factor = share(count)
 
     def scaled(leaf: jax.Array) -> jax.Array:
         wide = arithmetic.accumulator_dtype(leaf.dtype, None)
-        of_each = share.reshape(share.shape + (1,) * (leaf.ndim - share.ndim))
+        of_each = factor.reshape(factor.shape + (1,) * (leaf.ndim - factor.ndim))
         return (leaf.astype(wide) * of_each.astype(wide)).astype(leaf.dtype)
 
     return jax.tree.map(scaled, totals)

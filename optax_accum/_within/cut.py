@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, statistics, tracing
+from optax_accum._core import arithmetic, checks, ratio, statistics, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward, adds_in_place, differentiate
-from optax_accum._core.ratio import Ratio, check_loss
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.state import default_float
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
+from optax_accum._space.space import PARTIAL
 from optax_accum._within import gradients, loops, reductions, splitting
 from optax_accum._within.gradients import Leaves
 
@@ -39,7 +39,7 @@ class Totals(NamedTuple):
 class Parts(NamedTuple):
     """What `fun` returns, by role."""
 
-    loss: Any  # [], or a dict of terms, each [], or a Ratio
+    loss: Any  # [], or a dict of terms, each [], or a Ratio, or a dict of them
     carry: Tree
     aux: Tree
 
@@ -72,10 +72,7 @@ class Rules:
         """
         cut = Cut(self, device, call, again)
         refs, totals = cut.start()
-        loop, last = loops.LOOPS["unrolled" if self.unroll else "static" if cut.static else "dynamic"]
-        totals = loop(cut.split.whole, cut.shares, functools.partial(cut.add_whole, refs), totals)
-        totals = last(cut.rest_share, functools.partial(cut.add_rest, refs), totals)
-        return cut.finish(refs, totals)
+        return cut.finish(refs, cut.in_order(functools.partial(cut.add, refs), totals))
 
     @property
     def dtypes(self) -> Tree:
@@ -133,7 +130,8 @@ class Cut:
         checks.check_differentiable(self.params)
         self.carry = None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
         self.shapes = self._shapes()
-        self.ratio = isinstance(self.shapes.loss, Ratio)
+        self.ratio = ratio.is_ratio(self.shapes.loss)
+        self.divisors = self._divisors() if ratio.are_terms(self.shapes.loss) else None
         self.reductions = reductions.reductions(rules.aux_reduction, self.shapes.aux, self.split)
         self.start_grads = arithmetic.zeros(self.params, rules.dtypes)
         self.kinds = rules.kinds(self.params)
@@ -150,22 +148,42 @@ class Cut:
         counted = jnp.zeros([], default_float()) if self.ratio else None
         return refs, self._varying(Totals(loss, counted, grads, self.carry, outputs, self._no_samples()))
 
-    def add_whole(self, refs: Leaves | None, index: Any, totals: Totals) -> Totals:
-        """Adds whole micro-batch `index`."""
-        share = self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
-        rows = splitting.micro_batch(self.split, self.stacked, index)
-        if self.rules.unroll:  # else the compiler may run the micro-batches side by side
-            rows, totals = jax.lax.optimization_barrier((rows, totals))
-        return self._add(refs, totals, rows, share, index, rest=False)
+    def _divisors(self) -> dict[str, jax.Array]:
+        """Runs the micro-batches forward for what they count, and returns the reciprocal of each term's sum."""
+        ratio.check_whole(partial=self.rules.reduce_to == PARTIAL)
 
-    def add_rest(self, refs: Leaves | None, totals: Totals) -> Totals:
-        """Adds the smaller micro-batch of the rows that are left."""
-        rows = splitting.remainder(self.split, self.batches)
-        return self._add(refs, totals, rows, self.rest_share, self.split.whole, rest=True)
+        def add(sums: Any, micro_batches: list[Tree], share: Any, index: Any, *, rest: bool = False) -> Any:
+            counts, carry = sums
+            parts = self.rules.parts(self._micro_call(micro_batches, carry, index))
+            counts = {name: counts[name] + term.checked().count for name, term in parts.loss.items()}
+            return self.device.vary(counts), arithmetic.strong(parts.carry)
 
-    def _add(
-        self, refs: Leaves | None, totals: Totals, micro_batches: list[Tree], share: Any, index: Any, *, rest: bool
+        with jax.named_scope("optax_accum.count"):
+            counts = {name: jnp.zeros([], default_float()) for name in self.shapes.loss}
+            counts, _ = self.in_order(add, (self.device.vary(counts), self.carry))
+            return {name: ratio.share(self.device.whole(count)) for name, count in counts.items()}
+
+    def in_order(self, add: Callable[..., Any], totals: Any) -> Any:
+        """Runs `totals = add(totals, micro_batches, share, index)` for the micro-batches that count, the rest last."""
+
+        def whole(index: Any, totals: Any) -> Any:
+            share = self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
+            rows = splitting.micro_batch(self.split, self.stacked, index)
+            if self.rules.unroll:  # else the compiler may run the micro-batches side by side
+                rows, totals = jax.lax.optimization_barrier((rows, totals))
+            return add(totals, rows, share, index)
+
+        def rest(totals: Any) -> Any:
+            rows = splitting.remainder(self.split, self.batches)
+            return add(totals, rows, self.rest_share, self.split.whole, rest=True)
+
+        loop, last = loops.LOOPS["unrolled" if self.rules.unroll else "static" if self.static else "dynamic"]
+        return last(self.rest_share, rest, loop(self.split.whole, self.shares, whole, totals))
+
+    def add(
+        self, refs: Leaves | None, totals: Totals, micro_batches: Any, share: Any, index: Any, *, rest: bool = False
     ) -> Totals:
+        """Adds a micro-batch."""
         with jax.named_scope("optax_accum.micro_batch"):
             loss, backward, parts = self._differentiate(self._micro_call(micro_batches, totals.carry, index), share)
             self.device.check_loss(loss)
@@ -197,10 +215,10 @@ class Cut:
     def _no_samples(self) -> Any:
         if self.rules.statistics is None:
             return None
-        if self.terms:
+        if self.terms or self.divisors is not None:
             raise ValueError(
-                "Statistics take one weight for each micro-batch: weight_fn returns a dict of them. Leave statistics "
-                "out, or return a loss of one term."
+                "Statistics take one weight for each micro-batch: here each term of the loss has its own. Leave "
+                "statistics out, or return a loss of one term."
             )
         params = gradients.added(self.params, self.kinds)
         return statistics.new_samples(self.rules.statistics, params, lambda: jnp.zeros([], default_float()))
@@ -245,10 +263,9 @@ class Cut:
     def _differentiate(self, call: Call, share: Any) -> tuple[jax.Array, Backward, Parts]:
         def contribution(params: tuple[Tree, ...]) -> tuple[jax.Array, Parts]:
             parts = self.rules.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
-            if not self.ratio:
-                return _weighted(parts.loss, share), parts
-            parts = parts._replace(loss=parts.loss.checked())
-            return _weighted(parts.loss.total, 1.0), parts
+            parts = parts._replace(loss=ratio.checked(parts.loss))
+            factor = share if self.divisors is None else self.divisors
+            return _weighted(ratio.totals(parts.loss), 1.0 if self.ratio else factor), parts
 
         return differentiate(contribution, self.params)
 
@@ -256,13 +273,12 @@ class Cut:
         """Returns the shapes that `fun` returns for a whole micro-batch, after checking them."""
         first = lambda: self._micro_call(splitting.micro_batch(self.split, self.stacked, 0), self.carry, 0)
         shapes = jax.eval_shape(lambda: self.rules.parts(first()))
-        check_loss(shapes.loss, self.shares if self.rules.weight_fn else None)
+        ratio.check_loss(shapes.loss, self.shares if self.rules.weight_fn else None)
         checks.check_carry(self.carry, shapes.carry)
         return shapes
 
     def _loss_dtype(self, *, wide: bool) -> Any:
-        loss = self.shapes.loss.total if self.ratio else self.shapes.loss
-        dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(loss)))
+        dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(ratio.totals(self.shapes.loss))))
         return arithmetic.accumulator_dtype(dtype, None) if wide else dtype
 
 

@@ -75,7 +75,8 @@ def value_and_grad(
 
     Args:
       fun: the loss, a mean over what the weights count: a real scalar, or a dict of scalar terms, whose sum it is; or a
-        `Ratio`, a sum of which only the loss knows what it is to be divided by. docs/losses.md has losses of each kind.
+        `Ratio`, a sum of which only the loss knows what it is to be divided by, or a dict of them. docs/losses.md has
+        losses of each kind.
       num_microbatches: the largest number of micro-batches, of `ceil(n / num_microbatches)` rows each; or
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       argnums: as in `jax.value_and_grad`.

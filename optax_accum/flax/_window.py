@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_accum._across.transformation import rules_of
 from optax_accum._core import sums
-from optax_accum._core.ratio import Ratio, divided
+from optax_accum._core.ratio import Ratio, check_single, divided
 from optax_accum._core.rows import count_rows
 from optax_accum._core.state import AccumulationState, holds_partial_sums, states_in
 from optax_accum._core.sums import WeightedSum
@@ -220,6 +220,7 @@ def as_weight(weight: Any) -> jax.Array:
 
 def loss_and_weight(loss: Any, weight_fn: Callable[..., Any] | None, batch: Tree) -> tuple[Any, jax.Array]:
     """Returns the loss of a micro-batch as one number, and how much that counts."""
+    check_single(loss)
     if not isinstance(loss, Ratio):
         return loss, weight_of(weight_fn, batch)
     loss = loss.checked()
