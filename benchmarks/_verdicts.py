@@ -24,13 +24,20 @@ class Problem(Protocol):
         """Returns the report."""
 
 
-def options(about: str, command: str, sound: str, most: tuple[int, int], kinds: Sequence[str]) -> argparse.Namespace:
-    """Returns what the command line asks for; `most` are the default numbers of sound ones and of faults."""
+def options(
+    about: str, command: str, sound: str, most: tuple[int, int], kinds: Sequence[str], **flags: str
+) -> argparse.Namespace:
+    """Returns what the command line asks for; `most` are the default numbers of sound ones and of faults.
+
+    `flags` are more of them, each with its help.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{command}", description=about.splitlines()[0])
     parser.add_argument(f"--{sound}", type=int, default=most[0], dest="sound", help=f"sound {sound}")
     parser.add_argument("--faults", type=int, default=most[1], help="planted faults of each kind")
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=list(kinds))
     parser.add_argument("--output", type=_measure.writable, help="write the counts here, too: .json, or else Markdown")
+    for name, says in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=says)
     return parser.parse_args()
 
 
@@ -42,10 +49,12 @@ def count(
     sound_problem: Callable[[int], Problem],
     fault: Callable[[str, int], Problem],
     style: str | None = None,
+    unnamed: str | None = None,
 ) -> None:
     """Judges sound problems and planted faults, prints the counts, and ends: with 1 for a false alarm or a miss.
 
-    `style` says what stands before the first comma of a problem's name, to count how many of them there were.
+    `style` says what stands before the first comma of a problem's name, to count how many of them there were; `unnamed`
+    is a cause that a fault may be given instead of its own.
     """
     jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time
     start = time.perf_counter()
@@ -63,7 +72,7 @@ def count(
             alarms += found
         else:
             counts[kind] = [a + b for a, b in zip(counts[kind], (1, found, named), strict=True)]
-        if found if kind == "sound" else not named:
+        if found if kind == "sound" else not (named or causes[:1] == [unnamed]):
             wrong.append((number, kind, problem.name, causes))
             tqdm.write(f"{kind} {number} ({problem.name}): {causes or 'nothing'} found")
         if number + 1 == (asked.sound if kind == "sound" else asked.faults):  # all kinds may take half an hour

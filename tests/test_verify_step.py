@@ -51,6 +51,11 @@ def dropped(w, batch, key):
     return squared(w, batch | {"x": np.asarray(batch["x"]) * keep / np.float32(0.7)}, key)
 
 
+def dropped_sum(w, batch, key):
+    """Of a loss that is divided by a constant."""
+    return dropped(w, batch, key) * np.float32(len(batch["x"]) / N)
+
+
 PARAMS = {"w": jnp.asarray(W)}
 
 
@@ -105,6 +110,26 @@ def in_windows(**fields):
     return lambda every: (Loop(**fields) if every > 1 else Loop())(every)
 
 
+class Cut:
+    """The same within a call: the rows that k does not divide are left out, or are in the last micro-batch."""
+
+    def __init__(self, *, drops=False, deals=False, loop=None):
+        self.drops, self.deals, self.loop = drops, deals, loop or Loop()
+
+    def __call__(self, every):
+        micro_step, carry, _ = self.loop(every)
+
+        def step(carry, batch):
+            rows = len(batch["x"])
+            kept = np.arange(rows // every * every if self.drops else rows)
+            parts = [kept[n::every] for n in range(every)] if self.deals else np.array_split(kept, every)
+            for part in parts:
+                carry = micro_step(carry, {name: np.asarray(leaf)[part] for name, leaf in batch.items()})
+            return carry
+
+        return step, carry
+
+
 FAULTS = {
     "never closes": in_windows(closes=lambda n, k: False),
     "only the first gradient": Loop(join=lambda acc, g, n: acc if n > 1 else g),
@@ -123,12 +148,14 @@ FAULTS = {
     ),
     "coupled examples": Loop(normed),
     "not emptied": in_windows(empty=lambda acc: acc),
+    "rows left out": Cut(drops=True),
 }
+OPTIONS = {"rows left out": {"within_call": True}}
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_each_planted_fault_is_named(kind):
-    report = verify_step(FAULTS[kind], BATCH)
+    report = verify_step(FAULTS[kind], BATCH, **OPTIONS.get(kind, {}))
     assert not report.holds
     assert [cause.kind for cause in report.causes] == [kind], str(report)
     assert report.causes[0].remedy in " ".join(str(report).split())
@@ -159,6 +186,7 @@ def hidden_key(every):
     return lambda carry, batch: step(carry | {"key": key}, batch), carry
 
 
+SUM = {"weight": lambda batch: np.float32(1), "factor": lambda n, k: n}
 AGAIN = {
     "a sum, and weight decay": ("sum for a mean", Loop(factor=lambda n, k: n, decay=np.float32(0.1))),
     "a factor of no one": ("divided twice", in_windows(factor=lambda n, k: np.float32(0.6))),
@@ -170,6 +198,7 @@ AGAIN = {
     ),
     "clipped by value": ("clipping at each micro-step", Loop(clip=lambda g: np.clip(g, -0.01, 0.01))),
     "a key in the step": ("shared key", hidden_key),
+    "a key that the parts of a sum share": ("shared key", Loop(dropped_sum, key=lambda key, n: key, draws=True, **SUM)),
     "apply_every after Adam": ("optimizer at each micro-step", apply_every),
 }
 
@@ -191,6 +220,7 @@ SOUND = {
     "a weighted mean": Loop(masked, weight=lambda batch: np.asarray(batch["mask"]).sum()),
     "clipped means": Loop(factor=lambda n, k: 1.0),
     "dropout": Loop(dropped, draws=True),
+    "dropout, of a sum": Loop(dropped_sum, draws=True, **SUM),
     "no NaN": Loop(guarded=True),
     "a gradient near its own rounding": Loop(lambda w, *args: squared(w - W + BEST + np.float32(1e-4), *args)),
 }
@@ -200,10 +230,35 @@ SOUND = {
 def test_nothing_is_found_in_a_sound_loop(name):
     report = verify_step(SOUND[name], BATCH)
     assert report.holds, str(report)
-    assert set(report.errors) == ({"m/w"} if name == "dropout" else {"w", "m/w"})  # means over keys: what is linear
+    random = name.startswith("dropout")
+    assert set(report.errors) == ({"m/w"} if random else {"w", "m/w"})  # means over keys: what is linear
     assert not report.notes
-    assert report.random == (name == "dropout")
+    assert report.random == random
     report.check()
+
+
+def of_narrow_data(w, batch, key):
+    return squared(w, batch | {"x": np.asarray(batch["x"], np.float32)}, key)
+
+
+def sum_of_narrow_data(w, batch, key):
+    return of_narrow_data(w, batch, key) * np.float32(len(batch["x"]) / N)
+
+
+NARROW = {
+    "a mean": (Loop(of_narrow_data), []),
+    "a sum": (Loop(sum_of_narrow_data, **SUM), []),
+    "a sum, and weight decay": (Loop(sum_of_narrow_data, decay=np.float32(0.1), **SUM), []),
+    "a mean in bfloat16": (Loop(of_narrow_data, dtype=jnp.bfloat16), ["low-precision sum"]),
+    "a sum in bfloat16": (Loop(sum_of_narrow_data, dtype=jnp.bfloat16, **SUM), ["low-precision sum"]),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_what_is_given_in_bfloat16_is_summed_in_float32(name):
+    make_step, kinds = NARROW[name]
+    report = verify_step(make_step, BATCH | {"x": jnp.asarray(BATCH["x"], jnp.bfloat16)})
+    assert [cause.kind for cause in report.causes] == kinds, str(report)
 
 
 # Other people's steps.
@@ -276,10 +331,78 @@ def ours(every):
     return jax.jit(step), (PARAMS, tx.init(PARAMS)), last
 
 
+def split_of_nnx(every):
+    """What nnx.split gives is a state of nnx.Param; so are the moments and sums that are made of it."""
+    graphdef, params = nnx.split(nnx.Linear(6, D, rngs=nnx.Rngs(0)))
+    tx = optax.MultiSteps(optax.adam(0.01), every)
+
+    @jax.jit
+    def step(carry, batch):
+        of = lambda params: jnp.mean((nnx.merge(graphdef, params)(batch["x"]) - batch["y"]) ** 2)
+        updates, state = tx.update(jax.grad(of)(carry[0]), carry[1], carry[0])
+        return optax.apply_updates(carry[0], updates), state
+
+    return step, (params, tx.init(params))
+
+
+def summed_of_nnx(every):
+    """Optax's other notebook: sums in a tree of their own, and no division."""
+    graphdef, params = nnx.split(nnx.Linear(6, D, rngs=nnx.Rngs(0)))
+    tx = optax.adam(0.01)
+
+    @jax.jit
+    def add(params, acc, batch):
+        of = lambda params: jnp.mean((nnx.merge(graphdef, params)(batch["x"]) - batch["y"]) ** 2)
+        return jax.tree.map(jnp.add, jax.grad(of)(params), acc)
+
+    @jax.jit
+    def update(params, state, acc):
+        updates, state = tx.update(acc, state, params)
+        return optax.apply_updates(params, updates), state, optax.tree.zeros_like(acc)
+
+    def step(carry, batch):
+        params, state, acc, n = carry
+        acc = add(params, acc, batch)
+        return (params, state, acc, n + 1) if n + 1 < every else (*update(params, state, acc), 0)
+
+    return step, (params, tx.init(params), optax.tree.zeros_like(params), 0)
+
+
+def with_metrics(every):
+    """Flax's metrics have a `count`, too, and count micro-steps."""
+    step, carry = of_nnx(every)
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average())
+
+    def counted(carry, batch):
+        carry[2].update(values=jnp.float32(1))
+        return (*step(carry[:2], batch), carry[2])
+
+    return counted, (*carry, metrics)
+
+
+def dealt_without_weights(every):
+    """Rows are dealt out to micro-batches whose means have denominators of their own."""
+    masked_mean = lambda params, batch: (
+        jnp.sum(batch["mask"] * jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2, 1)) / jnp.sum(batch["mask"])
+    )
+    tx, cut = optax.adam(0.01), optax_accum.value_and_grad(masked_mean, num_microbatches=every)
+
+    @jax.jit
+    def step(carry, batch):
+        updates, state = tx.update(cut(carry[0], batch)[1], carry[1], carry[0])
+        return optax.apply_updates(carry[0], updates), state
+
+    return step, (PARAMS, tx.init(PARAMS))
+
+
 OTHERS = {
     "MultiSteps in a TrainState": (multi_steps, {"uneven": False}, []),
     "MultiSteps, unequal micro-batches": (multi_steps, {}, ["mean of means"]),
     "NNX": (of_nnx, {"uneven": False}, []),
+    "NNX, split": (split_of_nnx, {"uneven": False}, []),
+    "NNX, split, a sum": (summed_of_nnx, {}, ["sum for a mean"]),
+    "NNX, metrics": (with_metrics, {"uneven": False}, []),
+    "rows dealt out": (dealt_without_weights, {"within_call": True}, ["mean of means"]),
     "a scan": (scanned, {"within_call": True}, []),
     "ours": (ours, {}, []),
     "a state that is lost": (dropped_state, {"optimizer": optax.adam(0.01), "loss": loss}, ["never closes"]),
@@ -363,6 +486,14 @@ def test_a_step_that_keeps_something_to_itself_is_made_anew_for_each_run():
 
 # Bad input.
 
+
+def ranked(carry, batch):
+    """The update of a batch is no combination of those of its parts."""
+    g = dropped(carry["params"]["w"], batch, carry["key"])
+    return carry | {"params": {"w": carry["params"]["w"] - np.float32(0.01) * (g >= np.sort(g, None)[-2])}}
+
+
+random_ranks = ranked, {"params": {"w": W}, "key": jax.random.key(0)}
 BAD = {
     "a batch too small": (Loop(), {"every": 7}, "needs 14 rows or more, two for each of every=7.*has 12"),
     "no window": (Loop(), {"every": 1}, "a window to compare: every=1. Pass 2"),
@@ -374,7 +505,12 @@ BAD = {
     "no parameters": (lambda every: (lambda c, b: c, {"n": 1}), {}, "must hold the parameters.*params=lambda carry"),
     "nothing returned": (lambda every: (lambda c, b: None, (W,)), {}, "it returned None.*in place, as NNX does"),
     "more than the carry": (lambda every: (lambda c, b: (c, 0.5), {"w": W}), {}, r"a tuple that begins with it.*\[0\]"),
-    "a step that does nothing": (lambda every: (lambda c, b: c, (W,)), {}, "must move the parameters"),
+    "a step that does nothing": (lambda every: (lambda c, b: c, (W,)), {}, "must move the parameters.*take nnx.jit"),
+    "random and linear in nothing": (
+        lambda every: random_ranks,
+        {},
+        "nothing in this carry is. Make the step with optax.s",
+    ),
     "NaN": (lambda every: (lambda c, b: (c[0] * np.nan,), (W,)), {}, "must have a finite update"),
     "other parameters": (
         lambda every: (*Loop()(every)[:1], (W * every,)),

@@ -126,8 +126,9 @@ def aligned(paths: Iterable[Path], others: Iterable[Path]) -> dict[Path, Path]:
 
 
 def counters(carry: Tree) -> list[Path]:
-    """Returns the paths of what Optax's transformations call `count`."""
-    return [path for path, leaf in _leaves(carry) if _is_count(leaf) and _plain(path)[-1:] == ("count",)]
+    """Returns the paths of what Optax's transformations call `count`: in their states, for metrics count, too."""
+    found = [path for path, leaf in _leaves(carry) if _is_count(leaf) and _plain(path)[-1:] == ("count",)]
+    return _inside(found, _states(carry))
 
 
 def has_keys(tree: Tree) -> bool:
@@ -215,8 +216,37 @@ def _of_nnx(carry: Tree) -> tuple[Path, list[Path]] | None:
         return None
     nodes = jax.tree.leaves_with_path(carry, is_leaf=lambda node: isinstance(node, nnx.Variable))
     starts = {tuple(map(_key, path)) for path, node in nodes if isinstance(node, nnx.Param)}
-    found = [path for path, _ in _leaves(carry) if any(path[: len(start)] == start for start in starts)]
-    return _under_root(found) if found else None
+    found = {path: leaf for path, leaf in _leaves(carry) if any(path[: len(start)] == start for start in starts)}
+    return _under_root(_without_mirrors(carry, found)) if found else None
+
+
+def _without_mirrors(carry: Tree, found: dict[Path, Any]) -> list[Path]:
+    """Returns the paths of those that are no sums or moments, which have the types of what they are sums of.
+
+    These stand in a NamedTuple inside the carry, as Optax's states are, or in a part of it that is all zeros and
+    otherwise like another.
+    """
+    inside = _inside(found, _states(carry))
+    outside = [path for path in found if path not in inside] or inside
+    if not isinstance(carry, tuple | list | dict):
+        return outside
+    parts: dict[str, list[Path]] = {}
+    for path in outside:
+        parts.setdefault(path[0], []).append(path)
+    shapes = {part: {path[1:]: np.shape(found[path]) for path in paths} for part, paths in parts.items()}
+    filled = [part for part, paths in parts.items() if any(np.any(wide(found[path])) for path in paths)]
+    mirrors = {part for part in parts if part not in filled and any(shapes[part] == shapes[other] for other in filled)}
+    return [path for path in outside if path[0] not in mirrors]
+
+
+def _states(carry: Tree) -> list[Path]:
+    """Returns the paths of what an optimizer keeps: the NamedTuples inside a carry, as Optax's states are."""
+    nodes = jax.tree.leaves_with_path(carry, is_leaf=lambda node: node is not carry and hasattr(node, "_fields"))
+    return [tuple(map(_key, path)) for path, node in nodes if hasattr(node, "_fields")]
+
+
+def _inside(paths: Iterable[Path], roots: list[Path]) -> list[Path]:
+    return [path for path in paths if any(path[: len(root)] == root for root in roots)]
 
 
 def _under_root(paths: list[Path]) -> tuple[Path, list[Path]]:

@@ -34,8 +34,13 @@ REMEDIES = {
     "low-precision sum": "Add gradients in float32: acc + g.astype(jnp.float32), from float32 zeros.",
     "NaN poison": "Start each window from zeros by jnp.where, not by 0 * acc, and leave out what is not finite: "
     'accumulate_gradients(..., nonfinite="skip").',
+    "rows left out": "Let the rows that are left be one smaller micro-batch, and weigh each by its rows, as "
+    "value_and_grad does. Where batches always divide, pass uneven=False.",
     "not emptied": "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
-    "another difference": "No probe explains it. For a plainer picture make the step with optax.sgd.",
+    "not known": "Check a model of more parameters, every + 4 or more of which the batch moves, or a smaller every: "
+    "then the cause is named.",
+    "another difference": "No probe explains it. For a plainer picture make the step with optax.sgd, and without what "
+    "is random.",
     "mutable state": "Make fun pure: pass what changes as an argument, with carry_argnum, and let the loss of a "
     "training step not depend on what earlier micro-batches put there.",
 }

@@ -13,7 +13,7 @@ from optax_accum._core.arithmetic import Tree
 from optax_accum._core.roles import is_key
 from optax_accum._tools import carries
 from optax_accum._tools.carries import Leaf, Numbers
-from optax_accum._tools.explanations import Change, Explanations
+from optax_accum._tools.explanations import MORE, NEAR, Change, Explanations
 from optax_accum._tools.loss import largest
 from optax_accum._tools.report import order
 from optax_accum._tools.train_steps import Steps, nudged
@@ -78,6 +78,23 @@ class StepRuns:
             for run in runs
         )
 
+    @property
+    def params(self) -> list[str]:
+        """The names of the parameters."""
+        return [name for name, leaf in self.leaves.items() if leaf.slot == "params"]
+
+    @functools.cached_property
+    def entries(self) -> int:
+        """How many numbers among the parameters whole batches change."""
+        seen = self.one.run(*([self.of(rows)] for rows in self.even_rows), draw=1 if self.random else None)
+        paths = [leaf.one for leaf in self.leaves.values() if leaf.slot == "params"]
+        return sum(int(np.sum(seen[-1][path] != seen[0][path])) for path in paths)
+
+    @property
+    def few(self) -> bool:
+        """Whether these are too few to tell one combination of micro-batches from another."""
+        return self.entries <= self.cut.every + MORE
+
     @functools.cached_property
     def seen(self) -> list[Numbers]:
         """The carry in two windows, before and after each call."""
@@ -124,7 +141,7 @@ class StepRuns:
     @functools.cached_property
     def moves_first(self) -> bool:
         """Whether the first whole batch moves the parameters: at a rate that grows from 0 the second one does."""
-        return any(np.any(self.ones[0][name]) for name, leaf in self.leaves.items() if leaf.slot == "params")
+        return any(np.any(self.ones[0][name]) for name in self.params)
 
     @functools.cached_property
     def one_by_one(self) -> Change:
@@ -145,10 +162,13 @@ class StepRuns:
 
     def explained(self, parts: Rows) -> Explanations:
         """Returns what some micro-batches would change, together and each alone."""
-        alone = lambda rows: mean(*self.changes(self.one, [self.of(rows)], draws=DRAWS // 2))
+        alone = lambda rows: mean(*self.changes(self.one, [self.of(rows)], draws=2 * DRAWS if self.few else DRAWS // 2))
         drift = {name: leaf.drift for name, leaf in self.leaves.items()}
-        near = max(0.25 if self.random else 0.02, self.rtol)
-        return Explanations(self.slots, self.scales, drift, alone(np.concatenate(parts)), list(map(alone, parts)), near)
+        whole, each = alone(np.concatenate(parts)), list(map(alone, parts))
+        between = lambda: [alone(np.concatenate(parts[:number])) for number in range(2, len(parts))]
+        loose, fine = (max(near, self.rtol) for near in ((0.25, 0.25) if self.random else (NEAR, 0.0)))
+        unions = lambda: [each[0], *between(), whole]
+        return Explanations(self.slots, self.scales, drift, whole, each, unions, self.few, loose, fine)
 
     def settle(self) -> None:
         """Finds out for both steps whether they can be run again."""
@@ -161,13 +181,13 @@ class StepRuns:
         rows = np.concatenate(self.even())
         other = mean(*self.changes(self.one, [self.of(np.random.default_rng(0).permutation(rows))]))
         first, e = mean(self.ones[0]), self.explanations
-        return min(e.distance(other, first, slot) for slot in e.slots) > e.near
+        return min(e.distance(other, first, slot) for slot in e.slots) > e.loose
 
     def repeats(self) -> bool:
         """Whether a window of equal micro-batches changes what one of them alone does."""
         parts = [self.even()[0]] * self.cut.every
         e, found = self.explanations, mean(*self.changes(self.cut, self.calls(parts)))
-        return all(e.distance(found, e.parts[0], slot) < e.near for slot in e.slots)
+        return all(e.distance(found, e.parts[0], slot) < e.loose for slot in e.slots)
 
     @functools.cached_property
     def errors(self) -> Errors:

@@ -96,14 +96,18 @@ def reference(optimizer: optax.GradientTransformation, loss: Callable[..., Any],
 
 
 def nudged(batch: Tree, number: int) -> Tree:
-    """Returns a batch whose floats are off by a few of their last digits; the same for number 0."""
+    """Returns a batch whose floats are off by a few of their last digits; the same for number 0.
+
+    Those of fewer than 32 bits stay: a few of their digits are percents, and what is computed from them is given.
+    """
     random = np.random.default_rng(number)
 
     def nudge(leaf: Any) -> Any:
-        by = 4 * float(jnp.finfo(leaf.dtype).eps) * random.uniform(-1, 1, np.shape(leaf)) if number else 0.0
+        by = 4 * float(jnp.finfo(leaf.dtype).eps) * random.uniform(-1, 1, np.shape(leaf))
         return jnp.asarray(wide(leaf) * (1 + by), leaf.dtype)
 
-    return jax.tree.map(lambda leaf: nudge(leaf) if _is_float(leaf) else leaf, batch)
+    fine = lambda leaf: number and _is_float(leaf) and leaf.dtype.itemsize >= 4
+    return jax.tree.map(lambda leaf: nudge(leaf) if fine(leaf) else leaf, batch)
 
 
 def spoilt(batch: Tree, rows: slice) -> Tree:

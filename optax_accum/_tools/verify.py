@@ -11,7 +11,7 @@ import numpy as np
 
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.ratio import Ratio
+from optax_accum._core.ratio import is_ratio
 from optax_accum._core.roles import Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._tools.loss import Loss, grouped, uneven
@@ -175,7 +175,7 @@ def _check_sizes(loss: Loss, batch: Tree, count: int, num_microbatches: int, gro
 def _impure(loss: Loss, batch: Tree) -> Cause | None:
     """Calls the loss three times with the same arguments, without compiling it."""
     calls = [jax.tree.map(jnp.asarray, loss.terms(loss.params, batch, *loss.args)) for _ in range(3)]
-    if isinstance(calls[0], Ratio):
+    if any(map(is_ratio, jax.tree.leaves(calls[0], is_leaf=is_ratio))):
         raise TypeError(
             "verify compares losses that are means: fun returned a Ratio, whose parts are divided once. Let fun return "
             "total / count to see whether its denominator matters."

@@ -16,6 +16,9 @@ from optax_accum._tools.step_probes import LONG, StepProbes
 from optax_accum._tools.step_runs import DRAWS, Errors
 from optax_accum._tools.train_steps import Steps, reference
 
+LEAST = 3  # entries of the parameters that change
+OTHERS = 4  # windows of other micro-batches that a model of few parameters is given
+
 
 def verify_step(
     make_step: Callable[[int], Any],
@@ -36,7 +39,8 @@ def verify_step(
 
     `make_step(1)` is the reference: its step gets the whole batch. Both run two windows from the same carry, and the
     parameters and the optimizer's state are compared; then windows of unequal micro-batches, and one with NaN. Where
-    they differ, what came out is compared with what each fault would make of the micro-batches' own updates.
+    they differ, what came out is compared with what each fault would make of the micro-batches' own updates. Of few
+    parameters any change is some mixture of those; then only what agrees to rounding is called by its name.
 
     Args:
       make_step: called with the length of a window, returns `(step, carry)`, the same carry each time. Where a window
@@ -62,7 +66,8 @@ def verify_step(
     Raises:
       TypeError, ValueError: a batch too small to cut; a `make_step` that returns something else, or other parameters
         each time; a step that returns nothing; a carry without parameters; a reference whose update is zero, or not
-        finite; a random step whose key is neither in the carry nor in the batch.
+        finite, or moves one or two numbers only; a random step whose key is neither in the carry nor in the batch, or
+        of which nothing is linear in the gradient.
 
     Guarantees:
       | case | result | known when |
@@ -78,8 +83,10 @@ def verify_step(
       | a sum in bfloat16 or float16 | `"low-precision sum"` | running |
       | a NaN outlives its window, and on whole batches does not | `"NaN poison"` | running |
       | BatchNorm, contrastive losses | `"coupled examples"` | running |
+      | within a call, the rows that `every` does not divide do not count | `"rows left out"` | running |
       | the sum of a window is in the next one, too | `"not emptied"` | running |
       | a difference that no probe explains | `"another difference"` | running |
+      | the same where the batch moves `every + 3` numbers or fewer | `"not known"` | running |
       | a random step | means over keys are compared, of what is linear in the gradient | running |
       | a step that refuses unequal micro-batches | said under "Not tried" | running |
 
@@ -108,13 +115,12 @@ def verify_step(
     limit = math.sqrt(epsilon) if rtol is None else rtol
     probes = StepProbes(one, cut, longer, batch, count, group_size, within_call, epsilon, limit, leaves)
     probes.settle()
+    rows = count * group_size
     if hidden := _check_reference(probes):
-        return Report(False, {}, {}, (hidden,), count * group_size, every, True, "step")
+        return Report(False, {}, {}, (hidden,), rows, every, True, "step")
     causes, errors, notes = _compared(probes, uneven)
     errors, limits = ({name: pair[i] for name, pair in errors.items()} for i in (0, 1))
-    return Report(
-        not causes, errors, limits, tuple(causes), count * group_size, every, probes.random, "step", DRAWS, tuple(notes)
-    )
+    return Report(not causes, errors, limits, tuple(causes), rows, every, probes.random, "step", DRAWS, tuple(notes))
 
 
 def _compared(probes: StepProbes, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
@@ -134,7 +140,7 @@ def _compared(probes: StepProbes, uneven: bool) -> tuple[list[Cause], Errors, li
                 sizes = [len(part) * probes.group_size for part in parts]
                 notes.append(f"micro-batches of {sizes} rows, which the step refuses: {str(error)[:100]!r}")
                 continue
-            causes += found
+            causes += [cause for cause in found if cause.kind not in {other.kind for other in causes}]
             for name, pair in more.items():
                 errors[name] = max(errors[name], pair, key=lambda pair: order(pair[0] / pair[1]))
     return [*causes, *probes.poison()], errors, notes
@@ -143,6 +149,8 @@ def _compared(probes: StepProbes, uneven: bool) -> tuple[list[Cause], Errors, li
 def _others(probes: StepProbes, uneven: bool, notes: list[str]) -> Iterator[tuple[list[np.ndarray], bool]]:
     """Yields windows of unequal micro-batches, and one that ends early."""
     even, k = probes.even(), probes.cut.every
+    for seed in range(OTHERS if probes.few and not probes.random else 0):  # what one window hides may show in another
+        yield np.split(np.random.default_rng(seed).permutation(np.concatenate(even)), k), False
     if not uneven:
         notes.append("micro-batches of unequal size (uneven=False)")
     elif probes.within_call:
@@ -189,10 +197,22 @@ def _check_reference(probes: StepProbes) -> Cause | None:
     ones = probes.ones[-1]
     if not all(np.all(np.isfinite(change)) for change in ones.values()):
         raise ValueError("The whole batch must have a finite update to compare with. Look for the NaN.")
-    if not any(np.any(ones[name]) for name, leaf in probes.leaves.items() if leaf.slot == "params"):
+    if not any(np.any(ones[name]) for name in probes.params):
         raise ValueError(
             "The reference must move the parameters: two updates of make_step(1) with the whole batch did not. Return "
-            "the new parameters from the step, in the carry; start from a learning rate and a gradient that are not 0."
+            "the new parameters from the step, in the carry: what a function under jax.jit changes in place is lost "
+            "(for NNX modules take nnx.jit). Start from a learning rate and a gradient that are not 0."
+        )
+    if probes.entries < LEAST:
+        raise ValueError(
+            f"The batch must move {LEAST} numbers among the parameters, or more, to tell faults apart: it moves "
+            f"{probes.entries}. Pass a wider model."
+        )
+    if probes.random and not probes.judged:
+        raise ValueError(
+            "Of a random step what is linear in the gradient is compared, in the mean over keys: nothing in this carry "
+            "is. Make the step with optax.sgd, or with an optimizer that keeps a first moment; if its examples are "
+            "coupled, as by BatchNorm, without what is random."
         )
     if probes.random or not probes.ordered():
         return None

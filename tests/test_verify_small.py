@@ -1,0 +1,122 @@
+"""Where fewer parameters move than micro-batches can be told apart: no wrong cause is named, and no fault passes."""
+
+import jax
+import numpy as np
+import pytest
+
+from optax_accum import verify_step
+from tests import test_verify_step as large
+from tests.test_verify_step import AGAIN, FAULTS, SOUND, Loop, in_windows
+
+UNNAMED = {"clipping at each micro-step", "coupled examples"}  # of few entries a mean says no more than that it is one
+NOT_OURS = {"apply_every after Adam", "a key in the step"}
+
+
+RANDOM = {"shared key", "dropout", "dropout, of a sum", "a key that the parts of a sum share"}
+marked = lambda names: [pytest.param(name, marks=[pytest.mark.slow] * (name in RANDOM)) for name in names]
+
+
+def problem(parameters, seed=0):
+    """What the loops of that module are run with: a linear model of so many parameters."""
+    rng = np.random.default_rng([seed, parameters])
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    batch = {"x": draw(12, parameters), "y": draw(12, 1), "mask": rng.uniform(0.2, 3, size=12).astype(np.float32)}
+    return {"W": draw(parameters, 1), "D": 1, "BATCH": batch, "BEST": np.linalg.lstsq(batch["x"], batch["y"])[0]}
+
+
+@pytest.fixture
+def three(monkeypatch):
+    for name, value in problem(3).items():
+        monkeypatch.setattr(large, name, value)
+    return large.BATCH
+
+
+@pytest.mark.parametrize("kind", marked(FAULTS))
+def test_a_fault_is_found_and_called_by_its_own_name_or_by_none(kind, three):
+    report = verify_step(FAULTS[kind], three, **large.OPTIONS.get(kind, {}))
+    assert [cause.kind for cause in report.causes] == ["not known" if kind in UNNAMED else kind], str(report)
+    assert not report.holds
+
+
+@pytest.mark.parametrize("name", marked(sorted(AGAIN.keys() - NOT_OURS)))
+def test_so_is_another_way_to_it(name, three):
+    kind, make_step = AGAIN[name]
+    report = verify_step(make_step, three, uneven=False)
+    found = [cause.kind for cause in report.causes]
+    assert len(found) == 1, str(report)
+    assert set(found) <= {kind, "not known"}, str(report)
+
+
+@pytest.mark.parametrize("name", marked(SOUND))
+def test_nothing_is_found_in_a_sound_loop(name, three):
+    assert verify_step(SOUND[name], three).holds
+
+
+def test_the_remedy_names_it(three):
+    """More parameters."""
+    report = verify_step(FAULTS["clipping at each micro-step"], three, uneven=False)
+    assert "Check a model of more parameters" in report.causes[0].remedy
+    assert "Fewer numbers change than tell 4 micro-batches apart" in report.causes[0].evidence
+
+
+def test_a_smaller_window_names_it(three, monkeypatch):
+    for name, value in problem(6).items():
+        monkeypatch.setattr(large, name, value)
+    named = lambda every: [
+        cause.kind for cause in verify_step(FAULTS["coupled examples"], large.BATCH, every=every).causes
+    ]
+    assert (named(4), named(2)) == (["not known"], ["coupled examples"])
+
+
+@pytest.mark.parametrize(("parameters", "seed"), [(8, 1), (12, 0)])
+def test_entries_that_are_all_clipped_are_no_weights(parameters, seed, monkeypatch):
+    """The whole batch's clipped gradient is that of one micro-batch: as if that alone counted."""
+    for name, value in problem(parameters, seed).items():
+        monkeypatch.setattr(large, name, value)
+    kind, make_step = AGAIN["clipped by value"]
+    assert [cause.kind for cause in verify_step(make_step, large.BATCH, uneven=False).causes] == [kind]
+
+
+def test_what_one_window_hides_shows_in_another(three, monkeypatch):
+    """Both halves of the batch, and the whole of it, are clipped to the same; others are not."""
+    monkeypatch.setattr(large, "W", np.zeros((3, 1), np.float32))
+    y = np.where(np.arange(12) % 6 < 5, 1, -4)[:, None].astype(np.float32)
+    batch = three | {"x": 1 + three["x"] / 100, "y": y}
+    clipped = Loop(clip=lambda g: np.clip(g, -1e-3, 1e-3))
+    halves = [{name: leaf[rows] for name, leaf in batch.items()} for rows in (slice(6), slice(6, 12))]
+    assert all(np.all(large.squared(large.W, half, None) < -1e-3) for half in halves)
+    report = verify_step(clipped, batch, every=2, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["not known"], str(report)
+
+
+def test_an_update_that_cancels_is_no_window_that_stays_open(three, monkeypatch):
+    signs = np.repeat([1, -1, 1, -1], 3).astype(np.float32)
+    batch = three | {"x": np.ones((12, 3), np.float32), "y": -signs[:, None] - 0.01}
+    monkeypatch.setattr(large, "W", np.zeros((3, 1), np.float32))
+    report = verify_step(Loop(clip=np.sign), batch, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["not known"], str(report)
+    stays = in_windows(closes=lambda n, k: False)
+    assert [cause.kind for cause in verify_step(stays, batch).causes] == ["never closes"]
+
+
+@pytest.mark.parametrize("parameters", [1, 2])
+def test_one_or_two_parameters_are_refused(parameters, monkeypatch):
+    for name, value in problem(parameters).items():
+        monkeypatch.setattr(large, name, value)
+    with pytest.raises(ValueError, match=f"must move 3 numbers .* it moves {parameters}. Pass a wider model"):
+        verify_step(Loop(), large.BATCH)
+
+
+def test_entries_that_never_change_do_not_count(three):
+    """A model of many parameters, of which the batch moves three."""
+    batch = three | {"x": np.pad(three["x"], [(0, 0), (0, 9)])}
+    wide = lambda make_step: lambda every: padded(make_step(every))
+
+    def padded(made):
+        step, carry, last = made
+        pad = lambda leaf: np.pad(leaf, [(0, 9), (0, 0)])
+        return step, carry | {name: jax.tree.map(pad, carry[name]) for name in ("params", "m", "acc")}, last
+
+    report = verify_step(wide(FAULTS["clipping at each micro-step"]), batch, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["not known"], str(report)
+    assert verify_step(wide(Loop()), batch).holds
