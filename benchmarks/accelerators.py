@@ -55,9 +55,10 @@ def main() -> None:
         path.write_text(page(path.read_text(), record))
     if options.pages:
         return
+    # Before JAX is used, as the header does: without a driver it would ask for the libraries to run programs with.
+    targets = {name: target(name) if ":" in name else target(name, num_devices=8) for name in options.targets}
     print(_measure.header("Compiled for accelerators, not timed", NOTES))
-    for name in options.targets:
-        many = target(name) if ":" in name else target(name, num_devices=8)
+    for name, many in targets.items():
         here = f"{name}, JAX {jax.__version__}"
         for kind in options.kinds:
             found = {case: _rounded(row) for case, row in tqdm(KINDS[kind](many), desc=f"{name}: {kind}", leave=False)}

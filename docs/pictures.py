@@ -1,5 +1,6 @@
 """Draws the pictures of docs/how_it_works.md: `python docs/pictures.py`, with matplotlib."""
 
+import io
 import pathlib
 
 import matplotlib.pyplot as plt
@@ -129,7 +130,10 @@ def main() -> None:
     """Writes all pictures, each the same from run to run."""
     HERE.mkdir(exist_ok=True)
     for draw in (law, window, program, devices):
-        draw().savefig(HERE / f"{draw.__name__}.svg", metadata={"Date": None}, facecolor="white")
+        drawn = io.StringIO()
+        draw().savefig(drawn, format="svg", metadata={"Date": None}, facecolor="white")
+        lines = (line.rstrip() for line in drawn.getvalue().splitlines())  # matplotlib's end with spaces
+        (HERE / f"{draw.__name__}.svg").write_text("".join(f"{line}\n" for line in lines))
 
 
 if __name__ == "__main__":

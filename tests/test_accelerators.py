@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import accelerators as facts
 from optax_accum import accelerators
 from optax_accum._tools import targets
 from optax_accum.accelerators import count_traffic
@@ -225,6 +226,18 @@ def test_jax_is_not_to_look_for_what_only_running_needs(unchecked, driver, given
         monkeypatch.setenv(CHECKED, given)
     targets._gpus("h100", 1)
     assert os.environ.get(CHECKED) == want
+
+
+def test_the_command_asks_for_its_targets_before_jax_is_used(tmp_path, monkeypatch):
+    """Its header names the device that is here, which uses JAX."""
+    asked = []
+    monkeypatch.setattr(facts, "target", lambda name, **options: asked.append(name))
+    monkeypatch.setattr(facts._measure, "header", lambda *_: asked.append("header") or "")
+    monkeypatch.setitem(facts.KINDS, "update", lambda on: [])
+    options = ["--targets", "h100", "v5e:2x2", "--kinds", "update", "--facts", str(tmp_path / "facts.json")]
+    monkeypatch.setattr("sys.argv", ["accelerators", *options])
+    facts.main()
+    assert asked == ["h100", "v5e:2x2", "header"]
 
 
 def test_a_compiler_that_jax_did_not_load_is_named(unchecked, monkeypatch):

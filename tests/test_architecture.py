@@ -51,8 +51,8 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"verify_command"},
     ],
     "flax": [
-        {"_batch_norm", "_window", "_nnx_variables", "_nnx_jit"},
-        {"_checkpoint", "_loss_scale"},
+        {"_batch_norm", "_window", "_nnx_variables", "_nnx_reading"},
+        {"_checkpoint", "_loss_scale", "_nnx_jit"},
         {"_linen", "_nnx", "_nnx_optimizer"},
         {"_linen_step", "_nnx_step"},
         {"linen", "nnx"},

@@ -81,7 +81,7 @@ def test_the_address_is_one_and_the_same():
     owner, name = PROJECT["urls"]["Repository"].removeprefix("https://github.com/").split("/")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     found = set()
-    for file in tracked or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.md")]:
+    for file in tracked or ["pyproject.toml", *map(str, ROOT.rglob("*.md"))]:  # an sdist has no list of its files
         if (ROOT / file).suffix not in {".png", ".svg"}:
             found |= set(
                 re.findall(rf"[\w-]+/{name}(?=/blob|/issues|/tree|/security|\.git\b)", (ROOT / file).read_text())
@@ -92,6 +92,21 @@ def test_the_address_is_one_and_the_same():
 def test_a_release_has_one_version():
     for file, line in (("CITATION.cff", "version: {}"), ("recipe/recipe.yaml", '  version: "{}"')):
         assert f"\n{line.format(optax_accum.__version__)}\n" in (ROOT / file).read_text(), file
+
+
+def test_the_recipe_asks_for_what_pyproject_asks_for():
+    """What is built with, what is needed, and that it imports without Flax; read as lines, for want of a YAML parser."""
+    recipe = (ROOT / "recipe/recipe.yaml").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = lambda key: re.findall(r"- (.*)", re.search(rf"^ +{key}:\n((?: +- .*\n)+)", recipe, re.MULTILINE)[1])
+    in_recipe = lambda requirement: re.sub(r"(?=>=)", " ", requirement)
+    assert f'\n  python_min: "{PROJECT["requires-python"].removeprefix(">=")}"\n' in recipe
+    assert listed("run") == ["python >=${{ python_min }}", *map(in_recipe, PROJECT["dependencies"])]
+    assert listed("host") == ["python ${{ python_min }}.*", *map(in_recipe, project["build-system"]["requires"]), "pip"]
+    assert set(listed("imports")) == {name for name in MODULES if "flax" not in name}
+    about = {"summary": f'"{PROJECT["description"]}"', "license": PROJECT["license"], "license_file": "LICENSE"}
+    about |= {key: PROJECT["urls"][key.title()] for key in ("repository", "documentation")}
+    assert [key for key, value in about.items() if f"\n  {key}: {value}\n" not in recipe] == []
 
 
 def test_pictures_of_the_pages_are_small():
