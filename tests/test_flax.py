@@ -652,7 +652,7 @@ def test_a_misspelt_argument_is_not_lost(name, meant):
     [
         (lambda loss, new: loss, False, TypeError, r"fun must return \(loss, extra\)"),
         (lambda loss, new: (loss, {"accuracy": loss}), False, ValueError, r"it has \['accuracy'\]. Put scalars into"),
-        (lambda loss, new: ({"a": loss}, {}), False, TypeError, r"one scalar: fun returned \['a'\]. Return their sum"),
+        (lambda loss, new: ({"a": loss}, {}), False, TypeError, r"fun returned the terms \['a'\]. Return their sum"),
         (lambda loss, new: (loss[None], {}), False, TypeError, r"must return a real scalar loss.*float32\[1\]"),
         (lambda loss, new: (loss, {"metrics": loss}), False, TypeError, "metrics must be a dict of scalars"),
         (

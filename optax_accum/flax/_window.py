@@ -152,11 +152,6 @@ def with_loss(loss: Any, metrics: Any) -> dict[str, Any]:
     """Returns the metrics of a train step: the loss is one of them."""
     if isinstance(loss, tuple):
         raise TypeError("A train step takes a loss that is one scalar: fun returned a tuple. Pass has_aux=True.")
-    if isinstance(loss, Mapping):
-        raise TypeError(
-            f"A train step takes a loss that is one scalar: fun returned {sorted(loss)}. Return their sum; for terms "
-            "with denominators of their own, take value_and_grad."
-        )
     check_metrics(metrics)
     if "loss" in metrics:
         raise ValueError("A train step measures the loss itself: metrics has a 'loss', too. Give it another name.")
