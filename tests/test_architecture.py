@@ -36,7 +36,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"checks"},
         {"backward", "ratio"},
     ],
-    "_space": [{"meshes"}, {"partials"}, {"mismatch", "device"}, {"space"}, {"several"}, {"here"}],
+    "_space": [{"meshes"}, {"partials"}, {"mismatch", "device"}, {"place"}, {"space"}, {"several"}, {"here"}],
     "_across": [{"inner", "policy", "outcomes", "schedules"}, {"window"}, {"transformation"}, {"train_step"}],
     "_within": [{"splitting"}, {"loops", "reductions", "gradients", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [

@@ -193,7 +193,7 @@ class _MicroStep:
         if rules:
             check_state(state)
             space.check_state(state.weight, call[tuple(call.arguments)])
-            space.check_params(params)
+            space.place.check(params)
             weight = None if weight is None else weighed(rules, space, weight, state)
         acc = None if again else self._acc(state)
         done = self._differentiated(space, call, acc, weight, state)

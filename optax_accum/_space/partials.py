@@ -79,6 +79,11 @@ def differs(leaf: Any, axes: Axes) -> bool:
     return bool(set(axes) & varies_over(leaf))
 
 
+def as_row(own: Tree) -> Tree:
+    """Returns this device's partial sums [...] as rows [1, ...]."""
+    return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else jnp.asarray(leaf)[None], own)
+
+
 def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
     """Returns an empty accumulator [d, ...] for each leaf [...] of `acc`, each device's on that device."""
     mesh = meshes.mesh_of(axes, params)
@@ -137,7 +142,8 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
         axis_names=set(axes),
         check_vma=not sliced,  # there is no type of an array that is the same everywhere so far as it has been added
     )
-    return run(acc)
+    total, rows = run(_arrays(acc))
+    return _filled(total, acc), _filled(rows, acc)
 
 
 def adds_by_slices(acc: Tree, axes: Axes) -> bool:
@@ -191,23 +197,32 @@ def per_device(
     if explicit := tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh)):
         arrays = [_placed(leaf, spec, mesh, explicit) for leaf, spec in zip(arrays, in_specs, strict=True)]
 
-    integers: list[Any] = []  # the gradients of integer parameters, which no array can hold
+    integers: list[Any] = []
 
     def local(*arrays: Any) -> Tree:
         given = iter(arrays)
         filled = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
         own, same = fun(*jax.tree.unflatten(treedef, filled))
         integers.append(jax.tree.map(lambda leaf: leaf if is_float0(leaf) else None, own))
-        own = jax.tree.map(lambda leaf: None if is_float0(leaf) else jnp.asarray(leaf)[None], own)
-        return varying(own, axes), same
+        return varying(as_row(_arrays(own)), axes), same
 
     out_specs = PartitionSpec(axes), PartitionSpec()
     run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
     run = jax.checkpoint(run) if shards else run
     traced = any(isinstance(leaf, Tracer) for leaf in arrays)
     own, same = run(*arrays) if traced else jax.jit(run)(*arrays)  # outside jit, shard_map knows no references
+    return _filled(own, integers[-1]), same
+
+
+def _arrays(tree: Tree) -> Tree:
+    """Returns a tree without the gradients of integer parameters, which no array can hold."""
+    return jax.tree.map(lambda leaf: None if is_float0(leaf) else leaf, tree)
+
+
+def _filled(arrays: Tree, tree: Tree) -> Tree:
+    """Undoes `_arrays`: returns arrays, with what `tree` has where there are none."""
     is_none = lambda node: node is None
-    return jax.tree.map(lambda row, other: other if row is None else row, own, integers[-1], is_leaf=is_none), same
+    return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, arrays, tree, is_leaf=is_none)
 
 
 def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, axes: Axes) -> jax.Array:

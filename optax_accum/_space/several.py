@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, tracing
+from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.state import default_float
-from optax_accum._space import meshes, mismatch, partials
+from optax_accum._space import meshes, mismatch, partials, place
 from optax_accum._space.device import Among, Device
 from optax_accum._space.meshes import Axes
+from optax_accum._space.place import Place
 from optax_accum._space.space import PARTIAL, Local, Space
 
 
@@ -25,16 +26,11 @@ class Several(Space):
     communicates = True
 
     def __init__(self, axes: Axes, to: Tree):
-        self.axes, self.to = axes, to
+        self.axes, self.keeps = axes, to == PARTIAL
+        super().__init__(self._place(to))
 
     def total(self, sums: Tree) -> Tree:
-        return self.as_own(sums) if self.to == PARTIAL else self._sum(sums)
-
-    def reduced(self, acc: Tree) -> Tree:
-        return self.total(acc)
-
-    def like(self, grads: Tree) -> Tree:
-        return arithmetic.zeros_of(jax.eval_shape(lambda: self.reduced(grads)))
+        return self.as_own(sums) if self.keeps else self._sum(sums)
 
     def output(self, reduction: str, leaf: Any) -> Any:
         if reduction not in ("mean", "sum", "max", "concat"):
@@ -44,7 +40,7 @@ class Several(Space):
             )
         if reduction == "concat":
             return self._joined(leaf)
-        return self._max(leaf) if reduction == "max" and self.to != PARTIAL else self.total(leaf)
+        return self._max(leaf) if reduction == "max" and not self.keeps else self.total(leaf)
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
         sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not arithmetic.is_float0(leaf)]
@@ -55,7 +51,10 @@ class Several(Space):
         return jax.eval_shape(lambda: arithmetic.zeros(params, dtype))
 
     def _device(self) -> Device:
-        return Among(self.axes, one_batch=self.to != PARTIAL)
+        return Among(self.axes, one_batch=not self.keeps)
+
+    def _place(self, to: Tree) -> Place:
+        raise NotImplementedError
 
     def _sum(self, sums: Tree) -> Tree:
         raise NotImplementedError
@@ -85,32 +84,11 @@ class OverMesh(Several):
         part = weight / like.shape[0] if share and not jnp.ndim(weight) else weight
         return partials.beside(jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape), like, self.axes)
 
-    def reduced(self, acc: Tree) -> Tree:
-        if self._goes_everywhere(acc) and partials.adds_by_slices(acc, self.axes):
-            return partials.sum_in_place(acc, self.axes)[0]
-        if self.to is None or self.to == PARTIAL:
-            return self.total(acc)
-        scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes)
-        return jax.tree.map(scatter, acc, meshes.shardings(self.to, acc, self.axes))
-
-    def reduced_in_place(self, acc: Tree) -> tuple[Tree, Tree]:
-        return partials.sum_in_place(acc, self.axes) if self._goes_everywhere(acc) else (self.reduced(acc), None)
-
-    def held(self, acc: Tree) -> Tree:
-        return acc if self._goes_everywhere(acc) else None
-
-    def shard(self, params: Tree) -> Tree:
-        return params if self.to is None else meshes.place(params, meshes.shardings(self.to, params, self.axes))
-
-    def gather(self, tree: Tree, params: Tree) -> Tree:
-        return tree if self.to is None else meshes.gather(tree, self.to, params, self.axes)
-
     def run(
         self, fun: Local, split: Sequence[int], args: Sequence[Any], sharded: int | None = None
     ) -> tuple[Tree, Tree]:
-        if sharded is None or self.to is None:
+        if sharded is None or (to := self.place.shardings(args[sharded])) is None:
             return partials.per_device(lambda *own: fun(self._device(), *own), self.axes, split, args)
-        to = meshes.shardings(self.to, args[sharded], self.axes)
         meshes.check_shards(to, args[sharded], self.axes)
         local = lambda *own: fun(Among(self.axes, shards={sharded: to}), *own)
         return partials.per_device(local, self.axes, split, args, {sharded: to})
@@ -118,13 +96,10 @@ class OverMesh(Several):
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
 
-    def check_params(self, params: Tree) -> None:
-        if self.to is None or self.to == PARTIAL:
-            mismatch.check_replicated(params, self.axes)
-
-    def _goes_everywhere(self, acc: Tree) -> bool:
-        """Returns whether the sum goes to all devices of a mesh that is known, inside jit."""
-        return self.to is None and tracing.is_staged() and meshes.in_reach(acc) is not None
+    def _place(self, to: Tree) -> Place:
+        if to is None:
+            return place.OverMesh(self.axes, self.total)
+        return place.Total(self.axes, self.total) if self.keeps else place.Shards(self.axes, self.total, to)
 
     def _sum(self, sums: Tree) -> Tree:
         return jax.tree.map(partials.sum_over, sums)
@@ -156,13 +131,6 @@ class InShardMap(Several):
         part = weight / jax.lax.psum(1, self.axes) if share and not own else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
 
-    def reduced_in_place(self, acc: Tree) -> tuple[Tree, Tree]:
-        total = self.reduced(acc)
-        return total, partials.varying(self.as_partial(total), self.axes)
-
-    def held(self, acc: Tree) -> Tree:
-        return acc
-
     def run(
         self, fun: Local, split: Sequence[int], args: Sequence[Any], sharded: int | None = None
     ) -> tuple[Tree, Tree]:
@@ -173,7 +141,10 @@ class InShardMap(Several):
         return jax.tree.map(lambda leaf: leaf if arithmetic.is_float0(leaf) else leaf[0], sums)
 
     def as_partial(self, own: Tree) -> Tree:
-        return jax.tree.map(lambda leaf: leaf if arithmetic.is_float0(leaf) else jnp.asarray(leaf)[None], own)
+        return partials.as_row(own)
+
+    def _place(self, to: Tree) -> Place:
+        return place.Total(self.axes, self.total) if self.keeps else place.InShardMap(self.axes, self.total)
 
     def _sum(self, sums: Tree) -> Tree:
         return jax.tree.map(lambda leaf: jax.lax.psum(leaf[0], self.axes), sums)

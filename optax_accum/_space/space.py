@@ -1,4 +1,4 @@
-"""Owns what a space is asked: where partial sums live, and how they become a sum. One device answers here.
+"""Owns what a space is asked: where partial sums live. One device answers here. Where their sum goes, `place` says.
 
 A *partial sum* is what one device has of a sum.
 """
@@ -13,6 +13,7 @@ from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.state import default_float
 from optax_accum._space.device import Device
+from optax_accum._space.place import Place
 
 PARTIAL = "partial"  # as `reduce_to`: the sum goes nowhere
 Local = Callable[..., tuple[Tree, Tree]]
@@ -22,6 +23,9 @@ class Space:
     """Where partial sums live. On one device nothing is partial: it answers with what it was given."""
 
     communicates = False
+
+    def __init__(self, place: Place | None = None):
+        self.place = place or Place()
 
     # The doors: what is empty, and what is to be added, as it is added.
 
@@ -41,27 +45,11 @@ class Space:
         """Returns the weight of a micro-batch as it is added to `like`; if `share`, each device's part of it."""
         return checks.as_weight(weight)
 
-    # The sums: of scalars and outputs; of gradients, which go to their place; and what all must know.
+    # The sums of scalars and outputs, and what all must know.
 
     def total(self, sums: Tree) -> Tree:
         """Returns sums over all devices."""
         return sums
-
-    def reduced(self, acc: Tree) -> Tree:
-        """Returns the sum of the gradients over all devices, where it belongs: the one reduction of a window."""
-        return acc
-
-    def reduced_in_place(self, acc: Tree) -> tuple[Tree, Tree]:
-        """Returns what `reduced` does, and what then lies in the place of the partial sums: None if these do."""
-        return self.reduced(acc), None
-
-    def held(self, acc: Tree) -> Tree:
-        """Returns what lies there where nothing was reduced: partial sums, or None as `reduced_in_place` does."""
-        return None
-
-    def like(self, grads: Tree) -> Tree:
-        """Returns leaves of the shapes and dtypes of the gradient of the whole batch."""
-        return grads
 
     def output(self, reduction: str, leaf: Any) -> Any:
         """Returns an output of the whole batch, of what each device has of it."""
@@ -71,16 +59,6 @@ class Space:
         """Returns whether something that counts, on any device, holds a NaN or an infinity."""
         return ~arithmetic.all_finite((tree, weight)) & (weight != 0)
 
-    # The places: of the update, and back to those of the parameters.
-
-    def shard(self, params: Tree) -> Tree:
-        """Returns the parameters sharded as the update is to be."""
-        return params
-
-    def gather(self, tree: Tree, params: Tree) -> Tree:
-        """Undoes `shard`."""
-        return tree
-
     # The work: a function on each device's own examples, and what came of it as users see it.
 
     def run(
@@ -88,7 +66,7 @@ class Space:
     ) -> tuple[Tree, Tree]:
         """Runs `fun(device, *args) -> (own, same)` on each device, the arguments `split` dealt out by rows.
 
-        Of argument `sharded`, if there is one, each device has the shard that `to` says.
+        Of argument `sharded`, if there is one, each device has the shard that belongs with it.
         """
         return fun(Device(), *args)
 
@@ -102,6 +80,3 @@ class Space:
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         """Raises for a state of other devices: `weight` is its."""
-
-    def check_params(self, params: Tree) -> None:
-        """Raises where parameters would be gathered unasked."""

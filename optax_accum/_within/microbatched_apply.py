@@ -148,7 +148,7 @@ class _Rules:
         call = self.roles.of(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
         space, names = here(self.reduce_axes, self.reduce_to), tuple(call.arguments)
-        space.check_params(call[call.params])
+        space.place.check(call[call.params])
 
         def local(device: Device, *values: Any) -> tuple[Tree, None]:
             return self.on_device(device, call.with_arguments(dict(zip(names, values, strict=True)))), None

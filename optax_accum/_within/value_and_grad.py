@@ -201,7 +201,7 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
     call = rules.roles.of(args, kwargs)
     call.check_shared(count_rows(call[call.batch]))
     space, names = here(rules.reduce_axes, _to(rules, call)), tuple(call.arguments)
-    space.check_params(call[call.params])
+    space.place.check(call[call.params])
 
     def local(device: Device, *values: Any) -> tuple[Totals, Tree]:
         totals = rules.add_up(device, call.with_arguments(dict(zip(names, values, strict=True))), again=again)
@@ -209,7 +209,7 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
 
     own, carry = space.run(local, [names.index(name) for name in call.batch], call[names])
     outputs = reductions.over_devices(rules.aux_reduction, space, own.outputs)
-    loss, grads = space.total(own.loss), space.reduced(own.grads)
+    loss, grads = space.total(own.loss), space.place.reduced(own.grads)[0]
     if own.counted is not None:
         loss, grads = divided((loss, grads), space.total(own.counted))
     kinds = rules.kinds(call[call.params])
