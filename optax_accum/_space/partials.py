@@ -5,6 +5,7 @@ axes, each on its device. On every mesh that is an ordinary array: it passes jit
 compared, saved and loaded, and adding two of them moves nothing.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -134,15 +135,16 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
         return total, jax.tree.map(lambda leaf: leaf[None], total)
 
     mesh, sliced = meshes.mesh_of(axes, acc), adds_by_slices(acc, axes)
-    run = jax.shard_map(
+    arrays = _arrays(acc)
+    run = _mapped(
         add_slices if sliced else add,
-        mesh=mesh,
-        in_specs=PartitionSpec(axes),
+        mesh,
+        axes,
+        in_specs=(jax.tree.map(lambda _: PartitionSpec(axes), arrays),),
         out_specs=(PartitionSpec(), PartitionSpec(axes)),
-        axis_names=set(axes),
         check_vma=not sliced,  # there is no type of an array that is the same everywhere so far as it has been added
     )
-    total, rows = run(_arrays(acc))
+    total, rows = run(arrays)
     return _filled(total, acc), _filled(rows, acc)
 
 
@@ -207,7 +209,7 @@ def per_device(
         return varying(as_row(_arrays(own)), axes), same
 
     out_specs = PartitionSpec(axes), PartitionSpec()
-    run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
+    run = _mapped(local, mesh, axes, in_specs=in_specs, out_specs=out_specs)
     run = jax.checkpoint(run) if shards else run
     traced = any(isinstance(leaf, Tracer) for leaf in arrays)
     own, same = run(*arrays) if traced else jax.jit(run)(*arrays)  # outside jit, shard_map knows no references
@@ -225,14 +227,37 @@ def _filled(arrays: Tree, tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, arrays, tree, is_leaf=is_none)
 
 
+def _mapped(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
+    """Returns `jax.shard_map` of a function over the axes; over all others its arguments stay as they are.
+
+    Where the axes are Auto beside Explicit ones they are Explicit while it runs: else JAX 0.12 gathers, at its border,
+    what is sharded over the others.
+    """
+    run = functools.partial(jax.shard_map, fun, axis_names=set(axes), **options)
+    explicit = meshes.explicit_axes(mesh)
+    if not explicit or set(axes) & set(explicit):
+        return run(mesh=mesh)
+
+    def run_explicit(*args: Any) -> Any:
+        specs = jax.tree.map(functools.partial(_spec_with, axes=axes), args, options["in_specs"])
+        here = lambda *args: run(mesh=jax.sharding.get_abstract_mesh())(*args)
+        return jax.sharding.explicit_axes(here, axes=axes, in_sharding=specs)(*args)
+
+    return run_explicit
+
+
 def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, axes: Axes) -> jax.Array:
     """Returns an array on an Explicit mesh, over the axes as in `spec`, and over all others as it is."""
     leaf = jnp.asarray(leaf)
-    whole = lambda spec: [*(spec or ()), *[None] * leaf.ndim][: leaf.ndim]
+    return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), _spec_with(leaf, spec, axes)))
+
+
+def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
+    """Returns how a leaf is sharded, with the axes as in `spec`."""
+    whole = lambda spec: [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]
     kept = (meshes.names_of(meshes.without(entry, axes)) for entry in whole(meshes.spec_of(leaf)))
     over = map(meshes.names_of, whole(meshes.only(spec, axes)))
-    entries = [(*names, *others) for names, others in zip(over, kept, strict=True)]
-    return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), PartitionSpec(*entries)))
+    return PartitionSpec(*((*names, *others) for names, others in zip(over, kept, strict=True)))
 
 
 def whole(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
