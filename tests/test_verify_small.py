@@ -1,9 +1,12 @@
 """Where fewer parameters move than micro-batches can be told apart: no wrong cause is named, and no fault passes."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import optax_accum
 from optax_accum import verify_step
 from tests import test_verify_step as large
 from tests.test_verify_step import AGAIN, FAULTS, SOUND, Loop, in_windows
@@ -120,3 +123,31 @@ def test_entries_that_never_change_do_not_count(three):
     report = verify_step(wide(FAULTS["clipping at each micro-step"]), batch, uneven=False)
     assert [cause.kind for cause in report.causes] == ["not known"], str(report)
     assert verify_step(wide(Loop()), batch).holds
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_behind_a_clip_a_few_numbers_vary_less_by_less_than_k(shared):
+    """Keys of their own are none that is shared: two draws of a clipped gradient vary nearly as one does."""
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "y": 2 * rng.normal(size=(8, 1)).astype(np.float32)}
+    params = jnp.asarray(rng.normal(size=(3, 1)), jnp.float32)
+
+    def loss(w, batch, key):
+        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return jnp.mean((jnp.where(kept, batch["x"], 0) @ w - batch["y"]) ** 2)
+
+    def make_step(every):
+        clipped = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))
+        tx = optax_accum.accumulate_gradients(clipped, every)
+
+        @jax.jit
+        def step(carry, micro_batch):
+            w, state, key = carry
+            grads = jax.grad(loss)(w, micro_batch, key if shared else jax.random.fold_in(key, state.mini_step))
+            w, state = optax_accum.apply_gradients(tx, grads, state, w)
+            return w, state, jnp.where(state.emitted, jax.random.fold_in(key, 99), key)
+
+        return step, (params, tx.init(params), jax.random.key(0))
+
+    report = verify_step(make_step, batch, every=2, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["shared key"] * shared, str(report)

@@ -129,7 +129,8 @@ class StepProbes(StepRuns):
     def shared_key(self) -> list[Cause]:
         """A mean over k equal micro-batches varies with the key as one of them does, and not k times less.
 
-        So does a sum, but for its size, which is that of the reference for k times the rows.
+        So does a sum, but for its size, which is that of the reference for k times the rows. Behind a clip what is
+        sound varies less by less: as the reference does, unless its rows share their outcomes.
         """
         if not self.random:
             return []
@@ -142,9 +143,10 @@ class StepProbes(StepRuns):
         names = [name for slot in self.explanations.linear for name in self.explanations.slots[slot]]
         first, both = (np.concatenate([mean(c)[n].ravel() / self.scales[n] for n in names]) for c in (one, whole))
         size = k if abs(np.vdot(first, both)) > k**0.5 * np.vdot(first, first).real else 1
-        before, after = (sum(np.sum(np.var(c[n] / self.scales[n], 0)) for n in names) for c in (one, cut))
-        after /= size**2
-        if not after > before * k**-0.5:
+        before, after, apart = (sum(np.sum(np.var(c[n] / self.scales[n], 0)) for n in names) for c in (one, cut, whole))
+        after, apart = after / size**2, apart / size**2
+        sound = max(1 / k, apart / before) if apart < 0.95 * before else 1 / k
+        if not after > before * sound**0.5:
             return []
         says = f"Over {draws} keys {k} equal micro-batches vary {after / before:.2f} times as much as one of them."
         return [Cause("shared key", says)]
