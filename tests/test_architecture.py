@@ -36,7 +36,16 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"checks"},
         {"backward", "ratio"},
     ],
-    "_space": [{"meshes"}, {"partials"}, {"mismatch", "device"}, {"place"}, {"space"}, {"several"}, {"here"}],
+    "_space": [
+        {"meshes"},
+        {"mapped"},
+        {"partials"},
+        {"mismatch", "device"},
+        {"place"},
+        {"space"},
+        {"several"},
+        {"here"},
+    ],
     "_across": [{"inner", "policy", "outcomes", "schedules"}, {"window"}, {"transformation"}, {"train_step"}],
     "_within": [{"splitting"}, {"loops", "reductions", "gradients", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
@@ -141,9 +150,7 @@ def test_where_is_asked_in_space_alone():
         if names_in(source) & WHERE
     }
     assert asked == set(ANSWERED)
-    assert all(
-        names_in(modules("_space")[name]) & WHERE for name in ("meshes", "partials", "device", "several", "here")
-    )
+    assert all(names_in(modules("_space")[name]) & WHERE for name in ("meshes", "mapped", "partials", "device", "here"))
 
 
 def branches(source):

@@ -9,7 +9,7 @@ import jax
 
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.roles import Call, Name
-from optax_accum._space import partials
+from optax_accum._space import mapped
 from optax_accum._space.meshes import Axes
 
 
@@ -90,26 +90,26 @@ class Among(Device):
         return jax.tree.map(lambda leaf: leaf[0], sums)
 
     def vary(self, tree: Tree) -> Tree:
-        return partials.varying(tree, self.axes)
+        return mapped.varying(tree, self.axes)
 
     def gathers(self, name: Name, arg: Tree) -> Tree:
         if name not in self.shards:
             return super().gathers(name, arg)
-        whole = lambda _, to: functools.partial(partials.whole, to=to, axes=self.axes)
+        whole = lambda _, to: functools.partial(mapped.whole, to=to, axes=self.axes)
         return jax.tree.map(whole, arg, self.shards[name])
 
     def whole(self, value: Any) -> Any:
         return jax.lax.psum(value, self.axes) if self.one_batch else value
 
     def check_loss(self, loss: jax.Array) -> None:
-        if partials.differs(self._index(), self.axes) and not partials.differs(loss, self.axes):
+        if mapped.differs(self._index(), self.axes) and not mapped.differs(loss, self.axes):
             raise ValueError(
                 f"With reduce_axes, the loss must be that of each device's own rows: here it is the same on all "
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."
             )
 
     def check_carry(self, carry: Tree) -> None:
-        if any(partials.differs(leaf, self.axes) for leaf in jax.tree.leaves(carry)):
+        if any(mapped.differs(leaf, self.axes) for leaf in jax.tree.leaves(carry)):
             raise ValueError(
                 f"With reduce_axes, the carry must be the same on all devices: it differs over {self.axes}. Return "
                 f"jax.lax.pmean(carry, {self.axes}) from fun; that communicates at every micro-batch."

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core.arithmetic import is_float0
-from optax_accum._space import meshes, partials
+from optax_accum._space import mapped, meshes
 from optax_accum._space.meshes import Axes
 
 Tree = Any
@@ -30,10 +30,10 @@ def num_devices_of(weight: jax.Array, axes: Axes) -> int:
 
 def check_own(grads: Tree, axes: Axes) -> None:
     """Raises for gradients that have been reduced already, inside `jax.shard_map`."""
-    if not partials.differs(jax.lax.axis_index(axes[0]), axes):  # under check_vma=False nobody knows
+    if not mapped.differs(jax.lax.axis_index(axes[0]), axes):  # under check_vma=False nobody knows
         return
     for path, leaf in jax.tree.leaves_with_path(grads):
-        if not is_float0(leaf) and not set(axes) <= partials.varies_over(leaf):
+        if not is_float0(leaf) and not set(axes) <= mapped.varies_over(leaf):
             raise ValueError(
                 f"With reduce_axes, gradients must not be reduced before the window closes: at "
                 f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient is the same on all devices of {axes}. "

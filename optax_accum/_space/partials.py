@@ -5,22 +5,18 @@ axes, each on its device. On every mesh that is an ordinary array: it passes jit
 compared, saved and loaded, and adding two of them moves nothing.
 """
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._core import tracing
 from optax_accum._core.arithmetic import is_float0
 from optax_accum._core.state import default_float
-from optax_accum._space import meshes
+from optax_accum._space import mapped, meshes
 from optax_accum._space.meshes import Axes, Mesh
 
 Tree = Any
@@ -62,27 +58,7 @@ def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
             f"defer_reduction works inside jax.shard_map over {axes}. Outside, use value_and_grad(..., "
             'reduce_axes=..., reduce_to="partial"), which returns the gradient of each device, [d, ...].'
         )
-    return varying(params, axes)
-
-
-def varying(tree: Tree, axes: Axes) -> Tree:
-    """Returns `tree` as values that may differ between devices, inside `jax.shard_map`."""
-
-    def vary(leaf: Any) -> Any:
-        missing = tuple(axis for axis in axes if axis not in varies_over(leaf))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(vary, tree)
-
-
-def differs(leaf: Any, axes: Axes) -> bool:
-    """Returns whether a value inside `jax.shard_map` may differ between devices."""
-    return bool(set(axes) & varies_over(leaf))
-
-
-def as_row(own: Tree) -> Tree:
-    """Returns this device's partial sums [...] as rows [1, ...]."""
-    return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else jnp.asarray(leaf)[None], own)
+    return mapped.varying(params, axes)
 
 
 def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
@@ -128,15 +104,15 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
 
     def add(acc: Tree) -> tuple[Tree, Tree]:
         total = jax.tree.map(lambda own: jax.lax.psum(own[0], axes), acc)
-        return total, varying(jax.tree.map(lambda leaf: leaf[None], total), axes)
+        return total, mapped.varying(jax.tree.map(lambda leaf: leaf[None], total), axes)
 
     def add_slices(acc: Tree) -> tuple[Tree, Tree]:
         total = jax.tree.map(lambda own: _by_slices(own[0], axes), acc)
         return total, jax.tree.map(lambda leaf: leaf[None], total)
 
     mesh, sliced = meshes.mesh_of(axes, acc), adds_by_slices(acc, axes)
-    arrays = _arrays(acc)
-    run = _mapped(
+    arrays = mapped.arrays(acc)
+    run = mapped.over_axes(
         add_slices if sliced else add,
         mesh,
         axes,
@@ -145,7 +121,7 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
         check_vma=not sliced,  # there is no type of an array that is the same everywhere so far as it has been added
     )
     total, rows = run(arrays)
-    return _filled(total, acc), _filled(rows, acc)
+    return mapped.filled(total, acc), mapped.filled(rows, acc)
 
 
 def adds_by_slices(acc: Tree, axes: Axes) -> bool:
@@ -164,119 +140,6 @@ def _by_slices(leaf: jax.Array, axes: Axes) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(leaf, part, index * size, axis=0)
 
     return jax.lax.psum(leaf, axes) if slices == 1 else jax.lax.fori_loop(0, slices, add, leaf)
-
-
-def per_device(
-    fun: Callable[..., tuple[Tree, Tree]],
-    axes: Axes,
-    split: Sequence[int],
-    args: Sequence[Any],
-    shards: Mapping[int, Tree] = MappingProxyType({}),
-) -> tuple[Tree, Tree]:
-    """Runs `fun` on each device; mesh axes that are not named are left to the partitioner.
-
-    `fun` returns `(own, same)`: what each device has of its own comes back as rows [d, ...], what all have as it is.
-    The arrays in arguments `split` are dealt out along their first axis, and of those in `shards`, which has their
-    shardings, each device has its shard. All others are on every device whole, and so is what `fun` closes over.
-    With shards, the backward pass runs `fun` again: what it gathers is not kept.
-    """
-    mesh = meshes.mesh_of(axes, args)
-    leaves, treedef = jax.tree.flatten(tuple(args))
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-
-    def specs_of(number: int, arg: Tree) -> Tree:
-        if number in shards:
-            return jax.tree.map(lambda leaf, to: meshes.only(to.spec, axes), arg, shards[number])
-        deal = lambda leaf: PartitionSpec(axes) if number in split and jnp.ndim(leaf) > 0 else PartitionSpec()
-        return jax.tree.map(deal, arg)
-
-    specs = jax.tree.leaves([specs_of(number, arg) for number, arg in enumerate(args)], is_leaf=meshes.is_spec)
-    arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-    in_specs = tuple(spec for spec, array in zip(specs, is_array, strict=True) if array)
-    for leaf in jax.tree.leaves([args[number] for number in split]):
-        if jnp.ndim(leaf):
-            _check_divides(axes, mesh, leaf.shape[0])
-    if explicit := tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh)):
-        arrays = [_placed(leaf, spec, mesh, explicit) for leaf, spec in zip(arrays, in_specs, strict=True)]
-
-    integers: list[Any] = []
-
-    def local(*arrays: Any) -> Tree:
-        given = iter(arrays)
-        filled = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-        own, same = fun(*jax.tree.unflatten(treedef, filled))
-        integers.append(jax.tree.map(lambda leaf: leaf if is_float0(leaf) else None, own))
-        return varying(as_row(_arrays(own)), axes), same
-
-    out_specs = PartitionSpec(axes), PartitionSpec()
-    run = _mapped(local, mesh, axes, in_specs=in_specs, out_specs=out_specs)
-    run = jax.checkpoint(run) if shards else run
-    traced = any(isinstance(leaf, Tracer) for leaf in arrays)
-    own, same = run(*arrays) if traced else jax.jit(run)(*arrays)  # outside jit, shard_map knows no references
-    return _filled(own, integers[-1]), same
-
-
-def _arrays(tree: Tree) -> Tree:
-    """Returns a tree without the gradients of integer parameters, which no array can hold."""
-    return jax.tree.map(lambda leaf: None if is_float0(leaf) else leaf, tree)
-
-
-def _filled(arrays: Tree, tree: Tree) -> Tree:
-    """Undoes `_arrays`: returns arrays, with what `tree` has where there are none."""
-    is_none = lambda node: node is None
-    return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, arrays, tree, is_leaf=is_none)
-
-
-def _mapped(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
-    """Returns `jax.shard_map` of a function over the axes; over all others its arguments stay as they are.
-
-    Where the axes are Auto beside Explicit ones they are Explicit while it runs: else JAX 0.12 gathers, at its border,
-    what is sharded over the others.
-    """
-    run = functools.partial(jax.shard_map, fun, axis_names=set(axes), **options)
-    explicit = meshes.explicit_axes(mesh)
-    if not explicit or set(axes) & set(explicit):
-        return run(mesh=mesh)
-
-    def run_explicit(*args: Any) -> Any:
-        specs = jax.tree.map(functools.partial(_spec_with, axes=axes), args, options["in_specs"])
-        here = lambda *args: run(mesh=jax.sharding.get_abstract_mesh())(*args)
-        return jax.sharding.explicit_axes(here, axes=axes, in_sharding=specs)(*args)
-
-    return run_explicit
-
-
-def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, axes: Axes) -> jax.Array:
-    """Returns an array on an Explicit mesh, over the axes as in `spec`, and over all others as it is."""
-    leaf = jnp.asarray(leaf)
-    return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), _spec_with(leaf, spec, axes)))
-
-
-def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
-    """Returns how a leaf is sharded, with the axes as in `spec`."""
-    whole = lambda spec: [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]
-    kept = (meshes.names_of(meshes.without(entry, axes)) for entry in whole(meshes.spec_of(leaf)))
-    over = map(meshes.names_of, whole(meshes.only(spec, axes)))
-    return PartitionSpec(*((*names, *others) for names, others in zip(over, kept, strict=True)))
-
-
-def whole(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
-    """Returns a leaf of which this device has its shard, inside `jax.shard_map`: its gradient is scattered, once.
-
-    It differs between devices, so that they add up gradients of their own, also over axes that it is not sharded over.
-    """
-
-    def gather(leaf: Any) -> Any:
-        for dim, entry in enumerate(meshes.only(to.spec, axes)):
-            if names := meshes.names_of(entry):
-                leaf = jax.lax.all_gather(leaf, names, axis=dim, tiled=True)
-        return leaf
-
-    leaf = varying(leaf, axes)
-    if others := meshes.explicit_axes(jax.sharding.get_abstract_mesh()):  # JAX 0.12 cannot scatter beside them
-        spec = meshes.spec_of(leaf)
-        gather = jax.shard_map(gather, in_specs=(spec,), out_specs=spec, axis_names=set(others))
-    return gather(leaf)
 
 
 def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
@@ -306,22 +169,6 @@ def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh, axes: Axes, spec: Any,
     others = [free] * len(leaf.shape) if spec is None else [meshes.without(entry, axes) for entry in spec]
     sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))
     return meshes.place(jnp.zeros((meshes.num_devices(mesh, axes), *leaf.shape), leaf.dtype), sharding)
-
-
-def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
-    """Raises unless the rows of a batch can be dealt out evenly."""
-    devices = meshes.num_devices(mesh, axes)
-    if rows % devices:
-        raise ValueError(
-            f"The rows of a batch must divide over the devices of reduce_axes: {rows} rows, {devices} devices along "
-            f"{axes}. Pad the batch to {-(-rows // devices) * devices} rows, and leave the padding out of the loss "
-            "(weight_fn)."
-        )
-
-
-def varies_over(leaf: Any) -> set[str]:
-    """Returns the axes over which a value inside `jax.shard_map` may differ."""
-    return set(jax.typeof(leaf).manual_axis_type.varying)
 
 
 def _paths(tree: Tree) -> Tree:

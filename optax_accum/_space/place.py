@@ -7,7 +7,7 @@ import jax
 
 from optax_accum._core import arithmetic, tracing
 from optax_accum._core.arithmetic import Tree
-from optax_accum._space import meshes, mismatch, partials
+from optax_accum._space import mapped, meshes, mismatch, partials
 from optax_accum._space.meshes import Axes
 
 
@@ -66,7 +66,7 @@ class InShardMap(Total):
 
     def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
         total = self.total(acc)
-        return total, partials.varying(partials.as_row(total), self.axes)
+        return total, mapped.varying(mapped.as_row(total), self.axes)
 
     def held(self, acc: Tree) -> Tree:
         return acc

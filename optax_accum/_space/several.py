@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.state import default_float
-from optax_accum._space import meshes, mismatch, partials, place
+from optax_accum._space import mapped, meshes, mismatch, partials, place
 from optax_accum._space.device import Among, Device
 from optax_accum._space.meshes import Axes
 from optax_accum._space.place import Place
@@ -88,10 +88,10 @@ class OverMesh(Several):
         self, fun: Local, split: Sequence[int], args: Sequence[Any], sharded: int | None = None
     ) -> tuple[Tree, Tree]:
         if sharded is None or (to := self.place.shardings(args[sharded])) is None:
-            return partials.per_device(lambda *own: fun(self._device(), *own), self.axes, split, args)
+            return mapped.per_device(lambda *own: fun(self._device(), *own), self.axes, split, args)
         meshes.check_shards(to, args[sharded], self.axes)
         local = lambda *own: fun(Among(self.axes, shards={sharded: to}), *own)
-        return partials.per_device(local, self.axes, split, args, {sharded: to})
+        return mapped.per_device(local, self.axes, split, args, {sharded: to})
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
@@ -116,10 +116,10 @@ class InShardMap(Several):
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
         zeros = lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype)
-        return partials.varying(jax.tree.map(zeros, self._shapes(params, dtype)), self.axes)
+        return mapped.varying(jax.tree.map(zeros, self._shapes(params, dtype)), self.axes)
 
     def scalar(self, params: Tree) -> jax.Array:
-        return partials.varying(jnp.zeros([1], default_float()), self.axes)
+        return mapped.varying(jnp.zeros([1], default_float()), self.axes)
 
     def grads(self, grads: Tree, acc: Tree) -> Tree:
         mismatch.check_own(grads, self.axes)
@@ -127,7 +127,7 @@ class InShardMap(Several):
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
         weight = checks.as_weight(weight, mismatch.num_devices_of(like, self.axes))
-        own = jnp.ndim(weight) or (isinstance(weight, jax.Array) and partials.differs(weight, self.axes))
+        own = jnp.ndim(weight) or (isinstance(weight, jax.Array) and mapped.differs(weight, self.axes))
         part = weight / jax.lax.psum(1, self.axes) if share and not own else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
 
@@ -141,7 +141,7 @@ class InShardMap(Several):
         return jax.tree.map(lambda leaf: leaf if arithmetic.is_float0(leaf) else leaf[0], sums)
 
     def as_partial(self, own: Tree) -> Tree:
-        return partials.as_row(own)
+        return mapped.as_row(own)
 
     def _place(self, to: Tree) -> Place:
         return place.Total(self.axes, self.total) if self.keeps else place.InShardMap(self.axes, self.total)

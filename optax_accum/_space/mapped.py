@@ -1,0 +1,165 @@
+"""Owns what runs on each device: `jax.shard_map` over some axes of a mesh, all others left as they are."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from optax_accum._core.arithmetic import Tree, is_float0
+from optax_accum._space import meshes
+from optax_accum._space.meshes import Axes, Mesh
+
+
+def per_device(
+    fun: Callable[..., tuple[Tree, Tree]],
+    axes: Axes,
+    split: Sequence[int],
+    args: Sequence[Any],
+    shards: Mapping[int, Tree] = MappingProxyType({}),
+) -> tuple[Tree, Tree]:
+    """Runs `fun` on each device; mesh axes that are not named are left to the partitioner.
+
+    `fun` returns `(own, same)`: what each device has of its own comes back as rows [d, ...], what all have as it is.
+    The arrays in arguments `split` are dealt out along their first axis, and of those in `shards`, which has their
+    shardings, each device has its shard. All others are on every device whole, and so is what `fun` closes over.
+    With shards, the backward pass runs `fun` again: what it gathers is not kept.
+    """
+    mesh = meshes.mesh_of(axes, args)
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+
+    def specs_of(number: int, arg: Tree) -> Tree:
+        if number in shards:
+            return jax.tree.map(lambda leaf, to: meshes.only(to.spec, axes), arg, shards[number])
+        deal = lambda leaf: PartitionSpec(axes) if number in split and jnp.ndim(leaf) > 0 else PartitionSpec()
+        return jax.tree.map(deal, arg)
+
+    specs = jax.tree.leaves([specs_of(number, arg) for number, arg in enumerate(args)], is_leaf=meshes.is_spec)
+    given = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+    in_specs = tuple(spec for spec, array in zip(specs, is_array, strict=True) if array)
+    for leaf in jax.tree.leaves([args[number] for number in split]):
+        if jnp.ndim(leaf):
+            _check_divides(axes, mesh, leaf.shape[0])
+    if explicit := tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh)):
+        given = [_placed(leaf, spec, mesh, explicit) for leaf, spec in zip(given, in_specs, strict=True)]
+
+    integers: list[Any] = []
+
+    def local(*own: Any) -> Tree:
+        each = iter(own)
+        whole = [next(each) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        sums, same = fun(*jax.tree.unflatten(treedef, whole))
+        integers.append(jax.tree.map(lambda leaf: leaf if is_float0(leaf) else None, sums))
+        return varying(as_row(arrays(sums)), axes), same
+
+    out_specs = PartitionSpec(axes), PartitionSpec()
+    run = over_axes(local, mesh, axes, in_specs=in_specs, out_specs=out_specs)
+    run = jax.checkpoint(run) if shards else run
+    traced = any(isinstance(leaf, Tracer) for leaf in given)
+    own, same = run(*given) if traced else jax.jit(run)(*given)  # outside jit, shard_map knows no references
+    return filled(own, integers[-1]), same
+
+
+def over_axes(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
+    """Returns `jax.shard_map` of a function over the axes; over all others its arguments stay as they are.
+
+    Where the axes are Auto beside Explicit ones they are Explicit while it runs: else JAX 0.12 gathers, at its border,
+    what is sharded over the others.
+    """
+    run = functools.partial(jax.shard_map, fun, axis_names=set(axes), **options)
+    explicit = meshes.explicit_axes(mesh)
+    if not explicit or set(axes) & set(explicit):
+        return run(mesh=mesh)
+
+    def run_explicit(*args: Any) -> Any:
+        specs = jax.tree.map(functools.partial(_spec_with, axes=axes), args, options["in_specs"])
+        here = lambda *args: run(mesh=jax.sharding.get_abstract_mesh())(*args)
+        return jax.sharding.explicit_axes(here, axes=axes, in_sharding=specs)(*args)
+
+    return run_explicit
+
+
+def arrays(tree: Tree) -> Tree:
+    """Returns a tree without the gradients of integer parameters, which no array can hold."""
+    return jax.tree.map(lambda leaf: None if is_float0(leaf) else leaf, tree)
+
+
+def filled(given: Tree, tree: Tree) -> Tree:
+    """Undoes `arrays`: returns the arrays, with what `tree` has where there are none."""
+    is_none = lambda node: node is None
+    return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, given, tree, is_leaf=is_none)
+
+
+def varying(tree: Tree, axes: Axes) -> Tree:
+    """Returns `tree` as values that may differ between devices, inside `jax.shard_map`."""
+
+    def vary(leaf: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in varies_over(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, tree)
+
+
+def differs(leaf: Any, axes: Axes) -> bool:
+    """Returns whether a value inside `jax.shard_map` may differ between devices."""
+    return bool(set(axes) & varies_over(leaf))
+
+
+def varies_over(leaf: Any) -> set[str]:
+    """Returns the axes over which a value inside `jax.shard_map` may differ."""
+    return set(jax.typeof(leaf).manual_axis_type.varying)
+
+
+def as_row(own: Tree) -> Tree:
+    """Returns this device's partial sums [...] as rows [1, ...]."""
+    return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else jnp.asarray(leaf)[None], own)
+
+
+def whole(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
+    """Returns a leaf of which this device has its shard, inside `jax.shard_map`: its gradient is scattered, once.
+
+    It differs between devices, so that they add up gradients of their own, also over axes that it is not sharded over.
+    """
+
+    def gather(leaf: Any) -> Any:
+        for dim, entry in enumerate(meshes.only(to.spec, axes)):
+            if names := meshes.names_of(entry):
+                leaf = jax.lax.all_gather(leaf, names, axis=dim, tiled=True)
+        return leaf
+
+    leaf = varying(leaf, axes)
+    if others := meshes.explicit_axes(jax.sharding.get_abstract_mesh()):  # JAX 0.12 cannot scatter beside them
+        spec = meshes.spec_of(leaf)
+        gather = jax.shard_map(gather, in_specs=(spec,), out_specs=spec, axis_names=set(others))
+    return gather(leaf)
+
+
+def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, axes: Axes) -> jax.Array:
+    """Returns an array on an Explicit mesh, over the axes as in `spec`, and over all others as it is."""
+    leaf = jnp.asarray(leaf)
+    return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), _spec_with(leaf, spec, axes)))
+
+
+def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
+    """Returns how a leaf is sharded, with the axes as in `spec`."""
+    whole = lambda spec: [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]
+    kept = (meshes.names_of(meshes.without(entry, axes)) for entry in whole(meshes.spec_of(leaf)))
+    over = map(meshes.names_of, whole(meshes.only(spec, axes)))
+    return PartitionSpec(*((*names, *others) for names, others in zip(over, kept, strict=True)))
+
+
+def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
+    """Raises unless the rows of a batch can be dealt out evenly."""
+    devices = meshes.num_devices(mesh, axes)
+    if rows % devices:
+        raise ValueError(
+            f"The rows of a batch must divide over the devices of reduce_axes: {rows} rows, {devices} devices along "
+            f"{axes}. Pad the batch to {-(-rows // devices) * devices} rows, and leave the padding out of the loss "
+            "(weight_fn)."
+        )
