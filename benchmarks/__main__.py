@@ -30,7 +30,7 @@ QUICK = {  # options; the others are left out
     "peers": ["--quick"],
     "micro_step": ["--quick"],
     "sharded": ["--every", "2", "--seconds", "1"],
-    "host_time": ["--calls", "20"],
+    "host_time": ["--turns", "5"],
 }
 FULL = {"accelerators": None, "features": ["--write"]}  # None: its facts come from a file, of many compilers
 DEVICES = {"sharded": ("2", "4")}  # run once more for so many

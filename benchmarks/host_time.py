@@ -1,18 +1,18 @@
 """Owns what a micro-step costs the host: the Python time of Linen and NNX train steps, which an accelerator waits for.
 
-Run `python -m benchmarks.host_time`. The model is deep and narrow: there are many arrays, and little to compute. Before
-a time is printed, parameters are compared.
+Run `python -m benchmarks.host_time`. The model is deep and narrow: there are many arrays, and little to compute. The
+paths take turns, and each turn gives a ratio to Linen's. Before a time is printed, parameters are compared.
 """
 
 import argparse
 import functools
-import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
@@ -22,40 +22,43 @@ from benchmarks import _measure
 from optax_accum import flax as accum
 
 EVERY, WIDTH = 4, 4
+CALLS = 2 * EVERY  # of a turn
 BATCH = (jnp.ones((8, WIDTH)), jnp.zeros((8, WIDTH)))
 LINEN = "Linen, `train_step`"
 
 
-class _Run:
-    """A path: a micro-step, which changes what it works on, and the parameters of that.
+class _Run(NamedTuple):
+    """A path: a micro-step, which changes what it works on, and the parameters of that."""
 
-    Attributes:
-      times: seconds of each call timed.
-    """
+    step: Callable[[], Any]
+    params: Callable[[], Any]
 
-    def __init__(self, step: Callable[[], Any], params: Callable[[], Any]):
-        self.step, self.params = step, params
-        self.times: list[float] = []
-
-    def time(self) -> None:
-        """Times one call, not what runs on after it."""
-        start = time.thread_time()
-        result = self.step()
-        self.times.append(time.thread_time() - start)
-        jax.block_until_ready((result, self.params()))
+    def seconds(self) -> float:
+        """Returns the median of the calls of a turn, each without what runs on after it."""
+        self.step()  # the caches of the processor are its own again, as in training
+        times = []
+        for _ in range(CALLS):
+            start = time.thread_time()
+            result = self.step()
+            times.append(time.thread_time() - start)
+            jax.block_until_ready((result, self.params()))
+        return float(np.median(times))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=40, help="layers of the model, with a kernel and a bias each")
-    parser.add_argument("--calls", type=int, default=100, help="micro-steps of each path, in ten turns")
+    parser.add_argument("--turns", type=int, default=25, help=f"turns of each path, of {CALLS} micro-steps")
     options = parser.parse_args()
-    notes = "CPU time of the calling thread, medians of one run on this machine."
+    notes = (
+        f"CPU time of the calling thread, medians of one run on this machine: {options.turns} turns of each path, of "
+        f"{CALLS} micro-steps."
+    )
     print(_measure.header(f"Host time of a micro-step, {options.layers} layers, Adam", notes))
-    print(_table(options.layers, options.calls))
+    print(_table(options.layers, options.turns))
 
 
-def _table(layers: int, calls: int) -> str:
+def _table(layers: int, turns: int) -> str:
     """Returns the time of a micro-step of each path as a multiple of Linen's."""
     runs = {
         LINEN: _linen(_Module(layers)),
@@ -71,14 +74,13 @@ def _table(layers: int, calls: int) -> str:
     for name, run in runs.items():
         error = _measure.relative_difference(run.params(), runs[LINEN].params())
         assert error < 1e-4, (name, error)
-    for _ in range(10):
-        for run in runs.values():
-            run.step()  # the caches of the processor are its own again, as in training
-            for _ in range(calls // 10):
-                run.time()
-    medians = {name: statistics.median(run.times) for name, run in runs.items()}
-    rows = [("micro-step", "/ Linen", "ms")]
-    rows += [(name, f"{value / medians[LINEN]:.1f}", f"{1e3 * value:.2f}") for name, value in medians.items()]
+    times = np.array([[run.seconds() for run in runs.values()] for _ in range(turns)])
+    low, middle, high = np.quantile(times / times[:, :1], [0.25, 0.5, 0.75], axis=0)
+    rows = [("micro-step", "/ Linen", "quartiles of the turns", "ms")]
+    rows += [
+        (name, f"{middle[i]:.1f}", f"{low[i]:.1f} to {high[i]:.1f}", f"{1e3 * np.median(times[:, i]):.2f}")
+        for i, name in enumerate(runs)
+    ]
     return f"### Target: `train_step` of NNX <= 3 times that of Linen\n\n{_measure.markdown(rows)}"
 
 
