@@ -336,7 +336,8 @@ class Run:
 class Checkpoints:
     """Orbax writes a checkpoint under another name and renames it at the end: one that was cut is not found.
 
-    A disk may still lose part of it. So process 0 notes the size of each file, and one that lost some is passed over.
+    A disk may still lose part of it. So process 0 notes the size of each file, and passes over one that lost some, and
+    one that it had no time to take note of, if there is another that it had.
     """
 
     def __init__(self, settings: Settings):
@@ -352,7 +353,7 @@ class Checkpoints:
         both = args.Composite(run=args.StandardSave(tree), info=args.JsonSave({"devices": devices}))
         self.manager.save(seen, args=both)
         if jax.process_index() == 0:
-            note = self.folder / str(seen) / "sizes"
+            note = self._note(seen)
             note.with_suffix(".new").write_text(json.dumps(self._sizes(seen)))
             note.with_suffix(".new").replace(note)
 
@@ -377,7 +378,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             while steps and not self._is_whole(steps[-1]):
                 before = f"goes on from that of row {steps[-2]}" if steps[:-1] else "begins anew, for there is no other"
-                print(f"the checkpoint of row {steps.pop()} has lost a part: {before}", flush=True)
+                print(f"the checkpoint of row {steps.pop()} is not whole: {before}", flush=True)
             newest = steps[-1] if steps else -1
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
@@ -389,12 +390,15 @@ class Checkpoints:
         return None if newest < 0 else newest
 
     def _is_whole(self, seen: int) -> bool:
-        note = self.folder / str(seen) / "sizes"
-        if not note.exists():  # a crash came between the checkpoint and the note
-            return True
+        note = self._note(seen)
+        if not note.exists():  # a crash came between the checkpoint and the note; or nobody takes notes
+            return not any(self._note(step).exists() for step in self.manager.all_steps())
         with contextlib.suppress(ValueError):
             return json.loads(note.read_text()) == self._sizes(seen)
         return False
+
+    def _note(self, seen: int) -> pathlib.Path:
+        return self.folder / str(seen) / "sizes"
 
     def _sizes(self, seen: int) -> dict[str, int]:
         folder = self.folder / str(seen)
