@@ -36,9 +36,10 @@ def _bars(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
     """Time of an update, a field for each model."""
     from matplotlib.figure import Figure
 
-    lines = (len(tables) + 1) // 2
-    figure = Figure(figsize=(10, 0.4 + 2.7 * lines), layout="constrained")
-    axes: Any = figure.subplots(lines, 2, squeeze=False).ravel()
+    columns = min(2, len(tables))
+    lines = -(-len(tables) // columns)
+    figure = Figure(figsize=(2 + 4 * columns, 0.4 + 2.7 * lines), layout="constrained")
+    axes: Any = figure.subplots(lines, columns, squeeze=False).ravel()
     for axis, table in zip(axes, tables, strict=False):
         ways = list(reversed(table["rows"]))
         ours = table["rows"]["ours: apply_gradients"]["seconds"]
