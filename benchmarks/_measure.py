@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 Tree = Any
@@ -172,6 +173,16 @@ def markdown(table: Table, left: Sequence[int] = (0,)) -> str:
 
     rule = ["-" * w if i in left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join([line(table[0]), line(rule), *map(line, table[1:])])
+
+
+def by_turns(names: Iterable[str], seconds: np.ndarray) -> list[tuple[str, ...]]:
+    """Returns table rows of times [turn, contender]: the median ratio to the first, its quartiles, the median in ms.
+
+    Each turn gives a ratio of its own: a machine is faster or slower for minutes at a time.
+    """
+    low, middle, high = np.quantile(seconds / seconds[:, :1], [0.25, 0.5, 0.75], axis=0)
+    cells = zip(names, middle, low, high, 1e3 * np.median(seconds, axis=0), strict=True)
+    return [(name, f"{m:.2f}", f"{a:.2f} to {b:.2f}", digits(ms)) for name, m, a, b, ms in cells]
 
 
 def digits(value: float) -> str:

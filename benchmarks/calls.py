@@ -72,30 +72,26 @@ def _eager(calls: int) -> str:
 
 
 def _policies(leaves: int, turns: int) -> str:
-    """Returns the time that each policy takes to compile over many small leaves, as a multiple of "propagate".
-
-    The policies take turns, each turn gives a ratio: a machine is faster or slower for minutes at a time.
-    """
+    """Returns the time that each policy takes to compile over many small leaves, as a multiple of "propagate"."""
     params = {str(i): jnp.ones((8, 8)) for i in range(leaves)}
     policies = ("propagate", "skip", "omit", "discard")
 
-    def seconds(nonfinite: str) -> float:
+    def compiled(nonfinite: str) -> tuple[float, Any]:
         tx = optax_accum.accumulate_gradients(optax.adam(1e-3), 4, nonfinite=nonfinite)
         state = tx.init(params)
         step = jax.jit(lambda p, s, g: optax_accum.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
         start = time.process_time()
-        step.lower(params, state, params).compile()
-        return time.process_time() - start
+        program = step.lower(params, state, params).compile()
+        seconds = time.process_time() - start
+        return seconds, program(*jax.tree.map(jnp.copy, (params, state)), params)[1].acc_grads
 
-    seconds("propagate")  # what is compiled once in a process
-    times = np.array([[seconds(name) for name in policies] for _ in range(turns)])
-    low, middle, high = np.quantile(times / times[:, :1], [0.25, 0.5, 0.75], axis=0)
-    rows = [("nonfinite", "trace and compile, s", '/ "propagate"', "quartiles of the turns")]
-    rows += [
-        (name, f"{np.median(times[:, i]):.1f}", f"{middle[i]:.2f}", f"{low[i]:.2f} to {high[i]:.2f}")
-        for i, name in enumerate(policies)
-    ]
-    return f"### {leaves} leaves, adam, {turns} turns (target: <= 1.3)\n\n{_measure.markdown(rows)}"
+    sums = [compiled(name)[1] for name in policies]  # compiles what a process compiles once, too
+    assert all(_measure.relative_difference(each, sums[0]) == 0 for each in sums), "policies differ on finite gradients"
+    times = np.array([[compiled(name)[0] for name in policies] for _ in range(turns)])
+    rows = [("nonfinite", '/ "propagate"', "quartiles of the turns", "ms"), *_measure.by_turns(policies, times)]
+    return (
+        f"### To trace and compile: {leaves} leaves, adam, {turns} turns (target: <= 1.3)\n\n{_measure.markdown(rows)}"
+    )
 
 
 def _seconds(call: Call, calls: int) -> float:

@@ -75,12 +75,7 @@ def _table(layers: int, turns: int) -> str:
         error = _measure.relative_difference(run.params(), runs[LINEN].params())
         assert error < 1e-4, (name, error)
     times = np.array([[run.seconds() for run in runs.values()] for _ in range(turns)])
-    low, middle, high = np.quantile(times / times[:, :1], [0.25, 0.5, 0.75], axis=0)
-    rows = [("micro-step", "/ Linen", "quartiles of the turns", "ms")]
-    rows += [
-        (name, f"{middle[i]:.1f}", f"{low[i]:.1f} to {high[i]:.1f}", f"{1e3 * np.median(times[:, i]):.2f}")
-        for i, name in enumerate(runs)
-    ]
+    rows = [("micro-step", "/ Linen", "quartiles of the turns", "ms"), *_measure.by_turns(runs, times)]
     return f"### Target: `train_step` of NNX <= 3 times that of Linen\n\n{_measure.markdown(rows)}"
 
 

@@ -242,15 +242,13 @@ def as_ratio(loss):
     return ratio
 
 
-THROUGH_A_RATIO = [
-    functools.partial(through_train_step, loss=as_ratio(linen_loss)),
-    functools.partial(through_the_nnx_train_step, loss=as_ratio(nnx_loss)),
-]
+TRAIN_STEPS = {"Linen": (through_train_step, linen_loss), "NNX": (through_the_nnx_train_step, nnx_loss)}
 
 
-@pytest.mark.parametrize("path", THROUGH_A_RATIO, ids=["Linen", "NNX"])
-def test_a_ratio_says_how_much_a_micro_batch_counts(path):
-    test_the_update_equals_the_update_of_the_whole_batch(path, *CASES[0])
+@pytest.mark.parametrize("step", TRAIN_STEPS)
+def test_a_ratio_says_how_much_a_micro_batch_counts(step):
+    path, loss = TRAIN_STEPS[step]
+    assert_the_update_of_the_whole_batch(functools.partial(path, loss=as_ratio(loss)), *CASES[0])
 
 
 def as_terms(loss):
@@ -263,21 +261,20 @@ def as_terms(loss):
     return terms
 
 
-THROUGH_TERMS = [
-    functools.partial(through_train_step, loss=as_terms(linen_loss)),
-    functools.partial(through_the_nnx_train_step, loss=as_terms(nnx_loss)),
-]
-
-
-@pytest.mark.parametrize("path", THROUGH_TERMS, ids=["Linen", "NNX"])
-def test_a_train_step_says_what_takes_several_terms(path):
+@pytest.mark.parametrize("step", TRAIN_STEPS)
+def test_a_train_step_says_what_takes_several_terms(step):
+    path, loss = TRAIN_STEPS[step]
     with pytest.raises(TypeError, match="the terms .'a', 'b'.. Return their sum, or one Ratio.*value_and_grad"):
-        path(*CASES[0])
+        path(*CASES[0], loss=as_terms(loss))
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("sizes", "weighted"), CASES, ids=str)
 def test_the_update_equals_the_update_of_the_whole_batch(path, sizes, weighted):
+    assert_the_update_of_the_whole_batch(path, sizes, weighted)
+
+
+def assert_the_update_of_the_whole_batch(path, sizes, weighted):
     params, stats, metrics = oracle(weighted)
     *got, updates = path(sizes, weighted)
     for one, other in zip(got, (params, stats, metrics), strict=True):

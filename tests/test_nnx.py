@@ -440,7 +440,10 @@ CHANGES = {  # from outside; whether the step is traced again
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_is_changed_between_two_steps_is_seen(what):
-    model, (change, traced_again) = Tower(nnx.Rngs(0)), CHANGES[what]
+    changed_between_two_steps(Tower(nnx.Rngs(0)), *CHANGES[what])
+
+
+def changed_between_two_steps(model, change, traced_again):
     step, traces = stepping(model)
     moves_as_the_whole_batch(model, step)
     before = len(traces)
@@ -483,14 +486,7 @@ CONTAINER_CHANGES = {
 
 @pytest.mark.parametrize("what", CONTAINER_CHANGES)
 def test_what_is_changed_in_a_container_is_seen(what):
-    model, (change, traced_again) = Containers(nnx.Rngs(0)), CONTAINER_CHANGES[what]
-    step, traces = stepping(model)
-    moves_as_the_whole_batch(model, step)
-    before = len(traces)
-    change(model)
-    for _ in range(2):
-        moves_as_the_whole_batch(model, step)
-    assert len(traces) == before * (2 if traced_again else 1)
+    changed_between_two_steps(Containers(nnx.Rngs(0)), *CONTAINER_CHANGES[what])
 
 
 def test_a_variable_of_the_optimizer_is_exchanged_between_two_steps():

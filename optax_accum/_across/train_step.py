@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_accum._across.transformation import apply, apply_gradients, rules_of
@@ -206,7 +205,7 @@ class _MicroStep:
         weight = weighed(rules, space, done.weight, state) if weight is None else weight
         batch = MicroBatch(done.grads, weight, done.acc)
         if done.grads is None:
-            batch = batch._replace(grads=_shapes_of_grads(params, state.acc_grads))
+            batch = batch._replace(grads=arithmetic.like_gradients(params, state.acc_grads))
         return value, *apply(rules, space, batch, state, params, flush, extra_args)
 
     def _check(self, call: Call, *, weighted: bool) -> None:
@@ -296,9 +295,3 @@ class _MicroStep:
             if narrower or bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr):
                 return False
         return adds_in_place(self.in_place, call.arguments[0], acc, lambda: self._differentiate(call))
-
-
-def _shapes_of_grads(params: Tree, acc: Tree) -> Tree:
-    """Returns leaves of the shapes and dtypes of the gradients in an accumulator: a float0 where there is none."""
-    like = lambda param, total: total if hasattr(total, "dtype") else np.zeros(jnp.shape(param), jax.dtypes.float0)
-    return jax.tree.map(like, params, acc)

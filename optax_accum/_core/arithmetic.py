@@ -35,6 +35,12 @@ def zeros_of(shapes: Tree) -> Tree:
     return jax.tree.map(zero, shapes)
 
 
+def like_gradients(params: Tree, acc: Tree) -> Tree:
+    """Returns leaves of the shapes and dtypes of the gradients in an accumulator: a float0 where there is none."""
+    like = lambda param, total: total if hasattr(total, "dtype") else np.zeros(jnp.shape(param), jax.dtypes.float0)
+    return jax.tree.map(like, params, acc)
+
+
 def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array, skip: tracing.Flag = False) -> Tree:
     """Returns `acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
 

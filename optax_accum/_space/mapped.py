@@ -49,21 +49,22 @@ def per_device(
     if explicit := tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh)):
         given = [_placed(leaf, spec, mesh, explicit) for leaf, spec in zip(given, in_specs, strict=True)]
 
-    integers: list[Any] = []
+    integers: list[Any] = []  # the gradients of integer parameters, which no array can hold
 
     def local(*own: Any) -> Tree:
         each = iter(own)
         whole = [next(each) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
         sums, same = fun(*jax.tree.unflatten(treedef, whole))
         integers.append(jax.tree.map(lambda leaf: leaf if is_float0(leaf) else None, sums))
-        return varying(as_row(arrays(sums)), axes), same
+        return varying(as_row(jax.tree.map(lambda leaf: None if is_float0(leaf) else leaf, sums)), axes), same
 
     out_specs = PartitionSpec(axes), PartitionSpec()
     run = over_axes(local, mesh, axes, in_specs=in_specs, out_specs=out_specs)
     run = jax.checkpoint(run) if shards else run
     traced = any(isinstance(leaf, Tracer) for leaf in given)
     own, same = run(*given) if traced else jax.jit(run)(*given)  # outside jit, shard_map knows no references
-    return filled(own, integers[-1]), same
+    is_none = lambda node: node is None
+    return jax.tree.map(lambda row, other: other if row is None else row, own, integers[-1], is_leaf=is_none), same
 
 
 def over_axes(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
@@ -83,17 +84,6 @@ def over_axes(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -
         return jax.sharding.explicit_axes(here, axes=axes, in_sharding=specs)(*args)
 
     return run_explicit
-
-
-def arrays(tree: Tree) -> Tree:
-    """Returns a tree without the gradients of integer parameters, which no array can hold."""
-    return jax.tree.map(lambda leaf: None if is_float0(leaf) else leaf, tree)
-
-
-def filled(given: Tree, tree: Tree) -> Tree:
-    """Undoes `arrays`: returns the arrays, with what `tree` has where there are none."""
-    is_none = lambda node: node is None
-    return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, given, tree, is_leaf=is_none)
 
 
 def varying(tree: Tree, axes: Axes) -> Tree:

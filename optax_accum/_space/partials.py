@@ -111,17 +111,15 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
         return total, jax.tree.map(lambda leaf: leaf[None], total)
 
     mesh, sliced = meshes.mesh_of(axes, acc), adds_by_slices(acc, axes)
-    arrays = mapped.arrays(acc)
     run = mapped.over_axes(
         add_slices if sliced else add,
         mesh,
         axes,
-        in_specs=(jax.tree.map(lambda _: PartitionSpec(axes), arrays),),
+        in_specs=(jax.tree.map(lambda _: PartitionSpec(axes), acc),),
         out_specs=(PartitionSpec(), PartitionSpec(axes)),
         check_vma=not sliced,  # there is no type of an array that is the same everywhere so far as it has been added
     )
-    total, rows = run(arrays)
-    return mapped.filled(total, acc), mapped.filled(rows, acc)
+    return run(acc)
 
 
 def adds_by_slices(acc: Tree, axes: Axes) -> bool:
