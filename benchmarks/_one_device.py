@@ -94,16 +94,58 @@ def _micro_step(on: Target, tx: Any, params: Tree) -> Facts:
     }
 
 
+def backward(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what a micro-step of `value_and_apply_gradients` moves: 64 rows, forward, backward, AdamW."""
+    params, rows = layers(), jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
+    tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), 8)
+
+    def loss(params: Tree, x: jax.Array) -> jax.Array:
+        return jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), params.values(), x) ** 2)
+
+    for name, in_place in (("added inside the backward pass", True), ("added after it", False)):
+        step = optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place)
+        in_order = lambda params, state, x, step=step: step(params, state, x)[1:]  # as they are donated
+        found = count_traffic(compiled(on, in_order, params, jax.eval_shape(tx.init, params), rows))
+        opening = sum(part.bytes for part in found.parts if any("turn" in place for place in part.within))
+        yield (
+            name,
+            {
+                "held, P": found.least / size(params),
+                "opening adds, P": opening / size(params),
+                "emitting adds, P": (found.most - found.least - opening) / size(params),
+                "temporary, P": (found.temporary or 0) / size(params),
+            },
+        )
+
+
 def wrappers(on: Target) -> Iterator[tuple[str, Facts]]:
-    """Yields the bytes of a window of 8 through `update` and `optax.apply_updates`, ours and Optax's."""
+    """Yields the bytes of a window of 8 through `update` and `optax.apply_updates`, ours and Optax's, and by hand."""
     params, inner = layers(), OPTIMIZERS["AdamW"]()
-    for name, tx in (
-        ("update", optax_accum.accumulate_gradients(inner, 8)),
-        ("MultiSteps", optax.MultiSteps(inner, 8)),
+    ours, peer = optax_accum.accumulate_gradients(inner, 8), optax.MultiSteps(inner, 8)
+    for name, step, tx in (
+        ("update", alone(ours), ours),
+        ("MultiSteps", alone(peer), peer),  # type: ignore[arg-type]
+        ("by hand, in lax.cond", *_by_hand(inner)),
     ):
-        found = traffic(on, alone(tx), tx, params)  # type: ignore[arg-type]
+        found = traffic(on, step, tx, params)
         window = (7 * found.least + found.most) / size(params)
         yield name, {"window of 8, P": window, "temporary, P": (found.temporary or 0) / size(params)}
+
+
+def _by_hand(inner: optax.GradientTransformation) -> tuple[Callable[..., Any], Any]:
+    """Returns the step of a window of 8 as one writes it first, and what makes its state."""
+
+    def step(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        count, acc, inner_state = state
+        acc = jax.tree.map(lambda a, g: jnp.where(count == 0, 0, a) + g, acc, grads)
+        emit = lambda: alone(inner)(params, inner_state, jax.tree.map(lambda a: a / 8, acc))
+        params, inner_state = jax.lax.cond(count == 7, emit, lambda: (params, inner_state))
+        return params, ((count + 1) % 8, acc, inner_state)
+
+    def init(params: Tree) -> Tree:
+        return jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params), inner.init(params)
+
+    return step, optax.GradientTransformation(init, inner.update)
 
 
 def offloaded(on: Target) -> Iterator[tuple[str, Facts]]:
@@ -118,8 +160,8 @@ def offloaded(on: Target) -> Iterator[tuple[str, Facts]]:
         return optax_accum.apply_gradients(tx, grads, state._replace(inner_opt_state=inner), params)
 
     found = count_traffic(compiled(on, step, params, jax.eval_shape(tx.init, params), params, donate=(0,)))
-    emitting = max(part.host for part in found.parts if part.branches)
-    yield "moments on the host", {"to and fro, emitting, P": emitting / size(params)}
+    held, emitting = sorted(part.host / size(params) for part in found.parts if part.within)
+    yield "moments on the host", {"to and fro, emitting, P": emitting, "within the host, held, P": held}
 
 
 def cuts(on: Target) -> Iterator[tuple[str, Facts]]:

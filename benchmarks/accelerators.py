@@ -6,6 +6,7 @@ docs/fsdp.md` nothing is compiled, and the tables of those pages become those of
 """
 
 import argparse
+import importlib.metadata
 import json
 import pathlib
 import re
@@ -23,9 +24,11 @@ FACTS = pathlib.Path(__file__).with_suffix(".json")
 NOTES = """\
 P is one copy of the float32 parameters. Bytes are what instructions read and write in the device's memory; temporary
 memory is what the compiler asks for beside arguments and results; both of one device, all donated that can be."""
+COMPILERS = {"tpu": "libtpu"}  # that of GPUs has the version of JAX
 KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "apply_gradients, by optimizer": _one_device.optimizers,
     "apply_gradients, by policy": _one_device.policies,
+    "value_and_apply_gradients": _one_device.backward,
     "update": _one_device.wrappers,
     "offload": _one_device.offloaded,
     "decoder": _decoder.decoders,
@@ -60,6 +63,8 @@ def main() -> None:
     print(_measure.header("Compiled for accelerators, not timed", NOTES))
     for name, many in targets.items():
         here = f"{name}, JAX {jax.__version__}"
+        if compiler := COMPILERS.get(many.devices[0].platform):
+            here += f", {compiler} {importlib.metadata.version(compiler)}"
         for kind in options.kinds:
             found = {case: _rounded(row) for case, row in tqdm(KINDS[kind](many), desc=f"{name}: {kind}", leave=False)}
             record.setdefault(here, {})[kind] = found

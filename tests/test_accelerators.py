@@ -35,7 +35,7 @@ def traffic(on, fun, *shapes, donate=0):
 def test_one_pass_reads_and_writes(on):
     found = traffic(on, lambda x: jnp.sin(x) + 1, (N, N))
     assert found.always.bytes / SIZE == pytest.approx(2, abs=0.01)
-    assert (found.always.copies, found.always.host, found.always.known) == (0, 0, True)
+    assert (found.always.copies, found.always.host) == (0, 0)
     assert found.least == found.most == found.always.bytes
     assert found.temporary < 0.01 * SIZE
 
@@ -43,20 +43,34 @@ def test_one_pass_reads_and_writes(on):
 def test_a_loop_counts_its_turns(on):
     found = traffic(on, lambda x: jax.lax.fori_loop(0, 5, lambda _, x: jnp.sin(x), x), (N, N))
     assert found.always.bytes / SIZE == pytest.approx(10, abs=0.01)
-    assert found.always.known
+    assert len(found.parts) == 1
 
 
-def test_a_loop_of_unknown_length_counts_once(on):
+def test_a_turn_of_a_loop_of_unknown_length_is_a_part(on):
     found = traffic(on, lambda x, n: jax.lax.fori_loop(0, n[0].astype(int), lambda _, x: jnp.sin(x), x), (N, N), (1,))
-    assert found.always.bytes / SIZE == pytest.approx(2, abs=0.01)
-    assert not found.always.known
-    assert "unknown length" in str(found)
+    always, turn = found.parts
+    assert (always.within, turn.within[0].split()[0]) == ((), "turn")
+    assert [always.bytes / SIZE, turn.bytes / SIZE] == pytest.approx([0, 2], abs=0.01)
+    assert (found.least, found.most) == (always.bytes, always.bytes + turn.bytes)
+    assert turn.within[0] in str(found)
+
+
+def test_each_branch_moves_its_own(on):
+    """In a loop, as often as that turns."""
+    ways = [lambda x, y: 0.0, lambda x, y: jnp.sum(x), lambda x, y: jnp.sum(x) + jnp.sum(y)]
+    choose = lambda x, y, n: jax.lax.switch(n[0].astype(int), ways, x, y)
+    again = lambda x, y, n: jax.lax.fori_loop(0, 5, lambda i, sums: sums + choose(x, y, n + i + sums), 0.0)
+    for fun, times in ((choose, 1), (again, 5)):
+        found = traffic(on, fun, (N, N), (N, N), (1,), donate=())
+        moved = sorted(part.bytes / SIZE for part in found.parts if part.within)
+        assert moved == pytest.approx([0, times, 2 * times], abs=0.05)
+        assert [found.least / SIZE, found.most / SIZE] == pytest.approx([0, 2 * times], abs=0.05)
 
 
 def test_the_branch_that_is_taken_counts():
     """And one inside it; an index counts from 0, a flag has its false computation first."""
     found = count_traffic(BRANCHES)
-    assert {part.branches: part.bytes for part in found.parts} == {
+    assert {part.within: part.bytes for part in found.parts} == {
         (): 32 + 2 * 4 + 4,  # what is read and written; a flag
         ("branch 0 of outer",): 0,
         ("branch 1 of outer",): 32,
@@ -230,8 +244,8 @@ def test_jax_is_not_to_look_for_what_only_running_needs(unchecked, driver, given
 
 def test_the_command_asks_for_its_targets_before_jax_is_used(tmp_path, monkeypatch):
     """Its header names the device that is here, which uses JAX."""
-    asked = []
-    monkeypatch.setattr(facts, "target", lambda name, **options: asked.append(name))
+    asked, here = [], accelerators.target()
+    monkeypatch.setattr(facts, "target", lambda name, **options: asked.append(name) or here)
     monkeypatch.setattr(facts._measure, "header", lambda *_: asked.append("header") or "")
     monkeypatch.setitem(facts.KINDS, "update", lambda on: [])
     options = ["--targets", "h100", "v5e:2x2", "--kinds", "update", "--facts", str(tmp_path / "facts.json")]
@@ -265,12 +279,14 @@ def test_every_target_compiles(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_compiler_refuses(name):
-    """A program for other devices than its mesh, a topology. Of tests of programs, this alone says what is missing."""
+    """Other devices than those of the mesh, or of the target; a topology. This alone says what is missing."""
     if why_not := programs.why_not(name):
         pytest.skip(f"tests of programs for {name} need its compiler. {why_not}")
     shapes = programs.target(name).shapes(jnp.ones(8))
     with jax.set_mesh(accelerators.target().mesh()), pytest.raises(ValueError, match="incompatible devices"):
         jax.jit(jnp.sin).lower(shapes).compile()
+    with pytest.raises(ValueError, match=f"it was for 1 x cpu, and '{name}' is 8 x .* Lower with shapes"):
+        programs.target(name).compile(jax.jit(jnp.sin).lower(jnp.ones(8)))
     if "v5e" in name:
         with pytest.raises(ValueError, match="cannot make the target name='v5e:3x3'"):
             accelerators.target("v5e:3x3")

@@ -40,14 +40,30 @@ def test_what_each_policy_reads(name):
 
 
 @pytest.mark.parametrize("name", TARGETS)
+def test_in_place_a_window_is_reset_once(name):
+    """By a loop of at most one turn, which only the first micro-step makes."""
+    inside, after = read("value_and_apply_gradients", name).values()
+    assert 1 <= inside["opening adds, P"] <= 1.76
+    assert after["opening adds, P"] == 0
+    assert inside["held, P"] <= after["held, P"] + (0.6 if "v5e" in name else 0.01)
+    assert inside["emitting adds, P"] <= 7.01
+    assert inside["temporary, P"] <= after["temporary, P"] + 0.01
+
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_update_moves_no_more_than_multi_steps(name):
+    """In temporary memory 1 P more, except for an H100 with JAX 0.12: docs/accelerators.md says so."""
     rows = read("update", name)
+    assert rows["update"]["temporary, P"] <= rows["MultiSteps"]["temporary, P"] + 1.01
     assert rows["update"]["window of 8, P"] <= rows["MultiSteps"]["window of 8, P"] + 0.02
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_moments_on_the_host_come_and_go_once_in_a_window(name):
-    assert read("offload", name)["moments on the host"]["to and fro, emitting, P"] == pytest.approx(4, abs=0.01)
+    """With JAX 0.12 a GPU copies them in a held micro-step, where they lie."""
+    facts = read("offload", name)["moments on the host"]
+    assert facts["to and fro, emitting, P"] == pytest.approx(4, abs=0.01)
+    assert facts["within the host, held, P"] <= (2.01 if name == "h100" else 0)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -95,7 +111,7 @@ def test_by_layer_the_traffic_of_sharded_parameters_does_not_grow(name):
     with programs.as_shipped():
         two, many = (fsdp.cost(programs.target(name), fsdp.LAYER, k, fsdp.Sizes()) for k in (2, 32))
         scan = fsdp.cost(programs.target(name), fsdp.SCAN, 32, fsdp.Sizes())
-    assert two[:3] == pytest.approx(many[:3], rel=0.01)
+    assert two[:3] == pytest.approx(many[:3], rel=1e-6)
     assert sum(many[:3]) <= 5
     assert sum(scan[:3]) > 10 * sum(many[:3])
     assert many.temporary < 1.1

@@ -273,7 +273,7 @@ def test_a_plan_for_here_of_a_step_for_elsewhere():
     """And the other way round: the devices are compared."""
     here = optax_accum.accelerators.target(None, 1)
     other = optax_accum.accelerators.Target("other", tuple(jax.devices()[1:2]), 10**9)
-    with pytest.raises(ValueError, match="it lowered for 1 x cpu.*target='other' is 1 x cpu"):
+    with pytest.raises(ValueError, match="it was for 1 x cpu, and 'other' is 1 x cpu"):
         planned(target=other)
     assert planned(lambda k: lower(k, other), target=other).num_microbatches == 1
     assert planned(lambda k: lower(k, here), budget="1GB").num_microbatches == 1

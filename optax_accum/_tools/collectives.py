@@ -132,7 +132,7 @@ def count_collectives(compiled: Any) -> Collectives:
         if ran.computation.name.startswith("all-reduce-scatter"):  # a TPU's, fused: an all-reduce and a slice
             kind = kind.replace("all-reduce", "reduce-scatter")
         if kind in KINDS:
-            place = "branch" if ran.branches else "loop" if ran.in_loop else "outside"
+            place = "branch" if ran.in_branch else "loop" if ran.in_loop else "outside"
             source = re.search(r'op_name="([^"]*)"', ran.instruction.rest)
             group, moved = _group(ran.instruction.rest), _moved(ran.computation, ran.instruction)
             found.append(Collective(kind, place, ran.times, ran.known, moved, group, source[1] if source else ""))

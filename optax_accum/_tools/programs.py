@@ -75,10 +75,19 @@ class Ran(NamedTuple):
 
     instruction: Instruction
     computation: Computation
-    branches: tuple[str, ...]  # that must be taken, from outside
+    within: tuple[str, ...]  # branches that must be taken and loops of unknown length that must turn, from outside
     in_loop: bool
-    times: int  # the product of the trip counts of the loops around it
-    known: bool  # whether all of these are; those that are not count as 1
+    times: int  # the product of the trip counts of the loops around it; one that is not known is 1
+
+    @property
+    def in_branch(self) -> bool:
+        """Whether it stands in a branch."""
+        return any(place.startswith("branch") for place in self.within)
+
+    @property
+    def known(self) -> bool:
+        """Whether all trip counts are known."""
+        return not any(place.startswith("turn") for place in self.within)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,26 +118,24 @@ class Program:
 
     def run(self, *, into_fusions: bool = False) -> Iterator[Ran]:
         """Yields what runs, from the first instruction to the last."""
-        return self._run(self.entry, into_fusions, (), False, 1, True)
+        return self._run(self.entry, into_fusions, (), False, 1)
 
-    def _run(
-        self, name: str, into_fusions: bool, branches: tuple[str, ...], in_loop: bool, times: int, known: bool
-    ) -> Iterator[Ran]:
+    def _run(self, name: str, into_fusions: bool, within: tuple[str, ...], in_loop: bool, times: int) -> Iterator[Ran]:
         computation = self.computations.get(name, Computation())
         for line in computation.values():
-            yield Ran(line, computation, branches, in_loop, times, known)
+            yield Ran(line, computation, within, in_loop, times)
             if line.opcode == "while":
                 trips = self._trips(computation, line)
+                place = (*within, f"turn of {line.name}") if trips is None else within
                 for inner in (*line.called.get("body", ()), *line.called.get("condition", ())):
-                    turns = times * (1 if trips is None else trips)
-                    yield from self._run(inner, into_fusions, branches, True, turns, known and trips is not None)
+                    yield from self._run(inner, into_fusions, place, True, times * (1 if trips is None else trips))
             elif line.opcode == "conditional":
                 for number, inner in enumerate(line.branches):
-                    taken = (*branches, f"branch {number} of {line.name}")
-                    yield from self._run(inner, into_fusions, taken, in_loop, times, known)
+                    place = (*within, f"branch {number} of {line.name}")
+                    yield from self._run(inner, into_fusions, place, in_loop, times)
             elif line.opcode in ("call", "async-start", *_FUSED * into_fusions):
                 for inner in line.inlined:
-                    yield from self._run(inner, into_fusions, branches, in_loop, times, known)
+                    yield from self._run(inner, into_fusions, within, in_loop, times)
 
     def _trips(self, computation: Computation, loop: Instruction) -> int | None:
         """Returns how often a loop turns, or None: as the compiler notes it, or as its counter says (TPU)."""

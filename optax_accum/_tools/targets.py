@@ -67,12 +67,25 @@ class Target:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compiles `jax.jit(f).lower(*shapes)`, of shapes on this accelerator, with its own compiler."""
+        """Compiles `jax.jit(f).lower(*shapes)`, of shapes on this accelerator, with its own compiler.
+
+        Raises a ValueError for a program that was lowered for other devices, whose figures would be those of others.
+        """
         platform = self.devices[0].platform
         absent = not any(device in self.devices for device in jax.devices())
         # To choose among kernels by timing them, XLA would need the GPU.
         untimed = {"xla_gpu_autotune_level": 0} if absent and platform in ("gpu", "cuda") else None
-        return lowered.compile(compiler_options=cast(Any, untimed))
+        compiled = lowered.compile(compiler_options=cast(Any, untimed))
+        shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+        devices = {device for sharding in shardings for device in getattr(sharding, "device_set", ())}
+        if not devices <= set(self.devices):
+            kinds = ", ".join(sorted({device.device_kind for device in devices}))
+            raise ValueError(
+                f"The program must be lowered for its target: it was for {len(devices)} x {kinds}, and {self.name!r} "
+                f"is {len(self.devices)} x {self.devices[0].device_kind}. Lower with shapes that lie there: "
+                "jax.jit(step).lower(*map(target.shapes, args)), or with those of target.one() for one device."
+            )
+        return compiled
 
 
 def target(name: str | None = None, num_devices: int | None = None) -> Target:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from optax_accum._tools.programs import Computation, Instruction, Program, Ran, size_of
@@ -13,18 +13,20 @@ class Part:
     """What a part of a program moves when it runs.
 
     Attributes:
-      branches: the branches that must be taken, from the outside in; none for what always runs.
+      within: the branches that must be taken and the loops of unknown length that must turn, from the outside in, such
+        as `("branch 0 of conditional", "turn of while")`; none for what always runs.
       bytes: read from and written to the device's memory, trip counts included.
       host: those of them that come from the host's memory or go there.
       copies: how many copies of arrays of at least `min_copy` bytes it makes, trip counts included.
-      known: whether all trip counts are known when compiling; those that are not count as 1.
     """
 
-    branches: tuple[str, ...]
+    within: tuple[str, ...]
     bytes: int
     host: int
     copies: int
-    known: bool
+
+
+NOTHING = Part(("no turn",), 0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Traffic:
     """What `count_traffic` found; prints as a table.
 
     Attributes:
-      parts: what always runs, then each branch of each conditional.
+      parts: what always runs, then each branch of each conditional, and one turn of each loop of unknown length.
       temporary: bytes of temporary memory, or None where only a text was given.
     """
 
@@ -41,36 +43,42 @@ class Traffic:
 
     @property
     def always(self) -> Part:
-        """What runs whichever branches are taken."""
+        """What runs whichever branches are taken and however often loops of unknown length turn."""
         return self.parts[0]
 
     @property
     def least(self) -> int:
-        """The bytes that move where each conditional takes the branch that moves least: a held micro-step."""
-        return self.always.bytes + sum(min(map(self._all, branches)) for branches in self._inside(self.always))
+        """The bytes that move where each conditional takes the branch that moves least: a held micro-step.
+
+        A loop of unknown length does not turn.
+        """
+        return self._sum(self.always, min)
 
     @property
     def most(self) -> int:
-        """The bytes that move where each conditional takes the branch that moves most: a window that emits."""
-        return self._all(self.always)
+        """The bytes that move where each conditional takes the branch that moves most: a window that emits.
 
-    def _all(self, part: Part) -> int:
-        return part.bytes + sum(max(map(self._all, branches)) for branches in self._inside(part))
+        A loop of unknown length turns once.
+        """
+        return self._sum(self.always, max)
+
+    def _sum(self, part: Part, of: Callable[[list[int]], int]) -> int:
+        return part.bytes + sum(of([self._sum(way, of) for way in ways]) for ways in self._inside(part))
 
     def _inside(self, outer: Part) -> list[list[Part]]:
-        """Returns the branches of each conditional that stands in a part."""
-        conditionals: dict[str, list[Part]] = {}
+        """Returns the ways through each conditional and each loop that stand in a part."""
+        ways: dict[str, list[Part]] = {}
         for part in self.parts:
-            if part.branches[:-1] == outer.branches and part.branches:
-                conditionals.setdefault(part.branches[-1].split(" of ")[1], []).append(part)
-        return list(conditionals.values())
+            if part.within[:-1] == outer.within and part.within:
+                kind, of = part.within[-1].split(" of ")
+                ways.setdefault(of, [] if kind != "turn" else [NOTHING]).append(part)
+        return list(ways.values())
 
     def __str__(self) -> str:
         lines = []
         for part in self.parts:
-            unknown = "" if part.known else ", in loops of unknown length counted once"
-            where = ", ".join(part.branches) or "always"
-            lines.append(f"{where:<32} {part.bytes:>16,} bytes, {part.copies} copies{unknown}")
+            where = ", ".join(part.within) or "always"
+            lines.append(f"{where:<32} {part.bytes:>16,} bytes, {part.copies} copies")
         temporary = "" if self.temporary is None else f"\n{'temporary memory':<32} {self.temporary:>16,} bytes"
         return "\n".join(lines) + temporary
 
@@ -96,7 +104,7 @@ def count_traffic(compiled: Any, *, min_copy: int = 1 << 20) -> Traffic:
       | case | result |
       |---|---|
       | a loop of n steps | counts n times |
-      | a loop whose length is known only when running | counts once, `known` is False |
+      | a loop whose length is known only when running | one turn is a part of its own |
       | a conditional inside a branch | a part of its own |
       | a fusion | what goes in and comes out; a slice of an operand, if it reads only that |
       | an update of a slice (`dynamic_update_slice`) | the slice, read and written |
@@ -115,16 +123,15 @@ def count_traffic(compiled: Any, *, min_copy: int = 1 << 20) -> Traffic:
       The text is XLA's HLO (https://openxla.org/xla/operation_semantics).
     """
     program = Program.read(compiled, "count_traffic")
-    parts: dict[tuple[str, ...], Part] = {(): Part((), 0, 0, 0, known=True)}
+    parts: dict[tuple[str, ...], Part] = {(): Part((), 0, 0, 0)}
     for ran in program.run():
         cost = _Cost(program, ran)
-        old = parts.get(ran.branches, Part(ran.branches, 0, 0, 0, known=True))
-        parts[ran.branches] = Part(
-            ran.branches,
+        old = parts.get(ran.within, Part(ran.within, 0, 0, 0))
+        parts[ran.within] = Part(
+            ran.within,
             old.bytes + ran.times * cost.bytes,
             old.host + ran.times * cost.host,
             old.copies + ran.times * cost.copies(min_copy),
-            old.known and ran.known,
         )
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     return Traffic(tuple(parts.values()), memory and memory.temp_size_in_bytes)
