@@ -33,6 +33,8 @@ QUICK = {  # options; the others are left out
     "host_time": ["--turns", "5"],
 }
 FULL = {"accelerators": None, "features": ["--write"]}  # None: its facts come from a file, of many compilers
+if jax.devices()[0].platform == "cpu":
+    FULL["on_device"] = None
 DEVICES = {"sharded": ("2", "4")}  # run once more for so many
 KINDS = {"fsdp": "compiled", "features": "counts", "verify": "counts", "verify_step": "counts"}  # all else is timed
 HEAD = "# Results\n\nWhat `python -m benchmarks` printed.\n"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,35 @@ from benchmarks._measure import Tree
 from benchmarks._one_device import Facts, alone, compiled, size
 from optax_accum.accelerators import Target
 
-MODEL, HEADS, DEPTH, VOCABULARY, LENGTH = 1024, 8, 12, 8192, 512  # a decoder of 0.17e9 parameters
+
+class Sizes(NamedTuple):
+    """Those of a decoder of 0.17e9 parameters."""
+
+    model: int = 1024
+    heads: int = 8
+    depth: int = 12
+    vocabulary: int = 8192
 
 
-def decoder(cast: Callable[[Tree], Tree] = lambda w: w) -> tuple[Callable[[Tree, Tree], jax.Array], Tree]:
+FULL, LENGTH = Sizes(), 512
+
+
+def decoder(
+    cast: Callable[[Tree], Tree] = lambda w: w, sizes: Sizes = FULL
+) -> tuple[Callable[[Tree, Tree], jax.Array], Tree]:
     """Returns the loss of a decoder of stacked layers, each run again in the backward pass, and its parameters.
 
     Each layer is given its parameters as `cast` returns them.
     """
+    model, heads, depth, vocabulary = sizes
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     params = {
-        "embedding": shape(VOCABULARY, MODEL),
+        "embedding": shape(vocabulary, model),
         "layers": {
-            "qkv": shape(DEPTH, MODEL, 3 * MODEL),
-            "out": shape(DEPTH, MODEL, MODEL),
-            "up": shape(DEPTH, MODEL, 4 * MODEL),
-            "down": shape(DEPTH, 4 * MODEL, MODEL),
+            "qkv": shape(depth, model, 3 * model),
+            "out": shape(depth, model, model),
+            "up": shape(depth, model, 4 * model),
+            "down": shape(depth, 4 * model, model),
         },
     }
 
@@ -38,7 +51,7 @@ def decoder(cast: Callable[[Tree], Tree] = lambda w: w) -> tuple[Callable[[Tree,
     @jax.checkpoint
     def layer(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
         w = cast(w)
-        qkv = (norm(x) @ w["qkv"]).reshape(*x.shape[:2], 3, HEADS, MODEL // HEADS)
+        qkv = (norm(x) @ w["qkv"]).reshape(*x.shape[:2], 3, heads, model // heads)
         attended = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
         x = x + attended.reshape(x.shape) @ w["out"]
         return x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"], None

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as entry
-from benchmarks import _measure, _plots, _problems, peers
+from benchmarks import _measure, _plots, _problems, on_device, peers
 from benchmarks._others import TORCH, Torch
+from optax_accum._tools import targets
 
 
 def run(*arguments, **options):
@@ -77,6 +78,33 @@ def test_a_process_that_fails_says_why_in_one_line():
     with pytest.raises(SystemExit, match="ours: apply_gradients: its process ended: "):
         process.begin()
     process.close()
+
+
+@pytest.mark.parametrize("name", ["across calls: apply_gradients, static flush", "within a call: optax.microbatch"])
+def test_what_an_accelerator_is_asked_runs_here(name):
+    facts = on_device.measured(name, small=True)
+    assert facts["bytes"] > 0 < facts["foretold"]
+    assert on_device.table(name.split(":")[0], {name: facts}, 1e-12).count("n/a") == 2  # a CPU keeps no count
+    other = facts | {"params": [2 * norm for norm in facts["params"]]}
+    with pytest.raises(SystemExit, match=f"other makes another update than {name}"):
+        on_device.table("any", {name: facts, "other": other}, 1e-12)
+
+
+def test_an_accelerator_that_is_not_here_is_not_measured():
+    with pytest.raises(SystemExit, match="JAX finds a CPU"):
+        on_device.measured("across calls: update", small=False)
+
+
+@pytest.mark.skipif(not targets.DRIVER.exists(), reason="no NVIDIA driver here: nothing of this runs on a GPU")
+def test_on_the_accelerator_that_is_here():
+    """Its own order of a scan's gradients, its own count of bytes."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    command = [sys.executable, "-m", "benchmarks.on_device", "--small"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if "platform cpu" in done.stdout:
+        pytest.skip("JAX has no plugin for the GPU that is here")
+    assert done.returncode == 0, done.stderr
+    assert "n/a" not in done.stdout
 
 
 def test_a_section_is_replaced_and_the_others_stay():

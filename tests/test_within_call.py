@@ -141,6 +141,18 @@ def test_terms_with_denominators_of_their_own(in_place):
         close(optax_accum.value_and_grad(terms, weight_fn=weights, in_place=in_place, **cut)(START, batch), whole)
 
 
+def test_in_place_what_a_scan_reads_has_its_gradient_in_order():
+    """JAX 0.7.2 wrote it from the other end (jax#32411)."""
+    numbers = jnp.arange(5.0)
+    loss = lambda x, rows: jax.lax.scan(lambda total, pair: (total + pair[0] * pair[1], None), 0.0, (x, numbers))[0]
+    call = optax_accum.value_and_grad(loss, num_microbatches=2, in_place=True)
+    np.testing.assert_allclose(jax.jit(call)(jnp.ones(5), jnp.zeros((2, 1)))[1], numbers)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every=1000)
+    step = optax_accum.value_and_apply_gradients(loss, tx, in_place=True)
+    state = jax.jit(step)(jnp.ones(5), tx.init(jnp.ones(5)), jnp.zeros((1, 1)))[2]
+    np.testing.assert_allclose(state.acc_grads, numbers)
+
+
 @pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["typed", "raw"])
 def test_every_micro_batch_has_a_key_of_its_own(key):
     def loss(w, x, key):
