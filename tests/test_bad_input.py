@@ -135,6 +135,16 @@ def test_a_gradient_for_an_integer_parameter():
         tx.update({"i": jnp.ones(2)}, state)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_optimizer_that_calculates_with_the_gradient_of_an_integer(every):
+    params = {"w": jnp.ones(2), "n": jnp.arange(3)}
+    loss = lambda params, x: jnp.mean(x @ params["w"])
+    tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every)
+    with pytest.raises(TypeError) as caught:
+        jax.jit(optax_accum.value_and_apply_gradients(loss, tx))(params, tx.init(params), jnp.ones((4, 2)))
+    assert "An integer parameter has no gradient" in "\n".join(caught.value.__notes__)
+
+
 def test_an_integer_gradient_for_a_float_parameter():
     tx = build()
     float0 = np.zeros(3, jax.dtypes.float0)

@@ -29,6 +29,8 @@ def update(
     except (TypeError, ValueError) as error:
         if not same:
             error.add_note(_DTYPE_NOTE.format(emitted=arithmetic.dtypes(mean), given=arithmetic.dtypes(grads)))
+        if any(map(arithmetic.is_float0, jax.tree.leaves(mean))):
+            error.add_note(_INTEGER_NOTE)
         raise
     if not same:
         updates = arithmetic.cast_like(updates, jax.eval_shape(lambda: run(grads))[0])
@@ -82,6 +84,10 @@ def _reads(inner: Any, name: str, value: Any, args: tuple[Any, ...], others: Map
     return any(var is program.invars[0] for var in read if not isinstance(var, core.Literal))
 
 
+_INTEGER_NOTE = (
+    "An integer parameter has no gradient (float0), and most of Optax's optimizers calculate with it. Keep it out: "
+    "optax.masked(inner, lambda tree: jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), tree))."
+)
 _DTYPE_NOTE = (
     "accumulate_gradients gave the inner optimizer gradients of dtype {emitted}, and was given {given}. An optimizer "
     "that needs the dtype of its parameters (optax.novograd and optax.contrib.mechanize over bfloat16 ones) gets it "

@@ -88,7 +88,7 @@ def value_and_apply_gradients(
       | `every=1`, or another optimizer | as above; nothing is accumulated | tracing |
       | `in_place=True` where it cannot be | an error | tracing |
       | weight 0, added in place | the backward pass is not run | running |
-      | an integer parameter | stays | tracing |
+      | an integer parameter | stays, where `tx` leaves it out (`optax.masked`); else an error says how | tracing |
       | a key that no role names; an argument with as many rows as the batch | an error | tracing |
       | `rng_argnum` and an optimizer with several windows | an error | tracing |
       | `reduce_axes`: rows that the devices do not divide; a loss averaged with `pmean` | an error | tracing |
@@ -109,6 +109,7 @@ def value_and_apply_gradients(
     rules = _MicroStep(
         fun=fun,
         tx=tx,
+        accumulation=rules_of(tx),
         has_aux=has_aux,
         roles=Roles.named(
             batch_argnums=batch_argnums,
@@ -122,7 +123,8 @@ def value_and_apply_gradients(
         weight_fn=weight_fn,
         in_place=in_place,
     )
-    compute = compiled_once(rules.step, unless=rules.over_devices)
+    # A mesh is read off arrays that are not traced.
+    compute = compiled_once(rules.step, unless=bool(rules.accumulation and rules.accumulation.reduce_axes))
 
     @functools.wraps(fun)
     def step(
@@ -152,21 +154,12 @@ class _MicroStep:
 
     fun: Callable[..., Any]
     tx: optax.GradientTransformation
+    accumulation: Rules | None  # what it was asked for, if it is one of ours and not inside another
     has_aux: bool
     roles: Roles
     group_size: int
     weight_fn: Callable[..., Any] | None
     in_place: bool | None
-
-    @property
-    def accumulation(self) -> Rules | None:
-        """What the optimizer was asked for, if it is one of ours and not inside another."""
-        return rules_of(self.tx)
-
-    @property
-    def over_devices(self) -> bool:
-        """Whether the optimizer adds partial sums: then a mesh is read off arrays that are not traced."""
-        return bool(self.accumulation and self.accumulation.reduce_axes)
 
     def step(
         self,
@@ -228,16 +221,13 @@ class _MicroStep:
 
     def _differentiated(self, space: Space, call: Call, acc: Tree | None, weight: Any, state: Tree) -> _Done:
         """Differentiates the micro-batch: each device its own examples, adding to its own partial sum."""
-        names = tuple(call.arguments)
-
-        def local(device: Device, acc: Tree | None, weight: Any, index: Any, *values: Any) -> tuple[_Done, None]:
-            own = device.own(call.with_arguments(dict(zip(names, values, strict=True))))
-            acc, weight = device.own_sums((acc, weight))
-            return self._run(device, own, acc, weight, index), None
-
-        split = (0, 1, *(names.index(name) + 3 for name in call.batch))
         index = micro_step_of(state, keyed=call.rng is not None)
-        return space.run(local, split, (acc, weight, index, *call[names]))[0]
+
+        def local(device: Device, call: Call, acc: Tree | None, weight: Any, index: Any) -> tuple[_Done, None]:
+            acc, weight = device.own_sums((acc, weight))
+            return self._run(device, device.own(call), acc, weight, index), None
+
+        return space.run(local, call, acc, weight, index)[0]
 
     def _run(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any) -> _Done:
         """Differentiates the examples of one device."""
@@ -290,8 +280,5 @@ class _MicroStep:
 
     def _adds_in_place(self, call: Call, acc: Tree) -> bool:
         """Returns whether the backward pass adds the gradient: not where a weight in its cotangent could matter."""
-        if self.in_place is None:
-            narrower = arithmetic.narrower(call.arguments[0], acc)
-            if narrower or bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr):
-                return False
-        return adds_in_place(self.in_place, call.arguments[0], acc, lambda: self._differentiate(call))
+        bent = lambda: self.in_place is None and bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr)
+        return adds_in_place(self.in_place, call.arguments[0], acc, lambda: self._differentiate(call)) and not bent()

@@ -240,7 +240,7 @@ def apply_gradients(
       |---|---|---|
       | the window is held, or closes without an update | the same parameters, bit for bit | running |
       | the window emits | `optax.apply_updates(params, updates)` | running |
-      | a leaf whose gradient is a float0 | the same parameter | tracing |
+      | a leaf whose gradient is a float0 | the same parameter, where `inner` leaves it out (`optax.masked`) | tracing |
       | `tx` does not accumulate | one update; `weight` and `flush` are ignored like any extra argument | tracing |
 
     Example:

@@ -127,6 +127,10 @@ def join(
     if total is None:
         acc = memory.to_device(state.acc_grads) if kept else None
         total = arithmetic.add(acc, batch.grads, batch.weight, first, skip)
+    samples = state.samples
+    if rules.statistics:  # one read more of the gradient
+        squares = statistics.squared_norms(rules.statistics, batch.grads, like=state.weight)
+        samples = statistics.add(samples, squares, weight, first)
     added = state._replace(
         mini_step=outcomes.count(state.mini_step, counts),
         acc_grads=memory.to_memory_of(total, state.acc_grads) if kept else (),
@@ -134,7 +138,7 @@ def join(
         mean_args={name: _add_arg(name, old, extra_args, weight, first) for name, old in state.mean_args.items()},
         skipped=outcomes.count(state.skipped, skip),
         skip_state=info,
-        samples=_add_sample(rules, state, batch.grads, weight, first),
+        samples=samples,
     )
     return Window(added, total, added.weight if kept else weight)
 
@@ -149,14 +153,6 @@ def _add_arg(
     remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
     value = checks.as_scalar(name, extra_args[name], remedy, *rows)
     return sums.add(old, jnp.broadcast_to(value, rows), weight, first)
-
-
-def _add_sample(rules: Rules, state: AccumulationState, grads: Tree, weight: Weight, first: jax.Array) -> Any:
-    """Adds the squared norm of a gradient to those of its window, if someone wants to know: one read of it."""
-    if rules.statistics is None:
-        return state.samples
-    squares = statistics.squared_norms(rules.statistics, grads, like=state.weight)
-    return statistics.add(state.samples, squares, weight, first)
 
 
 def due(rules: Rules, state: AccumulationState, flush: Flag) -> Flag:
@@ -216,8 +212,8 @@ def learnt(rules: Rules, space: Space, state: AccumulationState, total: Tree, we
     if rules.statistics:
         squares = statistics.squared_norms(rules.statistics, total, like=weight)  # of the mean, it would be written
         squares = jax.tree.map(lambda square: square * arithmetic.reciprocal(weight) ** 2, squares)
-        told = rules.statistics, state.statistics, space.total(state.samples), squares, weight, state.mini_step
-        kept["statistics"] = statistics.learnt(*told)
+        new = statistics.alone(space.total(state.samples), squares, weight, state.mini_step)
+        kept["statistics"] = statistics.smooth(state.statistics, new, rules.statistics.decay)
     return kept | {"seen": statistics.see(state.seen, weight)}
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_accum._core import arithmetic, tracing
 from optax_accum._core.arithmetic import Tree, Weight
@@ -13,14 +12,12 @@ from optax_accum._core.arithmetic import Tree, Weight
 
 def differentiate(fun: Callable[[Tree], tuple[jax.Array, Any]], params: Tree) -> tuple[jax.Array, "Backward", Any]:
     """Returns the loss in at least float32, its backward pass, and what came beside it; `fun` returns both."""
-    leaves, treedef = jax.tree.flatten(params)
 
-    def wide(inexact: list[jax.Array]) -> tuple[jax.Array, Any]:
-        given = iter(inexact)
-        loss, beside = fun(treedef.unflatten([next(given) if _is_inexact(leaf) else leaf for leaf in leaves]))
+    def wide(params: Tree) -> tuple[jax.Array, Any]:
+        loss, beside = fun(params)
         return loss.astype(arithmetic.accumulator_dtype(loss.dtype, None)), beside
 
-    loss, backward, beside = jax.vjp(wide, [leaf for leaf in leaves if _is_inexact(leaf)], has_aux=True)
+    loss, backward, beside = jax.vjp(wide, params, has_aux=True)
     return loss, Backward(backward, loss, params), beside
 
 
@@ -28,24 +25,22 @@ class Backward:
     """The backward pass of a loss, whose parameters may be integers: they get no reference, and a float0 gradient."""
 
     def __init__(self, backward: Any, loss: jax.Array, params: Tree):
-        self.backward, self.one = backward, jnp.ones_like(loss)
-        self.leaves, self.treedef = jax.tree.flatten(params)
-        self.grads: list[jax.Array] | None = None  # once they are written
+        self.backward, self.one, self.params = backward, jnp.ones_like(loss), params
+        self.grads: Tree | None = None  # once they are written
 
     def gradient(self) -> Tree:
         """Returns the gradient; asked twice, the same."""
         if self.grads is None:
             (self.grads,) = self.backward(self.one)
-        given = iter(self.grads or [])
-        filled = [next(given) if _is_inexact(p) else np.zeros(jnp.shape(p), jax.dtypes.float0) for p in self.leaves]
-        return self.treedef.unflatten(filled)
+        return self.grads
 
     def add_to(self, refs: Tree, weight: Weight = 1.0) -> None:
         """Adds `weight` times the gradient to references, where each part of it arises.
 
         An accumulator has one for each inexact parameter.
         """
-        self.backward.with_refs(jax.tree.leaves(refs))(self.one * jnp.asarray(weight, self.one.dtype))
+        refs = arithmetic.like_gradients(self.params, refs)
+        self.backward.with_refs(refs)(self.one * jnp.asarray(weight, self.one.dtype))
 
     def added_to(self, acc: Tree, weight: Weight, first: jax.Array | bool) -> Tree:
         """Returns `acc + weight * gradient`, or `weight * gradient` where `first`, as `arithmetic.add` does."""
@@ -100,8 +95,3 @@ def bends(jaxpr: Any) -> bool:
         if any(map(bends, tracing.inner_programs(equation))):
             return True
     return False
-
-
-def _is_inexact(leaf: Any) -> bool:
-    """Returns whether a parameter has a gradient."""
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)

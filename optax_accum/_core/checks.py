@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from optax_accum._core.roles import NOT_ARRAYS, check_arrays
+from optax_accum._core.roles import NOT_ARRAYS, check_arrays, short
 from optax_accum._core.state import default_float
 from optax_accum._core.tracing import Flag
 
@@ -49,7 +49,7 @@ def as_count(count: Any) -> jax.Array:
     dtype, shape = _dtype_and_shape(count)
     if not jnp.issubdtype(dtype, jnp.integer) or shape:
         raise TypeError(
-            f"A callable every must return an integer scalar: it returned {_describe(count)}. "
+            f"A callable every must return an integer scalar: it returned {short(count)}. "
             "Wrap a schedule of floats: lambda step: jnp.asarray(schedule(step), int)."
         )
     return jnp.clip(jnp.asarray(count), 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
@@ -66,7 +66,7 @@ def as_flush(flush: Any, every: Every) -> Flag:
         return False
     if _dtype_and_shape(flush) != (jnp.bool_, ()):
         raise TypeError(
-            f"flush must be a bool, or a bool scalar: flush={_describe(flush)}. Pass flush=(step == last), say."
+            f"flush must be a bool, or a bool scalar: flush={short(flush)}. Pass flush=(step == last), say."
         )
     return flush if isinstance(flush, jax.Array) else bool(flush)
 
@@ -104,10 +104,10 @@ def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> We
     """
     dtype, shape = _dtype_and_shape(value)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"{name} must be a real number: {name}={_describe(value)}. {remedy}")
+        raise TypeError(f"{name} must be a real number: {name}={short(value)}. {remedy}")
     if shape and (rows is None or shape != (rows,)):
         expected = "a scalar" if rows is None else f"a scalar, or {rows} numbers, one for each device"
-        raise ValueError(f"{name} must be {expected}: {name}={_describe(value)}. {remedy}")
+        raise ValueError(f"{name} must be {expected}: {name}={short(value)}. {remedy}")
     if shape:
         return jnp.asarray(value, default_float())
     return value.astype(default_float()) if isinstance(value, jax.Array) else float(value)
@@ -179,7 +179,7 @@ def as_skip(skip: Any) -> jax.Array:
     """Returns what a callable `nonfinite` decided, as a bool scalar."""
     if _dtype_and_shape(skip) != (jnp.bool_, ()):
         raise TypeError(
-            f"A callable nonfinite must return (skip, info) with a bool scalar first: it returned {_describe(skip)}. "
+            f"A callable nonfinite must return (skip, info) with a bool scalar first: it returned {short(skip)}. "
             "Reduce it to one answer with jnp.any or jnp.all."
         )
     return jnp.asarray(skip)
@@ -246,7 +246,7 @@ def check_rows(outputs: Any, size: int) -> None:
 
 def _integer(rule: str, name: str, value: Any, remedy: str) -> int:
     try:
-        if _is_bool(value):
+        if isinstance(value, bool) or getattr(value, "dtype", None) == jnp.bool_:
             raise TypeError
         number = operator.index(value)
     except TypeError:
@@ -261,13 +261,3 @@ def _dtype_and_shape(value: Any) -> tuple[Any, tuple[int, ...]]:
     if not isinstance(value, bool | int | float | complex | np.generic | np.ndarray | jax.Array):
         return np.dtype(object), ()
     return jnp.result_type(value), jnp.shape(value)
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) == jnp.bool_
-
-
-def _describe(value: Any) -> str:
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{value.dtype}{list(value.shape)}"
-    return repr(value)

@@ -105,15 +105,6 @@ def check_single(loss: Any) -> None:
         )
 
 
-def check_whole(*, partial: bool) -> None:
-    """Raises for a dict of Ratios whose gradients are to stay partial sums."""
-    if partial:
-        raise ValueError(
-            "A loss of several Ratios is divided by what all devices count, and its gradient is whole: "
-            'reduce_to="partial" was asked for. Leave reduce_to out; or return one Ratio.'
-        )
-
-
 def are_terms(loss: Any) -> bool:
     """Returns whether this is a dict of Ratios."""
     return isinstance(loss, dict) and any(map(is_ratio, loss.values()))

@@ -147,7 +147,7 @@ def check_arrays(what: str, tree: Tree, remedy: str) -> None:
             if isinstance(leaf, jax.ShapeDtypeStruct) or hasattr(leaf, "__jax_array__"):
                 continue
             raise TypeError(
-                f"{what} must hold arrays: at {jax.tree_util.keystr(path) or 'the only leaf'} there is {_short(leaf)}. "
+                f"{what} must hold arrays: at {jax.tree_util.keystr(path) or 'the only leaf'} there is {short(leaf)}. "
                 f"{remedy}"
             )
 
@@ -194,7 +194,7 @@ def _check_rng(keys: Tree) -> None:
         if not is_key(leaf):
             raise TypeError(
                 f"rng_argnum must name a random key, or a tree of them: {jax.tree_util.keystr(path) or 'it'} is "
-                f"{_short(leaf)}. Pass jax.random.key(seed)."
+                f"{short(leaf)}. Pass jax.random.key(seed)."
             )
 
 
@@ -221,7 +221,8 @@ def _declare(name: Name) -> str:
     return f"pass whole_argnums={name}" if isinstance(name, int) else f"pass whole_argnames={name!r}"
 
 
-def _short(leaf: Any) -> str:
+def short(leaf: Any) -> str:
+    """Describes an array by its dtype and shape, anything else by the beginning of its text."""
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         return f"{leaf.dtype}{list(leaf.shape)}"
     text = repr(leaf)

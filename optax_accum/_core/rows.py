@@ -19,7 +19,8 @@ def check_groups(where: str, rows: int, group: int) -> None:
 
 def count_rows(batch: Tree) -> int:
     """Returns the length that the leading axes of the leaves have in common."""
-    sizes = {jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in _leaves(batch) if is_split(leaf)}
+    leaves = jax.tree.leaves_with_path(batch)
+    sizes = {jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in leaves if is_split(leaf)}
     if not sizes:
         raise ValueError(
             "A batch must have a leaf with rows to cut: the batch arguments hold scalars only. Check batch_argnums and "
@@ -40,10 +41,6 @@ def count_rows(batch: Tree) -> int:
 def is_split(leaf: Any) -> bool:
     """Returns whether a leaf of a batch is cut: arrays are, along their first axis; scalars stay whole."""
     return jnp.ndim(leaf) > 0
-
-
-def _leaves(batch: Tree) -> list[tuple[Any, Any]]:
-    return jax.tree.leaves_with_path(batch)
 
 
 def _named(path: str) -> str:

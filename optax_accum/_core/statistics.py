@@ -138,13 +138,6 @@ def estimate(samples: Samples, squares: ByGroup, weight: Any) -> tuple[ByGroup, 
     return noise, signal, (samples.number > 1) & jnp.isfinite(sum(noise.values()) + sum(signal.values()))
 
 
-def learnt(
-    options: Options, old: Statistics, samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any
-) -> Statistics:
-    """Returns the statistics with a window in them; one that is not finite, or has one sample, leaves them."""
-    return smooth(old, alone(samples, squares, weight, steps), options.decay)
-
-
 def alone(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> Statistics:
     """Returns the statistics of one window, with nothing smoothed."""
     noise, signal, known = estimate(samples, squares, weight)

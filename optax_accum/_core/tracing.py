@@ -1,6 +1,6 @@
 """Owns what a call cannot read off its arguments: is it traced, is it differentiated again, which JAX is this."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ def is_differentiated(tree: Tree) -> bool:
         seen.append(True)
         return leaves[0], tangents[0]
 
-    if tracers := [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer) and _is_inexact(leaf)]:
+    if tracers := [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer) and is_inexact(leaf)]:
         identity(tracers)
     return bool(seen)
 
@@ -51,10 +51,8 @@ def refuse_differentiation(tree: Tree, message: str) -> Tree:
     def _(leaves: Any, tangents: Any) -> Any:
         raise ValueError(message)
 
-    leaves, treedef = jax.tree.flatten(tree)
-    inexact = [isinstance(leaf, jax.Array) and _is_inexact(leaf) for leaf in leaves]
-    guarded = iter(identity([leaf for leaf, yes in zip(leaves, inexact, strict=True) if yes]))
-    return treedef.unflatten([next(guarded) if yes else leaf for leaf, yes in zip(leaves, inexact, strict=True)])
+    inexact, filled = parted(tree, lambda leaf: isinstance(leaf, jax.Array) and is_inexact(leaf))
+    return filled(identity(inexact))
 
 
 def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
@@ -98,5 +96,18 @@ def inner_programs(equation: Any) -> Iterator[Any]:
             yield program
 
 
-def _is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+def parted(tree: Tree, is_one: Callable[[Any], bool]) -> tuple[list[Any], Callable[[Iterable[Any]], Tree]]:
+    """Returns some of the leaves of a tree, and what puts others in their place."""
+    leaves, treedef = jax.tree.flatten(tree)
+    chosen = list(map(is_one, leaves))
+
+    def filled(others: Iterable[Any]) -> Tree:
+        given = iter(others)
+        return treedef.unflatten([next(given) if one else leaf for leaf, one in zip(leaves, chosen, strict=True)])
+
+    return [leaf for leaf, one in zip(leaves, chosen, strict=True) if one], filled
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Returns whether a leaf has a gradient."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from optax_accum._core import tracing
 from optax_accum._core.arithmetic import Tree, is_float0
 from optax_accum._space import meshes
 from optax_accum._space.meshes import Axes, Mesh
@@ -31,18 +32,16 @@ def per_device(
     With shards, the backward pass runs `fun` again: what it gathers is not kept.
     """
     mesh = meshes.mesh_of(axes, args)
-    leaves, treedef = jax.tree.flatten(tuple(args))
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
+    given, filled = tracing.parted(tuple(args), is_array)
 
     def specs_of(number: int, arg: Tree) -> Tree:
         if number in shards:
             return jax.tree.map(lambda leaf, to: meshes.only(to.spec, axes), arg, shards[number])
         deal = lambda leaf: PartitionSpec(axes) if number in split and jnp.ndim(leaf) > 0 else PartitionSpec()
-        return jax.tree.map(deal, arg)
+        return [deal(leaf) for leaf in jax.tree.leaves(arg) if is_array(leaf)]
 
-    specs = jax.tree.leaves([specs_of(number, arg) for number, arg in enumerate(args)], is_leaf=meshes.is_spec)
-    given = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-    in_specs = tuple(spec for spec, array in zip(specs, is_array, strict=True) if array)
+    in_specs = tuple(jax.tree.leaves(list(map(specs_of, range(len(args)), args)), is_leaf=meshes.is_spec))
     for leaf in jax.tree.leaves([args[number] for number in split]):
         if jnp.ndim(leaf):
             _check_divides(axes, mesh, leaf.shape[0])
@@ -52,9 +51,7 @@ def per_device(
     integers: list[Any] = []  # the gradients of integer parameters, which no array can hold
 
     def local(*own: Any) -> Tree:
-        each = iter(own)
-        whole = [next(each) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-        sums, same = fun(*jax.tree.unflatten(treedef, whole))
+        sums, same = fun(*filled(own))
         integers.append(jax.tree.map(lambda leaf: leaf if is_float0(leaf) else None, sums))
         return varying(as_row(jax.tree.map(lambda leaf: None if is_float0(leaf) else leaf, sums)), axes), same
 

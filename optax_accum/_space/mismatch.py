@@ -1,15 +1,11 @@
 """Owns what is said where a state or gradients do not fit the devices. Adds and places nothing."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core.arithmetic import is_float0
+from optax_accum._core.arithmetic import Tree, is_float0
 from optax_accum._space import mapped, meshes
 from optax_accum._space.meshes import Axes
-
-Tree = Any
 
 
 def check_num_devices(weight: jax.Array, devices: int) -> None:

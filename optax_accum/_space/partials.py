@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._core import tracing
-from optax_accum._core.arithmetic import is_float0
+from optax_accum._core.arithmetic import Tree, is_float0
 from optax_accum._core.state import default_float
 from optax_accum._space import mapped, meshes
 from optax_accum._space.meshes import Axes, Mesh
 
-Tree = Any
 SLICES, LARGE = 16, 32 << 20  # bytes; an all-reduce of less is mostly waiting
 
 
@@ -64,18 +63,16 @@ def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
 def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
     """Returns an empty accumulator [d, ...] for each leaf [...] of `acc`, each device's on that device."""
     mesh = meshes.mesh_of(axes, params)
-    specs = dict(zip(jax.tree.leaves(_paths(params)), map(meshes.spec_of, jax.tree.leaves(params)), strict=True))
-    paths = jax.tree.leaves(_paths(acc))
-    leaves, treedef = jax.tree.flatten(acc)
-
-    known = all(specs.get(path) is not None for path in paths) or not tracing.is_staged()
+    totals = jax.tree.structure(params).flatten_up_to(acc)  # MaskedNode where a parameter has no gradient
+    placed = [
+        (total, meshes.spec_of(param))
+        for param, total in zip(jax.tree.leaves(params), totals, strict=True)
+        if hasattr(total, "dtype")
+    ]
+    known = all(spec is not None for _, spec in placed) or not tracing.is_staged()
     free = None if known or meshes.explicit_axes(mesh) else PartitionSpec.UNCONSTRAINED
-
-    def zeros() -> list[jax.Array]:
-        placed = zip(leaves, map(specs.get, paths), strict=True)
-        return [_placed_zeros(leaf, mesh, axes, spec, free) for leaf, spec in placed]
-
-    return treedef.unflatten(jax.jit(zeros)() if known else zeros())  # one program for all leaves
+    zeros = lambda: [_placed_zeros(total, mesh, axes, spec, free) for total, spec in placed]
+    return jax.tree.structure(acc).unflatten(jax.jit(zeros)() if known else zeros())  # one program for all leaves
 
 
 def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
@@ -101,18 +98,15 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
 
     Whoever keeps the latter in the place of the partial sums lets the all-reduce write where it reads.
     """
+    mesh, sliced = meshes.mesh_of(axes, acc), adds_by_slices(acc, axes)
+    sum_leaf = _by_slices if sliced else jax.lax.psum
 
     def add(acc: Tree) -> tuple[Tree, Tree]:
-        total = jax.tree.map(lambda own: jax.lax.psum(own[0], axes), acc)
-        return total, mapped.varying(jax.tree.map(lambda leaf: leaf[None], total), axes)
+        total = jax.tree.map(lambda own: sum_leaf(own[0], axes), acc)
+        return total, mapped.as_row(total) if sliced else mapped.varying(mapped.as_row(total), axes)
 
-    def add_slices(acc: Tree) -> tuple[Tree, Tree]:
-        total = jax.tree.map(lambda own: _by_slices(own[0], axes), acc)
-        return total, jax.tree.map(lambda leaf: leaf[None], total)
-
-    mesh, sliced = meshes.mesh_of(axes, acc), adds_by_slices(acc, axes)
     run = mapped.over_axes(
-        add_slices if sliced else add,
+        add,
         mesh,
         axes,
         in_specs=(jax.tree.map(lambda _: PartitionSpec(axes), acc),),
@@ -167,8 +161,3 @@ def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh, axes: Axes, spec: Any,
     others = [free] * len(leaf.shape) if spec is None else [meshes.without(entry, axes) for entry in spec]
     sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))
     return meshes.place(jnp.zeros((meshes.num_devices(mesh, axes), *leaf.shape), leaf.dtype), sharding)
-
-
-def _paths(tree: Tree) -> Tree:
-    """Returns the path of each leaf, for messages, at the place of the leaf."""
-    return jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path) or "the only leaf", tree)

@@ -4,7 +4,6 @@ A tree of them has leaves [d, ...], one partial sum for each of the d devices al
 `jax.shard_map` [1, ...], this device's own.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.roles import Call
 from optax_accum._core.state import default_float
 from optax_accum._space import mapped, meshes, mismatch, partials, place
 from optax_accum._space.device import Among, Device
@@ -84,14 +84,18 @@ class OverMesh(Several):
         part = weight / like.shape[0] if share and not jnp.ndim(weight) else weight
         return partials.beside(jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape), like, self.axes)
 
-    def run(
-        self, fun: Local, split: Sequence[int], args: Sequence[Any], sharded: int | None = None
-    ) -> tuple[Tree, Tree]:
-        if sharded is None or (to := self.place.shardings(args[sharded])) is None:
-            return mapped.per_device(lambda *own: fun(self._device(), *own), self.axes, split, args)
-        meshes.check_shards(to, args[sharded], self.axes)
-        local = lambda *own: fun(Among(self.axes, shards={sharded: to}), *own)
-        return mapped.per_device(local, self.axes, split, args, {sharded: to})
+    def run(self, fun: Local, call: Call, *sums: Any, sharded: int | None = None) -> tuple[Tree, Tree]:
+        device, names, shards = self._device(), tuple(call.arguments), {}
+        if sharded is not None and (to := self.place.shardings(call.arguments[sharded])) is not None:
+            meshes.check_shards(to, call.arguments[sharded], self.axes)
+            device, shards = Among(self.axes, shards={sharded: to}), {names.index(sharded): to}
+
+        def local(*args: Any) -> tuple[Tree, Tree]:
+            own = call.with_arguments(dict(zip(names, args, strict=False)))
+            return fun(device, own, *args[len(names) :])
+
+        split = [*map(names.index, call.batch), *range(len(names), len(names) + len(sums))]
+        return mapped.per_device(local, self.axes, split, (*call[names], *sums), shards)
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
@@ -131,10 +135,8 @@ class InShardMap(Several):
         part = weight / jax.lax.psum(1, self.axes) if share and not own else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
 
-    def run(
-        self, fun: Local, split: Sequence[int], args: Sequence[Any], sharded: int | None = None
-    ) -> tuple[Tree, Tree]:
-        own, same = fun(self._device(), *args)
+    def run(self, fun: Local, call: Call, *sums: Any, sharded: int | None = None) -> tuple[Tree, Tree]:
+        own, same = fun(self._device(), call, *sums)
         return self.as_partial(own), same
 
     def as_own(self, sums: Tree) -> Tree:

@@ -3,7 +3,7 @@
 A *partial sum* is what one device has of a sum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.roles import Call
 from optax_accum._core.state import default_float
 from optax_accum._space.device import Device
 from optax_accum._space.place import Place
@@ -61,14 +62,12 @@ class Space:
 
     # The work: a function on each device's own examples, and what came of it as users see it.
 
-    def run(
-        self, fun: Local, split: Sequence[int], args: Sequence[Any], sharded: int | None = None
-    ) -> tuple[Tree, Tree]:
-        """Runs `fun(device, *args) -> (own, same)` on each device, the arguments `split` dealt out by rows.
+    def run(self, fun: Local, call: Call, *sums: Any, sharded: int | None = None) -> tuple[Tree, Tree]:
+        """Runs `fun(device, call, *sums) -> (own, same)` on each device, with its rows of the batch and of the sums.
 
         Of argument `sharded`, if there is one, each device has the shard that belongs with it.
         """
-        return fun(Device(), *args)
+        return fun(Device(), call, *sums)
 
     def as_own(self, sums: Tree) -> Tree:
         """Returns what each device has of its own as users see it: [d, ...], inside `jax.shard_map` its own [...]."""

@@ -50,9 +50,7 @@ class Rules:
 
     fun: Callable[..., Any]
     roles: Roles
-    num_microbatches: int | None
-    microbatch_size: int | None
-    group_size: int
+    sizes: splitting.Sizes
     single: bool
     has_aux: bool
     weight_fn: Callable[..., Any] | None
@@ -117,9 +115,7 @@ class Cut:
         self.call = call = device.own(call)
         self.static = again or rules.in_place is False
         self.batches = list(call[call.batch])
-        self.split = splitting.split_rows(
-            self.batches, rules.num_microbatches, rules.microbatch_size, device.count, rules.group_size
-        )
+        self.split = splitting.split_rows(self.batches, rules.sizes, device.count)
         self.shares, self.rest_share, self.weight = splitting.shares(
             self.split, self.batches, rules.weight_fn, device.whole
         )
@@ -150,7 +146,11 @@ class Cut:
 
     def _divisors(self) -> dict[str, jax.Array]:
         """Runs the micro-batches forward for what they count, and returns the reciprocal of each term's sum."""
-        ratio.check_whole(partial=self.rules.reduce_to == PARTIAL)
+        if self.rules.reduce_to == PARTIAL:
+            raise ValueError(
+                "A loss of several Ratios is divided by what all devices count, and its gradient is whole: "
+                'reduce_to="partial" was asked for. Leave reduce_to out; or return one Ratio.'
+            )
 
         def add(sums: Any, micro_batches: list[Tree], share: Any, index: Any, *, rest: bool = False) -> Any:
             counts, carry = sums

@@ -35,7 +35,7 @@ def add(refs: Leaves | None, totals: Leaves, backward: Backward, names: list[str
         own = [
             jax.new_ref(jnp.zeros_like(total)) if ref is None else ref for ref, total in zip(refs, totals, strict=True)
         ]
-        backward.add_to(own)
+        backward.add_to(jax.tree.unflatten(jax.tree.structure(backward.params), own))
         grads = [jax.freeze(mine) if ref is None else None for ref, mine in zip(refs, own, strict=True)]
     never = jnp.array(False)
     joined = lambda name, total, grad: (

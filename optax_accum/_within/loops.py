@@ -21,8 +21,8 @@ def _loop(count: int, shares: Shares, add: Callable[[Any, Any], Any], totals: An
     return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
 
 
-def _loop_rest(share: Shares | None, add: Callable[[Any], Any], totals: Any) -> Any:
-    if share is None or isinstance(share, float):
+def _loop_rest(share: Shares, add: Callable[[Any], Any], totals: Any) -> Any:
+    if isinstance(share, float):
         return add(totals) if share else totals
     return jax.lax.fori_loop(0, splitting.live(share).astype(int), lambda _, totals: add(totals), totals)
 
@@ -44,8 +44,8 @@ def _unrolled(count: int, shares: Shares, add: Callable[[Any, Any], Any], totals
     return totals
 
 
-def _unrolled_rest(share: Shares | None, add: Callable[[Any], Any], totals: Any) -> Any:
-    if share is None or isinstance(share, float):
+def _unrolled_rest(share: Shares, add: Callable[[Any], Any], totals: Any) -> Any:
+    if isinstance(share, float):
         return add(totals) if share else totals
     return tracing.branch(splitting.live(share), lambda: add(totals), lambda: totals)
 

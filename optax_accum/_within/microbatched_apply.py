@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import arithmetic, checks
+from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.program import compiled_once
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
@@ -102,7 +102,7 @@ def microbatched_apply(
       L. Gao et al., *Scaling deep contrastive learning batch size under memory limited setup* (GradCache), 2021.
       J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline parallelism*, arXiv:2106.02679.
     """
-    checks.check_one_size(num_microbatches, microbatch_size)
+    sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     axes = meshes.as_axes(reduce_axes)
     check_options(axes, reduce_to, partial=False)
     rules = _Rules(
@@ -115,9 +115,7 @@ def microbatched_apply(
             whole_argnames=whole_argnames,
             rng_argnum=rng_argnum,
         ),
-        num_microbatches=checks.as_positive("num_microbatches", num_microbatches),
-        microbatch_size=checks.as_positive("microbatch_size", microbatch_size),
-        group_size=checks.as_positive("group_size", group_size) or 1,
+        sizes=sizes,
         reduce_axes=axes,
         reduce_to=reduce_to,
     )
@@ -137,9 +135,7 @@ class _Rules:
 
     fun: Callable[..., Any]
     roles: Roles
-    num_microbatches: int | None
-    microbatch_size: int | None
-    group_size: int
+    sizes: splitting.Sizes
     reduce_axes: tuple[str, ...]
     reduce_to: Tree
 
@@ -147,52 +143,38 @@ class _Rules:
         """Returns the outputs of all micro-batches, on all devices, in the order of the rows."""
         call = self.roles.of(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
-        space, names = here(self.reduce_axes, self.reduce_to), tuple(call.arguments)
+        space = here(self.reduce_axes, self.reduce_to)
         space.place.check(call[call.params])
-
-        def local(device: Device, *values: Any) -> tuple[Tree, None]:
-            return self.on_device(device, call.with_arguments(dict(zip(names, values, strict=True)))), None
-
-        own, _ = space.run(local, [names.index(name) for name in call.batch], call[names], *call.params)
+        local = lambda device, call: (self.on_device(device, call), None)
+        own, _ = space.run(local, call, sharded=0 if call.params else None)
         return jax.tree.map(functools.partial(space.output, "concat"), own)
 
     def on_device(self, device: Device, call: Call) -> Any:
         """Returns the outputs of the micro-batches of one device, in the order of its rows."""
         call = device.own_key(call)
         batches = call[call.batch]
-        split = splitting.split_rows(
-            batches, self.num_microbatches, self.microbatch_size, device.count, self.group_size
-        )
-        others = {name: arg for name, arg in call.arguments.items() if name not in call.batch}
-        leaves, treedef = jax.tree.flatten(list(others.values()))
-        gathers = jax.tree.leaves([device.gathers(name, arg) for name, arg in others.items()])
-        opened = [
-            _opened(leaf, gather) for leaf, gather in zip(leaves, gathers, strict=True) if _is_array(leaf)
-        ]  # the others (a flag, a name, a function) stay what they are
+        split = splitting.split_rows(batches, self.sizes, device.count)
+        names = tuple(name for name in call.arguments if name not in call.batch)
+        leaves, treedef = jax.tree.flatten(call[names])
+        gathers = jax.tree.leaves(list(map(device.gathers, names, call[names])))
+        # None for what stays what it is: a flag, a name, a function.
+        opened = [_opened(*pair) if _is_array(pair[0]) else None for pair in zip(leaves, gathers, strict=True)]
 
         @jax.checkpoint
         def one(opened: list[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
-            grafted = (_grafted(*pair) for pair in opened)
-            own = treedef.unflatten([next(grafted) if _is_array(leaf) else leaf for leaf in leaves])
-            micro = call.with_arguments(dict(zip(others, own, strict=True)))
-            return (
-                micro.with_arguments(dict(zip(call.batch, micro_batches, strict=True))).own_key(index).apply(self.fun)
-            )
+            pairs = zip(leaves, opened, strict=True)
+            own = treedef.unflatten([leaf if pair is None else _grafted(*pair) for leaf, pair in pairs])
+            arguments = dict(zip((*names, *call.batch), (*own, *micro_batches), strict=True))
+            return call.with_arguments(arguments).own_key(index).apply(self.fun)
 
         return _mapped(functools.partial(one, opened), split, batches)
 
 
 def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:
     """Returns the outputs of all micro-batches, in the order of the rows."""
-    leaves, treedef = jax.tree.flatten(splitting.stacked(split, batches))
-    scanned = [jnp.moveaxis(leaf, 1, 0) for leaf in leaves if splitting.is_split(leaf)]
-
-    def micro(xs: tuple[list[jax.Array], jax.Array]) -> Any:
-        rows = iter(xs[0])
-        micro_batch = treedef.unflatten([next(rows) if splitting.is_split(leaf) else leaf for leaf in leaves])
-        return one(splitting.ungrouped(split, micro_batch), xs[1])
-
-    whole = jax.lax.map(micro, (scanned, jnp.arange(split.whole)))
+    stacked, filled = tracing.parted(splitting.stacked(split, batches), splitting.is_split)
+    micro = lambda xs: one(splitting.ungrouped(split, filled(xs[0])), xs[1])
+    whole = jax.lax.map(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in stacked], jnp.arange(split.whole)))
     checks.check_rows(whole, split.size)
     whole = jax.tree.map(functools.partial(splitting.in_order, split), whole)
     if not split.rest:

@@ -34,15 +34,25 @@ class Split(NamedTuple):
         return self.whole + (self.rest > 0)
 
 
-def split_rows(
-    batch: Tree,
-    num_microbatches: int | None,
-    microbatch_size: int | None,
-    devices: int = 1,
-    group: int = 1,
-) -> Split:
+class Sizes(NamedTuple):
+    """What was asked for: so many micro-batches, or so many rows in each; and so many rows that stay together."""
+
+    num_microbatches: int | None
+    microbatch_size: int | None
+    group: int
+
+
+def as_sizes(num_microbatches: Any, microbatch_size: Any, group_size: Any) -> Sizes:
+    """Returns what was asked for, if that is one of the two."""
+    checks.check_one_size(num_microbatches, microbatch_size)
+    number = checks.as_positive("num_microbatches", num_microbatches)
+    size = checks.as_positive("microbatch_size", microbatch_size)
+    return Sizes(number, size, checks.as_positive("group_size", group_size) or 1)
+
+
+def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
     """Returns how the rows of `batch` are cut, from its shapes alone: those of one of the `devices`."""
-    rows = count_rows(batch)
+    rows, (num_microbatches, microbatch_size, group) = count_rows(batch), sizes
     where = "the batch has" if devices == 1 else f"each of {devices} devices has"
     check_groups(where, rows, group)
     if num_microbatches is not None and num_microbatches > rows // group:
@@ -57,10 +67,9 @@ def split_rows(
                 f"The rows of a micro-batch must divide over the devices of reduce_axes: microbatch_size="
                 f"{microbatch_size}, {devices} devices. Pass a multiple of {devices}."
             )
-        microbatch_size //= devices
-    if microbatch_size is not None:
-        check_groups("a micro-batch on one device has", microbatch_size, group)
-        size = min(rows, microbatch_size)
+        size = microbatch_size // devices
+        check_groups("a micro-batch on one device has", size, group)
+        size = min(rows, size)
     else:
         size = -(-rows // group // (num_microbatches or 1)) * group
     return Split(rows, size, rows // size, rows % size, group)
@@ -121,32 +130,23 @@ def shares(
     if weight_fn is None:
         rows = split.rows * whole_of(1)
         return split.size / rows, split.rest / rows, rows
-    whole = rest = None
-    if split.whole:
-        cut = [stacked(split, batch) for batch in batches]
-        axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, cut)
-        weigh = lambda *micro: _weights(weight_fn(*(ungrouped(split, rows) for rows in micro)))
-        whole = jax.vmap(weigh, in_axes=axes, axis_size=split.whole)(*cut)
+    cut = [stacked(split, batch) for batch in batches]
+    axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, cut)
+    weigh = lambda *micro: _weights(weight_fn(*(ungrouped(split, rows) for rows in micro)))
+    parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.whole)(*cut)]
     if split.rest:
-        rest = _weights(weight_fn(*(remainder(split, batch) for batch in batches)))
-    return _normalised(whole, rest, whole_of)
+        parts.append(_weights(weight_fn(*(remainder(split, batch) for batch in batches))))
+    total = jax.tree.map(lambda *parts: whole_of(sum(map(jnp.sum, parts))), *parts)
+    share = lambda w, t: jnp.where(t == 0, 0, w * arithmetic.reciprocal(t))
+    whole, *rest = (jax.tree.map(share, part, total) for part in parts)
+    return whole, rest[0] if rest else 0.0, total
 
 
-def _normalised(whole: Any, rest: Any, whole_of: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
-    present = [part for part in (whole, rest) if part is not None]
-    total = jax.tree.map(lambda *parts: whole_of(sum(jnp.sum(part) for part in parts)), *present)
-    share = lambda part: jax.tree.map(lambda w, t: jnp.where(t == 0, 0, w * arithmetic.reciprocal(t)), part, total)
-    normalised = (part if part is None else share(part) for part in (whole, rest))
-    return *normalised, total  # type: ignore[return-value]
-
-
-def live_rows(split: Split, whole: Shares | None, rest: Shares | None, whole_of: Callable[[Any], Any]) -> Any:
+def live_rows(split: Split, whole: Shares, rest: Shares, whole_of: Callable[[Any], Any]) -> Any:
     """Returns the rows of all micro-batches of the batch that are run, at least 1."""
     if isinstance(whole, float):
         return split.rows * whole_of(1)
-    count = 0 if whole is None else jnp.sum(live(whole)) * split.size
-    count += 0 if rest is None else live(rest) * split.rest
-    return jnp.maximum(whole_of(count), 1)
+    return jnp.maximum(whole_of(jnp.sum(live(whole)) * split.size + live(rest) * split.rest), 1)
 
 
 def live(shares: Shares) -> jax.Array:

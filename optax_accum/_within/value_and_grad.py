@@ -19,7 +19,7 @@ from optax_accum._space import meshes
 from optax_accum._space.device import Device
 from optax_accum._space.here import check_options, here
 from optax_accum._space.space import PARTIAL, Space
-from optax_accum._within import gradients, reductions
+from optax_accum._within import gradients, reductions, splitting
 from optax_accum._within.cut import Parts, Rules, Totals
 
 
@@ -135,7 +135,7 @@ def value_and_grad(
       Adding inside the backward pass uses JAX's mutable arrays (`jax.new_ref`, `jax.vjp(...).with_refs`). The
       interleaved cut is also that of `optax.microbatch`.
     """
-    checks.check_one_size(num_microbatches, microbatch_size)
+    sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     reductions.check_names("aux_reduction", aux_reduction, reductions.REDUCTIONS)
     reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
     rules = Rules(
@@ -149,9 +149,7 @@ def value_and_grad(
             rng_argnum=rng_argnum,
             carry_argnum=carry_argnum,
         ),
-        num_microbatches=checks.as_positive("num_microbatches", num_microbatches),
-        microbatch_size=checks.as_positive("microbatch_size", microbatch_size),
-        group_size=checks.as_positive("group_size", group_size) or 1,
+        sizes=sizes,
         single=isinstance(argnums, int),
         has_aux=has_aux,
         weight_fn=weight_fn,
@@ -200,14 +198,14 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
     call = rules.roles.of(args, kwargs)
     call.check_shared(count_rows(call[call.batch]))
-    space, names = here(rules.reduce_axes, _to(rules, call)), tuple(call.arguments)
+    space = here(rules.reduce_axes, _to(rules, call))
     space.place.check(call[call.params])
 
-    def local(device: Device, *values: Any) -> tuple[Totals, Tree]:
-        totals = rules.add_up(device, call.with_arguments(dict(zip(names, values, strict=True))), again=again)
+    def local(device: Device, call: Call) -> tuple[Totals, Tree]:
+        totals = rules.add_up(device, call, again=again)
         return totals._replace(carry=None), totals.carry
 
-    own, carry = space.run(local, [names.index(name) for name in call.batch], call[names])
+    own, carry = space.run(local, call)
     outputs = reductions.over_devices(rules.aux_reduction, space, own.outputs)
     loss, grads = space.total(own.loss), space.place.reduced(own.grads)[0]
     if own.counted is not None:

@@ -172,12 +172,9 @@ class TrainState(train_state.TrainState, kw_only=True):
         if "metrics" in fields and metrics is not None:
             kwargs["metrics"], metrics = metrics, None
         before = _window.find_window(self.opt_state)
-        if before is None and not (weight is None and flush is None and metrics is None):
-            _window.warn_once()
         replaced = {name: kwargs.pop(name) for name in list(kwargs) if name in fields}
-        _window.check_names(kwargs, ("metrics", "batch_stats", "stats_weight"))
-        of_window = {} if before is None else {"weight": weight, "flush": flush}
-        extra = {**kwargs, **{name: value for name, value in of_window.items() if value is not None}}
+        own = "metrics", "batch_stats", "stats_weight"
+        extra = _window.extra_args(before, kwargs, own, metrics, weight=weight, flush=flush)
         trained = _trained(self.params)
         opt_state = _like_params(self.opt_state, trained)
         params, opt_state = optax_accum.apply_gradients(self.tx, _trained(grads), opt_state, trained, **extra)
@@ -230,20 +227,18 @@ class TrainState(train_state.TrainState, kw_only=True):
 def _placed_rows(opt_state: Tree, params: Tree, tx: Any) -> Tree:
     """Returns a state whose partial sums say in their boxes that their first axis lies over the devices."""
     rules = rules_of(tx)
-    if not (rules and rules.reduce_axes):
-        return opt_state
-    names = lambda param: names_over_devices(rules.reduce_axes, param.names)
-    return _with_boxes(opt_state, params, lambda param, acc: acc.replace(names=names(param)))
+    axes = rules.reduce_axes if rules else ()
+    return _with_boxes(opt_state, params, lambda names: names_over_devices(axes, names)) if axes else opt_state
 
 
 def _like_params(opt_state: Tree, params: Tree) -> Tree:
     """Undoes `_placed_rows`: gradients have the boxes of the parameters."""
-    return _with_boxes(opt_state, params, lambda param, acc: acc.replace(names=param.names))
+    return _with_boxes(opt_state, params, lambda names: names)
 
 
-def _with_boxes(opt_state: Tree, params: Tree, renamed: Callable[[Any, Any], Any]) -> Tree:
+def _with_boxes(opt_state: Tree, params: Tree, renamed: Callable[[Any], Any]) -> Tree:
     is_box = lambda node: isinstance(node, Partitioned)
-    one = lambda param, acc: renamed(param, acc) if is_box(param) and is_box(acc) else acc
+    one = lambda param, acc: acc.replace(names=renamed(param.names)) if is_box(param) and is_box(acc) else acc
 
     def convert(state: AccumulationState) -> AccumulationState:
         if not (holds_partial_sums(state) and has_accumulator(state)):

@@ -66,7 +66,7 @@ def train_step(
             own["grad_reduction"] = type(state.params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"})
         (_, sums), grads = cut(**own)(state.params, batch, key, still)
         if overwritten_part(grads) is not None:
-            grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.largest(overwritten_part(grads), own)}
+            grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.whole(overwritten_part(grads), own, "max")}
         totals = _window.whole(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}
         if moments is not None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 import optax_accum
+from optax_accum._core.arithmetic import all_finite
 from optax_accum.flax._window import find_window
 
 Tree = Any
@@ -60,6 +61,5 @@ def _overflowed(opt_state: Tree) -> jax.Array:
     """Returns whether the window that has just closed holds what is not finite; its sum is left to lie."""
     window = find_window(opt_state)
     sums = jax.tree.leaves(window.acc_grads if window else ())
-    if not sums:  # every=1 keeps no sum: an empty window of one micro-batch is not told apart
-        return jnp.array(True)
-    return ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in sums]))
+    # every=1 keeps no sum: an empty window of one micro-batch is not told apart
+    return ~all_finite(sums) if sums else jnp.array(True)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_accum
+from optax_accum._core.roles import as_argnames, as_argnums
 from optax_accum._core.rows import count_rows
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._space.device import device
@@ -68,14 +69,13 @@ def value_and_grad(
     reduction, axes = options.pop("aux_reduction", "mean"), as_axes(options.get("reduce_axes"))
     options |= {"has_aux": True, "carry_argnum": -1, "aux_reduction": ("sum", reduction)}
     optax_accum.value_and_grad(fun, **options)  # its errors come when this is built
-    names = options.get("batch_argnames", ())
-    names = (names,) if isinstance(names, str) else names
+    names = as_argnames("batch_argnames", options.get("batch_argnames", ()))
     if options.get("batch_argnums") is None:
         options["batch_argnums"] = () if names else 1
     roles = ("batch_argnums", "rng_argnum", "whole_argnums")
-    numbers = {role: _numbers(options[role]) for role in roles if options.get(role) is not None}
+    numbers = {role: as_argnums(role, options[role], empty=True) for role in roles if options.get(role) is not None}
     options |= {role: _before_state(options[role]) for role in numbers}
-    options["whole_argnums"] = (*_numbers(options.get("whole_argnums", ())), -_STATE)  # the running statistics
+    options["whole_argnums"] = (*_before_state(numbers.get("whole_argnums", ())), -_STATE)  # the running statistics
     batch_argnums = numbers["batch_argnums"]
 
     @functools.wraps(fun)
@@ -141,7 +141,3 @@ def _before_state(argnums: int | Sequence[int]) -> Any:
 
 
 _STATE = 2  # the running statistics, and the carry
-
-
-def _numbers(argnums: int | Sequence[int]) -> Sequence[int]:
-    return (argnums,) if isinstance(argnums, int) else argnums

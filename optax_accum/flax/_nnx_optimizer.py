@@ -96,13 +96,10 @@ class Optimizer(nnx.Optimizer):
         """
         params, state = nnx.as_pure(nnx.state(model, self.wrt)), nnx.as_pure(self.opt_state)
         before = _window.find_window(state)
-        if before is None and not (weight is None and flush is None and metrics is None):
-            _window.warn_once()
-        of_window = {} if before is None else {"weight": weight, "flush": flush}
-        extra = {**kwargs, **{name: value for name, value in of_window.items() if value is not None}}
+        own = "metrics", "stats_weight"
+        extra = _window.extra_args(before, kwargs, own, metrics, weight=weight, flush=flush)
         grads = nnx.as_pure(nnx.state(grads, self.wrt))
         _check_grads(grads, params, self.wrt)
-        _window.check_names(kwargs, ("metrics", "stats_weight"))
         params, state = optax_accum.apply_gradients(self.tx, grads, state, params, **nnx.as_pure(extra))
         micro_step = MicroStep.between(before, _window.find_window(state))
         window, counted = nnx.as_pure(self.window), _window.as_weight(weight)

@@ -61,7 +61,7 @@ def warn_once() -> None:
     warnings.warn(
         "weight, flush and metrics belong to a window, and this optimizer has none: each call is an update. Wrap it in "
         "optax_accum.accumulate_gradients.",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
@@ -124,14 +124,23 @@ def check_metrics(metrics: Any) -> None:
             raise ValueError(f"A metric must be a scalar: {name!r} has shape {jnp.shape(value)}. Pass its mean.")
 
 
-def check_names(kwargs: Iterable[str], own: Sequence[str]) -> None:
-    """Raises for a misspelt argument, which would pass for one of the optimizer and be lost."""
+def extra_args(
+    window: AccumulationState | None, kwargs: dict[str, Any], own: Sequence[str], metrics: Any, **given: Any
+) -> dict[str, Any]:
+    """Returns what the optimizer is given by keyword: `given` as far as it is, where there is a window.
+
+    Raises for a misspelt argument of our `own`, which would pass for one of the optimizer and be lost.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if window is None and (given or metrics is not None):
+        warn_once()
     for name in kwargs:
         if meant := difflib.get_close_matches(name, own, n=1, cutoff=0.85):
             raise TypeError(
                 f"An extra argument must not be mistaken for {meant[0]!r}: {name!r} would go to the optimizer. Pass "
                 f"{meant[0]}=."
             )
+    return kwargs if window is None else {**kwargs, **given}
 
 
 def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
@@ -195,17 +204,12 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
     return {**options, "reduce_axes": axes or None, "reduce_to": PARTIAL if partial else None}
 
 
-def whole(own: Tree, options: Mapping[str, Any]) -> Tree:
-    """Returns sums over all devices, where they were left partial."""
+def whole(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree:
+    """Returns sums, or what else, over all devices, where each device was left its own."""
+    if options.get("reduce_to") != PARTIAL:
+        return own
     space = here(as_axes(options.get("reduce_axes")))
-    return space.total(space.as_partial(own)) if options.get("reduce_to") == PARTIAL else own
-
-
-def largest(own: Tree, options: Mapping[str, Any]) -> Tree:
-    """Returns the maxima over all devices, where each device has its own."""
-    space = here(as_axes(options.get("reduce_axes")))
-    over_devices = lambda leaf: space.output("max", space.as_partial(leaf))
-    return jax.tree.map(over_devices, own) if options.get("reduce_to") == PARTIAL else own
+    return jax.tree.map(lambda leaf: space.output(reduction, space.as_partial(leaf)), own)
 
 
 def as_weight(weight: Any) -> jax.Array:
