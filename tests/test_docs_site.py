@@ -94,6 +94,12 @@ def test_a_release_has_one_version():
         assert f"\n{line.format(optax_accum.__version__)}\n" in (ROOT / file).read_text(), file
 
 
+def test_who_cites_is_led_to_the_address():
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f'repository-code: "{PROJECT["urls"]["Repository"]}"' in lines
+    assert f'url: "{PROJECT["urls"]["Documentation"]}"' in lines
+
+
 def test_the_recipe_asks_for_what_pyproject_asks_for():
     """What is built with, what is needed, and that it imports without Flax; read as lines, for want of a YAML parser."""
     recipe = (ROOT / "recipe/recipe.yaml").read_text()
