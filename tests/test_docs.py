@@ -1,5 +1,6 @@
-"""What is written runs: the examples of the docstrings and every code block of the README."""
+"""What is written runs: the examples of the docstrings, the code of the README and of the docs. What cannot is parsed."""
 
+import ast
 import doctest
 import importlib
 import importlib.util
@@ -9,8 +10,10 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
+import yaml
 
 import optax_accum
 from benchmarks import accelerators
@@ -95,16 +98,55 @@ def test_the_python_blocks_of_a_page_run_one_after_the_other(page):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("code", blocks("bash"), ids=lambda code: code.strip().splitlines()[0][:40])
-def test_a_bash_block_of_the_readme(code):
-    """Each is one line that a shell can parse, whose extras and modules exist; `.ci/run` runs them."""
-    assert len(code.strip().splitlines()) == 1
-    assert subprocess.run(["bash", "-n", "-c", code], check=False).returncode == 0
-    project = (ROOT / "pyproject.toml").read_text()
-    for extra in re.findall(r"\.\[(\w+)\]", code):
-        assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
-    for module in re.findall(r"-m (optax_accum\.\w+|benchmarks\.\w+)", code):
-        assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+def test_the_bash_blocks_of_the_readme_are_lines():
+    """`.ci/run` runs the line of the tests, tests/test_demo.py what that of the demo runs."""
+    assert [code for code in blocks("bash") if code.count("\n") != 1] == []
+
+
+WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PARSERS = {"py": ast.parse, "yaml": lambda code: list(yaml.safe_load_all(code))}
+OTHERS = [(page, kind, code) for page in WRITTEN for kind in PARSERS for code in blocks(kind, page.read_text())]
+SHELL = [(page, code) for page in WRITTEN for kind in ("bash", "sh") for code in blocks(kind, page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "code"), SHELL, ids=lambda value: getattr(value, "stem", ""))
+def test_a_shell_can_parse(page, code):
+    done = subprocess.run(["bash", "-n", "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("page", "kind", "code"), OTHERS, ids=lambda value: getattr(value, "stem", ""))
+def test_what_is_not_run_can_be_parsed(page, kind, code):
+    """The code of other systems, and what a cluster reads."""
+    assert PARSERS[kind](code)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_the_extras_and_modules_that_a_page_names_exist(page):
+    """In its blocks and between them."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"\.\[([\w,]+)\](?!\()", page.read_text())
+    assert {extra for each in named for extra in each.split(",")} <= extras.keys()
+    for module in re.findall(r"-m ((?:optax_accum|benchmarks|examples)\b[\w.]*\w)", page.read_text()):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def test_kinds_of_blocks():
+    """A block of another kind would be looked at by nobody."""
+    kinds = {kind for page in WRITTEN for kind in re.findall(r"^```(\w+)", page.read_text(), re.MULTILINE)}
+    assert kinds == {"python", "bash", "sh", "diff", *PARSERS}
+
+
+def test_the_first_page_shows_the_first_diff_of_the_readme():
+    """tests/test_flax_examples.py applies it, and those of docs/flax.md."""
+    assert blocks("diff", (ROOT / "docs/index.md").read_text()) == blocks("diff")[:1]
+    with_diffs = {page.name for page in WRITTEN if blocks("diff", page.read_text())}
+    assert with_diffs == {"README.md", "index.md", "flax.md"}
+
+
+def test_the_readme_is_read_in_minutes():
+    assert len(README.split()) <= 1068  # half of what it once had
 
 
 @pytest.mark.parametrize(("name", "tables"), [("accelerators.md", 11), ("fsdp.md", 1)])

@@ -83,10 +83,10 @@ def test_the_address_is_one_and_the_same():
     found = set()
     for file in tracked or ["pyproject.toml", *map(str, ROOT.rglob("*.md"))]:  # an sdist has no list of its files
         if (ROOT / file).suffix not in {".png", ".svg"}:
-            found |= set(
-                re.findall(rf"[\w-]+/{name}(?=/blob|/issues|/tree|/security|\.git\b)", (ROOT / file).read_text())
-            )
+            address = rf"(?<=github\.com/)[\w-]+/{name}\b|[\w-]+/{name}(?=/blob|/issues|/tree|/security|\.git\b)"
+            found |= set(re.findall(address, (ROOT / file).read_text()))
     assert found == {f"{owner}/{name}"}
+    assert f"\ngit clone {PROJECT['urls']['Repository']} && cd {name}\n" in (ROOT / "README.md").read_text()
 
 
 def test_a_release_has_one_version():
@@ -101,7 +101,7 @@ def test_who_cites_is_led_to_the_address():
 
 
 def test_the_recipe_asks_for_what_pyproject_asks_for():
-    """What is built with, what is needed, and that it imports without Flax; read as lines, for want of a YAML parser."""
+    """What is built with, what is needed, and that it imports without Flax; read as lines, in which it is written."""
     recipe = (ROOT / "recipe/recipe.yaml").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = lambda key: re.findall(r"- (.*)", re.search(rf"^ +{key}:\n((?: +- .*\n)+)", recipe, re.MULTILINE)[1])
