@@ -9,7 +9,8 @@
 * `rescale_decay(b2, batch_from, batch_to)`, `advise(...)`: before you accumulate.
 
 A backward pass that adds in place writes no gradient that could be measured: with statistics, `value_and_grad` and
-`value_and_apply_gradients` add after it. docs/growing_batches.md and docs/when_not.md have sources and examples.
+`value_and_apply_gradients` add after it. docs/noise_scale.md, docs/when_not.md and
+docs/growing_batches.md have sources and examples.
 """
 
 from optax_accum._across.schedules import every_by_noise, every_by_tokens

@@ -70,6 +70,7 @@ QUICK = {  # pages whose numbers alone are asserted
     "how_it_works",
     "losses",
     "nan_policy",
+    "noise_scale",
     "once_per_update",
     "outliers",
     "start",
