@@ -55,7 +55,7 @@ class Settings:
     processes: int = _option(2, "how many to launch on this machine")
     data: str = _option("", ".npz file with `images` [n, 64] and `labels` [n]; by default scikit-learn's digits")
     global_batch: int = _option(200, "rows of one update")
-    max_microbatch: int = _option(16, "rows that fit on one device")
+    max_microbatch_size: int = _option(16, "rows that fit on one device")
     updates: int = _option(20, "updates to make")
     save_every: int = _option(0, "micro-steps between checkpoints; 0: none")
     checkpoints: str = _option("", "the folder to save to, and to go on from")
@@ -256,7 +256,7 @@ class Run:
         self.params = jax.device_put(initial_params(), self.replicated)
         self.where = state_sharding(self.tx, self.params)
         self.state = jax.jit(self.tx.init, out_shardings=self.where)(self.params)
-        self.split = split_global_batch(settings.global_batch, settings.max_microbatch, mesh.size)
+        self.split = split_global_batch(settings.global_batch, settings.max_microbatch_size, mesh.size)
         self.seen = 0  # rows of the stream
         step = optax_accum.value_and_apply_gradients(loss, self.tx, weight_fn=lambda batch: batch["mask"].sum())
         out = (self.rows, self.replicated, self.where)

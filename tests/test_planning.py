@@ -30,5 +30,5 @@ def test_a_thousand_rows_of_at_most_64():
 
 @pytest.mark.parametrize("bad", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1.5, 1, 1), (True, 1, 1), (None, 1, 1)])
 def test_bad_input(bad):
-    with pytest.raises((TypeError, ValueError), match=r"global_batch|max_microbatch|num_devices"):
+    with pytest.raises((TypeError, ValueError), match=r"global_batch|max_microbatch_size|num_devices"):
         optax_accum.batching.split_global_batch(*bad)

@@ -269,7 +269,7 @@ def test_a_checkpoint_without_a_note_is_taken_where_no_other_has_one(tmp_path):
         assert found[0] == noted
 
 
-@pytest.mark.parametrize("other", [{"max_microbatch": 8}, {"global_batch": 100}], ids=str)
+@pytest.mark.parametrize("other", [{"max_microbatch_size": 8}, {"global_batch": 100}], ids=str)
 def test_processes_that_disagree_say_so(tmp_path, other):
     """Another `every`, another shape of the batch: a message in bounded time, not a hang."""
     begun = time.monotonic()

@@ -412,7 +412,7 @@ def test_a_callable_policy_is_given_what_it_returned_last():
 def test_advice_is_the_least_time():
     for noise, optimizer, communication in itertools.product((1, 40, 700, 9000), (0.001, 0.05, 0.9), (0, 0.3)):
         found = statistics.advise(
-            micro_batch=8, micro_step=0.1, optimizer=optimizer, communication=communication, noise_scale=noise
+            microbatch_size=8, micro_step=0.1, optimizer=optimizer, communication=communication, noise_scale=noise
         )
         time = lambda k: (1 + noise / (8 * k)) * (0.1 * k + optimizer + communication)  # noqa: B023
         assert time(found.every) <= 1.02 * min(map(time, range(1, 400))), found
@@ -421,13 +421,13 @@ def test_advice_is_the_least_time():
 
 
 def test_advice_without_a_noise_scale_with_a_batch_and_at_the_ends():
-    known = {"micro_batch": 8, "micro_step": 0.1}
+    known = {"microbatch_size": 8, "micro_step": 0.1}
     assert statistics.advise(**known, optimizer=0.01).every == 1
     found = statistics.advise(**known, optimizer=0.1)
     assert (found.every, found.overhead, found.best, found.speedup) == (9, pytest.approx(0.1), None, None)
     assert "Measure the noise scale" in str(found)
-    kept = statistics.advise(**known, optimizer=0.01, noise_scale=8, batch=60)
-    assert (kept.every, kept.batch) == (8, 64)
+    kept = statistics.advise(**known, optimizer=0.01, noise_scale=8, global_batch=60)
+    assert (kept.every, kept.global_batch) == (8, 64)
     assert kept.speedup < 1
     endless = statistics.advise(**known, optimizer=0.1, noise_scale=np.inf, max_every=64)
     assert endless.every == 64
@@ -466,9 +466,12 @@ def test_a_decay_keeps_its_half_life():
         (lambda: accumulate(statistics=statistics.Options(groups=3)).init(START), "strings as leaves"),
         (lambda: statistics.gradient_noise_scale(accumulate(statistics=False).init(START)), "Pass statistics=True"),
         (lambda: statistics.gradient_noise_scale(accumulate().init(START), "first"), "group must be one of all"),
-        (lambda: statistics.advise(micro_batch=8, micro_step=0, optimizer=1), "micro_step must be positive"),
-        (lambda: statistics.advise(micro_batch=8, micro_step=1, optimizer=-1), "optimizer must not be negative"),
-        (lambda: statistics.advise(micro_batch=8, micro_step=1, optimizer=1, noise_scale=np.nan), "negative or NaN"),
+        (lambda: statistics.advise(microbatch_size=8, micro_step=0, optimizer=1), "micro_step must be positive"),
+        (lambda: statistics.advise(microbatch_size=8, micro_step=1, optimizer=-1), "optimizer must not be negative"),
+        (
+            lambda: statistics.advise(microbatch_size=8, micro_step=1, optimizer=1, noise_scale=np.nan),
+            "negative or NaN",
+        ),
         (
             lambda: optax_accum.value_and_grad(loss, num_microbatches=2, statistics=True, in_place=True),
             "gradients that are written",

@@ -10,9 +10,9 @@ class Advice:
 
     Attributes:
       every: the micro-steps in a window.
-      batch: the examples in it.
-      best: where the time is least, before it is rounded: `sqrt(noise_scale / micro_batch * overhead / micro_step)`;
-        None if the noise scale is not known.
+      global_batch: the examples in it.
+      best: where the time is least, before it is rounded: `sqrt(noise_scale / microbatch_size * once / micro_step)`,
+        with `once` for optimizer and communication; None if the noise scale is not known.
       overhead: the share of the time that optimizer and communication take, with this window.
       speedup: the time to the same loss without accumulation, in units of that with this window: below 1, it costs.
         None if the noise scale is not known.
@@ -21,7 +21,7 @@ class Advice:
     """
 
     every: int
-    batch: float
+    global_batch: float
     best: float | None
     overhead: float
     speedup: float | None
@@ -34,12 +34,12 @@ class Advice:
 
 def advise(
     *,
-    micro_batch: float,
+    microbatch_size: float,
     micro_step: float,
     optimizer: float,
     communication: float = 0.0,
     noise_scale: float | None = None,
-    batch: float | None = None,
+    global_batch: float | None = None,
     max_every: int = 1024,
 ) -> Advice:
     """Recommends how many micro-steps to accumulate, from what they cost and how noisy gradients are.
@@ -52,12 +52,12 @@ def advise(
     so accumulation pays if the batch is below the noise scale *and* optimizer or communication are dear.
 
     Args:
-      micro_batch: b, examples (or tokens) in a micro-step, on all devices.
+      microbatch_size: b, examples (or tokens) in a micro-step, on all devices.
       micro_step: m, seconds for the gradient of one micro-batch, measured or compiled; only ratios of times matter.
       optimizer: seconds for one call of the optimizer.
       communication: seconds for one reduction over the devices that no computation hides.
       noise_scale: N, `gradient_noise_scale(state).scale`, in examples (or tokens); None if it is not known.
-      batch: examples that an update must have, because a recipe says so; otherwise None.
+      global_batch: examples that an update must have, because a recipe says so; otherwise None.
       max_every: the most micro-steps to recommend.
 
     Returns:
@@ -69,13 +69,13 @@ def advise(
     Guarantees:
       | case | result |
       |---|---|
-      | `batch` is given | the micro-steps that it takes, and what they cost |
+      | `global_batch` is given | the micro-steps that it takes, and what they cost |
       | `noise_scale` is None | `every=1` unless what happens once takes over a tenth of the time |
       | a noise scale of infinity | `max_every` |
 
     Example:
       >>> from optax_accum.statistics import advise
-      >>> print(advise(micro_batch=8, micro_step=0.10, optimizer=0.02, noise_scale=32))
+      >>> print(advise(microbatch_size=8, micro_step=0.10, optimizer=0.02, noise_scale=32))
       every=1: do not accumulate. The optimizer is cheap, or the batch is near the noise scale.
       what happens once: 0.02 + 0 = 0.02, the time of 0.20 micro-steps
       noise scale: 32 / 8 = 4.00 micro-batches
@@ -86,7 +86,7 @@ def advise(
       The number of windows is that of S. McCandlish et al., arXiv:1812.06162, a model of well-tuned SGD;
       docs/when_not.md has what it leaves out.
     """
-    _check(micro_batch=(micro_batch, True), micro_step=(micro_step, True), optimizer=(optimizer, False))
+    _check(microbatch_size=(microbatch_size, True), micro_step=(micro_step, True), optimizer=(optimizer, False))
     _check(communication=(communication, False), max_every=(max_every, True))
     once = optimizer + communication
     ratio = once / micro_step
@@ -94,30 +94,30 @@ def advise(
     best = None
     if noise_scale is not None:
         _check(noise_scale=(noise_scale, False))
-        noisy = noise_scale / micro_batch
+        noisy = noise_scale / microbatch_size
         best = math.sqrt(noisy * ratio) if ratio else 0.0
         lines += [
-            f"noise scale: {noise_scale:g} / {micro_batch:g} = {noisy:.2f} micro-batches",
+            f"noise scale: {noise_scale:g} / {microbatch_size:g} = {noisy:.2f} micro-batches",
             f"least time at sqrt({noisy:.2f} * {ratio:.2f}) = {best:.2f} micro-steps",
         ]
-    every, reason = _chosen(batch, micro_batch, best, ratio, max_every)
+    every, reason = _chosen(global_batch, microbatch_size, best, ratio, max_every)
     speedup = None
     if noise_scale is not None:
-        time = lambda every: _windows(every, noise_scale / micro_batch) * (every + ratio)
+        time = lambda every: _windows(every, noise_scale / microbatch_size) * (every + ratio)
         speedup = time(1) / time(every)
     overhead = ratio / (every + ratio)
     said = "not known without a noise scale" if speedup is None else f"{speedup:.2f}"
     lines.append(f"overhead {100 * overhead:.1f} %, speedup over every=1: {said}")
-    return Advice(every, every * micro_batch, best, overhead, speedup, reason, tuple(lines))
+    return Advice(every, every * microbatch_size, best, overhead, speedup, reason, tuple(lines))
 
 
 def _chosen(
-    batch: float | None, micro_batch: float, best: float | None, ratio: float, max_every: int
+    global_batch: float | None, microbatch_size: float, best: float | None, ratio: float, max_every: int
 ) -> tuple[int, str]:
     """Returns the micro-steps in a window, and why."""
-    if batch is not None:
-        _check(batch=(batch, True))
-        return math.ceil(batch / micro_batch), f"what a batch of {batch:g} takes."
+    if global_batch is not None:
+        _check(global_batch=(global_batch, True))
+        return math.ceil(global_batch / microbatch_size), f"what a batch of {global_batch:g} takes."
     if best is None:
         every = min(max(math.ceil(9 * ratio), 1), max_every) if ratio > 1 / 9 else 1
         if every == 1:

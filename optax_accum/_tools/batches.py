@@ -33,14 +33,14 @@ class BatchSplit:
         return tuple(most * self.num_devices - size for most, size in rows)
 
 
-def split_global_batch(global_batch: int, max_microbatch: int, num_devices: int = 1) -> BatchSplit:
+def split_global_batch(global_batch: int, max_microbatch_size: int, num_devices: int = 1) -> BatchSplit:
     """Returns how to split the batch of one update, so that it stays the same batch on another number of devices.
 
-        micro-batches = ceil(ceil(global_batch / num_devices) / max_microbatch)
+        micro-batches = ceil(ceil(global_batch / num_devices) / max_microbatch_size)
 
     Args:
       global_batch: the rows of one update, which decide what is learnt.
-      max_microbatch: the most rows that fit on one device.
+      max_microbatch_size: the most rows that fit on one device.
       num_devices: the devices along the reduced axes.
 
     Returns:
@@ -53,7 +53,7 @@ def split_global_batch(global_batch: int, max_microbatch: int, num_devices: int 
     Guarantees:
       | case | result |
       |---|---|
-      | any input | no device ever has more than `max_microbatch` rows; the rows add to `global_batch` |
+      | any input | no device ever has more than `max_microbatch_size` rows; the rows add to `global_batch` |
       | any input | no split with fewer micro-batches would fit |
       | fewer rows than devices | one micro-batch of one row for each device that has one |
 
@@ -66,10 +66,10 @@ def split_global_batch(global_batch: int, max_microbatch: int, num_devices: int 
       ((168, 168, 168, 168, 165, 163), (56, 56, 56, 56, 55, 55), (0, 0, 0, 0, 0, 2))
     """
     rows = checks.as_positive("global_batch", global_batch)
-    most = checks.as_positive("max_microbatch", max_microbatch)
+    most = checks.as_positive("max_microbatch_size", max_microbatch_size)
     devices = checks.as_positive("num_devices", num_devices)
     if rows is None or most is None or devices is None:
-        raise TypeError(f"Three integers are needed: {global_batch=}, {max_microbatch=}, {num_devices=}.")
+        raise TypeError(f"Three integers are needed: {global_batch=}, {max_microbatch_size=}, {num_devices=}.")
     own = -(-rows // devices)
     count = -(-own // most)
     device_rows = tuple(own // count + (index < own % count) for index in range(count))
