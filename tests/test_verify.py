@@ -266,6 +266,7 @@ def test_dtypes_by_leaf_are_named():
         (lambda p, b: 0 * mse(p, b), W, BATCH, {}, "0 everywhere"),
         (mse, W, BATCH, {"group_size": 4}, "needs 16 rows or more of group_size=4, 4 groups.*has 8"),
         (mse, W, BATCH, {"group_size": 0}, "group_size must be an integer >= 1"),
+        (mse, W, BATCH, {"rtol": -1.0}, "rtol must be a finite number above 0: rtol=-1.0. Leave it out"),
         (mse, W, jax.tree.map(lambda leaf: leaf[:7], MANY), {"group_size": 3}, "needs 12 rows"),
         (mse, W, jax.tree.map(lambda leaf: leaf[:13], MANY), {"group_size": 3}, "does not divide the 13 rows.*of 12"),
         (

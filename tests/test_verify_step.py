@@ -517,6 +517,7 @@ BAD = {
         {},
         "with the same parameters.*other values",
     ),
+    "no tolerance": (Loop(), {"rtol": np.nan}, "rtol must be a finite number above 0: rtol=nan. Leave it out"),
     "a loss alone": (Loop(), {"loss": loss}, "loss= was given, optimizer= was not"),
     "an optimizer alone": (Loop(), {"optimizer": optax.sgd(0.1)}, "optimizer= was given, loss= was not"),
     "a hidden key": (
@@ -568,6 +569,33 @@ def test_the_command(name, status, tmp_path, monkeypatch, capsys):
         return
     assert main([f"steps_of_mine:{name}", "--every", "3"]) == status
     assert ("Cause: divided twice" in capsys.readouterr().out) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (
+            "tests.test_verify_step:BATCH",
+            2,
+            "must be a function: tests.test_verify_step:BATCH is a dict. Name make_step.",
+        ),
+        ("tests.test_verify_step:Loop --rtol nan", 2, "rtol must be a finite number above 0: rtol=nan."),
+        ("tests.test_verify_step:stopped", 130, "Interrupted: nothing was found out."),
+    ],
+)
+def test_what_ends_the_command_is_said_in_one_line(arguments, code, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    main = importlib.import_module("optax_accum._tools.verify_command").main
+    try:
+        ended = main([*arguments.split(), "--batch", "tests.test_verify_step:BATCH"])
+    except SystemExit as error:
+        ended = error.code
+    assert ended == code
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def stopped(every):
+    raise KeyboardInterrupt
 
 
 # The benchmark.

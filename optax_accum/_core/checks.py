@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -156,6 +157,13 @@ def as_positive(name: str, count: Any) -> int | None:
     """Returns `count` as a Python integer >= 1, or None."""
     rule = f"{name} must be an integer >= 1"
     return None if count is None else _integer(rule, name, count, "Pass 1 for the smallest.")
+
+
+def as_tolerance(name: str, tolerance: Any) -> float | None:
+    """Returns `tolerance` as a number above 0, or None."""
+    if tolerance is None or 0 < float(tolerance) < math.inf:
+        return tolerance
+    raise ValueError(f"{name} must be a finite number above 0: {name}={tolerance}. Leave it out for its default.")
 
 
 def check_one_size(num_microbatches: Any, microbatch_size: Any) -> None:

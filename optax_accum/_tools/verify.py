@@ -112,6 +112,7 @@ def verify(
     call = Roles.named(batch_argnums=1, **roles).of((params, batch, *args), {})
     loss = Loss(fun, params, args, has_aux, weight_fn, call.rng, call.carry)
     rows = _check(loss, batch, num_microbatches, group_size)
+    rtol = checks.as_tolerance("rtol", rtol)
     call.check_shared(rows, keys=False)  # a probe looks for those
     batch = grouped(batch, group_size)
     if impure := _impure(loss, batch):

@@ -1,6 +1,7 @@
 """Owns the command line of `verify_step`. Compares nothing."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from optax_accum._tools.named import load
@@ -22,9 +23,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, where = options.pop("make_step"), options.pop("batch")
     try:
         make_step = load(name)
+        if not callable(make_step):
+            raise TypeError(
+                f"What is checked must be a function: {name} is a {type(make_step).__name__}. Name make_step."
+            )
         batch = load(where or f"{name.rpartition(':')[0]}:batch")
         report = verify_step(make_step, batch() if callable(batch) else batch, **options)
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print("\nInterrupted: nothing was found out.", file=sys.stderr)
+        return 130
     print(report)
     return 0 if report.holds else 1

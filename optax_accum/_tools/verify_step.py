@@ -106,13 +106,14 @@ def verify_step(
       ['sum for a mean']
     """
     every, count = _check(batch, every, group_size)
+    rtol = checks.as_tolerance("rtol", rtol)
     cut, one = Steps(make_step, every), None if optimizer or loss else Steps(make_step, 1)
     if one is None:
         one = Steps(_reference(optimizer, loss, carries.subtree(cut.carry, params)), 1)
     leaves = carries.common(one.carry, cut.carry, params if one.make_step is make_step else None, params)
     longer = lambda: Steps(make_step, LONG * every)
     epsilon = one.rounding(batch)
-    limit = math.sqrt(epsilon) if rtol is None else rtol
+    limit = rtol or math.sqrt(epsilon)
     probes = StepProbes(one, cut, longer, batch, count, group_size, within_call, epsilon, limit, leaves)
     probes.settle()
     rows = count * group_size
