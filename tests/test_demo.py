@@ -87,6 +87,15 @@ def test_the_ways_train_and_end_at_the_same_parameters(small):
     assert [len(way.losses) for way in small.ways] == [44] * 5
 
 
+def test_the_accumulator_of_each_way_is_counted(small):
+    whole, accumulated, _, multi_steps, _ = small.ways
+    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(whole.params)) / 1e6
+    temporary = lambda way: way.step.memory_analysis().temp_size_in_bytes / 1e6
+    for way in (accumulated, multi_steps):
+        assert way.megabytes - temporary(way) == pytest.approx(parameters, rel=1e-3)
+    assert whole.megabytes == temporary(whole)
+
+
 def test_it_runs_as_a_module():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "examples.demo", "--every", "7"]
