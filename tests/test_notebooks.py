@@ -10,6 +10,14 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+INSTALL = f"""\
+try:
+    import optax_accum
+except ImportError:  # on Colab, say, whose JAX stays as it is
+    from importlib.metadata import version
+
+    jax_here = version("jax")
+    %pip install -q "jax=={{jax_here}}" "optax_accum[demo] @ git+{ADDRESS}\""""
 
 
 def cells(path):
@@ -40,15 +48,16 @@ def test_it_is_saved_with_what_it_prints_and_draws(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_its_last_cell_prints_a_difference_and_asserts(path):
-    code, printed = "".join(cells(path)[-1]["source"]), "".join(cells(path)[-1]["outputs"][0]["text"])
+def test_its_last_cell_prints_the_largest_difference_and_asserts(path):
+    last = cells(path)[-1]
+    code, printed = "".join(last["source"]), "".join(line for output in last["outputs"] for line in output["text"])
     assert "assert " in code
-    assert re.search(r"difference|error", printed)
+    assert "largest difference" in printed
     assert re.search(r"\de-\d", printed)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_is_installed_from_the_one_address(path):
-    """It is on no index yet; the extra of the demo leaves Colab's own kernel alone."""
+    """It is on no index yet; Colab's kernel and JAX, which came with its plugin for CUDA, are left as they are."""
     install = "".join(cells(path)[0]["source"])
-    assert f'%pip install -q "optax_accum[demo] @ git+{ADDRESS}"' in install
+    assert re.sub("( [a-z-]+)*$", "", install) == INSTALL  # what one notebook alone needs stands at the end
