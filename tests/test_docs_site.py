@@ -29,6 +29,12 @@ def test_every_page_is_in_a_toctree():
     assert pages == {entry for entry in entries if not entry.startswith("notebooks/")}
 
 
+def test_start_leads_to_every_page():
+    """Where a code host shows the pages, there is no menu."""
+    linked = set(re.findall(r"\]\((\w+)\.md\)", (DOCS / "start.md").read_text()))
+    assert {page.stem for page in DOCS.glob("*.md")} - {"index", "start", "changelog"} == linked
+
+
 def test_every_public_module_is_in_the_api():
     files = (ROOT / "optax_accum").rglob("*.py")
     names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files}
