@@ -71,10 +71,10 @@ def verify(
       A `Report`: `holds`, `errors` for each leaf, and `causes`, each with its evidence and remedy. Print it.
 
     Raises:
-      TypeError, ValueError: too few rows, groups or micro-batches; an argument with as many rows as the batch that is
-        neither in it nor in `whole_argnums`; a loss that is no scalar, or that cannot take a micro-batch; a loss or
-        gradient of the whole batch that is not finite; a gradient that is zero everywhere, for then nothing would be
-        compared.
+      TypeError, ValueError: too few rows, groups or micro-batches; an `rtol` that is not above 0; an argument with as
+        many rows as the batch that is neither in it nor in `whole_argnums`; a loss that is no scalar, or that cannot
+        take a micro-batch; a loss or gradient of the whole batch that is not finite; a gradient that is zero
+        everywhere, for then nothing would be compared.
 
     Guarantees:
       | case | result | known when |

@@ -64,10 +64,10 @@ def verify_step(
       A `Report`, as from `verify`. In a test write `verify_step(...).check()`.
 
     Raises:
-      TypeError, ValueError: a batch too small to cut; a `make_step` that returns something else, or other parameters
-        each time; a step that returns nothing; a carry without parameters; a reference whose update is zero, or not
-        finite, or moves one or two numbers only; a random step whose key is neither in the carry nor in the batch, or
-        of which nothing is linear in the gradient.
+      TypeError, ValueError: a batch too small to cut; an `rtol` that is not above 0; a `make_step` that returns
+        something else, or other parameters each time; a step that returns nothing; a carry without parameters; a
+        reference whose update is zero, or not finite, or moves one or two numbers only; a random step whose key is
+        neither in the carry nor in the batch, or of which nothing is linear in the gradient.
 
     Guarantees:
       | case | result | known when |
