@@ -29,13 +29,12 @@ HERE = pathlib.Path(__file__).parent
 QUICK = {  # options; the others are left out
     "peers": ["--quick"],
     "micro_step": ["--quick"],
-    "sharded": ["--every", "2", "--seconds", "1"],
+    "sharded": ["--every", "2", "--seconds", "1", "--devices", "8"],
     "host_time": ["--turns", "5"],
 }
 FULL = {"accelerators": None, "features": ["--write"]}  # None: its facts come from a file, of many compilers
 if jax.devices()[0].platform == "cpu":
     FULL["on_device"] = None
-DEVICES = {"sharded": ("2", "4")}  # run once more for so many
 KINDS = {"fsdp": "compiled", "features": "counts", "verify": "counts", "verify_step": "counts"}  # all else is timed
 HEAD = "# Results\n\nWhat `python -m benchmarks` printed.\n"
 TITLES = {
@@ -55,14 +54,15 @@ def main() -> None:
     texts, failed = {}, []
     for name in options.names:
         arguments = QUICK.get(name) if options.quick else FULL.get(name, [])
-        for environment in _environments(name, options.quick) if arguments is not None else ():
-            print(f"benchmarks.{name} {' '.join([*environment.values(), *arguments])}", file=sys.stderr, flush=True)
-            said = _said(name, arguments, environment, options.output)
-            if said is None:
-                failed.append(name)
-            else:
-                texts.setdefault(KINDS.get(name, jax.devices()[0].platform), []).append(said)
-                print(said, flush=True)
+        if arguments is None:
+            continue
+        print(f"benchmarks.{name} {' '.join(arguments)}", file=sys.stderr, flush=True)
+        said = _said(name, arguments, options.output)
+        if said is None:
+            failed.append(name)
+        else:
+            texts.setdefault(KINDS.get(name, jax.devices()[0].platform), []).append(said)
+            print(said, flush=True)
     if failed:
         raise SystemExit(f"Failed, and nothing is written: {', '.join(failed)}.")
     if "accelerators" in options.names and accelerators.FACTS.exists() and not options.quick:
@@ -101,12 +101,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _environments(name: str, quick: bool) -> list[dict[str, str]]:
-    more = () if quick else DEVICES.get(name, ())
-    return [{}, *({"OPTAX_ACCUM_BENCH_DEVICES": number} for number in more)]
-
-
-def _said(name: str, arguments: list[str], environment: dict[str, str], output: pathlib.Path | None) -> str | None:
+def _said(name: str, arguments: list[str], output: pathlib.Path | None) -> str | None:
     """Returns what a benchmark prints, or None if it fails; draws the peers beside the output."""
     with tempfile.TemporaryDirectory() as folder:
         record = pathlib.Path(folder) / "peers.json"
@@ -116,7 +111,7 @@ def _said(name: str, arguments: list[str], environment: dict[str, str], output: 
         paths = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
         done = subprocess.run(
             command,
-            env=os.environ | environment | {"PYTHONPATH": paths},
+            env=os.environ | {"PYTHONPATH": paths},
             stdout=subprocess.PIPE,
             text=True,
             check=False,
@@ -131,7 +126,13 @@ def _facts(record: dict[str, Any]) -> str:
     """Returns the facts that compilers told, of all targets and versions of JAX in the file."""
     kinds = dict.fromkeys(kind for facts in record.values() for kind in facts)
     return "\n".join(
-        [f"## {', '.join(record)}\n", accelerators.NOTES, "", *(accelerators.table(k, record) for k in kinds)]
+        [
+            f"## {', '.join(record)}\n",
+            accelerators.NOTES,
+            "",
+            *(accelerators.table(k, record) for k in kinds),
+            accelerators.targets(record),
+        ]
     )
 
 

@@ -130,14 +130,21 @@ class Target:
 def judged(target: Target, measured: Iterable[Any]) -> dict[str, Any]:
     """Returns the target, what was measured (to the two decimals that are printed), the verdict, and where."""
     counted = [table for table in measured if target.counts(table.case)]
-    row = {"number": target.what, "target": f"{'>=' if target.at_least else '<='} {target.bound:g}"}
     if not counted:
-        return row | {"measured": None, "verdict": "not measured", "where": ""}
+        return verdict(target.what, None, target.bound, "", at_least=target.at_least)
     worst = (min if target.at_least else max)(counted, key=target.value)
-    value = round(target.value(worst), 2)
-    met = value >= target.bound if target.at_least else value <= target.bound
     many = f", worst of {len(counted)}" if len(counted) > 1 else ""
-    return row | {"measured": value, "verdict": "met" if met else "MISSED", "where": f"{worst.case}{many}"}
+    return verdict(target.what, target.value(worst), target.bound, f"{worst.case}{many}", at_least=target.at_least)
+
+
+def verdict(what: str, value: float | None, bound: float, where: str, *, at_least: bool = False) -> dict[str, Any]:
+    """Returns a number to reach, what was measured, and whether it was reached."""
+    row = {"number": what, "target": f"{'>=' if at_least else '<='} {bound:g}"}
+    if value is None:
+        return row | {"measured": None, "verdict": "not measured", "where": where}
+    value = round(float(value), 2)
+    met = value >= bound if at_least else value <= bound
+    return row | {"measured": value, "verdict": "met" if met else "MISSED", "where": where}
 
 
 def targets_text(verdicts: Sequence[dict[str, Any]]) -> str:

@@ -24,6 +24,7 @@ FACTS = pathlib.Path(__file__).with_suffix(".json")
 NOTES = """\
 P is one copy of the float32 parameters. Bytes are what instructions read and write in the device's memory; temporary
 memory is what the compiler asks for beside arguments and results; both of one device, all donated that can be."""
+IN_PLACE = "value_and_grad, in place"
 COMPILERS = {"tpu": "libtpu"}  # that of GPUs has the version of JAX
 KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "apply_gradients, by optimizer": _one_device.optimizers,
@@ -86,6 +87,31 @@ def table(kind: str, record: dict[str, Any]) -> str:
         for cells, names in same.items():
             lines.append([case, "all" if len(names) == len(record) else "; ".join(names), *cells])
     return _measure.markdown([[kind, "compiled for", *columns], *lines], left=(0, 1)) + "\n"
+
+
+def targets(record: dict[str, Any]) -> str:
+    """Returns what these facts have to reach, the worst of all that they were compiled for."""
+    read = lambda kind, case, fact: {name: facts[kind][case][fact] for name, facts in record.items()}
+    ratio = lambda a, b: {name: a[name] / b[name] for name in a}
+    memory = lambda case: read("decoder", case, "memory, P")
+    flow = [read("FSDP", f"by layer, k = {k}", fact) for k in (2, 32) for fact in ("gathered, P", "reduced, P")]
+    through = [{name: flow[i][name] + flow[i + 1][name] for name in record} for i in (0, 2)]
+    adamw = lambda fact: read("apply_gradients, by optimizer", "AdamW", fact)
+    verdicts = [
+        ("held apply_gradients, AdamW, moves, P", adamw("held, P"), 3),
+        ("copies in it", adamw("held copies"), 0),
+        ("its temporary memory, P", adamw("temporary, P"), 0),
+        ("a window of 8, P", adamw("window of 8, P"), 31),
+        (
+            "a decoder's memory, value_and_grad / optax.microbatch",
+            ratio(memory(IN_PLACE), memory("optax.microbatch")),
+            0.9,
+        ),
+        ("FSDP by layer, bytes through the network, k = 32, P", through[1], 5),
+        ("the same, k = 32 / k = 2", ratio(through[1], through[0]), 1),
+    ]
+    worst = lambda of: max(of, key=lambda name: of[name])
+    return _measure.targets_text([_measure.verdict(what, of[worst(of)], at, worst(of)) for what, of, at in verdicts])
 
 
 def page(text: str, record: dict[str, Any]) -> str:

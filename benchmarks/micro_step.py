@@ -42,7 +42,8 @@ TOLERANCE = 1e-3
 NOTES = """\
 Times are those of the fastest round; the contenders take turns. P is one copy of the parameters. The inner optimizer
 alone has one call per window. The difference is between the update and inner state after one window and those of the
-inner optimizer on the mean gradient, in units of the largest entry of a leaf."""
+inner optimizer on the mean gradient, in units of the largest entry of a leaf; a way that makes another update has no
+other number."""
 
 
 class Case(NamedTuple):
@@ -76,7 +77,7 @@ class Contender(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The numbers of one table; each dict goes by contender."""
+    """The numbers of one table; each dict goes by contender; `difference` has those that are not timed, too."""
 
     case: Case
     rounds: int
@@ -146,6 +147,7 @@ def _measured(case: Case, seconds: float, rounds: int) -> Measured:
     contenders = _contenders(problem)
     runners = {name: _compiled(name, contender, problem) for name, contender in contenders.items()}
     difference = _compared(case, problem, contenders, runners)
+    runners = {name: runner for name, runner in runners.items() if _same_update(case, name)}
     return Measured(
         case=case,
         rounds=_measure.interleave(list(runners.values()), seconds, rounds),
@@ -251,15 +253,16 @@ def _same_update(case: Case, name: str) -> bool:
 def _rendered(table: Measured) -> str:
     head = ("contender", "ms / micro-step", "ms / window", "window / ideal", "temporary memory / P", "difference")
     ideal = ("ideal: k adds + one update", *_times(table.ideal, table), "", "")
-    rows = [_row(table, name) for name in table.seconds]
+    rows = [_row(table, name) for name in dict.fromkeys([*table.seconds, *table.difference])]
     text = _measure.markdown([head, *rows[:2], ideal, *rows[2:]], left=(0, 5))
     return f"### {table.case}\n\n{text}\n\nRounds: {table.rounds}.\n"
 
 
 def _row(table: Measured, name: str) -> Sequence[str]:
     difference = f"{table.difference[name]:.0e}".replace("0e+00", "0") if name in table.difference else ""
-    note = "" if _same_update(table.case, name) else ": not the same update"
-    return (name, *_times(table.window(name), table), f"{table.temporary[name]:.3f}", difference + note)
+    if name not in table.seconds:
+        return name, *4 * ("",), f"{difference}: n/a, another update"
+    return (name, *_times(table.window(name), table), f"{table.temporary[name]:.3f}", difference)
 
 
 def _times(window: float, table: Measured) -> tuple[str, str, str]:

@@ -1,12 +1,14 @@
 """Owns the cost of a window on many devices: reductions, bytes and time, for eight virtual ones, or on paper for more.
 
-Run `python -m benchmarks.sharded` for the tables of eight virtual devices, and `--paper` to compile only, for 8, 64 and
-256. Before a table prints anything, every contender's update is compared with that of the whole batch.
+Run `python -m benchmarks.sharded` for the tables of eight virtual devices and how they grow from two, and `--paper` to
+compile only, for 8, 64 and 256. Before a table prints anything, every contender's update is compared with that of the
+whole batch.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -41,8 +43,9 @@ NOTES = """\
 A window is k micro-batches of {rows} rows on each device and one update. Counted in the compiled program, trip counts
 included, with collectives above {small} bytes: reductions are all-reduces and reduce-scatters, moves all others. Bytes
 are those of one device, in copies of the parameters P. Held: collectives of any size in a micro-step that does not
-close its window. Times are those of the fastest round; the contenders take turns, their arguments donated; virtual
-devices share the cores of the host, so only large ratios mean something."""
+close its window. Keras, PyTorch, accelerate and `optax.apply_every` have no form for a mesh of their own. Times are
+those of the fastest round; the contenders take turns, their arguments donated; virtual devices share the cores of the
+host, so only large ratios mean something."""
 
 
 PAPER = """\
@@ -94,14 +97,20 @@ def main() -> None:
     """Prints the tables, then each target with what was measured."""
     parser = argparse.ArgumentParser(prog="benchmarks.sharded", description=__doc__)
     parser.add_argument("--every", nargs="+", type=int, default=[1, 2, 8, 32], help="micro-batches of a window")
+    parser.add_argument("--devices", nargs="+", type=int, default=[2, 4, 8], help="how many virtual ones")
     parser.add_argument("--seconds", type=float, default=4, help="for the timings of one table")
     parser.add_argument("--paper", action="store_true", help="compile only, for 8, 64 and 256 devices")
     parser.add_argument("--paper-rows", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=_measure.writable, help="write the tables here, too")
     options = parser.parse_args()
     if options.paper_rows:
         for row in _paper_rows():
             print("|".join(row))
+        return
+    if options.here:
+        for k in options.every:
+            print(json.dumps(dataclasses.asdict(_measured(k, options.seconds))), flush=True)
         return
     text = _paper() if options.paper else _tables(options)
     print(text)
@@ -110,10 +119,40 @@ def main() -> None:
 
 
 def _tables(options: argparse.Namespace) -> str:
-    measured = [_measured(k, options.seconds) for k in tqdm(options.every, desc="tables")]
+    measured = [table for devices in tqdm(options.devices, desc="devices") for table in _elsewhere(devices, options)]
+    most = [table for table in measured if table.case.devices == max(options.devices)]
     verdicts = _measure.targets_text([_measure.judged(target, measured) for target in _targets()])
     header = _measure.header("A window on many devices", NOTES.format(rows=ROWS, small=SMALL))
-    return "\n".join([header, *map(_rendered, measured), verdicts])
+    return "\n".join([header, *map(_rendered, most), *_growth(measured), verdicts])
+
+
+def _elsewhere(devices: int, options: argparse.Namespace) -> list[Measured]:
+    """Returns what a process with so many devices measures."""
+    asked = ["--here", "--seconds", str(options.seconds), "--every", *map(str, options.every)]
+    out = _said(devices, asked).splitlines()
+    tables = [json.loads(line) for line in out if line.startswith("{")]
+    rows = [{name: Row(**row) for name, row in table["rows"].items()} for table in tables]
+    return [Measured(Case(*table["case"]), of) for table, of in zip(tables, rows, strict=True)]
+
+
+def _said(devices: int, asked: list[str]) -> str:
+    environment = {**os.environ, "OPTAX_ACCUM_BENCH_DEVICES": str(devices), "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "benchmarks.sharded", *asked]
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def _growth(measured: list[Measured]) -> Iterator[str]:
+    """Yields what each contender reduces, and takes, with more devices."""
+    k = max(table.case.k for table in measured)  # one that is the number of devices lets a scan gather the rows
+    grown = [table for table in measured if table.case.k == k]
+    numbers = {
+        "reduced / P": lambda table, row: f"{row.reduced:.2f}",
+        "time / ours, within a call": lambda table, row: f"{row.seconds / table.rows[WITHIN].seconds:.2f}",
+    }
+    for what, number in numbers.items() if len(grown) > 1 else ():
+        head = (what, *(f"{table.case.devices} devices" for table in grown))
+        rows = [(name, *(number(table, table.rows[name]) for table in grown)) for name in grown[0].rows]
+        yield f"### How it grows with devices, k={k}: {what}\n\n{_measure.markdown([head, *rows])}\n"
 
 
 def _measured(k: int, seconds: float) -> Measured:
@@ -291,9 +330,7 @@ def _targets() -> list[Target]:
 def _paper() -> str:
     rows = []
     for devices in tqdm((8, 64, 256), desc="devices"):
-        environment = {**os.environ, "OPTAX_ACCUM_BENCH_DEVICES": str(devices), "XLA_FLAGS": ""}
-        command = [sys.executable, "-m", "benchmarks.sharded", "--paper-rows"]
-        out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        out = _said(devices, ["--paper-rows"])
         rows += [line.split("|") for line in out.splitlines() if line.count("|") == 6]
     head = ("devices d", "k", "way", "reductions", "reduced / P", "gathered / P", "sent by a device / P")
     return f"{_measure.header('Scale, on paper', PAPER)}\n{_measure.markdown([head, *rows], left=(2,))}"
