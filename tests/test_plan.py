@@ -10,6 +10,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from hypothesis import given
@@ -326,15 +327,17 @@ def test_train_steps_of_flax_from_shapes_alone(rank_promotion):
 # What is refused, and what helps.
 
 
-@pytest.mark.parametrize(
-    ("budget", "size"), [("80GB", 80e9), ("7.5 GiB", 7.5 * 2**30), ("512 MiB", 2**29), (1e9, 1e9), ("2e9", 2e9)]
-)
+SIZES = [("80GB", 80e9), ("7.5 GiB", 7.5 * 2**30), ("512 MiB", 2**29), (1e9, 1e9), ("2e9", 2e9), (".5GB", 5e8)]
+SIZES += [("5.GB", 5e9), (np.int64(10**9), 1e9), (np.float32(1e9), 1e9)]
+
+
+@pytest.mark.parametrize(("budget", "size"), SIZES)
 def test_a_budget(budget, size):
     assert budgets.as_bytes(budget) == size
 
 
 @pytest.mark.parametrize(
-    "budget", [0, -1, "0GB", "-3 GB", float("nan"), "much", "", "80 GX", True, [1], "8i"], ids=repr
+    "budget", [0, -1, "0GB", "-3 GB", float("nan"), "much", "", ".", "80 GX", True, [1], "8i"], ids=repr
 )
 def test_a_budget_that_cannot_be(budget):
     with pytest.raises(ValueError, match=r'The budget must be.*budget=.*Pass bytes, or text such as "80GB"'):
@@ -348,6 +351,35 @@ def test_by_default_a_cpu_has_what_is_free():
     nobody = optax_accum.accelerators.Target("mystery", jax.devices()[:1], None)
     with pytest.raises(ValueError, match='how much memory mystery has. Pass budget=, such as budget="16GB"'):
         planned(target=nobody)
+
+
+CGROUPS = {
+    "2": ("0::/pod/box", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "1": (
+        "4:cpu:/pod\n10:memory:/pod/box",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", CGROUPS)
+def test_what_is_free_is_what_a_container_leaves(version, tmp_path, monkeypatch):
+    """The tightest of the groups around a process; files that can be dropped are free."""
+    line, mount, most, used, dropped = CGROUPS[version]
+    files = {"proc/meminfo": "MemAvailable:   8000000 kB", "proc/self/cgroup": line}
+    files |= {f"{mount}/pod/{most}": "5000000000", f"{mount}/pod/{used}": "2000000000"}
+    files |= {f"{mount}/pod/memory.stat": f"anon 7\n{dropped} 500000000\n", f"{mount}/pod/box/{most}": "max"}
+    monkeypatch.setattr(budgets, "_ROOT", tmp_path)
+    assert budgets._free() is None
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert budgets._free() == 3_500_000_000
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert budgets._free() == 8_000_000 * 1024
 
 
 def test_a_budget_below_the_arguments_alone():
@@ -393,14 +425,17 @@ def test_a_builder_that_ignores_the_number():
         ({"candidates": []}, ValueError, "There must be a row for each"),
         ({"candidates": [0]}, ValueError, "candidates must be an integer >= 1"),
         ({"rows": 0, "candidates": None}, ValueError, "global_batch must be an integer >= 1"),
-        ({"safety": 0}, ValueError, "safety must be above 0 and at most 1.*Pass 0.9"),
-        ({"safety": 1.5}, ValueError, "safety must be above 0"),
+        ({"safety": 0}, ValueError, "safety must be a number above 0 and at most 1.*Pass 0.9"),
+        ({"safety": 1.5}, ValueError, "safety must be a number above 0"),
         ({"options": []}, ValueError, "options must be a sequence"),
         ({"options": "full"}, ValueError, "options must be a sequence"),
         ({"num_devices": 0}, ValueError, "num_devices must be an integer >= 1"),
         ({"num_devices": 99}, ValueError, "There are 8 devices here, not num_devices=99"),
         ({"target": "h1000"}, ValueError, "The target must be one of a100"),
         ({"max_compilations": 0}, ValueError, "max_compilations must be an integer >= 1"),
+        ({"max_compilations": 1}, ValueError, "max_compilations must be at least 2.*max_compilations=1. Pass 6"),
+        ({"safety": "0.9"}, TypeError, "safety must be a number above 0 and at most 1: safety='0.9'. Pass 0.9"),
+        ({"safety": math.nan}, ValueError, "safety must be a number above 0"),
     ],
     ids=str,
 )

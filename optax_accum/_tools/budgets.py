@@ -2,13 +2,21 @@
 
 import math
 import re
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from optax_accum._tools.targets import Target
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_ROOT = Path("/")  # of what the system tells
+_CGROUPS = {  # by the controller that /proc/self/cgroup names: version 2 names none
+    "": ("sys/fs/cgroup", "memory.max", "memory.current"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 
 
 def as_bytes(budget: Any) -> int:
@@ -16,10 +24,10 @@ def as_bytes(budget: Any) -> int:
     remedy = 'Pass bytes, or text such as "80GB" or "7.5 GiB".'
     size: float = math.nan
     if isinstance(budget, str):
-        found = re.fullmatch(r"\s*([-+]?\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", budget.lower())
+        found = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", budget.lower())
         if found and (found[2] or not found[3]):
             size = float(found[1]) * (_BINARY if found[3] else _UNITS)[found[2]]
-    elif isinstance(budget, int | float) and not isinstance(budget, bool):
+    elif isinstance(budget, int | float | np.integer | np.floating) and not isinstance(budget, bool):
         size = float(budget)
     if not math.isfinite(size):
         raise ValueError(f"The budget must be a size of memory: budget={budget!r}. {remedy}")
@@ -47,8 +55,37 @@ def memory_of(target: Target, *, here: bool, devices: int) -> int:
 
 
 def _free() -> int | None:
+    """Returns what is free here, or what a container leaves of it; None where nobody says."""
+    left = [*_left_by_system(), *_left_by_cgroups()]
+    return min(left, default=None)
+
+
+def _left_by_system() -> Generator[int]:
+    if found := re.search(r"MemAvailable:\s*(\d+) kB", _read("proc/meminfo")):
+        yield int(found[1]) * 1024
+
+
+def _left_by_cgroups() -> Generator[int]:
+    """Yields what each control group leaves that this process is in, and those around it."""
+    for line in _read("proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in {*controllers.split(",")} & {*_CGROUPS}:
+            mount, *files = _CGROUPS[controller]
+            own = Path(path.strip("/"))
+            for group in (own, *own.parents):
+                yield from _left_by_cgroup(f"{mount}/{group}", *files)
+
+
+def _left_by_cgroup(folder: str, most: str, used: str) -> Generator[int]:
+    """Yields the limit less what is used, but for files that were read and can be dropped; nothing without a limit."""
+    limit, current = (_read(f"{folder}/{name}").strip() for name in (most, used))
+    if limit.isdecimal() and current.isdecimal():
+        dropped = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(f"{folder}/memory.stat"), re.MULTILINE)
+        yield max(0, int(limit) - int(current) + (int(dropped[1]) if dropped else 0))
+
+
+def _read(path: str) -> str:
     try:
-        found = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+        return (_ROOT / path).read_text()
     except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
+        return ""

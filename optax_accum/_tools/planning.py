@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
 from optax_accum._core import checks
 from optax_accum._tools import budgets, search
@@ -94,9 +95,8 @@ def plan_microbatches(
       (1, (1024,))
     """
     rows = _positive("global_batch", global_batch)
-    most = max(2, _positive("max_compilations", max_compilations))
-    if not 0 < safety <= 1:
-        raise ValueError(f"safety must be above 0 and at most 1: safety={safety}. Pass 0.9 to use 90 % of the budget.")
+    most = _most(max_compilations)
+    _check_safety(safety)
     on, devices = _target(target, num_devices)
     size = budgets.memory_of(on, here=target is None, devices=devices) if budget is None else budgets.as_bytes(budget)
     limit = safety * size
@@ -232,6 +232,24 @@ def _target(target: str | Target | None, num_devices: int | None) -> tuple[Targe
             f"{len(on.devices)}. Leave it out."
         )
     return on, len(on.devices)
+
+
+def _most(max_compilations: int) -> int:
+    most = _positive("max_compilations", max_compilations)
+    if most < 2:
+        raise ValueError(
+            "max_compilations must be at least 2, the whole batch and the smallest micro-batches: max_compilations="
+            f"{most}. Pass 6, the default, or one number as candidates=."
+        )
+    return most
+
+
+def _check_safety(safety: Any) -> None:
+    rule = f"safety must be a number above 0 and at most 1: safety={safety!r}. Pass 0.9 to use 90 % of the budget."
+    if isinstance(safety, bool) or not isinstance(safety, int | float | np.integer | np.floating):
+        raise TypeError(rule)
+    if not 0 < safety <= 1:
+        raise ValueError(rule)
 
 
 def _candidates(rows: int, numbers: Iterable[int] | None) -> list[Candidate]:
