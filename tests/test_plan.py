@@ -15,6 +15,8 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum import plan
@@ -169,14 +171,20 @@ def test_a_table_is_monotone_and_says_all():
     assert "temporary" in text
     assert "yes" in text
     assert "no" in text
-    assert "beside its arguments" in text
+    assert "What does not shrink with the rows: " in text
     assert "each row of a micro-batch adds 1.03 kB" in text
 
 
-def test_copies_of_the_parameters_are_told_where_they_say_something():
-    found = dataclasses.replace(table(), copy=1000)
-    assert found._copies(2500.0) == "2.50 kB (2.5 P, copies of the parameters)"
-    assert found._copies(200e3) == "200.00 kB"
+@pytest.mark.parametrize(("dtype", "copies"), [(jnp.float32, "1 P = 65.54 kB"), (jnp.bfloat16, "2 P = 65.54 kB")])
+def test_what_accumulation_itself_costs(dtype, copies):
+    """The sum is float32 or wider; it is told where one loop was compiled, too."""
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2).astype(jnp.float32)
+    make_step = plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH, dtype=dtype), shape(64, WIDTH, dtype=dtype))
+    found = str(planned(make_step, 64, candidates=[2], budget="1GB"))
+    assert f"holds one sum of gradients, {copies}; one micro-batch needs none." in found
+    assert "does not shrink" not in found
+    assert "sum of gradients" not in str(planned(make_step, 64, candidates=[1], budget="1GB"))
+    assert "sum of gradients" not in str(table())  # of a step that is not ours
 
 
 def test_a_last_micro_batch_that_is_smaller():
@@ -239,7 +247,91 @@ def test_of_options_the_fewest_flops_win_then_the_fewest_micro_batches():
     assert found.option == "offloads"
     assert "option" in str(found)
     assert "recomputes" in str(found)
+    assert "the fewest FLOPs, then the fewest micro-batches" in str(found)
     assert {row["option"] for row in found.rows} == {"keeps", "recomputes", "offloads"}
+
+
+def sums(option, rows=ROWS):
+    """As `lower`, of an option that says what is taken, and how."""
+
+    def make_step(k):
+        def add(total, rows):
+            written = jax.lax.optimization_barrier(jnp.sin(rows))
+            turns = written[0, 0].astype(int) if option.get("unknown") else option.get("turns", 1)
+            return jax.lax.fori_loop(0, turns, lambda _, total: total + written.T @ written, total), None
+
+        start = jnp.zeros((WIDTH, WIDTH))
+        step = lambda x, held=0.0: jax.lax.scan(add, start, x.reshape(k, -1, WIDTH))[0] + jnp.sum(held)
+        return jax.jit(step).lower(shape(rows * option.get("length", 1), WIDTH), *option.get("held", ()))
+
+    return make_step
+
+
+def chosen_of(*options, budget="1GB", candidates=(1, 2)):
+    return planned(lambda k, option: sums(option)(k), budget=budget, options=options, candidates=candidates)
+
+
+def test_an_option_whose_flops_are_not_known_does_not_win():
+    unknown = {"unknown": True}
+    assert chosen_of(unknown, {"turns": 3}).option == chosen_of({"turns": 3}, unknown).option == {"turns": 3}
+    assert chosen_of(unknown).option == unknown
+
+
+def test_of_options_that_take_other_shapes_the_first_that_fits_is_chosen():
+    """A shorter sequence always has fewer FLOPs, and is less work."""
+    long, short = {"length": 4}, {"length": 1}
+    found = chosen_of(long, short)
+    assert (found.option, found.comparable) == (long, False)
+    assert "The options take other shapes, so FLOPs are of other work. Chosen: the first that fits." in str(found)
+    assert chosen_of(short, long).option == short
+    with programs.as_shipped():
+        assert chosen_of(long, short, budget=9 * ROWS * ROW // 2).option == short
+
+
+def test_an_option_whose_arguments_are_too_much_leaves_the_others():
+    large, small = {"held": (shape(100 * ROWS, WIDTH),)}, {}
+    for options in ([large, small], [small, large]):
+        found = chosen_of(*options, budget=50 * ROWS * ROW)
+        assert found.option == small
+        assert [row["fits"] for row in found.rows if row["option"] == large] == [False]  # one look is enough
+    with pytest.raises(ValueError, match="must hold what the step is given.*No number of micro-batches changes that"):
+        chosen_of(large, large, budget=50 * ROWS * ROW)
+
+
+def test_arguments_that_shrink_with_the_number_may_fit():
+    """A step across calls takes a micro-batch."""
+    step = lambda k: jax.jit(lambda x: jnp.sin(x).sum(0)).lower(shape(ROWS // k, WIDTH))
+    assert planned(step, budget=ROWS * ROW // 2).num_microbatches >= 2
+
+
+def test_options_that_are_equal_and_that_cannot_be_compared():
+    for options in ([{"turns": 2}] * 2, [{"a": np.ones(2)}] * 2):
+        found = chosen_of(*options)
+        assert [row["chosen"] for row in found.rows] == [True, False]
+        assert found.place == 0
+
+
+def test_options_are_called_by_their_names():
+    def keep(rows):
+        return jnp.sin(rows)
+
+    make_step = lambda k, option: sums({"turns": 2 - (option is keep)})(k)
+    found = planned(make_step, budget="1GB", options=[keep, "dots", jnp.sin, jnp.sin], candidates=[1])
+    assert list(found.labels.values()) == ["keep", "dots", "sin [2]", "sin [3]"]
+    assert "1 micro-batch, option keep." in str(found)
+    assert " at 0x" not in str(found)
+
+
+def test_several_options_stand_side_by_side():
+    with programs.as_shipped():
+        found = chosen_of({"length": 4}, {"turns": 2}, budget=13 * ROWS * ROW // 2, candidates=(1, 8))
+    lines = str(found).splitlines()
+    at = lines.index("Peaks (* chosen, - does not fit):")
+    head, four, two = (line.split() for line in lines[at + 1 : at + 4])
+    assert head == ["micro-batches", "1", "8"]
+    assert (four[:3], four[5:6]) == (["{'length':", "4}", "-"], ["*"])
+    assert two[:2] == ["{'turns':", "2}"]
+    assert "Peaks" not in str(table())
 
 
 # Devices, targets, builders.
@@ -258,15 +350,17 @@ def test_several_devices_share_a_micro_batch():
     assert "32 a device" in str(found)
 
 
-@pytest.mark.parametrize("name", programs.installed("h100", "v5e:2x4"))
+@pytest.mark.parametrize("name", ["h100", "v5e:2x4"])
 def test_a_target_that_is_not_here(name):
+    if missing := programs.why_not(name):
+        pytest.skip(missing)
     on = programs.target(name)
     alone = on.one()
     make_step = lambda num_microbatches, target: lower(num_microbatches, target)
     found = planned(make_step, target=alone, candidates=[1])
     assert (found.num_microbatches, found.budget) == (1, on.memory)
     assert found.rows[0]["arguments"] == ROWS * ROW
-    with pytest.raises(ValueError, match="must lower for the target.*a parameter `target` is given it"):
+    with pytest.raises(ValueError, match="must lower for all devices of the target.*a parameter `target` is given it"):
         planned(target=alone)
 
 
@@ -401,10 +495,13 @@ def raises(k):
 
 
 def test_builders_that_do_not_build():
-    with pytest.raises(ValueError, match=r"make_step\(1\) must return.*raised KeyError.*candidates="):
+    with pytest.raises(ValueError, match=r"make_step\(1\) must return.*raised KeyError: 'nothing here'\.$"):
         planned(raises)
+    for nothing in (None, 8):
+        with pytest.raises(TypeError, match=f"make_step must be a function .*make_step={nothing}. Pass lambda k: jax"):
+            planned(nothing, rows=0)
     only_divisors = lambda k: lower(k)  # a reshape fails for 3
-    with pytest.raises(ValueError, match=r"make_step\(3\).*raised TypeError"):
+    with pytest.raises(ValueError, match=r"make_step\(3\).*raised TypeError.*pass them as candidates="):
         planned(only_divisors, budget="1GB", candidates=[3])
     with pytest.raises(TypeError, match=r"must return a lowered step: it returned NoneType. Return jax.jit"):
         planned(lambda k: None)
@@ -416,6 +513,69 @@ def test_a_builder_that_ignores_the_number():
     budget = ROWS * ROW + WIDTH * ROW + 100
     with pytest.raises(ValueError, match="1 and 256 micro-batches are the same program, so all cost the same. Pass"):
         planned(lambda k: lower(1), budget=budget)
+
+
+def test_a_builder_that_ignores_the_number_in_what_it_computes():
+    """Other programs, of the same memory."""
+    make_step = lambda k: lower(1, scale=1.0 + k)
+    with pytest.raises(ValueError, match="Nothing fits.*must cut the batch as it is told, and all numbers cost the"):
+        planned(make_step, budget=ROWS * ROW + WIDTH * ROW + 100)
+
+
+def test_the_rows_of_a_builder_are_those_of_the_plan():
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    w, batch = shape(WIDTH, WIDTH), {"x": shape(64, WIDTH), "count": shape()}
+    step = lambda k: jax.jit(optax_accum.value_and_grad(lambda w, b: loss(w, b["x"]), num_microbatches=k))
+    for make_step in (plan.of_loss(loss, optax.sgd(0.1), w, batch["x"]), plan.of_step(step, w, batch)):
+        assert make_step.rows == 64
+        with pytest.raises(
+            ValueError, match="global_batch=256, and it has 64. Pass 64, or of_loss and of_step a batch"
+        ):
+            planned(make_step, 256)
+    assert plan.of_step(step, w, (shape(64, 2), shape(3))).rows is None
+
+
+def test_a_builder_takes_no_option_and_its_remedy_works():
+    losses = {"tanh": lambda w, x: jnp.mean(jnp.tanh(x @ w)), "sin": lambda w, x: jnp.mean(jnp.sin(x @ w))}
+    of = lambda option: plan.of_loss(losses[option], optax.sgd(0.1), shape(WIDTH, WIDTH), shape(ROWS, WIDTH))
+    with pytest.raises(
+        ValueError, match="takes no option: .*Write a function around it: make_step=lambda k, option, t"
+    ):
+        planned(of("tanh"), options=["tanh", "sin"])
+    make_step = lambda k, option, target: of(option)(k, target)
+    assert planned(make_step, options=["tanh", "sin"], candidates=[1], budget="1GB").option == "tanh"
+
+
+def test_a_function_with_a_method_copy():
+    class Function:
+        __call__ = staticmethod(lower)
+
+        def copy(self):
+            return self
+
+    with programs.as_shipped():
+        assert "each row of" in str(planned(Function(), budget=ROWS * ROW + 2 * WIDTH * ROW + ROWS * ROW // 3))
+
+
+@pytest.mark.parametrize("where", ["nowhere", "shard_map", "constrained"])
+def test_a_step_for_some_of_the_devices(where):
+    """One that names no shapes may still run on all of them."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    steps = {
+        "nowhere": lambda x: x.sum(0),
+        "shard_map": jax.shard_map(
+            lambda x: jax.lax.psum(x.sum(0), "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+        ),
+        "constrained": lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data"))).sum(0),
+    }
+    make_step = lambda k: jax.jit(steps[where]).lower(shape(ROWS, WIDTH))
+    ask = lambda number: planned(make_step, budget="1GB", candidates=[1], num_devices=number)
+    right, wrong = (1, 4) if where == "nowhere" else (4, 8)
+    assert ask(right).num_devices == right
+    with pytest.raises(
+        ValueError, match=f"all devices.*for {right} x cpu.*is {wrong} x cpu.*or plan for num_devices={right}"
+    ):
+        ask(wrong)
 
 
 @pytest.mark.parametrize(
@@ -506,6 +666,20 @@ def test_a_picture():
         str(row["num_microbatches"]) for row in table().rows
     ]
     assert axes.get_ylim()[1] * 1e6 > max(row["peak"] for row in table().rows)
+
+
+def test_a_picture_of_several_options():
+    """One of which cannot be hashed, and one whose sizes were all refused."""
+    pytest.importorskip("matplotlib")
+    found = chosen_of({"turns": 1}, {"turns": 2})
+    refused = footprint.Footprint(0, 0, 0, math.inf, 0, 0.1, refused=True)
+    one, other = found.compiled
+    found = dataclasses.replace(found, compiled=(one, dataclasses.replace(other, footprint=refused, fits=False)))
+    figure = found.plot()
+    assert [axes.get_title() for axes in figure.axes] == ["{'turns': 1}", "{'turns': 2}"]
+    assert figure.get_suptitle() == "256 rows on cpu"
+    assert [len(axes.patches) > 0 for axes in figure.axes] == [True, False]
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):

@@ -107,13 +107,16 @@ def _memory(compiled: jax.stages.Compiled, target: Target) -> Any:
 def _check_devices(compiled: jax.stages.Compiled, target: Target) -> None:
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = {device for sharding in shardings for device in sharding.device_set}
-    if not devices <= set(target.devices):
-        kinds = ", ".join(sorted({device.device_kind for device in devices}))
-        raise ValueError(
-            f"make_step must lower for the target: it lowered for {len(devices)} x {kinds}, and target="
-            f"{target.name!r} is {len(target.devices)} x {target.devices[0].device_kind}. Lower with shapes of the "
-            "target, jax.jit(step).lower(*map(target.shapes, args)): a make_step with a parameter `target` is given it."
-        )
+    if devices == set(target.devices):
+        return
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    fewer = f", or plan for num_devices={len(devices)}" if devices < set(target.devices) else ""
+    raise ValueError(
+        f"make_step must lower for all devices of the target: it lowered for {len(devices)} x {kinds}, and target="
+        f"{target.name!r} is {len(target.devices)} x {target.devices[0].device_kind}. Lower with shapes of the "
+        'target, jax.jit(step).lower(target.shapes(params), target.shapes(batch, PartitionSpec("data"))): a make_step '
+        f"with a parameter `target` is given it{fewer}."
+    )
 
 
 def count_flops(lowered: jax.stages.Lowered) -> int | None:

@@ -1,6 +1,7 @@
 """Owns what a plan says: its table, its rows, its picture. Compiles nothing."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from optax_accum._tools.budgets import as_text
@@ -12,13 +13,14 @@ KINDS = ("arguments", "kept", "temporary", "code")  # they add up to the peak
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One number of micro-batches that was compiled: `option`, `candidate`, its `footprint`, `fits`, `flops`."""
+    """One number of micro-batches that was compiled: `option`, at its `place`, `candidate`, `footprint`, `flops`."""
 
     option: Any
     candidate: Candidate
     footprint: Footprint
     fits: bool
     flops: int | None
+    place: int = 0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -27,7 +29,7 @@ class Plan:
 
     Attributes:
       num_microbatches: the fewest that fit; None in the plan of an error that says that none does.
-      option: with which of the options.
+      option: with which of the options, the one at `place` among them.
       global_batch: the rows of one update.
       num_devices: the devices that share each micro-batch.
       target: what it was compiled for.
@@ -35,6 +37,8 @@ class Plan:
       limit: the part of them that the plan may use, `safety * budget`.
       compiled: what was compiled, by option and number.
       copy: the bytes of the parameters on one device, where the step's builder knows them.
+      sum: those of the sum of their gradients, likewise.
+      comparable: whether the options that fit take the same shapes, so that the fewest FLOPs are the cheapest.
       open: whether there were more compilations to make than allowed, so that fewer micro-batches may fit, too.
     """
 
@@ -47,6 +51,9 @@ class Plan:
     limit: float
     compiled: tuple[Compiled, ...]
     copy: int | None = None
+    sum: int | None = None
+    place: int = 0
+    comparable: bool = True
     open: bool = False
 
     @property
@@ -78,21 +85,26 @@ class Plan:
                 "peak": one.footprint.peak,
                 "refused": one.footprint.refused,
                 "fits": one.fits,
-                "chosen": one == self._chosen_or_none,
+                "chosen": one is self._chosen_or_none,
                 "seconds": one.footprint.seconds,
                 "flops": one.flops,
             }
             for one in self.compiled
         ]
 
+    @property
+    def labels(self) -> dict[int, str]:
+        """The options by their place, as they are printed."""
+        named = {one.place: getattr(one.option, "__name__", str(one.option)) for one in self.compiled}
+        names = list(named.values())
+        return {place: f"{name} [{place}]" if names.count(name) > 1 else name for place, name in named.items()}
+
     def __str__(self) -> str:
         head = ("micro-batches", "rows each", "arguments", "outputs", "temporary", "peak", "fits", "compiled", "FLOPs")
         table = [head, *map(self._cells, self.compiled)]
-        if any(one.option is not None for one in self.compiled):
-            table = [("option", *head), *((str(one.option), *self._cells(one)) for one in self.compiled)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)).rstrip() for cells in table]
-        return "\n".join([self._title(), *lines, *self._notes()])
+        if self._several:
+            table = [("option", *head), *((self.labels[one.place], *self._cells(one)) for one in self.compiled)]
+        return "\n".join([self._title(), *_aligned(table), *self._grid(), *self._notes()])
 
     __repr__ = __str__
 
@@ -103,8 +115,12 @@ class Plan:
         return picture.draw(self)
 
     @property
+    def _several(self) -> bool:
+        return len(self.labels) > 1 or any(one.option is not None for one in self.compiled)
+
+    @property
     def _chosen_or_none(self) -> Compiled | None:
-        of = lambda one: (one.option, one.candidate.number) == (self.option, self.num_microbatches)
+        of = lambda one: (one.place, one.candidate.number) == (self.place, self.num_microbatches)
         return next(filter(of, self.compiled), None)
 
     @property
@@ -120,11 +136,11 @@ class Plan:
         title = f"{self.global_batch} rows on {devices}{self.target}, {memory}: "
         if self.num_microbatches is None:
             return f"{title}nothing fits."
-        option = "" if self.option is None else f", option {self.option}"
+        option = f", option {self.labels[self.place]}" if self._several else ""
         return f"{title}{self.num_microbatches} micro-batch{'es' * (self.num_microbatches > 1)}{option}."
 
     def _cells(self, one: Compiled) -> tuple[str, ...]:
-        found, mark = one.footprint, "*" if one == self._chosen_or_none else " "
+        found, mark = one.footprint, "*" if one is self._chosen_or_none else " "
         rows = f"{one.candidate.rows}{' a device' if self.num_devices > 1 else ''}"
         sizes = [as_text(size) for size in (found.arguments, found.kept, found.temporary, found.peak)]
         if found.refused:
@@ -133,22 +149,42 @@ class Plan:
         fits = "yes" if one.fits else "no"
         return f"{mark} {one.candidate.number}", rows, *sizes, fits, f"{found.seconds:.1f} s", flops
 
+    def _grid(self) -> list[str]:
+        """Returns the peaks of several options, side by side."""
+        if len(self.labels) == 1:
+            return []
+        numbers = sorted({one.candidate.number for one in self.compiled})
+        peaks = {(one.place, one.candidate.number): self._peak(one) for one in self.compiled}
+        rows = [(name, *(peaks.get((place, k), "") for k in numbers)) for place, name in self.labels.items()]
+        return ["Peaks (* chosen, - does not fit):", *_aligned([("micro-batches", *map(str, numbers)), *rows])]
+
+    def _peak(self, one: Compiled) -> str:
+        mark = "* " if one is self._chosen_or_none else "" if one.fits else "- "
+        return f"{mark}{'>' * one.footprint.refused}{as_text(one.footprint.peak)}"
+
     def _notes(self) -> list[str]:
         notes = ["Bytes on each device, as the compiler counts them; FLOPs of all products, as lowered."]
+        if len(self.labels) > 1 and self.comparable:
+            notes.append("Chosen of the options that fit: the fewest FLOPs, then the fewest micro-batches.")
+        elif len(self.labels) > 1:
+            notes.append("The options take other shapes, so FLOPs are of other work. Chosen: the first that fits.")
         if self.open:
             notes.append("Fewer micro-batches may fit, too: no more compilations were allowed (max_compilations).")
+        if self.sum and self.copy and any(one.candidate.number > 1 for one in self.compiled):
+            copies = f"{self.sum / self.copy:.3g} P = {as_text(self.sum)}"
+            notes.append(f"Accumulating itself holds one sum of gradients, {copies}; one micro-batch needs none.")
         if (line := self._line()) is not None:
             fixed, row = line
             fixed = max(0.0, fixed - self._chosen.footprint.arguments - self._chosen.footprint.kept)
             notes.append(
-                f"However small its micro-batches, the step holds {self._copies(fixed)} beside its arguments, the sum "
-                f"of gradients among it; each row of a micro-batch adds {as_text(row)}."
+                f"What does not shrink with the rows: {as_text(fixed)} beside arguments and outputs; each row of a "
+                f"micro-batch adds {as_text(row)}."
             )
         return notes
 
     def _line(self) -> tuple[float, float] | None:
         """Returns the peak at no rows and what a row adds, through the two sizes of a kind that are farthest apart."""
-        loops = [one for one in self.compiled if one.option == self.option and one.candidate.number > 1]
+        loops = [one for one in self.compiled if one.place == self.place and one.candidate.number > 1]
         for ragged in (False, True):
             kind = [one for one in loops if one.candidate.ragged == ragged and not one.footprint.refused]
             if len(kind) > 1 and self._chosen_or_none:
@@ -158,7 +194,7 @@ class Plan:
                 return less.footprint.peak - row * less.candidate.rows, row
         return None
 
-    def _copies(self, size: float) -> str:
-        if not self.copy or size > 100 * self.copy:  # a few kB of parameters say nothing about it
-            return as_text(size)
-        return f"{as_text(size)} ({size / self.copy:.1f} P, copies of the parameters)"
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)).rstrip() for cells in table]

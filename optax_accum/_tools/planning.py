@@ -1,23 +1,21 @@
 """Owns the plan: the fewest micro-batches that fit, of programs that are compiled and not run. Knows no model."""
 
 import dataclasses
-import inspect
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import jax
 import numpy as np
 
 from optax_accum._core import checks
 from optax_accum._tools import budgets, search
-from optax_accum._tools.footprint import Footprint, count_flops, footprint, text_key
-from optax_accum._tools.plan import Compiled, Plan
+from optax_accum._tools.plan import Plan
 from optax_accum._tools.search import Candidate
+from optax_accum._tools.steps import Builder
 from optax_accum._tools.targets import Target
 from optax_accum._tools.targets import target as find_target
-
-MakeStep = Callable[..., Any]  # returns a `jax.stages.Lowered`
+from optax_accum._tools.trials import PASS_ON, MakeStep, Trial
 
 
 def plan_microbatches(
@@ -51,15 +49,16 @@ def plan_microbatches(
       target: an accelerator, by its name or as `optax_accum.accelerators.target` returns it; None for the devices here.
       budget: the memory of one device: bytes, or text ("80GB", "7.5 GiB"). By default the target's own; of a CPU what
         is free.
-      num_devices: how many devices share a micro-batch: those of a `Target` or a topology, else 1.
+      num_devices: how many devices share a micro-batch. None: those of a `Target` or a topology, else 1.
       options: the step is planned with each, as `make_step(num_microbatches, option)`: policies of `jax.checkpoint`,
-        offload, lengths. Chosen is what fits with the fewest FLOPs (nothing computed twice), then with the fewest
-        micro-batches.
+        offload, lengths. Of those that fit the one with the fewest FLOPs is chosen (nothing computed twice; one whose
+        FLOPs are not known comes last), then the fewest micro-batches. Where options take other shapes, such as
+        lengths, their FLOPs are of other work: chosen is the first that fits, so pass the one that you like best first.
       candidates: the numbers of micro-batches to choose from; by default all, since the last may be smaller. For a step
         that takes only some, such as the divisors of the batch.
       safety: the part of the budget to use. The compiler does not count other processes, fragmentation, and what the
         runtime keeps for itself.
-      max_compilations: for each option.
+      max_compilations: for each option, at least 2.
       progress: whether to show a bar over the compilations, with tqdm if it is installed.
 
     Returns:
@@ -67,8 +66,8 @@ def plan_microbatches(
 
     Raises:
       ValueError: nothing fits: the smallest peak, the budget, and the ways on. A budget or a number that cannot be; a
-        builder that raises, ignores its number, or lowers for other devices.
-      TypeError: the builder returns no lowered step.
+        builder that raises, ignores its number, has a batch of other rows, or lowers for other devices or for some.
+      TypeError: what is no function, or returns no lowered step.
       RuntimeError: the target's compiler is not installed, or tells nothing about memory.
 
     Guarantees:
@@ -80,8 +79,10 @@ def plan_microbatches(
       | `max_compilations` are spent | the fewest that were compiled and fit; likewise |
       | a compiler that stops for want of memory (TPU) | does not fit; its bytes are what it says |
       | a step that was compiled in this process | is not compiled again |
+      | an option whose arguments alone are more than the budget | one compilation; the others are planned |
+      | options that are equal | each is planned and shown; the first is chosen |
       | several devices | bytes of one; rows of the device that has most |
-      | a CPU as several devices | each has its share of what is free |
+      | a CPU | what is free, or its control groups leave; as several devices, each has its share |
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_accum
@@ -94,95 +95,24 @@ def plan_microbatches(
       >>> plan.num_microbatches, plan.sizes
       (1, (1024,))
     """
+    _check_callable(make_step)
     rows = _positive("global_batch", global_batch)
+    builder = make_step if isinstance(make_step, Builder) else None
+    if builder:
+        _check_builder(builder, rows, options)
     most = _most(max_compilations)
     _check_safety(safety)
     on, devices = _target(target, num_devices)
     size = budgets.memory_of(on, here=target is None, devices=devices) if budget is None else budgets.as_bytes(budget)
     limit = safety * size
     every = _candidates(-(-rows // devices), candidates)
-    steps = [_Step(make_step, option, on, given) for option, given in _options(options)]
-    with _bar(progress, most * len(steps)) as advance:
-        for step in steps:
-            step.search(every, limit, most, advance)
-    return _chosen(
-        steps, every, Plan(None, None, rows, devices, on.name, size, limit, (), getattr(make_step, "copy", None))
-    )
-
-
-class _Step:
-    """A step with one of the options, and what was compiled of it."""
-
-    def __init__(self, make_step: MakeStep, option: Any, target: Target, given: bool):
-        self.make_step, self.option, self.target = make_step, option, target
-        self.given = (option,) if given else ()
-        self.found: dict[Candidate, Footprint] = {}
-        self.flops: dict[Candidate, int | None] = {}
-        self.keys: dict[Candidate, str] = {}
-        self.peaks: search.Peaks = {}
-
-    def search(self, every: Sequence[Candidate], limit: float, most: int, advance: Callable[[str, int], None]) -> None:
-        """Compiles what the search proposes."""
-
-        def measure(candidate: Candidate) -> float:
-            advance(f"{candidate.number} of {candidate.rows} rows", 0)
-            lowered = self.lower(candidate.number)
-            self.keys[candidate] = text_key(lowered, self.target)
-            self._check_differs(candidate)
-            self.found[candidate] = footprint(lowered, self.target)
-            self.flops[candidate] = count_flops(lowered)
-            self._check_arguments(candidate, limit)
-            advance("", 1)
-            return self.found[candidate].peak
-
-        self.peaks = search.search(every, measure, limit, most)
-
-    def lower(self, number: int) -> jax.stages.Lowered:
-        """Returns the step as it is lowered with so many micro-batches."""
-        wants_target = "target" in _parameters(self.make_step)
-        try:
-            lowered = self.make_step(number, *self.given, **({"target": self.target} if wants_target else {}))
-        except Exception as error:
-            raise ValueError(
-                f"make_step({', '.join(map(repr, (number, *self.given)))}) must return a lowered step: it raised "
-                f"{type(error).__name__}: {error} If it takes only some numbers, pass them as candidates=, such as "
-                "the divisors of the batch."
-            ) from error
-        if not isinstance(lowered, jax.stages.Lowered):
-            raise TypeError(
-                f"make_step({number}) must return a lowered step: it returned {type(lowered).__name__}. Return "
-                "jax.jit(step).lower(*shapes)."
-            )
-        return lowered
-
-    def compiled(self, limit: float) -> list[Compiled]:
-        """Returns what was compiled, fewest micro-batches first."""
-        fits = lambda c: self.peaks[c] <= limit
-        return [Compiled(self.option, c, self.found[c], fits(c), self.flops[c]) for c in sorted(self.found)]
-
-    @property
-    def cost(self) -> float:
-        """The FLOPs of an update; where its loops have no known length those of the whole batch at once."""
-        known = [flops for flops in self.flops.values() if flops is not None]
-        return float(min(known, default=0))
-
-    def _check_differs(self, candidate: Candidate) -> None:
-        same = [c for c, key in self.keys.items() if c.rows != candidate.rows and key == self.keys[candidate]]
-        if same:
-            raise ValueError(
-                f"make_step must cut the batch as it is told: {same[0].number} and {candidate.number} micro-batches "
-                "are the same program, so all cost the same. Pass its number on, value_and_grad(loss, "
-                "num_microbatches=num_microbatches)."
-            )
-
-    def _check_arguments(self, candidate: Candidate, limit: float) -> None:
-        found = self.found[candidate]
-        if found.arguments + found.kept > limit:
-            raise ValueError(
-                f"The budget must hold what the step is given and returns: {budgets.as_text(found.arguments)} of "
-                f"arguments and {budgets.as_text(found.kept)} of outputs that replace none, limit="
-                f"{budgets.as_text(limit)}. No number of micro-batches changes that. {_WAYS_FOR_ARGUMENTS}"
-            )
+    trials = [Trial(make_step, on, place, given) for place, given in enumerate(_options(options))]
+    with _bar(progress, most * len(trials)) as advance:
+        for trial in trials:
+            trial.search(every, limit, most, advance)
+    copy, summed = (builder.copy, builder.sum) if builder else (None, None)
+    plan = Plan(None, None, rows, devices, on.name, size, limit, (), copy, summed)
+    return _chosen(trials, every, plan)
 
 
 _WAYS_FOR_ARGUMENTS = (
@@ -195,25 +125,44 @@ _WAYS = (
 )
 
 
-def _chosen(steps: Sequence[_Step], every: Sequence[Candidate], plan: Plan) -> Plan:
+def _chosen(trials: Sequence[Trial], every: Sequence[Candidate], plan: Plan) -> Plan:
     """Returns the plan with what was compiled, and the cheapest that fits."""
-    compiled = tuple(one for step in steps for one in step.compiled(plan.limit))
+    compiled = tuple(one for trial in trials for one in trial.compiled(plan.limit))
     plan = dataclasses.replace(plan, compiled=compiled)
-    fitting = [(step, fit) for step in steps if (fit := search.best(step.peaks, plan.limit))]
+    fitting = {trial: fit for trial in trials if (fit := search.best(trial.peaks, plan.limit))}
     if not fitting:
-        least = min(compiled, key=lambda one: one.footprint.peak)
-        error = ValueError(
-            f"Nothing fits: the smallest peak is {budgets.as_text(least.footprint.peak)}, with "
-            f"{least.candidate.number} micro-batches, and the limit {budgets.as_text(plan.limit)}, of a budget of "
-            f"{budgets.as_text(plan.budget)}. {_WAYS}"
-        )
+        error = _nothing_fits(trials, plan)
         error.add_note(str(plan))
         raise error
-    least = min(step.cost for step, _ in fitting) or 1.0
-    step, fit = min(fitting, key=lambda one: (round(one[0].cost / least, 2), one[1]))
-    more = search.proposed(every, step.peaks, plan.limit) is not None
+    comparable = len({trial.takes for trial in fitting}) == 1
+    least = min((trial.cost for trial in fitting if trial.cost < math.inf), default=0) or 1.0
+    cheapest = lambda trial: (round(trial.cost / least, 2), fitting[trial])
+    trial = min(fitting, key=cheapest) if comparable else next(iter(fitting))
+    more = search.proposed(every, trial.peaks, plan.limit) is not None
     return dataclasses.replace(
-        plan, num_microbatches=fit.number, option=step.option, open=more or not search.grows(step.peaks)
+        plan,
+        num_microbatches=fitting[trial].number,
+        option=trial.option,
+        place=trial.place,
+        comparable=comparable,
+        open=more or not search.grows(trial.peaks),
+    )
+
+
+def _nothing_fits(trials: Sequence[Trial], plan: Plan) -> ValueError:
+    if all(trial.hopeless for trial in trials):
+        found = min(plan.compiled, key=lambda one: one.footprint.arguments + one.footprint.kept).footprint
+        return ValueError(
+            f"The budget must hold what the step is given and returns: {budgets.as_text(found.arguments)} of "
+            f"arguments and {budgets.as_text(found.kept)} of outputs that replace none, limit="
+            f"{budgets.as_text(plan.limit)}. No number of micro-batches changes that. {_WAYS_FOR_ARGUMENTS}"
+        )
+    least = min(plan.compiled, key=lambda one: one.footprint.peak)
+    ignored = f"make_step must cut the batch as it is told, and all numbers cost the same. {PASS_ON} "
+    return ValueError(
+        f"Nothing fits: the smallest peak is {budgets.as_text(least.footprint.peak)}, with "
+        f"{least.candidate.number} micro-batches, and the limit {budgets.as_text(plan.limit)}, of a budget of "
+        f"{budgets.as_text(plan.budget)}. {ignored * any(trial.ignores_number for trial in trials)}{_WAYS}"
     )
 
 
@@ -264,12 +213,34 @@ def _candidates(rows: int, numbers: Iterable[int] | None) -> list[Candidate]:
     return search.candidates(rows, asked)
 
 
-def _options(options: Sequence[Any] | None) -> list[tuple[Any, bool]]:
+def _options(options: Sequence[Any] | None) -> list[tuple[Any, ...]]:
+    """Returns what `make_step` takes after the number, for each option."""
     if options is None:
-        return [(None, False)]
+        return [()]
     if isinstance(options, str) or not options:
         raise ValueError(f'options must be a sequence of what make_step takes second: options={options!r}. Pass ["a"].')
-    return [(option, True) for option in options]
+    return [(option,) for option in options]
+
+
+def _check_callable(make_step: Any) -> None:
+    if not callable(make_step):
+        raise TypeError(
+            "make_step must be a function of the number of micro-batches that returns a lowered step: make_step="
+            f"{make_step!r}. Pass lambda k: jax.jit(step_of(k)).lower(*shapes), or what of_loss and of_step return."
+        )
+
+
+def _check_builder(builder: Builder, rows: int, options: Sequence[Any] | None) -> None:
+    if builder.rows not in (None, rows):
+        raise ValueError(
+            f"global_batch must be the rows of the batch that the builder was given: global_batch={rows}, and it has "
+            f"{builder.rows}. Pass {builder.rows}, or of_loss and of_step a batch of {rows} rows."
+        )
+    if options is not None:
+        raise ValueError(
+            f"What of_loss and of_step return takes no option: options={options!r}. Write a function around it: "
+            "make_step=lambda k, option, target: of_loss(losses[option], tx, params, batch)(k, target)."
+        )
 
 
 def _positive(name: str, value: Any) -> int:
@@ -277,13 +248,6 @@ def _positive(name: str, value: Any) -> int:
     if number is None:
         raise TypeError(f"{name} must be an integer >= 1: {name}=None. Pass 1 for the smallest.")
     return number
-
-
-def _parameters(make_step: MakeStep) -> Iterable[str]:
-    try:
-        return inspect.signature(make_step).parameters
-    except (TypeError, ValueError):
-        return ()
 
 
 @contextmanager

@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from optax_accum._core import arithmetic, checks
 from optax_accum._tools.placement import state_sharding
 from optax_accum._tools.targets import Target
 from optax_accum._within.value_and_grad import value_and_grad
@@ -19,11 +21,19 @@ class Builder:
     """A `make_step` for `optax_accum.plan_microbatches`, made by `of_loss` or `of_step`.
 
     Attributes:
+      rows: those of the batch, None where its arrays do not agree.
       copy: the bytes of one copy of the parameters on a device, None where the step does not tell which they are.
+      sum: those of the sum of their gradients, likewise.
     """
 
-    def __init__(self, lower: Callable[[int, Target], Any], copy: int | None = None):
-        self._lower, self.copy = lower, copy
+    def __init__(
+        self,
+        lower: Callable[[int, Target], Any],
+        rows: int | None = None,
+        copy: int | None = None,
+        sum: int | None = None,
+    ):
+        self._lower, self.rows, self.copy, self.sum = lower, rows, copy, sum
 
     def __call__(self, num_microbatches: int, target: Target) -> jax.stages.Lowered:
         lowered = self._lower(num_microbatches, target)
@@ -60,7 +70,8 @@ def of_loss(
     """
     if own := sorted({"num_microbatches", "microbatch_size", "argnums"} & set(options)):
         raise ValueError(f"of_loss sets this itself: {own[0]}={options[own[0]]!r}. Leave it out.")
-    batch = options.get("batch_argnums", 1)
+    given = options.get("batch_argnums")
+    batch = _numbers(1 if given is None else given)
 
     def lower(number: int, target: Target) -> Any:
         of_params, *others = _placed(target, (params, *args), batch)
@@ -76,7 +87,8 @@ def of_loss(
         with jax.set_mesh(_mesh(of_params, target)):
             return jitted.lower(of_params, state, *others)
 
-    return Builder(lower, sum(map(_bytes, jax.tree.leaves(params))))
+    copy = sum(map(_bytes, jax.tree.leaves(params)))
+    return Builder(lower, _rows((params, *args), batch), copy, _bytes_of_sum(params, options.get("accumulator_dtype")))
 
 
 def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequence[int] = 1) -> Builder:
@@ -103,18 +115,29 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
       >>> optax_accum.plan_microbatches(make_step, 64, budget="1GB", progress=False).sizes
       (64,)
     """
+    batch = _numbers(batch_argnums)
 
     def lower(number: int, target: Target) -> Any:
-        placed = _placed(target, args, batch_argnums)
+        placed = _placed(target, args, batch)
         with jax.set_mesh(_mesh(placed, target)):
             return step(number).lower(*placed)
 
-    return Builder(lower)
+    return Builder(lower, _rows(args, batch))
 
 
-def _placed(target: Target, args: Sequence[Any], batch_argnums: int | Sequence[int]) -> list[Any]:
+def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def _rows(args: Sequence[Any], batch: Sequence[int]) -> int | None:
+    """Returns the rows that all arrays of the batch have, or None."""
+    leaves = jax.tree.leaves([arg for number, arg in enumerate(args) if number in batch])
+    rows = {leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _placed(target: Target, args: Sequence[Any], batch: Sequence[int]) -> list[Any]:
     """Returns the arguments as shapes on the target: rows of the batch over its devices, all else whole on each."""
-    batch = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     mesh = _mesh(args, target)
     by_rows = jax.sharding.PartitionSpec(mesh.axis_names[0])
     whole = jax.sharding.PartitionSpec()
@@ -148,7 +171,18 @@ def _state(tx: optax.GradientTransformation, params: Tree, target: Target) -> tu
     return jax.tree.map(put, shapes, where), (jax.tree.map(lambda leaf: leaf.sharding, params), where, None)
 
 
-def _bytes(leaf: Any) -> int:
+def _bytes_of_sum(params: Tree, dtype: Tree) -> int:
+    """Returns the bytes on a device of a sum of gradients."""
+
+    def wide(leaf: Any, named: Any) -> int:
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return _bytes(leaf, arithmetic.accumulator_dtype(leaf.dtype, named)) if inexact else 0
+
+    named = arithmetic.named_dtypes(checks.as_float_dtypes("accumulator_dtype", dtype), params)
+    return sum(jax.tree.leaves(jax.tree.map(wide, params, named)))
+
+
+def _bytes(leaf: Any, dtype: Any = None) -> int:
     sharding = getattr(leaf, "sharding", None)
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize
+    return math.prod(shape) * (dtype or leaf.dtype).itemsize
