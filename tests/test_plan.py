@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum import plan
-from optax_accum._tools import budgets, footprint, named, plan_command, planning, search
+from optax_accum._tools import budgets, footprint, plan_command, planning, search
 from tests import programs
 
 ROWS, WIDTH = 256, 128
@@ -711,6 +712,7 @@ def test_the_command(capsys, tmp_path):
     found = json.loads(told(capsys, *words, "--json"))
     assert (found["num_microbatches"], found["sizes"], found["budget"]) == (1, [256], 10**9)
     assert found["rows"][0]["arguments"] == ROWS * ROW
+    assert found["peak"] == found["rows"][0]["peak"]
     assert "h100" in told(capsys, "--target")
 
 
@@ -719,7 +721,10 @@ def test_the_command(capsys, tmp_path):
     [
         (["tests.test_plan", "--global-batch", "8"], '"module:name".*Write train:make_step'),
         (["no_such:make_step", "--global-batch", "8"], "There is no module 'no_such'.*PYTHONPATH"),
-        (["tests.test_plan:lowered", "--global-batch", "8"], "has no .lowered.*lower"),
+        (["tests.test_plan:lowered", "--global-batch", "8"], "has no .lowered.*It has shape, lower, divisors, planned"),
+        (["tests.test_plan:ROWS", "--global-batch", "8"], "make_step must be a function.*make_step=256"),
+        (["tests.test_plan:lower", "--global-batch", "0"], "global_batch must be an integer >= 1: global_batch=0"),
+        (["tests.test_plan:lower", "--global-batch", "8", "--budget", "-3GB"], "above zero: budget='-3GB'"),
         (["tests.test_plan:raises", "--global-batch", "8", "--budget", "1GB"], "KeyError"),
         (["tests.test_plan:lower", "--global-batch", "8", "--budget", "none"], "The budget must be"),
     ],
@@ -730,11 +735,77 @@ def test_the_command_says_what_is_wrong(words, says):
         plan_command.main(words)
 
 
-def test_the_command_as_it_is_called():
+BROKEN = {
+    "x = (": r"broken \(of '.*broken.py:make_step'\) must be a module that Python can import: it raised SyntaxError: .*",
+    "raise KeyError('gone')": ".*it raised KeyError: 'gone'",
+    "import no_such_module": ".*it raised ModuleNotFoundError: No module named 'no_such_module'",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_the_command_names_a_module_that_is_broken(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(SystemExit) as said:
+        plan_command.main([f"{tmp_path}/broken.py:make_step", "--global-batch", "8"])
+    assert re.fullmatch(BROKEN[text], said.value.code)  # in one line
+
+
+def compiles(k):
+    raise AssertionError("nothing may be compiled")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no/such/plan.png", "--plot must be a file that can be written"),
+        (".", "--plot must be a file"),
+        ("plan.gif2", "--plot must end in .*.png, .*: .*plan.gif2. Name it plan.png"),
+        ("plan", "--plot must end in"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_first(name, says, tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match=says):
+        plan_command.main(["tests.test_plan:compiles", "--global-batch", "8", "--plot", str(tmp_path / name)])
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(28, "No space left on device"), "plan.png cannot be written: No space left on device."),
+        (ValueError("too large"), "too large"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_where_drawing_fails_the_plan_is_printed(error, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pytest.importorskip("matplotlib.figure").Figure, "savefig", raising(error))
+    words = ["tests.test_plan:lower", "--global-batch", "256", "--budget", "1GB", "--candidates", "1"]
+    with pytest.raises(SystemExit, match=says):
+        plan_command.main([*words, "--plot", str(tmp_path / "plan.png")])
+    assert "1 micro-batch." in capsys.readouterr().out
+
+
+def raising(error):
+    def raises(*args, **options):
+        raise error
+
+    return raises
+
+
+def test_ctrl_c_ends_the_command_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "plan_microbatches", raising(KeyboardInterrupt()))
+    with pytest.raises(SystemExit) as end:
+        plan_command.main(["tests.test_plan:lower", "--global-batch", "8"])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "\nInterrupted.\n"
+
+
+def test_the_command_as_it_is_called(capsys):
     """Its help shows an example that runs, and loading it warns of nothing."""
     call = [sys.executable, "-W", "error", "-m", "optax_accum.plan"]
     done = subprocess.run([*call, "--help"], capture_output=True, text=True, check=True)
     (example,) = (line.split() for line in done.stdout.splitlines() if line.startswith("  python -m"))
     assert example[:4] == ["python", "-m", "optax_accum.plan", "examples.will_it_fit:make_step"]
-    assert callable(named.load(example[3]))
+    assert ": 64 micro-batches." in told(capsys, *example[3:], "--candidates", "64")
     assert planning.plan_microbatches is optax_accum.plan_microbatches

@@ -3,6 +3,7 @@
 import importlib
 import pathlib
 import sys
+from types import ModuleType
 from typing import Any
 
 
@@ -16,14 +17,25 @@ def load(name: str) -> Any:
     sys.path.insert(0, str(folder))
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"There is no module {module!r} (of {name!r}). Call the command from the folder that it is in, or set "
+                "PYTHONPATH."
+            ) from error
+        said = " ".join(str(error).split())
         raise ValueError(
-            f"There is no module {module!r} (of {name!r}). Call the command from the folder that it is in, or set "
-            "PYTHONPATH."
+            f"{module} (of {name!r}) must be a module that Python can import: it raised {type(error).__name__}: {said}"
         ) from error
     if not hasattr(found, attribute):
-        named = [key for key, value in vars(found).items() if getattr(value, "__module__", "") == module]
-        raise ValueError(f"{module} has no {attribute!r} (of {name!r}). It has {', '.join(named) or 'none'}.")
+        raise ValueError(
+            f"{module} has no {attribute!r} (of {name!r}). It has {', '.join(_functions(found)) or 'no function'}."
+        )
     return getattr(found, attribute)
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """Returns the public names of what can be called and was made in a module."""
+    of = lambda value: getattr(value, "__module__", None)  # an object has that of its class
+    own = lambda value: callable(value) and of(value) in (module.__name__, of(type(value)))
+    return [name for name, value in vars(module).items() if own(value) and not name.startswith("_")]

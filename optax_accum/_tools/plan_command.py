@@ -2,11 +2,16 @@
 
 import argparse
 import json
+import os
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from optax_accum._tools import picture
 from optax_accum._tools.named import load
+from optax_accum._tools.plan import Plan
 from optax_accum._tools.planning import plan_microbatches
 from optax_accum._tools.targets import GPUS, TPUS
 
@@ -23,29 +28,59 @@ accelerator to lower for, whose `target.shapes(tree)` are shapes there. Nothing 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Plans what the arguments name, and prints it."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(_joined(sys.argv[1:] if argv is None else argv))
     if options.target == "":
         print(f"--target is one of: {_TARGETS}; without it, the devices that are here.")
         return
-    if not options.make_step or not options.global_batch:
-        _parser().error("module:make_step and --global-batch are needed")
+    if options.make_step is None or options.global_batch is None:
+        parser.error("module:make_step and --global-batch are needed")
     try:
-        plan = plan_microbatches(
-            load(options.make_step),
-            options.global_batch,
-            target=options.target,
-            budget=options.budget,
-            num_devices=options.devices,
-            options=options.options,
-            candidates=options.candidates,
-            safety=options.safety,
-            progress=sys.stderr.isatty(),
-        )
+        _run(options)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        raise SystemExit(130) from None
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise SystemExit("\n".join([str(error), *getattr(error, "__notes__", ())])) from error
+
+
+def _run(options: argparse.Namespace) -> None:
     if options.plot:
-        plan.plot().savefig(options.plot, dpi=150)
+        _check_picture(options.plot)
+    plan = plan_microbatches(
+        load(options.make_step),
+        options.global_batch,
+        target=options.target,
+        budget=options.budget,
+        num_devices=options.devices,
+        options=options.options,
+        candidates=options.candidates,
+        safety=options.safety,
+        progress=sys.stderr.isatty(),
+    )
     print(json.dumps(_record(plan), indent=2, default=str) if options.json else plan)
+    if options.plot:
+        _draw(plan, options.plot)
+
+
+def _check_picture(path: Path) -> None:
+    """Raises unless a picture can be drawn there, before anything is compiled."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--plot must be a file that can be written: {path}. Name one in a folder that exists.")
+    if path.suffix.lower() not in (kinds := picture.kinds()):
+        raise ValueError(f"--plot must end in one of {', '.join(kinds)}: {path}. Name it plan.png, say.")
+
+
+def _draw(plan: Plan, path: Path) -> None:
+    try:
+        plan.plot().savefig(path, dpi=150)
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Returns the words with `--budget -3GB` as one, whose minus would begin an option."""
+    return re.sub(r"(^|\0)--budget\0(-[\d.])", r"\1--budget=\2", "\0".join(words)).split("\0") if words else []
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,12 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--options", nargs="+", metavar="OPTION", help="what make_step takes second, each planned")
     add("--candidates", nargs="+", type=int, metavar="K", help="numbers of micro-batches to choose from")
     add("--json", action="store_true", help="print JSON in place of the table")
-    add("--plot", metavar="FILE", help="draw what each number of micro-batches needs")
+    add("--plot", type=Path, metavar="FILE", help="draw what each number of micro-batches needs")
     return parser
 
 
-def _record(plan: Any) -> dict[str, Any]:
-    names = ("num_microbatches", "option", "global_batch", "num_devices", "target", "budget", "limit", "sizes")
+def _record(plan: Plan) -> dict[str, Any]:
+    names = ("num_microbatches", "option", "global_batch", "num_devices", "target", "budget", "limit", "sizes", "peak")
     known = lambda value: None if value == float("inf") else value  # which JSON has not
     rows = [{key: known(value) for key, value in row.items()} for row in plan.rows]
     return {name: getattr(plan, name) for name in names} | {"rows": rows}
