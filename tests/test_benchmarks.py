@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as entry
-from benchmarks import _measure, _plots, _problems, on_device, peers
+from benchmarks import _measure, _plots, _problems, on_device, packing, peers
 from benchmarks._others import TORCH, Torch
 from optax_accum._tools import targets
 
@@ -172,3 +172,14 @@ def test_pictures_are_drawn_beside_the_page(table, tmp_path):
     assert [path.name for _, path in pictures] == ["results_models.png", "results_growth.png"]
     for _, path in pictures:
         assert 10_000 < path.stat().st_size < 100_000
+
+
+def test_what_the_targets_of_packing_leave_out_is_said():
+    lengths = [3, 3, 2, 1] * 40
+    few, many = packing._packed("few", lengths, (20,), (1,)), packing._packed("many", lengths, (4,), (1,))
+    assert [each.buckets for each in few] == ["default", "24", "16", "8"]
+    said = packing._left_out([*few, *many])
+    assert few[0].fewest < 50 <= many[0].fewest
+    assert "* few, 20 tokens, devices: 1: " in said
+    assert f"{few[0].packing.num_microbatches} micro-batches, {few[0].fewest} fewest" in said
+    assert "many" not in said

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
+from optax_accum._tools.footprint import count_flops
 from optax_accum.batching import token_microbatches
 
 COSTS = {"tokens": lambda lengths: lengths, "squares": lambda lengths: lengths.astype(float) ** 2}
@@ -234,6 +235,24 @@ def test_any_packing_makes_the_update_of_the_whole_batch():
         assert packing.tokens[-1].sum() == 0
         check(now, start)
     assert len(traced) == len(set(traced)) == 2  # spare ones and another packing bring no third program
+
+
+def test_no_backward_pass_runs_for_a_spare_micro_batch():
+    """It would add 0 / 0; its products are in a loop of no turn. A forward pass does run, whose loss is returned."""
+    start, rows = problem()
+    packing = token_microbatches(LENGTHS, 16, num_microbatches=8, buckets=1)
+    tx = optax_accum.accumulate_gradients(ADAM, 8)
+    unguarded = lambda params, batch: loss(params, batch) * count(batch) / count(batch)
+    make = lambda **options: jax.jit(optax_accum.value_and_apply_gradients(unguarded, tx, weight_fn=count, **options))
+    step, state, now, losses = make(), tx.init(start), start, []
+    for index in range(8):
+        value, now, state = step(now, state, micro_batch(packing, index, rows))
+        losses.append(value)
+    np.testing.assert_array_equal(np.isnan(losses), packing.tokens[:, 0] == 0)
+    assert np.isnan(losses).sum() == 2
+    check(now, start)
+    products = lambda step: count_flops(step.lower(now, state, micro_batch(packing, 0, rows)))
+    assert (products(step), products(make(in_place=False)) > 0) == (None, True)
 
 
 def test_gradients_are_weighted_by_their_tokens():
