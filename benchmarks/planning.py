@@ -1,6 +1,6 @@
 """Owns how right a plan is: what the compiler foretells against what a process holds, and what a plan takes to make.
 
-Run `python -m benchmarks.planning` for five models on this CPU, `--models mlp gru` for some of them, and with
+Run `python -m benchmarks.planning` for five models on the device here, `--models mlp gru` for some of them, and with
 `--target h100 --devices 8` for a decoder of a billion parameters, sharded (FSDP), on an accelerator that is not here.
 """
 
@@ -27,12 +27,17 @@ from optax_accum import plan
 from optax_accum.accelerators import Target, target
 
 NOTES = """\
-Foretold is what the plan says that a step holds at its peak: arguments, outputs, temporary memory. Measured is the
-largest resident memory of a fresh process while it makes two steps, less its overhead: what it held when the step
-was compiled and nothing of it allocated, which is Python, JAX with its threads (a small product was run), the
-program. The allocator gives back what is freed (MALLOC_MMAP_THRESHOLD_=65536); as it comes, glibc keeps freed pieces
-of up to 32 MB. The first k of a model is the plan's; the second, the next fewer. All of
-the budget is used (safety=1)."""
+Foretold is what the plan says that a step holds at its peak: arguments, outputs, temporary memory. Measured is what a
+fresh process holds at most while it makes two steps, less its overhead: what it held when the step was compiled and
+nothing of it allocated. The first k of a model is the plan's; the second, the next fewer. All of the budget is used
+(safety=1)."""
+ON_CPU = """\
+On a CPU that is resident memory, and the overhead is Python, JAX with its threads (a small product was run), the
+program. The allocator gives back what is freed (MALLOC_MMAP_THRESHOLD_=65536); as it comes, glibc keeps freed pieces of
+up to 32 MB."""
+ON_DEVICES = """\
+On this device that is what its own statistics say (`memory_stats`: peak_bytes_in_use), taken from an allocator that
+reserves nothing ahead (XLA_PYTHON_CLIENT_PREALLOCATE=false)."""
 
 
 class Model(NamedTuple):
@@ -46,54 +51,110 @@ class Model(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
 
 
+class Measured(NamedTuple):
+    """One row of the table: a number of micro-batches, bytes foretold and held, and whether the plan chose it."""
+
+    model: str
+    k: int
+    chosen: bool
+    budget: int
+    foretold: float
+    measured: float
+    overhead: float
+    took: str
+
+    @property
+    def case(self) -> "Measured":
+        """What the targets choose by."""
+        return self
+
+    @property
+    def error(self) -> float:
+        """The share by which the plan is above what was held."""
+        return self.foretold / self.measured - 1
+
+    @property
+    def held(self) -> bool:
+        """Whether the budget was kept."""
+        return self.measured <= self.budget
+
+    def __str__(self) -> str:
+        return f"{self.model}, k = {self.k}"
+
+
 def main() -> None:
-    """Prints the tables."""
+    """Prints the tables, and whether the targets are met."""
     parser = argparse.ArgumentParser(prog="benchmarks.planning", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="which of the five")
     parser.add_argument("--target", help='an accelerator, such as "h100"; then a large decoder is planned for it')
     parser.add_argument("--devices", type=int, default=8, help="how many of them")
     parser.add_argument("--run", nargs=2, metavar=("MODEL", "K"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    os.environ |= ALLOCATORS  # before a device is asked for
     if options.run:
         print(json.dumps(held(options.run[0], int(options.run[1]))))
     elif options.target:
         print(large(target(options.target, options.devices)))
     else:
-        print(_measure.header("Foretold and measured, on the CPU", NOTES))
-        head = (
-            "model",
-            "rows",
-            "budget",
-            "k",
-            "foretold",
-            "measured",
-            "error",
-            "overhead",
-            "in the budget",
-            "plan took",
-        )
-        print(_measure.markdown([head, *(row for name in options.models for row in rows_of(name))]))
+        platform = jax.devices()[0].platform
+        notes = f"{NOTES}\n\n{ON_CPU if platform == 'cpu' else ON_DEVICES}"
+        print(_measure.header(f"Foretold and measured, on platform {platform}", notes))
+        found = [row for name in options.models for row in rows_of(name)]
+        print(f"{_rendered(found)}\n")
+        print(_measure.targets_text([_measure.judged(number, found) for number in targets()]))
 
 
-def rows_of(name: str) -> list[tuple[str, ...]]:
+ALLOCATORS = {"MALLOC_MMAP_THRESHOLD_": "65536", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def targets() -> list[_measure.Target]:
+    """The numbers to reach: a plan is right, and keeps its budget; the next fewer micro-batches do not."""
+    plans, fewer = (lambda case: case.chosen), (lambda case: not case.chosen)
+    share = lambda each: 100 * each.measured / each.budget
+    return [
+        _measure.Target("error of a plan, % up or down", plans, lambda each: 100 * abs(each.error), 5),
+        _measure.Target("held by a plan, % of its budget", plans, share, 100),
+        _measure.Target("held by the next fewer, % of it", fewer, share, 100, at_least=True),
+    ]
+
+
+def rows_of(name: str) -> list[Measured]:
     """Returns the table's rows of a model: the chosen number of micro-batches, and the next fewer."""
     model = MODELS[name]()
     start = time.perf_counter()
     found = plan.plan_microbatches(builder(model), model.rows, budget=model.budget, safety=1, progress=False)
-    seconds = time.perf_counter() - start
+    took = f"{time.perf_counter() - start:.0f} s, {len(found.rows)} programs"
     fewer = max((k for k in range(1, model.rows) if -(-model.rows // k) > found.microbatch_size), default=0)
-    rows = []
-    for k, took in ((found.num_microbatches, f"{seconds:.0f} s, {len(found.rows)} programs"), (fewer, "")):
-        command = [sys.executable, "-m", "benchmarks.planning", "--run", name, str(k)]
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-        out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-        of = json.loads(out.splitlines()[-1])
-        error = of["foretold"] / of["measured"] - 1
-        sizes = [f"{of[what] / 1e6:.0f} MB" for what in ("foretold", "measured")]
-        fits = "yes" if of["measured"] <= found.budget else "no"
-        overhead = f"{of['overhead'] / 1e6:.0f} MB"
-        rows.append((name, str(model.rows), model.budget, str(k), *sizes, f"{error:+.1%}", overhead, fits, took))
-    return rows
+    row = lambda k, took: Measured(
+        name, k, k == found.num_microbatches, found.budget, **_of_process(name, k), took=took
+    )
+    return [row(found.num_microbatches, took), *([row(fewer, "")] if fewer else [])]
+
+
+def _of_process(name: str, k: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.planning", "--run", name, str(k)]
+    out = subprocess.run(command, env=os.environ | ALLOCATORS, check=True, capture_output=True, text=True).stdout
+    return json.loads(out.splitlines()[-1])
+
+
+def _rendered(found: list[Measured]) -> str:
+    head = ("model", "budget", "k", "foretold", "measured", "error", "overhead", "in the budget", "plan took")
+    size = lambda size: f"{size / 1e6:.0f} MB"
+    rows = [
+        (
+            each.model,
+            size(each.budget),
+            str(each.k),
+            size(each.foretold),
+            size(each.measured),
+            f"{each.error:+.1%}",
+            size(each.overhead),
+            "yes" if each.held else "no",
+            each.took,
+        )
+        for each in found
+    ]
+    return _measure.markdown([head, *rows])
 
 
 def held(name: str, k: int) -> dict[str, float]:
@@ -108,9 +169,7 @@ def held(name: str, k: int) -> dict[str, float]:
     jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ x), x))(
         jnp.ones((256, 256))
     ).block_until_ready()
-    ctypes.CDLL(None).malloc_trim(0)  # what compiling left behind
-    Path("/proc/self/clear_refs").write_text("5")  # the largest so far is what there is now
-    overhead = _resident("VmHWM")
+    overhead = _in_use(on.devices[0])
     values = fill()
     for _ in range(2):
         params, state, *rest = values
@@ -119,9 +178,26 @@ def held(name: str, k: int) -> dict[str, float]:
     jax.block_until_ready(values)
     return {
         "foretold": given + memory.temp_size_in_bytes,
-        "measured": _resident("VmHWM") - overhead,
+        "measured": _most_in_use(on.devices[0]) - overhead,
         "overhead": overhead,
     }
+
+
+def _in_use(device: Any) -> int:
+    """Returns what is held now: of a CPU by this process, else by what the device says."""
+    if device.platform != "cpu":
+        return device.memory_stats()["bytes_in_use"]
+    ctypes.CDLL(None).malloc_trim(0)  # what compiling left behind
+    Path("/proc/self/clear_refs").write_text("5")  # the largest so far is what there is now
+    return _most_in_use(device)
+
+
+def _most_in_use(device: Any) -> int:
+    """Returns what was held at most; of an accelerator since its process began."""
+    if device.platform != "cpu":
+        return device.memory_stats()["peak_bytes_in_use"]
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0
 
 
 def builder(model: Model) -> plan.Builder:
@@ -131,11 +207,6 @@ def builder(model: Model) -> plan.Builder:
 
 def _shapes(compiled: Any) -> Tree:
     return jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), compiled.args_info)[0]
-
-
-def _resident(field: str) -> int:
-    found = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else 0
 
 
 def _shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -152,7 +223,7 @@ def mlp() -> Model:
         return jnp.mean((jax.nn.gelu(x @ params["up"]) @ params["down"] - x) ** 2)
 
     params = {"up": _shape(2048, 16384), "down": _shape(16384, 2048)}
-    return Model(loss, params, lambda rows: _shape(rows, 2048), 4096, "1.5GB")
+    return Model(loss, params, lambda rows: _shape(rows, 2048), 4096, "1.6GB")
 
 
 def decoder() -> Model:

@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 
 from benchmarks import __main__ as entry
-from benchmarks import _measure, _plots, _problems, on_device, packing, peers
+from benchmarks import _measure, _plots, _problems, on_device, packing, peers, planning
 from benchmarks._others import TORCH, Torch
 from optax_accum._tools import targets
 
@@ -183,3 +184,20 @@ def test_what_the_targets_of_packing_leave_out_is_said():
     assert "* few, 20 tokens, devices: 1: " in said
     assert f"{few[0].packing.num_microbatches} micro-batches, {few[0].fewest} fewest" in said
     assert "many" not in said
+
+
+def test_what_an_accelerator_holds_is_what_it_says():
+    said = {"bytes_in_use": 3, "peak_bytes_in_use": 8, "bytes_limit": 10}
+    gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: said)
+    assert (planning._in_use(gpu), planning._most_in_use(gpu)) == (3, 8)
+
+
+def test_plans_are_held_to_their_targets():
+    row = planning.Measured("mlp", 4, True, 100, 98.0, 99.0, 7, "")
+    fewer = row._replace(k=3, chosen=False, foretold=120.0, measured=130.0)
+    verdicts = lambda *found: [_measure.judged(target, found)["verdict"] for target in planning.targets()]
+    assert verdicts(row, fewer) == ["met"] * 3
+    assert verdicts(row._replace(foretold=93.0), fewer._replace(measured=99.9)) == ["MISSED", "met", "MISSED"]
+    assert verdicts(row._replace(measured=100.1), fewer) == ["met", "MISSED", "met"]
+    assert verdicts(row) == ["met", "met", "not measured"]
+    assert "| mlp " in planning._rendered([row, fewer])
