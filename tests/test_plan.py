@@ -473,6 +473,8 @@ def test_what_is_free_is_what_a_container_leaves(version, tmp_path, monkeypatch)
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert budgets._free() == 3_500_000_000
+    (tmp_path / mount / "pod" / used).write_text("6000000000")  # more than there may be
+    assert budgets.memory_of(optax_accum.accelerators.target(None, 1), here=True, devices=1) == 1
     (tmp_path / "proc/self/cgroup").unlink()
     assert budgets._free() == 8_000_000 * 1024
 
@@ -577,6 +579,14 @@ def test_a_step_for_some_of_the_devices(where):
         ValueError, match=f"all devices.*for {right} x cpu.*is {wrong} x cpu.*or plan for num_devices={right}"
     ):
         ask(wrong)
+
+
+def test_the_remedy_for_a_step_for_some_of_the_devices():
+    make_step = lambda k, target: jax.jit(lambda w, x: (x @ w).sum(0)).lower(
+        target.shapes(shape(WIDTH, 1)), target.shapes(shape(ROWS, WIDTH), P("data"))
+    )
+    found = planned(make_step, budget="1GB", candidates=[1], num_devices=4)
+    assert found.rows[0]["arguments"] == WIDTH * 4 + ROWS // 4 * ROW
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ def memory_of(target: Target, *, here: bool, devices: int) -> int:
     """Returns the memory of one device: of a CPU that is here its share of what is free."""
     memory = target.memory
     if here and target.devices[0].platform == "cpu":
-        memory = (_free() or memory or 0) // devices
+        free = _free()
+        memory = (memory or 0) // devices if free is None else max(1, free // devices)
     if not memory:
         raise ValueError(f'Nobody says how much memory {target.name} has. Pass budget=, such as budget="16GB".')
     return memory
