@@ -732,6 +732,7 @@ def test_the_command(capsys, tmp_path):
         (["tests.test_plan", "--global-batch", "8"], '"module:name".*Write train:make_step'),
         (["no_such:make_step", "--global-batch", "8"], "There is no module 'no_such'.*PYTHONPATH"),
         (["tests.test_plan:lowered", "--global-batch", "8"], "has no .lowered.*It has shape, lower, divisors, planned"),
+        (["examples.will_it_fit:step", "--global-batch", "8"], "has no .step.*It has params, loss, make_step, main\\."),
         (["tests.test_plan:ROWS", "--global-batch", "8"], "make_step must be a function.*make_step=256"),
         (["tests.test_plan:lower", "--global-batch", "0"], "global_batch must be an integer >= 1: global_batch=0"),
         (["tests.test_plan:lower", "--global-batch", "8", "--budget", "-3GB"], "above zero: budget='-3GB'"),

@@ -1,6 +1,7 @@
 """Owns what a command is given by name: `module:name`, or `file.py:name`."""
 
 import importlib
+import inspect
 import pathlib
 import sys
 from types import ModuleType
@@ -36,6 +37,7 @@ def load(name: str) -> Any:
 
 def _functions(module: ModuleType) -> list[str]:
     """Returns the public names of what can be called and was made in a module."""
-    of = lambda value: getattr(value, "__module__", None)  # an object has that of its class
-    own = lambda value: callable(value) and of(value) in (module.__name__, of(type(value)))
+    of = lambda value: getattr(value, "__module__", None)
+    made = lambda value: not inspect.isclass(value) and of(value) == of(type(value))  # an object has that of its class
+    own = lambda value: callable(value) and (of(value) == module.__name__ or made(value))
     return [name for name, value in vars(module).items() if own(value) and not name.startswith("_")]
