@@ -126,7 +126,7 @@ def test_the_list_has_every_module_and_what_it_is():
     found = entry.found()
     assert next(iter(found)) == "peers"
     assert {"micro_step", "features", "sharded"} < set(found)
-    assert set(entry.QUICK) | set(entry.FULL) | set(entry.DEVICES) <= set(found)
+    assert set(entry.QUICK) | set(entry.FULL) <= set(found)
     assert all(len(about) > 30 for about in found.values())
 
 

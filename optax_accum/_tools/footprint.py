@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from optax_accum._tools.programs import Program
-from optax_accum._tools.targets import Target
+from optax_accum._tools.targets import Target, devices_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +105,7 @@ def _memory(compiled: jax.stages.Compiled, target: Target) -> Any:
 
 
 def _check_devices(compiled: jax.stages.Compiled, target: Target) -> None:
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    devices = {device for sharding in shardings for device in sharding.device_set}
+    devices = devices_of(compiled)
     if devices == set(target.devices):
         return
     kinds = ", ".join(sorted({device.device_kind for device in devices}))

@@ -76,8 +76,7 @@ class Target:
         # To choose among kernels by timing them, XLA would need the GPU.
         untimed = {"xla_gpu_autotune_level": 0} if absent and platform in ("gpu", "cuda") else None
         compiled = lowered.compile(compiler_options=cast(Any, untimed))
-        shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-        devices = {device for sharding in shardings for device in getattr(sharding, "device_set", ())}
+        devices = devices_of(compiled)
         if not devices <= set(self.devices):
             kinds = ", ".join(sorted({device.device_kind for device in devices}))
             raise ValueError(
@@ -132,6 +131,12 @@ def target(name: str | None = None, num_devices: int | None = None) -> Target:
         f"The target must be one of {', '.join(GPUS)}, or a TPU with its topology ({', '.join(TPUS)}; such as "
         f'"v5e:4x4"), or None for the devices that are here: name={name!r}.'
     )
+
+
+def devices_of(compiled: jax.stages.Compiled) -> set[Any]:
+    """Returns the devices that a program was compiled for."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return {device for sharding in shardings for device in getattr(sharding, "device_set", ())}  # some do not say
 
 
 def _here(num_devices: int | None) -> Target:
