@@ -1,11 +1,17 @@
 """Owns the cost of one micro-step across calls: ours, `optax.MultiSteps`, `optax.apply_every`, and the floor.
 
-Run `python -m benchmarks.micro_step --quick`, or without `--quick` for all tables. Before a table prints a time, the
-results are compared: the update of a window must be that of the inner optimizer on the mean gradient.
+Run `python -m benchmarks.micro_step --quick`, or without `--quick` for all tables; each has its own process. Before
+a table prints a time, the results are compared: the update of a window must be that of the inner optimizer on the mean
+gradient.
 """
 
 import argparse
 import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -97,12 +103,17 @@ class Measured:
 
 def main() -> None:
     options = _options()
+    if options.here:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
+        (case,) = _cases(options)
+        print(json.dumps(dataclasses.asdict(_measured(case, options.seconds, options.rounds))))
+        return
     said = [_measure.header("One micro-step across calls", NOTES)]
     tqdm.write(said[-1])
     tables = []
     for case in (progress := tqdm(list(_cases(options)), unit="table", leave=False, disable=None)):
         progress.set_description(str(case))
-        tables.append(_measured(case, options.seconds, options.rounds))
+        tables.append(_elsewhere(case, options.seconds, options.rounds))
         said.append(_rendered(tables[-1]))
         tqdm.write(said[-1])
     verdicts = [_measure.judged(target, tables) for target in _targets()]
@@ -123,6 +134,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30, help="at most; the compared window is the first")
     parser.add_argument("--seconds", type=float, default=10, help="of timing per table; one round is always made")
     parser.add_argument("--quick", action="store_true", help="one table: AdamW, 4.2M, k=8, 5 seconds")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=_measure.writable, help="write the tables here, too: .json, or else Markdown")
     # As defaults: an option that is given beside --quick still counts.
     quick = {"optimizers": ["AdamW"], "sizes": ["4.2M"], "every": [8], "seconds": 5}
@@ -139,6 +151,26 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
         for size in options.sizes:
             for every in options.every:
                 yield Case(optimizer, size, every)
+
+
+def _elsewhere(case: Case, seconds: float, rounds: int) -> Measured:
+    """Returns what a fresh process measures: what others have left in a process's memory costs some programs twice."""
+    asked = ["--optimizers", case.optimizer, "--sizes", case.size, "--every", str(case.every)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.micro_step",
+        "--here",
+        *asked,
+        f"--seconds={seconds}",
+        f"--rounds={rounds}",
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)  # it has said why
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Measured(**found | {"case": Case(*found["case"])})
 
 
 def _measured(case: Case, seconds: float, rounds: int) -> Measured:

@@ -43,9 +43,10 @@ NOTES = """\
 A window is k micro-batches of {rows} rows on each device and one update. Counted in the compiled program, trip counts
 included, with collectives above {small} bytes: reductions are all-reduces and reduce-scatters, moves all others. Bytes
 are those of one device, in copies of the parameters P. Held: collectives of any size in a micro-step that does not
-close its window. Keras, PyTorch, accelerate and `optax.apply_every` have no form for a mesh of their own. Times are
-those of the fastest round; the contenders take turns, their arguments donated; virtual devices share the cores of the
-host, so only large ratios mean something."""
+close its window. A scan by hand whose k the devices divide reduces nothing, since it gathers the rows: every device
+computes all micro-batches. Keras, PyTorch, accelerate and `optax.apply_every` have no form for a mesh of their own.
+Times are those of the fastest round; the contenders take turns, their arguments donated; virtual devices share the
+cores of the host, so only large ratios mean something."""
 
 
 PAPER = """\
@@ -143,7 +144,7 @@ def _said(devices: int, asked: list[str]) -> str:
 
 def _growth(measured: list[Measured]) -> Iterator[str]:
     """Yields what each contender reduces, and takes, with more devices."""
-    k = max(table.case.k for table in measured)  # one that is the number of devices lets a scan gather the rows
+    k = max(table.case.k for table in measured)
     grown = [table for table in measured if table.case.k == k]
     numbers = {
         "reduced / P": lambda table, row: f"{row.reduced:.2f}",

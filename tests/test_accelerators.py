@@ -261,8 +261,16 @@ def test_a_compiler_that_jax_did_not_load_is_named(unchecked, monkeypatch):
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", refused)
-    with pytest.raises(RuntimeError, match="did not load the compiler for h100.*JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"):
+    other = types.SimpleNamespace(name="jax-cuda13-plugin", version="0.9.0")
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: [other])
+    with pytest.raises(
+        RuntimeError, match="did not load the compiler for h100.*JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"
+    ) as said:
         accelerators.target("h100")
+    assert (
+        f"than JAX (jax-cuda13-plugin 0.9.0), install that of JAX: pip install --no-deps jax-cuda13-plugin=={jax.__version__}"
+        in str(said.value)
+    )
 
 
 GPUS = ("a100", "h100", "h200", "b200", "t4") if programs.installed("h100") else ()

@@ -122,6 +122,18 @@ def test_a_section_is_replaced_and_the_others_stay():
     assert "\ngpu\n" in again
 
 
+def test_a_target_that_is_missed_is_explained():
+    rows = _measure.targets_text(
+        [_measure.verdict("window, apply_gradients / ideal", 2.0, 1.2, "here"), _measure.verdict("other", 0.5, 1, "")]
+    )
+    said = entry.section("cpu", [f"## Title\n\n{rows}\n\n## Next"]).splitlines()
+    assert next(line for line in said if "MISSED" in line).startswith("| window, apply_gradients / ideal |")
+    assert [line for line in said if line.startswith("Missed: ")] == [
+        f"Missed: window, apply_gradients / ideal: {entry.WHY['window, apply_gradients / ideal']}."
+    ]
+    assert said[-1] == "### Next"
+
+
 def test_the_list_has_every_module_and_what_it_is():
     found = entry.found()
     assert next(iter(found)) == "peers"

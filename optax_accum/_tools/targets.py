@@ -1,6 +1,7 @@
 """Owns accelerators that need not be here: their devices to compile for, and their memory. Runs nothing."""
 
 import dataclasses
+import importlib.metadata
 import importlib.resources
 import importlib.util
 import math
@@ -28,6 +29,10 @@ TPUS = {"v4": 32 * GIB, "v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB}  # of
 FLAT = ("v5e", "v6e")
 SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 
+_INSTALL = (
+    f"pip install --no-deps jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__} nvidia-cuda-nvcc "
+    "nvidia-nvvm"
+)
 DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
@@ -168,9 +173,8 @@ def _topology(kind: str, given: str, num_devices: int | None) -> str:
 def _gpus(kind: str, number: int) -> tuple[Any, ...]:
     if not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
         raise RuntimeError(
-            f"NVIDIA's compiler is needed for {kind}, and is not installed: pip install --no-deps "
-            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__} nvidia-cuda-nvcc nvidia-nvvm. "
-            "(Or, where there is an NVIDIA driver, jax[cuda13].)"
+            f"NVIDIA's compiler is needed for {kind}, and is not installed: {_INSTALL}. (Or, where there is an NVIDIA "
+            "driver, jax[cuda13].)"
         )
     if not DRIVER.exists():  # else JAX, before its first use, wants the libraries to run programs with
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -195,8 +199,16 @@ def _compile_only(platform: str, name: str, **options: str) -> tuple[Any, ...]:
     except NotImplementedError as error:
         raise RuntimeError(
             f"JAX {jax.__version__} did not load the compiler for {name} when it was first used; what it said then "
-            "tells why. Where a library to run programs with is missing (cuDNN), ask for the target before JAX is used "
-            "or set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1."
+            f"tells why. Where it is older or newer than JAX ({_compilers()}), install that of JAX: {_INSTALL}; or "
+            "libtpu. Where a library to run programs with is missing (cuDNN), ask for the target before JAX is used or "
+            "set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1."
         ) from error
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"The compiler cannot make the target name={name!r}: {error}") from error
+
+
+def _compilers() -> str:
+    """Returns the compilers that are installed, with their versions."""
+    names = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+    found = [f"{one.name} {one.version}" for one in importlib.metadata.distributions() if one.name in names]
+    return ", ".join(sorted(found)) or "none is installed"
