@@ -1,12 +1,14 @@
 """Owns the pictures of what the peers took. Measures nothing."""
 
 import importlib.util
+import itertools
 import pathlib
 import sys
 from typing import Any
 
 DPI = 75  # pictures below 100 kB
-COLORS = {"ours": "#1f77b4", "whole": "#202020", "others": "#b9c2cc", "curves": ("#ff7f0e", "#2ca02c", "#9467bd")}
+COLORS = {"ours": "#1f77b4", "whole": "#202020", "others": "#b9c2cc"}
+CURVES = ("#ff7f0e", "#2ca02c", "#9467bd", "#d62728", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f")
 ROWS = (("seconds", "ms an update", 1e3, "log"), ("peak", "process, MB", 1e-6, "linear"))
 
 
@@ -60,20 +62,22 @@ def _growth(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
-    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    figure = Figure(figsize=(10, 6.2), layout="constrained")
     axes: Any = figure.subplots(2, 2, sharex="col")
     columns = (
         ("k, with 1 million parameters", [t for t in tables if t["case"]["size"] == 512], lambda t: t["case"]["k"]),
         ("million parameters, k=8", [t for t in tables if t["case"]["k"] == 8], lambda t: t["copy"] / 4e6),
     )
+    ways = dict.fromkeys(way for table in tables for way in table["rows"])
+    others = itertools.cycle(CURVES)
+    styles = {way: _style(way, next(others) if _color(way) == COLORS["others"] else None) for way in ways}
     for column, (label, of, along) in enumerate(columns):
         of = sorted(of, key=along)
         for row, (what, name, scale, scaled) in enumerate(ROWS):
             axis = axes[row, column]
-            axis.set_prop_cycle(color=COLORS["curves"])
-            for way in of[0]["rows"]:
-                there = [t for t in of if way in t["rows"]]
-                axis.plot(*zip(*((along(t), scale * t["rows"][way][what]) for t in there), strict=True), **_style(way))
+            for way, style in styles.items():
+                points = [(along(t), scale * t["rows"][way][what]) for t in of if way in t["rows"]]
+                axis.plot(*zip(*points, strict=True) if points else ([], []), **style)
             axis.set(xscale="log", yscale=scaled, ylabel=name)
             axis.set_ylim(None if scaled == "log" else 0)
             axis.set_xticks([along(t) for t in of], [f"{along(t):.3g}" for t in of])
@@ -84,13 +88,13 @@ def _growth(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
             axis.spines[["top", "right"]].set_visible(False)
         axes[1, column].set_xlabel(label)
     lines, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=8)
+    figure.legend(lines, names, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle("How an MLP with AdamW grows", fontsize=11)
     figure.savefig(path, format="png", dpi=DPI)
 
 
-def _style(way: str) -> dict[str, Any]:
+def _style(way: str, color: str | None) -> dict[str, Any]:
     style: dict[str, Any] = {"label": way, "marker": "o", "markersize": 3}
-    if _color(way) != COLORS["others"]:
-        style |= {"color": _color(way), "linewidth": 2.5, "linestyle": "--" if "value_and_grad" in way else "-"}
-    return style
+    if color:
+        return style | {"color": color, "linewidth": 1.2}
+    return style | {"color": _color(way), "linewidth": 2.5, "linestyle": "--" if "value_and_grad" in way else "-"}
