@@ -46,8 +46,8 @@ WHY = {  # a target was missed, by the beginning of its name
         "the sum; with k=1 a window without statistics has no accumulator to write"
     ),
     "window, MultiSteps / ": (
-        "there is time for one or two rounds only, and a call of Muon takes a third more or less from round to round: "
-        "MultiSteps makes eight of them, ours one"
+        "a table with one round has only the first, which finds nothing warm: a window of MultiSteps spreads that over "
+        "its calls of the optimizer, and ours has one. `update` writes the updates, too, before they are applied"
     ),
     'to trace and compile, "skip"': (
         "to ask whether a gradient is finite takes a reduction, and a kernel, for each leaf; runs of one machine gave "

@@ -74,10 +74,11 @@ def compile_donated(
 def interleave(runners: Sequence[Runner], seconds: float, rounds: int) -> int:
     """Times every runner once per round, so that drift hits all, while rounds and time are left; returns the rounds.
 
-    Timings made before count as rounds. One round is made, however long it takes.
+    Timings made before count as rounds. Two rounds are made, however long they take: the first finds nothing warm.
     """
     done = len(runners[0].times)
-    while done < rounds and sum(runner.spent for runner in runners) * (done + 1) <= seconds * max(done, 1):
+    in_time = lambda: sum(runner.spent for runner in runners) * (done + 1) <= seconds * done
+    while done < rounds and (done < 2 or in_time()):
         for runner in runners:
             runner.run()
         done += 1

@@ -132,7 +132,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=WIDTHS, default=["4.2M", "16.8M"], help=_SIZES)
     parser.add_argument("--every", nargs="+", type=int, default=[1, 2, 8, 32], help="micro-steps in a window")
     parser.add_argument("--rounds", type=int, default=30, help="at most; the compared window is the first")
-    parser.add_argument("--seconds", type=float, default=10, help="of timing per table; one round is always made")
+    parser.add_argument("--seconds", type=float, default=10, help="of timing per table; two rounds are always made")
     parser.add_argument("--quick", action="store_true", help="one table: AdamW, 4.2M, k=8, 5 seconds")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=_measure.writable, help="write the tables here, too: .json, or else Markdown")
