@@ -8,10 +8,11 @@ import time
 import types
 
 import numpy as np
+import optax
 import pytest
 
 from benchmarks import __main__ as entry
-from benchmarks import _measure, _plots, _problems, on_device, packing, peers, planning
+from benchmarks import _measure, _one_device, _plots, _problems, on_device, packing, peers, planning
 from benchmarks._others import TORCH, Torch
 from optax_accum._tools import targets
 
@@ -86,9 +87,21 @@ def test_what_an_accelerator_is_asked_runs_here(name):
     facts = on_device.measured(name, small=True)
     assert facts["bytes"] > 0 < facts["foretold"]
     assert on_device.table(name.split(":")[0], {name: facts}, 1e-12).count("n/a") == 2  # a CPU keeps no count
-    other = facts | {"params": [2 * norm for norm in facts["params"]]}
+    other = facts | {"norms": [2 * norm for norm in facts["norms"]]}
     with pytest.raises(SystemExit, match=f"other makes another update than {name}"):
         on_device.table("any", {name: facts, "other": other}, 1e-12)
+
+
+def test_an_update_of_other_micro_batches_has_no_time(monkeypatch):
+    """One that forgets: the optimizer is called in each micro-step."""
+    inner = optax.adamw(1e-3)
+    forgets = lambda small: on_device._way([_one_device.alone(inner)], inner, on_device._matrices(small), lambda p: p)
+    monkeypatch.setitem(on_device.WAYS, "across calls: forgets", forgets)
+    ways = ("across calls: optax.MultiSteps", "across calls: apply_gradients", "across calls: forgets")
+    found = {name: on_device.measured(name, small=True) for name in ways}
+    on_device.table("across calls", {name: found[name] for name in ways[:2]}, 1e-12)
+    with pytest.raises(SystemExit, match=f"across calls: forgets makes another update than {ways[0]}"):
+        on_device.table("across calls", found, 1e-12)
 
 
 def test_an_accelerator_that_is_not_here_is_not_measured():
