@@ -96,26 +96,47 @@ def _micro_step(on: Target, tx: Any, params: Tree) -> Facts:
 
 def backward(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a micro-step of `value_and_apply_gradients` moves: 64 rows, forward, backward, AdamW."""
-    params, rows = layers(), jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
-    tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), 8)
-
-    def loss(params: Tree, x: jax.Array) -> jax.Array:
-        return jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), params.values(), x) ** 2)
-
     for name, in_place in (("added inside the backward pass", True), ("added after it", False)):
-        step = optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place)
-        in_order = lambda params, state, x, step=step: step(params, state, x)[1:]  # as they are donated
-        found = count_traffic(compiled(on, in_order, params, jax.eval_shape(tx.init, params), rows))
+        found, copy = _micro_step(on, _product, in_place=in_place)
         opening = sum(part.bytes for part in found.parts if any("turn" in place for place in part.within))
         yield (
             name,
             {
-                "held, P": found.least / size(params),
-                "opening adds, P": opening / size(params),
-                "emitting adds, P": (found.most - found.least - opening) / size(params),
-                "temporary, P": (found.temporary or 0) / size(params),
+                "held, P": found.least / copy,
+                "opening adds, P": opening / copy,
+                "emitting adds, P": (found.most - found.least - opening) / copy,
+                "temporary, P": (found.temporary or 0) / copy,
             },
         )
+
+
+def weighed(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what such a micro-step moves where its weight is known when it runs, and may be 0."""
+    count = lambda x: jnp.sum(x[:, 0] > 0)
+    ratio = lambda params, x: optax_accum.Ratio(_product(params, x) * count(x), count(x))
+    for name, loss, weight_fn in (("rows", _product, None), ("weight_fn", _product, count), ("Ratio", ratio, None)):
+        found, copy = _micro_step(on, loss, weight_fn=weight_fn)
+        yield (
+            name,
+            {
+                "at least, P": found.least / copy,
+                "at most, P": found.most / copy,
+                "temporary, P": (found.temporary or 0) / copy,
+            },
+        )
+
+
+def _product(params: Tree, x: jax.Array) -> jax.Array:
+    return jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), params.values(), x) ** 2)
+
+
+def _micro_step(on: Target, loss: Callable[..., Any], **options: Any) -> tuple[Traffic, int]:
+    """Returns what a micro-step in place moves, and a copy of the parameters: 64 rows, a window of 8."""
+    params, rows = layers(), jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
+    tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), 8)
+    step = optax_accum.value_and_apply_gradients(loss, tx, **options)
+    in_order = lambda params, state, x: step(params, state, x)[1:]  # as they are donated
+    return count_traffic(compiled(on, in_order, params, jax.eval_shape(tx.init, params), rows)), size(params)
 
 
 def wrappers(on: Target) -> Iterator[tuple[str, Facts]]:

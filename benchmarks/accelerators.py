@@ -30,6 +30,7 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "apply_gradients, by optimizer": _one_device.optimizers,
     "apply_gradients, by policy": _one_device.policies,
     "value_and_apply_gradients": _one_device.backward,
+    "weights": _one_device.weighed,
     "update": _one_device.wrappers,
     "offload": _one_device.offloaded,
     "decoder": _decoder.decoders,

@@ -51,6 +51,16 @@ def test_in_place_a_window_is_reset_once(name):
 
 
 @pytest.mark.parametrize("name", TARGETS)
+def test_a_weight_costs_nothing_and_what_weighs_nothing_moves_nothing(name):
+    """On a TPU a loop in its place would move 1.5 P more, and take 0.8 P of temporary memory."""
+    rows = read("weights", name)
+    assert rows["weight_fn"]["at least, P"] <= 0.26
+    for kind in ("weight_fn", "Ratio"):
+        assert rows[kind]["at most, P"] <= rows["rows"]["at most, P"] + 0.2, kind
+        assert rows[kind]["temporary, P"] <= rows["rows"]["temporary, P"] + 0.03, kind
+
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_update_moves_no_more_than_multi_steps(name):
     """In temporary memory 1 P more, except for an H100 with JAX 0.12: docs/accelerators.md says so."""
     rows = read("update", name)

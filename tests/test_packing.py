@@ -16,7 +16,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from optax_accum._tools.footprint import count_flops
 from optax_accum.batching import token_microbatches
 
 COSTS = {"tokens": lambda lengths: lengths, "squares": lambda lengths: lengths.astype(float) ** 2}
@@ -237,22 +236,34 @@ def test_any_packing_makes_the_update_of_the_whole_batch():
     assert len(traced) == len(set(traced)) == 2  # spare ones and another packing bring no third program
 
 
-def test_no_backward_pass_runs_for_a_spare_micro_batch():
-    """It would add 0 / 0; its products are in a loop of no turn. A forward pass does run, whose loss is returned."""
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["in place", "added after"])
+def test_a_spare_micro_batch_is_not_run(dtype):
+    """Its loss would be 0 / 0, and its gradient a nan; it is 0, and so is what comes beside it."""
     start, rows = problem()
     packing = token_microbatches(LENGTHS, 16, num_microbatches=8, buckets=1)
-    tx = optax_accum.accumulate_gradients(ADAM, 8)
-    unguarded = lambda params, batch: loss(params, batch) * count(batch) / count(batch)
-    make = lambda **options: jax.jit(optax_accum.value_and_apply_gradients(unguarded, tx, weight_fn=count, **options))
-    step, state, now, losses = make(), tx.init(start), start, []
+    tx, ran = optax_accum.accumulate_gradients(ADAM, 8), []
+
+    def unguarded(params, batch):
+        jax.debug.callback(lambda: ran.append(True))
+        low = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), low)
+        return loss(wide, batch) * count(batch) / count(batch), {"ones": jnp.ones(2), "key": jax.random.key(7)}
+
+    step = jax.jit(optax_accum.value_and_apply_gradients(unguarded, tx, weight_fn=count, has_aux=True))
+    now = jax.tree.map(lambda leaf: leaf.astype(dtype), start)
+    state, losses, beside = tx.init(now), [], []
     for index in range(8):
-        value, now, state = step(now, state, micro_batch(packing, index, rows))
+        (value, aux), now, state = step(now, state, micro_batch(packing, index, rows))
         losses.append(value)
-    np.testing.assert_array_equal(np.isnan(losses), packing.tokens[:, 0] == 0)
-    assert np.isnan(losses).sum() == 2
-    check(now, start)
-    products = lambda step: count_flops(step.lower(now, state, micro_batch(packing, 0, rows)))
-    assert (products(step), products(make(in_place=False)) > 0) == (None, True)
+        beside.append(aux["ones"])
+    jax.effects_barrier()
+    spare = packing.tokens[:, 0] == 0
+    assert (len(ran), spare.sum()) == (6, 2)
+    np.testing.assert_array_equal(np.asarray(losses) == 0, spare)
+    np.testing.assert_array_equal(np.asarray(beside), np.where(spare, 0.0, 1.0)[:, None] * np.ones(2))
+    if dtype == jnp.float32:
+        check(now, start)
+    assert jax.tree.all(jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), (now, state)))
 
 
 def test_gradients_are_weighted_by_their_tokens():

@@ -13,7 +13,7 @@ from optax_accum._across.transformation import apply, apply_gradients, rules_of
 from optax_accum._across.window import MicroBatch, Rules, check_state, weighed, why_not_in_place
 from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.backward import Backward, adds_in_place, bends, differentiate
+from optax_accum._core.backward import Backward, add_to, adds_in_place, bends, differentiate
 from optax_accum._core.program import compiled_once
 from optax_accum._core.ratio import Ratio, check_loss, check_single, divided
 from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays
@@ -87,7 +87,9 @@ def value_and_apply_gradients(
       | differentiated again, with no `jit` between | as above | tracing |
       | `every=1`, or another optimizer | as above; nothing is accumulated | tracing |
       | `in_place=True` where it cannot be | an error | tracing |
-      | weight 0, added in place | the backward pass is not run | running |
+      | `weight` or `weight_fn` gives 0 | the micro-batch is not run: zeros for what `fun` returned | running |
+      | the same where the gradient must be seen (above), or `in_place=False` | it is run, and adds nothing | running |
+      | `fun` takes something from the other devices of `reduce_axes` | one number is added over them, too | running |
       | an integer parameter | stays, where `tx` leaves it out (`optax.masked`); else an error says how | tracing |
       | a key that no role names; an argument with as many rows as the batch | an error | tracing |
       | `rng_argnum` and an optimizer with several windows | an error | tracing |
@@ -235,34 +237,44 @@ class _MicroStep:
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
             check_groups(where, count_rows(call[call.batch]), self.group_size)
         call = call.own_key(index)
-        loss, backward, (value, count) = self._differentiate(call)
-        if count is not None:
-            self._check_ratio(weight)
-            weight = count
-        weight = self._weight(call) if weight is None else checks.as_weight(weight)
-        device.check_loss(loss)
-        if acc is None or not self._adds_in_place(call, acc):
-            return _Done(loss, value, weight, backward.gradient(), None)
-        return _Done(loss, value, weight, None, backward.added_to(acc, weight, index == 0))
+        program = functools.cache(lambda: jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr)
+        even = device.even if device.couples(program) else Device().even
+        given = weight is not None or self.weight_fn is not None
+        weight, factor = even(self._weight(call) if weight is None else checks.as_weight(weight))
 
-    def _differentiate(self, call: Call) -> tuple[jax.Array, Backward, Any]:
-        def checked(params: Tree) -> tuple[jax.Array, Any]:
+        def contribution(params: Tree) -> tuple[jax.Array, Any]:
             out = call.with_arguments({0: params}).apply(self.fun)
             loss = out[0] if self.has_aux else out
             check_loss(loss, None)
             check_single(loss)
             if not isinstance(loss, Ratio):
-                return loss, (out, None)
-            count = loss.checked().count
-            loss = divided(jnp.asarray(loss.total), count)
-            return loss, ((loss, out[1]) if self.has_aux else loss, count)
+                device.check_loss(loss)
+                return loss * factor, (out, None)
+            self._check_ratio(given)
+            total, own = jnp.asarray(loss.total), loss.checked().count
+            count, _ = even(own)
+            mean = divided(total, own)
+            return divided(total, jnp.asarray(count)), ((mean, out[1]) if self.has_aux else mean, count)
 
-        return differentiate(checked, call.arguments[0])
+        def run() -> tuple[Backward, Any]:
+            loss, backward, (value, count) = differentiate(contribution, call.arguments[0])
+            return backward, (loss, value, count)
 
-    def _check_ratio(self, weight: Any) -> None:
+        in_place = acc is not None and self._adds_in_place(call, acc, run, program)
+        add = functools.partial(add_to, weight=weight, first=index == 0, in_place=in_place, vary=device.vary)
+        if given and acc is not None:
+            acc, (loss, value, _) = add(acc, run)
+            return _Done(loss, value, weight, None, acc)
+        backward, (loss, value, count) = run()  # a Ratio tells how much it counts when it has been run
+        weight = weight if count is None else count
+        if not in_place:
+            return _Done(loss, value, weight, backward.gradient(), None)
+        return _Done(loss, value, weight, None, add(acc, lambda: (backward, None), weight=weight)[0])
+
+    def _check_ratio(self, weighed: bool) -> None:
         """Raises where a Ratio, which says how much it counts, is weighed otherwise."""
-        given = "weight_fn" if self.weight_fn else "weight" if weight is not None else None
-        if given:
+        if weighed:
+            given = "weight_fn" if self.weight_fn else "weight"
             raise ValueError(f"A Ratio brings its own weight, its count: {given} is given, too. Leave that out.")
         if self.accumulation and self.accumulation.reduction == "sum":
             raise ValueError(
@@ -278,7 +290,9 @@ class _MicroStep:
             return 1.0
         return checks.Rows(count_rows(call[call.batch]))
 
-    def _adds_in_place(self, call: Call, acc: Tree) -> bool:
+    def _adds_in_place(
+        self, call: Call, acc: Tree, run: Callable[[], tuple[Backward, Any]], program: Callable[[], Any]
+    ) -> bool:
         """Returns whether the backward pass adds the gradient: not where a weight in its cotangent could matter."""
-        bent = lambda: self.in_place is None and bends(jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr)
-        return adds_in_place(self.in_place, call.arguments[0], acc, lambda: self._differentiate(call)) and not bent()
+        bent = lambda: self.in_place is None and bends(program())
+        return adds_in_place(self.in_place, call.arguments[0], acc, lambda: run()[0]) and not bent()

@@ -30,14 +30,23 @@ def zeros_of(shapes: Tree) -> Tree:
     """Returns zeros of these shapes and dtypes, float0 included."""
 
     def zero(leaf: jax.ShapeDtypeStruct) -> Any:
-        return np.zeros(leaf.shape, leaf.dtype) if is_float0(leaf) else jnp.zeros_like(leaf)
+        if is_float0(leaf):
+            return np.zeros(leaf.shape, leaf.dtype)
+        alike = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
+        return jnp.zeros_like(alike)  # inside jax.shard_map not yet of one device: `zeros_like(leaf)` fails there
 
     return jax.tree.map(zero, shapes)
 
 
 def like_gradients(params: Tree, acc: Tree) -> Tree:
     """Returns leaves of the shapes and dtypes of the gradients in an accumulator: a float0 where there is none."""
-    like = lambda param, total: total if hasattr(total, "dtype") else np.zeros(jnp.shape(param), jax.dtypes.float0)
+
+    def like(param: Leaf, total: Leaf) -> Leaf:
+        if not hasattr(total, "dtype"):
+            return np.zeros(jnp.shape(param), jax.dtypes.float0)
+        dtype = jnp.result_type(param)
+        return total if total.dtype == dtype else total.astype(dtype)  # a reference has that of its parameter
+
     return jax.tree.map(like, params, acc)
 
 

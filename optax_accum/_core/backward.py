@@ -42,26 +42,47 @@ class Backward:
         refs = arithmetic.like_gradients(self.params, refs)
         self.backward.with_refs(refs)(self.one * jnp.asarray(weight, self.one.dtype))
 
-    def added_to(self, acc: Tree, weight: Weight, first: jax.Array | bool) -> Tree:
-        """Returns `acc + weight * gradient`, or `weight * gradient` where `first`, as `arithmetic.add` does."""
-        # Nothing fuses with references, so a select would read and write the accumulator in each micro-step: a loop of
-        # at most one turn does so once a window, and in place. Without the barrier, gradients wait for it in a row.
-        turns = jnp.asarray(first).astype(jnp.int32)
-        start = jax.lax.fori_loop(0, turns, lambda _, acc: jax.tree.map(jnp.zeros_like, acc), acc)
-        self.one, start = jax.lax.optimization_barrier((self.one, start))
-        refs = jax.tree.map(jax.new_ref, start)
-        if isinstance(weight, jax.Array):
-            # A weight of zero often comes with a loss of 0 / 0, whose backward pass would add a nan. A loop of at most
-            # one turn, because a conditional of references has no batching rule.
-            jax.lax.fori_loop(0, (weight != 0).astype(jnp.int32), lambda _, none: self.add_to(refs, weight), None)
-        elif weight:
-            self.add_to(refs, weight)
-        return jax.tree.map(jax.freeze, refs)
+
+def add_to(
+    acc: Tree,
+    run: Callable[[], tuple[Backward, Any]],
+    weight: Weight,
+    first: jax.Array,
+    *,
+    in_place: bool,
+    vary: Callable[[Tree], Tree],
+) -> tuple[Tree, Any]:
+    """Returns `acc + weight * gradient`, or `weight * gradient` where `first`, and what `run` gives beside it.
+
+    What weighs nothing is not run, for its loss is often 0 / 0: what comes beside it is zeros. `vary` is that of the
+    device.
+    """
+    # Nothing fuses with references, so a select would read and write the accumulator in each micro-step: a loop of at
+    # most one turn does so once a window, and in place.
+    turns = first.astype(jnp.int32)
+    begun = lambda: jax.lax.fori_loop(0, turns, lambda _, acc: jax.tree.map(jnp.zeros_like, acc), acc)
+    start = begun() if in_place else acc
+
+    def added() -> tuple[Tree, Any]:
+        backward, beside = run()
+        if not in_place:
+            return arithmetic.add(start, backward.gradient(), weight, first), vary(beside)
+        # Without the barrier, gradients wait for the accumulator in a row.
+        backward.one, ready = jax.lax.optimization_barrier((backward.one, start))
+        refs = jax.tree.map(jax.new_ref, ready)
+        backward.add_to(refs, weight)
+        return jax.tree.map(jax.freeze, refs), vary(beside)
+
+    def unrun() -> tuple[Tree, Any]:
+        beside = arithmetic.zeros_of(jax.eval_shape(lambda: run()[1]))
+        return start if in_place else begun(), vary(beside)
+
+    if not isinstance(weight, jax.Array) and weight:
+        return added()
+    return tracing.branch(jnp.asarray(weight != 0), added, unrun)
 
 
-def adds_in_place(
-    asked: bool | None, params: Tree, acc: Tree, differentiated: Callable[[], tuple[jax.Array, Backward, Any]]
-) -> bool:
+def adds_in_place(asked: bool | None, params: Tree, acc: Tree, differentiated: Callable[[], Backward]) -> bool:
     """Returns whether gradients are added inside the backward pass; raises where that is asked for in vain."""
     path = arithmetic.narrower(params, acc)
     if asked and path is not None:
@@ -73,7 +94,7 @@ def adds_in_place(
         )
     if asked is False or path is not None:
         return False
-    traced = tracing.traces_in_place(lambda: differentiated()[1].add_to(jax.tree.map(jax.new_ref, acc)))
+    traced = tracing.traces_in_place(lambda: differentiated().add_to(jax.tree.map(jax.new_ref, acc)))
     if asked and not traced:
         raise TypeError(tracing.NOT_IN_PLACE)
     return traced

@@ -1,13 +1,15 @@
 """Owns what a function that a space runs sees of it: a device with examples, keys and sums of its own."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core import arithmetic
+from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call, Name
 from optax_accum._space import mapped
 from optax_accum._space.meshes import Axes
@@ -53,6 +55,14 @@ class Device:
     def whole(self, value: Any) -> Any:
         """Adds a value over the devices that share one batch."""
         return value
+
+    def couples(self, program: Callable[[], Any]) -> bool:
+        """Returns whether a traced program takes something from other devices, whose losses then share a gradient."""
+        return False
+
+    def even(self, weight: Weight) -> tuple[Weight, Weight]:
+        """Returns a weight that all devices have in common, and the factor of this device's loss that goes with it."""
+        return weight, 1.0
 
     def check_loss(self, loss: jax.Array) -> None:
         """Raises where a loss has been averaged over the devices already: its gradient would be divided twice."""
@@ -100,6 +110,15 @@ class Among(Device):
 
     def whole(self, value: Any) -> Any:
         return jax.lax.psum(value, self.axes) if self.one_batch else value
+
+    def couples(self, program: Callable[[], Any]) -> bool:
+        return mapped.communicates(program(), self.axes)
+
+    def even(self, weight: Weight) -> tuple[Weight, Weight]:
+        if not isinstance(weight, jax.Array):
+            return weight, 1.0  # the rows, of which all have as many
+        mean = jax.lax.pmean(weight, self.axes)
+        return self.vary(mean), jnp.where(mean == 0, 0, weight * arithmetic.reciprocal(mean))
 
     def check_loss(self, loss: jax.Array) -> None:
         if mapped.differs(self._index(), self.axes) and not mapped.differs(loss, self.axes):

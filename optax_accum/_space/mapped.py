@@ -103,6 +103,24 @@ def varies_over(leaf: Any) -> set[str]:
     return set(jax.typeof(leaf).manual_axis_type.varying)
 
 
+def communicates(program: Any, axes: Axes) -> bool:
+    """Returns whether a traced program takes something from other devices, inside `jax.shard_map`."""
+    for equation in program.eqns:
+        named = {*_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))}
+        if named & set(axes) and equation.primitive.name not in _ALONE:
+            return True
+        if any(communicates(inner, axes) for inner in tracing.inner_programs(equation)):
+            return True
+    return False
+
+
+def _names(axes: Any) -> tuple[Any, ...]:
+    return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
+
+
+_ALONE = {"axis_index", "pvary", "pcast"}  # name an axis, and take nothing from other devices
+
+
 def as_row(own: Tree) -> Tree:
     """Returns this device's partial sums [...] as rows [1, ...]."""
     return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else jnp.asarray(leaf)[None], own)

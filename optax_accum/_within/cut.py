@@ -236,9 +236,9 @@ class Cut:
     def _adds_in_place(self) -> bool:
         """Returns whether gradients are added inside the backward pass."""
 
-        def first() -> tuple[jax.Array, Backward, Parts]:
+        def first() -> Backward:
             call = self._micro_call(splitting.micro_batch(self.split, self.stacked, 0), self.carry, 0)
-            return self._differentiate(call, jax.tree.map(lambda s: s[0], self.shares) if self.terms else 1.0)
+            return self._differentiate(call, jax.tree.map(lambda s: s[0], self.shares) if self.terms else 1.0)[1]
 
         return adds_in_place(self.rules.in_place, self.params, self.start_grads, first)
 

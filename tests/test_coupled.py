@@ -1,0 +1,155 @@
+"""Losses of which each device takes something from the others: statistics of all rows, the negatives of all devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_accum
+
+DEVICES, ROWS = 4, 4  # in a micro-batch on each device
+INNER = optax.adam(0.1, eps=1e-2)
+
+
+def features(params, rows):
+    return jnp.tanh(rows["x"] @ params["w"]) + params["b"][None]
+
+
+def of_statistics(mean, gather):
+    """Returns the loss of each row, normalised with the mean over all devices."""
+
+    def loss(params, rows):
+        z = features(params, rows)
+        return jnp.sum((z - mean(z)) ** 3 + rows["x"] ** 2 * z, axis=-1)
+
+    return loss
+
+
+def of_negatives(mean, gather):
+    """Returns the loss of each row against the rows of all devices."""
+
+    def loss(params, rows):
+        z = features(params, rows)
+        return jax.nn.logsumexp(z @ gather(z).T, axis=-1)
+
+    return loss
+
+
+KINDS = {"statistics": of_statistics, "negatives": of_negatives}
+ALONE = {"mean": lambda z: jnp.mean(z, axis=0, keepdims=True), "gather": lambda z: z}
+AMONG = {
+    "mean": lambda z: jax.lax.pmean(jnp.mean(z, axis=0, keepdims=True), "data"),
+    "gather": lambda z: jax.lax.all_gather(z, "data", tiled=True),
+}
+
+
+def mean_of(kind):
+    each = KINDS[kind](**AMONG)
+    return lambda params, rows: jnp.sum(each(params, rows) * rows["mask"]) / jnp.maximum(rows["mask"].sum(), 1)
+
+
+def ratio_of(kind):
+    each = KINDS[kind](**AMONG)
+    return lambda params, rows: optax_accum.Ratio(jnp.sum(each(params, rows) * rows["mask"]), rows["mask"].sum())
+
+
+FORMS = {"mean": mean_of, "Ratio": ratio_of}
+
+
+def problem():
+    """Two micro-batches of rows that count, or not: each device has another number, and two of them once none."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: np.asarray(rng.normal(size=shape), np.float32)
+    counts = np.array([[4, 0, 3, 2], [2, 4, 1, 0]])
+    rows = {"x": draw(2, DEVICES, ROWS, 3), "mask": np.asarray(np.arange(ROWS) < counts[..., None], np.float32)}
+    return {"w": draw(3, 3), "b": draw(3)}, rows
+
+
+def expected(kind, params, rows):
+    """Returns value, gradient and parameters after one update, of both micro-batches in one program of one device."""
+    each = KINDS[kind](**ALONE)
+    flat = jax.tree.map(lambda leaf: leaf.reshape(2, DEVICES * ROWS, *leaf.shape[3:]), rows)
+
+    def loss(params):
+        losses = jax.vmap(functools.partial(each, params))(flat)
+        return jnp.sum(losses * flat["mask"]) / jnp.sum(flat["mask"])
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    return value, grads, optax.apply_updates(params, INNER.update(grads, INNER.init(params), params)[0])
+
+
+@pytest.fixture(params=["Auto", "Explicit"])
+def mesh(request):
+    kind = getattr(AxisType, request.param)
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,), devices=jax.devices()[:DEVICES])
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def place(mesh, tree, spec):
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def check(found, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+@jax.custom_vjp
+def same(leaf):
+    return leaf
+
+
+same.defvjp(lambda leaf: (leaf, None), lambda _, cotangent: (cotangent,))
+
+
+def told():
+    """Returns an inner optimizer whose state ends with the value that it was given."""
+
+    def update(grads, state, params=None, *, value, **_):
+        updates, state = INNER.update(grads, state[0], params)
+        return updates, (state, value)
+
+    return optax.GradientTransformationExtraArgs(lambda params: (INNER.init(params), jnp.zeros([])), update)
+
+
+def micro_steps(mesh, fun, tx, rows, params, **options):
+    """Returns the parameters and the state after two micro-steps."""
+    step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx, **options))
+    now = place(mesh, params, P())
+    state = tx.init(now)
+    for index in range(2):
+        _, now, state = step(now, state, place(mesh, micro_batch(rows, index), P("data")))
+    assert state.gradient_step == 1
+    return now, state
+
+
+def micro_batch(rows, index):
+    return jax.tree.map(lambda leaf: leaf[index].reshape(DEVICES * ROWS, *leaf.shape[3:]), rows)
+
+
+def count(rows):
+    return rows["mask"].sum()
+
+
+HOW = ("in place", "added after", "written", "looked at first")
+
+
+@pytest.mark.parametrize(("form", "how"), [*(("mean", how) for how in HOW), *(("Ratio", how) for how in HOW[:3])])
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_calls(mesh, kind, form, how):
+    """The weight of a device is no factor of a gradient in which the losses of all have a part."""
+    params, rows = problem()
+    value, _, updated = expected(kind, params, rows)
+    fun = FORMS[form](kind)
+    if how == "added after":
+        plain, fun = fun, lambda params, rows: plain(jax.tree.map(same, params), rows)
+    policy = {"nonfinite": "skip"} if how == "looked at first" else {}
+    tx = optax_accum.accumulate_gradients(told(), 2, reduce_axes="data", **policy)
+    options = {"in_place": False if how == "written" else None, "weight_fn": count if form == "mean" else None}
+    now, state = micro_steps(mesh, fun, tx, rows, params, **options)
+    check((now, state.inner_opt_state[1]), (updated, value))
