@@ -200,15 +200,13 @@ def test_pictures_are_drawn_beside_the_page(table, tmp_path):
         assert 10_000 < path.stat().st_size < 100_000
 
 
-def test_what_the_targets_of_packing_leave_out_is_said():
-    lengths = [3, 3, 2, 1] * 40
-    few, many = packing._packed("few", lengths, (20,), (1,)), packing._packed("many", lengths, (4,), (1,))
-    assert [each.buckets for each in few] == ["default", "24", "16", "8"]
-    said = packing._left_out([*few, *many])
-    assert few[0].fewest < 50 <= many[0].fewest
-    assert "* few, 20 tokens, devices: 1: " in said
-    assert f"{few[0].packing.num_microbatches} micro-batches, {few[0].fewest} fewest" in said
-    assert "many" not in said
+def test_packings_are_held_to_the_fewest_on_as_many_devices():
+    """Beside the longest row one of 8 fits on the other device, two do not: half of one device's two is too few."""
+    found = packing._packed("long", [9, 8, 8], (16,), (1, 2))
+    assert [each.buckets for each in found] == 2 * ["default", "24", "16", "8"]
+    assert [(each.devices, each.fewest) for each in found[::4]] == [(1, 2), (2, 2)]
+    filled, fewest, _ = (_measure.judged(target, found) for target in packing._targets())
+    assert (filled["measured"], filled["verdict"], fewest["measured"]) == (0.39, "MISSED", 1.0)
 
 
 def test_what_an_accelerator_holds_is_what_it_says():

@@ -140,6 +140,37 @@ def test_log_normal_lengths_fill_the_budget(devices):
     assert np.ptp(packing.tokens.sum(0)) <= 2
 
 
+@given(st.integers(0, 200), st.sampled_from([5, 50, 500, 5000]), st.sampled_from([2048, 16384]), st.integers(1, 8))
+def test_default_buckets_need_the_fewest_of_any_packing_or_2_percent_more(seed, rows, budget, devices):
+    lengths = log_normal(rows, seed)
+    of = lambda buckets, count=None: token_microbatches(
+        lengths, budget, num_devices=devices, buckets=buckets, num_microbatches=count
+    )
+    fewest, coarse, found = of(np.unique(lengths)).num_microbatches, of(coarse_buckets(budget)), of(None)
+    assert fewest <= found.num_microbatches <= 1.02 * fewest
+    assert set(coarse.buckets) <= set(found.buckets)
+    if coarse.num_microbatches <= 1.02 * fewest:
+        assert found.buckets == coarse.buckets  # more only where they are needed
+    exactly, allowed = of(None, fewest), of(None, coarse.num_microbatches)
+    assert (exactly.tokens[-1] > 0).any()  # none is spare
+    assert allowed.buckets == coarse.buckets
+
+
+def coarse_buckets(budget):
+    """The lengths that fit once, twice, ..., and then 10 % more often from one to the next."""
+    numbers = [1]
+    while numbers[-1] < budget:
+        numbers.append(max(numbers[-1] + 1, int(1.1 * numbers[-1])))
+    return [budget // number for number in numbers if number <= budget]
+
+
+def test_a_micro_batch_too_many_is_not_taken_for_coarse_buckets():
+    """Of these, 21 fit; the buckets take 20 or 22."""
+    lengths = [2048 // 21] * (34 * 21)
+    assert token_microbatches(lengths, 2048, buckets=coarse_buckets(2048)).num_microbatches == 36
+    assert token_microbatches(lengths, 2048).num_microbatches == 34
+
+
 def test_what_is_balanced_is_the_cost():
     lengths = log_normal(1000)
 

@@ -13,6 +13,7 @@ from optax_accum._tools.packed import Ints, TokenPacking
 Cost = Literal["tokens", "squares"] | Callable[[Ints], Any]
 
 STEP = 1.1  # the rows that fit a default bucket, by those that fit the next longer one
+MORE = 1.02  # micro-batches with default buckets, at most, by the fewest of any packing
 MOST = 512  # lengths among which buckets are chosen
 
 
@@ -33,7 +34,8 @@ def token_microbatches(
 
         num_devices * floor(max_tokens / L)    rows
 
-    So `rows * L <= max_tokens` on every device, and no other way to deal has fewer micro-batches for these buckets.
+    So `rows * L <= max_tokens` on every device, and no other way to deal has fewer micro-batches for these buckets: the
+    longest row is in one, which holds at most so many, and leaves least to the others if these are the next longest.
     JAX compiles one program for each shape, and the shapes are those of the buckets.
 
     Args:
@@ -46,7 +48,8 @@ def token_microbatches(
         lengths [n] to costs [n].
       group_size: so many consecutive rows stay together, on one device.
       buckets: the padded lengths: such integers; or how many to choose for these rows. By default those of which 1, 2,
-        3, ... fit the budget, some 50 that are the same for all batches, and cost about 2 % more micro-batches.
+        3, ... fit the budget, some 50 that are the same for all batches; more of them, where these make more than 2 %
+        too many micro-batches, or more than `num_microbatches`.
 
     Returns:
       A `TokenPacking`. Its micro-batches may be added in any order, with their tokens as weights.
@@ -62,6 +65,7 @@ def token_microbatches(
       | the same input | the same packing: nothing is random |
       | several devices | rows of a micro-batch differ by at most one; costs of all, by at most those of one row |
       | `group_size` | the same of groups, which count as their longest row |
+      | default buckets | the fewest micro-batches of any packing, or at most 2 % more: under 50, the fewest |
       | buckets that another packing returned | its shapes, if its budget and devices were the same |
       | fewer rows than a micro-batch could take | one for as many, rounded up to a power of two |
       | fewer rows than devices | devices without a row have weight 0: guard a 0 / 0 in the loss with `jnp.maximum` |
@@ -90,11 +94,12 @@ def token_microbatches(
     lengths = _checked(lengths, budget, group)
     order, longest = _sorted(lengths, group)
     own = -(-len(order) // devices)  # groups of a device
-    room = _Room(min(budget // group, np.iinfo(np.int64).max), most=1 << (own - 1).bit_length())
-    chosen = _buckets(buckets, longest, room)
-    padded = chosen[np.searchsorted(chosen, longest)]
-    starts = _starts((devices * room.groups(padded)).tolist())
-    spare = _spare(num_microbatches, len(starts), max_tokens)
+    room = _Room(min(budget // group, np.iinfo(np.int64).max), 1 << (own - 1).bit_length(), devices)
+    count = checks.as_positive("num_microbatches", num_microbatches)
+    chosen = _buckets(buckets, longest, room, count)
+    padded = _padded(longest, chosen)
+    starts = room.starts(padded)
+    spare = _spare(count, len(starts), max_tokens)
     costs = _costs(cost, lengths).reshape(-1, group).sum(-1)[order]
     first = [*starts, *[starts[-1]] * spare]  # a spare micro-batch has the shape of the last
     return TokenPacking(
@@ -151,20 +156,34 @@ def _sorted(lengths: Ints, group: int) -> tuple[Ints, Ints]:
 
 
 class _Room(NamedTuple):
-    """How many groups one device takes of a micro-batch."""
+    """How many groups a micro-batch takes."""
 
-    budget: int  # tokens for one row of each group
+    budget: int  # tokens for one row of each group, on one device
     most: int  # groups, if all are in one micro-batch: a power of two, for batches of another size to have the same
+    devices: int
 
     def groups(self, padded: Ints) -> Ints:
-        """The groups, at these padded lengths."""
+        """The groups of one device, at these padded lengths."""
         return np.minimum(self.budget // padded, self.most)
 
+    def starts(self, padded: Ints) -> list[int]:
+        """Where micro-batches start among sorted groups, if each takes what its first is padded to allows."""
+        taken, starts, at = (self.devices * self.groups(padded)).tolist(), list[int](), 0
+        while at < len(taken):
+            starts.append(at)
+            at += taken[at]
+        return starts
 
-def _buckets(asked: Any, longest: Ints, room: _Room) -> Ints:
+
+def _padded(longest: Ints, buckets: Ints) -> Ints:
+    """Returns the bucket of each group."""
+    return buckets[np.searchsorted(buckets, longest)]
+
+
+def _buckets(asked: Any, longest: Ints, room: _Room, count: int | None) -> Ints:
     """Returns the padded lengths to choose from, shortest first."""
     if asked is None:
-        return _every_batch(room.budget)
+        return _default(longest, room, count)
     if np.ndim(asked) == 0:
         return _best(longest, room, _positive("buckets", asked))
     chosen = np.unique([_positive("buckets", length) for length in asked])
@@ -176,13 +195,30 @@ def _buckets(asked: Any, longest: Ints, room: _Room) -> Ints:
     return chosen
 
 
-def _every_batch(budget: int) -> Ints:
-    """Returns the lengths of which 1, 2, 3, ... fit the budget, and then `STEP` times as many from one to the next."""
-    lengths, fit = list[int](), 1
+def _default(longest: Ints, room: _Room, count: int | None) -> Ints:
+    """Returns the coarsest buckets that make `count` micro-batches at most, or `MORE` times the fewest of any packing.
+
+    They are lengths of which 1, 2, 3, ... fit the budget, and then `STEP` times as many from one to the next; these and
+    those between; or those that the fewest micro-batches begin with.
+    """
+    first = longest[room.starts(longest)]  # of the fewest, each padded to its longest
+    most = count or MORE * len(first)
+    numbers = _numbers(room.budget)
+    between = numbers[:-1] + np.diff(numbers) // 2
+    for fit in (numbers, np.append(numbers, between)):
+        buckets = np.unique(room.budget // fit)
+        if len(room.starts(_padded(longest, buckets))) <= most:
+            return buckets
+    return np.unique(room.budget // np.append(numbers, room.budget // first))
+
+
+def _numbers(budget: int) -> Ints:
+    """Returns 1, 2, 3, ..., and then `STEP` times as many from one to the next, up to the budget."""
+    numbers, fit = list[int](), 1
     while fit <= budget:
-        lengths.append(budget // fit)
+        numbers.append(fit)
         fit = max(fit + 1, int(fit * STEP))
-    return np.unique(lengths)
+    return np.array(numbers)
 
 
 def _best(longest: Ints, room: _Room, count: int) -> Ints:
@@ -210,18 +246,9 @@ def _best(longest: Ints, room: _Room, count: int) -> Ints:
     return np.array(sorted(chosen))
 
 
-def _starts(taken: list[int]) -> list[int]:
-    """Returns where micro-batches start among sorted groups, if one that starts at group i takes `taken[i]`."""
-    starts, at = list[int](), 0
-    while at < len(taken):
-        starts.append(at)
-        at += taken[at]
-    return starts
-
-
-def _spare(asked: Any, needed: int, max_tokens: int) -> int:
+def _spare(count: int | None, needed: int, max_tokens: int) -> int:
     """Returns how many micro-batches are to hold no row."""
-    count = checks.as_positive("num_microbatches", asked) or needed
+    count = count or needed
     if count < needed:
         raise ValueError(
             f"num_microbatches must be enough for the rows: num_microbatches={count}, and {needed} are needed for "
