@@ -49,6 +49,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_across": [{"inner", "policy", "outcomes", "schedules"}, {"window"}, {"transformation"}, {"train_step"}],
     "_within": [{"splitting"}, {"loops", "reductions", "gradients", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_tools": [
+        {"counted"},
         {"programs", "targets", "report", "batches", "packed", "placement", "loss", "search", "picture", "named"}
         | {"noise_scale", "advise"},
         {"collectives", "packing", "traffic", "resume", "mixtures", "budgets", "footprint", "steps"},

@@ -378,6 +378,14 @@ def test_it_is_printed_by_shape():
     ]
 
 
+def test_one_is_one():
+    assert str(token_microbatches([1], 1)).splitlines()[0] == (
+        "1 row, 1 token: 1 micro-batch, 100.0% of the budget of 1 token filled"
+    )
+    with pytest.raises(ValueError, match=r"must return a number >= 0 for each row: .* for 1 row, or"):
+        token_microbatches([1], 1, cost=lambda n: -n)
+
+
 @pytest.mark.parametrize("lengths", [np.array([3, 9], np.uint8), (3, 9), jnp.array([3, 9]), [np.int64(3), 9]], ids=repr)
 def test_lengths_are_integers_of_any_kind(lengths):
     assert token_microbatches(lengths, np.int32(10)).tokens.tolist() == [[9], [3]]
@@ -402,7 +410,16 @@ BAD = {
     "none": ([], 8, {}, ValueError, "lengths is empty. Skip empty batches"),
     "too long": ([3, 9, 4], 8, {}, ValueError, r"row 1 has 9 tokens, max_tokens=8\. Cut"),
     "several too long": ([3, 9, 10, 9], 8, {}, ValueError, "row 2 has 10 tokens, max_tokens=8, and 2 more are too"),
+    "two too long": ([9, 10], 8, {}, ValueError, "max_tokens=8, and 1 more is too long. Cut"),
     "a group too long": ([3, 5], 8, {"group_size": 2}, ValueError, "fit the budget 2 times.* row 1 has 5 tokens"),
+    "a group of one token each": (
+        [1, 1],
+        1,
+        {"group_size": 2},
+        ValueError,
+        "row 0 has 1 token, max_tokens=1, and 1 more",
+    ),
+    "a row without its group": ([3], 8, {"group_size": 2}, ValueError, "group_size=2, and there is 1 row. Pass whole"),
     "half a group": ([3, 5, 1], 8, {"group_size": 2}, ValueError, "group_size=2, and there are 3 rows. Pass whole"),
     "no budget": ([3], 0, {}, ValueError, "max_tokens must be an integer >= 1: max_tokens=0"),
     "a negative budget": ([3], -8, {}, ValueError, "max_tokens=-8"),
@@ -449,7 +466,7 @@ def test_rows_and_outputs_that_do_not_fit():
         packing.take(0, [[1, 2], [3, 4]])
     with pytest.raises(TypeError, match="Cannot cast"):
         packing.take(0, [[1, 2, 3], [0.5, 1.5]])
-    with pytest.raises(ValueError, match="2 outputs, 1 micro-batches. Pass None for spare"):
+    with pytest.raises(ValueError, match="2 outputs, 1 micro-batch. Pass None for spare"):
         packing.restore([np.zeros(2), np.zeros(2)])
     with pytest.raises(ValueError, match=r"outputs\[0\] has 5, take\(0, ...\) has 2. Return all rows"):
         packing.restore([np.zeros(5)])

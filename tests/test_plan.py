@@ -94,6 +94,17 @@ def test_of_what_is_nearly_a_line_what_is_found_fits_and_was_measured(line, wher
     assert peaks[found] == peak(found) <= limit
 
 
+def test_candidates_of_the_same_size_are_one():
+    """Of 8 rows, 4, 5, 6 and 7 micro-batches are of 2 rows; named or not, it is compiled and shown once."""
+    numbers = lambda rows, asked=None: [(c.number, c.rows, c.ragged) for c in search.candidates(rows, asked)]
+    assert numbers(8, [7, 5, 6, 8, 1, 5]) == [(1, 8, False), (5, 2, False), (8, 1, False)]
+    assert numbers(8) == [(1, 8, False), (2, 4, False), (3, 3, True), (4, 2, False), (8, 1, False)]
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    make_step = plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(8, WIDTH))
+    found = planned(make_step, 8, candidates=[7, 6, 5], budget="1GB")
+    assert ([row["num_microbatches"] for row in found.rows], found.sizes) == ([5], (2, 2, 2, 2))
+
+
 def test_candidates_are_the_sizes_that_there_are():
     every = search.candidates(1024)
     assert len(every) == len({-(-1024 // k) for k in range(1, 1025)}) == len({c.rows for c in every})
@@ -276,6 +287,60 @@ def test_an_option_whose_flops_are_not_known_does_not_win():
     unknown = {"unknown": True}
     assert chosen_of(unknown, {"turns": 3}).option == chosen_of({"turns": 3}, unknown).option == {"turns": 3}
     assert chosen_of(unknown).option == unknown
+
+
+def by_call(k, option=1, held=0, window=True):
+    """A step that takes one micro-batch, multiplies it so often, and holds so many copies of the batch at once."""
+
+    def step(x, total, flush):
+        written = [jax.lax.optimization_barrier(jnp.sin(x + i)) for i in range(1 + held)]
+        total = jax.lax.fori_loop(0, option, lambda _, total: total + sum(w.T @ w for w in written[:1]), total)
+        return jax.lax.cond(flush, lambda t: t @ t, lambda t: t, total) + sum(w.sum() for w in written)
+
+    total = () if window and k == 1 else shape(WIDTH, WIDTH)  # a window of one may hold no sum
+    step = step if total else lambda x, total, flush, step=step: step(x, jnp.zeros((WIDTH, WIDTH)), flush)
+    return jax.jit(step).lower(shape(-(-ROWS // k), WIDTH), total, shape(dtype=bool))
+
+
+PRODUCT, EMITTED = 2 * ROWS * WIDTH**2, 2 * WIDTH**3
+
+
+@pytest.mark.parametrize("candidates", [None, [2, 4, 256], [1, 3], [4, 2]], ids=str)
+def test_flops_of_a_step_that_takes_one_micro_batch_are_those_of_an_update(candidates):
+    """What a branch holds, such as the optimizer, runs in one of the calls."""
+    budget = 320_000 if candidates is None else "1GB"
+    found = planned(by_call, candidates=candidates, budget=budget)
+    assert {row["flops"] for row in found.rows} == {PRODUCT + EMITTED}
+    said = "A call takes one micro-batch: FLOPs are those of all calls, and once those of a branch."
+    assert (said in str(found)) == any(row["num_microbatches"] > 1 for row in found.rows)
+    assert said not in str(table())
+    if candidates is None:  # of 65.5 kB, of a sum that is written, beside the arguments, which do shrink
+        assert re.search(r"What does not shrink with the rows: 6\d\.\d\d kB beside", str(found))
+
+
+def test_a_batch_that_comes_cut_is_no_micro_batch():
+    """[k, b, ...], padded, has about as many rows whatever k is."""
+
+    def make_step(k):
+        of_one = lambda total, x: (total + jnp.sin(x).T @ jnp.sin(x), None)
+        step = lambda x: jax.lax.scan(of_one, jnp.zeros((WIDTH, WIDTH)), x)[0]
+        return jax.jit(step).lower(shape(k, -(-100 // k), WIDTH))
+
+    found = planned(make_step, 100, candidates=[3, 100], budget="1GB")
+    assert [row["flops"] for row in found.rows] == [2 * 102 * WIDTH**2]
+    assert [one.calls for one in found.compiled] == [1]
+
+
+def test_options_of_steps_that_take_one_micro_batch_are_compared_by_update():
+    """The dear one does not fit whole, and a call of a small micro-batch has fewer FLOPs than the cheap one's."""
+    cheap, dear = {"option": 1}, {"option": 2, "held": 4}
+    budget = 3 * ROWS * ROW + 6 * WIDTH * ROW
+    for options in ([cheap, dear], [dear, cheap]):
+        with programs.as_shipped():
+            found = planned(lambda k, option: by_call(k, **option), options=options, budget=budget)
+        assert found.option == cheap
+        numbers = lambda option, found=found: [r["num_microbatches"] for r in found.rows if r["option"] == option]
+        assert (len(numbers(cheap)), len(numbers(dear)) > 1) == (1, True)
 
 
 def test_of_options_that_take_other_shapes_the_first_that_fits_is_chosen():
@@ -581,6 +646,32 @@ def test_a_step_for_some_of_the_devices(where):
         ask(wrong)
 
 
+@pytest.mark.parametrize("partitioner", ["shardy", "gspmd"])
+def test_a_step_that_no_device_shares(partitioner):
+    """Its arguments lie whole on each of the devices, which all compute all rows: the plan would say a quarter."""
+    product = lambda x: x.T @ x
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    by_rows = NamedSharding(mesh, P("data"))
+    split = lambda x: product(jax.lax.with_sharding_constraint(jnp.sin(x), by_rows))
+    inside = jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    ask = lambda step, spec: planned(
+        lambda k, target: jax.jit(step).lower(target.shapes(shape(ROWS, WIDTH), spec)),
+        budget="1GB",
+        candidates=[1],
+        num_devices=4,
+    )
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", partitioner == "shardy")
+    try:
+        with pytest.raises(ValueError, match="must share the rows among.*: 4 hold and compute all.*or plan for one"):
+            ask(product, P())
+        for step, spec in [(product, P("data")), (split, P()), (inside, P())]:
+            assert ask(step, spec).rows[0]["rows"] == ROWS // 4
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+    assert planned(lambda k: jax.jit(product).lower(shape(ROWS, WIDTH)), budget="1GB", candidates=[1]).num_devices == 1
+
+
 def test_the_remedy_for_a_step_for_some_of_the_devices():
     make_step = lambda k, target: jax.jit(lambda w, x: (x @ w).sum(0)).lower(
         target.shapes(shape(WIDTH, 1)), target.shapes(shape(ROWS, WIDTH), P("data"))
@@ -613,6 +704,21 @@ def test_the_remedy_for_a_step_for_some_of_the_devices():
 def test_what_cannot_be_asked(options, error, says):
     with pytest.raises(error, match=says):
         planned(**options)
+
+
+def test_one_is_one():
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    make_step = plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(1, WIDTH))
+    found = planned(make_step, 1, budget="1GB")
+    assert str(found).startswith("1 row on cpu, ")
+    assert ": 1 micro-batch.\n" in str(found)
+    with pytest.raises(ValueError, match="has 1. Pass 1, or of_loss and of_step a batch of 2 rows"):
+        planned(make_step, 2)
+    with pytest.raises(ValueError, match=r"candidates=\[2\], and there is 1 row. Pass numbers from 1 to 1"):
+        planned(make_step, 1, candidates=[2])
+    large = lambda k: jax.jit(lambda x: (jnp.sin(x) @ jnp.ones((WIDTH, 100 * WIDTH))).sum()).lower(shape(1, WIDTH))
+    with pytest.raises(ValueError, match="with 1 micro-batch, and"):
+        planned(large, 1, budget=2 * ROW)
 
 
 def test_a_target_has_as_many_devices_as_it_has():

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.verify import KINDS, fault, sound_loss
 from optax_accum import verify
+from optax_accum._tools.report import Report
 
 rng = np.random.default_rng(0)
 N, D = 8, 3
@@ -325,3 +326,11 @@ def test_a_sample_of_the_faults_of_the_benchmark_is_found(kind):
 
 def test_the_losses_of_the_benchmark_differ():
     assert len({sound_loss(number).name for number in range(48)}) == 48
+
+
+@pytest.mark.parametrize(("leaves", "says"), [(8, None), (9, "and 1 other, nearer"), (10, "and 2 others, nearer")])
+def test_a_report_shows_the_eight_leaves_that_are_farthest(leaves, says):
+    errors = {f"leaf {number}": 1.0 + number for number in range(leaves)}
+    lines = str(Report(True, errors, dict.fromkeys(errors, 1.0), (), 8, 2, False)).splitlines()
+    assert [line.split()[-1] for line in lines[2:10]] == [str(number) for number in range(leaves)][:-9:-1]
+    assert [line.strip() for line in lines[10:]] == [says] * (says is not None)

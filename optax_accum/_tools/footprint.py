@@ -5,7 +5,7 @@ import hashlib
 import math
 import re
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -73,6 +73,7 @@ def _compiled(lowered: jax.stages.Lowered, target: Target) -> Footprint:
         return Footprint(0, 0, 0, _needed(str(error)), 0, time.perf_counter() - start, refused=True)
     seconds = time.perf_counter() - start
     _check_devices(compiled, target)
+    _check_shared(lowered, target)
     memory = _memory(compiled, target)
     return Footprint(
         arguments=memory.argument_size_in_bytes,
@@ -118,12 +119,38 @@ def _check_devices(compiled: jax.stages.Compiled, target: Target) -> None:
     )
 
 
+def _check_shared(lowered: jax.stages.Lowered, target: Target) -> None:
+    """Raises where several devices would each do all of the work: nothing lies in parts, or is computed in parts."""
+    if len(target.devices) == 1 or re.search(_IN_PARTS, lowered.as_text()):
+        return
+    raise ValueError(
+        f"make_step must share the rows among the devices of the target: {len(target.devices)} hold and compute all of "
+        'them. Lower with target.shapes(batch, PartitionSpec("data")), or plan for one device.'
+    )
+
+
+# A dimension over an axis, or `shard_map`, as Shardy writes it; the same as GSPMD does.
+_IN_PARTS = r'<@\w+, \[[^\]]*"|manual_axes=\{"|"\{devices=\[|"\{manual\}"'
+
+
+class Flops(NamedTuple):
+    """FLOPs of one call."""
+
+    always: int
+    branches: int  # of a conditional: the optimizer's, where a window ends
+
+
 def count_flops(lowered: jax.stages.Lowered) -> int | None:
-    """Returns the FLOPs of all matrix products and convolutions, as lowered; None with a loop of unknown length.
+    """Returns the FLOPs of all matrix products and convolutions, as lowered; None with a loop of unknown length."""
+    return None if (found := flops_of(lowered)) is None else sum(found)
+
+
+def flops_of(lowered: jax.stages.Lowered) -> Flops | None:
+    """Returns the FLOPs of `count_flops`, by whether they stand in a branch.
 
     XLA's own `cost_analysis` counts a loop once, however often it turns, and is empty for a GPU.
     """
-    total = 0
+    found = [0, 0]
     for ran in Program.read(lowered.as_text("hlo"), "count_flops").run():
         line = ran.instruction
         if line.opcode not in ("dot", "convolution"):
@@ -137,8 +164,8 @@ def count_flops(lowered: jax.stages.Lowered) -> int | None:
         else:
             labels = re.search(r"dim_labels=\w+_(\w+)->", line.rest)
             inner = math.prod(right) // right[labels[1].index("o")] if labels else 1
-        total += 2 * math.prod(_dims(line.shape)) * inner * ran.times
-    return total
+        found[ran.in_branch] += 2 * math.prod(_dims(line.shape)) * inner * ran.times
+    return Flops(*found)
 
 
 def _dims(shape: str) -> list[int]:

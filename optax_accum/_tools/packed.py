@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from optax_accum._tools.counted import counted
+
 Ints = NDArray[Any]
 
 
@@ -110,8 +112,8 @@ class TokenPacking:
         """
         if len(outputs) != self.num_microbatches:
             raise ValueError(
-                f"There must be one output for each micro-batch: {len(outputs)} outputs, {self.num_microbatches} "
-                "micro-batches. Pass None for spare ones that were not run."
+                f"There must be one output for each micro-batch: {counted(len(outputs), 'output')}, "
+                f"{counted(self.num_microbatches, 'micro-batch')}. Pass None for spare ones that were not run."
             )
         rows: list[Any] = []
         for index in range(self._used):
@@ -130,10 +132,11 @@ class TokenPacking:
     def __str__(self) -> str:
         spare = self.num_microbatches - self._used
         lines = [
-            f"{len(self.lengths)} rows, {self.lengths.sum()} tokens: {self._used} micro-batches"
+            f"{counted(len(self.lengths), 'row')}, {counted(self.lengths.sum(), 'token')}: "
+            + counted(self._used, "micro-batch")
             + (f" and {spare} spare" if spare else "")
             + (f" on {self.num_devices} devices" if self.num_devices > 1 else "")
-            + f", {self.filled:.1%} of the budget of {self.max_tokens} tokens filled",
+            + f", {self.filled:.1%} of the budget of {counted(self.max_tokens, 'token')} filled",
         ]
         shapes, tokens = list(zip(self.device_rows, self.padded_lengths, strict=True)), self.tokens.sum(-1)
         for shape in dict.fromkeys(shapes[: self._used]):

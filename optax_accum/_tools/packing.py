@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optax_accum._core import checks
+from optax_accum._tools.counted import counted, there_are
 from optax_accum._tools.packed import Ints, TokenPacking
 
 Cost = Literal["tokens", "squares"] | Callable[[Ints], Any]
@@ -135,15 +136,16 @@ def _checked(lengths: Any, budget: int, group: int) -> Ints:
         raise ValueError(f"Every row must have a token: lengths[{row}]={found[row]}. Leave such rows out.")
     if len(found) % group:
         raise ValueError(
-            f"group_size must divide the rows: group_size={group}, and there are {len(found)} rows. Pass whole groups."
+            f"group_size must divide the rows: group_size={group}, and {there_are(len(found), 'row')}. Pass whole "
+            "groups."
         )
     if group * int(found.max()) > budget:
         row, many = int(found.argmax()), int((found > budget // group).sum())
+        more = f", and {many - 1} more {'is' if many == 2 else 'are'} too long" if many > 1 else ""
         together = f" {group} times, with the rows of its group" if group > 1 else ""
         raise ValueError(
-            f"Every row must fit the budget{together}: row {row} has {found[row]} tokens, max_tokens={budget}"
-            + (f", and {many - 1} more are too long. " if many > 1 else ". ")
-            + "Cut such rows, leave them out, or raise max_tokens."
+            f"Every row must fit the budget{together}: row {row} has {counted(found[row], 'token')}, max_tokens="
+            f"{budget}{more}. Cut such rows, leave them out, or raise max_tokens."
         )
     return found.astype(np.int64)
 
@@ -190,7 +192,7 @@ def _buckets(asked: Any, longest: Ints, room: _Room, count: int | None) -> Ints:
     if not len(chosen) or not longest[0] <= chosen[-1] <= room.budget:
         raise ValueError(
             f"The largest bucket must hold the longest row, and fit max_tokens: buckets={chosen.tolist()}, the longest "
-            f"row has {longest[0]} tokens, and {room.budget} fit. Pass such lengths, or how many to choose."
+            f"row has {counted(longest[0], 'token')}, and {room.budget} fit. Pass such lengths, or how many to choose."
         )
     return chosen
 
@@ -266,7 +268,7 @@ def _costs(cost: Cost, lengths: Ints) -> NDArray[Any]:
     if found.shape != lengths.shape or found.dtype.kind not in "iuf" or not np.isfinite(found).all() or found.min() < 0:
         raise ValueError(
             f"A callable cost must return a number >= 0 for each row: it returned {found.dtype}{list(found.shape)} for "
-            f"{len(lengths)} rows, or a number that is negative or not finite. Return lengths**1.5, say."
+            f"{counted(len(lengths), 'row')}, or a number that is negative or not finite. Return lengths**1.5, say."
         )
     return found
 

@@ -4,6 +4,8 @@ import math
 import textwrap
 from typing import Any
 
+from optax_accum._tools.counted import counted
+
 _KINDS = {"arguments": "C0", "kept": "C4", "temporary": "C1", "code": "C7"}
 _NAMES = {"kept": "outputs", "code": "the program"}
 
@@ -15,7 +17,7 @@ def draw(plan: Any) -> Any:
     figure.set_size_inches(2.5 + 3.5 * len(plan.labels), 3.8)
     panels = figure.subplots(1, len(plan.labels), sharey=True, squeeze=False)[0]
     devices = f"{plan.num_devices} x " if plan.num_devices > 1 else ""
-    figure.suptitle(f"{plan.global_batch} rows on {devices}{plan.target}")
+    figure.suptitle(f"{counted(plan.global_batch, 'row')} on {devices}{plan.target}")
     unit = 1e9 if plan.limit >= 1e9 else 1e6
     of_place = lambda place: [row for row, one in zip(plan.rows, plan.compiled, strict=True) if one.place == place]
     most = max(len(of_place(place)) for place in plan.labels)

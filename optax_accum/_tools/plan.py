@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optax_accum._tools.budgets import as_text
+from optax_accum._tools.counted import counted
 from optax_accum._tools.footprint import Footprint
 from optax_accum._tools.search import Candidate
 
@@ -13,7 +14,12 @@ KINDS = ("arguments", "kept", "temporary", "code")  # they add up to the peak
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One number of micro-batches that was compiled: `option`, at its `place`, `candidate`, `footprint`, `flops`."""
+    """One number of micro-batches that was compiled: with which option, at which place, and what it needs.
+
+    Attributes:
+      flops: those of an update, None where they are not known.
+      calls: the calls of an update, of a step that takes one micro-batch.
+    """
 
     option: Any
     candidate: Candidate
@@ -21,6 +27,7 @@ class Compiled:
     fits: bool
     flops: int | None
     place: int = 0
+    calls: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -133,11 +140,11 @@ class Plan:
         devices = f"{self.num_devices} x " if self.num_devices > 1 else ""
         device = " a device" if self.num_devices > 1 else ""
         memory = f"{as_text(self.limit)}{device} of {as_text(self.budget)}"
-        title = f"{self.global_batch} rows on {devices}{self.target}, {memory}: "
+        title = f"{counted(self.global_batch, 'row')} on {devices}{self.target}, {memory}: "
         if self.num_microbatches is None:
             return f"{title}nothing fits."
         option = f", option {self.labels[self.place]}" if self._several else ""
-        return f"{title}{self.num_microbatches} micro-batch{'es' * (self.num_microbatches > 1)}{option}."
+        return f"{title}{counted(self.num_microbatches, 'micro-batch')}{option}."
 
     def _cells(self, one: Compiled) -> tuple[str, ...]:
         found, mark = one.footprint, "*" if one is self._chosen_or_none else " "
@@ -163,7 +170,9 @@ class Plan:
         return f"{mark}{'>' * one.footprint.refused}{as_text(one.footprint.peak)}"
 
     def _notes(self) -> list[str]:
-        notes = ["Bytes on each device, as the compiler counts them; FLOPs of all products, as lowered."]
+        notes = ["Bytes on each device, as the compiler counts them; FLOPs of all products of an update, as lowered."]
+        if any(one.calls > 1 for one in self.compiled):
+            notes.append("A call takes one micro-batch: FLOPs are those of all calls, and once those of a branch.")
         if len(self.labels) > 1 and self.comparable:
             notes.append("Chosen of the options that fit: the fewest FLOPs, then the fewest micro-batches.")
         elif len(self.labels) > 1:
@@ -175,23 +184,27 @@ class Plan:
             notes.append(f"Accumulating itself holds one sum of gradients, {copies}; one micro-batch needs none.")
         if (line := self._line()) is not None:
             fixed, row = line
-            fixed = max(0.0, fixed - self._chosen.footprint.arguments - self._chosen.footprint.kept)
             notes.append(
-                f"What does not shrink with the rows: {as_text(fixed)} beside arguments and outputs; each row of a "
-                f"micro-batch adds {as_text(row)}."
+                f"What does not shrink with the rows: {as_text(max(0.0, fixed))} beside arguments and outputs; each "
+                f"row of a micro-batch adds {as_text(row)}."
             )
         return notes
 
     def _line(self) -> tuple[float, float] | None:
-        """Returns the peak at no rows and what a row adds, through the two sizes of a kind that are farthest apart."""
+        """Returns what is held at no rows beside arguments and outputs, and what a row adds to the peak.
+
+        That is on the line through the two sizes of a kind that are farthest apart.
+        """
+        beside = lambda found: found.peak - found.arguments - found.kept
         loops = [one for one in self.compiled if one.place == self.place and one.candidate.number > 1]
         for ragged in (False, True):
             kind = [one for one in loops if one.candidate.ragged == ragged and not one.footprint.refused]
             if len(kind) > 1 and self._chosen_or_none:
                 less, more = kind[-1], kind[0]
                 rows = more.candidate.rows - less.candidate.rows
-                row = (more.footprint.peak - less.footprint.peak) / rows
-                return less.footprint.peak - row * less.candidate.rows, row
+                adds = lambda of, less=less, more=more, rows=rows: (of(more.footprint) - of(less.footprint)) / rows
+                fixed = beside(less.footprint) - adds(beside) * less.candidate.rows
+                return fixed, adds(lambda found: found.peak)
         return None
 
 

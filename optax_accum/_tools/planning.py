@@ -10,6 +10,7 @@ import numpy as np
 
 from optax_accum._core import checks
 from optax_accum._tools import budgets, search
+from optax_accum._tools.counted import counted, there_are
 from optax_accum._tools.plan import Plan
 from optax_accum._tools.search import Candidate
 from optax_accum._tools.steps import Builder
@@ -51,11 +52,12 @@ def plan_microbatches(
         is free.
       num_devices: how many devices share a micro-batch. None: those of a `Target` or a topology, else 1.
       options: the step is planned with each, as `make_step(num_microbatches, option)`: policies of `jax.checkpoint`,
-        offload, lengths. Of those that fit the one with the fewest FLOPs is chosen (nothing computed twice; one whose
-        FLOPs are not known comes last), then the fewest micro-batches. Where options take other shapes, such as
-        lengths, their FLOPs are of other work: chosen is the first that fits, so pass the one that you like best first.
+        offload, lengths. Of those that fit the one with the fewest FLOPs for an update is chosen (nothing computed
+        twice; one whose FLOPs are not known comes last), then the fewest micro-batches. Where options take other
+        shapes, such as lengths, their FLOPs are of other work: chosen is the first that fits, so pass the one that you
+        like best first.
       candidates: the numbers of micro-batches to choose from; by default all, since the last may be smaller. For a step
-        that takes only some, such as the divisors of the batch.
+        that takes only some, such as the divisors of the batch. Of those of one micro-batch size, the smallest.
       safety: the part of the budget to use. The compiler does not count other processes, fragmentation, and what the
         runtime keeps for itself.
       max_compilations: for each option, at least 2.
@@ -66,7 +68,8 @@ def plan_microbatches(
 
     Raises:
       ValueError: nothing fits: the smallest peak, the budget, and the ways on. A budget or a number that cannot be; a
-        builder that raises, ignores its number, has a batch of other rows, or lowers for other devices or for some.
+        builder that raises, ignores its number, has a batch of other rows, lowers for other devices or for some, or
+        shares nothing among them.
       TypeError: what is no function, or returns no lowered step.
       RuntimeError: the target's compiler is not installed, or tells nothing about memory.
 
@@ -105,8 +108,9 @@ def plan_microbatches(
     on, devices = _target(target, num_devices)
     size = budgets.memory_of(on, here=target is None, devices=devices) if budget is None else budgets.as_bytes(budget)
     limit = safety * size
-    every = _candidates(-(-rows // devices), candidates)
-    trials = [Trial(make_step, on, place, given) for place, given in enumerate(_options(options))]
+    own = -(-rows // devices)
+    every = _candidates(own, candidates)
+    trials = [Trial(make_step, on, own, place, given) for place, given in enumerate(_options(options))]
     with _bar(progress, most * len(trials)) as advance:
         for trial in trials:
             trial.search(every, limit, most, advance)
@@ -159,10 +163,11 @@ def _nothing_fits(trials: Sequence[Trial], plan: Plan) -> ValueError:
         )
     least = min(plan.compiled, key=lambda one: one.footprint.peak)
     ignored = f"make_step must cut the batch as it is told, and all numbers cost the same. {PASS_ON} "
+    number = counted(least.candidate.number, "micro-batch")
     return ValueError(
-        f"Nothing fits: the smallest peak is {budgets.as_text(least.footprint.peak)}, with "
-        f"{least.candidate.number} micro-batches, and the limit {budgets.as_text(plan.limit)}, of a budget of "
-        f"{budgets.as_text(plan.budget)}. {ignored * any(trial.ignores_number for trial in trials)}{_WAYS}"
+        f"Nothing fits: the smallest peak is {budgets.as_text(least.footprint.peak)}, with {number}, and the limit "
+        f"{budgets.as_text(plan.limit)}, of a budget of {budgets.as_text(plan.budget)}. "
+        f"{ignored * any(trial.ignores_number for trial in trials)}{_WAYS}"
     )
 
 
@@ -207,8 +212,8 @@ def _candidates(rows: int, numbers: Iterable[int] | None) -> list[Candidate]:
     asked = [_positive("candidates", number) for number in numbers]
     if not asked or max(asked) > rows:
         raise ValueError(
-            f"There must be a row for each micro-batch on each device: candidates={asked}, and there are {rows} rows. "
-            f"Pass numbers from 1 to {rows}."
+            f"There must be a row for each micro-batch on each device: candidates={asked}, and "
+            f"{there_are(rows, 'row')}. Pass numbers from 1 to {rows}."
         )
     return search.candidates(rows, asked)
 
@@ -234,7 +239,7 @@ def _check_builder(builder: Builder, rows: int, options: Sequence[Any] | None) -
     if builder.rows not in (None, rows):
         raise ValueError(
             f"global_batch must be the rows of the batch that the builder was given: global_batch={rows}, and it has "
-            f"{builder.rows}. Pass {builder.rows}, or of_loss and of_step a batch of {rows} rows."
+            f"{builder.rows}. Pass {builder.rows}, or of_loss and of_step a batch of {counted(rows, 'row')}."
         )
     if options is not None:
         raise ValueError(

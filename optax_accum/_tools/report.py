@@ -4,6 +4,8 @@ import dataclasses
 import math
 import textwrap
 
+from optax_accum._tools.counted import counted
+
 DRAWS = 128  # keys over which a random loss is averaged
 REMEDIES = {
     "weights": "Pass weight_fn (weight= across calls): what each mean divides by, such as mask.sum(). For means "
@@ -93,7 +95,7 @@ class Report:
         worst = sorted(self.errors, key=lambda path: -order(self.errors[path] / self.limits[path]))
         lines += [f"  {'error':>9}  {'limit':>9}  (relative to the largest entry of what is averaged)"] if worst else []
         lines += [f"  {self.errors[path]:9.1e}  {self.limits[path]:9.1e}  {path}" for path in worst[:8]]
-        lines += [f"  and {len(worst) - 8} leaves that are nearer"] if len(worst) > 8 else []
+        lines += [f"  and {counted(len(worst) - 8, 'other')}, nearer"] if len(worst) > 8 else []
         lines += [f"Not tried: {note}" for note in self.notes]
         for cause in self.causes:
             lines += [f"Cause: {cause.kind}. {cause.evidence}", f"Remedy: {cause.remedy}"]

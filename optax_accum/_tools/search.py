@@ -19,9 +19,9 @@ Peaks = dict[Candidate, float]  # bytes of what was measured; infinity where it 
 
 def candidates(rows: int, numbers: Iterable[int] | None = None) -> list[Candidate]:
     """Returns what `rows` can be cut into, fewest first: of the numbers that give the same size, the smallest."""
-    if numbers is None:
-        numbers = {-(-rows // -(-rows // number)) for number in range(1, rows + 1)}
-    return [Candidate(number, -(-rows // number), rows % -(-rows // number) > 0) for number in sorted(set(numbers))]
+    size_of = lambda number: -(-rows // number)
+    fewest = {size_of(number): number for number in sorted(numbers or range(1, rows + 1), reverse=True)}
+    return sorted(Candidate(number, size, rows % size > 0) for size, number in fewest.items())
 
 
 def search(every: Sequence[Candidate], measure: Callable[[Candidate], float], limit: float, most: int) -> Peaks:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum._core import checks
+from optax_accum._tools.counted import counted, there_are
 
 Tree = Any
 GIB = 1 << 30
@@ -61,7 +62,7 @@ class Target:
         if len(shape) != len(names) or math.prod(shape) != len(self.devices):
             raise ValueError(
                 f"A mesh needs a size for each axis, and as many devices as {self.name} has: axes {names}, "
-                f"shape={shape}, {len(self.devices)} devices."
+                f"shape={shape}, {counted(len(self.devices), 'device')}."
             )
         kind = AxisType.Explicit if explicit else AxisType.Auto
         return Mesh(np.array(self.devices).reshape(shape), names, axis_types=(kind,) * len(names))
@@ -147,7 +148,7 @@ def devices_of(compiled: jax.stages.Compiled) -> set[Any]:
 def _here(num_devices: int | None) -> Target:
     devices = jax.devices()[:num_devices]
     if num_devices and len(devices) < num_devices:
-        raise ValueError(f"There are {len(devices)} devices here, not num_devices={num_devices}.")
+        raise ValueError(f"{there_are(len(devices), 'device').capitalize()} here, not num_devices={num_devices}.")
     stats = devices[0].memory_stats() or {}
     pages = "SC_PHYS_PAGES" if devices[0].platform == "cpu" else ""
     memory = stats.get("bytes_limit") or (os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else None)

@@ -1,14 +1,18 @@
 """Owns one step that is planned, with one of the options: lowered, and compiled as a search proposes. Chooses none."""
 
+import contextlib
+import functools
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from optax_accum._tools import search
-from optax_accum._tools.footprint import Footprint, count_flops, footprint, text_key
+from optax_accum._tools.counted import counted
+from optax_accum._tools.footprint import Flops, Footprint, flops_of, footprint, text_key
 from optax_accum._tools.plan import Compiled
 from optax_accum._tools.search import Candidate
 from optax_accum._tools.targets import Target
@@ -23,27 +27,29 @@ class Trial:
     Attributes:
       option: the option, None without one.
       place: that of the option among those given.
-      takes: the shapes of the arguments of what was compiled first.
+      rows: those of an update on one device.
       peaks: the bytes of what was compiled.
       hopeless: what the step takes and returns is too much, however it is cut.
     """
 
-    def __init__(self, make_step: MakeStep, target: Target, place: int, given: tuple[Any, ...]):
-        self.make_step, self.target, self.place, self.given = make_step, target, place, given
+    def __init__(self, make_step: MakeStep, target: Target, rows: int, place: int, given: tuple[Any, ...]):
+        self.make_step, self.target, self.rows, self.place, self.given = make_step, target, rows, place, given
         self.option = given[0] if given else None
+        self.every: Sequence[Candidate] = ()
         self.found: dict[Candidate, Footprint] = {}
-        self.flops: dict[Candidate, int | None] = {}
         self.keys: dict[Candidate, str] = {}
-        self.takes: Shapes = ()
+        self._flops: dict[Candidate, Flops | None] = {}
+        self._takes: dict[Candidate, Shapes] = {}
         self.peaks: search.Peaks = {}
         self.hopeless = False
 
     def search(self, every: Sequence[Candidate], limit: float, most: int, advance: Callable[[str, int], None]) -> None:
         """Compiles what the search proposes; the whole batch alone, if no cut can help."""
+        self.every = every
 
         def measure(candidate: Candidate) -> float:
             if candidate not in self.found:
-                advance(f"{candidate.number} of {candidate.rows} rows", 0)
+                advance(f"{candidate.number} of {counted(candidate.rows, 'row')}", 0)
                 self._compile(candidate)
                 advance("", 1)
             return self.found[candidate].peak
@@ -74,7 +80,13 @@ class Trial:
     def compiled(self, limit: float) -> list[Compiled]:
         """Returns what was compiled, fewest micro-batches first."""
         fits = lambda c: self.peaks[c] <= limit
-        return [Compiled(self.option, c, self.found[c], fits(c), self.flops[c], self.place) for c in sorted(self.found)]
+        of = lambda c: (c, self.found[c], fits(c), self._of_update(c), self.place, self._calls(c))
+        return [Compiled(self.option, *of(c)) for c in sorted(self.found)]
+
+    @property
+    def takes(self) -> Shapes:
+        """The shapes of the arguments of what was compiled first."""
+        return next(iter(self._takes.values()))
 
     @property
     def alone(self) -> float:
@@ -85,7 +97,8 @@ class Trial:
     @property
     def cost(self) -> float:
         """The FLOPs of an update, infinity where no program tells; where loops do not, those of the whole batch."""
-        return min((float(flops) for flops in self.flops.values() if flops is not None), default=math.inf)
+        known = [float(flops) for c in self.found if (flops := self._of_update(c)) is not None]
+        return min(known, default=math.inf)
 
     @property
     def ignores_number(self) -> bool:
@@ -93,13 +106,36 @@ class Trial:
         known = {c.rows: peak for c, peak in self.peaks.items() if math.isfinite(peak)}
         return len(known) > 1 and len(set(known.values())) == 1
 
+    @functools.cached_property
+    def by_call(self) -> bool:
+        """Whether a call takes one micro-batch: the smaller they are, the smaller are its arguments."""
+        takes = self._takes.copy()
+        for candidate in (self.every[-1], self.every[len(self.every) // 2]):
+            if candidate not in takes and (len(takes) == 1 or len(set(takes.values())) > 1):
+                with contextlib.suppress(TypeError, ValueError):  # a step may take only some numbers
+                    takes[candidate] = _leaves(self.lower(candidate).args_info)
+        cuts = sorted(c for c in takes if c.number > 1)  # a window of one may hold no sum, and differ by that
+        large, small = (cuts if len(cuts) > 1 else sorted(takes))[0], max(takes)
+        before, after = (Counter(takes[c]) for c in (large, small))
+        size = lambda shapes: sum(math.prod(shape) * times for shape, times in shapes.items())
+        return 2 * size(after - before) < (1 + small.rows / large.rows) * size(before - after)
+
+    def _calls(self, candidate: Candidate) -> float:
+        """Returns the calls of an update, by rows."""
+        return self.rows / candidate.rows if candidate.number > 1 and self.by_call else 1.0
+
+    def _of_update(self, candidate: Candidate) -> int | None:
+        """Returns the FLOPs of an update; a branch is taken in one of its calls."""
+        flops = self._flops[candidate]
+        return None if flops is None else round(self._calls(candidate) * flops.always) + flops.branches
+
     def _compile(self, candidate: Candidate) -> None:
         lowered = self.lower(candidate)
         self.keys[candidate] = text_key(lowered, self.target)
         self._check_differs(candidate)
-        self.takes = self.takes or _leaves(lowered.args_info)
+        self._takes[candidate] = _leaves(lowered.args_info)
         self.found[candidate] = footprint(lowered, self.target)
-        self.flops[candidate] = count_flops(lowered)
+        self._flops[candidate] = flops_of(lowered)
 
     def _check_differs(self, candidate: Candidate) -> None:
         same = [c for c, key in self.keys.items() if c.rows != candidate.rows and key == self.keys[candidate]]

@@ -1,0 +1,11 @@
+"""Owns how numbers of things are written: one row, two rows. Knows no thing."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as "1 row", "2 rows", "3 micro-batches"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def there_are(number: int, noun: str) -> str:
+    """Returns that there are so many, such as "there is 1 row"."""
+    return f"there {'is' if number == 1 else 'are'} {counted(number, noun)}"
