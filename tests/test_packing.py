@@ -428,6 +428,13 @@ BAD = {
     "no device": ([3], 8, {"num_devices": 0}, ValueError, "num_devices=0"),
     "group_size": ([3], 8, {"group_size": 0}, ValueError, "group_size=0"),
     "too few": ([5, 5, 5], 8, {"num_microbatches": 2}, ValueError, "num_microbatches=2, and 3 are needed for max_tok"),
+    "too few buckets": (
+        [5, 2, 2, 2, 2],
+        8,
+        {"num_microbatches": 2, "buckets": [5]},
+        ValueError,
+        "5 are needed.*larger max_tokens, or more buckets",
+    ),
     "no micro-batch": ([5], 8, {"num_microbatches": 0}, ValueError, "num_microbatches=0"),
     "a word as cost": ([5], 8, {"cost": "flops"}, ValueError, '"tokens", "squares", or a function'),
     "a cost of one": (
@@ -456,6 +463,7 @@ def test_bad_input_is_refused(case):
 
 def test_the_remedies_work():
     assert token_microbatches([5, 5, 5], 8, num_microbatches=3).num_microbatches == 3
+    assert token_microbatches([5, 2, 2, 2, 2], 8, num_microbatches=2, buckets=[2, 5]).num_microbatches == 2
     assert token_microbatches([5], 8, buckets=[5, 8]).padded_lengths == (5,)
     assert token_microbatches([5, 3], 8, cost=lambda n: n**1.5).num_microbatches == 2
 

@@ -370,6 +370,12 @@ def test_arguments_that_shrink_with_the_number_may_fit():
     assert planned(step, budget=ROWS * ROW // 2).num_microbatches >= 2
 
 
+def test_options_may_be_an_array_or_a_generator():
+    for options in (np.array([1, 2]), (turns for turns in (1, 2))):
+        found = planned(lambda k, turns: sums({"turns": turns})(k), budget="1GB", options=options, candidates=[1])
+        assert (found.option, len(found.rows)) == (1, 2)
+
+
 def test_options_that_are_equal_and_that_cannot_be_compared():
     for options in ([{"turns": 2}] * 2, [{"a": np.ones(2)}] * 2):
         found = chosen_of(*options)
@@ -614,6 +620,12 @@ def test_a_builder_takes_no_option_and_its_remedy_works():
     assert planned(make_step, options=["tanh", "sin"], candidates=[1], budget="1GB").option == "tanh"
 
 
+def test_a_step_that_is_not_jitted():
+    make_step = plan.of_step(lambda k: lambda x: jnp.sin(x), shape(ROWS, WIDTH), batch_argnums=0)
+    with pytest.raises(ValueError, match="of_step takes what returns a jitted step: it returned .*Pass it to jax.jit"):
+        planned(make_step, budget="1GB")
+
+
 def test_a_function_with_a_method_copy():
     class Function:
         __call__ = staticmethod(lower)
@@ -691,8 +703,12 @@ def test_the_remedy_for_a_step_for_some_of_the_devices():
         ({"safety": 1.5}, ValueError, "safety must be a number above 0"),
         ({"options": []}, ValueError, "options must be a sequence"),
         ({"options": "full"}, ValueError, "options must be a sequence"),
+        ({"candidates": 4}, TypeError, r"must be several numbers of micro-batches: candidates=4. Pass \[1, 2, 4\]"),
+        ({"options": 4}, ValueError, "options must be a sequence"),
+        ({"options": np.array([])}, ValueError, "options must be a sequence"),
+        ({"target": 100}, TypeError, 'The target must be named by text, such as "h100".*name=100'),
         ({"num_devices": 0}, ValueError, "num_devices must be an integer >= 1"),
-        ({"num_devices": 99}, ValueError, "There are 8 devices here, not num_devices=99"),
+        ({"num_devices": 99}, ValueError, "There are 8 devices here, not num_devices=99. Pass no more, or name an"),
         ({"target": "h1000"}, ValueError, "The target must be one of a100"),
         ({"max_compilations": 0}, ValueError, "max_compilations must be an integer >= 1"),
         ({"max_compilations": 1}, ValueError, "max_compilations must be at least 2.*max_compilations=1. Pass 6"),

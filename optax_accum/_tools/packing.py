@@ -100,7 +100,7 @@ def token_microbatches(
     chosen = _buckets(buckets, longest, room, count)
     padded = _padded(longest, chosen)
     starts = room.starts(padded)
-    spare = _spare(count, len(starts), max_tokens)
+    spare = _spare(count, len(starts), max_tokens, ", or more buckets" * (buckets is not None))
     costs = _costs(cost, lengths).reshape(-1, group).sum(-1)[order]
     first = [*starts, *[starts[-1]] * spare]  # a spare micro-batch has the shape of the last
     return TokenPacking(
@@ -248,13 +248,13 @@ def _best(longest: Ints, room: _Room, count: int) -> Ints:
     return np.array(sorted(chosen))
 
 
-def _spare(count: int | None, needed: int, max_tokens: int) -> int:
+def _spare(count: int | None, needed: int, max_tokens: int, or_else: str) -> int:
     """Returns how many micro-batches are to hold no row."""
     count = count or needed
     if count < needed:
         raise ValueError(
             f"num_microbatches must be enough for the rows: num_microbatches={count}, and {needed} are needed for "
-            f"max_tokens={max_tokens}. Pass at least as many, or a larger max_tokens."
+            f"max_tokens={max_tokens}. Pass at least as many, or a larger max_tokens{or_else}."
         )
     return count - needed
 

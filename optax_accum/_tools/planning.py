@@ -206,9 +206,11 @@ def _check_safety(safety: Any) -> None:
         raise ValueError(rule)
 
 
-def _candidates(rows: int, numbers: Iterable[int] | None) -> list[Candidate]:
+def _candidates(rows: int, numbers: Any) -> list[Candidate]:
     if numbers is None:
         return search.candidates(rows)
+    if not isinstance(numbers, Iterable):
+        raise TypeError(f"candidates must be several numbers of micro-batches: candidates={numbers!r}. Pass [1, 2, 4].")
     asked = [_positive("candidates", number) for number in numbers]
     if not asked or max(asked) > rows:
         raise ValueError(
@@ -218,13 +220,13 @@ def _candidates(rows: int, numbers: Iterable[int] | None) -> list[Candidate]:
     return search.candidates(rows, asked)
 
 
-def _options(options: Sequence[Any] | None) -> list[tuple[Any, ...]]:
+def _options(options: Any) -> list[tuple[Any, ...]]:
     """Returns what `make_step` takes after the number, for each option."""
     if options is None:
         return [()]
-    if isinstance(options, str) or not options:
+    if isinstance(options, str) or not isinstance(options, Iterable) or not (found := [(each,) for each in options]):
         raise ValueError(f'options must be a sequence of what make_step takes second: options={options!r}. Pass ["a"].')
-    return [(option,) for option in options]
+    return found
 
 
 def _check_callable(make_step: Any) -> None:

@@ -120,7 +120,10 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
     def lower(number: int, target: Target) -> Any:
         placed = _placed(target, args, batch)
         with jax.set_mesh(_mesh(placed, target)):
-            return step(number).lower(*placed)
+            jitted = step(number)
+            if not hasattr(jitted, "lower"):
+                raise TypeError(f"of_step takes what returns a jitted step: it returned {jitted!r}. Pass it to jax.jit")
+            return jitted.lower(*placed)
 
     return Builder(lower, _rows(args, batch))
 

@@ -127,6 +127,8 @@ def target(name: str | None = None, num_devices: int | None = None) -> Target:
     checks.as_positive("num_devices", num_devices)
     if name is None:
         return _here(num_devices)
+    if not isinstance(cast(Any, name), str):
+        raise TypeError(f'The target must be named by text, such as "h100" or "v5e:4x4": name={name!r}. Pass its name.')
     kind, _, topology = name.lower().partition(":")
     if kind in GPUS and not topology:
         return Target(name, _gpus(kind, num_devices or 1), GPUS[kind])
@@ -148,7 +150,10 @@ def devices_of(compiled: jax.stages.Compiled) -> set[Any]:
 def _here(num_devices: int | None) -> Target:
     devices = jax.devices()[:num_devices]
     if num_devices and len(devices) < num_devices:
-        raise ValueError(f"{there_are(len(devices), 'device').capitalize()} here, not num_devices={num_devices}.")
+        raise ValueError(
+            f"{there_are(len(devices), 'device').capitalize()} here, not num_devices={num_devices}. Pass no more, or "
+            'name an accelerator: it need not be here, as "h100".'
+        )
     stats = devices[0].memory_stats() or {}
     pages = "SC_PHYS_PAGES" if devices[0].platform == "cpu" else ""
     memory = stats.get("bytes_limit") or (os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else None)
