@@ -170,7 +170,7 @@ class Plan:
         return f"{mark}{'>' * one.footprint.refused}{as_text(one.footprint.peak)}"
 
     def _notes(self) -> list[str]:
-        notes = ["Bytes on each device, as the compiler counts them; FLOPs of all products of an update, as lowered."]
+        notes = ["Bytes on each device, as the compiler counts them; FLOPs of all products, as lowered."]
         if any(one.calls > 1 for one in self.compiled):
             notes.append("A call takes one micro-batch: FLOPs are those of all calls, and once those of a branch.")
         if len(self.labels) > 1 and self.comparable:
