@@ -218,6 +218,26 @@ def test_a_program_is_compiled_once(monkeypatch):
     assert len(compiled) == 2
 
 
+def test_flops_are_those_of_all_devices():
+    """Inside `shard_map` the program has the shapes of one."""
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    on = optax_accum.accelerators.target(None, 4)
+    of = lambda k, **options: footprint.count_flops(
+        plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(ROWS, WIDTH), **options)(k, on)
+    )
+    for k in (1, 2):
+        assert of(k) == of(k, reduce_axes="data") == 2 * 2 * ROWS * WIDTH**2
+    mesh = on.mesh("data", "model", shape=(2, 2))
+    product = lambda x, w: jax.lax.psum(x @ w, "model")
+    own = jax.shard_map(product, mesh=mesh, in_specs=(P("data", "model"), P("model")), out_specs=P("data"))
+    some = jax.shard_map(
+        lambda x, w: x @ w, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}
+    )
+    for step in (own, some):
+        lowered = jax.jit(step).lower(shape(ROWS, WIDTH), shape(WIDTH, WIDTH))
+        assert footprint.count_flops(lowered) == 2 * ROWS * WIDTH**2
+
+
 def test_flops_count_loops_and_what_is_recomputed():
     """XLA counts a loop once."""
     layers = shape(6, WIDTH, WIDTH)

@@ -141,12 +141,15 @@ class Flops(NamedTuple):
 
 
 def count_flops(lowered: jax.stages.Lowered) -> int | None:
-    """Returns the FLOPs of all matrix products and convolutions, as lowered; None with a loop of unknown length."""
+    """Returns the FLOPs of all matrix products and convolutions, as lowered, of all devices together.
+
+    None with a loop of unknown length.
+    """
     return None if (found := flops_of(lowered)) is None else sum(found)
 
 
 def flops_of(lowered: jax.stages.Lowered) -> Flops | None:
-    """Returns the FLOPs of `count_flops`, by whether they stand in a branch.
+    """Returns the FLOPs of `count_flops`, of all devices, by whether they stand in a branch.
 
     XLA's own `cost_analysis` counts a loop once, however often it turns, and is empty for a GPU.
     """
@@ -164,7 +167,7 @@ def flops_of(lowered: jax.stages.Lowered) -> Flops | None:
         else:
             labels = re.search(r"dim_labels=\w+_(\w+)->", line.rest)
             inner = math.prod(right) // right[labels[1].index("o")] if labels else 1
-        found[ran.in_branch] += 2 * math.prod(_dims(line.shape)) * inner * ran.times
+        found[ran.in_branch] += 2 * math.prod(_dims(line.shape)) * inner * ran.times * ran.devices
     return Flops(*found)
 
 
