@@ -331,11 +331,32 @@ def test_flops_of_a_step_that_takes_one_micro_batch_are_those_of_an_update(candi
     budget = 320_000 if candidates is None else "1GB"
     found = planned(by_call, candidates=candidates, budget=budget)
     assert {row["flops"] for row in found.rows} == {PRODUCT + EMITTED}
-    said = "A call takes one micro-batch: FLOPs are those of all calls, and once those of a branch."
+    said = "A call takes one micro-batch: FLOPs are of all calls, and once of a branch that no row adds to."
     assert (said in str(found)) == any(row["num_microbatches"] > 1 for row in found.rows)
     assert said not in str(table())
     if candidates is None:  # of 65.5 kB, of a sum that is written, beside the arguments, which do shrink
         assert re.search(r"What does not shrink with the rows: 6\d\.\d\d kB beside", str(found))
+
+
+@pytest.mark.parametrize("weight_fn", [None, lambda x: x[:, 0].sum()], ids=["rows", "weighed"])
+def test_flops_of_an_update_across_calls_are_those_within_a_call(weight_fn):
+    """Of a weighed micro-batch in a branch, too; and an optimizer with products, which is in one."""
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    def multiplied(grads, state, params=None):
+        return jax.tree.map(lambda g: g @ g, grads), state
+
+    inner = optax.GradientTransformation(lambda params: (), multiplied)
+
+    def make_step(k):
+        tx = optax_accum.accumulate_gradients(inner, k)
+        step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=weight_fn)
+        return jax.jit(step).lower(w, jax.eval_shape(tx.init, w), shape(-(-ROWS // k), WIDTH))
+
+    w = shape(WIDTH, WIDTH)
+    for candidates in ([1, 2], [2, 4], [4, 8, 256]):
+        (row,) = planned(make_step, candidates=candidates, budget="1GB").rows
+        assert row["flops"] == 2 * 2 * ROWS * WIDTH**2 + EMITTED
 
 
 def test_a_batch_that_comes_cut_is_no_micro_batch():

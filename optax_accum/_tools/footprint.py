@@ -137,7 +137,7 @@ class Flops(NamedTuple):
     """FLOPs of one call."""
 
     always: int
-    branches: int  # of a conditional: the optimizer's, where a window ends
+    branches: int  # of conditionals
 
 
 def count_flops(lowered: jax.stages.Lowered) -> int | None:

@@ -172,7 +172,9 @@ class Plan:
     def _notes(self) -> list[str]:
         notes = ["Bytes on each device, as the compiler counts them; FLOPs of all products, as lowered."]
         if any(one.calls > 1 for one in self.compiled):
-            notes.append("A call takes one micro-batch: FLOPs are those of all calls, and once those of a branch.")
+            notes.append(
+                "A call takes one micro-batch: FLOPs are of all calls, and once of a branch that no row adds to."
+            )
         if len(self.labels) > 1 and self.comparable:
             notes.append("Chosen of the options that fit: the fewest FLOPs, then the fewest micro-batches.")
         elif len(self.labels) > 1:

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -38,8 +38,7 @@ class Trial:
         self.every: Sequence[Candidate] = ()
         self.found: dict[Candidate, Footprint] = {}
         self.keys: dict[Candidate, str] = {}
-        self._flops: dict[Candidate, Flops | None] = {}
-        self._takes: dict[Candidate, Shapes] = {}
+        self._seen: dict[Candidate, _Seen] = {}
         self.peaks: search.Peaks = {}
         self.hopeless = False
 
@@ -86,7 +85,7 @@ class Trial:
     @property
     def takes(self) -> Shapes:
         """The shapes of the arguments of what was compiled first."""
-        return next(iter(self._takes.values()))
+        return next(iter(self._seen.values())).takes
 
     @property
     def alone(self) -> float:
@@ -107,35 +106,51 @@ class Trial:
         return len(known) > 1 and len(set(known.values())) == 1
 
     @functools.cached_property
-    def by_call(self) -> bool:
-        """Whether a call takes one micro-batch: the smaller they are, the smaller are its arguments."""
-        takes = self._takes.copy()
+    def _ends(self) -> tuple["_Seen", "_Seen"]:
+        """A program of large micro-batches and one of small ones, which need not have been compiled."""
+        seen = self._seen.copy()
         for candidate in (self.every[-1], self.every[len(self.every) // 2]):
-            if candidate not in takes and (len(takes) == 1 or len(set(takes.values())) > 1):
+            if candidate not in seen and (len(seen) == 1 or len({one.takes for one in seen.values()}) > 1):
                 with contextlib.suppress(TypeError, ValueError):  # a step may take only some numbers
-                    takes[candidate] = _leaves(self.lower(candidate).args_info)
-        cuts = sorted(c for c in takes if c.number > 1)  # a window of one may hold no sum, and differ by that
-        large, small = (cuts if len(cuts) > 1 else sorted(takes))[0], max(takes)
-        before, after = (Counter(takes[c]) for c in (large, small))
+                    seen[candidate] = _Seen.of(candidate, self.lower(candidate))
+        cuts = sorted(c for c in seen if c.number > 1)  # a window of one may hold no sum, and differ by that
+        return seen[(cuts if len(cuts) > 1 else sorted(seen))[0]], seen[max(seen)]
+
+    @functools.cached_property
+    def _by_call(self) -> bool:
+        """Whether a call takes one micro-batch: the smaller they are, the smaller are its arguments."""
+        large, small = self._ends
+        before, after = Counter(large.takes), Counter(small.takes)
         size = lambda shapes: sum(math.prod(shape) * times for shape, times in shapes.items())
-        return 2 * size(after - before) < (1 + small.rows / large.rows) * size(before - after)
+        return 2 * size(after - before) < (1 + small.candidate.rows / large.candidate.rows) * size(before - after)
+
+    @functools.cached_property
+    def _once(self) -> float:
+        """The FLOPs of branches to which no row adds, such as the optimizer's: one call of an update takes them."""
+        large, small = self._ends
+        if not (large.flops and small.flops):
+            return 0
+        less, more = small.flops.branches, large.flops.branches
+        row = (more - less) / (large.candidate.rows - small.candidate.rows)
+        return min(max(0, less - row * small.candidate.rows), less)
 
     def _calls(self, candidate: Candidate) -> float:
         """Returns the calls of an update, by rows."""
-        return self.rows / candidate.rows if candidate.number > 1 and self.by_call else 1.0
+        return self.rows / candidate.rows if candidate.number > 1 and self._by_call else 1.0
 
     def _of_update(self, candidate: Candidate) -> int | None:
-        """Returns the FLOPs of an update; a branch is taken in one of its calls."""
-        flops = self._flops[candidate]
-        return None if flops is None else round(self._calls(candidate) * flops.always) + flops.branches
+        """Returns the FLOPs of an update."""
+        if (flops := self._seen[candidate].flops) is None:
+            return None
+        calls = self._calls(candidate)
+        return sum(flops) if calls == 1 else round(calls * (sum(flops) - self._once) + self._once)
 
     def _compile(self, candidate: Candidate) -> None:
         lowered = self.lower(candidate)
         self.keys[candidate] = text_key(lowered, self.target)
         self._check_differs(candidate)
-        self._takes[candidate] = _leaves(lowered.args_info)
+        self._seen[candidate] = _Seen.of(candidate, lowered)
         self.found[candidate] = footprint(lowered, self.target)
-        self._flops[candidate] = flops_of(lowered)
 
     def _check_differs(self, candidate: Candidate) -> None:
         same = [c for c, key in self.keys.items() if c.rows != candidate.rows and key == self.keys[candidate]]
@@ -144,6 +159,19 @@ class Trial:
                 f"make_step must cut the batch as it is told: {same[0].number} and {candidate.number} micro-batches "
                 f"are the same program, so all cost the same. {PASS_ON}"
             )
+
+
+class _Seen(NamedTuple):
+    """What is read of a program before it is compiled."""
+
+    candidate: Candidate
+    takes: Shapes
+    flops: Flops | None  # of a call
+
+    @classmethod
+    def of(cls, candidate: Candidate, lowered: jax.stages.Lowered) -> "_Seen":
+        """Reads a program."""
+        return cls(candidate, _leaves(lowered.args_info), flops_of(lowered))
 
 
 PASS_ON = "Pass its number on, value_and_grad(loss, num_microbatches=num_microbatches)."
