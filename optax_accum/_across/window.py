@@ -101,7 +101,7 @@ def micro_step(
 
     def hold() -> tuple[tuple[Tree, Any], Tree]:
         with jax.named_scope("optax_accum.hold"):
-            return (outcome.held(lambda: emit()[0]), outcomes.kept_of(state)), space.place.held(window.total)
+            return (outcome.held(lambda: emit()[0]), outcomes.kept_of(state)), space.held(window.total)
 
     ((result, kept), left), usable = outcomes.emit_or_hold(closes, usable, emit, hold)
     after = outcomes.state_after(window.state, closes, usable, kept)
@@ -191,7 +191,7 @@ def update_inner(
     """
     state = window.state
     weight = space.total(window.weight)
-    total, left = space.place.reduced(window.total)
+    total, left = space.reduced(window.total)
     mean = arithmetic.mean(total, like, weight if rules.reduction == "mean" else None, rules.emit_dtype)
     kept = learnt(rules, space, state, total, weight)
     extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
@@ -266,7 +266,7 @@ def _checked(
             f"The state holds no {name}, which was made without: state.{name}=(). Add what is missing with "
             "new = tx.init(params); state._replace(samples=new.samples, statistics=new.statistics, seen=new.seen)."
         )
-    like = space.place.like(batch.grads)
+    like = space.like(batch.grads)
     if params is not None:
         arithmetic.check_params(params, like)
     names = set(extra_args) - set(rules.mean_args)

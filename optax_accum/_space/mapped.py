@@ -48,20 +48,20 @@ def per_device(
     if explicit := tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh)):
         given = [_placed(leaf, spec, mesh, explicit) for leaf, spec in zip(given, in_specs, strict=True)]
 
-    integers: list[Any] = []  # the gradients of integer parameters, which no array can hold
+    with_integers: list[Any] = []  # what puts back the gradients of integer parameters, which no array can hold
 
     def local(*own: Any) -> Tree:
         sums, same = fun(*filled(own))
-        integers.append(jax.tree.map(lambda leaf: leaf if is_float0(leaf) else None, sums))
-        return varying(as_row(jax.tree.map(lambda leaf: None if is_float0(leaf) else leaf, sums)), axes), same
+        arrays, put_back = tracing.parted(sums, lambda leaf: not is_float0(leaf))
+        with_integers.append(put_back)
+        return varying(as_row(arrays), axes), same
 
     out_specs = PartitionSpec(axes), PartitionSpec()
     run = over_axes(local, mesh, axes, in_specs=in_specs, out_specs=out_specs)
     run = jax.checkpoint(run) if shards else run
     traced = any(isinstance(leaf, Tracer) for leaf in given)
     own, same = run(*given) if traced else jax.jit(run)(*given)  # outside jit, shard_map knows no references
-    is_none = lambda node: node is None
-    return jax.tree.map(lambda row, other: other if row is None else row, own, integers[-1], is_leaf=is_none), same
+    return with_integers[-1](own), same
 
 
 def over_axes(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
@@ -98,6 +98,11 @@ def differs(leaf: Any, axes: Axes) -> bool:
     return bool(set(axes) & varies_over(leaf))
 
 
+def tells_apart(axes: Axes) -> bool:
+    """Returns whether types tell here what differs between devices: not under `check_vma=False`."""
+    return differs(jax.lax.axis_index(axes), axes)
+
+
 def varies_over(leaf: Any) -> set[str]:
     """Returns the axes over which a value inside `jax.shard_map` may differ."""
     return set(jax.typeof(leaf).manual_axis_type.varying)
@@ -124,6 +129,11 @@ _ALONE = {"axis_index", "pvary", "pcast"}  # name an axis, and take nothing from
 def as_row(own: Tree) -> Tree:
     """Returns this device's partial sums [...] as rows [1, ...]."""
     return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else jnp.asarray(leaf)[None], own)
+
+
+def as_own(rows: Tree) -> Tree:
+    """Undoes `as_row`."""
+    return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else leaf[0], rows)
 
 
 def whole(leaf: Any, to: NamedSharding, axes: Axes) -> Any:

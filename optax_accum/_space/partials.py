@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._core import tracing
-from optax_accum._core.arithmetic import Tree, is_float0
+from optax_accum._core.arithmetic import Tree
 from optax_accum._core.state import default_float
 from optax_accum._space import mapped, meshes
 from optax_accum._space.meshes import Axes, Mesh
@@ -86,11 +86,6 @@ def beside(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
     """Returns sums [d], each on the device that has its part of `like`, where that is known."""
     spec = meshes.spec_of(like)
     return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else sums
-
-
-def sum_over(leaf: jax.Array) -> jax.Array:
-    """Adds the partial sums [d, ...] of a leaf, everywhere: an all-reduce."""
-    return leaf if is_float0(leaf) else jnp.sum(leaf, axis=0, dtype=leaf.dtype)
 
 
 def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:

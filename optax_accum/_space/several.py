@@ -9,25 +9,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks
+from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
 from optax_accum._core.state import default_float
-from optax_accum._space import mapped, meshes, mismatch, partials, place
-from optax_accum._space.device import Among, Device
+from optax_accum._space import mapped, meshes, mismatch, partials
+from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
-from optax_accum._space.place import Place
-from optax_accum._space.space import PARTIAL, Local, Space
+from optax_accum._space.space import Local, Space
 
 
 class Several(Space):
     """Partial sums on several devices. Below are those of a mesh, and those inside a `jax.shard_map`."""
 
     communicates = True
+    inside: Axes = ()  # the axes of the `jax.shard_map` that this runs in
 
-    def __init__(self, axes: Axes, to: Tree):
-        self.axes, self.keeps = axes, to == PARTIAL
-        super().__init__(self._place(to))
+    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
+        weight = checks.as_weight(weight, mismatch.num_devices_of(like, self.axes))
+        own = jnp.ndim(weight) or mapped.differs(weight, self.axes)
+        part = weight / (like.shape[0] * jax.lax.psum(1, self.inside)) if share and not own else weight
+        return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
+
+    def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
+        return self.total(acc), None
+
+    def like(self, grads: Tree) -> Tree:
+        return arithmetic.zeros_of(jax.eval_shape(lambda: self.total(grads)))
 
     def total(self, sums: Tree) -> Tree:
         return self.as_own(sums) if self.keeps else self._sum(sums)
@@ -39,38 +47,27 @@ class Several(Space):
                 'output. Take "mean", "sum", "max" or "concat".'
             )
         if reduction == "concat":
-            return self._joined(leaf)
-        return self._max(leaf) if reduction == "max" and not self.keeps else self.total(leaf)
+            return leaf.reshape(-1, *leaf.shape[2:])
+        if reduction == "max" and not self.keeps:
+            return jax.lax.pmax(jnp.max(leaf, axis=0), self.inside)
+        return self.total(leaf)
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
         sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not arithmetic.is_float0(leaf)]
         flags = ~jax.vmap(arithmetic.all_finite)(sums) & (weight != 0)
         return self._sum(flags.astype(jnp.int32)) > 0  # one number from each device
 
-    def _shapes(self, params: Tree, dtype: Any) -> Tree:
-        return jax.eval_shape(lambda: arithmetic.zeros(params, dtype))
-
-    def _device(self) -> Device:
-        return Among(self.axes, one_batch=not self.keeps)
-
-    def _place(self, to: Tree) -> Place:
-        raise NotImplementedError
-
     def _sum(self, sums: Tree) -> Tree:
-        raise NotImplementedError
-
-    def _max(self, each: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def _joined(self, each: jax.Array) -> jax.Array:
-        raise NotImplementedError
+        """Adds partial sums, everywhere: an all-reduce."""
+        add = lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
+        return jax.tree.map(lambda leaf: leaf if arithmetic.is_float0(leaf) else add(leaf), sums)
 
 
 class OverMesh(Several):
     """Partial sums over a mesh: arrays [d, ...], which pass `jit`, branches and checkpoints like any others."""
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
-        return partials.zeros_for(self._shapes(params, dtype), params, self.axes)
+        return partials.zeros_for(jax.eval_shape(lambda: arithmetic.zeros(params, dtype)), params, self.axes)
 
     def scalar(self, params: Tree) -> jax.Array:
         return partials.zero_scalars(params, self.axes)
@@ -79,16 +76,24 @@ class OverMesh(Several):
         mismatch.check_partials(grads, acc)
         return grads
 
-    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
-        weight = checks.as_weight(weight, mismatch.num_devices_of(like, self.axes))
-        part = weight / like.shape[0] if share and not jnp.ndim(weight) else weight
-        return partials.beside(jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape), like, self.axes)
+    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
+        return partials.beside(super().weight(weight, like, share=share), like, self.axes)
+
+    def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
+        if self._is_in_place(acc):
+            return partials.sum_in_place(acc, self.axes)
+        if (to := self.place.shardings(acc)) is None:
+            return super().reduced(acc)
+        return jax.tree.map(lambda leaf, to: partials.scatter(leaf, to, self.axes), acc, to), None
+
+    def held(self, acc: Tree) -> Tree:
+        return acc if self._is_in_place(acc) else None
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: int | None = None) -> tuple[Tree, Tree]:
-        device, names, shards = self._device(), tuple(call.arguments), {}
+        device, names, shards = self.device, tuple(call.arguments), {}
         if sharded is not None and (to := self.place.shardings(call.arguments[sharded])) is not None:
             meshes.check_shards(to, call.arguments[sharded], self.axes)
-            device, shards = Among(self.axes, shards={sharded: to}), {names.index(sharded): to}
+            device, shards = Device(self.axes, shards={sharded: to}), {names.index(sharded): to}
 
         def local(*args: Any) -> tuple[Tree, Tree]:
             own = call.with_arguments(dict(zip(names, args, strict=False)))
@@ -100,27 +105,22 @@ class OverMesh(Several):
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
 
-    def _place(self, to: Tree) -> Place:
-        if to is None:
-            return place.OverMesh(self.axes, self.total)
-        return place.Total(self.axes, self.total) if self.keeps else place.Shards(self.axes, self.total, to)
-
-    def _sum(self, sums: Tree) -> Tree:
-        return jax.tree.map(partials.sum_over, sums)
-
-    def _max(self, each: jax.Array) -> jax.Array:
-        return jnp.max(each, axis=0)
-
-    def _joined(self, each: jax.Array) -> jax.Array:
-        return each.reshape(-1, *each.shape[2:])
+    def _is_in_place(self, acc: Tree) -> bool:
+        """Returns whether a sum that belongs with every device is written where the partial sums lie."""
+        everywhere = self.place.to is None and not self.keeps
+        return everywhere and tracing.is_staged() and meshes.in_reach(acc) is not None
 
 
 class InShardMap(Several):
     """Partial sums in a user's `jax.shard_map` over the axes: leaves [1, ...], this device's own."""
 
+    def __init__(self, axes: Axes, to: Tree):
+        super().__init__(axes, to)
+        self.inside = axes
+
     def zeros(self, params: Tree, dtype: Any) -> Tree:
-        zeros = lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype)
-        return mapped.varying(jax.tree.map(zeros, self._shapes(params, dtype)), self.axes)
+        shapes = jax.eval_shape(lambda: arithmetic.zeros(params, dtype))
+        return mapped.varying(jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), shapes), self.axes)
 
     def scalar(self, params: Tree) -> jax.Array:
         return mapped.varying(jnp.zeros([1], default_float()), self.axes)
@@ -129,33 +129,18 @@ class InShardMap(Several):
         mismatch.check_own(grads, self.axes)
         return self.as_partial(grads)
 
-    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
-        weight = checks.as_weight(weight, mismatch.num_devices_of(like, self.axes))
-        own = jnp.ndim(weight) or (isinstance(weight, jax.Array) and mapped.differs(weight, self.axes))
-        part = weight / jax.lax.psum(1, self.axes) if share and not own else weight
-        return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
+    def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
+        total = self.total(acc)
+        return total, mapped.varying(mapped.as_row(total), self.axes)
 
-    def run(self, fun: Local, call: Call, *sums: Any, sharded: int | None = None) -> tuple[Tree, Tree]:
-        own, same = fun(self._device(), call, *sums)
-        return self.as_partial(own), same
+    def held(self, acc: Tree) -> Tree:
+        return acc
 
     def as_own(self, sums: Tree) -> Tree:
-        return jax.tree.map(lambda leaf: leaf if arithmetic.is_float0(leaf) else leaf[0], sums)
+        return mapped.as_own(sums)
 
     def as_partial(self, own: Tree) -> Tree:
         return mapped.as_row(own)
-
-    def _place(self, to: Tree) -> Place:
-        return place.Total(self.axes, self.total) if self.keeps else place.InShardMap(self.axes, self.total)
-
-    def _sum(self, sums: Tree) -> Tree:
-        return jax.tree.map(lambda leaf: jax.lax.psum(leaf[0], self.axes), sums)
-
-    def _max(self, each: jax.Array) -> jax.Array:
-        return jax.lax.pmax(each[0], self.axes)
-
-    def _joined(self, each: jax.Array) -> jax.Array:
-        return each[0]
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, 1)

@@ -1,4 +1,4 @@
-"""Owns what a space is asked: where partial sums live. One device answers here. Where their sum goes, `place` says.
+"""Owns what a space is asked: where partial sums live, and what their sum is. One device answers here.
 
 A *partial sum* is what one device has of a sum.
 """
@@ -14,6 +14,7 @@ from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
 from optax_accum._core.state import default_float
 from optax_accum._space.device import Device
+from optax_accum._space.meshes import Axes
 from optax_accum._space.place import Place
 
 PARTIAL = "partial"  # as `reduce_to`: the sum goes nowhere
@@ -25,8 +26,10 @@ class Space:
 
     communicates = False
 
-    def __init__(self, place: Place | None = None):
-        self.place = place or Place()
+    def __init__(self, axes: Axes = (), to: Tree = None):
+        self.axes, self.keeps = axes, to == PARTIAL
+        self.place = Place(axes, None if self.keeps else to)
+        self.device = Device(axes, one_batch=not self.keeps)
 
     # The doors: what is empty, and what is to be added, as it is added.
 
@@ -45,6 +48,23 @@ class Space:
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
         """Returns the weight of a micro-batch as it is added to `like`; if `share`, each device's part of it."""
         return checks.as_weight(weight)
+
+    # The sums of gradients.
+
+    def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
+        """Returns the sum over all devices, where it belongs: the one reduction of a window.
+
+        Beside it comes what then lies where the partial sums lay: None if these do.
+        """
+        return acc, None
+
+    def held(self, acc: Tree) -> Tree:
+        """Returns what lies there where nothing was reduced: partial sums, or None as `reduced` does."""
+        return None
+
+    def like(self, grads: Tree) -> Tree:
+        """Returns leaves of the shapes and dtypes of the gradient of the whole batch."""
+        return grads
 
     # The sums of scalars and outputs, and what all must know.
 
@@ -67,7 +87,8 @@ class Space:
 
         Of argument `sharded`, if there is one, each device has the shard that belongs with it.
         """
-        return fun(Device(), call, *sums)
+        own, same = fun(self.device, call, *sums)
+        return self.as_partial(own), same
 
     def as_own(self, sums: Tree) -> Tree:
         """Returns what each device has of its own as users see it: [d, ...], inside `jax.shard_map` its own [...]."""

@@ -207,7 +207,7 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
 
     own, carry = space.run(local, call)
     outputs = reductions.over_devices(rules.aux_reduction, space, own.outputs)
-    loss, grads = space.total(own.loss), space.place.reduced(own.grads)[0]
+    loss, grads = space.total(own.loss), space.reduced(own.grads)[0]
     if own.counted is not None:
         loss, grads = divided((loss, grads), space.total(own.counted))
     kinds = rules.kinds(call[call.params])

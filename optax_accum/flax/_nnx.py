@@ -12,7 +12,7 @@ import optax_accum
 from optax_accum._core.roles import as_argnames, as_argnums
 from optax_accum._core.rows import count_rows
 from optax_accum._core.sums import mean as weighted_mean
-from optax_accum._space.device import device
+from optax_accum._space.device import Device
 from optax_accum._space.meshes import as_axes
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
@@ -90,7 +90,7 @@ def value_and_grad(
             *args, stats, rest = args_and_state
             copies = jax.tree.map(lambda leaf: leaf, (params, stats, rest))  # variables of this trace
             micro = nnx.merge(graph, *copies)
-            streams, before = own_streams(micro, device(axes)), variables(micro)
+            streams, before = own_streams(micro, Device(axes)), variables(micro)
             out = fun(micro, *args, **kwargs)
             check_variables(before, variables(micro))
             loss, aux = _window.pair(out) if has_aux else (out, None)
