@@ -113,7 +113,7 @@ class Cut:
     def __init__(self, rules: Rules, device: Device, call: Call, again: bool):
         self.rules, self.device = rules, device
         self.call = call = device.own(call)
-        self.static = again or rules.in_place is False
+        self.static = again or rules.unroll or rules.in_place is False
         self.batches = list(call[call.batch])
         self.split = splitting.split_rows(self.batches, rules.sizes, device.count)
         self.shares, self.rest_share, self.weight = splitting.shares(
@@ -132,7 +132,7 @@ class Cut:
         self.start_grads = arithmetic.zeros(self.params, rules.dtypes)
         self.kinds = rules.kinds(self.params)
         self.in_place = not (again or rules.unroll or rules.statistics) and self._adds_in_place()
-        if self.in_place or (rules.weight_fn is not None and not (self.static or rules.unroll)):
+        if self.in_place or (rules.weight_fn is not None and not self.static):
             self._refuse_differentiation()
 
     def start(self) -> tuple[Leaves | None, Totals]:
@@ -177,8 +177,9 @@ class Cut:
             rows = splitting.remainder(self.split, self.batches)
             return add(totals, rows, self.rest_share, self.split.whole, rest=True)
 
-        loop, last = loops.LOOPS["unrolled" if self.rules.unroll else "static" if self.static else "dynamic"]
-        return last(self.rest_share, rest, loop(self.split.whole, self.shares, whole, totals))
+        alive, rest_alive = map(splitting.live, (self.shares, self.rest_share))
+        totals = loops.in_order(self.split.whole, alive, whole, totals, unroll=self.rules.unroll, static=self.static)
+        return loops.if_alive(rest_alive, rest, totals, static=self.static)
 
     def add(
         self, refs: Leaves | None, totals: Totals, micro_batches: Any, share: Any, index: Any, *, rest: bool = False

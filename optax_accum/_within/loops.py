@@ -8,50 +8,34 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import tracing
-from optax_accum._within import splitting
-from optax_accum._within.splitting import Shares
+from optax_accum._core.tracing import Flag
 
 
-def _loop(count: int, shares: Shares, add: Callable[[Any, Any], Any], totals: Any) -> Any:
-    """Adds the whole micro-batches in order; those of weight zero are not run, so their number may be traced."""
-    if isinstance(shares, float):
-        return add(0, totals) if count == 1 else jax.lax.fori_loop(0, count, add, totals)
-    alive = splitting.live(shares)
-    order = jnp.argsort(jnp.logical_not(alive), stable=True)
-    return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
+def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, unroll: bool, static: bool) -> Any:
+    """Adds those of the whole micro-batches that are `alive`, all or [k], in order.
 
+    Their number may be traced; what is `static` runs all turns, and JAX can differentiate it again. With `unroll`,
+    which is static, there is no loop.
+    """
+    if not (isinstance(alive, bool) or static):
+        order = jnp.argsort(jnp.logical_not(alive), stable=True)
+        return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
 
-def _loop_rest(share: Shares, add: Callable[[Any], Any], totals: Any) -> Any:
-    if isinstance(share, float):
-        return add(totals) if share else totals
-    return jax.lax.fori_loop(0, splitting.live(share).astype(int), lambda _, totals: add(totals), totals)
+    def one(index: Any, totals: Any) -> Any:
+        flag = alive if isinstance(alive, bool) else alive[index]
+        return if_alive(flag, functools.partial(add, index), totals, static=static)
 
-
-def _static(count: int, shares: Shares, add: Callable[[Any, Any], Any], totals: Any) -> Any:
-    """Does what `_loop` does in a loop over all, which JAX can differentiate again."""
-    if isinstance(shares, float):
-        return _loop(count, shares, add, totals)
-    alive = splitting.live(shares)
-    one = lambda index, totals: tracing.branch(alive[index], lambda: add(index, totals), lambda: totals)
-    return jax.lax.fori_loop(0, count, one, totals)
-
-
-def _unrolled(count: int, shares: Shares, add: Callable[[Any, Any], Any], totals: Any) -> Any:
-    """Does what `_loop` does, without a loop in the compiled program."""
+    if not unroll and count > 1:
+        return jax.lax.fori_loop(0, count, one, totals)
     for index in range(count):
-        share = shares if isinstance(shares, float) else splitting.live(shares)[index]
-        totals = _unrolled_rest(share, functools.partial(add, index), totals)
+        totals = one(index, totals)
     return totals
 
 
-def _unrolled_rest(share: Shares, add: Callable[[Any], Any], totals: Any) -> Any:
-    if isinstance(share, float):
-        return add(totals) if share else totals
-    return tracing.branch(splitting.live(share), lambda: add(totals), lambda: totals)
-
-
-LOOPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "dynamic": (_loop, _loop_rest),
-    "static": (_static, _unrolled_rest),
-    "unrolled": (_unrolled, _unrolled_rest),
-}
+def if_alive(alive: Flag, add: Callable[[Any], Any], totals: Any, *, static: bool) -> Any:
+    """Adds one micro-batch, unless it is left out: a branch, or where none can be, a loop of at most one turn."""
+    if isinstance(alive, bool):
+        return add(totals) if alive else totals
+    if static:
+        return tracing.branch(alive, lambda: add(totals), lambda: totals)
+    return jax.lax.fori_loop(0, alive.astype(int), lambda _, totals: add(totals), totals)

@@ -1,6 +1,5 @@
 """Owns a forward pass in micro-batches, run again in the backward pass: of an encoder, of a layer. Knows no loss."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -105,22 +104,26 @@ def microbatched_apply(
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     axes = meshes.as_axes(reduce_axes)
     check_options(axes, reduce_to, partial=False)
-    rules = _Rules(
-        fun=fun,
-        roles=Roles.named(
-            argnums=0 if axes else None,
-            batch_argnums=batch_argnums,
-            batch_argnames=batch_argnames,
-            whole_argnums=whole_argnums,
-            whole_argnames=whole_argnames,
-            rng_argnum=rng_argnum,
-        ),
-        sizes=sizes,
-        reduce_axes=axes,
-        reduce_to=reduce_to,
+    roles = Roles.named(
+        argnums=0 if axes else None,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        whole_argnums=whole_argnums,
+        whole_argnames=whole_argnames,
+        rng_argnum=rng_argnum,
     )
+
+    def outputs(again: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        call = roles.of(args, kwargs)
+        call.check_shared(count_rows(call[call.batch]))
+        space = here(axes, reduce_to)
+        space.place.check(call[call.params])
+        local = lambda device, call: (_on_device(fun, sizes, device, call), None)
+        own, _ = space.run(local, call, sharded=0 if call.params else None)
+        return jax.tree.map(functools.partial(space.output, "concat"), own)
+
     # A mesh is read off arrays that are not traced.
-    compute = compiled_once(lambda again, args, kwargs: rules.apply(args, kwargs), unless=bool(axes))
+    compute = compiled_once(outputs, unless=bool(axes))
 
     @functools.wraps(fun)
     def applied(*args: Any, **kwargs: Any) -> Any:
@@ -129,45 +132,25 @@ def microbatched_apply(
     return applied
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rules:
-    """What `microbatched_apply` was asked for, and the functions that do it."""
+def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, call: Call) -> Any:
+    """Returns the outputs of the micro-batches of one device, in the order of its rows."""
+    call = device.own_key(call)
+    batches = call[call.batch]
+    split = splitting.split_rows(batches, sizes, device.count)
+    names = tuple(name for name in call.arguments if name not in call.batch)
+    leaves, treedef = jax.tree.flatten(call[names])
+    gathers = jax.tree.leaves(list(map(device.gathers, names, call[names])))
+    # None for what stays what it is: a flag, a name, a function.
+    opened = [_opened(*pair) if _is_array(pair[0]) else None for pair in zip(leaves, gathers, strict=True)]
 
-    fun: Callable[..., Any]
-    roles: Roles
-    sizes: splitting.Sizes
-    reduce_axes: tuple[str, ...]
-    reduce_to: Tree
+    @jax.checkpoint
+    def one(opened: list[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
+        pairs = zip(leaves, opened, strict=True)
+        own = treedef.unflatten([leaf if pair is None else _grafted(*pair) for leaf, pair in pairs])
+        arguments = dict(zip((*names, *call.batch), (*own, *micro_batches), strict=True))
+        return call.with_arguments(arguments).own_key(index).apply(fun)
 
-    def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the outputs of all micro-batches, on all devices, in the order of the rows."""
-        call = self.roles.of(args, kwargs)
-        call.check_shared(count_rows(call[call.batch]))
-        space = here(self.reduce_axes, self.reduce_to)
-        space.place.check(call[call.params])
-        local = lambda device, call: (self.on_device(device, call), None)
-        own, _ = space.run(local, call, sharded=0 if call.params else None)
-        return jax.tree.map(functools.partial(space.output, "concat"), own)
-
-    def on_device(self, device: Device, call: Call) -> Any:
-        """Returns the outputs of the micro-batches of one device, in the order of its rows."""
-        call = device.own_key(call)
-        batches = call[call.batch]
-        split = splitting.split_rows(batches, self.sizes, device.count)
-        names = tuple(name for name in call.arguments if name not in call.batch)
-        leaves, treedef = jax.tree.flatten(call[names])
-        gathers = jax.tree.leaves(list(map(device.gathers, names, call[names])))
-        # None for what stays what it is: a flag, a name, a function.
-        opened = [_opened(*pair) if _is_array(pair[0]) else None for pair in zip(leaves, gathers, strict=True)]
-
-        @jax.checkpoint
-        def one(opened: list[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
-            pairs = zip(leaves, opened, strict=True)
-            own = treedef.unflatten([leaf if pair is None else _grafted(*pair) for leaf, pair in pairs])
-            arguments = dict(zip((*names, *call.batch), (*own, *micro_batches), strict=True))
-            return call.with_arguments(arguments).own_key(index).apply(self.fun)
-
-        return _mapped(functools.partial(one, opened), split, batches)
+    return _mapped(functools.partial(one, opened), split, batches)
 
 
 def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:

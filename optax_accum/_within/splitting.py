@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.rows import check_groups, count_rows, is_split
 from optax_accum._core.state import default_float
+from optax_accum._core.tracing import Flag
 
 Tree = Any
 Shares = jax.Array | float | dict[str, jax.Array]  # of each micro-batch [m], or one number for all
@@ -149,8 +150,10 @@ def live_rows(split: Split, whole: Shares, rest: Shares, whole_of: Callable[[Any
     return jnp.maximum(whole_of(jnp.sum(live(whole)) * split.size + live(rest) * split.rest), 1)
 
 
-def live(shares: Shares) -> jax.Array:
+def live(shares: Shares) -> Flag:
     """Returns which micro-batches count: a bool of the shape of their shares. The others are not run."""
+    if isinstance(shares, float):
+        return bool(shares)
     return jnp.any(jnp.stack([jnp.asarray(share) != 0 for share in jax.tree.leaves(shares)]), axis=0)
 
 
