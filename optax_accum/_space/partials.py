@@ -93,7 +93,8 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
 
     Whoever keeps the latter in the place of the partial sums lets the all-reduce write where it reads.
     """
-    mesh, sliced = meshes.mesh_of(axes, acc), adds_by_slices(acc, axes)
+    mesh = meshes.mesh_of(axes, acc)
+    sliced = meshes.on_tpu(mesh) and set(mesh.axis_names) == set(axes)  # no other axis shards what is sliced
     sum_leaf = _by_slices if sliced else jax.lax.psum
 
     def add(acc: Tree) -> tuple[Tree, Tree]:
@@ -109,12 +110,6 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
         check_vma=not sliced,  # there is no type of an array that is the same everywhere so far as it has been added
     )
     return run(acc)
-
-
-def adds_by_slices(acc: Tree, axes: Axes) -> bool:
-    """Returns whether large leaves are added slice by slice: on TPUs, if no other axis shards what is sliced."""
-    mesh = meshes.mesh_of(axes, acc)
-    return meshes.on_tpu(mesh) and set(mesh.axis_names) == set(axes)
 
 
 def _by_slices(leaf: jax.Array, axes: Axes) -> jax.Array:

@@ -12,6 +12,7 @@ from optax_accum._core import arithmetic, checks, ratio, statistics, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward, adds_in_place, differentiate
 from optax_accum._core.roles import Call, Roles
+from optax_accum._core.rows import count_rows
 from optax_accum._core.state import default_float
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
@@ -55,7 +56,7 @@ class Rules:
     has_aux: bool
     weight_fn: Callable[..., Any] | None
     aux_reduction: Tree
-    grad_reduction: Tree
+    grad_reduction: Tree  # this and the next: a prefix of the tuple of differentiated arguments
     accumulator_dtype: Tree
     in_place: bool | None
     unroll: bool
@@ -63,24 +64,9 @@ class Rules:
     reduce_axes: Axes
     reduce_to: Tree
 
-    def add_up(self, device: Device, call: Call, *, again: bool) -> Totals:
-        """Cuts the batch, adds each micro-batch's share of the gradient, and finishes what was added up.
-
-        `again` says that this is to be differentiated again, which takes a sum beside the backward pass.
-        """
-        cut = Cut(self, device, call, again)
-        refs, totals = cut.start()
-        return cut.finish(refs, cut.in_order(functools.partial(cut.add, refs), totals))
-
-    @property
-    def dtypes(self) -> Tree:
-        """The dtypes that were asked for: a prefix of the tuple of differentiated arguments."""
-        return (self.accumulator_dtype,) if self.single else self.accumulator_dtype
-
     def kinds(self, params: Tree) -> list[str]:
         """Returns what becomes of the gradients of each leaf of the differentiated arguments."""
-        names = (self.grad_reduction,) if self.single else self.grad_reduction
-        return reductions.leaf_names(names, params, "grad_reduction", "parameters")
+        return reductions.leaf_names(self.grad_reduction, params, "grad_reduction", "parameters")
 
     def parts(self, call: Call) -> Parts:
         """Calls `fun` and takes apart what it returns."""
@@ -108,7 +94,10 @@ class Rules:
 
 
 class Cut:
-    """One call: the batch cut, the shares of its micro-batches, and what `fun` will return for each."""
+    """One call: the batch cut, the shares of its micro-batches, and what `fun` will return for each.
+
+    `again` says that this is to be differentiated again, which takes a sum beside the backward pass.
+    """
 
     def __init__(self, rules: Rules, device: Device, call: Call, again: bool):
         self.rules, self.device = rules, device
@@ -129,13 +118,18 @@ class Cut:
         self.ratio = ratio.is_ratio(self.shapes.loss)
         self.divisors = self._divisors() if ratio.are_terms(self.shapes.loss) else None
         self.reductions = reductions.reductions(rules.aux_reduction, self.shapes.aux, self.split)
-        self.start_grads = arithmetic.zeros(self.params, rules.dtypes)
+        self.start_grads = arithmetic.zeros(self.params, rules.accumulator_dtype)
         self.kinds = rules.kinds(self.params)
         self.in_place = not (again or rules.unroll or rules.statistics) and self._adds_in_place()
         if self.in_place or (rules.weight_fn is not None and not self.static):
             self._refuse_differentiation()
 
-    def start(self) -> tuple[Leaves | None, Totals]:
+    def add_up(self) -> Totals:
+        """Adds each micro-batch's share of the gradient, and finishes what was added up."""
+        refs, totals = self.start()
+        return self.finish(refs, self.in_order(functools.partial(self.add, refs), totals))
+
+    def start(self) -> tuple[Leaves, Totals]:
         """Returns the references that gradients are added to in place, if any, and the totals before the first."""
         refs, grads = gradients.start(self.start_grads, self.kinds, in_place=self.in_place)
         shapes = jax.tree.leaves(self.shapes.aux)
@@ -152,7 +146,7 @@ class Cut:
                 'reduce_to="partial" was asked for. Leave reduce_to out; or return one Ratio.'
             )
 
-        def add(sums: Any, micro_batches: list[Tree], share: Any, index: Any, *, rest: bool = False) -> Any:
+        def add(sums: Any, micro_batches: list[Tree], share: Any, index: Any) -> Any:
             counts, carry = sums
             parts = self.rules.parts(self._micro_call(micro_batches, carry, index))
             counts = {name: counts[name] + term.checked().count for name, term in parts.loss.items()}
@@ -167,23 +161,20 @@ class Cut:
         """Runs `totals = add(totals, micro_batches, share, index)` for the micro-batches that count, the rest last."""
 
         def whole(index: Any, totals: Any) -> Any:
-            share = self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
             rows = splitting.micro_batch(self.split, self.stacked, index)
             if self.rules.unroll:  # else the compiler may run the micro-batches side by side
                 rows, totals = jax.lax.optimization_barrier((rows, totals))
-            return add(totals, rows, share, index)
+            return add(totals, rows, self._share(index), index)
 
         def rest(totals: Any) -> Any:
             rows = splitting.remainder(self.split, self.batches)
-            return add(totals, rows, self.rest_share, self.split.whole, rest=True)
+            return add(totals, rows, self.rest_share, self.split.whole)
 
         alive, rest_alive = map(splitting.live, (self.shares, self.rest_share))
         totals = loops.in_order(self.split.whole, alive, whole, totals, unroll=self.rules.unroll, static=self.static)
         return loops.if_alive(rest_alive, rest, totals, static=self.static)
 
-    def add(
-        self, refs: Leaves | None, totals: Totals, micro_batches: Any, share: Any, index: Any, *, rest: bool = False
-    ) -> Totals:
+    def add(self, refs: Leaves, totals: Totals, micro_batches: Any, share: Any, index: Any) -> Totals:
         """Adds a micro-batch."""
         with jax.named_scope("optax_accum.micro_batch"):
             loss, backward, parts = self._differentiate(self._micro_call(micro_batches, totals.carry, index), share)
@@ -191,17 +182,16 @@ class Cut:
         with jax.named_scope("optax_accum.add"):
             grads = gradients.add(refs, totals.grads, backward, self.kinds)
             samples = self._with_sample(totals.samples, backward, share, parts)
-        rows = self.split.rest if rest else self.split.size
-        weight = rows / self.rows if self.terms else share
+        weight = count_rows(micro_batches) / self.rows if self.terms else share
         outputs = [
-            reduce.add(total, jnp.asarray(output), index, weight, rest)
+            reduce.add(total, jnp.asarray(output), index, weight)
             for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)
         ]
         counted = totals.counted + parts.loss.count if self.ratio else None
         carry = arithmetic.strong(parts.carry)
         return self._varying(Totals(totals.loss + loss, counted, grads, carry, outputs, samples))
 
-    def finish(self, refs: Leaves | None, totals: Totals) -> Totals:
+    def finish(self, refs: Leaves, totals: Totals) -> Totals:
         """Returns the sums, the outputs of the batch among them."""
         grads = gradients.finish(refs, totals.grads, self.start_grads)
         leaves, treedef = jax.tree.flatten(self.shapes.aux)
@@ -236,11 +226,7 @@ class Cut:
 
     def _adds_in_place(self) -> bool:
         """Returns whether gradients are added inside the backward pass."""
-
-        def first() -> Backward:
-            call = self._micro_call(splitting.micro_batch(self.split, self.stacked, 0), self.carry, 0)
-            return self._differentiate(call, jax.tree.map(lambda s: s[0], self.shares) if self.terms else 1.0)[1]
-
+        first = lambda: self._differentiate(self._first_call(), self._share(0))[1]
         return adds_in_place(self.rules.in_place, self.params, self.start_grads, first)
 
     def _varying(self, totals: Totals) -> Totals:
@@ -253,6 +239,14 @@ class Cut:
         values = self.params, self.stacked, self.batches, list(self.call.arguments.values())
         self.params, self.stacked, self.batches, arguments = tracing.refuse_differentiation(values, _AGAIN)
         self.call = self.call.with_arguments(dict(zip(self.call.arguments, arguments, strict=True)))
+
+    def _share(self, index: Any) -> Any:
+        """Returns the share of whole micro-batch `index`, or of each term."""
+        return self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
+
+    def _first_call(self) -> Call:
+        """Returns the call of `fun` for the first whole micro-batch."""
+        return self._micro_call(splitting.micro_batch(self.split, self.stacked, 0), self.carry, 0)
 
     def _micro_call(self, micro_batches: Sequence[Tree], carry: Tree, index: Any) -> Call:
         """Returns the call of `fun` for one micro-batch: its rows, its own key, the carry."""
@@ -272,8 +266,7 @@ class Cut:
 
     def _shapes(self) -> Parts:
         """Returns the shapes that `fun` returns for a whole micro-batch, after checking them."""
-        first = lambda: self._micro_call(splitting.micro_batch(self.split, self.stacked, 0), self.carry, 0)
-        shapes = jax.eval_shape(lambda: self.rules.parts(first()))
+        shapes = jax.eval_shape(lambda: self.rules.parts(self._first_call()))
         ratio.check_loss(shapes.loss, self.shares if self.rules.weight_fn else None)
         checks.check_carry(self.carry, shapes.carry)
         return shapes

@@ -17,39 +17,35 @@ NAMES = ("mean", *KEPT)
 Leaves = list[Any]
 
 
-def start(acc: Tree, names: list[str], *, in_place: bool) -> tuple[Leaves | None, Leaves]:
-    """Returns references to add to, if that is done in place, and what is added to beside them."""
+def start(acc: Tree, names: list[str], *, in_place: bool) -> tuple[Leaves, Leaves]:
+    """Returns references to add to, where that is done in place, and what is added to beside them."""
     leaves = list(zip(names, jax.tree.leaves(acc), strict=True))
-    empty = lambda name, leaf: leaf if name == "mean" else jnp.full_like(leaf, -jnp.inf)
-    if not in_place:
-        return None, [empty(*pair) for pair in leaves]
-    refs = [None if name in KEPT else jax.new_ref(leaf) for name, leaf in leaves]
-    return refs, [empty(*pair) if pair[0] in KEPT else None for pair in leaves]
+    refs = [jax.new_ref(leaf) if in_place and name not in KEPT else None for name, leaf in leaves]
+    empty = lambda name, leaf: jnp.full_like(leaf, -jnp.inf) if name in KEPT else leaf
+    return refs, [empty(*pair) if ref is None else None for ref, pair in zip(refs, leaves, strict=True)]
 
 
-def add(refs: Leaves | None, totals: Leaves, backward: Backward, names: list[str]) -> Leaves:
+def add(refs: Leaves, totals: Leaves, backward: Backward, names: list[str]) -> Leaves:
     """Runs the backward pass, and returns the totals with its gradients."""
-    if refs is None:
+    if all(ref is None for ref in refs):
         grads = jax.tree.leaves(backward.gradient())
     else:
-        own = [
-            jax.new_ref(jnp.zeros_like(total)) if ref is None else ref for ref, total in zip(refs, totals, strict=True)
-        ]
-        backward.add_to(jax.tree.unflatten(jax.tree.structure(backward.params), own))
-        grads = [jax.freeze(mine) if ref is None else None for ref, mine in zip(refs, own, strict=True)]
+        new = [None if total is None else jax.new_ref(jnp.zeros_like(total)) for total in totals]
+        all_refs = [own if ref is None else ref for ref, own in zip(refs, new, strict=True)]
+        backward.add_to(jax.tree.unflatten(jax.tree.structure(backward.params), all_refs))
+        grads = [None if own is None else jax.freeze(own) for own in new]
     never = jnp.array(False)
-    joined = lambda name, total, grad: (
-        KEPT[name](total, grad.astype(total.dtype)) if name in KEPT else arithmetic.add(total, grad, 1.0, never)
-    )
-    return [
-        None if total is None else joined(name, total, grad)
-        for name, total, grad in zip(names, totals, grads, strict=True)
-    ]
+
+    def joined(name: str, total: Any, grad: Any) -> Any:
+        if name in KEPT:
+            return KEPT[name](total, grad.astype(total.dtype))
+        return None if total is None else arithmetic.add(total, grad, 1.0, never)
+
+    return list(map(joined, names, totals, grads))
 
 
-def finish(refs: Leaves | None, totals: Leaves, acc: Tree) -> Tree:
+def finish(refs: Leaves, totals: Leaves, acc: Tree) -> Tree:
     """Returns the tree of what was added, and kept."""
-    refs = refs or [None] * len(totals)
     leaves = [total if ref is None else jax.freeze(ref) for ref, total in zip(refs, totals, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(acc), leaves)
 

@@ -18,7 +18,7 @@ class Reduction(NamedTuple):
     """`finish(add(add(start(...), x_0, ...), x_1, ...))` is the output for the batch."""
 
     start: Callable[[jax.ShapeDtypeStruct, Split], Any]
-    add: Callable[[Any, jax.Array, Index, Any, bool], Any]  # state, output, index, share, is it the remainder
+    add: Callable[[Any, jax.Array, Index, Any], Any]  # state, output, index, share
     finish: Callable[[Any, jax.ShapeDtypeStruct], jax.Array]
 
 
@@ -93,7 +93,7 @@ def _lowest(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
     return jnp.full(shape.shape, lowest, shape.dtype)
 
 
-def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any, rest: bool) -> jax.Array:
+def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any) -> jax.Array:
     return total + output.astype(total.dtype) * jnp.asarray(share, total.dtype)
 
 
@@ -104,11 +104,12 @@ def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Arr
     return zeros(split.size // split.group, split.whole, *together), zeros(split.rest)
 
 
-def _put_rows(rows: Any, output: jax.Array, index: Index, share: Any, rest: bool) -> Any:
-    if rest:
-        return rows[0], output
-    count, _, *shape = rows[0].shape
-    return rows[0].at[:, index].set(output.reshape(count, *shape)), rows[1]
+def _put_rows(rows: Any, output: jax.Array, index: Index, share: Any) -> Any:
+    whole, rest = rows
+    count, number, *shape = whole.shape
+    if isinstance(index, int) and index == number:
+        return whole, output
+    return whole.at[:, index].set(output.reshape(count, *shape)), rest
 
 
 def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -118,16 +119,12 @@ def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return total.astype(shape.dtype)
-
-
-def _counted(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return total if jnp.issubdtype(shape.dtype, jnp.bool_) else _cast(total, shape)
+    return total if jnp.issubdtype(shape.dtype, jnp.bool_) else total.astype(shape.dtype)  # or the count of bools
 
 
 REDUCTIONS = {
     "mean": Reduction(_zeros, _scaled, _cast),
-    "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype), _counted),
+    "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype), _cast),
     "max": Reduction(_lowest, lambda total, output, *_: jnp.maximum(total, output), _cast),
     "last": Reduction(lambda shape, _: jnp.zeros(shape.shape, shape.dtype), lambda _, output, *__: output, _cast),
     "stack": Reduction(

@@ -20,7 +20,7 @@ from optax_accum._space.device import Device
 from optax_accum._space.here import check_options, here
 from optax_accum._space.space import PARTIAL, Space
 from optax_accum._within import gradients, reductions, splitting
-from optax_accum._within.cut import Parts, Rules, Totals
+from optax_accum._within.cut import Cut, Parts, Rules, Totals
 
 
 def value_and_grad(
@@ -138,6 +138,11 @@ def value_and_grad(
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     reductions.check_names("aux_reduction", aux_reduction, reductions.REDUCTIONS)
     reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
+    single = isinstance(argnums, int)
+    of_params = lambda prefix: (prefix,) if single else prefix  # of the tuple of differentiated arguments
+    options = told.as_options(statistics)
+    if options is not None and options.groups is not None:
+        options = dataclasses.replace(options, groups=of_params(options.groups))
     rules = Rules(
         fun=fun,
         roles=Roles.named(
@@ -150,15 +155,15 @@ def value_and_grad(
             carry_argnum=carry_argnum,
         ),
         sizes=sizes,
-        single=isinstance(argnums, int),
+        single=single,
         has_aux=has_aux,
         weight_fn=weight_fn,
         aux_reduction=aux_reduction,
-        grad_reduction=grad_reduction,
-        accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
+        grad_reduction=of_params(grad_reduction),
+        accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
         in_place=in_place,
         unroll=unroll,
-        statistics=_options(told.as_options(statistics), single=isinstance(argnums, int)),
+        statistics=options,
         reduce_axes=meshes.as_axes(reduce_axes),
         reduce_to=reduce_to,
     )
@@ -187,13 +192,6 @@ def _check_options(rules: Rules) -> None:
     check_options(rules.reduce_axes, rules.reduce_to, partial=True)
 
 
-def _options(options: told.Options | None, *, single: bool) -> told.Options | None:
-    """Returns options for the tuple of the differentiated arguments."""
-    if options is None or options.groups is None or not single:
-        return options
-    return dataclasses.replace(options, groups=(options.groups,))
-
-
 def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
     call = rules.roles.of(args, kwargs)
@@ -202,7 +200,7 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
     space.place.check(call[call.params])
 
     def local(device: Device, call: Call) -> tuple[Totals, Tree]:
-        totals = rules.add_up(device, call, again=again)
+        totals = Cut(rules, device, call, again).add_up()
         return totals._replace(carry=None), totals.carry
 
     own, carry = space.run(local, call)
@@ -213,7 +211,7 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
     kinds = rules.kinds(call[call.params])
     statistics = rules.statistics and _told(rules.statistics, space, own, gradients.added(grads, kinds))
     grads = gradients.over_devices(kinds, space, own.grads, grads, call[call.params])
-    grads = _in_dtypes(grads, call[call.params], rules.dtypes)
+    grads = _in_dtypes(grads, call[call.params], rules.accumulator_dtype)
     value = rules.joined(Parts(loss, carry, outputs))
     return (value, statistics) if statistics else value, grads[0] if rules.single else grads
 
