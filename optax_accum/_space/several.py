@@ -31,9 +31,6 @@ class Several(Space):
         part = weight / (like.shape[0] * jax.lax.psum(1, self.inside)) if share and not own else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
 
-    def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
-        return self.total(acc), None
-
     def like(self, grads: Tree) -> Tree:
         return arithmetic.zeros_of(jax.eval_shape(lambda: self.total(grads)))
 

@@ -56,7 +56,7 @@ class Space:
 
         Beside it comes what then lies where the partial sums lay: None if these do.
         """
-        return acc, None
+        return self.total(acc), None
 
     def held(self, acc: Tree) -> Tree:
         """Returns what lies there where nothing was reduced: partial sums, or None as `reduced` does."""

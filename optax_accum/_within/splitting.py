@@ -83,29 +83,24 @@ def stacked(split: Split, batch: Tree) -> Tree:
     """
     count, together = split.size // split.group, () if split.group == 1 else (split.group,)
 
-    def stack(leaf: Any) -> Any:
-        if not is_split(leaf):
-            return leaf
+    def stack(leaf: jax.Array) -> jax.Array:
         rows = leaf if not split.rest else leaf[: split.whole * split.size]
         return rows.reshape(count, split.whole, *together, *leaf.shape[1:])
 
-    return jax.tree.map(stack, _arrays(batch))
+    return _of_rows(stack, _arrays(batch))
 
 
 def micro_batch(split: Split, stacked_batch: Tree, index: int | jax.Array) -> Tree:
     """Returns whole micro-batch `index`: leaves [b, ...]."""
-
-    def take(leaf: Any) -> Any:
-        return jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False) if is_split(leaf) else leaf
-
-    return ungrouped(split, jax.tree.map(take, stacked_batch))
+    take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False)
+    return ungrouped(split, _of_rows(take, stacked_batch))
 
 
 def ungrouped(split: Split, micro_batch: Tree) -> Tree:
     """Returns a micro-batch [b / g, g, ...] as [b, ...]."""
     if split.group == 1:
         return micro_batch
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]) if is_split(leaf) else leaf, micro_batch)
+    return _of_rows(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), micro_batch)
 
 
 def in_order(split: Split, rows: jax.Array) -> jax.Array:
@@ -117,7 +112,7 @@ def in_order(split: Split, rows: jax.Array) -> jax.Array:
 
 def remainder(split: Split, batch: Tree) -> Tree:
     """Returns the micro-batch of the rows that are left: leaves [r, ...]."""
-    return jax.tree.map(lambda leaf: leaf[split.rows - split.rest :] if is_split(leaf) else leaf, _arrays(batch))
+    return _of_rows(lambda leaf: leaf[split.rows - split.rest :], _arrays(batch))
 
 
 def shares(
@@ -166,6 +161,11 @@ def _weights(weights: Any) -> Any:
 
 def _weight(weight: Any, name: str) -> jax.Array:
     return jnp.asarray(checks.as_weight(weight, name=name), default_float())
+
+
+def _of_rows(fun: Callable[[jax.Array], jax.Array], batch: Tree) -> Tree:
+    """Applies a function to each leaf that is cut; scalars stay whole."""
+    return jax.tree.map(lambda leaf: fun(leaf) if is_split(leaf) else leaf, batch)
 
 
 def _arrays(batch: Tree) -> Tree:
