@@ -1,7 +1,7 @@
 """Owns the mesh: which axes it has, how a leaf is sharded over them. Adds nothing."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import jax
@@ -187,7 +187,7 @@ def names_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def names_over_devices(axes: Axes, names: Sequence[Any]) -> tuple[Any, ...]:
+def names_over_devices(axes: Axes, names: Iterable[Any]) -> tuple[Any, ...]:
     """Returns the sharding of partial sums [d, ...], of that of a leaf [...]."""
     return (axes[0] if len(axes) == 1 else axes, *(without(entry, axes) for entry in names))
 

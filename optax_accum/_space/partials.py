@@ -126,23 +126,21 @@ def _by_slices(leaf: jax.Array, axes: Axes) -> jax.Array:
 
 def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
     """Adds rows [d, ...] into a leaf that is sharded as `to`: each device gets the part that it keeps."""
-    spec = [meshes.names_of(entry) for entry in to.spec] + [()] * (leaf.ndim - 1 - len(to.spec))
-    scattered = [(dim, tuple(name for name in names if name in axes)) for dim, names in enumerate(spec)]
-    others = [tuple(name for name in names if name not in axes) for names in spec]
-    whole = tuple(axis for axis in axes if not any(axis in names for _, names in scattered))
-    if any(names[len(rest) :] != mine for names, rest, (_, mine) in zip(spec, others, scattered, strict=True)):
+    spec, scattered = (list(map(meshes.names_of, entries)) for entries in (to.spec, meshes.only(to.spec, axes)))
+    whole = tuple(axis for axis in axes if not any(axis in names for names in scattered))
+    if any(names[len(names) - len(mine) :] != mine for names, mine in zip(spec, scattered, strict=True)):
         raise ValueError(
             f"reduce_to must name the reduced axes last in each dimension: {to.spec}, and reduce_axes={axes}."
         )
 
     def add(own: jax.Array) -> jax.Array:
         total = jax.lax.psum(own[0], whole) if whole else own[0]
-        for dim, names in scattered:
+        for dim, names in enumerate(scattered):
             for name, groups in meshes.stages(to.mesh, names):
                 total = jax.lax.psum_scatter(total, name, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
         return total
 
-    in_specs = PartitionSpec(axes, *(names or None for names in others))
+    in_specs = PartitionSpec(*meshes.names_over_devices(axes, to.spec))
     return jax.shard_map(add, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec)(leaf)
 
 

@@ -108,8 +108,8 @@ class Cut:
         self.shares, self.rest_share, self.weight = splitting.shares(
             self.split, self.batches, rules.weight_fn, device.whole
         )
-        self.terms = isinstance(self.shares, dict)  # of the loss, each with a share of its own
-        self.rows = splitting.live_rows(self.split, self.shares, self.rest_share, device.whole)
+        self.terms = isinstance(self.shares, dict)  # of the loss, each with a share of its own; outputs go by rows
+        self.rows = splitting.live_rows(self.split, self.shares, self.rest_share, device.whole) if self.terms else None
         self.stacked = splitting.stacked(self.split, self.batches)
         self.params = call[call.params]
         checks.check_differentiable(self.params)
@@ -182,7 +182,7 @@ class Cut:
         with jax.named_scope("optax_accum.add"):
             grads = gradients.add(refs, totals.grads, backward, self.kinds)
             samples = self._with_sample(totals.samples, backward, share, parts)
-        weight = count_rows(micro_batches) / self.rows if self.terms else share
+        weight = share if self.rows is None else count_rows(micro_batches) / self.rows
         outputs = [
             reduce.add(total, jnp.asarray(output), index, weight)
             for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)

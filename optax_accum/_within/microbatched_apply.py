@@ -140,8 +140,7 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
     names = tuple(name for name in call.arguments if name not in call.batch)
     leaves, treedef = jax.tree.flatten(call[names])
     gathers = jax.tree.leaves(list(map(device.gathers, names, call[names])))
-    # None for what stays what it is: a flag, a name, a function.
-    opened = [_opened(*pair) if _is_array(pair[0]) else None for pair in zip(leaves, gathers, strict=True)]
+    opened = list(map(_opened, leaves, gathers))
 
     @jax.checkpoint
     def one(opened: list[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
@@ -166,16 +165,14 @@ def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, b
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), whole, rest)
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
-
-
 # The gradient of a narrow leaf (bfloat16, say) is a sum over micro-batches and devices, so it is added in float32:
 # `_opened` lends the leaf an array of zeros that no forward pass reads, `_grafted` sends the gradient of each
 # micro-batch there, cast up, and the backward pass of `_opened` adds over the devices and casts the sum down.
 
 
-def _opened(leaf: Any, gather: Callable[[Any], Any]) -> tuple[Any, Any]:
+def _opened(leaf: Any, gather: Callable[[Any], Any]) -> tuple[Any, Any] | None:
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        return None  # it stays what it is: a flag, a name, a function
     dtype = jnp.result_type(leaf)
     narrow = jnp.issubdtype(dtype, jnp.inexact) and arithmetic.accumulator_dtype(dtype, None) != dtype
     return _lend(gather, leaf) if narrow else (gather(leaf), None)

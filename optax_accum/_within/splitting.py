@@ -140,8 +140,6 @@ def shares(
 
 def live_rows(split: Split, whole: Shares, rest: Shares, whole_of: Callable[[Any], Any]) -> Any:
     """Returns the rows of all micro-batches of the batch that are run, at least 1."""
-    if isinstance(whole, float):
-        return split.rows * whole_of(1)
     return jnp.maximum(whole_of(jnp.sum(live(whole)) * split.size + live(rest) * split.rest), 1)
 
 
