@@ -153,3 +153,41 @@ def test_over_calls(mesh, kind, form, how):
     options = {"in_place": False if how == "written" else None, "weight_fn": count if form == "mean" else None}
     now, state = micro_steps(mesh, fun, tx, rows, params, **options)
     check((now, state.inner_opt_state[1]), (updated, value))
+
+
+@pytest.mark.parametrize("how", [{}, {"in_place": False}, {"unroll": True}], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_within_a_call(mesh, kind, form, how):
+    """A micro-batch is run by all devices or by none: else they would wait for one another, or pair different ones."""
+    params, rows = problem()
+    value, grads, _ = expected(kind, params, rows)
+    weigh = count if form == "mean" else None
+    cut = optax_accum.value_and_grad(FORMS[form](kind), num_microbatches=2, weight_fn=weigh, reduce_axes="data", **how)
+    batch = jax.tree.map(lambda leaf: np.moveaxis(leaf, 0, 2).reshape(-1, *leaf.shape[3:]), rows)  # row r: of r mod 2
+    check(jax.jit(cut)(place(mesh, params, P()), place(mesh, batch, P("data"))), (value, grads))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_partial_sums_of_weighed_losses(mesh, form):
+    """Each has gradients of the losses of others, of which its own weight is no factor."""
+    params, rows = problem()
+    weigh = count if form == "mean" else None
+    options = {"num_microbatches": 1, "reduce_axes": "data", "reduce_to": "partial", "weight_fn": weigh}
+    cut = jax.jit(optax_accum.value_and_grad(FORMS[form]("statistics"), **options))
+    with pytest.raises(ValueError, match="takes something from the other devices.*each device has its own weight"):
+        cut(params, place(mesh, micro_batch(rows, 0), P("data")))
+
+
+def test_what_takes_nothing_adds_no_number(mesh):
+    """One that does adds its weight over the devices, beside what it takes."""
+    params, rows = problem()
+    alone = lambda params, rows: jnp.sum(features(params, rows) ** 2 * rows["mask"][:, None]) / rows["mask"].sum()
+    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    collectives = []
+    for fun in (alone, mean_of("statistics")):
+        step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx, weight_fn=count, in_place=False))
+        now = place(mesh, params, P())
+        program = step.lower(now, tx.init(now), place(mesh, micro_batch(rows, 0), P("data"))).compile()
+        collectives.append(len(optax_accum.sharding.count_collectives(program).operations))
+    assert collectives[0] < collectives[1]

@@ -238,7 +238,7 @@ class _MicroStep:
             check_groups(where, count_rows(call[call.batch]), self.group_size)
         call = call.own_key(index)
         program = functools.cache(lambda: jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr)
-        even = device.even if device.couples(program) else Device().even
+        even = device.even if device.couples(program) else lambda weight: (weight, 1.0)
         given = weight is not None or self.weight_fn is not None
         weight, factor = even(self._weight(call) if weight is None else checks.as_weight(weight))
 

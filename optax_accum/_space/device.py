@@ -69,12 +69,26 @@ class Device:
         """Returns whether a traced program takes something from other devices, whose losses then share a gradient."""
         return bool(self.axes) and mapped.communicates(program(), self.axes)
 
+    def check_uncoupled(self, program: Callable[[], Any]) -> None:
+        """Raises where the gradient of one device is asked for, and is none: `weight` of its own does not scale it."""
+        if not self.one_batch and self.couples(program):
+            raise ValueError(
+                f"A loss that takes something from the other devices of {self.axes} has one gradient, which the weight "
+                "of one device does not scale: partial sums are asked for, and each device has its own weight. Leave "
+                'out weight_fn (or Ratio), or reduce_to="partial" (in a train step: reduce_axes of its optimizer).'
+            )
+
     def even(self, weight: Weight) -> tuple[Weight, Weight]:
         """Returns a weight that all devices have in common, and the factor of this device's loss that goes with it."""
         if not isinstance(weight, jax.Array):
             return weight, 1.0  # the rows, of which all have as many
         mean = jax.lax.pmean(weight, self.axes)
         return self.vary(mean), jnp.where(mean == 0, 0, weight * arithmetic.reciprocal(mean))
+
+    def agreed(self, flags: Tree) -> Tree:
+        """Returns flags that are set where those of any device are."""
+        agreed = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
+        return jax.tree.map(agreed, flags)
 
     def check_loss(self, loss: jax.Array) -> None:
         """Raises where a loss has been averaged over the devices already: its gradient would be divided twice."""

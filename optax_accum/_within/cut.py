@@ -109,13 +109,19 @@ class Cut:
             self.split, self.batches, rules.weight_fn, device.whole
         )
         self.terms = isinstance(self.shares, dict)  # of the loss, each with a share of its own; outputs go by rows
-        self.rows = splitting.live_rows(self.split, self.shares, self.rest_share, device.whole) if self.terms else None
         self.stacked = splitting.stacked(self.split, self.batches)
         self.params = call[call.params]
         checks.check_differentiable(self.params)
         self.carry = None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
+        self.alive = splitting.live(self.shares), splitting.live(self.rest_share)  # the others are not run
         self.shapes = self._shapes()
         self.ratio = ratio.is_ratio(self.shapes.loss)
+        program = functools.cache(lambda: jax.make_jaxpr(lambda: rules.parts(self._first_call()))().jaxpr)
+        if rules.weight_fn or self.ratio:
+            device.check_uncoupled(program)
+        if rules.weight_fn and device.couples(program):
+            self.alive = device.agreed(self.alive)
+        self.rows = splitting.live_rows(self.split, *self.alive, device.whole) if self.terms else None
         self.divisors = self._divisors() if ratio.are_terms(self.shapes.loss) else None
         self.reductions = reductions.reductions(rules.aux_reduction, self.shapes.aux, self.split)
         self.start_grads = arithmetic.zeros(self.params, rules.accumulator_dtype)
@@ -170,9 +176,8 @@ class Cut:
             rows = splitting.remainder(self.split, self.batches)
             return add(totals, rows, self.rest_share, self.split.whole)
 
-        alive, rest_alive = map(splitting.live, (self.shares, self.rest_share))
-        totals = loops.in_order(self.split.whole, alive, whole, totals, unroll=self.rules.unroll, static=self.static)
-        return loops.if_alive(rest_alive, rest, totals, static=self.static)
+        totals = loops.in_order(self.split.whole, self.alive[0], whole, totals, unroll=self.rules.unroll, static=self.static)
+        return loops.if_alive(self.alive[1], rest, totals, static=self.static)
 
     def add(self, refs: Leaves, totals: Totals, micro_batches: Any, share: Any, index: Any) -> Totals:
         """Adds a micro-batch."""
