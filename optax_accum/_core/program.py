@@ -1,5 +1,6 @@
 """Owns calls outside `jit`: each is traced anew, and compiled once for each program that it turns out to be."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,41 +32,33 @@ def compiled_once(fun: Callable[..., Any], *, unless: bool = False) -> Callable[
     def call(*args: Any) -> Any:
         if tracing.is_staged() or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return told(fun)(*args)
-        leaves, treedef = jax.tree.flatten(args)
-        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        arrays, filled = tracing.parted(args, _is_array)
 
         def traced(again: bool) -> tuple[Any, Any]:
-            def of_arrays(*arrays: Any) -> Any:
-                given = iter(arrays)
-                return fun(again, *treedef.unflatten([next(given) if _is_array(leaf) else leaf for leaf in leaves]))
-
+            of_arrays = lambda *arrays: fun(again, *filled(arrays))
             return jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
 
         again = tracing.is_differentiated(args)
         closed, shapes = traced(again)
         if not again and tracing.is_differentiated(closed.consts):  # what `fun` closes over
             closed, shapes = traced(True)
-        results = compiled(_Program(closed))(closed.consts, arrays)
+        program = _Program(str(closed.jaxpr), tuple(map(id, _unprinted(closed.jaxpr))), closed.jaxpr)
+        results = compiled(program)(closed.consts, arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
 
 
+@dataclasses.dataclass(frozen=True)
 class _Program:
     """A traced program, equal to another if both compute the same."""
 
-    def __init__(self, closed: Any):
-        self.jaxpr = closed.jaxpr
-        self.key = str(closed.jaxpr), tuple(map(id, _unprinted(closed.jaxpr)))
+    text: str
+    unprinted: tuple[int, ...]  # the identities of what the text does not show
+    jaxpr: Any = dataclasses.field(compare=False)
 
     def run(self, consts: list[Any], arrays: list[Any]) -> list[Any]:
         return core.eval_jaxpr(self.jaxpr, consts, *arrays)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Program) and self.key == other.key
 
 
 def _unprinted(jaxpr: Any) -> Iterator[Any]:
