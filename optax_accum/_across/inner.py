@@ -56,15 +56,13 @@ def check_kept(new: Tree, old: Tree) -> None:
 def check_extra_args(
     inner: optax.GradientTransformationExtraArgs,
     names: set[str],
-    grads: Tree,
-    state: Tree,
-    params: Tree | None,
+    args: tuple[Any, ...],
     extra_args: Mapping[str, Any],
 ) -> None:
     """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
     for name, meant in checks.misspelt(names, inner.update).items():
         others = {other: value for other, value in extra_args.items() if other != name}
-        if not _reads(inner, name, extra_args[name], (grads, state, params), others):
+        if not _reads(inner, name, extra_args[name], args, others):
             raise TypeError(
                 f"An extra argument must not be mistaken for {meant!r}: {name!r} would go to the inner optimizer, "
                 f"which does not read it. Pass {meant}=."

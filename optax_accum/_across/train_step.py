@@ -113,7 +113,7 @@ def value_and_apply_gradients(
         tx=tx,
         accumulation=rules_of(tx),
         has_aux=has_aux,
-        roles=Roles.named(
+        roles=Roles(
             batch_argnums=batch_argnums,
             batch_argnames=batch_argnames,
             whole_argnums=whole_argnums,
@@ -198,10 +198,10 @@ class _MicroStep:
         if "value" in rules.mean_args:
             extra_args = {"value": done.loss, **extra_args}
         weight = weighed(rules, space, done.weight, state) if weight is None else weight
-        batch = MicroBatch(done.grads, weight, done.acc)
+        batch = MicroBatch(done.grads, weight, flush, extra_args, done.acc)
         if done.grads is None:
             batch = batch._replace(grads=arithmetic.like_gradients(params, state.acc_grads))
-        return value, *apply(rules, space, batch, state, params, flush, extra_args)
+        return value, *apply(rules, space, batch, state, params)
 
     def _check(self, call: Call, *, weighted: bool) -> None:
         """Raises for a batch whose rows do not fit, and for what every micro-batch would share unasked."""

@@ -1,7 +1,7 @@
 """Owns accumulation across calls as users meet it: `accumulate_gradients` and `apply_gradients`."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
@@ -165,6 +165,12 @@ def rules_of(tx: Any) -> Rules | None:
     return tx.rules if isinstance(tx, Accumulating) else None
 
 
+def axes_of(tx: Any) -> meshes.Axes:
+    """Returns the axes over which this transformation reduces, as far as it tells: a chain does not."""
+    rules = rules_of(tx)
+    return rules.reduce_axes if rules else ()
+
+
 def _init(rules: Rules, params: Tree) -> AccumulationState:
     check_arrays("Parameters", params, NOT_ARRAYS)
     space = rules.here()
@@ -181,32 +187,19 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
 
 
 def _update(
-    rules: Rules,
-    grads: Tree,
-    state: AccumulationState,
-    params: Tree | None = None,
-    *,
-    weight: Any = 1.0,
-    flush: Any = None,
-    **extra_args: Any,
+    rules: Rules, grads: Tree, state: AccumulationState, params: Tree | None = None, **extra_args: Any
 ) -> tuple[Tree, AccumulationState]:
     space = rules.here()
-    batch = arrived(rules, space, grads, weight, state)
-    return micro_step(rules, space, batch, state, params, flush, extra_args, updates_of(space, params))
+    batch = arrived(rules, space, grads, state, **extra_args)
+    return micro_step(rules, space, batch, state, params, updates_of(space, params))
 
 
 def apply(
-    rules: Rules,
-    space: Space,
-    batch: MicroBatch,
-    state: AccumulationState,
-    params: Tree,
-    flush: Any,
-    extra_args: Mapping[str, Any],
+    rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree
 ) -> tuple[Tree, AccumulationState]:
     """Makes a micro-step of what has come through the door, and applies it."""
     params = jax.tree.map(jnp.asarray, params)
-    return micro_step(rules, space, batch, state, params, flush, extra_args, new_params(space, params))
+    return micro_step(rules, space, batch, state, params, new_params(space, params))
 
 
 def apply_gradients(
@@ -261,8 +254,7 @@ def apply_gradients(
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
     if rules := rules_of(tx):
-        space, weight, flush = rules.here(), extra_args.pop("weight", 1.0), extra_args.pop("flush", None)
-        batch = arrived(rules, space, grads, weight, state)
-        return apply(rules, space, batch, state, params, flush, extra_args)
+        space = rules.here()
+        return apply(rules, space, arrived(rules, space, grads, state, **extra_args), state, params)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return outcomes.apply_updates(params, updates), state

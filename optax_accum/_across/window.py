@@ -45,10 +45,12 @@ class Rules:
 
 
 class MicroBatch(NamedTuple):
-    """What a micro-batch brings, through the door of the space."""
+    """What a micro-step is given, through the door of the space."""
 
     grads: Tree  # the gradient; where it has been added, anything of its shapes and dtypes
     weight: Weight
+    flush: Any
+    extra_args: Mapping[str, Any]
     added: Tree | None = None  # the accumulator with the gradient in it, if a backward pass has added it
 
 
@@ -60,10 +62,12 @@ class Window(NamedTuple):
     weight: Weight  # sum(w)
 
 
-def arrived(rules: Rules, space: Space, grads: Tree, weight: Any, state: AccumulationState) -> MicroBatch:
-    """Takes a gradient and its weight through the door."""
+def arrived(
+    rules: Rules, space: Space, grads: Tree, state: Any, /, *, weight: Any = 1.0, flush: Any = None, **extra_args: Any
+) -> MicroBatch:
+    """Takes a gradient and its weight through the door, and what else a micro-step is given by keyword."""
     grads = space.grads(grads, getattr(state, "acc_grads", ()))
-    return MicroBatch(grads, weighed(rules, space, weight, state))
+    return MicroBatch(grads, weighed(rules, space, weight, state), flush, extra_args)
 
 
 def weighed(rules: Rules, space: Space, weight: Any, state: AccumulationState) -> Weight:
@@ -80,21 +84,19 @@ def micro_step(
     batch: MicroBatch,
     state: AccumulationState,
     params: Tree | None,
-    flush: Any,
-    extra_args: Mapping[str, Any],
     outcome: Outcome,
 ) -> tuple[Tree, AccumulationState]:
     """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
-    like = _checked(rules, space, batch, state, params, extra_args)
-    flush = checks.as_flush(flush, rules.every)
+    like = _checked(rules, space, batch, state, params)
+    flush = checks.as_flush(batch.flush, rules.every)
     with jax.named_scope("optax_accum.add"):
-        window = join(rules, space, batch, state, params, extra_args)
+        window = join(rules, space, batch, state, params)
         closes = outcomes.known(due(rules, window.state, flush))
         usable = accepted(rules.policy, space, window, closes)
 
     def emit() -> tuple[tuple[Tree, Any], Tree]:
         with jax.named_scope("optax_accum.emit"):
-            updates, kept, left = update_inner(rules, space, window, like, params, extra_args)
+            updates, kept, left = update_inner(rules, space, window, like, params, batch.extra_args)
             if closes is not False and not (closes is True and usable is True):
                 inner.check_kept(kept["inner_opt_state"], state.inner_opt_state)
             return (outcome.emitted(updates), kept), left
@@ -110,14 +112,7 @@ def micro_step(
     return result, after
 
 
-def join(
-    rules: Rules,
-    space: Space,
-    batch: MicroBatch,
-    state: AccumulationState,
-    params: Tree | None,
-    extra_args: Mapping[str, Any],
-) -> Window:
+def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
     """Adds the micro-batch to its window, unless the policy leaves it out."""
     skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
     weight = batch.weight if skip is False else jnp.where(skip, 0, batch.weight)
@@ -135,7 +130,7 @@ def join(
         mini_step=outcomes.count(state.mini_step, counts),
         acc_grads=memory.to_memory_of(total, state.acc_grads) if kept else (),
         weight=state.weight + weight,
-        mean_args={name: _add_arg(name, old, extra_args, weight, first) for name, old in state.mean_args.items()},
+        mean_args={name: _add_arg(name, old, batch.extra_args, weight, first) for name, old in state.mean_args.items()},
         skipped=outcomes.count(state.skipped, skip),
         skip_state=info,
         samples=samples,
@@ -244,14 +239,7 @@ def check_state(state: Any) -> None:
         )
 
 
-def _checked(
-    rules: Rules,
-    space: Space,
-    batch: MicroBatch,
-    state: AccumulationState,
-    params: Tree | None,
-    extra_args: Mapping[str, Any],
-) -> Tree:
+def _checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Tree:
     """Raises for what does not fit the state; returns leaves of the shapes and dtypes of the gradient of the whole."""
     if has_accumulator(state):
         arithmetic.check(state.acc_grads, batch.grads)
@@ -269,6 +257,6 @@ def _checked(
     like = space.like(batch.grads)
     if params is not None:
         arithmetic.check_params(params, like)
-    names = set(extra_args) - set(rules.mean_args)
-    inner.check_extra_args(rules.inner, names, like, state.inner_opt_state, params, extra_args)
+    names = set(batch.extra_args) - set(rules.mean_args)
+    inner.check_extra_args(rules.inner, names, (like, state.inner_opt_state, params), batch.extra_args)
     return like
