@@ -13,53 +13,49 @@ Name = int | str  # of an argument: its position, or its keyword
 NOT_ARRAYS = "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0] of Equinox."
 
 
-@dataclasses.dataclass(frozen=True)
 class Roles:
     """What a factory was told of the arguments of `fun`; `of` finds them in one call."""
 
-    argnums: tuple[int, ...] = ()
-    batch_argnums: tuple[int, ...] = ()
-    batch_argnames: tuple[str, ...] = ()
-    rng_argnum: int | None = None
-    carry_argnum: int | None = None
-    whole_argnums: tuple[int, ...] = ()
-    whole_argnames: tuple[str, ...] = ()
-
-    @classmethod
-    def named(
-        cls, *, batch_argnums: Any, batch_argnames: Any = (), argnums: Any = 0, has_batch: bool = True, **roles: Any
-    ) -> "Roles":
-        """Returns the roles as users name them: where no batch is named, argument 1 is it."""
-        names = as_argnames("batch_argnames", batch_argnames)
+    def __init__(
+        self,
+        *,
+        batch_argnums: Any = None,
+        batch_argnames: Any = (),
+        argnums: Any = 0,
+        rng_argnum: Any = None,
+        carry_argnum: Any = None,
+        whole_argnums: Any = (),
+        whole_argnames: Any = (),
+        has_batch: bool = True,
+    ):
+        """Takes the roles as users name them: where no batch is named, argument 1 is it."""
+        self.batch_argnames = as_argnames("batch_argnames", batch_argnames)
+        self.whole_argnames = as_argnames("whole_argnames", whole_argnames)
         if batch_argnums is None:
-            batch_argnums = () if names else 1
-        return cls(
-            argnums=() if argnums is None else as_argnums("argnums", argnums),
-            batch_argnums=as_argnums("batch_argnums", batch_argnums, empty=bool(names) or not has_batch),
-            batch_argnames=names,
-            rng_argnum=_one("rng_argnum", roles.get("rng_argnum")),
-            carry_argnum=_one("carry_argnum", roles.get("carry_argnum")),
-            whole_argnums=as_argnums("whole_argnums", roles.get("whole_argnums", ()), empty=True),
-            whole_argnames=as_argnames("whole_argnames", roles.get("whole_argnames", ())),
-        )
+            batch_argnums = () if self.batch_argnames else 1
+        self.numbers = {
+            "argnums": () if argnums is None else as_argnums("argnums", argnums),
+            "batch_argnums": as_argnums(
+                "batch_argnums", batch_argnums, empty=bool(self.batch_argnames) or not has_batch
+            ),
+            "rng_argnum": _at_most_one("rng_argnum", rng_argnum),
+            "carry_argnum": _at_most_one("carry_argnum", carry_argnum),
+            "whole_argnums": as_argnums("whole_argnums", whole_argnums, empty=True),
+        }
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Call":
         """Returns one call with its arguments in their roles, each in one at most."""
-        taken: dict[int, str] = {}
-        place = lambda role: tuple(_placed(role, number, len(args), taken) for number in _many(getattr(self, role)))
-        params, batch, rng, carry, whole = map(
-            place, ("argnums", "batch_argnums", "rng_argnum", "carry_argnum", "whole_argnums")
-        )
         for name in self.batch_argnames:
             if name in self.whole_argnames:
                 raise ValueError(f"An argument has one role: {name!r} is in batch_argnames and in whole_argnames.")
+        placed = _placed(self.numbers, len(args))
         call = Call(
             arguments={**dict(enumerate(args)), **kwargs},
-            params=params,
-            batch=(*batch, *(name for name in self.batch_argnames if name in kwargs)),
-            rng=rng[0] if rng else None,
-            carry=carry[0] if carry else None,
-            whole=(*whole, *self.whole_argnames),
+            params=placed["argnums"],
+            batch=(*placed["batch_argnums"], *(name for name in self.batch_argnames if name in kwargs)),
+            rng=next(iter(placed["rng_argnum"]), None),
+            carry=next(iter(placed["carry_argnum"]), None),
+            whole=(*placed["whole_argnums"], *self.whole_argnames),
         )
         for name in call.batch:
             _check_batch(name, call.arguments[name])
@@ -152,31 +148,29 @@ def check_arrays(what: str, tree: Tree, remedy: str) -> None:
             )
 
 
-def _many(numbers: Any) -> tuple[int, ...]:
-    return numbers if isinstance(numbers, tuple) else () if numbers is None else (numbers,)
-
-
-def _one(role: str, number: Any) -> int | None:
+def _at_most_one(role: str, number: Any) -> tuple[int, ...]:
     if number is not None and type(number) is not int:
         raise TypeError(f"{role} must be an integer or None: {role}={number!r}. Count from 0.")
-    return number
+    return () if number is None else (number,)
 
 
-def _placed(role: str, number: int, count: int, taken: dict[int, str]) -> int:
-    """Returns the number counted from the front, and notes that it is taken."""
-    if not -count <= number < count:
-        raise ValueError(
-            f"{role} must name an argument by position: {role}={number}, and there are {count}. Pass that argument by "
-            "position; a batch that comes by keyword is named by batch_argnames."
-        )
-    number %= count
-    if number in taken:
-        raise ValueError(
-            f"An argument has one role: argument {number} is named by {taken[number]} and by {role}. "
-            "Pass keys, carries, parameters and batches as arguments of their own."
-        )
-    taken[number] = role
-    return number
+def _placed(numbers: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
+    """Returns the numbers of each role counted from the front of `count` arguments, each in one role."""
+    taken: dict[int, str] = {}
+    for role, given in numbers.items():
+        for number in given:
+            if not -count <= number < count:
+                raise ValueError(
+                    f"{role} must name an argument by position: {role}={number}, and there are {count}. Pass that "
+                    "argument by position; a batch that comes by keyword is named by batch_argnames."
+                )
+            if other := taken.get(number % count):
+                raise ValueError(
+                    f"An argument has one role: argument {number % count} is named by {other} and by {role}. "
+                    "Pass keys, carries, parameters and batches as arguments of their own."
+                )
+            taken[number % count] = role
+    return {role: tuple(number for number in taken if taken[number] == role) for role in numbers}
 
 
 def _check_batch(name: Name, batch: Tree) -> None:

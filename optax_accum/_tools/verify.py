@@ -109,7 +109,7 @@ def verify(
       Mean of means: the gradient accumulation bug found in 2024 in several trainers (unsloth.ai/blog/gradient).
     """
     roles: dict[str, Any] = {"rng_argnum": rng_argnum, "carry_argnum": carry_argnum, "whole_argnums": whole_argnums}
-    call = Roles.named(batch_argnums=1, **roles).of((params, batch, *args), {})
+    call = Roles(batch_argnums=1, **roles).of((params, batch, *args), {})
     loss = Loss(fun, params, args, has_aux, weight_fn, call.rng, call.carry)
     rows = _check(loss, batch, num_microbatches, group_size)
     rtol = checks.as_tolerance("rtol", rtol)

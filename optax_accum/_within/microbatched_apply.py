@@ -104,7 +104,7 @@ def microbatched_apply(
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     axes = meshes.as_axes(reduce_axes)
     check_options(axes, reduce_to, partial=False)
-    roles = Roles.named(
+    roles = Roles(
         argnums=0 if axes else None,
         batch_argnums=batch_argnums,
         batch_argnames=batch_argnames,

@@ -145,7 +145,7 @@ def value_and_grad(
         options = dataclasses.replace(options, groups=of_params(options.groups))
     rules = Rules(
         fun=fun,
-        roles=Roles.named(
+        roles=Roles(
             argnums=argnums,
             batch_argnums=batch_argnums,
             batch_argnames=batch_argnames,

@@ -1,7 +1,7 @@
 """Owns the gradient of an NNX module within a call. Knows no optimizer."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_accum
-from optax_accum._core.roles import as_argnames, as_argnums
+from optax_accum._core.roles import Name, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._space.device import Device
@@ -69,19 +69,13 @@ def value_and_grad(
     reduction, axes = options.pop("aux_reduction", "mean"), as_axes(options.get("reduce_axes"))
     options |= {"has_aux": True, "carry_argnum": -1, "aux_reduction": ("sum", reduction)}
     optax_accum.value_and_grad(fun, **options)  # its errors come when this is built
-    names = as_argnames("batch_argnames", options.get("batch_argnames", ()))
-    if options.get("batch_argnums") is None:
-        options["batch_argnums"] = () if names else 1
-    roles = ("batch_argnums", "rng_argnum", "whole_argnums")
-    numbers = {role: as_argnums(role, options[role], empty=True) for role in roles if options.get(role) is not None}
-    options |= {role: _before_state(options[role]) for role in numbers}
-    options["whole_argnums"] = (*_before_state(numbers.get("whole_argnums", ())), -_STATE)  # the running statistics
-    batch_argnums = numbers["batch_argnums"]
+    roles = Roles(**{name: options[name] for name in _ROLES & options.keys()})
 
     @functools.wraps(fun)
     def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         check_module(model)
-        _check_arguments(args, numbers)
+        _check_arguments(args)
+        call = roles.of((model, *args), kwargs)
         running, momenta = batch_norms(model)
         graph, params, stats, rest = nnx.split(model, wrt, running, ...)
         check_trained(model, params, wrt)
@@ -97,12 +91,14 @@ def value_and_grad(
             if streams is not None:
                 nnx.update(micro, streams)
             _, _, new, rest = nnx.split(micro, wrt, running, ...)
-            batch = [*((params, *args)[n] for n in batch_argnums), *(kwargs.get(name) for name in names)]
+            batch = call.with_arguments({**dict(enumerate(args, start=1)), **kwargs})[call.batch]
             old, rows = nnx.to_pure_dict(stats), count_rows(batch)
             moments = batch_moments(nnx.to_pure_dict(new), old, momenta(old))
             return loss, ((_window.weighted(moments, jnp.float32(rows)), aux), rest)
 
-        cut = optax_accum.value_and_grad(pure, **options)
+        placed: dict[str, Any] = {"batch_argnums": _numbers(call.batch), "rng_argnum": call.rng}
+        placed["whole_argnums"] = (*_numbers(call.whole), 1 + len(args))  # the running statistics
+        cut = optax_accum.value_and_grad(pure, **{**options, **placed})
         (loss, ((sums, aux), rest)), grads = cut(params, *args, stats, rest, **kwargs)
         old, moments = nnx.to_pure_dict(stats), weighted_mean(_window.whole(sums, options))
         nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, momenta(old)))
@@ -118,13 +114,16 @@ _OWN_OPTIONS = {
 }
 
 
-def _check_arguments(args: Sequence[Any], numbers: Mapping[str, Sequence[int]]) -> None:
-    """Raises for a number that names none of the arguments, and for random streams that nobody would advance."""
-    count = 1 + len(args)
-    for role, named in numbers.items():
-        for number in named:
-            if not -count <= number < count:
-                raise ValueError(f"{role} must name an argument by position: {role}={number}, and there are {count}.")
+_ROLES = {"batch_argnums", "batch_argnames", "rng_argnum", "whole_argnums", "whole_argnames"}
+
+
+def _numbers(names: Sequence[Name]) -> tuple[int, ...]:
+    """Returns which arguments are named by position, counted from the front: the model's state comes behind them."""
+    return tuple(name for name in names if isinstance(name, int))
+
+
+def _check_arguments(args: Sequence[Any]) -> None:
+    """Raises for random streams that nobody would advance."""
     for number, arg in enumerate(args, start=1):
         for node in jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
             if isinstance(node, nnx.Rngs):
@@ -132,12 +131,3 @@ def _check_arguments(args: Sequence[Any], numbers: Mapping[str, Sequence[int]]) 
                     f"An nnx.Rngs beside the model would give all micro-batches the same keys: argument {number}. Make "
                     "it an attribute of the module; or pass a key, and name it with rng_argnum."
                 )
-
-
-def _before_state(argnums: int | Sequence[int]) -> Any:
-    """Returns numbers that count from the end of the user's arguments, where the model's state follows them."""
-    before = lambda number: number - _STATE if number < 0 else number
-    return before(argnums) if isinstance(argnums, int) else tuple(map(before, argnums))
-
-
-_STATE = 2  # the running statistics, and the carry
