@@ -108,7 +108,7 @@ def test_gradients_of_another_tree():
         update(build(), {"w": PARAMS["w"]})
     with pytest.raises(ValueError, match=r"at \['c'\] the gradients have shape \(1,\) and the state has no leaf.*init"):
         update(build(), {**PARAMS, "c": jnp.ones(1)})
-    with pytest.raises(ValueError, match=r"at \['w'\] they have one leaf and the state has the tree"):
+    with pytest.raises(ValueError, match=r"at \['w'\] the gradients have shape .* and the state has no leaf"):
         update(build(), state=build().init({**PARAMS, "w": {"nested": PARAMS["w"]}}))
 
 
@@ -116,7 +116,7 @@ def test_gradients_of_another_tree():
 def test_gradients_of_another_shape(apply):
     tx = build()
     grads = {**PARAMS, "w": jnp.ones((3, 2))}
-    message = r"at \['w'\] the gradient has shape \(3, 2\) and the state has \(2, 3\).*init"
+    message = r"at \['w'\] the gradient has shape \(3, 2\) and the state \(2, 3\).*init"
     step = jax.jit(lambda *a: optax_accum.apply_gradients(tx, *a) if apply else tx.update(*a))
     with pytest.raises(ValueError, match=message):
         step(grads, tx.init(PARAMS), PARAMS)

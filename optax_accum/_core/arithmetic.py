@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import all_leaves, keystr
 
 from optax_accum._core import tracing
 
@@ -76,13 +77,9 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array, skip: t
 
 def narrower(params: Tree, acc: Tree) -> str | None:
     """Returns the path of a parameter whose gradient has another dtype than its accumulator, if there is one."""
-    try:
-        totals = jax.tree.structure(params).flatten_up_to(acc)
-    except ValueError as error:
-        raise ValueError(_tree_mismatch(acc, params, "state", "Call init again with these parameters.")) from error
-    for (path, leaf), total in zip(jax.tree.leaves_with_path(params), totals, strict=True):
+    for path, leaf, total in _paired(params, acc, "state", "Call init again with these parameters."):
         if hasattr(total, "dtype") and jnp.result_type(leaf) != total.dtype:
-            return jax.tree_util.keystr(path) or "the only leaf"
+            return path
     return None
 
 
@@ -120,6 +117,12 @@ def all_finite(tree: Tree) -> jax.Array:
     widest = max((accumulator_dtype(extreme.dtype, None) for extreme in extremes), key=lambda dtype: dtype.itemsize)
     together = jnp.stack([extreme.astype(widest) for extreme in extremes])
     return jnp.all(jnp.isfinite(jax.lax.optimization_barrier(together)))
+
+
+def along_rows(numbers: Any, leaf: jax.Array) -> jax.Array:
+    """Returns one number, or [d] with one for each row of a leaf [d, ...], as they go with the leaf."""
+    numbers = jnp.asarray(numbers)
+    return numbers.reshape(numbers.shape + (1,) * (leaf.ndim - numbers.ndim)) if numbers.ndim else numbers
 
 
 def reciprocal(weight: Weight) -> Weight:
@@ -180,9 +183,8 @@ def dtypes(tree: Tree) -> str:
 
 def same_dtypes(tree: Tree, other: Tree) -> bool:
     """Returns whether two trees have the same dtypes, leaf by leaf."""
-    return all(
-        map(lambda a, b: jnp.result_type(a) == jnp.result_type(b), jax.tree.leaves(tree), jax.tree.leaves(other))
-    )
+    each = lambda tree: list(map(jnp.result_type, jax.tree.leaves(tree)))
+    return each(tree) == each(other)
 
 
 def is_float0(leaf: Leaf) -> bool:
@@ -192,68 +194,64 @@ def is_float0(leaf: Leaf) -> bool:
 
 def check_params(params: Tree, grads: Tree) -> None:
     """Raises unless the gradients have the tree and the shapes of the parameters."""
-    if jax.tree.structure(params) != jax.tree.structure(grads):
-        raise ValueError(_tree_mismatch(params, grads, "parameters", "Pass the parameters that were differentiated."))
-    for (path, grad), param in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(params), strict=True):
-        if jnp.shape(grad) != jnp.shape(param):
-            raise ValueError(
-                f"Gradients must have the shapes of the parameters: at {jax.tree_util.keystr(path) or 'the only leaf'} "
-                f"the gradient has shape {jnp.shape(grad)} and the parameter {jnp.shape(param)}. Pass the parameters "
-                "that were differentiated."
-            )
+    _paired(grads, params, "parameters", "Pass the parameters that were differentiated.")
 
 
 def check(acc: Tree, grads: Tree) -> None:
     """Raises unless every leaf of `grads` can be added to the leaf of `acc` at the same path."""
+    remedy = "Call init again with the parameters that these gradients belong to."
+    if isinstance(grads, tuple) and len(grads) == 2:
+        remedy += " jax.value_and_grad returns (value, grads): pass the second."
+    for path, grad, total in _paired(grads, acc, "state", remedy):
+        dtype = "float0" if is_float0(grad) else jnp.result_type(grad)
+        if isinstance(total, optax.MaskedNode):
+            if dtype != "float0":
+                raise TypeError(
+                    f"A gradient must belong to a floating-point parameter: the parameter at {path} had none when the "
+                    f"state was made, and its gradient has dtype {dtype}. Call init with parameters of a "
+                    "floating-point dtype, or leave this one out with optax.masked."
+                )
+        elif dtype == "float0" or not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"A gradient must have a floating-point dtype: at {path} it is {dtype} and the state accumulates "
+                f"{total.dtype}. {remedy}"
+            )
+        elif jnp.iscomplexobj(grad) and not jnp.iscomplexobj(total):
+            raise TypeError(
+                f"A complex gradient cannot be added to a real accumulator: at {path} the gradient has dtype {dtype} "
+                f"and shape {jnp.shape(grad)}, the state has {total.dtype} and {total.shape}. Make the state with "
+                "complex parameters."
+            )
+
+
+def _paired(grads: Tree, others: Tree, name: str, remedy: str) -> list[tuple[str, Leaf, Leaf]]:
+    """Returns the leaves of two trees side by side, with their path; raises unless trees and shapes are the same.
+
+    A `MaskedNode` among the others stands for a leaf without a gradient.
+    """
     leaves, treedef = jax.tree.flatten_with_path(grads)
     try:
-        totals = treedef.flatten_up_to(acc)
+        beside = treedef.flatten_up_to(others)
     except ValueError as error:
-        remedy = "Call init again with the parameters that these gradients belong to."
-        if isinstance(grads, tuple) and len(grads) == 2:
-            remedy = "jax.value_and_grad returns (value, grads): pass the second."
-        raise ValueError(_tree_mismatch(acc, grads, "state", remedy)) from error
-    for (path, grad), total in zip(leaves, totals, strict=True):
-        _check_leaf(jax.tree_util.keystr(path) or "the only leaf", grad, total)
-
-
-def _check_leaf(path: str, grad: Leaf, total: Leaf) -> None:
-    if isinstance(total, optax.MaskedNode):
-        if not is_float0(grad):
-            raise TypeError(
-                f"A gradient must belong to a floating-point parameter: the parameter at {path} had none when the "
-                f"state was made, and its gradient has dtype {jnp.result_type(grad)}. Call init with parameters of a "
-                "floating-point dtype, or leave this one out with optax.masked."
+        raise ValueError(_tree_mismatch(others, grads, name, remedy)) from error
+    pairs = [(keystr(path) or "the only leaf", leaf, other) for (path, leaf), other in zip(leaves, beside, strict=True)]
+    for path, leaf, other in pairs:
+        if isinstance(other, optax.MaskedNode):
+            continue
+        if not all_leaves([other]):
+            raise ValueError(_tree_mismatch(others, grads, name, remedy))
+        if jnp.shape(leaf) != jnp.shape(other):
+            raise ValueError(
+                f"Gradients must have the shapes of the {name}: at {path} the gradient has shape {jnp.shape(leaf)} "
+                f"and the {name} {jnp.shape(other)}. {remedy}"
             )
-        return
-    if not hasattr(total, "shape"):
-        raise ValueError(
-            f"Gradients must have the tree of the state: at {path} they have one leaf and the state has the tree "
-            f"{jax.tree.structure(total)}. Call init again with the parameters that these gradients belong to."
-        )
-    if jnp.shape(grad) != total.shape:
-        raise ValueError(
-            f"Gradients must have the shapes of the state: at {path} the gradient has shape {jnp.shape(grad)} and the "
-            f"state has {total.shape}. Call init again with the parameters that these gradients belong to."
-        )
-    dtype = "float0" if is_float0(grad) else jnp.result_type(grad)
-    if dtype == "float0" or not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(
-            f"A gradient must have a floating-point dtype: at {path} it is {dtype} and the state accumulates "
-            f"{total.dtype}. Call init again with the parameters that these gradients belong to."
-        )
-    if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(total):
-        raise TypeError(
-            f"A complex gradient cannot be added to a real accumulator: at {path} the gradient has dtype {dtype} "
-            f"and shape {jnp.shape(grad)}, the state has {total.dtype} and {total.shape}. Make the state with complex "
-            "parameters."
-        )
+    return pairs
 
 
 def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str) -> str:
     keep = lambda node: isinstance(node, optax.MaskedNode)
     shapes = [
-        {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=keep)}
+        {keystr(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=keep)}
         for tree in (grads, acc)
     ]
     rule = f"Gradients must have the tree of the {name}"
@@ -267,9 +265,8 @@ def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str) -> str:
 
 def _scale(grad: jax.Array, weight: Weight, counts: tracing.Flag) -> jax.Array:
     """Returns `weight * grad` where it counts, and zeros elsewhere."""
-    beside = lambda rows: rows.reshape(rows.shape + (1,) * (grad.ndim - rows.ndim)) if rows.ndim else rows
     if isinstance(weight, jax.Array):
-        grad = grad * beside(weight).astype(grad.dtype)
+        grad = grad * along_rows(weight, grad).astype(grad.dtype)
     elif weight != 1.0:
         grad = grad * weight
-    return grad if counts is True else jnp.where(beside(jnp.asarray(counts)), grad, 0)
+    return grad if counts is True else jnp.where(along_rows(counts, grad), grad, 0)

@@ -139,7 +139,6 @@ def divided(totals: Tree, count: jax.Array) -> Tree:
 
     def scaled(leaf: jax.Array) -> jax.Array:
         wide = arithmetic.accumulator_dtype(leaf.dtype, None)
-        of_each = factor.reshape(factor.shape + (1,) * (leaf.ndim - factor.ndim))
-        return (leaf.astype(wide) * of_each.astype(wide)).astype(leaf.dtype)
+        return (leaf.astype(wide) * arithmetic.along_rows(factor, leaf).astype(wide)).astype(leaf.dtype)
 
     return jax.tree.map(scaled, totals)

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Tree = Any
+from optax_accum._core import arithmetic
+from optax_accum._core.arithmetic import Tree
+
 ByGroup = dict[str, jax.Array]
 ALL = "all"  # the one group, where none are named
 _UNIT = 2**20  # below this, float32 counts in sixteenths
@@ -91,13 +93,13 @@ def new_samples(options: Options, params: Tree, scalar: Callable[[], jax.Array])
 
 def new_statistics(options: Options, params: Tree) -> Statistics:
     """Returns what is known before the first window."""
-    by_group = lambda: {name: _zero() for name, _ in _named(options, params)}
-    return Statistics(by_group(), by_group(), by_group(), _zero(), _zero())
+    by_group = lambda: {name: jnp.zeros([]) for name, _ in _named(options, params)}
+    return Statistics(by_group(), by_group(), by_group(), jnp.zeros([]), jnp.zeros([]))
 
 
 def new_seen() -> Seen:
     """Returns the count of nothing."""
-    return Seen(jnp.zeros([], jnp.int32), _zero())
+    return Seen(jnp.zeros([], jnp.int32), jnp.zeros([]))
 
 
 def squared_norms(options: Options, tree: Tree, like: jax.Array) -> ByGroup:
@@ -110,19 +112,15 @@ def squared_norms(options: Options, tree: Tree, like: jax.Array) -> ByGroup:
 
 def add(samples: Samples, squares: ByGroup, weight: Any, first: Any) -> Samples:
     """Returns the sums with a sample in them, or only this where `first`. What weighs nothing is no sample."""
-    old = lambda total: jnp.where(first, 0, total)
-    share = lambda square: jnp.where(weight == 0, 0, weight * square)
     return Samples(
-        squares={
-            name: (old(total) + share(squares[name])).astype(total.dtype) for name, total in samples.squares.items()
-        },
-        number=(old(samples.number) + jnp.where(weight == 0, 0, 1)).astype(samples.number.dtype),
+        squares=arithmetic.add(samples.squares, squares, weight, first),
+        number=arithmetic.add(samples.number, jnp.asarray(weight != 0), 1.0, first),
         latest=squares,
     )
 
 
-def estimate(samples: Samples, squares: ByGroup, weight: Any) -> tuple[ByGroup, ByGroup, jax.Array]:
-    """Returns the noise and the signal of one window, both unbiased, and whether they are known.
+def alone(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> Statistics:
+    """Returns the statistics of one window, with nothing smoothed: unbiased, and zeros where they are not known.
 
     With weights `b_i`, `B = sum b_i`, K samples `g_i`, and `g` their weighted mean,
 
@@ -135,14 +133,9 @@ def estimate(samples: Samples, squares: ByGroup, weight: Any) -> tuple[ByGroup, 
     spare = jnp.where(samples.number > 1, samples.number - 1, 1)
     noise = {name: (total - weight * squares[name]) / spare for name, total in samples.squares.items()}
     signal = {name: squares[name] - noise[name] / weight for name in noise}
-    return noise, signal, (samples.number > 1) & jnp.isfinite(sum(noise.values()) + sum(signal.values()))
-
-
-def alone(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> Statistics:
-    """Returns the statistics of one window, with nothing smoothed."""
-    noise, signal, known = estimate(samples, squares, weight)
-    zero = lambda parts: {name: jnp.where(known, part, 0) for name, part in parts.items()}
-    return Statistics(squares, zero(noise), zero(signal), known.astype(weight.dtype), weight / steps)
+    known = (samples.number > 1) & jnp.isfinite(sum(noise.values()) + sum(signal.values()))
+    noise, signal = jax.tree.map(lambda part: jnp.where(known, part, 0), (noise, signal))
+    return Statistics(squares, noise, signal, known.astype(weight.dtype), weight / steps)
 
 
 def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
@@ -241,7 +234,3 @@ def _squared_norm(leaf: Any, like: jax.Array) -> jax.Array:
     parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
     wide = [part.astype(like.dtype) for part in parts]
     return sum(jnp.sum(part * part, axis=tuple(range(like.ndim, part.ndim))) for part in wide)  # type: ignore[return-value]
-
-
-def _zero() -> jax.Array:
-    return jnp.zeros([], jnp.result_type(float))

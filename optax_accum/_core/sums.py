@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Tree = Any
+from optax_accum._core import arithmetic
+from optax_accum._core.arithmetic import Tree
 
 
 class WeightedSum(NamedTuple):
@@ -20,12 +21,7 @@ class WeightedSum(NamedTuple):
 
 def add(sums: WeightedSum, values: Tree, weight: Any, first: Any) -> WeightedSum:
     """Returns the sums with `values` in them, or only these where `first`. A weight of 0 adds nothing, not a NaN."""
-
-    def added(total: jax.Array, value: Any) -> jax.Array:
-        share = jnp.where(weight == 0, 0, weight * value)
-        return jnp.where(first, 0, total) + share.astype(total.dtype)
-
-    return WeightedSum(jax.tree.map(added, sums.total, values), added(sums.weight, jnp.ones_like(sums.weight)))
+    return arithmetic.add(sums, WeightedSum(values, jnp.ones_like(sums.weight)), weight, first)
 
 
 def mean(sums: WeightedSum, empty: Any = 0.0) -> Tree:
