@@ -62,8 +62,9 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"verify_command"},
     ],
     "flax": [
-        {"_batch_norm", "_window", "_nnx_variables", "_nnx_reading"},
-        {"_checkpoint", "_loss_scale", "_nnx_jit"},
+        {"_batch_norm", "_nnx_variables", "_nnx_reading"},
+        {"_window", "_nnx_jit"},
+        {"_checkpoint", "_loss_scale"},
         {"_linen", "_nnx", "_nnx_optimizer"},
         {"_linen_step", "_nnx_step"},
         {"linen", "nnx"},

@@ -14,14 +14,13 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 import optax_accum
-from optax_accum._across.transformation import rules_of
+from optax_accum._across.transformation import axes_of
 from optax_accum._across.window import has_accumulator
 from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.sums import mean as weighted_mean
-from optax_accum._space.meshes import names_over_devices
+from optax_accum._space.meshes import Axes, names_over_devices
 from optax_accum.flax import _window
-from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats, momentum_of_each
+from optax_accum.flax._batch_norm import check_stats, momentum_of_each
 from optax_accum.flax._checkpoint import from_state_dict, to_state_dict
 from optax_accum.flax._window import MicroStep
 
@@ -140,7 +139,7 @@ class TrainState(train_state.TrainState, kw_only=True):
                 maxima=jax.tree.map(jnp.zeros_like, overwritten),
             )
         counts = {name: jnp.asarray(getattr(state, name), jnp.int32) for name in ("step", "micro_step")}
-        opt_state = _placed_rows(_window.own_buffers(state.opt_state, params), _trained(params), tx)
+        opt_state = _boxed(_window.own_buffers(state.opt_state, params), _trained(params), axes_of(tx))
         return state.replace(window=window, opt_state=opt_state, **counts)
 
     def apply_gradients(
@@ -176,15 +175,15 @@ class TrainState(train_state.TrainState, kw_only=True):
         own = "metrics", "batch_stats", "stats_weight"
         extra = _window.extra_args(before, kwargs, own, metrics, weight=weight, flush=flush)
         trained = _trained(self.params)
-        opt_state = _like_params(self.opt_state, trained)
+        opt_state = _boxed(self.opt_state, trained)
         params, opt_state = optax_accum.apply_gradients(self.tx, _trained(grads), opt_state, trained, **extra)
-        opt_state = _placed_rows(opt_state, trained, self.tx)
+        opt_state = _boxed(opt_state, trained, axes_of(self.tx))
         micro_step = MicroStep.between(before, _window.find_window(opt_state))
         window, counted = self.window, _window.as_weight(weight)
         window = window._replace(metrics=_window.add_metrics(window.metrics, metrics, counted, micro_step))
         if before is not None:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
-            stats, moments = self._add_stats(replaced.pop("batch_stats", None), counted, micro_step)
+            moments, stats = self._add_stats(replaced.pop("batch_stats", None), counted, micro_step)
             replaced, window = {"batch_stats": stats, **replaced}, window._replace(moments=moments)
         if overwritten_part(grads) is not None:
             maxima, overwritten = self._overwrite(overwritten_part(grads), micro_step)
@@ -197,8 +196,8 @@ class TrainState(train_state.TrainState, kw_only=True):
         """Returns the weighted means of the metrics over the window so far, or over the one that has just closed."""
         return _window.mean_metrics(self.window.metrics)
 
-    def _add_stats(self, new: Tree, weight: jax.Array, micro_step: MicroStep) -> tuple[Tree, WeightedSum | None]:
-        """Returns the running statistics, which step when the window emits, and its moments."""
+    def _add_stats(self, new: Tree, weight: jax.Array, micro_step: MicroStep) -> tuple[WeightedSum | None, Tree]:
+        """Returns the moments of the window, and the running statistics, which step when it emits."""
         old, moments = self.batch_stats, self.window.moments
         if new is not None:
             check_stats(old, new)
@@ -208,11 +207,9 @@ class TrainState(train_state.TrainState, kw_only=True):
                     "The window of this state has no sums for batch_stats: they were put into it later, or the "
                     "optimizer was. Pass batch_stats, momentum and the optimizer to TrainState.create."
                 )
-            return old, None
+            return None, old
         new, weight = (old, jnp.zeros([])) if new is None else (new, weight)
-        moments = _window.add(moments, batch_moments(new, old, self.momentum), weight, micro_step)
-        merged = merge_batch_stats(weighted_mean(moments), old, self.momentum)
-        return jax.tree.map(lambda new, old: jnp.where(micro_step.emitted, new, old), merged, old), moments
+        return _window.add_stats(moments, new, old, self.momentum, weight, micro_step)
 
     def _overwrite(self, new: Tree, micro_step: MicroStep) -> tuple[Tree, Tree]:
         """Returns the maxima of fp8 statistics over the window, and those statistics: overwritten when it emits."""
@@ -220,24 +217,16 @@ class TrainState(train_state.TrainState, kw_only=True):
             jnp.where(micro_step.first, 0, maximum), jnp.where(micro_step.kept, new, 0)
         )
         maxima = jax.tree.map(largest, self.window.maxima, new)
-        old = overwritten_part(self.params)
-        return maxima, jax.tree.map(lambda new, old: jnp.where(micro_step.emitted, new, old), maxima, old)
+        return maxima, micro_step.stepped(maxima, overwritten_part(self.params))
 
 
-def _placed_rows(opt_state: Tree, params: Tree, tx: Any) -> Tree:
-    """Returns a state whose partial sums say in their boxes that their first axis lies over the devices."""
-    rules = rules_of(tx)
-    axes = rules.reduce_axes if rules else ()
-    return _with_boxes(opt_state, params, lambda names: names_over_devices(axes, names)) if axes else opt_state
+def _boxed(opt_state: Tree, params: Tree, axes: Axes = ()) -> Tree:
+    """Returns a state whose partial sums say in their boxes that their first axis lies over the devices.
 
-
-def _like_params(opt_state: Tree, params: Tree) -> Tree:
-    """Undoes `_placed_rows`: gradients have the boxes of the parameters."""
-    return _with_boxes(opt_state, params, lambda names: names)
-
-
-def _with_boxes(opt_state: Tree, params: Tree, renamed: Callable[[Any], Any]) -> Tree:
+    Without axes they have the boxes of the parameters, as gradients do.
+    """
     is_box = lambda node: isinstance(node, Partitioned)
+    renamed = lambda names: names_over_devices(axes, names) if axes else names
     one = lambda param, acc: acc.replace(names=renamed(param.names)) if is_box(param) and is_box(acc) else acc
 
     def convert(state: AccumulationState) -> AccumulationState:

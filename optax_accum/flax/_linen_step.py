@@ -51,8 +51,7 @@ def train_step(
             sums["moments"] = _window.weighted(moments, _window.weight_of(None, batch))
         return loss, sums
 
-    roles: dict[str, Any] = {"has_aux": True, "rng_argnum": 2, "whole_argnums": 3, "aux_reduction": "sum"}
-    cut = functools.partial(optax_accum.value_and_grad, pure, weight_fn=weight_fn, **roles)
+    cut = functools.partial(optax_accum.value_and_grad, pure, weight_fn=weight_fn, **_ROLES)
     cut(**options)  # its errors come when this is built
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -80,17 +79,9 @@ def train_step(
     return step
 
 
+_ROLES: dict[str, Any] = {"has_aux": True, "rng_argnum": 2, "whole_argnums": 3, "aux_reduction": "sum"}
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
-    (
-        "argnums",
-        "has_aux",
-        "rng_argnum",
-        "carry_argnum",
-        "whole_argnums",
-        "aux_reduction",
-        "grad_reduction",
-        "reduce_to",
-    ),
+    (*_ROLES, "argnums", "carry_argnum", "grad_reduction", "reduce_to"),
     "Leave it out; for a step of another form, take optax_accum.value_and_grad and state.apply_gradients.",
 )
 

@@ -9,12 +9,11 @@ import optax
 from flax import nnx
 
 import optax_accum
-from optax_accum._across.transformation import rules_of
+from optax_accum._across.transformation import axes_of
 from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
-from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
-from optax_accum.flax._batch_norm import batch_moments, check_stats, merge_batch_stats
+from optax_accum.flax._batch_norm import check_stats
 from optax_accum.flax._nnx_variables import batch_norms, running_stats
 from optax_accum.flax._window import MicroStep
 
@@ -121,13 +120,12 @@ class Optimizer(nnx.Optimizer):
 
 def _placing_rows(tx: Any) -> optax.GradientTransformation:
     """Returns `tx` whose partial sums say in their metadata that their first axis lies over the devices."""
-    rules = rules_of(tx)
-    axes = rules.reduce_axes if rules else None
+    axes = axes_of(tx)
 
     def over_devices(variable: Any) -> Any:
         if isinstance(variable, nnx.Variable) and variable.has_metadata("out_sharding"):
             names = variable.get_metadata("out_sharding")
-            if axes is None:  # inside a chain, which does not tell them
+            if not axes:  # inside a chain, which does not tell them
                 variable.del_metadata("out_sharding")
             elif names is not None:
                 variable.set_metadata("out_sharding", names_over_devices(axes, names))
@@ -157,9 +155,7 @@ def _step_stats(model: Any, window: dict[str, Any], weight: jax.Array, micro_ste
     new, momentum = running_stats(model)
     old = window["batch_stats"]
     check_stats(old, new)
-    moments = _window.add(window["moments"], batch_moments(new, old, momentum), weight, micro_step)
-    merged = merge_batch_stats(weighted_mean(moments), old, momentum)
-    stats = jax.tree.map(lambda new, old: jnp.where(micro_step.emitted, new, old), merged, old)
+    moments, stats = _window.add_stats(window["moments"], new, old, momentum, weight, micro_step)
     state = nnx.state(model, batch_norms(model)[0])
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.copy, stats))  # two buffers: a donated one is gone
     nnx.update(model, state)

@@ -56,8 +56,7 @@ def train_step(
         sums = _window.weighted(_window.with_loss(value, metrics), weight)
         return loss, (sums, _window.weight_of(None, batch))
 
-    roles: dict[str, Any] = {"wrt": wrt, "has_aux": True, "aux_reduction": "sum"}
-    cut = functools.partial(value_and_grad, measured, weight_fn=weight_fn, **roles)
+    cut = functools.partial(value_and_grad, measured, weight_fn=weight_fn, wrt=wrt, has_aux=True, aux_reduction="sum")
     cut(**options)  # its errors come when this is built
 
     @jit_in_place

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._across.transformation import rules_of
+from optax_accum._across.transformation import axes_of
 from optax_accum._core import sums
 from optax_accum._core.ratio import Ratio, check_single, divided
 from optax_accum._core.rows import count_rows
@@ -19,6 +19,7 @@ from optax_accum._core.sums import WeightedSum
 from optax_accum._space.here import here
 from optax_accum._space.meshes import as_axes
 from optax_accum._space.space import PARTIAL
+from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 
 Tree = Any
 
@@ -42,6 +43,10 @@ class MicroStep(NamedTuple):
         if before is None or after is None:
             return cls(first=True, kept=True, emitted=jnp.array(True))
         return cls(before.mini_step == 0, after.skipped == before.skipped, after.emitted)
+
+    def stepped(self, new: Tree, old: Tree) -> Tree:
+        """Returns what steps once per update: the new if this made one."""
+        return jax.tree.map(lambda new, old: jnp.where(self.emitted, new, old), new, old)
 
 
 def find_window(opt_state: Tree) -> AccumulationState | None:
@@ -67,8 +72,7 @@ def warn_once() -> None:
 
 def zero_sums(values: Tree) -> WeightedSum:
     """Returns sums of nothing yet, in at least float32."""
-    zeros = lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.promote_types(jnp.result_type(leaf), jnp.float32))
-    return WeightedSum(jax.tree.map(zeros, values), jnp.zeros([]))
+    return WeightedSum(jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), values), jnp.zeros([]))
 
 
 def zero_metrics(names: Iterable[str]) -> dict[str, WeightedSum]:
@@ -100,7 +104,7 @@ def add_metrics(
 ) -> dict[str, WeightedSum]:
     """Adds the metrics of a micro-batch, or nothing, to those of the window; raises if they were not announced."""
     if metrics is None:
-        return {name: add(totals[name], jnp.zeros([]), jnp.zeros([]), micro_step) for name in totals}
+        metrics, weight = dict.fromkeys(totals, 0.0), jnp.zeros([])
     if sorted(metrics) != sorted(totals):
         raise ValueError(
             f"metrics must have the names that were announced: {sorted(metrics)}, and the window has {sorted(totals)}. "
@@ -108,6 +112,14 @@ def add_metrics(
         )
     check_metrics(metrics)
     return {name: add(totals[name], wide(metrics[name]), weight, micro_step) for name in totals}
+
+
+def add_stats(
+    moments: WeightedSum, new: Tree, old: Tree, momentum: Tree, weight: jax.Array, micro_step: MicroStep
+) -> tuple[WeightedSum, Tree]:
+    """Adds the statistics that a micro-batch left to the moments of the window; they step when it emits."""
+    moments = add(moments, batch_moments(new, old, momentum), weight, micro_step)
+    return moments, micro_step.stepped(merge_batch_stats(sums.mean(moments), old, momentum), old)
 
 
 def check_metrics(metrics: Any) -> None:
@@ -187,9 +199,8 @@ def own_buffers(state: Tree, params: Tree) -> Tree:
 
 def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a train step with where its sums go, as its optimizer has it."""
-    window, rules = find_window(opt_state), rules_of(tx)
+    window, own = find_window(opt_state), axes_of(tx)
     partial = window is not None and holds_partial_sums(window)
-    own = rules.reduce_axes if rules else ()
     axes = as_axes(options.get("reduce_axes")) or own
     if own and axes != own:
         raise ValueError(
