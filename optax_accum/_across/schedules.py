@@ -1,7 +1,7 @@
 """Owns windows whose length depends on what has been seen: schedules for `every` that read the state."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,38 +10,15 @@ from optax_accum._core import checks, statistics
 from optax_accum._core.state import AccumulationState
 
 
+@dataclasses.dataclass(frozen=True)
 class OfState:
     """A schedule of the state, where a callable `every` is one of `gradient_step`. Constant within a window."""
 
-    needs_statistics = False
+    every: Callable[[AccumulationState], jax.Array]
+    needs_statistics: bool = False
 
     def __call__(self, state: AccumulationState) -> jax.Array:
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class _ByTokens(OfState):
-    counts: tuple[tuple[float, int], ...]  # in rising order
-
-    def __call__(self, state: AccumulationState) -> jax.Array:
-        every = jnp.asarray(self.counts[0][1], jnp.int32)
-        for start, count in self.counts[1:]:
-            every = jnp.where(statistics.has_seen(state.seen, start), count, every)
-        return every
-
-
-@dataclasses.dataclass(frozen=True)
-class _ByNoise(OfState):
-    at_least: int
-    at_most: int
-
-    needs_statistics = True
-
-    def __call__(self, state: AccumulationState) -> jax.Array:
-        told = state.statistics
-        wanted = jnp.ceil(statistics.noise_scale(told).scale / told.step_weight)
-        wanted = jnp.where(jnp.isnan(wanted), self.at_least, wanted)  # not known yet
-        return jnp.clip(wanted, self.at_least, self.at_most).astype(jnp.int32)
+        return self.every(state)
 
 
 def every_by_tokens(counts: Mapping[float, int]) -> OfState:
@@ -85,7 +62,15 @@ def every_by_tokens(counts: Mapping[float, int]) -> OfState:
             f"counts must say what holds from 0 tokens on, and then from more: counts={dict(counts)}. Write "
             "{0: 4, 1e9: 8}, say."
         )
-    return _ByTokens(tuple((start, checks.as_positive("every", counts[start]) or 1) for start in sorted(counts)))
+    (_, first), *others = [(start, checks.as_positive("every", counts[start]) or 1) for start in sorted(counts)]
+
+    def every(state: AccumulationState) -> jax.Array:
+        count = jnp.asarray(first, jnp.int32)
+        for start, larger in others:
+            count = jnp.where(statistics.has_seen(state.seen, start), larger, count)
+        return count
+
+    return OfState(every)
 
 
 def every_by_noise(at_least: int, at_most: int) -> OfState:
@@ -119,9 +104,16 @@ def every_by_noise(at_least: int, at_most: int) -> OfState:
       >>> state.gradient_step.item(), state.mini_step.item()
       (1, 1)
     """
-    low, high = checks.as_positive("at_least", at_least), checks.as_positive("at_most", at_most)
-    if low is None or high is None or not 2 <= low <= high:
+    low, high = checks.as_positive("at_least", at_least) or 0, checks.as_positive("at_most", at_most) or 0
+    if not 2 <= low <= high:
         raise ValueError(
             f"Bounds must not cross, and begin at 2: at_least={at_least}, at_most={at_most}. Pass the smallest first."
         )
-    return _ByNoise(low, high)
+
+    def every(state: AccumulationState) -> jax.Array:
+        told = state.statistics
+        wanted = jnp.ceil(statistics.noise_scale(told).scale / told.step_weight)
+        wanted = jnp.where(jnp.isnan(wanted), low, wanted)  # not known yet
+        return jnp.clip(wanted, low, high).astype(jnp.int32)
+
+    return OfState(every, needs_statistics=True)
