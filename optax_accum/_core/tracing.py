@@ -25,6 +25,21 @@ def is_staged() -> bool:
 def is_differentiated(tree: Tree) -> bool:
     """Returns whether JAX is differentiating what is computed from `tree`, with no `jit` between."""
     seen: list[bool] = []
+    _watched(tree, Tracer, lambda: seen.append(True))
+    return bool(seen)
+
+
+def refuse_differentiation(tree: Tree, message: str) -> Tree:
+    """Returns `tree`; whoever differentiates it after this call, through a `jit` between, gets the message."""
+
+    def refuse() -> None:
+        raise ValueError(message)
+
+    return _watched(tree, jax.Array, refuse)
+
+
+def _watched(tree: Tree, kind: type, differentiated: Callable[[], None]) -> Tree:
+    """Returns `tree`; calls a function when JAX differentiates its leaves of a kind."""
 
     @jax.custom_jvp
     def identity(leaves: list[Any]) -> list[Any]:
@@ -32,27 +47,11 @@ def is_differentiated(tree: Tree) -> bool:
 
     @identity.defjvp
     def _(leaves: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        seen.append(True)
+        differentiated()
         return leaves[0], tangents[0]
 
-    if tracers := [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer) and is_inexact(leaf)]:
-        identity(tracers)
-    return bool(seen)
-
-
-def refuse_differentiation(tree: Tree, message: str) -> Tree:
-    """Returns `tree`; whoever differentiates it after this call, through a `jit` between, gets the message."""
-
-    @jax.custom_jvp
-    def identity(leaves: list[Any]) -> list[Any]:
-        return leaves
-
-    @identity.defjvp
-    def _(leaves: Any, tangents: Any) -> Any:
-        raise ValueError(message)
-
-    inexact, filled = parted(tree, lambda leaf: isinstance(leaf, jax.Array) and is_inexact(leaf))
-    return filled(identity(inexact))
+    inexact, filled = parted(tree, lambda leaf: isinstance(leaf, kind) and jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return filled(identity(inexact)) if inexact else tree
 
 
 def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
@@ -106,8 +105,3 @@ def parted(tree: Tree, is_one: Callable[[Any], bool]) -> tuple[list[Any], Callab
         return treedef.unflatten([next(given) if one else leaf for leaf, one in zip(leaves, chosen, strict=True)])
 
     return [leaf for leaf, one in zip(leaves, chosen, strict=True) if one], filled
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf has a gradient."""
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
