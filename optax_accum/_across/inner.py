@@ -8,20 +8,21 @@ import jax.numpy as jnp
 import optax
 from jax.extend import core
 
-from optax_accum._core import arithmetic, checks
+from optax_accum._core import arithmetic, checks, memory
 from optax_accum._core.arithmetic import Tree
+
+Inner = optax.GradientTransformationExtraArgs
 
 
 def update(
-    inner: optax.GradientTransformationExtraArgs,
-    mean: Tree,
-    grads: Tree,
-    state: Tree,
-    params: Tree | None,
-    extra_args: Mapping[str, Any],
+    inner: Inner, mean: Tree, grads: Tree, state: Tree, params: Tree | None, extra_args: Mapping[str, Any]
 ) -> tuple[Tree, Tree]:
-    """Calls the inner optimizer with the window's mean; updates come in the dtypes that `grads` would have given."""
-    run = lambda grads: inner.update(grads, state, params, **extra_args)
+    """Calls the inner optimizer with the window's mean.
+
+    Updates come in the dtypes that `grads` would have given, the state in its own, and where it lay.
+    """
+    old = memory.to_device(state)
+    run = lambda grads: inner.update(grads, old, params, **extra_args)
     same = arithmetic.same_dtypes(mean, grads)
     try:
         with jax.named_scope("optax_accum.inner"):
@@ -34,7 +35,9 @@ def update(
         raise
     if not same:
         updates = arithmetic.cast_like(updates, jax.eval_shape(lambda: run(grads))[0])
-    return updates, arithmetic.cast_like(new, state) if keeps(new, state) else arithmetic.strong(new)
+    if not keeps(new, state):
+        return updates, arithmetic.strong(new)
+    return updates, memory.to_memory_of(arithmetic.cast_like(new, old), state)
 
 
 def keeps(new: Tree, old: Tree) -> bool:
@@ -53,12 +56,7 @@ def check_kept(new: Tree, old: Tree) -> None:
         )
 
 
-def check_extra_args(
-    inner: optax.GradientTransformationExtraArgs,
-    names: set[str],
-    args: tuple[Any, ...],
-    extra_args: Mapping[str, Any],
-) -> None:
+def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> None:
     """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
     for name, meant in checks.misspelt(names, inner.update).items():
         others = {other: value for other, value in extra_args.items() if other != name}
@@ -69,7 +67,7 @@ def check_extra_args(
             )
 
 
-def _reads(inner: Any, name: str, value: Any, args: tuple[Any, ...], others: Mapping[str, Any]) -> bool:
+def _reads(inner: Inner, name: str, value: Any, args: tuple[Any, ...], others: Mapping[str, Any]) -> bool:
     """Returns whether `inner` uses an argument that its signature does not name, as a member of a chain may."""
     try:
         jax.eval_shape(lambda: inner.update(*args, **others))

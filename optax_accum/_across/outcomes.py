@@ -109,8 +109,6 @@ def count(total: jax.Array, flag: Flag) -> jax.Array:
 
 
 def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
-    def select(a: Any, b: Any) -> Any:
-        return a if arithmetic.is_float0(a) else jnp.where(flag, a, b)
-
+    select = lambda a, b: a if arithmetic.is_float0(a) else jnp.where(flag, a, b)
     chosen = jax.tree.map(select, *map(memory.to_device, (on_true, on_false)))
     return memory.to_memory_of(chosen, on_false)

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._across.transformation import apply, apply_gradients, rules_of
-from optax_accum._across.window import MicroBatch, Rules, check_state, weighed, why_not_in_place
+from optax_accum._across.outcomes import new_params
+from optax_accum._across.transformation import apply_gradients, rules_of
+from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
 from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.backward import Backward, add_to, adds_in_place, bends, differentiate
@@ -201,7 +202,7 @@ class _MicroStep:
         batch = MicroBatch(done.grads, weight, flush, extra_args, done.acc)
         if done.grads is None:
             batch = batch._replace(grads=arithmetic.like_gradients(params, state.acc_grads))
-        return value, *apply(rules, space, batch, state, params)
+        return value, *micro_step(rules, space, batch, state, params, new_params(space, params))
 
     def _check(self, call: Call, *, weighted: bool) -> None:
         """Raises for a batch whose rows do not fit, and for what every micro-batch would share unasked."""

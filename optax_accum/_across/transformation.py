@@ -12,7 +12,7 @@ from optax_accum._across import outcomes, policy
 from optax_accum._across.outcomes import new_params, updates_of
 from optax_accum._across.policy import as_policy
 from optax_accum._across.schedules import OfState
-from optax_accum._across.window import MicroBatch, Rules, arrived, micro_step
+from optax_accum._across.window import Rules, arrived, micro_step
 from optax_accum._core import arithmetic, checks
 from optax_accum._core import statistics as told
 from optax_accum._core.arithmetic import Tree
@@ -21,7 +21,6 @@ from optax_accum._core.roles import NOT_ARRAYS, check_arrays
 from optax_accum._core.state import AccumulationState, new_state
 from optax_accum._space import meshes
 from optax_accum._space.here import check_options
-from optax_accum._space.space import Space
 
 
 def accumulate_gradients(
@@ -194,14 +193,6 @@ def _update(
     return micro_step(rules, space, batch, state, params, updates_of(space, params))
 
 
-def apply(
-    rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree
-) -> tuple[Tree, AccumulationState]:
-    """Makes a micro-step of what has come through the door, and applies it."""
-    params = jax.tree.map(jnp.asarray, params)
-    return micro_step(rules, space, batch, state, params, new_params(space, params))
-
-
 def apply_gradients(
     tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Tree]:
@@ -254,7 +245,8 @@ def apply_gradients(
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
     if rules := rules_of(tx):
-        space = rules.here()
-        return apply(rules, space, arrived(rules, space, grads, state, **extra_args), state, params)
+        space, params = rules.here(), jax.tree.map(jnp.asarray, params)
+        batch = arrived(rules, space, grads, state, **extra_args)
+        return micro_step(rules, space, batch, state, params, new_params(space, params))
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return outcomes.apply_updates(params, updates), state

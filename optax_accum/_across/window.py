@@ -190,11 +190,8 @@ def update_inner(
     mean = arithmetic.mean(total, like, weight if rules.reduction == "mean" else None, rules.emit_dtype)
     kept = learnt(rules, space, state, total, weight)
     extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
-    old = memory.to_device(state.inner_opt_state)
     params = None if params is None else space.place.shard(params)
-    updates, inner_opt_state = inner.update(rules.inner, mean, like, old, params, extra_args)
-    if inner.keeps(inner_opt_state, old):
-        inner_opt_state = memory.to_memory_of(inner_opt_state, state.inner_opt_state)
+    updates, inner_opt_state = inner.update(rules.inner, mean, like, state.inner_opt_state, params, extra_args)
     return updates, kept | {"inner_opt_state": inner_opt_state}, left
 
 
