@@ -94,10 +94,7 @@ def mean(acc: Tree, grads: Tree, weight: Weight | None, dtype: jnp.dtype | str |
         if is_float0(grad):
             return grad
         emitted = emitted_dtype(jnp.asarray(grad).dtype, total.dtype, dtype)
-        if scale is None:
-            return total.astype(emitted)
-        wide = accumulator_dtype(total.dtype, None)
-        return (total.astype(wide) * jnp.asarray(scale, wide)).astype(emitted)
+        return total.astype(emitted) if scale is None else scaled(total, scale, emitted)
 
     return jax.tree.map(mean_leaf, grads, acc)
 
@@ -117,6 +114,12 @@ def all_finite(tree: Tree) -> jax.Array:
     widest = max((accumulator_dtype(extreme.dtype, None) for extreme in extremes), key=lambda dtype: dtype.itemsize)
     together = jnp.stack([extreme.astype(widest) for extreme in extremes])
     return jnp.all(jnp.isfinite(jax.lax.optimization_barrier(together)))
+
+
+def scaled(leaf: jax.Array, factor: Weight, dtype: Any) -> jax.Array:
+    """Returns a leaf times a factor, [] or [d], computed in at least float32, in the dtype named."""
+    wide = accumulator_dtype(leaf.dtype, None)
+    return (leaf.astype(wide) * along_rows(factor, leaf).astype(wide)).astype(dtype)
 
 
 def along_rows(numbers: Any, leaf: jax.Array) -> jax.Array:
@@ -142,14 +145,20 @@ def accumulator_dtype(dtype: Any, named: jnp.dtype | None) -> jnp.dtype:
 
 def named_dtypes(dtype: Tree, params: Tree) -> Tree:
     """Returns the dtype named for each leaf, or None: `dtype` is a prefix of the tree of the parameters."""
-    is_none = lambda node: node is None
+    remedy = "Name one dtype, or one (or None) for each branch."
+    return for_each_leaf("accumulator_dtype", dtype, params, remedy, is_leaf=lambda node: node is None)
+
+
+def for_each_leaf(
+    name: str, option: Tree, tree: Tree, remedy: str, of: str = "the parameters", is_leaf: Any = None
+) -> Tree:
+    """Returns the value of an option for each leaf of a tree, of which it is a prefix."""
     try:
-        return jax.tree.broadcast(dtype, params, is_leaf=is_none)
+        return jax.tree.broadcast(option, tree, is_leaf=is_leaf)
     except ValueError as error:
         raise ValueError(
-            f"accumulator_dtype must be a prefix of the tree of the parameters: "
-            f"{jax.tree.structure(dtype, is_leaf=is_none)}, and the parameters have {jax.tree.structure(params)}. Name "
-            "one dtype, or one (or None) for each branch."
+            f"{name} must be a prefix of the tree of {of}: {name} has {jax.tree.structure(option, is_leaf=is_leaf)}, "
+            f"and the tree is {jax.tree.structure(tree)}. {remedy}"
         ) from error
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from optax_accum._core.arithmetic import Weight
 from optax_accum._core.roles import NOT_ARRAYS, check_arrays, short
 from optax_accum._core.state import default_float
 from optax_accum._core.tracing import Flag
 
-Weight = float | jax.Array  # so is a Python float
 Every = int | Callable[[Any], Any] | None
 
 
@@ -229,12 +229,10 @@ def check_loss(loss: Any, shares: Any) -> None:
 
 def check_carry(carry: Any, new: Any) -> None:
     """Raises unless the carry that `fun` returns has the tree, shapes and dtypes of the one it was given."""
-    old = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        raise TypeError(
-            f"The carry must keep its tree: it came as {jax.tree.structure(old)} and left as {jax.tree.structure(new)}."
-        )
-    for (path, a), b in zip(jax.tree.leaves_with_path(old), jax.tree.leaves(new), strict=True):
+    old, new_tree = jax.tree.structure(carry), jax.tree.structure(new)
+    if old != new_tree:
+        raise TypeError(f"The carry must keep its tree: it came as {old} and left as {new_tree}.")
+    for (path, a), b in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(new), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise TypeError(
                 f"The carry must keep its type: at {jax.tree_util.keystr(path) or 'its only leaf'} it came as "

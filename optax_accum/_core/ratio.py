@@ -136,9 +136,4 @@ def divided(totals: Tree, count: jax.Array) -> Tree:
     One product with the reciprocal: a division, or a select, would not fuse into the optimizer.
     """
     factor = share(count)
-
-    def scaled(leaf: jax.Array) -> jax.Array:
-        wide = arithmetic.accumulator_dtype(leaf.dtype, None)
-        return (leaf.astype(wide) * arithmetic.along_rows(factor, leaf).astype(wide)).astype(leaf.dtype)
-
-    return jax.tree.map(scaled, totals)
+    return jax.tree.map(lambda leaf: arithmetic.scaled(leaf, factor, leaf.dtype), totals)

@@ -99,15 +99,10 @@ class Call:
         known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
         for name in self.arguments.keys() - known:
             for path, leaf in jax.tree.leaves_with_path(self.arguments[name]):
-                where = f"{describe(name)}{jax.tree_util.keystr(path)}"
+                where = f"argument {name!r}{jax.tree_util.keystr(path)}"
                 if keys and is_key(leaf):
                     raise ValueError(_unnamed_key(name, where))
                 _check_rows(name, where, leaf, rows)
-
-
-def describe(name: Name) -> str:
-    """Returns an argument's name for a message."""
-    return f"argument {name}" if isinstance(name, int) else f"argument {name!r}"
 
 
 def as_argnums(role: str, argnums: Any, *, empty: bool = False) -> tuple[int, ...]:
@@ -139,9 +134,8 @@ def is_key(leaf: Any) -> bool:
 def check_arrays(what: str, tree: Tree, remedy: str) -> None:
     """Raises for a leaf that is neither an array nor a number, naming its path."""
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-            if isinstance(leaf, jax.ShapeDtypeStruct) or hasattr(leaf, "__jax_array__"):
-                continue
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+        if not (is_array or isinstance(leaf, jax.ShapeDtypeStruct) or hasattr(leaf, "__jax_array__")):
             raise TypeError(
                 f"{what} must hold arrays: at {jax.tree_util.keystr(path) or 'the only leaf'} there is {short(leaf)}. "
                 f"{remedy}"
@@ -174,7 +168,7 @@ def _placed(numbers: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple
 
 
 def _check_batch(name: Name, batch: Tree) -> None:
-    check_arrays(f"A batch ({describe(name)})", batch, "Pass it as another argument, or make it an array.")
+    check_arrays(f"A batch (argument {name!r})", batch, "Pass it as another argument, or make it an array.")
     for path, leaf in jax.tree.leaves_with_path(batch):
         if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             raise TypeError(

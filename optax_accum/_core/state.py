@@ -192,13 +192,12 @@ def new_state(
     inner_opt_state: Any,
     acc_grads: Any,
     mean_args: tuple[str, ...],
-    scalar: Callable[[], jax.Array] | None = None,
+    scalar: Callable[[], jax.Array] = lambda: jnp.zeros([]),
     **fields: Any,
 ) -> AccumulationState:
     """Returns the state before the first micro-step: `scalar()` for sums of weights, `fields` in place of zeros."""
     # One buffer for each field: a state that is donated may not hold the same one twice.
     count = lambda: jnp.zeros([], jnp.int32)
-    scalar = scalar or (lambda: jnp.zeros([], default_float()))
     blank = AccumulationState(
         mini_step=count(),
         gradient_step=count(),

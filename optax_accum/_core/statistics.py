@@ -214,13 +214,7 @@ def has_seen(seen: Seen, weight: float) -> jax.Array:
 def _named(options: Options, tree: Tree) -> list[tuple[str, Any]]:
     """Returns each leaf that has a gradient with the name of its group."""
     groups = ALL if options.groups is None else options.groups
-    try:
-        names = jax.tree.leaves(jax.tree.broadcast(groups, tree))
-    except ValueError as error:
-        raise ValueError(
-            f"groups must be a prefix of the tree of the parameters: {jax.tree.structure(groups)}, and the parameters "
-            f"have {jax.tree.structure(tree)}. Name one group for each branch."
-        ) from error
+    names = jax.tree.leaves(arithmetic.for_each_leaf("groups", groups, tree, "Name one group for each branch."))
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f'groups must have strings as leaves: {name!r}. Name a group, such as "embedding".')

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
 
+from optax_accum._core.arithmetic import for_each_leaf
+
 Tree = Any
 
 
@@ -98,16 +100,8 @@ def check_stats(old: Tree, new: Tree) -> None:
 def momentum_of_each(momentum: Tree, stats: Tree) -> Tree:
     """Returns the momentum of each of the statistics; raises where it has none, or where one is of no layer."""
     _check_momentum(momentum)
-    momentum, stats = unfreeze(momentum), unfreeze(stats)
-    try:
-        return jax.tree.broadcast(momentum, stats)
-    except ValueError as error:
-        named = {"momentum": momentum, "batch_stats": stats}
-        layers = {name: sorted(tree) if isinstance(tree, Mapping) else tree for name, tree in named.items()}
-        raise ValueError(
-            f"momentum must be one number, or a prefix of the tree of batch_stats: momentum has {layers['momentum']}, "
-            f"batch_stats has {layers['batch_stats']}. Give each layer its own."
-        ) from error
+    each, of = "Give each layer its own.", "batch_stats"
+    return for_each_leaf("momentum", unfreeze(momentum), unfreeze(stats), each, of)
 
 
 def _check_momentum(momentum: Tree) -> None:
