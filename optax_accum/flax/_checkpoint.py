@@ -12,29 +12,24 @@ from optax_accum.flax._window import find_window
 Tree = Any
 
 
-def _pytree_fields(state: Any) -> list[str]:
-    fields = dataclasses.fields(state)
-    return [field.name for field in fields if field.metadata.get("pytree_node", True)]
-
-
 def to_state_dict(state: Any) -> dict[str, Any]:
     """Returns all that is saved of a state: its fields that are trees."""
-    return {name: flax.serialization.to_state_dict(getattr(state, name)) for name in _pytree_fields(state)}
+    trees = [field.name for field in dataclasses.fields(state) if field.metadata.get("pytree_node", True)]
+    return {name: flax.serialization.to_state_dict(getattr(state, name)) for name in trees}
 
 
 def from_state_dict(state: Any, saved: dict[str, Any]) -> Any:
     """Restores a saved state; fields that Flax's own `TrainState` does not have may be missing."""
-    fields = _pytree_fields(state)
-    if unknown := sorted(set(saved) - set(fields)):
+    mine = to_state_dict(state)
+    if unknown := sorted(set(saved) - set(mine)):
         raise ValueError(f"The checkpoint is not one of a TrainState with these fields: it has {unknown}, too.")
     if missing := sorted({"step", "params", "opt_state"} - set(saved)):
         raise ValueError(f"The checkpoint is not one of a TrainState: {missing} are missing.")
     if "window" in saved:
-        names = state.window.metrics
-        kept = {name: sums for name, sums in saved["window"]["metrics"].items() if name in names}
-        blank = {name: flax.serialization.to_state_dict(names[name]) for name in names}
-        saved = {**saved, "window": {**saved["window"], "metrics": {**blank, **kept}}}
-    restored = {name: _restored(name, getattr(state, name), saved[name]) for name in fields if name in saved}
+        metrics = mine["window"]["metrics"]
+        metrics |= {name: sums for name, sums in saved["window"]["metrics"].items() if name in metrics}
+        saved = {**saved, "window": {**saved["window"], "metrics": metrics}}
+    restored = {name: _restored(name, getattr(state, name), saved[name]) for name in mine if name in saved}
     window = find_window(restored["opt_state"])
     if "micro_step" not in saved and window is not None:  # Flax's own counted micro-steps
         restored |= {"step": window.gradient_step, "micro_step": restored["step"]}

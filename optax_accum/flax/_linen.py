@@ -15,8 +15,6 @@ from flax.training import train_state
 
 import optax_accum
 from optax_accum._across.transformation import axes_of
-from optax_accum._across.window import has_accumulator
-from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
 from optax_accum._core.sums import WeightedSum
 from optax_accum._space.meshes import Axes, names_over_devices
 from optax_accum.flax import _window
@@ -228,13 +226,7 @@ def _boxed(opt_state: Tree, params: Tree, axes: Axes = ()) -> Tree:
     is_box = lambda node: isinstance(node, Partitioned)
     renamed = lambda names: names_over_devices(axes, names) if axes else names
     one = lambda param, acc: acc.replace(names=renamed(param.names)) if is_box(param) and is_box(acc) else acc
-
-    def convert(state: AccumulationState) -> AccumulationState:
-        if not (holds_partial_sums(state) and has_accumulator(state)):
-            return state
-        return state._replace(acc_grads=jax.tree.map(one, params, state.acc_grads, is_leaf=is_box))
-
-    return map_states(convert, opt_state)
+    return _window.with_partial_sums(opt_state, lambda acc: jax.tree.map(one, params, acc, is_leaf=is_box))
 
 
 def field_names(cls: Any) -> set[str]:

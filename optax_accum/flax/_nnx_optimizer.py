@@ -10,10 +10,8 @@ from flax import nnx
 
 import optax_accum
 from optax_accum._across.transformation import axes_of
-from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
-from optax_accum.flax._batch_norm import check_stats
 from optax_accum.flax._nnx_variables import batch_norms, running_stats
 from optax_accum.flax._window import MicroStep
 
@@ -131,13 +129,9 @@ def _placing_rows(tx: Any) -> optax.GradientTransformation:
                 variable.set_metadata("out_sharding", names_over_devices(axes, names))
         return variable
 
-    def placed(state: AccumulationState) -> AccumulationState:
-        if not holds_partial_sums(state):
-            return state
-        is_variable = lambda node: isinstance(node, nnx.Variable)
-        return state._replace(acc_grads=jax.tree.map(over_devices, state.acc_grads, is_leaf=is_variable))
-
-    return optax.GradientTransformation(lambda params: map_states(placed, tx.init(params)), tx.update)
+    is_variable = lambda node: isinstance(node, nnx.Variable)
+    placed = lambda acc: jax.tree.map(over_devices, acc, is_leaf=is_variable)
+    return optax.GradientTransformation(lambda params: _window.with_partial_sums(tx.init(params), placed), tx.update)
 
 
 def _check_grads(grads: Tree, params: Tree, wrt: Any) -> None:
@@ -154,7 +148,6 @@ def _step_stats(model: Any, window: dict[str, Any], weight: jax.Array, micro_ste
     """Takes the statistics of a micro-batch out of the model into the window; they step when it emits."""
     new, momentum = running_stats(model)
     old = window["batch_stats"]
-    check_stats(old, new)
     moments, stats = _window.add_stats(window["moments"], new, old, momentum, weight, micro_step)
     state = nnx.state(model, batch_norms(model)[0])
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.copy, stats))  # two buffers: a donated one is gone
