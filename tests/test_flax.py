@@ -627,7 +627,8 @@ def test_bad_input():
 def test_a_momentum_of_other_layers_is_refused_when_the_state_is_made(layers):
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
     with pytest.raises(
-        ValueError, match=r"a prefix of the tree of batch_stats: .*, and the tree is .*'BatchNorm_0'.*its own"
+        ValueError,
+        match=r"a prefix of the tree of batch_stats: .*, and the tree is .*'BatchNorm_0'.*Pass one number, or give each layer its own",
     ):
         created(tx, norm=True, momentum=dict.fromkeys(layers, 0.9))
 

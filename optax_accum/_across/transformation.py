@@ -245,8 +245,9 @@ def apply_gradients(
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
     if rules := rules_of(tx):
-        space, params = rules.here(), jax.tree.map(jnp.asarray, params)
+        space = rules.here()
         batch = arrived(rules, space, grads, state, **extra_args)
+        params = jax.tree.map(jnp.asarray, params)
         return micro_step(rules, space, batch, state, params, new_params(space, params))
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return outcomes.apply_updates(params, updates), state

@@ -100,8 +100,8 @@ def check_stats(old: Tree, new: Tree) -> None:
 def momentum_of_each(momentum: Tree, stats: Tree) -> Tree:
     """Returns the momentum of each of the statistics; raises where it has none, or where one is of no layer."""
     _check_momentum(momentum)
-    each, of = "Give each layer its own.", "batch_stats"
-    return for_each_leaf("momentum", unfreeze(momentum), unfreeze(stats), each, of)
+    remedy = "Pass one number, or give each layer its own."
+    return for_each_leaf("momentum", unfreeze(momentum), unfreeze(stats), remedy, of="batch_stats")
 
 
 def _check_momentum(momentum: Tree) -> None:

@@ -74,7 +74,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         check_module(model)
-        _check_arguments(args)
+        _check_streams(args)
         call = roles.of((model, *args), kwargs)
         running, momenta = batch_norms(model)
         graph, params, stats, rest = nnx.split(model, wrt, running, ...)
@@ -112,8 +112,6 @@ _OWN_OPTIONS = {
     "argnums": "Name the variables to differentiate with wrt.",
     "carry_argnum": "What a micro-batch hands on to the next belongs into a variable of the model.",
 }
-
-
 _ROLES = {"batch_argnums", "batch_argnames", "rng_argnum", "whole_argnums", "whole_argnames"}
 
 
@@ -122,7 +120,7 @@ def _numbers(names: Sequence[Name]) -> tuple[int, ...]:
     return tuple(name for name in names if isinstance(name, int))
 
 
-def _check_arguments(args: Sequence[Any]) -> None:
+def _check_streams(args: Sequence[Any]) -> None:
     """Raises for random streams that nobody would advance."""
     for number, arg in enumerate(args, start=1):
         for node in jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
