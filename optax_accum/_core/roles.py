@@ -45,9 +45,8 @@ class Roles:
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Call":
         """Returns one call with its arguments in their roles, each in one at most."""
-        for name in self.batch_argnames:
-            if name in self.whole_argnames:
-                raise ValueError(f"An argument has one role: {name!r} is in batch_argnames and in whole_argnames.")
+        if both := sorted(set(self.batch_argnames) & set(self.whole_argnames)):
+            raise ValueError(f"An argument has one role: {both[0]!r} is in batch_argnames and in whole_argnames.")
         placed = _placed(self.numbers, len(args))
         call = Call(
             arguments={**dict(enumerate(args)), **kwargs},
