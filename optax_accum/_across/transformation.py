@@ -186,10 +186,17 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
 
 
 def _update(
-    rules: Rules, grads: Tree, state: AccumulationState, params: Tree | None = None, **extra_args: Any
+    rules: Rules,
+    grads: Tree,
+    state: AccumulationState,
+    params: Tree | None = None,
+    *,
+    weight: Any = 1.0,
+    flush: Any = None,
+    **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
     space = rules.here()
-    batch = arrived(rules, space, grads, state, **extra_args)
+    batch = arrived(rules, space, grads, state, weight=weight, flush=flush, **extra_args)
     return micro_step(rules, space, batch, state, params, updates_of(space, params))
 
 

@@ -121,7 +121,7 @@ class Cut:
             device.check_uncoupled(program)
         if rules.weight_fn and device.couples(program):
             self.alive = device.agreed(self.alive)
-        self.rows = splitting.live_rows(self.split, *self.alive, device.whole) if self.terms else None
+        self.rows = splitting.live_rows(self.split, self.alive, device.whole) if self.terms else None
         self.divisors = self._divisors() if ratio.are_terms(self.shapes.loss) else None
         self.reductions = reductions.reductions(rules.aux_reduction, self.shapes.aux, self.split)
         self.start_grads = arithmetic.zeros(self.params, rules.accumulator_dtype)
@@ -176,8 +176,9 @@ class Cut:
             rows = splitting.remainder(self.split, self.batches)
             return add(totals, rows, self.rest_share, self.split.whole)
 
-        totals = loops.in_order(self.split.whole, self.alive[0], whole, totals, unroll=self.rules.unroll, static=self.static)
-        return loops.if_alive(self.alive[1], rest, totals, static=self.static)
+        alive, rest_alive = self.alive
+        totals = loops.in_order(self.split.whole, alive, whole, totals, unroll=self.rules.unroll, static=self.static)
+        return loops.if_alive(rest_alive, rest, totals, static=self.static)
 
     def add(self, refs: Leaves, totals: Totals, micro_batches: Any, share: Any, index: Any) -> Totals:
         """Adds a micro-batch."""

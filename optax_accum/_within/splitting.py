@@ -138,9 +138,9 @@ def shares(
     return whole, rest[0] if rest else 0.0, total
 
 
-def live_rows(split: Split, alive: jax.Array, rest_alive: Flag, whole_of: Callable[[Any], Any]) -> Any:
+def live_rows(split: Split, alive: tuple[Flag, Flag], whole_of: Callable[[Any], Any]) -> Any:
     """Returns the rows of all micro-batches of the batch that are run, at least 1."""
-    return jnp.maximum(whole_of(jnp.sum(alive) * split.size + rest_alive * split.rest), 1)
+    return jnp.maximum(whole_of(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)
 
 
 def live(shares: Shares) -> Flag:
