@@ -88,16 +88,17 @@ def decoders(on: Target) -> Iterator[tuple[str, Facts]]:
     def two(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         return optax_accum.apply_gradients(tx, jax.grad(loss)(params, batch), state, params)
 
-    def multi_steps(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        return alone(peer)(params, state, jax.grad(loss)(params, batch))  # type: ignore[arg-type]
+    def then(wrapper: Any) -> Callable[..., Any]:
+        return lambda params, state, batch: alone(wrapper)(params, state, jax.grad(loss)(params, batch))
 
     fused = optax_accum.value_and_apply_gradients(loss, tx)
     yield "value_and_grad, in place", memory(update(ours()), inner, 8)
     yield "optax.microbatch", memory(update(microbatch), inner, 8)
     yield "value_and_apply_gradients", memory(lambda *args: fused(*args)[1:], tx, 1)
     yield "gradient, then apply_gradients", memory(two, tx, 1)
+    yield "gradient, then update", memory(then(tx), tx, 1)
+    yield "gradient, then MultiSteps", memory(then(peer), peer, 1)
     # Above is what tests/test_facts.py asks; each takes a TPU's compiler half a minute.
-    yield "gradient, then MultiSteps", memory(multi_steps, peer, 1)
     yield "value_and_grad, in a scan", memory(update(ours(in_place=False)), inner, 8)
     yield "whole batch", memory(update(jax.value_and_grad(loss)), inner, 8)
 

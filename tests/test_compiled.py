@@ -190,3 +190,36 @@ def test_the_sharding_of_the_state_is_kept(axis_type, apply):
         assert len(traces) == 1
     expected, _ = applied(inner)(before, inner.init(before), before)
     np.testing.assert_allclose(params["layer0"]["w"], expected["layer0"]["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "discard"])
+def test_for_a_tpu_the_sum_is_a_result_of_the_branch_that_reads_it(nonfinite):
+    """Not of the select that a branch becomes under `vmap`. tests/test_facts.py says what it is for: Muon's memory."""
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 4, nonfinite=nonfinite)
+    step = lambda params, state: optax_accum.apply_gradients(tx, params, state, params)
+    each = lambda make: jax.eval_shape(jax.vmap(make), jnp.ones((2, 3)))
+
+    def barriers(step, *args, platform="tpu"):
+        text = jax.jit(step).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        return text.count("optimization_barrier")
+
+    one = (jnp.ones(3), tx.init(jnp.ones(3)))
+    finite = nonfinite == "discard"  # the question has one of its own
+    assert barriers(step, *one) == 1 + finite
+    assert barriers(step, *one, platform="cpu") == finite
+    for mapped in (jax.vmap(step), jax.vmap(jax.jit(step))):
+        assert barriers(mapped, jnp.ones((2, 3)), each(tx.init)) == finite
+
+
+def test_an_update_can_be_differentiated():
+    """By what it learns from, through the branch, with what is a TPU's alone in it."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 2)
+
+    def end(rate):
+        params, state = jnp.ones(3), tx.init(jnp.ones(3))
+        for _ in range(4):
+            params, state = optax_accum.apply_gradients(tx, rate * params, state, params)
+        return jnp.sum(params)
+
+    for f in (jax.jit(jax.grad(end)), jax.jit(jax.jacfwd(end)), jax.grad(jax.jit(end))):
+        assert f(0.1) == pytest.approx(-3 * (1 - 0.05), rel=1e-6)  # 3 (1 - rate / 2)^2

@@ -27,15 +27,14 @@ def test_a_held_micro_step_adds_and_an_emitting_one_is_the_optimizer(name):
         assert row["held, P"] == pytest.approx(3, abs=0.02), optimizer
         assert row["held copies"] == 0, optimizer
         assert row["emitting adds, P"] <= row["alone, P"] + 1.02, optimizer
-        # For a TPU, Muon's Newton-Schulz iteration reads a mean that is written: one leaf of four at a time.
-        mean = 0.25 if (name, optimizer) == ("v5e:4x4", "Muon") else 0
-        assert row["temporary, P"] <= row["alone temporary, P"] + mean + 0.01, optimizer
+        assert row["temporary, P"] <= row["alone temporary, P"] + 0.01, optimizer
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_each_policy_reads(name):
     held = {policy: row["held, P"] for policy, row in read("apply_gradients, by policy", name).items()}
-    assert held == pytest.approx({"propagate": 3, "skip": 4, "omit": 4, "discard": 3}, abs=0.02)
+    reads = {"propagate": 3, "skip": 4, "omit": 4, "discard": 3}  # a TPU may keep one leaf of four in vector memory
+    assert all(reads[policy] - 0.26 <= moved <= reads[policy] + 0.02 for policy, moved in held.items()), held
     assert all(row["temporary, P"] < 0.02 for row in read("apply_gradients, by policy", name).values())
 
 
@@ -62,7 +61,7 @@ def test_a_weight_costs_nothing_and_what_weighs_nothing_moves_nothing(name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_update_moves_no_more_than_multi_steps(name):
-    """In temporary memory 1 P more, except for an H100 with JAX 0.12: docs/accelerators.md says so."""
+    """Of gradients that are arguments, it needs a place for updates: 1 P, except for an H100 with JAX 0.12."""
     rows = read("update", name)
     assert rows["update"]["temporary, P"] <= rows["MultiSteps"]["temporary, P"] + 1.01
     assert rows["update"]["window of 8, P"] <= rows["MultiSteps"]["window of 8, P"] + 0.02
@@ -78,9 +77,18 @@ def test_moments_on_the_host_come_and_go_once_in_a_window(name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_decoder_in_place(name):
-    memory = {case: row["memory, P"] for case, row in read("decoder", name, cases=4).items()}
+    memory = {case: row["memory, P"] for case, row in read("decoder", name, cases=6).items()}
     assert memory["value_and_grad, in place"] <= 0.90 * memory["optax.microbatch"]
     assert memory["value_and_apply_gradients"] < memory["gradient, then apply_gradients"]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_train_step_needs_no_more_memory_than_with_multi_steps(name):
+    """Its gradient makes place for the updates. On a TPU, two gradients of a tied embedding of 0.05 P lie longer."""
+    memory = {case: row["memory, P"] for case, row in read("decoder", name, cases=6).items()}
+    most = memory["gradient, then MultiSteps"] + (0.07 if "v5e" in name else 0)
+    assert memory["gradient, then apply_gradients"] <= most
+    assert memory["gradient, then update"] <= most
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -24,6 +24,16 @@ def close(updates, grads):
     chex.assert_trees_all_close(updates, jax.tree.map(lambda g: -g, mean(grads)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_held_update_adds_nothing_to_the_bit(jit):
+    tx = optax_accum.accumulate_gradients(SGD, 2)
+    params = jnp.array([-0.0, 0.0, 1e-30, -jnp.inf])
+    update = jax.jit(tx.update) if jit else tx.update
+    updates, _ = update(jnp.ones(4), tx.init(params), params)
+    now = optax.apply_updates(params, updates)
+    assert np.asarray(now).tobytes() == np.asarray(params).tobytes()
+
+
 def test_the_step_is_a_pair_of_pure_functions_of_arrays():
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 def updates_of(space: Space, params: Tree | None) -> Outcome:
     """The outcome of `update`: updates, or zeros."""
     whole = lambda updates: updates if params is None else space.place.gather(updates, params)
-    return Outcome(whole, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0]))
+    return Outcome(whole, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0], arithmetic.NOTHING))
 
 
 def new_params(space: Space, params: Tree) -> Outcome:
@@ -56,12 +56,17 @@ def emit_or_hold(
         assert not callable(usable)  # a window that is known to close is asked at once
         chosen, left = emit()
         return (chosen if usable is True else _select(usable, chosen, hold()[0]), left), usable
+
+    def emit_kept() -> tuple[Any, Any]:
+        chosen, left = emit()
+        return chosen, tracing.kept(left)
+
     if isinstance(usable, bool | jax.Array):
-        return tracing.branch(closes & usable, emit, hold), usable
+        return tracing.branch(closes & usable, emit_kept, hold), usable
 
     def close() -> tuple[Any, Flag]:
         answer = usable()
-        return tracing.branch_by_index(answer, emit, hold), answer
+        return tracing.branch_by_index(answer, emit_kept, hold), answer
 
     return tracing.branch_by_index(closes, close, lambda: (hold(), jnp.array(True)))
 

@@ -14,6 +14,10 @@ Tree = Any
 Leaf = Any
 Weight = float | jax.Array  # a Python float is known when tracing, an array when running
 
+# x + NOTHING is x, for x = -0.0 too. And it is no zero that a loop begins with: what a program shares with those, as
+# XLA makes it do, it keeps until the loop is over, which was a copy of the gradients beside a scan over layers.
+NOTHING = -0.0
+
 
 def zeros(params: Tree, dtype: Tree) -> Tree:
     """Returns an empty accumulator for gradients of `params`; leaves without a gradient get none."""
@@ -27,16 +31,16 @@ def zeros(params: Tree, dtype: Tree) -> Tree:
     return jax.tree.map(empty, params, named_dtypes(dtype, params))
 
 
-def zeros_of(shapes: Tree) -> Tree:
+def zeros_of(shapes: Tree, zero: float = 0) -> Tree:
     """Returns zeros of these shapes and dtypes, float0 included."""
 
-    def zero(leaf: jax.ShapeDtypeStruct) -> Any:
+    def fill(leaf: jax.ShapeDtypeStruct) -> Any:
         if is_float0(leaf):
             return np.zeros(leaf.shape, leaf.dtype)
         alike = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
-        return jnp.zeros_like(alike)  # inside jax.shard_map not yet of one device: `zeros_like(leaf)` fails there
+        return jnp.full_like(alike, zero)  # inside jax.shard_map not yet of one device: a `leaf` that is fails there
 
-    return jax.tree.map(zero, shapes)
+    return jax.tree.map(fill, shapes)
 
 
 def like_gradients(params: Tree, acc: Tree) -> Tree:
@@ -68,7 +72,7 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array, skip: t
         share = _scale(grad.astype(wide), weight, counts)
         if total is None:
             return share
-        return (jnp.where(first, 0, total.astype(wide)) + share).astype(dtype)
+        return (jnp.where(first, NOTHING, total.astype(wide)) + share).astype(dtype)
 
     if acc is None:
         return jax.tree.map(lambda grad: add_leaf(grad, None), grads)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.custom_batching import custom_vmap
 from jax.extend import core
 
 Tree = Any
@@ -67,6 +68,34 @@ def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) 
 def branch_by_index(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
     """Does what `branch` does where a branch communicates: there every GPU compiler copies what passes a `cond`."""
     return jax.lax.switch(jnp.asarray(flag).astype(jnp.int32), [on_false, on_true])
+
+
+def kept(tree: Tree) -> Tree:
+    """Returns what a branch only reads as a result of that branch, which XLA would leave out, where that tells a TPU.
+
+    What a branch reads and does not return, the schedule of a TPU reads early: Muon's momentum of a leaf or two is then
+    written before its turn, and lies there.
+    """
+    leaves, filled = parted(tree, is_inexact)
+    return filled(_kept(leaves))
+
+
+@custom_vmap
+def _barrier(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jax.lax.optimization_barrier(leaf) for leaf in leaves]
+
+
+@_barrier.def_vmap
+def _(size: int, batched: list[Any], leaves: list[jax.Array]) -> tuple[list[jax.Array], list[bool]]:
+    return leaves, batched[0]  # a branch becomes a select, which would read the leaves once more
+
+
+@jax.custom_jvp
+def _kept(leaves: list[jax.Array]) -> list[jax.Array]:
+    return jax.lax.platform_dependent(leaves, tpu=_barrier, default=lambda leaves: leaves)
+
+
+_kept.defjvp(lambda leaves, tangents: (_kept(*leaves), *tangents))  # a custom_vmap has no transpose
 
 
 def extremes(real: jax.Array) -> list[jax.Array]:
