@@ -76,26 +76,25 @@ def kept(tree: Tree) -> Tree:
     What a branch reads and does not return, the schedule of a TPU reads early: Muon's momentum of a leaf or two is then
     written before its turn, and lies there.
     """
-    leaves, filled = parted(tree, is_inexact)
-    return filled(_kept(leaves))
-
-
-@custom_vmap
-def _barrier(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [jax.lax.optimization_barrier(leaf) for leaf in leaves]
-
-
-@_barrier.def_vmap
-def _(size: int, batched: list[Any], leaves: list[jax.Array]) -> tuple[list[jax.Array], list[bool]]:
-    return leaves, batched[0]  # a branch becomes a select, which would read the leaves once more
+    return _kept(tree) if jax.tree.leaves(tree) else tree
 
 
 @jax.custom_jvp
-def _kept(leaves: list[jax.Array]) -> list[jax.Array]:
-    return jax.lax.platform_dependent(leaves, tpu=_barrier, default=lambda leaves: leaves)
+def _kept(tree: Tree) -> Tree:
+    return jax.lax.platform_dependent(tree, tpu=_barrier, default=lambda tree: tree)
 
 
-_kept.defjvp(lambda leaves, tangents: (_kept(*leaves), *tangents))  # a custom_vmap has no transpose
+_kept.defjvp(lambda trees, tangents: (_kept(*trees), *tangents))  # a custom_vmap has no transpose
+
+
+@custom_vmap
+def _barrier(tree: Tree) -> Tree:
+    return jax.tree.map(jax.lax.optimization_barrier, tree)
+
+
+@_barrier.def_vmap
+def _(size: int, batched: list[Tree], tree: Tree) -> tuple[Tree, Tree]:
+    return tree, batched[0]  # a branch becomes a select, which would read the leaves once more
 
 
 def extremes(real: jax.Array) -> list[jax.Array]:
