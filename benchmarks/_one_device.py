@@ -97,7 +97,7 @@ def _micro_step(on: Target, tx: Any, params: Tree) -> Facts:
 def backward(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a micro-step of `value_and_apply_gradients` moves: 64 rows, forward, backward, AdamW."""
     for name, in_place in (("added inside the backward pass", True), ("added after it", False)):
-        found, copy = _micro_step(on, _product, in_place=in_place)
+        found, copy = _backward_step(on, _product, in_place=in_place)
         opening = sum(part.bytes for part in found.parts if any("turn" in place for place in part.within))
         yield (
             name,
@@ -115,7 +115,7 @@ def weighed(on: Target) -> Iterator[tuple[str, Facts]]:
     count = lambda x: jnp.sum(x[:, 0] > 0)
     ratio = lambda params, x: optax_accum.Ratio(_product(params, x) * count(x), count(x))
     for name, loss, weight_fn in (("rows", _product, None), ("weight_fn", _product, count), ("Ratio", ratio, None)):
-        found, copy = _micro_step(on, loss, weight_fn=weight_fn)
+        found, copy = _backward_step(on, loss, weight_fn=weight_fn)
         yield (
             name,
             {
@@ -130,7 +130,7 @@ def _product(params: Tree, x: jax.Array) -> jax.Array:
     return jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), params.values(), x) ** 2)
 
 
-def _micro_step(on: Target, loss: Callable[..., Any], **options: Any) -> tuple[Traffic, int]:
+def _backward_step(on: Target, loss: Callable[..., Any], **options: Any) -> tuple[Traffic, int]:
     """Returns what a micro-step in place moves, and a copy of the parameters: 64 rows, a window of 8."""
     params, rows = layers(), jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
     tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), 8)
