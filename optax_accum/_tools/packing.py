@@ -147,6 +147,11 @@ def _checked(lengths: Any, budget: int, group: int) -> Ints:
             f"Every row must fit the budget{together}: row {row} has {counted(found[row], 'token')}, max_tokens="
             f"{budget}{more}. Cut such rows, leave them out, or raise max_tokens."
         )
+    if len(found) * budget >= 2**62:
+        raise ValueError(
+            f"max_tokens must be what a micro-batch can hold: {counted(len(found), 'row')} of max_tokens={budget} are "
+            "more tokens than 64 bits count. Pass a smaller one."
+        )
     return found.astype(np.int64)
 
 
