@@ -45,9 +45,13 @@ WHY = {  # a target was missed, by the beginning of its name
         "a held micro-step reads the gradient twice, 4 P where 3 P are moved without statistics (1.33), and waits for "
         "the sum; with k=1 a window without statistics has no accumulator to write"
     ),
-    "window, MultiSteps / ": (
+    "window, MultiSteps / apply_gradients": (
         "a table with one round has only the first, which finds nothing warm: a window of MultiSteps spreads that over "
-        "its calls of the optimizer, and ours has one. `update` writes the updates, too, before they are applied"
+        "its calls of the optimizer, and ours has one"
+    ),
+    "window, MultiSteps / update": (
+        "`update` writes updates at each micro-step, which are then applied; and a first round, as above, finds "
+        "nothing warm"
     ),
     'to trace and compile, "skip"': (
         "to ask whether a gradient is finite takes a reduction, and a kernel, for each leaf; runs of one machine gave "
