@@ -17,8 +17,8 @@ devices, and these are added once, when a window emits or a call ends. Other mes
 `reduce_to` says where the sum goes: everywhere; or as a prefix of the parameters' tree (of `value_and_grad` with
 several `argnums` a tuple of such) of `PartitionSpec`s or `NamedSharding`s, such as `shard_over(params, "data")`: where
 it names a reduced axis, the reduction is a reduce-scatter, the optimizer works on its shards, and the parameters are
-gathered afterwards (ZeRO-1); or, of `value_and_grad`, `"partial"`: nowhere, and loss, gradients and outputs are partial
-sums, inside `jax.shard_map` each device's own [...].
+gathered afterwards (ZeRO-1); or, of `value_and_grad`, `"partial"`: nowhere, and loss, gradients and outputs are those
+of each device, [d, ...] (inside `jax.shard_map` its own [...]), of which each counts by its weight.
 
 | case | result | known when |
 |---|---|---|
