@@ -256,7 +256,7 @@ def test_the_largest_of_all_devices_and_no_last_of_them():
     ("keeps", "message"),
     [
         ("sum", "grad_reduction must be one of mean, max, last: 'sum'. Choose"),
-        ({"w": "mean"}, "grad_reduction must be a prefix of the parameters.*or one for each branch"),
+        ({"w": "mean"}, "grad_reduction must be a prefix of the tree of the parameters.*or one for each branch"),
     ],
 )
 def test_a_grad_reduction_that_does_not_fit(keeps, message):

@@ -19,8 +19,8 @@ from optax_accum._core.arithmetic import Tree
 from optax_accum._core.checks import Every
 from optax_accum._core.roles import NOT_ARRAYS, check_arrays
 from optax_accum._core.state import AccumulationState, new_state
-from optax_accum._space import meshes
-from optax_accum._space.here import check_options
+from optax_accum._space.here import checked_axes
+from optax_accum._space.meshes import Axes
 
 
 def accumulate_gradients(
@@ -124,10 +124,9 @@ def accumulate_gradients(
         policy=as_policy(nonfinite),
         mean_args=checks.as_names(mean_args),
         statistics=told.as_options(statistics),
-        reduce_axes=meshes.as_axes(reduce_axes),
+        reduce_axes=checked_axes(reduce_axes, reduce_to, partial=False),
         reduce_to=reduce_to,
     )
-    check_options(rules.reduce_axes, reduce_to, partial=False)
     if callable(nonfinite) and rules.reduce_axes:
         raise ValueError(
             "A callable nonfinite looks at the gradient of a micro-batch, which reduce_axes does not reduce: "
@@ -164,7 +163,7 @@ def rules_of(tx: Any) -> Rules | None:
     return tx.rules if isinstance(tx, Accumulating) else None
 
 
-def axes_of(tx: Any) -> meshes.Axes:
+def axes_of(tx: Any) -> Axes:
     """Returns the axes over which this transformation reduces, as far as it tells: a chain does not."""
     rules = rules_of(tx)
     return rules.reduce_axes if rules else ()

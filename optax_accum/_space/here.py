@@ -1,5 +1,7 @@
 """Owns the question *where?*, which the door of each public function asks once, while tracing. Adds nothing."""
 
+from typing import Any
+
 from optax_accum._core.arithmetic import Tree
 from optax_accum._space import meshes
 from optax_accum._space.meshes import Axes
@@ -21,8 +23,9 @@ def here(axes: Axes, to: Tree = None) -> Space:
     return InShardMap(axes, to)
 
 
-def check_options(axes: Axes, to: Tree, *, partial: bool) -> None:
-    """Raises for a place of sums that nobody makes; `partial` says whether they may stay where they are."""
+def checked_axes(reduce_axes: Any, to: Tree, *, partial: bool) -> Axes:
+    """Returns the names of the axes, if `to` fits them; `partial` says whether sums may stay where they are."""
+    axes = meshes.as_axes(reduce_axes)
     if to is not None and not axes:
         raise ValueError(
             f"reduce_to says where the sum over reduce_axes goes: reduce_to={to!r}, reduce_axes=None. Name the axes, "
@@ -31,3 +34,4 @@ def check_options(axes: Axes, to: Tree, *, partial: bool) -> None:
     if isinstance(to, str) and (to != PARTIAL or not partial):
         allowed = f' or "{PARTIAL}"' if partial else ""
         raise ValueError(f"reduce_to must be None, specs for the tree of the parameters{allowed}: reduce_to={to!r}.")
+    return axes

@@ -10,7 +10,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-Tree = Any
+from optax_accum._core.arithmetic import Tree, for_each_leaf
+
 Axes = tuple[str, ...]
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 FEW = 8  # chips of a TPU over which one reduce-scatter is one
@@ -104,13 +105,7 @@ def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
             raise TypeError(f"reduce_to must hold a jax.sharding.PartitionSpec or NamedSharding: it holds {to!r}.")
         return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
 
-    try:
-        each = jax.tree.broadcast(to, params, is_leaf=is_spec)
-    except ValueError as error:
-        raise ValueError(
-            f"reduce_to must be a prefix of the tree of the parameters: {jax.tree.structure(to, is_leaf=is_spec)}, and "
-            f"the parameters have {jax.tree.structure(params)}. shard_over(params, reduce_axes) makes one."
-        ) from error
+    each = for_each_leaf("reduce_to", to, params, "shard_over(params, reduce_axes) makes one.", is_leaf=is_spec)
     return jax.tree.map(named, each, is_leaf=is_spec)
 
 

@@ -66,7 +66,7 @@ class Rules:
 
     def kinds(self, params: Tree) -> list[str]:
         """Returns what becomes of the gradients of each leaf of the differentiated arguments."""
-        return reductions.leaf_names(self.grad_reduction, params, "grad_reduction", "parameters")
+        return reductions.leaf_names(self.grad_reduction, params, "grad_reduction", "the parameters")
 
     def parts(self, call: Call) -> Parts:
         """Calls `fun` and takes apart what it returns."""

@@ -12,9 +12,8 @@ from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.program import compiled_once
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
-from optax_accum._space import meshes
 from optax_accum._space.device import Device
-from optax_accum._space.here import check_options, here
+from optax_accum._space.here import checked_axes, here
 from optax_accum._within import splitting
 
 Tree = Any
@@ -102,8 +101,7 @@ def microbatched_apply(
       J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline parallelism*, arXiv:2106.02679.
     """
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
-    axes = meshes.as_axes(reduce_axes)
-    check_options(axes, reduce_to, partial=False)
+    axes = checked_axes(reduce_axes, reduce_to, partial=False)
     roles = Roles(
         argnums=0 if axes else None,
         batch_argnums=batch_argnums,

@@ -37,15 +37,10 @@ def over_devices(aux_reduction: Tree, space: Space, sums: Tree) -> Tree:
     return jax.tree.unflatten(treedef, map(space.output, names, leaves))
 
 
-def leaf_names(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "auxiliary output") -> list[str]:
+def leaf_names(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "the output") -> list[str]:
     """Returns the name of the reduction of each leaf of a tree, of which `names` is a prefix."""
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(names, tree))
-    except ValueError as error:
-        raise ValueError(
-            f"{option} must be a prefix of the {of}: {option}={names!r}, and the tree is {jax.tree.structure(tree)}. "
-            "Name one reduction, or one for each branch."
-        ) from error
+    remedy = "Name one reduction, or one for each branch."
+    return jax.tree.leaves(arithmetic.for_each_leaf(option, names, tree, remedy, of))
 
 
 def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:

@@ -15,9 +15,8 @@ from optax_accum._core.program import compiled_once
 from optax_accum._core.ratio import divided
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
-from optax_accum._space import meshes
 from optax_accum._space.device import Device
-from optax_accum._space.here import check_options, here
+from optax_accum._space.here import checked_axes, here
 from optax_accum._space.space import PARTIAL, Space
 from optax_accum._within import gradients, reductions, splitting
 from optax_accum._within.cut import Cut, Parts, Rules, Totals
@@ -139,7 +138,8 @@ def value_and_grad(
     reductions.check_names("aux_reduction", aux_reduction, reductions.REDUCTIONS)
     reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
     single = isinstance(argnums, int)
-    of_params = lambda prefix: (prefix,) if single else prefix  # of the tuple of differentiated arguments
+    # Of the tuple of differentiated arguments.
+    of_params = lambda prefix: (prefix,) if single else tuple(prefix) if isinstance(prefix, list) else prefix
     options = told.as_options(statistics)
     if options is not None and options.groups is not None:
         options = dataclasses.replace(options, groups=of_params(options.groups))
@@ -164,8 +164,8 @@ def value_and_grad(
         in_place=in_place,
         unroll=unroll,
         statistics=options,
-        reduce_axes=meshes.as_axes(reduce_axes),
-        reduce_to=reduce_to,
+        reduce_axes=checked_axes(reduce_axes, reduce_to, partial=True),
+        reduce_to=reduce_to if reduce_to is None or reduce_to == PARTIAL else of_params(reduce_to),
     )
     _check_options(rules)
     # A mesh is read off arrays that are not traced.
@@ -189,14 +189,13 @@ def _check_options(rules: Rules) -> None:
             f"Statistics take gradients that are written, and their sum: in_place={rules.in_place}, "
             f"reduce_to={rules.reduce_to!r}. Leave both out."
         )
-    check_options(rules.reduce_axes, rules.reduce_to, partial=True)
 
 
 def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
     call = rules.roles.of(args, kwargs)
     call.check_shared(count_rows(call[call.batch]))
-    space = here(rules.reduce_axes, _to(rules, call))
+    space = here(rules.reduce_axes, rules.reduce_to)
     space.place.check(call[call.params])
 
     def local(device: Device, call: Call) -> tuple[Totals, Tree]:
@@ -226,16 +225,3 @@ def _in_dtypes(grads: Tree, params: Tree, dtype: Tree) -> Tree:
     """Returns gradients in the dtypes that were named, else in those of the parameters."""
     cast = lambda grad, param, named: grad.astype(jnp.result_type(param)) if named is None else grad
     return jax.tree.map(cast, grads, params, arithmetic.named_dtypes(dtype, params))
-
-
-def _to(rules: Rules, call: Call) -> Tree:
-    """Returns where the sums go: one tree for each differentiated argument."""
-    if rules.reduce_to is None or rules.reduce_to == PARTIAL:
-        return rules.reduce_to
-    to = (rules.reduce_to,) if rules.single else rules.reduce_to
-    if not isinstance(to, list | tuple) or len(to) != len(call.params):
-        raise ValueError(
-            f"With several argnums, reduce_to must be a tuple of as many trees: argnums={call.params}, "
-            f"reduce_to={rules.reduce_to!r}."
-        )
-    return tuple(to)

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
 
-from optax_accum._core.arithmetic import for_each_leaf
-
-Tree = Any
+from optax_accum._core.arithmetic import Tree, for_each_leaf
 
 
 def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
