@@ -42,7 +42,6 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"mapped"},
         {"partials"},
         {"mismatch", "device"},
-        {"place"},
         {"space"},
         {"several"},
         {"here"},

@@ -27,13 +27,13 @@ class Outcome(NamedTuple):
 
 def updates_of(space: Space, params: Tree | None) -> Outcome:
     """The outcome of `update`: updates, or zeros."""
-    whole = lambda updates: updates if params is None else space.place.gather(updates, params)
+    whole = lambda updates: updates if params is None else space.gather(updates, params)
     return Outcome(whole, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0], arithmetic.NOTHING))
 
 
 def new_params(space: Space, params: Tree) -> Outcome:
     """The outcome of `apply_gradients`: new parameters, or the old ones."""
-    moved = lambda updates: space.place.gather(apply_updates(space.place.shard(params), updates), params)
+    moved = lambda updates: space.gather(apply_updates(space.shard(params), updates), params)
     return Outcome(moved, lambda emit: params)
 
 

@@ -188,10 +188,11 @@ class _MicroStep:
         if rules:
             check_state(state)
             space.check_state(state.weight, call[tuple(call.arguments)])
-            space.place.check(params)
+            space.check_params(params)
             weight = None if weight is None else weighed(rules, space, weight, state)
         acc = None if again else self._acc(state)
-        done = self._differentiated(space, call, acc, weight, state)
+        index = micro_step_of(state, keyed=call.rng is not None)
+        done, _ = space.run(lambda *own: (self._run(*own), None), call, acc, weight, index)
         value = space.as_own(done.value)
         if rules is None:
             extra_args = {"value": done.loss, "weight": done.weight, "flush": flush, **extra_args}
@@ -222,22 +223,12 @@ class _MicroStep:
             raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
         return None if why_not or self.in_place is False else memory.to_device(state.acc_grads)
 
-    def _differentiated(self, space: Space, call: Call, acc: Tree | None, weight: Any, state: Tree) -> _Done:
-        """Differentiates the micro-batch: each device its own examples, adding to its own partial sum."""
-        index = micro_step_of(state, keyed=call.rng is not None)
-
-        def local(device: Device, call: Call, acc: Tree | None, weight: Any, index: Any) -> tuple[_Done, None]:
-            acc, weight = device.own_sums((acc, weight))
-            return self._run(device, device.own(call), acc, weight, index), None
-
-        return space.run(local, call, acc, weight, index)[0]
-
     def _run(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any) -> _Done:
-        """Differentiates the examples of one device."""
+        """Differentiates the micro-batch on one device: its own examples, added to its own partial sum."""
         if self.group_size > 1 and any(map(is_split, jax.tree.leaves(call[call.batch]))):
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
             check_groups(where, count_rows(call[call.batch]), self.group_size)
-        call = call.own_key(index)
+        call = device.own(call).own_key(index)
         program = functools.cache(lambda: jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr)
         even = device.even if device.couples(program) else lambda weight: (weight, 1.0)
         given = weight is not None or self.weight_fn is not None

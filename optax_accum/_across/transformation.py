@@ -173,7 +173,7 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
     check_arrays("Parameters", params, NOT_ARRAYS)
     space = rules.here()
     acc_grads = () if rules.every == 1 else space.zeros(params, rules.accumulator_dtype)
-    inner_opt_state = arithmetic.strong(rules.inner.init(space.place.shard(params)))
+    inner_opt_state = arithmetic.strong(rules.inner.init(space.shard(params)))
     scalar = lambda: space.scalar(params)
     fields: dict[str, Any] = {"skip_state": rules.policy.blank(params)}
     if rules.statistics:

@@ -190,7 +190,7 @@ def update_inner(
     mean = arithmetic.mean(total, like, weight if rules.reduction == "mean" else None, rules.emit_dtype)
     kept = learnt(rules, space, state, total, weight)
     extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
-    params = None if params is None else space.place.shard(params)
+    params = None if params is None else space.shard(params)
     updates, inner_opt_state = inner.update(rules.inner, mean, like, state.inner_opt_state, params, extra_args)
     return updates, kept | {"inner_opt_state": inner_opt_state}, left
 

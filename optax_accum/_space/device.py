@@ -46,10 +46,6 @@ class Device:
         fold = jax.vmap(jax.random.fold_in, (0, None))
         return jax.tree.map(lambda key: fold(key.reshape(-1), jax.lax.axis_index(self.axes)).reshape(key.shape), keys)
 
-    def own_sums(self, sums: Tree) -> Tree:
-        """Returns this device's row [...] of partial sums [1, ...], if there are others."""
-        return mapped.as_own(sums) if self.axes else sums
-
     def vary(self, tree: Tree) -> Tree:
         """Returns `tree` as values that may differ between devices."""
         return mapped.varying(tree, self.axes)

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -22,7 +21,7 @@ def per_device(
     axes: Axes,
     split: Sequence[int],
     args: Sequence[Any],
-    shards: Mapping[int, Tree] = MappingProxyType({}),
+    shards: Mapping[int, Tree],
 ) -> tuple[Tree, Tree]:
     """Runs `fun` on each device; mesh axes that are not named are left to the partitioner.
 
@@ -132,8 +131,8 @@ def as_row(own: Tree) -> Tree:
 
 
 def as_own(rows: Tree) -> Tree:
-    """Undoes `as_row`."""
-    return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else leaf[0], rows)
+    """Undoes `as_row`; what all devices have, a scalar, stays."""
+    return jax.tree.map(lambda leaf: leaf[0] if jnp.ndim(leaf) and not is_float0(leaf) else leaf, rows)
 
 
 def whole(leaf: Any, to: NamedSharding, axes: Axes) -> Any:

@@ -158,14 +158,14 @@ def _over(sharding: NamedSharding, kind: AxisType) -> NamedSharding | None:
 
 
 def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
-    """Returns `tree` sharded as the parameters are: where they do not tell, as `to` without the reduced axes."""
+    """Returns `tree`, sharded as `to`, as the parameters are: where they do not tell, without the reduced axes."""
 
     def whole(param: Any, to: NamedSharding) -> NamedSharding:
         spec = spec_of(param)
         spec = PartitionSpec(*(without(entry, axes) for entry in to.spec)) if spec is None else spec
         return NamedSharding(to.mesh, spec)
 
-    return place(tree, jax.tree.map(whole, params, shardings(to, params, axes)))
+    return place(tree, jax.tree.map(whole, params, to))
 
 
 def spec_of(leaf: Any) -> PartitionSpec | None:

@@ -54,6 +54,10 @@ class Several(Space):
         flags = ~jax.vmap(arithmetic.all_finite)(sums) & (weight != 0)
         return self._sum(flags.astype(jnp.int32)) > 0  # one number from each device
 
+    def check_params(self, params: Tree) -> None:
+        if self.to is None:
+            mismatch.check_replicated(params, self.axes)
+
     def _sum(self, sums: Tree) -> Tree:
         """Adds partial sums, everywhere: an all-reduce."""
         add = lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
@@ -79,32 +83,43 @@ class OverMesh(Several):
     def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
         if self._is_in_place(acc):
             return partials.sum_in_place(acc, self.axes)
-        if (to := self.place.shardings(acc)) is None:
+        if self.to is None:
             return self.total(acc), None
-        return jax.tree.map(lambda leaf, to: partials.scatter(leaf, to, self.axes), acc, to), None
+        return jax.tree.map(lambda leaf, to: partials.scatter(leaf, to, self.axes), acc, self._shardings(acc)), None
 
     def held(self, acc: Tree) -> Tree:
         return acc if self._is_in_place(acc) else None
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: int | None = None) -> tuple[Tree, Tree]:
         device, names, shards = self.device, tuple(call.arguments), {}
-        if sharded is not None and (to := self.place.shardings(call.arguments[sharded])) is not None:
+        if sharded is not None and self.to is not None:
+            to = self._shardings(call.arguments[sharded])
             meshes.check_shards(to, call.arguments[sharded], self.axes)
             device, shards = Device(self.axes, shards={sharded: to}), {names.index(sharded): to}
 
         def local(*args: Any) -> tuple[Tree, Tree]:
             own = call.with_arguments(dict(zip(names, args, strict=False)))
-            return fun(device, own, *args[len(names) :])
+            return fun(device, own, *mapped.as_own(args[len(names) :]))
 
         split = [*map(names.index, call.batch), *range(len(names), len(names) + len(sums))]
         return mapped.per_device(local, self.axes, split, (*call[names], *sums), shards)
 
+    def shard(self, params: Tree) -> Tree:
+        return params if self.to is None else meshes.place(params, self._shardings(params))
+
+    def gather(self, updates: Tree, params: Tree) -> Tree:
+        return updates if self.to is None else meshes.gather(updates, self._shardings(params), params, self.axes)
+
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
 
+    def _shardings(self, params: Tree) -> Tree:
+        """Returns how the sum of their gradients is sharded."""
+        return meshes.shardings(self.to, params, self.axes)
+
     def _is_in_place(self, acc: Tree) -> bool:
         """Returns whether a sum that belongs with every device is written where the partial sums lie."""
-        everywhere = self.place.to is None and not self.keeps
+        everywhere = self.to is None and not self.keeps
         return everywhere and tracing.is_staged() and meshes.in_reach(acc) is not None
 
 
@@ -129,9 +144,6 @@ class InShardMap(Several):
     def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
         total = self.total(acc)
         return total, mapped.varying(mapped.as_row(total), self.axes)
-
-    def held(self, acc: Tree) -> Tree:
-        return acc
 
     def as_own(self, sums: Tree) -> Tree:
         return mapped.as_own(sums)

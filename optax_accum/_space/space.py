@@ -15,7 +15,6 @@ from optax_accum._core.roles import Call
 from optax_accum._core.state import default_float
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
-from optax_accum._space.place import Place
 
 PARTIAL = "partial"  # as `reduce_to`: the sum goes nowhere
 Local = Callable[..., tuple[Tree, Tree]]
@@ -28,7 +27,7 @@ class Space:
 
     def __init__(self, axes: Axes = (), to: Tree = None):
         self.axes, self.keeps = axes, to == PARTIAL
-        self.place = Place(axes, None if self.keeps else to)
+        self.to = None if self.keeps else to
         self.device = Device(axes, one_batch=not self.keeps)
 
     # The doors: what is empty, and what is to be added, as it is added.
@@ -87,7 +86,7 @@ class Space:
 
         Of argument `sharded`, if there is one, each device has the shard that belongs with it.
         """
-        own, same = fun(self.device, call, *sums)
+        own, same = fun(self.device, call, *self.as_own(sums))
         return self.as_partial(own), same
 
     def as_own(self, sums: Tree) -> Tree:
@@ -97,6 +96,19 @@ class Space:
     def as_partial(self, own: Tree) -> Tree:
         """Undoes `as_own`."""
         return own
+
+    # The parameters: beside sums that are sharded they are, too.
+
+    def shard(self, params: Tree) -> Tree:
+        """Returns the parameters sharded as the update is to be."""
+        return params
+
+    def gather(self, updates: Tree, params: Tree) -> Tree:
+        """Returns what is sharded as the update is, as the parameters are."""
+        return updates
+
+    def check_params(self, params: Tree) -> None:
+        """Raises where parameters would be gathered unasked."""
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         """Raises for a state of other devices: `weight` is its."""

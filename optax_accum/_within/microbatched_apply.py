@@ -115,7 +115,7 @@ def microbatched_apply(
         call = roles.of(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
         space = here(axes, reduce_to)
-        space.place.check(call[call.params])
+        space.check_params(call[call.params])
         local = lambda device, call: (_on_device(fun, sizes, device, call), None)
         own, _ = space.run(local, call, sharded=0 if call.params else None)
         return jax.tree.map(functools.partial(space.output, "concat"), own)

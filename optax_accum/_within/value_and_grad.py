@@ -196,7 +196,7 @@ def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapp
     call = rules.roles.of(args, kwargs)
     call.check_shared(count_rows(call[call.batch]))
     space = here(rules.reduce_axes, rules.reduce_to)
-    space.place.check(call[call.params])
+    space.check_params(call[call.params])
 
     def local(device: Device, call: Call) -> tuple[Totals, Tree]:
         totals = Cut(rules, device, call, again).add_up()
