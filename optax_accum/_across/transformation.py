@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across import outcomes, policy
-from optax_accum._across.outcomes import new_params, updates_of
+from optax_accum._across.outcomes import Outcome, new_params, updates_of
 from optax_accum._across.policy import as_policy
 from optax_accum._across.schedules import OfState
-from optax_accum._across.window import Rules, arrived, micro_step
+from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
 from optax_accum._core import arithmetic, checks
 from optax_accum._core import statistics as told
 from optax_accum._core.arithmetic import Tree
@@ -21,6 +21,7 @@ from optax_accum._core.roles import NOT_ARRAYS, check_arrays
 from optax_accum._core.state import AccumulationState, new_state
 from optax_accum._space.here import checked_axes
 from optax_accum._space.meshes import Axes
+from optax_accum._space.space import Space
 
 
 def accumulate_gradients(
@@ -133,7 +134,7 @@ def accumulate_gradients(
             f'reduce_axes={rules.reduce_axes}. Take "skip", "omit" or "discard".'
         )
     _check_statistics(rules)
-    tx = Accumulating(functools.partial(_init, rules), cast(Any, functools.partial(_update, rules)))
+    tx = Accumulating(functools.partial(_init, rules), cast(Any, functools.partial(_update, rules, updates_of)))
     tx.rules = rules
     return tx
 
@@ -186,6 +187,8 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
 
 def _update(
     rules: Rules,
+    outcome: Callable[[Space, Any], Outcome],
+    /,
     grads: Tree,
     state: AccumulationState,
     params: Tree | None = None,
@@ -194,9 +197,11 @@ def _update(
     flush: Any = None,
     **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
+    """Takes a gradient, and what else a micro-step is given, through the door of the space, and does the step."""
     space = rules.here()
-    batch = arrived(rules, space, grads, state, weight=weight, flush=flush, **extra_args)
-    return micro_step(rules, space, batch, state, params, updates_of(space, params))
+    grads = space.grads(grads, getattr(state, "acc_grads", ()))
+    batch = MicroBatch(grads, weighed(rules, space, weight, state), flush, extra_args)
+    return micro_step(rules, space, batch, state, params, outcome(space, params))
 
 
 def apply_gradients(
@@ -251,9 +256,6 @@ def apply_gradients(
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
     if rules := rules_of(tx):
-        space = rules.here()
-        batch = arrived(rules, space, grads, state, **extra_args)
-        params = jax.tree.map(jnp.asarray, params)
-        return micro_step(rules, space, batch, state, params, new_params(space, params))
+        return _update(rules, new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return outcomes.apply_updates(params, updates), state

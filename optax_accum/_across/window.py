@@ -62,14 +62,6 @@ class Window(NamedTuple):
     weight: Weight  # sum(w)
 
 
-def arrived(
-    rules: Rules, space: Space, grads: Tree, state: Any, /, *, weight: Any = 1.0, flush: Any = None, **extra_args: Any
-) -> MicroBatch:
-    """Takes a gradient and its weight through the door, and what else a micro-step is given by keyword."""
-    grads = space.grads(grads, getattr(state, "acc_grads", ()))
-    return MicroBatch(grads, weighed(rules, space, weight, state), flush, extra_args)
-
-
 def weighed(rules: Rules, space: Space, weight: Any, state: AccumulationState) -> Weight:
     """Takes a weight through the door: a share of it for each device where a mean is taken."""
     check_state(state)

@@ -16,7 +16,7 @@ _PROGRAMS = 16  # compiled ones that each function keeps
 
 def told(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fun` without its first argument: whether JAX differentiates what it returns."""
-    return lambda *args: fun(tracing.is_differentiated(args), *args)
+    return lambda *args, **kwargs: fun(tracing.is_differentiated((args, kwargs)), *args, **kwargs)
 
 
 def compiled_once(fun: Callable[..., Any], *, unless: bool = False) -> Callable[..., Any]:
@@ -29,16 +29,19 @@ def compiled_once(fun: Callable[..., Any], *, unless: bool = False) -> Callable[
         return told(fun)
     compiled = functools.lru_cache(_PROGRAMS)(lambda program: jax.jit(program.run))
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if tracing.is_staged() or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return told(fun)(*args)
-        arrays, filled = tracing.parted(args, _is_array)
+            return told(fun)(*args, **kwargs)
+        arrays, filled = tracing.parted((args, kwargs), _is_array)
 
         def traced(again: bool) -> tuple[Any, Any]:
-            of_arrays = lambda *arrays: fun(again, *filled(arrays))
+            def of_arrays(*arrays: Any) -> Any:
+                args, kwargs = filled(arrays)
+                return fun(again, *args, **kwargs)
+
             return jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
 
-        again = tracing.is_differentiated(args)
+        again = tracing.is_differentiated(arrays)
         closed, shapes = traced(again)
         if not again and tracing.is_differentiated(closed.consts):  # what `fun` closes over
             closed, shapes = traced(True)

@@ -1,7 +1,7 @@
 """Owns a forward pass in micro-batches, run again in the backward pass: of an encoder, of a layer. Knows no loss."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -111,7 +111,7 @@ def microbatched_apply(
         rng_argnum=rng_argnum,
     )
 
-    def outputs(again: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def outputs(again: bool, /, *args: Any, **kwargs: Any) -> Any:
         call = roles.of(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
         space = here(axes, reduce_to)
@@ -121,13 +121,7 @@ def microbatched_apply(
         return jax.tree.map(functools.partial(space.output, "concat"), own)
 
     # A mesh is read off arrays that are not traced.
-    compute = compiled_once(outputs, unless=bool(axes))
-
-    @functools.wraps(fun)
-    def applied(*args: Any, **kwargs: Any) -> Any:
-        return compute(args, kwargs)
-
-    return applied
+    return functools.wraps(fun)(compiled_once(outputs, unless=bool(axes)))
 
 
 def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, call: Call) -> Any:

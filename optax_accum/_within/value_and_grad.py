@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -170,12 +170,7 @@ def value_and_grad(
     _check_options(rules)
     # A mesh is read off arrays that are not traced.
     compute = compiled_once(functools.partial(_value_and_grad, rules), unless=bool(rules.reduce_axes))
-
-    @functools.wraps(fun)
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return compute(args, kwargs)
-
-    return run
+    return functools.wraps(fun)(compute)
 
 
 def _check_options(rules: Rules) -> None:
@@ -191,7 +186,7 @@ def _check_options(rules: Rules) -> None:
         )
 
 
-def _value_and_grad(rules: Rules, again: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+def _value_and_grad(rules: Rules, again: bool, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
     call = rules.roles.of(args, kwargs)
     call.check_shared(count_rows(call[call.batch]))
