@@ -33,11 +33,10 @@ class Roles:
         self.whole_argnames = as_argnames("whole_argnames", whole_argnames)
         if batch_argnums is None:
             batch_argnums = () if self.batch_argnames else 1
+        needs_batch = has_batch and not self.batch_argnames
         self.numbers = {
             "argnums": () if argnums is None else as_argnums("argnums", argnums),
-            "batch_argnums": as_argnums(
-                "batch_argnums", batch_argnums, empty=bool(self.batch_argnames) or not has_batch
-            ),
+            "batch_argnums": as_argnums("batch_argnums", batch_argnums, empty=not needs_batch),
             "rng_argnum": _at_most_one("rng_argnum", rng_argnum),
             "carry_argnum": _at_most_one("carry_argnum", carry_argnum),
             "whole_argnums": as_argnums("whole_argnums", whole_argnums, empty=True),
@@ -107,11 +106,8 @@ class Call:
 def as_argnums(role: str, argnums: Any, *, empty: bool = False) -> tuple[int, ...]:
     """Returns one number or several as a tuple."""
     numbers = (argnums,) if isinstance(argnums, int) else argnums
-    if (
-        not isinstance(numbers, list | tuple)
-        or not (numbers or empty)
-        or not all(type(number) is int for number in numbers)
-    ):
+    are_numbers = isinstance(numbers, list | tuple) and all(type(number) is int for number in numbers)
+    if not are_numbers or not (numbers or empty):
         raise TypeError(f"{role} must be an integer or a tuple of integers: {role}={argnums!r}. Count from 0.")
     return tuple(numbers)
 

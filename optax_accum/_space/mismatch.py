@@ -8,20 +8,10 @@ from optax_accum._space import mapped, meshes
 from optax_accum._space.meshes import Axes
 
 
-def check_num_devices(weight: jax.Array, devices: int) -> None:
-    """Raises unless a state has one partial sum for each device: `weight` is its."""
-    if weight.shape != (devices,):
+def check_num_devices(weight: jax.Array, devices: int | None = None) -> None:
+    """Raises unless a state has partial sums, `weight` being its: one for each device, where their number is known."""
+    if not weight.ndim or devices not in (None, len(weight)):
         raise ValueError(_other_devices(weight.shape, devices))
-
-
-def num_devices_of(weight: jax.Array, axes: Axes) -> int:
-    """Returns for how many devices a state was made: `weight` is its. Raises for one that was made for one device."""
-    if not weight.ndim:
-        raise ValueError(
-            f"The state must have one partial sum for each device along {axes}: it has none. Call "
-            "redistribute(state, devices), or init again."
-        )
-    return weight.shape[0]
 
 
 def check_own(grads: Tree, axes: Axes) -> None:
@@ -50,11 +40,12 @@ def check_replicated(params: Tree, axes: Axes) -> None:
             )
 
 
-def _other_devices(had: tuple[int, ...], devices: int) -> str:
+def _other_devices(had: tuple[int, ...], devices: int | None) -> str:
     sums = f"partial sums for {had[0]} devices" if had else "no partial sums"
+    there = f", and there are {devices} devices" if devices else ""
     return (
-        f"The state must have one partial sum for each device: it has {sums}, and there are {devices} devices. Call "
-        f"redistribute(state, {devices}), or init again."
+        f"The state must have one partial sum for each device: it has {sums}{there}. Call "
+        f"redistribute(state, {devices or 'devices'}), or init again."
     )
 
 

@@ -22,13 +22,13 @@ from optax_accum._space.space import Local, Space
 class Several(Space):
     """Partial sums on several devices. Below are those of a mesh, and those inside a `jax.shard_map`."""
 
-    communicates = True
     inside: Axes = ()  # the axes of the `jax.shard_map` that this runs in
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
-        weight = checks.as_weight(weight, mismatch.num_devices_of(like, self.axes))
+        mismatch.check_num_devices(like)
+        weight = checks.as_weight(weight, len(like))
         own = jnp.ndim(weight) or mapped.differs(weight, self.axes)
-        part = weight / (like.shape[0] * jax.lax.psum(1, self.inside)) if share and not own else weight
+        part = weight / (len(like) * jax.lax.psum(1, self.inside)) if share and not own else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
 
     def like(self, grads: Tree) -> Tree:

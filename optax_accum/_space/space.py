@@ -23,10 +23,8 @@ Local = Callable[..., tuple[Tree, Tree]]
 class Space:
     """Where partial sums live. On one device nothing is partial: it answers with what it was given."""
 
-    communicates = False
-
     def __init__(self, axes: Axes = (), to: Tree = None):
-        self.axes, self.keeps = axes, to == PARTIAL
+        self.axes, self.communicates, self.keeps = axes, bool(axes), to == PARTIAL
         self.to = None if self.keeps else to
         self.device = Device(axes, one_batch=not self.keeps)
 

@@ -134,7 +134,6 @@ def value_and_grad(
       Adding inside the backward pass uses JAX's mutable arrays (`jax.new_ref`, `jax.vjp(...).with_refs`). The
       interleaved cut is also that of `optax.microbatch`.
     """
-    sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     reductions.check_names("aux_reduction", aux_reduction, reductions.REDUCTIONS)
     reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
     single = isinstance(argnums, int)
@@ -154,7 +153,7 @@ def value_and_grad(
             rng_argnum=rng_argnum,
             carry_argnum=carry_argnum,
         ),
-        sizes=sizes,
+        sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size),
         single=single,
         has_aux=has_aux,
         weight_fn=weight_fn,

@@ -96,14 +96,7 @@ def check_stats(old: Tree, new: Tree) -> None:
 
 
 def momentum_of_each(momentum: Tree, stats: Tree) -> Tree:
-    """Returns the momentum of each of the statistics; raises where it has none, or where one is of no layer."""
-    _check_momentum(momentum)
-    remedy = "Pass one number, or give each layer its own."
-    return for_each_leaf("momentum", unfreeze(momentum), unfreeze(stats), remedy, of="batch_stats")
-
-
-def _check_momentum(momentum: Tree) -> None:
-    """Raises unless each momentum leaves some room for new statistics."""
+    """Returns the momentum of each of the statistics; raises where it leaves no room for new ones or has no layer."""
     for number in jax.tree.leaves(momentum, is_leaf=lambda node: node is None):
         is_number = isinstance(number, numbers.Real) and number is not False
         if not is_number or not 0 <= float(number) < 1:
@@ -112,6 +105,8 @@ def _check_momentum(momentum: Tree) -> None:
                 f"[0, 1): momentum={momentum!r}. Pass what the layers have; flax.linen.BatchNorm has 0.99 unless told "
                 "otherwise."
             )
+    remedy = "Pass one number, or give each layer its own."
+    return for_each_leaf("momentum", unfreeze(momentum), unfreeze(stats), remedy, of="batch_stats")
 
 
 def _map_pairs(fun: Callable[[Any, Any], tuple[Any, Any]], stats: Tree) -> Tree:

@@ -125,9 +125,9 @@ class TrainState(train_state.TrainState, kw_only=True):
         kwargs["batch_stats"] = flax.core.unfreeze(kwargs.get("batch_stats", cast(Any, None)))
         momentum = flax.core.freeze(momentum) if isinstance(momentum, Mapping) else momentum
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, momentum=momentum, **kwargs)
-        window = kwargs.get("window")
+        window, (trained, overwritten) = kwargs.get("window"), parted(params)
         if window is None:
-            stats, overwritten = state.batch_stats, overwritten_part(params)
+            stats = state.batch_stats
             merges = _window.find_window(state.opt_state) is not None and bool(jax.tree.leaves(stats))
             if merges:
                 momentum_of_each(momentum, stats)
@@ -137,7 +137,7 @@ class TrainState(train_state.TrainState, kw_only=True):
                 maxima=jax.tree.map(jnp.zeros_like, overwritten),
             )
         counts = {name: jnp.asarray(getattr(state, name), jnp.int32) for name in ("step", "micro_step")}
-        opt_state = _boxed(_window.own_buffers(state.opt_state, params), _trained(params), axes_of(tx))
+        opt_state = _boxed(_window.own_buffers(state.opt_state, params), trained, axes_of(tx))
         return state.replace(window=window, opt_state=opt_state, **counts)
 
     def apply_gradients(
@@ -172,9 +172,9 @@ class TrainState(train_state.TrainState, kw_only=True):
         replaced = {name: kwargs.pop(name) for name in list(kwargs) if name in fields}
         own = "metrics", "batch_stats", "stats_weight"
         extra = _window.extra_args(before, kwargs, own, metrics, weight=weight, flush=flush)
-        trained = _trained(self.params)
+        (trained, old), (grads, new) = parted(self.params), parted(grads)
         opt_state = _boxed(self.opt_state, trained)
-        params, opt_state = optax_accum.apply_gradients(self.tx, _trained(grads), opt_state, trained, **extra)
+        params, opt_state = optax_accum.apply_gradients(self.tx, grads, opt_state, trained, **extra)
         opt_state = _boxed(opt_state, trained, axes_of(self.tx))
         micro_step = MicroStep.between(before, _window.find_window(opt_state))
         window, counted = self.window, _window.as_weight(weight)
@@ -183,8 +183,8 @@ class TrainState(train_state.TrainState, kw_only=True):
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             moments, stats = self._add_stats(replaced.pop("batch_stats", None), counted, micro_step)
             replaced, window = {"batch_stats": stats, **replaced}, window._replace(moments=moments)
-        if overwritten_part(grads) is not None:
-            maxima, overwritten = self._overwrite(overwritten_part(grads), micro_step)
+        if new is not None:
+            maxima, overwritten = self._overwrite(new, old, micro_step)
             params, window = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}, window._replace(maxima=maxima)
         made = {"params": params, "opt_state": opt_state, "window": window}
         step = self.step + micro_step.emitted.astype(jnp.int32)
@@ -209,13 +209,13 @@ class TrainState(train_state.TrainState, kw_only=True):
         new, weight = (old, jnp.zeros([])) if new is None else (new, weight)
         return _window.add_stats(moments, new, old, self.momentum, weight, micro_step)
 
-    def _overwrite(self, new: Tree, micro_step: MicroStep) -> tuple[Tree, Tree]:
+    def _overwrite(self, new: Tree, old: Tree, micro_step: MicroStep) -> tuple[Tree, Tree]:
         """Returns the maxima of fp8 statistics over the window, and those statistics: overwritten when it emits."""
         largest = lambda maximum, new: jnp.maximum(
             jnp.where(micro_step.first, 0, maximum), jnp.where(micro_step.kept, new, 0)
         )
         maxima = jax.tree.map(largest, self.window.maxima, new)
-        return maxima, micro_step.stepped(maxima, overwritten_part(self.params))
+        return maxima, micro_step.stepped(maxima, old)
 
 
 def _boxed(opt_state: Tree, params: Tree, axes: Axes = ()) -> Tree:
@@ -233,13 +233,10 @@ def field_names(cls: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)}
 
 
-def overwritten_part(tree: Tree) -> Tree:
-    """Returns the part of parameters or gradients that Flax overwrites instead of training (fp8), or None."""
-    return tree.get(OVERWRITE_WITH_GRADIENT) if isinstance(tree, Mapping) else None
-
-
-def _trained(tree: Tree) -> Tree:
-    return tree if overwritten_part(tree) is None else tree["params"]
+def parted(tree: Tree) -> tuple[Tree, Tree]:
+    """Returns what is trained of parameters or gradients, and what Flax overwrites instead (fp8), or None."""
+    overwritten = tree.get(OVERWRITE_WITH_GRADIENT) if isinstance(tree, Mapping) else None
+    return (tree, None) if overwritten is None else (tree["params"], overwritten)
 
 
 flax.serialization.register_serialization_state(TrainState, to_state_dict, from_state_dict, override=True)

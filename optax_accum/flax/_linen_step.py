@@ -11,7 +11,7 @@ import optax_accum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
-from optax_accum.flax._linen import TrainState, field_names, overwritten_part
+from optax_accum.flax._linen import TrainState, field_names, parted
 
 Tree = Any
 
@@ -61,11 +61,12 @@ def train_step(
         _check_state(state)
         own = _window.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
-        if overwritten_part(state.params) is not None:
+        _, overwritten = parted(state.params)
+        if overwritten is not None:
             own["grad_reduction"] = type(state.params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"})
         (_, sums), grads = cut(**own)(state.params, batch, key, still)
-        if overwritten_part(grads) is not None:
-            grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.whole(overwritten_part(grads), own, "max")}
+        if overwritten is not None:
+            grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.whole(grads[OVERWRITE_WITH_GRADIENT], own, "max")}
         totals = _window.whole(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}
         if moments is not None:
