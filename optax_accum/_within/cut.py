@@ -19,6 +19,7 @@ from optax_accum._space.meshes import Axes
 from optax_accum._space.space import PARTIAL
 from optax_accum._within import gradients, loops, reductions, splitting
 from optax_accum._within.gradients import Leaves
+from optax_accum._within.reductions import REDUCTIONS
 
 _AGAIN = (
     "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
@@ -64,9 +65,9 @@ class Rules:
     reduce_axes: Axes
     reduce_to: Tree
 
-    def kinds(self, params: Tree) -> list[str]:
+    def kinds(self, params: Tree) -> Tree:
         """Returns what becomes of the gradients of each leaf of the differentiated arguments."""
-        return reductions.leaf_names(self.grad_reduction, params, "grad_reduction", "the parameters")
+        return reductions.names_of(self.grad_reduction, params, "grad_reduction", "the parameters")
 
     def parts(self, call: Call) -> Parts:
         """Calls `fun` and takes apart what it returns."""
@@ -123,7 +124,8 @@ class Cut:
             self.alive = device.agreed(self.alive)
         self.rows = splitting.live_rows(self.split, self.alive, device.whole) if self.terms else None
         self.divisors = self._divisors() if ratio.are_terms(self.shapes.loss) else None
-        self.reductions = reductions.reductions(rules.aux_reduction, self.shapes.aux, self.split)
+        self.reductions = reductions.names_of(rules.aux_reduction, self.shapes.aux)
+        reductions.check(self.reductions, self.shapes.aux, self.split)
         self.start_grads = arithmetic.zeros(self.params, rules.accumulator_dtype)
         self.kinds = rules.kinds(self.params)
         self.in_place = not (again or rules.unroll or rules.statistics) and self._adds_in_place()
@@ -138,8 +140,8 @@ class Cut:
     def start(self) -> tuple[Leaves, Totals]:
         """Returns the references that gradients are added to in place, if any, and the totals before the first."""
         refs, grads = gradients.start(self.start_grads, self.kinds, in_place=self.in_place)
-        shapes = jax.tree.leaves(self.shapes.aux)
-        outputs = [reduce.start(shape, self.split) for reduce, shape in zip(self.reductions, shapes, strict=True)]
+        empty = lambda name, shape: REDUCTIONS[name].start(shape, self.split)
+        outputs = jax.tree.map(empty, self.reductions, self.shapes.aux)
         loss = jnp.zeros([], self._loss_dtype(wide=True))
         counted = jnp.zeros([], default_float()) if self.ratio else None
         return refs, self._varying(Totals(loss, counted, grads, self.carry, outputs, self._no_samples()))
@@ -189,10 +191,8 @@ class Cut:
             grads = gradients.add(refs, totals.grads, backward, self.kinds)
             samples = self._with_sample(totals.samples, backward, share, parts)
         weight = share if self.rows is None else count_rows(micro_batches) / self.rows
-        outputs = [
-            reduce.add(total, jnp.asarray(output), index, weight)
-            for reduce, total, output in zip(self.reductions, totals.outputs, jax.tree.leaves(parts.aux), strict=True)
-        ]
+        added = lambda name, total, output: REDUCTIONS[name].add(total, jnp.asarray(output), index, weight)
+        outputs = jax.tree.map(added, self.reductions, totals.outputs, parts.aux)
         counted = totals.counted + parts.loss.count if self.ratio else None
         carry = arithmetic.strong(parts.carry)
         return self._varying(Totals(totals.loss + loss, counted, grads, carry, outputs, samples))
@@ -200,9 +200,8 @@ class Cut:
     def finish(self, refs: Leaves, totals: Totals) -> Totals:
         """Returns the sums, the outputs of the batch among them."""
         grads = gradients.finish(refs, totals.grads, self.start_grads)
-        leaves, treedef = jax.tree.flatten(self.shapes.aux)
-        finished = zip(self.reductions, totals.outputs, leaves, strict=True)
-        aux = jax.tree.unflatten(treedef, [reduce.finish(total, shape) for reduce, total, shape in finished])
+        finished = lambda name, total, shape: REDUCTIONS[name].finish(total, shape)
+        aux = jax.tree.map(finished, self.reductions, totals.outputs, self.shapes.aux)
         loss = totals.loss.astype(self._loss_dtype(wide=self.ratio))
         samples = totals.samples
         if samples is not None:

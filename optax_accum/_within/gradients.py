@@ -11,21 +11,21 @@ from optax_accum._core.backward import Backward
 from optax_accum._space.space import Space
 
 # What becomes of the gradients of a leaf. Those that are not added are new values, which a backward pass returns in the
-# place of gradients. Leaves are numbered as in the parameters; None stands where the other list has the leaf.
+# place of gradients. `Leaves` are numbered as in the parameters; None stands where the other list has the leaf.
 KEPT = {"max": jnp.maximum, "last": lambda _, new: new}
 NAMES = ("mean", *KEPT)
 Leaves = list[Any]
 
 
-def start(acc: Tree, names: list[str], *, in_place: bool) -> tuple[Leaves, Leaves]:
+def start(acc: Tree, names: Tree, *, in_place: bool) -> tuple[Leaves, Leaves]:
     """Returns references to add to, where that is done in place, and what is added to beside them."""
-    leaves = list(zip(names, jax.tree.leaves(acc), strict=True))
+    leaves = list(zip(jax.tree.leaves(names), jax.tree.leaves(acc), strict=True))
     refs = [jax.new_ref(leaf) if in_place and name not in KEPT else None for name, leaf in leaves]
     empty = lambda name, leaf: jnp.full_like(leaf, -jnp.inf) if name in KEPT else leaf
     return refs, [empty(*pair) if ref is None else None for ref, pair in zip(refs, leaves, strict=True)]
 
 
-def add(refs: Leaves, totals: Leaves, backward: Backward, names: list[str]) -> Leaves:
+def add(refs: Leaves, totals: Leaves, backward: Backward, names: Tree) -> Leaves:
     """Runs the backward pass, and returns the totals with its gradients."""
     if all(ref is None for ref in refs):
         grads = jax.tree.leaves(backward.gradient())
@@ -41,7 +41,7 @@ def add(refs: Leaves, totals: Leaves, backward: Backward, names: list[str]) -> L
             return KEPT[name](total, grad.astype(total.dtype))
         return None if total is None else arithmetic.add(total, grad, 1.0, never)
 
-    return list(map(joined, names, totals, grads))
+    return list(map(joined, jax.tree.leaves(names), totals, grads))
 
 
 def finish(refs: Leaves, totals: Leaves, acc: Tree) -> Tree:
@@ -50,13 +50,12 @@ def finish(refs: Leaves, totals: Leaves, acc: Tree) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(acc), leaves)
 
 
-def added(tree: Tree, names: list[str]) -> Tree:
+def added(tree: Tree, names: Tree) -> Tree:
     """Returns a tree with the leaves that are added, and not kept."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([None if name in KEPT else leaf for name, leaf in zip(names, leaves, strict=True)])
+    return jax.tree.map(lambda leaf, name: None if name in KEPT else leaf, tree, names)
 
 
-def over_devices(names: list[str], space: Space, own: Tree, grads: Tree, params: Tree) -> Tree:
+def over_devices(names: Tree, space: Space, own: Tree, grads: Tree, params: Tree) -> Tree:
     """Returns the gradients of the whole batch, with what was kept of all devices; parameters where nothing was run."""
 
     def leaf(name: str, own: Any, grad: Any, param: Any) -> Any:
@@ -65,5 +64,4 @@ def over_devices(names: list[str], space: Space, own: Tree, grads: Tree, params:
         value = space.output(name, own)
         return jnp.where(jnp.isneginf(value), jnp.broadcast_to(param, value.shape).astype(value.dtype), value)
 
-    treedef = jax.tree.structure(grads)
-    return treedef.unflatten(map(leaf, names, *map(jax.tree.leaves, (own, grads, params))))
+    return jax.tree.map(leaf, names, own, grads, params)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import arithmetic
-from optax_accum._space.space import Space
 from optax_accum._within.splitting import Split
 
 Tree = Any
@@ -22,25 +21,15 @@ class Reduction(NamedTuple):
     finish: Callable[[Any, jax.ShapeDtypeStruct], jax.Array]
 
 
-def reductions(aux_reduction: Tree, shapes: Tree, split: Split) -> list[Reduction]:
-    """Returns one `Reduction` for each leaf of the auxiliary output, after checking that it fits the leaf."""
-    names = leaf_names(aux_reduction, shapes)
-    leaves = jax.tree.leaves_with_path(shapes)
-    for name, (path, shape) in zip(names, leaves, strict=True):
-        _check(name, jax.tree_util.keystr(path), shape, split)
-    return [REDUCTIONS[name] for name in names]
-
-
-def over_devices(aux_reduction: Tree, space: Space, sums: Tree) -> Tree:
-    """Returns the outputs of the whole batch, of what each device has of them."""
-    names, (leaves, treedef) = leaf_names(aux_reduction, sums), jax.tree.flatten(sums)
-    return jax.tree.unflatten(treedef, map(space.output, names, leaves))
-
-
-def leaf_names(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "the output") -> list[str]:
+def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "the output") -> Tree:
     """Returns the name of the reduction of each leaf of a tree, of which `names` is a prefix."""
-    remedy = "Name one reduction, or one for each branch."
-    return jax.tree.leaves(arithmetic.for_each_leaf(option, names, tree, remedy, of))
+    return arithmetic.for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", of)
+
+
+def check(names: Tree, shapes: Tree, split: Split) -> None:
+    """Raises unless the reduction of each leaf of the auxiliary output fits the leaf."""
+    for name, (path, shape) in zip(jax.tree.leaves(names), jax.tree.leaves_with_path(shapes), strict=True):
+        _check(name, jax.tree_util.keystr(path), shape, split)
 
 
 def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:

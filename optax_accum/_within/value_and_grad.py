@@ -197,7 +197,7 @@ def _value_and_grad(rules: Rules, again: bool, /, *args: Any, **kwargs: Any) -> 
         return totals._replace(carry=None), totals.carry
 
     own, carry = space.run(local, call)
-    outputs = reductions.over_devices(rules.aux_reduction, space, own.outputs)
+    outputs = jax.tree.map(space.output, reductions.names_of(rules.aux_reduction, own.outputs), own.outputs)
     loss, grads = space.total(own.loss), space.reduced(own.grads)[0]
     if own.counted is not None:
         loss, grads = divided((loss, grads), space.total(own.counted))
