@@ -130,14 +130,12 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
     batches = call[call.batch]
     split = splitting.split_rows(batches, sizes, device.count)
     names = tuple(name for name in call.arguments if name not in call.batch)
-    leaves, treedef = jax.tree.flatten(call[names])
-    gathers = jax.tree.leaves(list(map(device.gathers, names, call[names])))
-    opened = list(map(_opened, leaves, gathers))
+    others = call[names]
+    opened = jax.tree.map(_opened, others, tuple(map(device.gathers, names, others)))
 
     @jax.checkpoint
-    def one(opened: list[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
-        pairs = zip(leaves, opened, strict=True)
-        own = treedef.unflatten([leaf if pair is None else _grafted(*pair) for leaf, pair in pairs])
+    def one(opened: Tree, micro_batches: Sequence[Tree], index: Any) -> Any:
+        own = jax.tree.map(lambda leaf, pair: leaf if pair is None else _grafted(*pair), others, opened)
         arguments = dict(zip((*names, *call.batch), (*own, *micro_batches), strict=True))
         return call.with_arguments(arguments).own_key(index).apply(fun)
 
