@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across.outcomes import new_params
-from optax_accum._across.transformation import apply_gradients, rules_of
+from optax_accum._across.transformation import apply_gradients, axes_of, rules_of
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
 from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
@@ -127,7 +127,7 @@ def value_and_apply_gradients(
         in_place=in_place,
     )
     # A mesh is read off arrays that are not traced.
-    compute = compiled_once(rules.step, unless=bool(rules.accumulation and rules.accumulation.reduce_axes))
+    compute = compiled_once(rules.step, unless=bool(axes_of(tx)))
 
     @functools.wraps(fun)
     def step(
@@ -252,7 +252,9 @@ class _MicroStep:
             loss, backward, (value, count) = differentiate(contribution, call.arguments[0])
             return backward, (loss, value, count)
 
-        in_place = acc is not None and self._adds_in_place(call, acc, run, program)
+        in_place = acc is not None and adds_in_place(self.in_place, call.arguments[0], acc, lambda: run()[0])
+        if in_place and self.in_place is None:
+            in_place = not bends(program())  # there a weight in the cotangent could matter
         add = functools.partial(add_to, weight=weight, first=index == 0, in_place=in_place, vary=device.vary)
         if given and acc is not None:
             acc, (loss, value, _) = add(acc, run)
@@ -281,10 +283,3 @@ class _MicroStep:
         if not call.batch or (self.accumulation and self.accumulation.reduction == "sum"):
             return 1.0
         return checks.Rows(count_rows(call[call.batch]))
-
-    def _adds_in_place(
-        self, call: Call, acc: Tree, run: Callable[[], tuple[Backward, Any]], program: Callable[[], Any]
-    ) -> bool:
-        """Returns whether the backward pass adds the gradient: not where a weight in its cotangent could matter."""
-        bent = lambda: self.in_place is None and bends(program())
-        return adds_in_place(self.in_place, call.arguments[0], acc, lambda: run()[0]) and not bent()

@@ -166,15 +166,6 @@ def as_tolerance(name: str, tolerance: Any) -> float | None:
     raise ValueError(f"{name} must be a finite number above 0: {name}={tolerance}. Leave it out for its default.")
 
 
-def check_one_size(num_microbatches: Any, microbatch_size: Any) -> None:
-    """Raises unless one of the two is given."""
-    if (num_microbatches is None) == (microbatch_size is None):
-        raise ValueError(
-            "Exactly one of num_microbatches and microbatch_size must be given: "
-            f"num_microbatches={num_microbatches}, microbatch_size={microbatch_size}. Pass one of them."
-        )
-
-
 def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "") -> str:
     """Returns `value` if it is one of the words `allowed`."""
     if not isinstance(value, str) or value not in allowed:

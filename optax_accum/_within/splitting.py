@@ -45,7 +45,11 @@ class Sizes(NamedTuple):
 
 def as_sizes(num_microbatches: Any, microbatch_size: Any, group_size: Any) -> Sizes:
     """Returns what was asked for, if that is one of the two."""
-    checks.check_one_size(num_microbatches, microbatch_size)
+    if (num_microbatches is None) == (microbatch_size is None):
+        raise ValueError(
+            "Exactly one of num_microbatches and microbatch_size must be given: "
+            f"num_microbatches={num_microbatches}, microbatch_size={microbatch_size}. Pass one of them."
+        )
     number = checks.as_positive("num_microbatches", num_microbatches)
     size = checks.as_positive("microbatch_size", microbatch_size)
     return Sizes(number, size, checks.as_positive("group_size", group_size) or 1)
