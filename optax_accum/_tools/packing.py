@@ -147,10 +147,10 @@ def _checked(lengths: Any, budget: int, group: int) -> Ints:
             f"Every row must fit the budget{together}: row {row} has {counted(found[row], 'token')}, max_tokens="
             f"{budget}{more}. Cut such rows, leave them out, or raise max_tokens."
         )
-    if len(found) * budget >= 2**62:
+    if len(found) * int(found.max()) >= 2**62:
         raise ValueError(
-            f"max_tokens must be what a micro-batch can hold: {counted(len(found), 'row')} of max_tokens={budget} are "
-            "more tokens than 64 bits count. Pass a smaller one."
+            f"Lengths must be numbers of tokens, which 64 bits count: {counted(len(found), 'row')} of up to "
+            f"{found.max()}. Pass [len(row) for row in rows], say."
         )
     return found.astype(np.int64)
 
