@@ -76,7 +76,7 @@ def count(
             wrong.append((number, kind, problem.name, causes))
             tqdm.write(f"{kind} {number} ({problem.name}): {causes or 'nothing'} found")
         if number + 1 == (asked.sound if kind == "sound" else asked.faults):  # all kinds may take half an hour
-            tqdm.write(f"{kind}: {number + 1} run, {sum(case[1] == kind for case in wrong)} wrong")
+            tqdm.write(f"{kind}: {number + 1} run, {sum(case[1] == kind for case in wrong)} wrong", file=sys.stderr)
     among = f", in {len(styles['sound'])} {style}" if style else ""
     lines = [
         _measure.header(f"False alarms and misses of {command}", notes),
