@@ -106,6 +106,28 @@ def test_a_micro_step_is_differentiated_again():
     np.testing.assert_allclose(jax.jacfwd(move)(W), jnp.eye(3) - 0.5 * HESSIAN, rtol=1e-4, atol=1e-5)
 
 
+@jax.custom_vjp
+def identity(x):
+    return x
+
+
+identity.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
+
+
+@pytest.mark.parametrize("weighted", ["", "weight_fn", "weight"])
+def test_a_micro_step_that_is_not_in_place_is_differentiated_again_through_a_jit(weighted):
+    """It need not be linear, so it is added behind the backward pass; a weight of zero would leave it out."""
+    weight_fn = count if weighted == "weight_fn" else None
+    step = jax.jit(optax_accum.value_and_apply_gradients(lambda w, b: identity(loss(w, b)), TX, weight_fn=weight_fn))
+    own = {"weight": jnp.array(2.0)} if weighted == "weight" else {}
+
+    def move(w):
+        _, w, state = step(w, TX.init(w), BATCH, **own)
+        return step(w, state, BATCH, **own)[1]
+
+    np.testing.assert_allclose(jax.jacrev(move)(W), jnp.eye(3) - 0.5 * HESSIAN, rtol=1e-4, atol=1e-5)
+
+
 # Outside jit
 
 

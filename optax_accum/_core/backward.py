@@ -57,10 +57,15 @@ def add_to(
     What weighs nothing is not run, for its loss is often 0 / 0: what comes beside it is zeros. `vary` is that of the
     device.
     """
-    # Nothing fuses with references, so a select would read and write the accumulator in each micro-step: a loop of at
-    # most one turn does so once a window, and in place.
-    turns = first.astype(jnp.int32)
-    begun = lambda: jax.lax.fori_loop(0, turns, lambda _, acc: jax.tree.map(jnp.zeros_like, acc), acc)
+
+    def begun() -> Tree:
+        if not in_place:  # JAX can differentiate this again
+            return jax.tree.map(lambda total: jnp.where(first, jnp.zeros_like(total), total), acc)
+        # Nothing fuses with references, so a select would read and write the accumulator in each micro-step: a loop of
+        # at most one turn does so once a window, and in place.
+        turns = first.astype(jnp.int32)
+        return jax.lax.fori_loop(0, turns, lambda _, acc: jax.tree.map(jnp.zeros_like, acc), acc)
+
     start = begun() if in_place else acc
 
     def added() -> tuple[Tree, Any]:
