@@ -116,7 +116,7 @@ def test_gradients_of_another_tree():
 def test_gradients_of_another_shape(apply):
     tx = build()
     grads = {**PARAMS, "w": jnp.ones((3, 2))}
-    message = r"at \['w'\] the gradient has shape \(3, 2\) and the state \(2, 3\).*init"
+    message = r"at \['w'\] the gradients have shape \(3, 2\) and the state \(2, 3\).*init"
     step = jax.jit(lambda *a: optax_accum.apply_gradients(tx, *a) if apply else tx.update(*a))
     with pytest.raises(ValueError, match=message):
         step(grads, tx.init(PARAMS), PARAMS)
@@ -156,7 +156,7 @@ def test_an_integer_gradient_for_a_float_parameter():
 
 def test_a_single_leaf_is_named_too():
     tx = build()
-    with pytest.raises(ValueError, match=r"at the only leaf the gradient has shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"at the only leaf the gradients have shape \(2,\)"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(3)))
 
 
@@ -244,11 +244,29 @@ def test_a_state_that_holds_none_or_several(read):
 
 def test_gradients_that_are_not_those_of_the_parameters():
     with pytest.raises(
-        ValueError, match=r"shapes of the parameters: at \['w'\] the gradient has shape \(2, 3\).*\(3, 3\)"
+        ValueError, match=r"shapes of the parameters: at \['w'\] the gradients have shape \(2, 3\).*\(3, 3\)"
     ):
         update(build(), params={**PARAMS, "w": jnp.ones((3, 3))})
     with pytest.raises(ValueError, match=r"tree of the parameters: at \['b'\].*parameters have no leaf"):
         update(build(), params={"w": PARAMS["w"]})
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_gradient_of_a_parameter_that_is_masked(every):
+    params, masked = {"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": jnp.ones(2), "b": optax.MaskedNode()}
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every)
+    with pytest.raises(ValueError, match="must have the tree of the parameters"):
+        tx.update(params, tx.init(params), masked)
+
+
+def test_a_step_with_parameters_of_another_tree_names_them():
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    step = optax_accum.value_and_apply_gradients(lambda p, x: jnp.sum(p["a"]) * x.sum(), tx)
+    state = tx.init({"a": jnp.ones(2), "b": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"Parameters .* tree of the state: at \['b'\] the parameters have no leaf"):
+        step({"a": jnp.ones(2)}, state, jnp.ones(3))
+    with pytest.raises(ValueError, match=r"Parameters .* shapes of the state: at \['a'\] the parameters have shape"):
+        step({"a": jnp.ones(3), "b": jnp.ones(2)}, state, jnp.ones(3))
 
 
 def test_what_jax_value_and_grad_returns_is_recognised():

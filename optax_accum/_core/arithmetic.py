@@ -81,7 +81,9 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array, skip: t
 
 def narrower(params: Tree, acc: Tree) -> str | None:
     """Returns the path of a parameter whose gradient has another dtype than its accumulator, if there is one."""
-    for path, leaf, total in _paired(params, acc, "state", "Call init again with these parameters."):
+    for path, leaf, total in _paired(
+        params, acc, "state", "Call init again with these parameters.", given="parameters"
+    ):
         if hasattr(total, "dtype") and jnp.result_type(leaf) != total.dtype:
             return path
     return None
@@ -237,42 +239,45 @@ def check(acc: Tree, grads: Tree) -> None:
             )
 
 
-def _paired(grads: Tree, others: Tree, name: str, remedy: str) -> list[tuple[str, Leaf, Leaf]]:
+def _paired(
+    tree: Tree, others: Tree, name: str, remedy: str, *, given: str = "gradients"
+) -> list[tuple[str, Leaf, Leaf]]:
     """Returns the leaves of two trees side by side, with their path; raises unless trees and shapes are the same.
 
-    A `MaskedNode` among the others stands for a leaf without a gradient.
+    A `MaskedNode` in a state stands for a leaf without a gradient.
     """
-    leaves, treedef = jax.tree.flatten_with_path(grads)
+    leaves, treedef = jax.tree.flatten_with_path(tree)
+    mismatch = lambda: ValueError(_tree_mismatch(others, tree, name, remedy, given))
     try:
         beside = treedef.flatten_up_to(others)
     except ValueError as error:
-        raise ValueError(_tree_mismatch(others, grads, name, remedy)) from error
+        raise mismatch() from error
     pairs = [(keystr(path) or "the only leaf", leaf, other) for (path, leaf), other in zip(leaves, beside, strict=True)]
     for path, leaf, other in pairs:
-        if isinstance(other, optax.MaskedNode):
+        if name == "state" and isinstance(other, optax.MaskedNode):
             continue
         if not all_leaves([other]):
-            raise ValueError(_tree_mismatch(others, grads, name, remedy))
+            raise mismatch()
         if jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(
-                f"Gradients must have the shapes of the {name}: at {path} the gradient has shape {jnp.shape(leaf)} "
-                f"and the {name} {jnp.shape(other)}. {remedy}"
+                f"{given.capitalize()} must have the shapes of the {name}: at {path} the {given} have shape "
+                f"{jnp.shape(leaf)} and the {name} {jnp.shape(other)}. {remedy}"
             )
     return pairs
 
 
-def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str) -> str:
-    keep = lambda node: isinstance(node, optax.MaskedNode)
+def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str, given: str) -> str:
+    keep = lambda node: name == "state" and isinstance(node, optax.MaskedNode)
     shapes = [
-        {keystr(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=keep)}
+        {keystr(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=keep)}
         for tree in (grads, acc)
     ]
-    rule = f"Gradients must have the tree of the {name}"
+    rule = f"{given.capitalize()} must have the tree of the {name}"
     has = "have" if name.endswith("s") else "has"
     for path in [*shapes[0], *shapes[1]]:
         found = [f"shape {shape[path]}" if path in shape else "no leaf" for shape in shapes]
         if "no leaf" in found:
-            return f"{rule}: at {path} the gradients have {found[0]} and the {name} {has} {found[1]}. {remedy}"
+            return f"{rule}: at {path} the {given} have {found[0]} and the {name} {has} {found[1]}. {remedy}"
     return f"{rule}: they have {jax.tree.structure(grads)}, the {name} {has} {jax.tree.structure(acc)}. {remedy}"
 
 
