@@ -667,6 +667,30 @@ def test_auxiliary_outputs_of_other_kinds():
             f(jnp.float32(1), jnp.ones(6))
 
 
+@pytest.mark.parametrize("name", ["mean", "sum", "max", "stack", "last"])
+@pytest.mark.parametrize("weight_fn", [None, lambda x: jnp.float32(len(x))])
+def test_an_output_of_another_shape_in_the_remainder(name, weight_fn):
+    """A remainder of one row would be broadcast over the rows of the others, unseen."""
+    options = {"num_microbatches": 4, "has_aux": True, "weight_fn": weight_fn}
+    f = optax_accum.value_and_grad(lambda w, x: (w * x.mean(), {"logits": x}), aux_reduction=name, **options)
+    rule = (
+        rf"\"{name}\" needs one shape in all micro-batches: auxiliary output \['logits'\] has shape \(3,\) for 3 rows"
+    )
+    with pytest.raises(ValueError, match=rule + r" and \(1,\) for the remainder of 1\. .*\"concat\""):
+        f(jnp.float32(1), jnp.arange(10.0))
+    (_, aux), _ = f(jnp.float32(1), jnp.arange(12.0))  # of equal micro-batches, nothing is known to be wrong
+    assert aux["logits"].shape[-1] == 3
+
+
+def test_rows_that_the_remainder_does_not_have():
+    options = {"num_microbatches": 4, "has_aux": True, "aux_reduction": "concat"}
+    f = optax_accum.value_and_grad(lambda w, x: (w * x.mean(), jnp.ones(3)), **options)
+    with pytest.raises(
+        ValueError, match=r"one row for each example: .* \(3,\) for 3 rows and \(3,\) for the remainder of 1"
+    ):
+        f(jnp.float32(1), jnp.arange(10.0))
+
+
 def test_a_tuple_is_no_loss():
     with pytest.raises(TypeError, match="what stands beside the loss comes second"):
         optax_accum.value_and_grad(lambda w, x: (w * x.mean(), {}), num_microbatches=2)(jnp.float32(1), jnp.ones(4))

@@ -190,6 +190,8 @@ class Cut:
         with jax.named_scope("optax_accum.add"):
             grads = gradients.add(refs, totals.grads, backward, self.kinds)
             samples = self._with_sample(totals.samples, backward, share, parts)
+        if isinstance(index, int) and index == self.split.whole:
+            reductions.check_rest(self.reductions, self.shapes.aux, parts.aux, self.split)
         weight = share if self.rows is None else count_rows(micro_batches) / self.rows
         added = lambda name, total, output: REDUCTIONS[name].add(total, jnp.asarray(output), index, weight)
         outputs = jax.tree.map(added, self.reductions, totals.outputs, parts.aux)

@@ -29,7 +29,23 @@ def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "
 def check(names: Tree, shapes: Tree, split: Split) -> None:
     """Raises unless the reduction of each leaf of the auxiliary output fits the leaf."""
     for name, (path, shape) in zip(jax.tree.leaves(names), jax.tree.leaves_with_path(shapes), strict=True):
-        _check(name, jax.tree_util.keystr(path), shape, split)
+        _check(name, _where(path), shape, split)
+
+
+def check_rest(names: Tree, shapes: Tree, outputs: Tree, split: Split) -> None:
+    """Raises unless the remainder's outputs join those of the whole micro-batches, whose `shapes` are given."""
+
+    def check_leaf(path: Any, name: str, shape: jax.ShapeDtypeStruct, output: Any) -> None:
+        found, rows = jnp.shape(output), name == "concat"
+        if found != ((split.rest, *shape.shape[1:]) if rows else shape.shape):
+            rule = "one row for each example" if rows else "one shape in all micro-batches"
+            raise ValueError(
+                f'"{name}" needs {rule}: {_where(path)} has shape {shape.shape} for {split.size} rows and {found} for '
+                f"the remainder of {split.rest}. "
+                + ('Take "stack", or another reduction.' if rows else 'Reduce it over its rows, or take "concat".')
+            )
+
+    jax.tree.map_with_path(check_leaf, names, shapes, outputs)
 
 
 def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:
@@ -39,8 +55,11 @@ def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:
             raise ValueError(f"{option} must be one of {', '.join(allowed)}: {name!r}. Choose one of these.")
 
 
-def _check(name: str, path: str, shape: jax.ShapeDtypeStruct, split: Split) -> None:
-    where = f"auxiliary output {path}" if path else "the auxiliary output"
+def _where(path: Any) -> str:
+    return f"auxiliary output {jax.tree_util.keystr(path)}" if path else "the auxiliary output"
+
+
+def _check(name: str, where: str, shape: jax.ShapeDtypeStruct, split: Split) -> None:
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         raise TypeError(
             f"An auxiliary output is data: {where} is a key. Return jax.random.key_data(key), or leave it out."

@@ -120,6 +120,7 @@ def value_and_grad(
       |---|---|---|
       | `"mean"` of an integer; `"max"` of a complex; any key; `"concat"` of what has no rows | an error | tracing |
       | `"sum"` of bools | counts them, in int32 | running |
+      | another shape in the remainder than in the others; in `"concat"`, other rows than its own | an error | tracing |
       | a weight of zero | its micro-batch is not run: their number may vary without a new compilation | running |
       | outputs of one that is not run | zeros in `"concat"` and `"stack"`, nothing elsewhere | running |
       | the weights add to zero | a zero loss and a zero gradient | running |
