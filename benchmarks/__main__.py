@@ -45,14 +45,7 @@ WHY = {  # a target was missed, by the beginning of its name
         "a held micro-step reads the gradient twice, 4 P where 3 P are moved without statistics (1.33), and waits for "
         "the sum; with k=1 a window without statistics has no accumulator to write"
     ),
-    "window, MultiSteps / apply_gradients": (
-        "a table with one round has only the first, which finds nothing warm: a window of MultiSteps spreads that over "
-        "its calls of the optimizer, and ours has one"
-    ),
-    "window, MultiSteps / update": (
-        "`update` writes updates at each micro-step, which are then applied; and a first round, as above, finds "
-        "nothing warm"
-    ),
+    "window, MultiSteps / update": "`update` writes updates at each micro-step, which are then applied",
     'to trace and compile, "skip"': (
         "to ask whether a gradient is finite takes a reduction, and a kernel, for each leaf; runs of one machine gave "
         "medians of 1.10 to 1.39"
@@ -175,7 +168,7 @@ def explained(text: str) -> str:
     def why(found: re.Match[str]) -> str:
         names = dict.fromkeys(re.findall(r"^\| (.*?) +\|.*\| MISSED ", found[0], flags=re.MULTILINE))
         reason = lambda name: next((why for begins, why in WHY.items() if name.startswith(begins)), "not explained")
-        return "\n".join([found[0], *(f"\nMissed: {name}: {reason(name)}." for name in names)])
+        return "\n".join([found[0].rstrip(), *(f"\nMissed: {name}: {reason(name)}." for name in names)])
 
     return re.sub(r"(?:^\|.*\n?)+", lambda found: why(found).rstrip() + "\n", text, flags=re.MULTILINE)
 
