@@ -514,3 +514,14 @@ def test_a_state_that_was_made_without_is_named(options):
     assert tx.update(START, state, START)[1].mini_step == 1
     # and the other way round, what was measured is kept
     assert accumulate(every=3, statistics=False).update(START, new, START)[1].statistics == new.statistics
+
+
+def test_a_state_of_other_groups():
+    params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    build = lambda groups: accumulate(statistics=statistics.Options(groups=groups))
+    tx, state = build({"a": "x", "b": "y"}), build(None).init(params)
+    with pytest.raises(ValueError, match=r"groups=\['x', 'y'\], and the state has \['all'\].*state._replace"):
+        tx.update(params, state, params)
+    new = tx.init(params)
+    _, state = tx.update(params, state._replace(samples=new.samples, statistics=new.statistics), params)  # the remedy
+    assert state.samples.number == 1

@@ -112,6 +112,12 @@ def squared_norms(options: Options, tree: Tree, like: jax.Array) -> ByGroup:
 
 def add(samples: Samples, squares: ByGroup, weight: Any, first: Any) -> Samples:
     """Returns the sums with a sample in them, or only this where `first`. What weighs nothing is no sample."""
+    if squares.keys() != samples.squares.keys():
+        raise ValueError(
+            f"The groups of statistics must be those of the state: groups={list(squares)}, and the state has "
+            f"{list(samples.squares)}. Between two windows, take those of a new state, new = tx.init(params): "
+            "state._replace(samples=new.samples, statistics=new.statistics)."
+        )
     return Samples(
         squares=arithmetic.add(samples.squares, squares, weight, first),
         number=arithmetic.add(samples.number, jnp.asarray(weight != 0), 1.0, first),
