@@ -36,6 +36,7 @@ def update(tx, grads=PARAMS, state=None, params=PARAMS, **extra):
         (np.array([2]), TypeError),
         (jnp.array([2, 2]), TypeError),
         ("4", TypeError),
+        (2**31, ValueError),
     ],
     ids=repr,
 )
@@ -287,6 +288,52 @@ def test_the_info_of_another_policy():
         update(tx, state=state)
     state = state._replace(skip_state=tx.init(PARAMS).skip_state)  # the remedy
     assert update(tx, state=state)[1].mini_step == 1
+
+
+def test_the_info_of_a_callable_policy_that_has_no_room_for_a_fraction():
+    def risen(grads, step, params, info=0):
+        return jnp.array(False), 0.9 * info + 0.1 * optax.tree.norm(grads)
+
+    tx = build(nonfinite=risen)
+    with pytest.raises(TypeError, match=r"info of a callable .* began as int32 and became float32.*info=0.0"):
+        update(tx)
+
+
+def _norms(begin):
+    """An optimizer whose state is a moving average of norms, which begins as is given."""
+
+    def step(updates, mean, params=None):
+        mean = 0.5 * mean + 0.5 * optax.tree.norm(updates)
+        return jax.tree.map(lambda update: update / mean, updates), mean
+
+    return optax.GradientTransformation(lambda params: begin, step)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_inner_state_that_has_no_room_for_a_fraction(every):
+    inner = lambda begin: optax_accum.accumulate_gradients(_norms(begin), every)
+    run = lambda tx: optax_accum.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, flush=True)
+    with pytest.raises(TypeError, match=r"state of the inner optimizer must keep its dtypes.*int32 and became float32"):
+        run(inner(0))
+    with pytest.raises(TypeError, match=r"float32 and became complex64"):
+        run(optax_accum.accumulate_gradients(optax.chain(_norms(0.0), _turned()), every))
+    assert run(inner(jnp.zeros([])))[1].gradient_step == 1  # the remedy
+
+
+def _turned():
+    return optax.GradientTransformation(lambda params: jnp.ones([]), lambda updates, state, params=None: (updates, 1j))
+
+
+@pytest.mark.parametrize(("announced", "summed"), [(("value",), ()), ((), ("value",))])
+def test_a_state_that_sums_other_mean_arguments(announced, summed):
+    tx, state = build(mean_args=announced), build(mean_args=summed).init(PARAMS)
+    with pytest.raises(
+        ValueError, match=r"a sum for each mean argument: 'value' is given.*tx.init\(params\).mean_args"
+    ):
+        update(tx, state=state, value=1.0)
+    assert update(tx, state=state)[1].mini_step == 1  # it is not given
+    state = state._replace(mean_args=tx.init(PARAMS).mean_args)  # the remedy
+    assert update(tx, state=state, value=1.0)[1].mini_step == 1
 
 
 def test_from_multi_steps():

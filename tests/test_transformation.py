@@ -418,6 +418,16 @@ def test_a_member_of_a_chain_may_take_weights():
         tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=2.0)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, np.int16, jnp.uint32])
+def test_a_callable_every_of_another_width(dtype):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), lambda step: dtype(3))
+    state, emitted = tx.init(jnp.ones(2)), []
+    for _ in range(6):
+        _, state = tx.update(jnp.ones(2), state)
+        emitted.append(bool(state.emitted))
+    assert emitted == [False, False, True, False, False, True]
+
+
 def test_a_callable_every_of_64_bits(x64, strict_dtypes):
     tx = optax_accum.accumulate_gradients(SGD, lambda step: jnp.asarray(2, jnp.int64))
     state = jax.jit(tx.init)(PARAMS)

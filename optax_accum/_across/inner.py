@@ -37,6 +37,8 @@ def update(
         updates = arithmetic.cast_like(updates, jax.eval_shape(lambda: run(grads))[0])
     if not keeps(new, state):
         return updates, arithmetic.strong(new)
+    remedy = "Begin with that dtype in init: jnp.zeros([]), say, not 0."
+    checks.check_kinds("The state of the inner optimizer", new, old, remedy)
     return updates, memory.to_memory_of(arithmetic.cast_like(new, old), state)
 
 

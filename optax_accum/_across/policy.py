@@ -91,4 +91,6 @@ def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:
             f"{state.skip_state!r}. For a state of another policy: "
             "state._replace(skip_state=tx.init(params).skip_state)."
         )
+    remedy = "Make it what the default of the parameter info is, info=0.0 for a float; the state is made by init."
+    checks.check_kinds("The info of a callable nonfinite", info, state.skip_state, remedy)
     return arithmetic.cast_like(info, state.skip_state)

@@ -107,6 +107,8 @@ def accumulate_gradients(
       | `flush` on a micro-batch that is left out | closes the window with the rest | running |
       | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` names it | tracing |
       | `None`, `MaskedNode`, empty leaves, float0 | pass through; what is masked costs no accumulator | tracing |
+      | the state has sums of other `mean_args`, and one is given | an error | tracing |
+      | the state of `inner`, or `info`, turns from integers into floats, or complex | an error | tracing |
       | a mean argument is not given at some, or the closing, micro-step | the mean of the rest, or none | tracing |
       | a NaN in a mean argument | shows in its mean: policies look at gradients and weights | running |
       | under `jax.vmap` | a window for each member; the branch becomes a select, so `inner` always runs | tracing |

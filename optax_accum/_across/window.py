@@ -243,6 +243,12 @@ def _checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationS
             f"The state holds no {name}, which was made without: state.{name}=(). Add what is missing with "
             "new = tx.init(params); state._replace(samples=new.samples, statistics=new.statistics, seen=new.seen)."
         )
+    if unknown := sorted(({*rules.mean_args} ^ {*state.mean_args}) & batch.extra_args.keys()):
+        raise ValueError(
+            f"The state must have a sum for each mean argument: {unknown[0]!r} is given, mean_args={rules.mean_args}, "
+            f"and the state has sums for {tuple(state.mean_args)}. Between two windows, take those of a new state: "
+            "state._replace(mean_args=tx.init(params).mean_args)."
+        )
     like = space.like(batch.grads)
     if params is not None:
         arithmetic.check_params(params, like)

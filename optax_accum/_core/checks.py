@@ -42,7 +42,13 @@ def as_every(every: Any) -> Every:
     rule = "every must be an integer >= 1, a callable of gradient_step, or None"
     if isinstance(every, Tracer):
         raise TypeError(f"{rule}: every={every}. A value known only at run time goes into a callable, or use flush.")
-    return _integer(rule, "every", every, "Use every=1 for an update at every micro-step.")
+    number = _integer(rule, "every", every, "Use every=1 for an update at every micro-step.")
+    if number > jnp.iinfo(jnp.int32).max:
+        raise ValueError(
+            f"{rule}, below 2**31, as micro-steps are counted in int32: every={number}. Use every=None and flush for a "
+            "window that only the caller closes."
+        )
+    return number
 
 
 def as_count(count: Any) -> jax.Array:
@@ -53,7 +59,8 @@ def as_count(count: Any) -> jax.Array:
             f"A callable every must return an integer scalar: it returned {short(count)}. "
             "Wrap a schedule of floats: lambda step: jnp.asarray(schedule(step), int)."
         )
-    return jnp.clip(jnp.asarray(count), 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+    count = jnp.asarray(count, None if dtype.itemsize >= 4 else jnp.int32)  # an int8 has no bound of an int32
+    return jnp.clip(count, 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
 
 
 def as_flush(flush: Any, every: Every) -> Flag:
@@ -216,6 +223,19 @@ def check_loss(loss: Any, shares: Any) -> None:
             f"weight_fn must return a weight for each term of the loss: the loss has {found or 'no terms'}, the "
             f"weights have {wanted or 'no terms'}. Return dicts with the same keys from both."
         )
+
+
+def check_kinds(name: str, tree: Any, like: Any, remedy: str) -> None:
+    """Raises where the dtypes of `like` have no room for `tree`: no fraction fits into an integer."""
+    for (path, leaf), to in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(like), strict=True):
+        new, old = (getattr(leaf, "dtype", jnp.result_type(leaf)) for leaf in (leaf, to))
+        for kind in (jnp.inexact, jnp.complexfloating):
+            if jnp.issubdtype(new, kind) and not jnp.issubdtype(old, kind):
+                where = jax.tree_util.keystr(path) or "the only leaf"
+                raise TypeError(
+                    f"{name} must keep its dtypes: at {where} it began as {old} and became {new}, which would be cut "
+                    f"off. {remedy}"
+                )
 
 
 def check_carry(carry: Any, new: Any) -> None:
