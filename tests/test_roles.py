@@ -60,6 +60,29 @@ def test_a_key_that_no_role_names_is_refused(run, key):
         run(noisy, W, X, key)
 
 
+@pytest.fixture
+def hardware_keys():
+    """Keys of the old style have 4 words then, as in runs on TPUs."""
+    before = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+    yield jax.random.PRNGKey(0)
+    jax.config.update("jax_default_prng_impl", before)
+
+
+def test_old_keys_of_another_kind(hardware_keys):
+    """They were shared by all micro-batches unasked, and refused as `rng_argnum`."""
+    with pytest.raises(ValueError, match=r"random key must be named.*argument 2 is a key.*rng_argnum=2"):
+        cut(noisy, W, X, hardware_keys)
+    got = cut(noisy, W, X, hardware_keys, rng_argnum=2)
+    parts = [jax.grad(noisy)(W, X[i::3], jax.random.fold_in(hardware_keys, i)) for i in range(3)]
+    np.testing.assert_allclose(got[1], sum(parts) / 3, rtol=1e-5)
+
+
+def test_an_array_of_keys_is_no_key():
+    with pytest.raises(TypeError, match=r"rng_argnum must name a random key.* it is key<fry>\[3\]\."):
+        cut(noisy, W, X, jax.random.split(KEY, 3), rng_argnum=2)
+
+
 def test_a_key_may_be_shared_on_purpose():
     shared = lambda w, x, key: jnp.mean((x @ w) ** 2) * jax.random.normal(key)
     got = cut(shared, W, X, KEY, whole_argnums=2)

@@ -123,7 +123,13 @@ def as_argnames(role: str, argnames: Any) -> tuple[str, ...]:
 def is_key(leaf: Any) -> bool:
     """Returns whether a leaf is a random key, or an array of them; of the old style, one key."""
     dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
-    return dtype is not None and (jnp.issubdtype(dtype, jax.dtypes.prng_key) or (shape == (2,) and dtype == jnp.uint32))
+    if dtype is None:
+        return False
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and shape == _shape_of_old_keys())
+
+
+def _shape_of_old_keys() -> tuple[int, ...]:
+    return (4,) if jax.config.jax_default_prng_impl in ("rbg", "unsafe_rbg") else (2,)  # type: ignore[attr-defined]
 
 
 def check_arrays(what: str, tree: Tree, remedy: str) -> None:
@@ -174,7 +180,7 @@ def _check_batch(name: Name, batch: Tree) -> None:
 
 def _check_rng(keys: Tree) -> None:
     for path, leaf in jax.tree.leaves_with_path(keys):
-        if not is_key(leaf):
+        if not is_key(leaf) or (jnp.ndim(leaf) and leaf.dtype != jnp.uint32):
             raise TypeError(
                 f"rng_argnum must name a random key, or a tree of them: {jax.tree_util.keystr(path) or 'it'} is "
                 f"{short(leaf)}. Pass jax.random.key(seed)."
