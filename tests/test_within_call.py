@@ -691,6 +691,20 @@ def test_rows_that_the_remainder_does_not_have():
         f(jnp.float32(1), jnp.arange(10.0))
 
 
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int4", "uint8", "int32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "bfloat16"]
+)
+def test_the_largest_of_each_dtype(dtype):
+    """A float8 without an infinity made a NaN of the start, and so of every maximum."""
+    f = optax_accum.value_and_grad(
+        lambda w, x: (w * x.mean(), x.max().astype(dtype)), num_microbatches=3, has_aux=True, aux_reduction="max"
+    )
+    x = jnp.array([0.0, 1, 2, 7, 1]) - (0 if dtype in ("bool", "uint8") else 8)
+    (_, largest), _ = f(jnp.float32(1), x)
+    assert largest.dtype == dtype
+    assert float(largest) == float(x.max().astype(dtype))
+
+
 def test_a_tuple_is_no_loss():
     with pytest.raises(TypeError, match="what stands beside the loss comes second"):
         optax_accum.value_and_grad(lambda w, x: (w * x.mean(), {}), num_microbatches=2)(jnp.float32(1), jnp.ones(4))

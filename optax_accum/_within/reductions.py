@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_accum._core import arithmetic
 from optax_accum._within.splitting import Split
@@ -92,7 +93,11 @@ def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
 def _lowest(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
     if jnp.issubdtype(shape.dtype, jnp.bool_):
         return jnp.zeros(shape.shape, bool)
-    lowest = -jnp.inf if jnp.issubdtype(shape.dtype, jnp.floating) else jnp.iinfo(shape.dtype).min
+    if jnp.issubdtype(shape.dtype, jnp.floating):
+        infinite = not np.isnan(np.asarray(-np.inf).astype(shape.dtype))  # or a float8 that has no infinity
+        lowest = -jnp.inf if infinite else jnp.finfo(shape.dtype).min
+    else:
+        lowest = jnp.iinfo(shape.dtype).min
     return jnp.full(shape.shape, lowest, shape.dtype)
 
 
