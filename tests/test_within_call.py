@@ -705,6 +705,18 @@ def test_the_largest_of_each_dtype(dtype):
     assert float(largest) == float(x.max().astype(dtype))
 
 
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_rows_of_no_elements(group_size):
+    """A batch may hold a feature that is switched off, [n, 0]: it is cut and put together like any other."""
+    batch = {"x": jnp.arange(10.0), "off": jnp.zeros((10, 0, 3))}
+    options = {"microbatch_size": 4, "group_size": group_size}
+    f = optax_accum.value_and_grad(
+        lambda w, b: (w * b["x"].mean(), b), has_aux=True, aux_reduction="concat", weight_fn=lambda b: 2.0, **options
+    )
+    chex.assert_trees_all_equal(f(jnp.float32(1), batch)[0][1], batch)
+    chex.assert_trees_all_equal(optax_accum.microbatched_apply(lambda w, b: b, **options)(1.0, batch), batch)
+
+
 def test_a_tuple_is_no_loss():
     with pytest.raises(TypeError, match="what stands beside the loss comes second"):
         optax_accum.value_and_grad(lambda w, x: (w * x.mean(), {}), num_microbatches=2)(jnp.float32(1), jnp.ones(4))

@@ -44,7 +44,7 @@ class Several(Space):
                 'output. Take "mean", "sum", "max" or "concat".'
             )
         if reduction == "concat":
-            return leaf.reshape(-1, *leaf.shape[2:])
+            return jax.lax.collapse(leaf, 0, 2)
         if reduction == "max" and not self.keeps:
             return jax.lax.pmax(jnp.max(leaf, axis=0), self.inside)
         return self.total(leaf)

@@ -122,7 +122,7 @@ def _put_rows(rows: Any, output: jax.Array, index: Index, share: Any) -> Any:
 
 def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
     whole, rest = rows
-    whole = whole.reshape(-1, *shape.shape[1:])
+    whole = jax.lax.collapse(whole, 0, whole.ndim - len(shape.shape) + 1)
     return jnp.concatenate([whole, rest]) if len(rest) else whole
 
 

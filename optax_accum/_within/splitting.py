@@ -104,14 +104,13 @@ def ungrouped(split: Split, micro_batch: Tree) -> Tree:
     """Returns a micro-batch [b / g, g, ...] as [b, ...]."""
     if split.group == 1:
         return micro_batch
-    return _of_rows(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), micro_batch)
+    return _of_rows(lambda leaf: jax.lax.collapse(leaf, 0, 2), micro_batch)
 
 
 def in_order(split: Split, rows: jax.Array) -> jax.Array:
     """Returns what the whole micro-batches gave for their rows, [k, b, ...], in the order of the batch."""
-    shape = rows.shape[2:]
-    rows = rows.reshape(split.whole, split.size // split.group, split.group, *shape)
-    return jnp.moveaxis(rows, 0, 1).reshape(-1, *shape)
+    rows = rows.reshape(split.whole, split.size // split.group, split.group, *rows.shape[2:])
+    return jax.lax.collapse(jnp.moveaxis(rows, 0, 1), 0, 3)
 
 
 def remainder(split: Split, batch: Tree) -> Tree:
