@@ -717,6 +717,22 @@ def test_rows_of_no_elements(group_size):
     chex.assert_trees_all_equal(optax_accum.microbatched_apply(lambda w, b: b, **options)(1.0, batch), batch)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "found"),
+    [
+        (lambda x: jnp.ones(3), r"\(3,\) for 3 rows and \(3,\)"),
+        (lambda x: x.squeeze(), r"\(3,\) for 3 rows and \(\)"),
+        (lambda x: x @ x.T, r"\(3, 3\) for 3 rows and \(1, 1\)"),
+    ],
+    ids=["too many rows", "no rows", "rows of another shape"],
+)
+def test_rows_that_the_remainder_does_not_return(outputs, found):
+    """Of 10 rows, 12 came back unseen."""
+    apply = optax_accum.microbatched_apply(lambda w, x: {"z": w * outputs(x)}, microbatch_size=3)
+    with pytest.raises(ValueError, match=rf"rows of one shape: \['z'\] has shape {found} for the remainder of 1\. "):
+        apply(2.0, jnp.ones((10, 1)))
+
+
 def test_a_tuple_is_no_loss():
     with pytest.raises(TypeError, match="what stands beside the loss comes second"):
         optax_accum.value_and_grad(lambda w, x: (w * x.mean(), {}), num_microbatches=2)(jnp.float32(1), jnp.ones(4))

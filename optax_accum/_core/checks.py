@@ -261,6 +261,17 @@ def check_rows(outputs: Any, size: int) -> None:
             )
 
 
+def check_rest(outputs: Any, rest: Any, size: int, rows: int) -> None:
+    """Raises unless the outputs of the remainder join those of the whole micro-batches, all in one [n, ...]."""
+    for (path, leaf), last in zip(jax.tree.leaves_with_path(outputs), jax.tree.leaves(rest), strict=True):
+        if jnp.shape(last) != (rows, *leaf.shape[1:]):
+            raise ValueError(
+                f"Outputs must have one row for each example, and rows of one shape: "
+                f"{jax.tree_util.keystr(path) or 'the output'} has shape {(size, *leaf.shape[1:])} for {size} rows and "
+                f"{jnp.shape(last)} for the remainder of {rows}. Return rows, and reduce them outside."
+            )
+
+
 def _integer(rule: str, name: str, value: Any, remedy: str) -> int:
     try:
         if isinstance(value, bool) or getattr(value, "dtype", None) == jnp.bool_:

@@ -152,6 +152,7 @@ def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, b
     if not split.rest:
         return whole
     rest = one(splitting.remainder(split, batches), split.whole)
+    checks.check_rest(whole, rest, split.size, split.rest)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), whole, rest)
 
 
