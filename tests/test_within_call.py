@@ -733,6 +733,17 @@ def test_rows_that_the_remainder_does_not_return(outputs, found):
         apply(2.0, jnp.ones((10, 1)))
 
 
+@pytest.mark.parametrize("weight_fn", [None, lambda x: {"a": len(x), "off": 1.0}], ids=["rows", "weights"])
+def test_a_term_that_is_a_number(weight_fn):
+    fun = lambda w, x: {"a": w * x.mean(), "off": 0.0}
+    f = optax_accum.value_and_grad(fun, num_microbatches=2, weight_fn=weight_fn)
+    close(f(jnp.float32(1), jnp.arange(5.0)), (jnp.float32(2), jnp.float32(2)))
+    ratio = optax_accum.value_and_grad(lambda w, x: optax_accum.Ratio(0.0, len(x)), num_microbatches=2)
+    close(ratio(jnp.float32(1), jnp.arange(5.0)), (jnp.float32(0), jnp.float32(0)))
+    with pytest.raises(TypeError, match=r"or a dict of them: it returned \{\}\."):
+        optax_accum.value_and_grad(lambda w, x: {}, num_microbatches=2)(jnp.float32(1), jnp.ones(4))
+
+
 def test_a_tuple_is_no_loss():
     with pytest.raises(TypeError, match="what stands beside the loss comes second"):
         optax_accum.value_and_grad(lambda w, x: (w * x.mean(), {}), num_microbatches=2)(jnp.float32(1), jnp.ones(4))

@@ -213,7 +213,7 @@ def check_loss(loss: Any, shares: Any) -> None:
             )
     found = sorted(loss) if isinstance(loss, dict) else None
     wanted = sorted(shares) if isinstance(shares, dict) else None
-    if found is None and not hasattr(loss, "dtype"):
+    if not found and not hasattr(loss, "dtype"):
         raise TypeError(
             f"fun must return a real scalar loss, or a dict of them: it returned {loss!r}. Add up its "
             "parts; with has_aux=True, what stands beside the loss comes second."

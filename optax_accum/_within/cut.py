@@ -286,7 +286,8 @@ class Cut:
 def _weighted(loss: Any, share: Any) -> jax.Array:
     """Returns this micro-batch's share of the loss; the backward pass of a loss below 32 bits rounds the share."""
 
-    def term(loss: jax.Array, share: Any) -> jax.Array:
+    def term(loss: Any, share: Any) -> jax.Array:
+        loss = jnp.asarray(loss)  # or a number: a term that is switched off
         wide = loss.astype(arithmetic.accumulator_dtype(loss.dtype, None))
         return wide * jnp.asarray(share, wide.dtype)
 
