@@ -99,6 +99,22 @@ def test_microbatched_apply_in_forward_mode(dtype):
     np.testing.assert_allclose(got.astype("f"), want.astype("f"), rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "way", [jax.hessian, lambda f: jax.jacrev(jax.grad(f)), lambda f: jax.jit(jax.jacfwd(jax.grad(f)))]
+)
+def test_second_derivatives_in_bfloat16(way):
+    """They were zeros: a gradient that is sent elsewhere, to be added in float32, was a constant."""
+    x = jnp.linspace(-1, 1, 21, dtype=jnp.bfloat16).reshape(7, 3)
+    w = jnp.array([0.5, -1, 2], jnp.bfloat16)
+    encode = lambda w, x: jnp.sin(x @ w).astype(jnp.float32)
+    whole, cut = (
+        way(lambda w, f=f: jnp.sum(f(w, x) ** 2))(w).astype(jnp.float32)
+        for f in (encode, optax_accum.microbatched_apply(encode, microbatch_size=3))
+    )
+    assert jnp.max(jnp.abs(whole)) > 1
+    np.testing.assert_allclose(cut, whole, rtol=0.05, atol=0.05)
+
+
 def test_a_micro_step_is_differentiated_again():
     step = optax_accum.value_and_apply_gradients(loss, optax_accum.accumulate_gradients(optax.sgd(0.5), None))
     tx = optax_accum.accumulate_gradients(optax.sgd(0.5), None)

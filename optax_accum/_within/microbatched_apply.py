@@ -192,4 +192,4 @@ def _graft(leaf: jax.Array, wide: jax.Array) -> jax.Array:
 
 @_graft.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    return primals[0], tangents[1].astype(primals[0].dtype)
+    return _graft(*primals), tangents[1].astype(primals[0].dtype)  # that, and not the leaf: for second derivatives
