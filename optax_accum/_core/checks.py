@@ -228,7 +228,7 @@ def check_loss(loss: Any, shares: Any) -> None:
 def check_kinds(name: str, tree: Any, like: Any, remedy: str) -> None:
     """Raises where the dtypes of `like` have no room for `tree`: no fraction fits into an integer."""
     for (path, leaf), to in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(like), strict=True):
-        new, old = (getattr(leaf, "dtype", jnp.result_type(leaf)) for leaf in (leaf, to))
+        new, old = (leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf) for leaf in (leaf, to))
         for kind in (jnp.inexact, jnp.complexfloating):
             if jnp.issubdtype(new, kind) and not jnp.issubdtype(old, kind):
                 where = jax.tree_util.keystr(path) or "the only leaf"
