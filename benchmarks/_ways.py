@@ -256,7 +256,7 @@ class Tunix(Across):
 
         class Model(nnx.Module):
             def __init__(self) -> None:
-                self.leaves = nnx.Dict({name: nnx.Param(jnp.array(leaf)) for name, leaf in problem.params.items()})
+                self.leaves = nnx.data({name: nnx.Param(jnp.array(leaf)) for name, leaf in problem.params.items()})
 
         def loss(model: Any, *arrays: jax.Array) -> jax.Array:
             return problem.loss({name: leaf[...] for name, leaf in model.leaves.items()}, *arrays)

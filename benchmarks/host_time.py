@@ -84,7 +84,7 @@ def _table(layers: int, turns: int) -> str:
 class _Module(nnx.Module):
     def __init__(self, layers: int):
         rngs = nnx.Rngs(0)
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(layers)])
+        self.layers = nnx.data([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(layers)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:

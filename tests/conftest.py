@@ -14,7 +14,7 @@ programs.quickly(True)
 
 @pytest.fixture
 def x64():
-    with jax.enable_x64(True):
+    with programs.enable_x64():
         yield
 
 

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
+from tests import programs
 
 LR, ROWS, SIZES = 0.1, 12, (2, 8, 2)  # few sizes: each is compiled
 SGD = optax.masked(  # Optax's own functions take no float0, the gradient of an integer
@@ -106,7 +107,7 @@ def whole(uses, mean, *, integers=False):
 
 def oracle(loss, start, batch):
     """The update of the whole batch, in float64."""
-    with jax.enable_x64(True):
+    with programs.enable_x64():
         wide = lambda leaf: np.asarray(leaf, np.float64 if np.issubdtype(leaf.dtype, np.floating) else leaf.dtype)
         params, batch = jax.tree.map(lambda leaf: jnp.asarray(wide(leaf)), (start, batch))
         grads = jax.jit(jax.grad(lambda *args: value_of(loss(*args)), allow_int=True))(params, batch)

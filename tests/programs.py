@@ -4,9 +4,15 @@ import contextlib
 import functools
 
 import jax
+import jax.experimental
 
 from optax_accum import accelerators
 from tests import OLD_EMITTERS
+
+
+def enable_x64():
+    """64-bit numbers, for a while."""
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(True)
 
 
 def quickly(yes):

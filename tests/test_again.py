@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optax_accum
+from tests.versions import needs_references
 
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=3), jnp.float32)
@@ -37,6 +38,9 @@ THROUGH = {
     "hessian of jit": lambda f: jax.hessian(jax.jit(lambda w: f(w, BATCH)[0]))(W),
     "jacrev of checkpoint": lambda f: jax.jacrev(jax.checkpoint(lambda w: f(w, BATCH)[1]))(W),
 }
+through = pytest.mark.parametrize(  # where nothing is added in place, there is nothing to refuse
+    "weight_fn", [pytest.param(None, marks=needs_references, id="rows"), pytest.param(count, id="weight_fn")]
+)
 by_weight = pytest.mark.parametrize("weight_fn", [None, count], ids=["rows", "weight_fn"])
 
 
@@ -47,7 +51,7 @@ def test_value_and_grad_is_differentiated_again(way, weight_fn):
     np.testing.assert_allclose(WAYS[way](f), HESSIAN, rtol=1e-4, atol=1e-6)
 
 
-@by_weight
+@through
 @pytest.mark.parametrize("way", THROUGH)
 def test_through_a_jit_it_names_the_option_that_works(way, weight_fn):
     f = optax_accum.value_and_grad(loss, num_microbatches=3, weight_fn=weight_fn)

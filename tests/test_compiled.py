@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_accum
 from tests import programs
+from tests.versions import needs_references
 
 PARAMS = {f"layer{i}": {"w": jnp.ones((256, 256)), "b": jnp.ones(256)} for i in range(4)}
 SIZE = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
@@ -109,6 +110,7 @@ def test_a_policy_costs_no_memory(nonfinite):
     assert temporary(fused, PARAMS, tx.init(PARAMS), PARAMS) <= 0.02
 
 
+@needs_references
 def test_a_window_begins_in_place_without_a_select_over_the_accumulator():
     """Nothing fuses with references, so a select would read and write the whole sum in every micro-step."""
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 8)

@@ -19,6 +19,7 @@ from optax_accum import flax as accum
 from optax_accum.flax import _window
 from tests import programs
 from tests.flax_problems import ROWS, X, Y, close, created, cross_entropy, equal, gradient, micro_batches, normalised
+from tests.versions import since
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
@@ -708,6 +709,7 @@ def test_options_that_are_the_steps_own(name):
             accum.nnx.train_step(lambda *_: None, num_microbatches=2, **{name: 1})
 
 
+@since(0, 8, why="a constraint over other axes inside a shard_map over some")
 def test_partial_sums_of_boxed_parameters_lie_over_the_devices():
     """`nn.get_partition_spec` places each row on its device."""
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -11,6 +11,7 @@ import pytest
 
 import optax_accum
 from tests import paths, problems
+from tests.versions import needs_devices
 
 ROWS = 12
 PARTITIONS = [(12,), (6, 6), (4, 4, 4), (1,) * 12, (7, 5), (1, 10, 1), (2, 3, 7)]
@@ -159,6 +160,7 @@ def test_under_vmap_each_member_has_its_own_window():
     np.testing.assert_array_equal(state.gradient_step, [0, 1])
 
 
+@needs_devices
 def test_in_shard_map_with_reduced_gradients():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
@@ -169,7 +171,7 @@ def test_in_shard_map_with_reduced_gradients():
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=(spec(), spec(), spec("data")), out_specs=(spec(), spec()))
     def step(params, state, batch):
-        local = jax.lax.pcast(params, "data", to="varying")  # the gradient of this device's rows
+        local = optax_accum.sharding.defer_reduction(params, "data")  # the gradient of this device's rows
         grads = jax.lax.pmean(jax.grad(problems.loss)(local, batch), "data")
         return optax_accum.apply_gradients(tx, grads, state, params)
 

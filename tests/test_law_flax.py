@@ -12,6 +12,7 @@ from flax import nnx
 from numpy.testing import assert_allclose
 
 import optax_accum
+from tests import programs
 from optax_accum import flax as accum
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
@@ -69,7 +70,7 @@ def oracle(weighted):
         updates, state = INNER.update(grads, state, params)
         return optax.apply_updates(params, updates), state, {"loss": value, "logit": logit}
 
-    with jax.enable_x64(True):
+    with programs.enable_x64():
         weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
         params = {name: kernel.astype("d") for name, kernel in KERNELS.items()}
         state, mean, var = INNER.init(params), np.zeros(6), np.ones(6)

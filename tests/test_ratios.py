@@ -9,7 +9,8 @@ import pytest
 import optax_accum
 from optax_accum import Ratio
 from tests import programs
-from tests.test_ratio import CUT, W, X, close, passed, ways, whole
+from tests.test_ratio import CUT, W, X, close, passed, whole
+from tests.versions import in_places
 
 
 def near(w, x):
@@ -18,7 +19,7 @@ def near(w, x):
     return {"policy": passed(w, x), "kl": Ratio(jnp.sum(jnp.where(score > 2, score**2, 0)), jnp.sum(score > 2))}
 
 
-@ways
+@in_places
 def test_each_term_is_divided_by_its_own_count(in_place):
     f = jax.jit(optax_accum.value_and_grad(near, in_place=in_place, **CUT))
     close(f(W, X), whole(near, W, X))

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import optax_accum
-from optax_accum._space import meshes, partials
+from optax_accum._core import compilers
+from optax_accum._space import meshes
 from tests import programs
 
 TYPES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
@@ -317,8 +318,8 @@ def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
 def as_on_a_tpu(monkeypatch):
     """The forms that a TPU's compiler wants, for leaves and meshes of any size."""
     monkeypatch.setattr(meshes, "on_tpu", lambda mesh: True)
-    monkeypatch.setattr(meshes, "FEW", 4)
-    monkeypatch.setattr(partials, "LARGE", 1)
+    monkeypatch.setattr(compilers, "CHIPS", 4)
+    monkeypatch.setattr(compilers, "LARGE", 1)
 
 
 @pytest.mark.parametrize("to", [None, {"w": P(None, "data"), "b": P(), "v": P("data")}], ids=["whole", "ZeRO-1"])

@@ -191,8 +191,8 @@ def test_a_micro_step_reads_its_gradient_once_more_and_writes_nothing(name):
             found[asked] = count_traffic(programs.compiled(lowered) if name == "cpu" else device.compile(lowered))
     more = found[True].least - found[False].least
     written = int(name == "cpu" and jax.__version_info__ < (0, 10, 2))  # that CPU compiler writes the squares
-    assert more <= (1.01 + 2 * written if name == "cpu" else 0.01) * copy  # others read it where it is added
-    assert found[True].most - found[False].most <= more + (1 + 2 * written) * 1.01 * copy
+    assert more <= (1.01 + 3 * written if name == "cpu" else 0.01) * copy  # others read it where it is added
+    assert found[True].most - found[False].most <= more + (1 + 3 * written) * 1.01 * copy
     assert found[True].temporary - found[False].temporary <= (written + 0.03) * copy
     if name == "cpu":
         assert more > 0.99 * copy  # it reads it at all

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import optax_accum
 from tests import problems, programs
+from tests.versions import in_places, needs_references
 
 START, BATCH = problems.params(), problems.rows(12)
 WHOLE = jax.jit(jax.value_and_grad(problems.loss))(START, BATCH)
-in_places = pytest.mark.parametrize("in_place", [True, False], ids=["in place", "scan"])
 CUTS = [{"num_microbatches": k} for k in (1, 2, 5, 7, 12)] + [{"microbatch_size": b} for b in (1, 5, 12, 64)]
 
 
@@ -40,6 +40,7 @@ def test_unrolled_there_is_no_loop_and_the_same_gradient(weight_fn):
     assert "scan" in str(jax.make_jaxpr(loop)(START, BATCH))
 
 
+@needs_references
 @pytest.mark.parametrize("cut", [{"num_microbatches": 4}, {"microbatch_size": 5}], ids=str)
 def test_in_place_and_scan_are_bit_identical(cut):
     both = [
@@ -56,7 +57,11 @@ def masked_loss(params, batch):
     return jnp.sum(mask * error) / jnp.sum(mask)
 
 
-@given(st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=6, max_size=6), st.booleans(), st.sampled_from([2, 4]))
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=6, max_size=6),
+    st.sampled_from([None, False]),
+    st.sampled_from([2, 4]),
+)
 def test_any_weights(weights, in_place, size):
     """Micro-batches of weight zero have a loss of 0 / 0, and a backward pass full of nan."""
     mask = jnp.repeat(jnp.array(weights, jnp.float32), 2)
@@ -141,6 +146,7 @@ def test_terms_with_denominators_of_their_own(in_place):
         close(optax_accum.value_and_grad(terms, weight_fn=weights, in_place=in_place, **cut)(START, batch), whole)
 
 
+@needs_references
 def test_in_place_what_a_scan_reads_has_its_gradient_in_order():
     """JAX 0.7.2 wrote it from the other end (jax#32411)."""
     numbers = jnp.arange(5.0)
@@ -288,6 +294,7 @@ def temporary(f, *args):
     return programs.compiled(jax.jit(f).lower(*args)).memory_analysis().temp_size_in_bytes
 
 
+@needs_references
 def test_in_place_keeps_no_gradient_beside_the_accumulator():
     loss, params, x = stacked_problem()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -338,6 +345,7 @@ def test_value_and_apply_gradients_is_the_two_calls(nonfinite, weight):
     assert state.gradient_step == 2
 
 
+@needs_references
 def test_a_micro_step_in_place_has_no_gradient_tree():
     loss, params, x = stacked_problem()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -559,6 +567,7 @@ def test_in_place_where_it_cannot_be():
         f(jnp.bfloat16(1), X)
 
 
+@needs_references
 def test_jax_adds_in_place_only_into_an_array_of_the_same_dtype():
     """Why bfloat16 parameters with float32 sums fall back to the scan: the day this fails, they need not."""
     _, backward = jax.vjp(lambda w: jnp.sum(w.astype(jnp.float32)), jnp.ones(3, jnp.bfloat16))

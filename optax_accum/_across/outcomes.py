@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from optax_accum._core import arithmetic, memory, sums, tracing
+from optax_accum._core import arithmetic, compilers, memory, sums
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 def updates_of(space: Space, params: Tree | None) -> Outcome:
     """The outcome of `update`: updates, or zeros."""
     whole = lambda updates: updates if params is None else space.gather(updates, params)
-    return Outcome(whole, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0], arithmetic.NOTHING))
+    return Outcome(whole, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0], compilers.NOTHING))
 
 
 def new_params(space: Space, params: Tree) -> Outcome:
@@ -59,16 +59,16 @@ def emit_or_hold(
 
     def emit_kept() -> tuple[Any, Any]:
         chosen, left = emit()
-        return chosen, tracing.kept(left)
+        return chosen, compilers.returned(left)
 
     if isinstance(usable, bool | jax.Array):
-        return tracing.branch(closes & usable, emit_kept, hold), usable
+        return compilers.branch(closes & usable, emit_kept, hold), usable
 
     def close() -> tuple[Any, Flag]:
         answer = usable()
-        return tracing.branch_by_index(answer, emit_kept, hold), answer
+        return compilers.branch_by_index(answer, emit_kept, hold), answer
 
-    return tracing.branch_by_index(closes, close, lambda: (hold(), jnp.array(True)))
+    return compilers.branch_by_index(closes, close, lambda: (hold(), jnp.array(True)))
 
 
 def kept_of(state: AccumulationState) -> dict[str, Any]:

@@ -8,15 +8,11 @@ import numpy as np
 import optax
 from jax.tree_util import all_leaves, keystr
 
-from optax_accum._core import tracing
+from optax_accum._core import compilers, tracing
 
 Tree = Any
 Leaf = Any
 Weight = float | jax.Array  # a Python float is known when tracing, an array when running
-
-# x + NOTHING is x, for x = -0.0 too. And it is no zero that a loop begins with: what a program shares with those, as
-# XLA makes it do, it keeps until the loop is over, which was a copy of the gradients beside a scan over layers.
-NOTHING = -0.0
 
 
 def zeros(params: Tree, dtype: Tree) -> Tree:
@@ -72,7 +68,7 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array, skip: t
         share = _scale(grad.astype(wide), weight, counts)
         if total is None:
             return share
-        return (jnp.where(first, NOTHING, total.astype(wide)) + share).astype(dtype)
+        return (jnp.where(first, compilers.NOTHING, total.astype(wide)) + share).astype(dtype)
 
     if acc is None:
         return jax.tree.map(lambda grad: add_leaf(grad, None), grads)
@@ -108,18 +104,16 @@ def mean(acc: Tree, grads: Tree, weight: Weight | None, dtype: jnp.dtype | str |
 def all_finite(tree: Tree) -> jax.Array:
     """Returns a bool scalar: no leaf holds a NaN or an infinity.
 
-    A leaf is finite if its extremes are: unlike `isfinite` of every element, that writes nothing beside the leaf. The
-    barrier keeps XLA from computing the answer again beside each leaf that asks for it: with n leaves, n^2 reductions
-    to compile.
+    A leaf is finite if its extremes are: unlike `isfinite` of every element, that writes nothing beside the leaf.
     """
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if not is_float0(leaf)]
     reals = [part for leaf in leaves for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
-    extremes = [extreme for real in reals if real.size for extreme in tracing.extremes(real)]
+    extremes = [extreme for real in reals if real.size for extreme in compilers.extremes(real)]
     if not extremes:
         return jnp.array(True)
     widest = max((accumulator_dtype(extreme.dtype, None) for extreme in extremes), key=lambda dtype: dtype.itemsize)
     together = jnp.stack([extreme.astype(widest) for extreme in extremes])
-    return jnp.all(jnp.isfinite(jax.lax.optimization_barrier(together)))
+    return jnp.all(jnp.isfinite(compilers.once(together)))
 
 
 def scaled(leaf: jax.Array, factor: Weight, dtype: Any) -> jax.Array:
@@ -160,7 +154,7 @@ def for_each_leaf(
 ) -> Tree:
     """Returns the value of an option for each leaf of a tree, of which it is a prefix."""
     try:
-        return jax.tree.broadcast(option, tree, is_leaf=is_leaf)
+        return compilers.each_leaf(option, tree, is_leaf)
     except ValueError as error:
         raise ValueError(
             f"{name} must be a prefix of the tree of {of}: {name} has {jax.tree.structure(option, is_leaf=is_leaf)}, "

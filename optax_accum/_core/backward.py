@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, tracing
+from optax_accum._core import arithmetic, compilers, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 
 
@@ -59,12 +59,9 @@ def add_to(
     """
 
     def begun() -> Tree:
-        if not in_place:  # JAX can differentiate this again
-            return jax.tree.map(lambda total: jnp.where(first, jnp.zeros_like(total), total), acc)
-        # Nothing fuses with references, so a select would read and write the accumulator in each micro-step: a loop of
-        # at most one turn does so once a window, and in place.
-        turns = first.astype(jnp.int32)
-        return jax.lax.fori_loop(0, turns, lambda _, acc: jax.tree.map(jnp.zeros_like, acc), acc)
+        if in_place:
+            return compilers.zeroed(acc, first)
+        return jax.tree.map(lambda total: jnp.where(first, jnp.zeros_like(total), total), acc)  # has a derivative
 
     start = begun() if in_place else acc
 
@@ -72,8 +69,7 @@ def add_to(
         backward, beside = run()
         if not in_place:
             return arithmetic.add(start, backward.gradient(), weight, first), vary(beside)
-        # Without the barrier, gradients wait for the accumulator in a row.
-        backward.one, ready = jax.lax.optimization_barrier((backward.one, start))
+        backward.one, ready = compilers.ready_together(backward.one, start)
         refs = jax.tree.map(jax.new_ref, ready)
         backward.add_to(refs, weight)
         return jax.tree.map(jax.freeze, refs), vary(beside)
@@ -84,7 +80,7 @@ def add_to(
 
     if not isinstance(weight, jax.Array) and weight:
         return added()
-    return tracing.branch(jnp.asarray(weight != 0), added, unrun)
+    return compilers.branch(jnp.asarray(weight != 0), added, unrun)
 
 
 def adds_in_place(asked: bool | None, params: Tree, acc: Tree, differentiated: Callable[[], Backward]) -> bool:
@@ -99,10 +95,10 @@ def adds_in_place(asked: bool | None, params: Tree, acc: Tree, differentiated: C
         )
     if asked is False or path is not None:
         return False
-    traced = tracing.traces_in_place(lambda: differentiated().add_to(jax.tree.map(jax.new_ref, acc)))
-    if asked and not traced:
-        raise TypeError(tracing.NOT_IN_PLACE)
-    return traced
+    why_not = compilers.why_not_in_place(lambda: differentiated().add_to(jax.tree.map(jax.new_ref, acc)))
+    if asked and why_not:
+        raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
+    return why_not is None
 
 
 def bends(jaxpr: Any) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_accum._core import tracing
+from optax_accum._core import compilers, tracing
 from optax_accum._core.arithmetic import Tree, is_float0
 from optax_accum._space import meshes
 from optax_accum._space.meshes import Axes, Mesh
@@ -86,25 +86,20 @@ def varying(tree: Tree, axes: Axes) -> Tree:
     """Returns `tree` as values that may differ between devices, inside `jax.shard_map`."""
 
     def vary(leaf: Any) -> Any:
-        missing = tuple(axis for axis in axes if axis not in varies_over(leaf))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+        missing = tuple(axis for axis in axes if axis not in compilers.varying_axes(leaf))
+        return compilers.as_varying(leaf, missing) if missing else leaf
 
     return jax.tree.map(vary, tree)
 
 
 def differs(leaf: Any, axes: Axes) -> bool:
     """Returns whether a value inside `jax.shard_map` may differ between devices."""
-    return bool(set(axes) & varies_over(leaf))
+    return bool(set(axes) & compilers.varying_axes(leaf))
 
 
 def tells_apart(axes: Axes) -> bool:
     """Returns whether types tell here what differs between devices: not under `check_vma=False`."""
     return differs(jax.lax.axis_index(axes), axes)
-
-
-def varies_over(leaf: Any) -> set[str]:
-    """Returns the axes over which a value inside `jax.shard_map` may differ."""
-    return set(jax.typeof(leaf).manual_axis_type.varying)
 
 
 def communicates(program: Any, axes: Axes) -> bool:

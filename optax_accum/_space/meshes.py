@@ -6,15 +6,14 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from optax_accum._core import compilers
 from optax_accum._core.arithmetic import Tree, for_each_leaf
 
 Axes = tuple[str, ...]
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-FEW = 8  # chips of a TPU over which one reduce-scatter is one
 
 
 def as_axes(reduce_axes: Any) -> Axes:
@@ -72,29 +71,19 @@ def num_devices(mesh: Mesh, axes: Axes) -> int:
 
 
 def on_tpu(mesh: Mesh) -> bool:
-    """Returns whether the devices of a mesh are TPUs, whose compiler wants other forms of some collectives."""
+    """Returns whether the devices of a mesh are TPUs."""
     device = mesh.abstract_mesh.abstract_device
-    return device is not None and device.device_kind.startswith("TPU")  # no `platform` before JAX 0.10.2
+    return device is not None and compilers.is_tpu(device.device_kind)
 
 
 def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
     """Returns the axes, and groups of devices along them, over which to scatter one after the other.
 
-    That is over all at once; on a TPU over each axis for itself, and over one of many devices in two stages. For its
-    compiler makes a reduce-scatter over a square of chips (4x4, 8x8) an all-reduce and a slice: twice the bytes, and
-    the memory of the whole.
+    That is over all at once; on a TPU over each axis for itself, and over one of many devices in two stages.
     """
     if not on_tpu(mesh):
         return [(names, None)] if names else []
-    return [(name, groups) for name in names for groups in _halved(mesh.shape[name])]
-
-
-def _halved(size: int) -> list[list[list[int]] | None]:
-    """Returns the groups of two stages: every other device, then neighbours. Each device gets the part of its index."""
-    if size <= FEW or size % 2:
-        return [None]
-    index = np.arange(size).reshape(-1, 2)
-    return [index.T.tolist(), index.tolist()]
+    return [(name, groups) for name in names for groups in compilers.scatter_stages(mesh.shape[name])]
 
 
 def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:

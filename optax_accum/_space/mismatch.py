@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from optax_accum._core import compilers
 from optax_accum._core.arithmetic import Tree, is_float0
 from optax_accum._space import mapped, meshes
 from optax_accum._space.meshes import Axes
@@ -19,7 +20,7 @@ def check_own(grads: Tree, axes: Axes) -> None:
     if not mapped.tells_apart(axes):
         return
     for path, leaf in jax.tree.leaves_with_path(grads):
-        if not is_float0(leaf) and not set(axes) <= mapped.varies_over(leaf):
+        if not is_float0(leaf) and not set(axes) <= compilers.varying_axes(leaf):
             raise ValueError(
                 f"With reduce_axes, gradients must not be reduced before the window closes: at "
                 f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient is the same on all devices of {axes}. "

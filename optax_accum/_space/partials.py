@@ -5,7 +5,6 @@ axes, each on its device. On every mesh that is an ordinary array: it passes jit
 compared, saved and loaded, and adding two of them moves nothing.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,13 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_accum._core import tracing
+from optax_accum._core import compilers, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.state import default_float
 from optax_accum._space import mapped, meshes
 from optax_accum._space.meshes import Axes, Mesh
-
-SLICES, LARGE = 16, 32 << 20  # bytes; an all-reduce of less is mostly waiting
 
 
 def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
@@ -95,10 +92,13 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
     """
     mesh = meshes.mesh_of(axes, acc)
     sliced = meshes.on_tpu(mesh) and set(mesh.axis_names) == set(axes)  # no other axis shards what is sliced
-    sum_leaf = _by_slices if sliced else jax.lax.psum
+
+    def sum_leaf(own: jax.Array) -> jax.Array:
+        sum_up = lambda leaf: jax.lax.psum(leaf, axes)
+        return compilers.by_slices(sum_up, own[0]) if sliced else sum_up(own[0])
 
     def add(acc: Tree) -> tuple[Tree, Tree]:
-        total = jax.tree.map(lambda own: sum_leaf(own[0], axes), acc)
+        total = jax.tree.map(sum_leaf, acc)
         return total, mapped.as_row(total) if sliced else mapped.varying(mapped.as_row(total), axes)
 
     run = mapped.over_axes(
@@ -110,18 +110,6 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
         check_vma=not sliced,  # there is no type of an array that is the same everywhere so far as it has been added
     )
     return run(acc)
-
-
-def _by_slices(leaf: jax.Array, axes: Axes) -> jax.Array:
-    """Adds a leaf over devices, a large one slice by slice, in its place: a TPU's all-reduce is not in place."""
-    slices = math.gcd(leaf.shape[0], SLICES) if leaf.ndim and leaf.nbytes >= LARGE else 1
-
-    def add(index: jax.Array, leaf: jax.Array) -> jax.Array:
-        size = leaf.shape[0] // slices
-        part = jax.lax.psum(jax.lax.dynamic_slice_in_dim(leaf, index * size, size), axes)
-        return jax.lax.dynamic_update_slice_in_dim(leaf, part, index * size, axis=0)
-
-    return jax.lax.psum(leaf, axes) if slices == 1 else jax.lax.fori_loop(0, slices, add, leaf)
 
 
 def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:

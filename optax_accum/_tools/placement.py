@@ -8,6 +8,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._across.transformation import rules_of
+from optax_accum._core import compilers
 from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
 from optax_accum._space import meshes
 from optax_accum._space.meshes import Axes
@@ -73,6 +74,7 @@ def state_sharding(
         if name not in OFFLOADABLE:
             raise ValueError(f"offload must name fields of the state: {name!r} is none of {', '.join(OFFLOADABLE)}.")
     mesh = meshes.mesh_of(axes, params)
+    compilers.check_concrete(mesh)
     with jax.sharding.use_abstract_mesh(cast(Any, getattr(mesh, "abstract_mesh", mesh))):
         state = jax.eval_shape(tx.init, params)
         to = None if reduce_to is None else meshes.shardings(reduce_to, params, axes)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_accum._core import checks
+from optax_accum._core import checks, compilers
 from optax_accum._tools.counted import counted, there_are
 
 Tree = Any
@@ -30,10 +30,7 @@ TPUS = {"v4": 32 * GIB, "v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB}  # of
 FLAT = ("v5e", "v6e")
 SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 
-_INSTALL = (
-    f"pip install --no-deps jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__} nvidia-cuda-nvcc "
-    "nvidia-nvvm"
-)
+_INSTALL = f"pip install --no-deps {compilers.NVIDIA}"
 DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
@@ -81,7 +78,7 @@ class Target:
         absent = not any(device in self.devices for device in jax.devices())
         # To choose among kernels by timing them, XLA would need the GPU.
         untimed = {"xla_gpu_autotune_level": 0} if absent and platform in ("gpu", "cuda") else None
-        compiled = lowered.compile(compiler_options=cast(Any, untimed))
+        compiled = compilers.compiled(lowered, untimed) if absent else lowered.compile()
         devices = devices_of(compiled)
         if not devices <= set(self.devices):
             kinds = ", ".join(sorted({device.device_kind for device in devices}))
@@ -185,12 +182,18 @@ def _gpus(kind: str, number: int) -> tuple[Any, ...]:
     if not DRIVER.exists():  # else JAX, before its first use, wants the libraries to run programs with
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     text = (importlib.resources.files("optax_accum._tools") / "gpus" / f"{kind}.txtpb").read_text()
-    return _compile_only("cuda", kind, target_config=text, topology=f"1 x 1 x {number}")
+    config = compilers.known_fields(text)
+    return _compile_only("cuda", kind, target_config=config, topology=f"1 x 1 x {number}")
 
 
 def _tpus(name: str) -> tuple[Any, ...]:
     if not importlib.util.find_spec("libtpu"):
         raise RuntimeError(f"The compiler of TPUs is needed for {name}, and is not installed: pip install libtpu.")
+    if older := compilers.too_old_libtpu():  # it ends the process
+        raise RuntimeError(
+            f"JAX {jax.__version__} needs a libtpu as young as its own to compile for {name}: libtpu {older[0]} is "
+            f"installed. pip install libtpu=={older[1]}."
+        )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu waits minutes for the machine that it is not on
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is taken: two processes may compile at once
     return _compile_only("tpu", name)

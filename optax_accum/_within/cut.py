@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, ratio, statistics, tracing
+from optax_accum._core import arithmetic, checks, compilers, ratio, statistics, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward, adds_in_place, differentiate
 from optax_accum._core.roles import Call, Roles
@@ -170,8 +170,8 @@ class Cut:
 
         def whole(index: Any, totals: Any) -> Any:
             rows = splitting.micro_batch(self.split, self.stacked, index)
-            if self.rules.unroll:  # else the compiler may run the micro-batches side by side
-                rows, totals = jax.lax.optimization_barrier((rows, totals))
+            if self.rules.unroll:
+                rows, totals = compilers.ready_together(rows, totals)
             return add(totals, rows, self._share(index), index)
 
         def rest(totals: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import tracing
+from optax_accum._core import compilers
 from optax_accum._core.tracing import Flag
 
 
@@ -37,5 +37,5 @@ def if_alive(alive: Flag, add: Callable[[Any], Any], totals: Any, *, static: boo
     if isinstance(alive, bool):
         return add(totals) if alive else totals
     if static:
-        return tracing.branch(alive, lambda: add(totals), lambda: totals)
+        return compilers.branch(alive, lambda: add(totals), lambda: totals)
     return jax.lax.fori_loop(0, alive.astype(int), lambda _, totals: add(totals), totals)

@@ -7,7 +7,7 @@ from importlib.util import find_spec as _find_spec
 
 if _find_spec("flax") is None:
     raise ImportError(
-        'optax_accum.flax needs Flax, which is not installed. Run pip install "flax>=0.12.8".', name="flax"
+        'optax_accum.flax needs Flax, which is not installed. Run pip install "flax>=0.11.2".', name="flax"
     )
 
 from optax_accum.flax import linen, nnx

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from optax_accum.flax._nnx_reading import Form, Reading, read
+from optax_accum.flax._versions import set_value, value_of
 
 
 def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +33,7 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
                 "A train step must leave the model and the optimizer the attributes and variables that they had: only "
                 "values may change. Change the others between steps."
             )
-        return out, [variable.get_raw_value() for variable in after.variables]
+        return out, list(map(value_of, after.variables))
 
     def current(model: Any, optimizer: Any) -> Reading | None:
         kept = readings.get(optimizer)
@@ -48,10 +49,10 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
         reading = current(model, optimizer) if isinstance(optimizer, nnx.Pytree) else None
         if reading is None:
             return of_graphs(model, optimizer, *args, **kwargs)
-        values = list(map(nnx.Variable.get_raw_value, reading.variables))
+        values = list(map(value_of, reading.variables))
         out, values = of_trees(reading.form, values, *args, **kwargs)
         for variable, value in zip(reading.variables, values, strict=True):
-            nnx.Variable.set_raw_value(variable, value)
+            set_value(variable, value)
         return out
 
     call.lower = of_graphs.lower  # type: ignore[attr-defined]

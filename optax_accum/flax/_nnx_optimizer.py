@@ -13,6 +13,7 @@ from optax_accum._across.transformation import axes_of
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
 from optax_accum.flax._nnx_variables import batch_norms, running_stats
+from optax_accum.flax._versions import as_pure, set_sharding, sharding_of
 from optax_accum.flax._window import MicroStep
 
 Tree = Any
@@ -54,12 +55,12 @@ class Optimizer(nnx.Optimizer):
         """Creates an optimizer before its first micro-step; `metrics` names what `update` will be given."""
         super().__init__(model, _placing_rows(tx), wrt=wrt, **kwargs)
         self.tx = tx
-        own = _window.own_buffers(nnx.as_pure(self.opt_state), nnx.as_pure(nnx.state(model)))
+        own = _window.own_buffers(as_pure(self.opt_state), as_pure(nnx.state(model)))
         nnx.update(self.opt_state, nnx.state(own))
         self.micro_step = nnx.OptState(jnp.array(0, dtype=jnp.uint32))
         window: dict[str, Any] = {"metrics": _window.zero_metrics(metrics or ())}
         stats, _ = running_stats(model)
-        if jax.tree.leaves(stats) and _window.find_window(nnx.as_pure(self.opt_state)) is not None:
+        if jax.tree.leaves(stats) and _window.find_window(as_pure(self.opt_state)) is not None:
             window |= {"batch_stats": jax.tree.map(jnp.array, stats), "moments": _window.zero_sums(stats)}
         self.window = nnx.data(jax.tree.map(nnx.OptState, window))
 
@@ -91,16 +92,16 @@ class Optimizer(nnx.Optimizer):
           ValueError: metrics of other names or that are no scalars; gradients of other variables than those of `wrt`; a
             model with other layers than before.
         """
-        params, state = nnx.as_pure(nnx.state(model, self.wrt)), nnx.as_pure(self.opt_state)
+        params, state = as_pure(nnx.state(model, self.wrt)), as_pure(self.opt_state)
         before = _window.find_window(state)
         own = "metrics", "stats_weight"
         extra = _window.extra_args(before, kwargs, own, metrics, weight=weight, flush=flush)
-        grads = nnx.as_pure(nnx.state(grads, self.wrt))
+        grads = as_pure(nnx.state(grads, self.wrt))
         _check_grads(grads, params, self.wrt)
-        params, state = optax_accum.apply_gradients(self.tx, grads, state, params, **nnx.as_pure(extra))
+        params, state = optax_accum.apply_gradients(self.tx, grads, state, params, **as_pure(extra))
         micro_step = MicroStep.between(before, _window.find_window(state))
-        window, counted = nnx.as_pure(self.window), _window.as_weight(weight)
-        metrics = None if metrics is None else nnx.as_pure(dict(metrics))
+        window, counted = as_pure(self.window), _window.as_weight(weight)
+        metrics = None if metrics is None else as_pure(dict(metrics))
         window = {**window, "metrics": _window.add_metrics(window["metrics"], metrics, counted, micro_step)}
         if "moments" in window:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
@@ -113,7 +114,7 @@ class Optimizer(nnx.Optimizer):
 
     def window_metrics(self) -> dict[str, jax.Array]:
         """Returns the weighted means of the metrics over the window so far, or over the one that has just closed."""
-        return _window.mean_metrics(nnx.as_pure(self.window)["metrics"])
+        return _window.mean_metrics(as_pure(self.window)["metrics"])
 
 
 def _placing_rows(tx: Any) -> optax.GradientTransformation:
@@ -121,12 +122,8 @@ def _placing_rows(tx: Any) -> optax.GradientTransformation:
     axes = axes_of(tx)
 
     def over_devices(variable: Any) -> Any:
-        if isinstance(variable, nnx.Variable) and variable.has_metadata("out_sharding"):
-            names = variable.get_metadata("out_sharding")
-            if not axes:  # inside a chain, which does not tell them
-                variable.del_metadata("out_sharding")
-            elif names is not None:
-                variable.set_metadata("out_sharding", names_over_devices(axes, names))
+        if isinstance(variable, nnx.Variable) and (names := sharding_of(variable)):
+            set_sharding(variable, names_over_devices(axes, names) if axes else None)  # a chain does not tell axes
         return variable
 
     is_variable = lambda node: isinstance(node, nnx.Variable)

@@ -8,6 +8,8 @@ import jax
 from flax import nnx
 from jax.tree_util import default_registry
 
+from optax_accum.flax._versions import metadata_of
+
 
 class Form(NamedTuple):
     """What a program is compiled for: all of a model and an optimizer but values.
@@ -88,7 +90,7 @@ def _content(modules: list[Any], containers: list[Any], variables: list[Any]) ->
     flat = list(map(default_registry.flatten_one_level, containers))
     children = [tuple(children) for children, _ in flat]
     sizes = list(map(len, chain(attributes, children)))
-    metadata = list(map(nnx.Variable.get_metadata, variables))  # not looked up, which a Variable does in Python
+    metadata = list(map(metadata_of, variables))
     labels = sizes, list(chain.from_iterable(attributes)), [label for _, label in flat], metadata
     values = [named.values() for named in attributes]
     return labels, list(chain.from_iterable([*values, *children]))

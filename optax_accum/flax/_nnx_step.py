@@ -13,6 +13,7 @@ from optax_accum.flax import _window
 from optax_accum.flax._nnx import value_and_grad
 from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
+from optax_accum.flax._versions import as_pure
 
 Tree = Any
 
@@ -66,7 +67,7 @@ def train_step(
                 f"train_step needs an optimizer that has a window: optimizer={type(optimizer).__name__}. Create it "
                 "with optax_accum.flax.nnx.Optimizer."
             )
-        opt_state = nnx.as_pure(optimizer.opt_state)
+        opt_state = as_pure(optimizer.opt_state)
         own = _window.where_sums_go(optimizer.tx, opt_state, options)
         (_, (sums, rows)), grads = cut(**own)(model, batch)
         totals, rows = _window.whole((sums, rows), own)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from optax_accum._space.device import Device
+from optax_accum.flax._versions import modules
 
 Tree = Any
 
@@ -16,7 +17,7 @@ def batch_norms(model: Any) -> tuple[Any, Callable[[Tree], Tree]]:
     """Returns a filter for the running statistics of `nnx.BatchNorm`, and what gives each of them its momentum."""
     momenta = {
         tuple(path): module.momentum
-        for path, module in nnx.iter_modules(model)
+        for path, module in modules(model)
         if isinstance(module, nnx.BatchNorm) and module.momentum != 1  # at 1 they never change
     }
     is_running = nnx.All(nnx.BatchStat, lambda path, _: tuple(path[:-1]) in momenta)

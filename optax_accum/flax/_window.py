@@ -140,7 +140,7 @@ def check_metrics(metrics: Any) -> None:
         raise TypeError(f"metrics must be a dict of scalars: they are a {kind(metrics)}. Give each a name.")
     for name, value in metrics.items():
         is_number = isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array)
-        if not is_number or not jnp.isrealobj(value):
+        if not is_number or not np.isrealobj(value):
             of = "complex number" if is_number else kind(value)
             raise TypeError(f"A metric must be a real scalar: {name!r} is a {of}. Give each number a name of its own.")
         if jnp.ndim(value):

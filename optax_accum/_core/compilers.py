@@ -1,0 +1,266 @@
+"""Owns what versions of JAX and compilers do differently: each difference once, and what is done instead.
+
+Nobody else compares a version or asks whether JAX has a name. `QUIRKS` is the list, for the docs and for a test: a row
+goes when the oldest JAX that is supported, or the newest compiler, no longer needs it.
+"""
+
+import importlib.metadata
+import math
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+
+from optax_accum._core.tracing import Flag, Tree
+
+JAX = jax.__version_info__[:3]
+FLOOR, DEVICES, REFERENCES = (0, 5, 3), (0, 7, 0), (0, 8, 0)
+
+if JAX < FLOOR:
+    raise ImportError(f"optax_accum needs JAX 0.5.3 or later, and this is JAX {jax.__version__}. Install a newer one.")
+
+
+class Quirk(NamedTuple):
+    """A difference between versions of JAX, or what a compiler does that one would not expect."""
+
+    where: str  # the function or the number of this module that owns it
+    versions: str
+    happens: str
+    instead: str
+    evidence: str  # the figure, or the thread
+    until: tuple[int, ...] | None = None  # the first JAX without it; None: the test says that it is still there
+    test: str = ""  # fails when it may go
+
+
+def require(what: str, since: tuple[int, ...], remedy: str) -> None:
+    """Raises where this JAX is older than what is asked for needs."""
+    if since > JAX:
+        raise NotImplementedError(f"{what} needs JAX {_text(since)} or later: this is JAX {jax.__version__}. {remedy}")
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version[:2] if not version[2:] or not version[2] else version))
+
+
+# Branches
+
+
+def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
+    """Calls one of two functions when running: `lax.cond`, with branches in the order that compiles well."""
+    if JAX >= (0, 11, 1):
+        return jax.lax.cond(flag, on_true, on_false)
+    return branch_by_index(flag, on_true, on_false)
+
+
+def branch_by_index(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
+    """Does what `branch` does where a branch communicates."""
+    return jax.lax.switch(jnp.asarray(flag).astype(jnp.int32), [on_false, on_true])
+
+
+def returned(tree: Tree) -> Tree:
+    """Returns what a branch only reads as a result of that branch, where a TPU would read it early."""
+    return _returned(tree) if jax.tree.leaves(tree) else tree
+
+
+@jax.custom_jvp
+def _returned(tree: Tree) -> Tree:
+    return jax.lax.platform_dependent(tree, tpu=_barrier, default=lambda tree: tree)
+
+
+_returned.defjvp(lambda trees, tangents: (_returned(*trees), *tangents))  # a custom_vmap has no transpose
+
+
+@custom_vmap
+def _barrier(tree: Tree) -> Tree:
+    return jax.tree.map(jax.lax.optimization_barrier, tree)  # else XLA leaves the result out
+
+
+@_barrier.def_vmap
+def _(size: int, batched: list[Tree], tree: Tree) -> tuple[Tree, Tree]:
+    return tree, batched[0]  # a branch becomes a select, which would read the leaves once more
+
+
+# Sums
+
+NOTHING = -0.0  # x + NOTHING is x, for x = -0.0 too
+
+
+def zeroed(tree: Tree, first: jax.Array) -> Tree:
+    """Returns zeros where `first`, else the tree as it is, where references are to take it: in place, once a window."""
+    turns = first.astype(jnp.int32)
+    return jax.lax.fori_loop(0, turns, lambda _, tree: jax.tree.map(jnp.zeros_like, tree), tree)
+
+
+def ready_together(*trees: Tree) -> tuple[Tree, ...]:
+    """Returns the trees, none of which is used before all are there."""
+    return jax.lax.optimization_barrier(trees)
+
+
+def once(array: jax.Array) -> jax.Array:
+    """Returns an array that is computed once, whoever asks for it."""
+    return jax.lax.optimization_barrier(array)
+
+
+def extremes(real: jax.Array) -> list[jax.Array]:
+    """Returns what is finite if all of an array is: one reduction, where a CPU does not write the magnitudes first."""
+    if JAX >= (0, 10, 2):
+        return [jnp.max(jnp.abs(real))]
+    return [jnp.max(real), jnp.min(real)]
+
+
+# References, for a gradient that is added where it arises
+
+
+def why_not_in_place(add: Callable[[], Any]) -> str | None:
+    """Returns why JAX cannot trace `add`, a backward pass that adds in place; None where it can."""
+    if JAX < REFERENCES:
+        return f"needs JAX 0.8 or later: JAX {jax.__version__} has no `jax.vjp(...).with_refs`"
+    if JAX >= (0, 11, 0):
+        return None
+    try:
+        jax.eval_shape(add)
+    except TypeError:
+        return (
+            f"needs JAX 0.11 or later for this loss: JAX {jax.__version__} adds to no slice of a parameter (p[0] or "
+            "p[:n]) inside the backward pass"
+        )
+    return None
+
+
+# Types
+
+
+def varying_axes(leaf: Any) -> frozenset[str]:
+    """Returns the axes over which a value inside `jax.shard_map` may differ between devices."""
+    kind = jax.typeof(leaf)
+    return frozenset(kind.manual_axis_type.varying if JAX >= (0, 10, 0) else kind.vma)
+
+
+def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
+    """Returns a value as one that may differ between devices along the axes."""
+    old = not hasattr(jax.lax, "pcast")
+    return jax.lax.pvary(leaf, tuple(axes)) if old else jax.lax.pcast(leaf, tuple(axes), to="varying")
+
+
+def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
+    """Does what `jax.tree.broadcast` does; raises a ValueError where `prefix` is no prefix of `tree`."""
+    if hasattr(jax.tree, "broadcast"):
+        return jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
+    found: list[Any] = []
+    jax.tree.map(lambda one, under: found.extend([one] * len(jax.tree.leaves(under))), prefix, tree, is_leaf=is_leaf)
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
+
+
+def check_concrete(mesh: Any) -> None:
+    """Raises for a mesh that only `jax.set_mesh` has told, where shardings over it say nothing of devices."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        remedy = "Pass parameters that lie on it: jax.device_put(params, NamedSharding(mesh, PartitionSpec()))."
+        require("A sharding over a mesh that only jax.set_mesh names", (0, 8, 0), remedy)
+
+
+# Memory of the host
+
+
+def on_host(leaf: Any) -> bool:
+    """Returns whether an array, or a value inside jit, lies in the memory of the host."""
+    if JAX < DEVICES or not isinstance(leaf, jax.Array):
+        return False
+    return jax.typeof(leaf).memory_space == jax.memory.Space.Host
+
+
+def moved(leaf: Any, *, to_host: bool) -> Any:
+    """Returns a leaf in the memory of the host, or of the device."""
+    return jax.device_put(leaf, jax.memory.Space.Host if to_host else jax.memory.Space.Device)
+
+
+# Collectives
+
+CHIPS = 8  # of a TPU, over which one reduce-scatter is one
+SLICES, LARGE = 16, 32 << 20  # bytes; an all-reduce of less is mostly waiting
+
+
+def is_tpu(device_kind: str) -> bool:
+    """Returns whether the kind of a device is a TPU, whose compiler wants other forms of some collectives."""
+    return device_kind.startswith("TPU")  # an abstract device has no `platform` before JAX 0.10.2
+
+
+def scatter_stages(size: int) -> list[list[list[int]] | None]:
+    """Returns the groups of devices over which a TPU scatters, one after the other; None for all at once.
+
+    In two stages: every other device, then neighbours. Each device gets the part of its index.
+    """
+    if size <= CHIPS or size % 2:
+        return [None]
+    index = np.arange(size).reshape(-1, 2)
+    return [index.T.tolist(), index.tolist()]
+
+
+def by_slices(reduce: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Array:
+    """Reduces a leaf, a large one slice by slice in its place: a TPU's all-reduce is not in place."""
+    slices = math.gcd(leaf.shape[0], SLICES) if leaf.ndim and leaf.nbytes >= LARGE else 1
+
+    def add(index: jax.Array, leaf: jax.Array) -> jax.Array:
+        size = leaf.shape[0] // slices
+        part = reduce(jax.lax.dynamic_slice_in_dim(leaf, index * size, size))
+        return jax.lax.dynamic_update_slice_in_dim(leaf, part, index * size, axis=0)
+
+    return reduce(leaf) if slices == 1 else jax.lax.fori_loop(0, slices, add, leaf)
+
+
+# Accelerators that are not here
+
+_CUDA = "12" if JAX < (0, 8, 0) else "13"
+NVIDIA = f"jax-cuda{_CUDA}-plugin=={jax.__version__} jax-cuda{_CUDA}-pjrt=={jax.__version__} " + (
+    "nvidia-cuda-nvcc-cu12" if _CUDA == "12" else "nvidia-cuda-nvcc nvidia-nvvm"
+)
+_YOUNG_FIELDS = r"\b(thread_dim_limit_\w|name): \S.*"  # of a GpuTargetConfigProto
+
+
+def known_fields(config: str) -> str:
+    """Returns the text of a GPU's configuration without the fields that an older compiler does not know."""
+    return config if JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)
+
+
+def too_old_libtpu() -> tuple[str, str] | None:
+    """Returns the libtpu that is installed and the one that this JAX names, if the former is older."""
+    named = [re.search(r"libtpu\s*==\s*([\d.]+\d)", line) for line in importlib.metadata.requires("jax") or ()]
+    wanted = next((match[1] for match in named if match), "0")
+    try:
+        installed = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:  # a nightly one has another name
+        return None
+    parts = lambda version: [int(part) for part in re.findall(r"\d+", version)[:3]]
+    return (installed, wanted) if parts(installed) < parts(wanted) else None
+
+
+def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any:
+    """Compiles a program for an accelerator that is not here; `as_text` tells what it became."""
+    if JAX >= (0, 10, 0):
+        return lowered.compile(compiler_options=cast(Any, options))
+    with tempfile.TemporaryDirectory() as folder:
+        dumped = {**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        program = lowered.compile(compiler_options=cast(Any, dumped))
+        if program.as_text() is not None:
+            return program
+        (path,) = pathlib.Path(folder).glob("*gpu_after_optimizations.txt")
+        return WithText(program, path.read_text())
+
+
+class WithText:
+    """A compiled program that cannot say what it is, and the text that its compiler wrote."""
+
+    def __init__(self, program: Any, text: str):
+        self.program, self.text = program, text
+
+    def as_text(self) -> str:
+        """Returns the optimized program."""
+        return self.text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.program, name)

@@ -1,0 +1,51 @@
+"""Owns what versions of Flax do differently: each difference once. Nobody else asks which names Flax has."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from flax import nnx
+
+as_pure: Any = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure  # before Flax 0.12.8
+_OLD = not hasattr(nnx.Variable, "get_raw_value")  # Flax 0.11: metadata are a dict, their names others
+
+
+def modules(model: Any) -> Iterator[tuple[tuple[Any, ...], nnx.Module]]:
+    """Yields each module inside a model, itself included, with its path."""
+    return ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
+
+
+def value_of(variable: Any) -> Any:
+    """Returns what a variable holds, no matter from where it is asked."""
+    return variable.raw_value if _OLD else variable.get_raw_value()
+
+
+def set_value(variable: Any, value: Any) -> None:
+    """Puts a value into a variable."""
+    if _OLD:
+        variable.raw_value = value
+    else:
+        variable.set_raw_value(value)
+
+
+metadata_of: Any = nnx.Variable.get_metadata  # not looked up for each variable, which it does in Python
+if _OLD:  # the dict itself, which changes with the variable
+
+    def metadata_of(variable: Any) -> dict[str, Any]:
+        """Returns the metadata of a variable as they are now."""
+        return dict(variable.get_metadata())
+
+
+def sharding_of(variable: Any) -> Any:
+    """Returns the names of the axes that the metadata of a variable tell: `()` where they tell nothing."""
+    return variable.get_metadata().get("sharding_names" if _OLD else "out_sharding", ())
+
+
+def set_sharding(variable: Any, names: tuple[Any, ...] | None) -> None:
+    """Lets the metadata of a variable tell other axes, or with None nothing."""
+    metadata = variable.get_metadata()
+    if _OLD:
+        metadata.update(sharding_names=names) if names else metadata.pop("sharding_names")
+    elif names:
+        variable.set_metadata("out_sharding", names)
+    else:
+        variable.del_metadata("out_sharding")

@@ -1,0 +1,28 @@
+"""What the JAX and the Flax that run the tests can do: marks of tests that need more."""
+
+import importlib.metadata
+
+import jax
+import pytest
+
+JAX = jax.__version_info__[:3]
+
+
+def flax_before(*version):
+    """Whether Flax is older, or not there."""
+    try:
+        return tuple(map(int, importlib.metadata.version("flax").split(".")[:2])) < version
+    except importlib.metadata.PackageNotFoundError:
+        return True
+
+
+def since(*version, why):
+    """Marks what an older JAX cannot do."""
+    return pytest.mark.skipif(version > JAX, reason=f"JAX {'.'.join(map(str, version))}: {why}")
+
+
+needs_devices = since(0, 7, why="everything over devices")
+needs_references = since(0, 8, why="gradients that are added inside the backward pass")
+in_places = pytest.mark.parametrize(
+    "in_place", [pytest.param(True, marks=needs_references, id="in place"), pytest.param(False, id="scan")]
+)
