@@ -251,6 +251,7 @@ def test_computed_in_a_narrow_dtype(path, dtype):
     check(paths.PATHS[path], FEW, "mask", dtype, rtol=2e-2)
 
 
+@needs_devices
 @pytest.mark.parametrize("kind", [0, 1], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize("path", TAKES_A_RATIO)
 def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
@@ -261,6 +262,7 @@ def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
             check(functools.partial(paths.MANUAL[path], mesh, check_vma=True), TIES, "ratio")
 
 
+@needs_devices
 @pytest.mark.parametrize("kind", [0, 1], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize(
     "path", [paths.sharded_within, functools.partial(paths.manual_within, check_vma=True)], ids=["mesh", "shard_map"]
@@ -271,6 +273,7 @@ def test_several_terms_over_devices(path, kind):
         check(functools.partial(path, mesh), TIES, "ratios")
 
 
+@needs_devices
 @pytest.mark.parametrize(("kind", "weight"), [(0, "rows"), (0, "mask"), (1, "mask")], ids=str)
 @pytest.mark.parametrize("path", paths.SHARDED)
 def test_every_path_over_devices(path, kind, weight):
@@ -279,6 +282,7 @@ def test_every_path_over_devices(path, kind, weight):
         check(functools.partial(paths.SHARDED[path], mesh), FEW, weight)
 
 
+@needs_devices
 @pytest.mark.parametrize(("check_vma", "weight"), [(True, "rows"), (False, "rows"), (False, "mask")], ids=str)
 @pytest.mark.parametrize("path", paths.MANUAL)
 def test_every_path_in_a_shard_map(path, check_vma, weight):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import optax_accum
 from tests import problems, programs
-from tests.versions import in_places, needs_references
+from tests.versions import in_places, needs_references, needs_references_in_checkpoints
 
 START, BATCH = problems.params(), problems.rows(12)
 WHOLE = jax.jit(jax.value_and_grad(problems.loss))(START, BATCH)
@@ -294,7 +294,7 @@ def temporary(f, *args):
     return programs.compiled(jax.jit(f).lower(*args)).memory_analysis().temp_size_in_bytes
 
 
-@needs_references
+@needs_references_in_checkpoints
 def test_in_place_keeps_no_gradient_beside_the_accumulator():
     loss, params, x = stacked_problem()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -345,7 +345,7 @@ def test_value_and_apply_gradients_is_the_two_calls(nonfinite, weight):
     assert state.gradient_step == 2
 
 
-@needs_references
+@needs_references_in_checkpoints
 def test_a_micro_step_in_place_has_no_gradient_tree():
     loss, params, x = stacked_problem()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -4,6 +4,7 @@ Nobody else compares a version or asks whether JAX has a name. `QUIRKS` is the l
 goes when the oldest JAX that is supported, or the newest compiler, no longer needs it.
 """
 
+import contextlib
 import importlib.metadata
 import math
 import pathlib
@@ -125,12 +126,20 @@ def why_not_in_place(add: Callable[[], Any]) -> str | None:
         return None
     try:
         jax.eval_shape(add)
-    except TypeError:
+    except (TypeError, ValueError, NotImplementedError):  # also of the user's own, who meets it again without references
         return (
             f"needs JAX 0.11 or later for this loss: JAX {jax.__version__} adds to no slice of a parameter (p[0] or "
-            "p[:n]) inside the backward pass"
+            "p[:n]) inside the backward pass, and before JAX 0.10 through no jax.checkpoint"
         )
     return None
+
+
+def text_of(program: Any) -> str:
+    """Returns the text of a traced program; a name of its own where JAX cannot print it, while it is alive."""
+    try:
+        return str(program)
+    except TypeError:  # a reference at an index that is known
+        return f"program {id(program)}"
 
 
 # Types
@@ -138,6 +147,8 @@ def why_not_in_place(add: Callable[[], Any]) -> str | None:
 
 def varying_axes(leaf: Any) -> frozenset[str]:
     """Returns the axes over which a value inside `jax.shard_map` may differ between devices."""
+    if JAX < DEVICES:
+        return frozenset()
     kind = jax.typeof(leaf)
     return frozenset(kind.manual_axis_type.varying if JAX >= (0, 10, 0) else kind.vma)
 
@@ -155,6 +166,16 @@ def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
     found: list[Any] = []
     jax.tree.map(lambda one, under: found.extend([one] * len(jax.tree.leaves(under))), prefix, tree, is_leaf=is_leaf)
     return jax.tree.unflatten(jax.tree.structure(tree), found)
+
+
+def running_on(mesh: Any) -> Any:
+    """Returns a context in which a mesh is in reach; one device, which is all that an old JAX is asked for, needs none."""
+    return jax.set_mesh(mesh) if JAX >= DEVICES else contextlib.nullcontext()
+
+
+def tracing_on(mesh: Any) -> Any:
+    """Returns a context in which a mesh without devices is in reach."""
+    return jax.sharding.use_abstract_mesh(mesh) if JAX >= DEVICES else contextlib.nullcontext()
 
 
 def check_concrete(mesh: Any) -> None:

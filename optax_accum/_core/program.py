@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import core
 
-from optax_accum._core import tracing
+from optax_accum._core import compilers, tracing
 
 _PROGRAMS = 16  # compiled ones that each function keeps
 
@@ -45,7 +45,7 @@ def compiled_once(fun: Callable[..., Any], *, unless: bool = False) -> Callable[
         closed, shapes = traced(again)
         if not again and tracing.is_differentiated(closed.consts):  # what `fun` closes over
             closed, shapes = traced(True)
-        program = _Program(str(closed.jaxpr), tuple(map(id, _unprinted(closed.jaxpr))), closed.jaxpr)
+        program = _Program(compilers.text_of(closed.jaxpr), tuple(map(id, _unprinted(closed.jaxpr))), closed.jaxpr)
         results = compiled(program)(closed.consts, arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

@@ -21,6 +21,7 @@ def as_axes(reduce_axes: Any) -> Axes:
     axes = (reduce_axes,) if isinstance(reduce_axes, str) else reduce_axes
     if axes is None:
         return ()
+    compilers.require("reduce_axes, for several devices,", compilers.DEVICES, "Leave out reduce_axes.")
     if not isinstance(axes, Sequence) or not axes or not all(isinstance(axis, str) and axis for axis in axes):
         raise TypeError(
             f"reduce_axes must be the name of a mesh axis or a tuple of names: reduce_axes={reduce_axes!r}. "

@@ -58,7 +58,7 @@ def state_sharding(
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_accum
       >>> from jax.sharding import NamedSharding, PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> params = jax.device_put({"w": jnp.ones((8, 4))}, NamedSharding(mesh, P()))
       >>> tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data")
       >>> with jax.set_mesh(mesh):
@@ -73,9 +73,10 @@ def state_sharding(
     for name in offload:
         if name not in OFFLOADABLE:
             raise ValueError(f"offload must name fields of the state: {name!r} is none of {', '.join(OFFLOADABLE)}.")
+        compilers.require("offload, to the memory of the host,", compilers.DEVICES, "Leave out offload.")
     mesh = meshes.mesh_of(axes, params)
     compilers.check_concrete(mesh)
-    with jax.sharding.use_abstract_mesh(cast(Any, getattr(mesh, "abstract_mesh", mesh))):
+    with compilers.tracing_on(getattr(mesh, "abstract_mesh", mesh)):
         state = jax.eval_shape(tx.init, params)
         to = None if reduce_to is None else meshes.shardings(reduce_to, params, axes)
     return _Placement(params, to, mesh, axes, offload).of(state)
@@ -98,7 +99,7 @@ def shard_over(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
     Example:
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> from jax.sharding import NamedSharding, PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> params = jax.device_put(jnp.ones((3, 8)), NamedSharding(mesh, P()))
       >>> optax_accum.sharding.shard_over(params, "data").mesh.axis_names
       ('data',)

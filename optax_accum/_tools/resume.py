@@ -77,7 +77,7 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_accum
       >>> from jax.sharding import NamedSharding, PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> params = jax.device_put(jnp.ones(3), NamedSharding(mesh, P()))
       >>> tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data")
       >>> target = optax_accum.checkpoint.checkpoint_target(tx, params, num_devices=2 * jax.device_count())

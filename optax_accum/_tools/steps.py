@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from optax_accum._core import arithmetic, checks
+from optax_accum._core import arithmetic, checks, compilers
 from optax_accum._tools.placement import state_sharding
 from optax_accum._tools.targets import Target
 from optax_accum._within.value_and_grad import value_and_grad
@@ -84,7 +84,7 @@ def of_loss(
             return optax.apply_updates(params, updates), state, value
 
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=sharding)
-        with jax.set_mesh(_mesh(of_params, target)):
+        with compilers.running_on(_mesh(of_params, target)):
             return jitted.lower(of_params, state, *others)
 
     copy = sum(map(_bytes, jax.tree.leaves(params)))
@@ -119,7 +119,7 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
 
     def lower(number: int, target: Target) -> Any:
         placed = _placed(target, args, batch)
-        with jax.set_mesh(_mesh(placed, target)):
+        with compilers.running_on(_mesh(placed, target)):
             jitted = step(number)
             if not hasattr(jitted, "lower"):
                 raise TypeError(f"of_step takes what returns a jitted step: it returned {jitted!r}. Pass it to jax.jit")

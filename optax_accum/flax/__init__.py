@@ -10,6 +10,7 @@ if _find_spec("flax") is None:
         'optax_accum.flax needs Flax, which is not installed. Run pip install "flax>=0.11.2".', name="flax"
     )
 
+from optax_accum.flax import _versions as _versions  # first: an old Flax has no names to import
 from optax_accum.flax import linen, nnx
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._loss_scale import next_scale, unscale

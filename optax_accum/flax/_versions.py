@@ -1,9 +1,17 @@
-"""Owns what versions of Flax do differently: each difference once. Nobody else asks which names Flax has."""
+"""Owns what versions of Flax do differently: each difference once. Nobody else asks for a version or a name of Flax."""
 
 from collections.abc import Iterator
 from typing import Any
 
+import flax
 from flax import nnx
+
+if tuple(map(int, flax.__version__.split(".")[:2])) < (0, 11):
+    raise ImportError(
+        f"optax_accum.flax needs Flax 0.11.2 or later, with JAX 0.6 or later: this is Flax {flax.__version__}. Install "
+        "newer ones; all else of optax_accum works with these.",
+        name="flax",
+    )
 
 as_pure: Any = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure  # before Flax 0.12.8
 _OLD = not hasattr(nnx.Variable, "get_raw_value")  # Flax 0.11: metadata are a dict, their names others
