@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import accelerators as facts
 from optax_accum import accelerators
+from optax_accum._core import compilers
 from optax_accum._tools import targets
 from optax_accum.accelerators import count_traffic
 from optax_accum.sharding import count_collectives
@@ -211,7 +212,7 @@ def test_a_number_of_devices_is_positive(devices):
         accelerators.target("h100", num_devices=devices)
 
 
-@pytest.mark.parametrize(("name", "package"), [("h100", "jax-cuda13-plugin"), ("v5e:2x2", "pip install libtpu")])
+@pytest.mark.parametrize(("name", "package"), [("h100", compilers.NVIDIA), ("v5e:2x2", "pip install libtpu")])
 def test_a_compiler_that_is_missing_is_named(name, package, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=package):
@@ -268,7 +269,7 @@ def test_a_compiler_that_jax_did_not_load_is_named(unchecked, monkeypatch):
     ) as said:
         accelerators.target("h100")
     assert (
-        f"than JAX (jax-cuda13-plugin 0.9.0), install that of JAX: pip install --no-deps jax-cuda13-plugin=={jax.__version__}"
+        f"than JAX (jax-cuda13-plugin 0.9.0), install that of JAX: pip install --no-deps {compilers.NVIDIA}"
         in str(said.value)
     )
 

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import accelerators as facts
 from benchmarks import fsdp
 from tests import programs
+from tests.versions import JAX, needs_references, since
 
 TARGETS = programs.installed("h100", "v5e:4x4")
 if not TARGETS:
@@ -38,6 +39,7 @@ def test_what_each_policy_reads(name):
     assert all(row["temporary, P"] < 0.02 for row in read("apply_gradients, by policy", name).values())
 
 
+@needs_references
 @pytest.mark.parametrize("name", TARGETS)
 def test_in_place_a_window_is_reset_once(name):
     """By a loop of at most one turn, which only the first micro-step makes."""
@@ -49,6 +51,7 @@ def test_in_place_a_window_is_reset_once(name):
     assert inside["temporary, P"] <= after["temporary, P"] + 0.03
 
 
+@needs_references
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_weight_costs_nothing_and_what_weighs_nothing_moves_nothing(name):
     """On a TPU a loop in its place would move 1.5 P more, and take 0.8 P of temporary memory."""
@@ -67,6 +70,7 @@ def test_update_moves_no_more_than_multi_steps(name):
     assert rows["update"]["window of 8, P"] <= rows["MultiSteps"]["window of 8, P"] + 0.02
 
 
+@since(0, 10, why="offload")
 @pytest.mark.parametrize("name", TARGETS)
 def test_moments_on_the_host_come_and_go_once_in_a_window(name):
     """With JAX 0.12 a GPU copies them in a held micro-step, where they lie."""
@@ -75,6 +79,7 @@ def test_moments_on_the_host_come_and_go_once_in_a_window(name):
     assert facts["within the host, held, P"] <= (2.01 if name == "h100" else 0)
 
 
+@needs_references
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_decoder_in_place(name):
     memory = {case: row["memory, P"] for case, row in read("decoder", name, cases=6).items()}
@@ -97,7 +102,7 @@ def test_a_window_is_reduced_once(name):
         assert row["collectives, held"] == 0 or "across" not in case, case
         if "call" in case and "ZeRO-1" not in case:
             assert row["all-reduced, P"] == pytest.approx(1, abs=0.01), case
-            assert row["temporary, P"] <= 0.01, case
+            assert row["temporary, P"] <= (0.01 if JAX >= (0, 8) else 1.01), case
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -116,6 +121,7 @@ def test_a_batch_is_cut_without_a_copy(name):
     assert [row["copies of a micro-batch"] for row in rows.values()] == [0]
 
 
+@needs_references
 @pytest.mark.parametrize("name", TARGETS)
 def test_in_place_the_weight_gradient_is_added_by_the_product_that_makes_it(name):
     """Checkpointed, too: cuBLAS adds to what it writes (beta = 1); added after, in a scan over layers, none does."""
