@@ -67,7 +67,7 @@ def optimizers(on: Target) -> Iterator[tuple[str, Facts]]:
         base = traffic(on, alone(inner), inner, params)
         yield (
             name,
-            _micro_step(on, optax_accum.accumulate_gradients(inner, 8), params)
+            micro_step(on, optax_accum.accumulate_gradients(inner, 8), params)
             | {
                 "alone, P": base.most / size(params),
                 "alone temporary, P": (base.temporary or 0) / size(params),
@@ -79,10 +79,10 @@ def policies(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields what a micro-step moves under each policy, with AdamW."""
     for policy in POLICIES:
         tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), 8, nonfinite=policy)
-        yield policy, _micro_step(on, tx, layers())
+        yield policy, micro_step(on, tx, layers())
 
 
-def _micro_step(on: Target, tx: Any, params: Tree) -> Facts:
+def micro_step(on: Target, tx: Any, params: Tree) -> Facts:
     found = traffic(on, applied(tx), tx, params)
     copy = size(params)
     return {

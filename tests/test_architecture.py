@@ -5,10 +5,12 @@ import importlib
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 import optax_accum
+from optax_accum._core.quirks import QUIRKS
 
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 ROOMS = {  # and what each stands on
@@ -32,7 +34,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_core": [
         {"tracing", "rows"},
         {"compilers"},
-        {"memory", "arithmetic", "program", "roles"},
+        {"quirks", "memory", "arithmetic", "program", "roles"},
         {"sums", "statistics"},
         {"state"},
         {"checks"},
@@ -195,6 +197,47 @@ def test_policies_are_compared_in_their_table_alone():
 def test_the_questions_are_found():
     assert names_in("x = jax.lax.psum(1, axes)") & WHERE
     assert "rules.reduce_axes" in branches("if rules.reduce_axes:\n    pass")
+
+
+def asks_for_a_version(source):
+    """Whether a source compares versions of JAX or of Flax, or asks which names they have."""
+    of_jax = lambda node: any(
+        isinstance(part, ast.Name) and part.id in ("jax", "jnp", "flax", "nnx") for part in ast.walk(node)
+    )
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("__version_info__", "JAX"):
+            return True
+        if isinstance(node, ast.Compare) and "__version__" in ast.unparse(node):
+            return True
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr") and of_jax(node.args[0]):
+            return ast.unparse(node.args[0]) != "jax.config"
+    return False
+
+
+def test_versions_are_asked_for_by_their_owners_alone():
+    asked = {(room, name) for room in ROOMS for name, source in modules(room).items() if asks_for_a_version(source)}
+    assert asked == {("_core", "compilers"), ("flax", "_versions")}
+
+
+def test_the_questions_for_a_version_are_found():
+    for source in ("hasattr(jax, 'typeof')", "jax.__version_info__ > (1,)", "compilers.JAX", "getattr(jax.lax, 'x', 0)"):
+        assert asks_for_a_version(source)
+    assert not asks_for_a_version("hasattr(leaf, 'dtype'); f'{jax.__version__}'")
+
+
+@pytest.mark.parametrize("quirk", QUIRKS, ids=lambda quirk: quirk.where)
+def test_a_quirk_is_owned_and_needed(quirk):
+    """A row whose versions are no longer supported goes, and what it owns; another one names the test that says so."""
+    path, _, name = quirk.where.rpartition(".")
+    assert hasattr(importlib.import_module(f"optax_accum.{path or '_core.compilers'}"), name)
+    assert bool(quirk.until) != bool(quirk.test)
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    (floor,) = (line.removeprefix("jax>=") for line in project["dependencies"] if line.startswith("jax"))
+    if quirk.until:
+        assert quirk.until > tuple(map(int, floor.split(".")))
+    else:
+        file, test = quirk.test.split("::")
+        assert f"def {test}(" in (PACKAGE.parent / "tests" / file).read_text()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import optax_accum
 from optax_accum._core import compilers
-from optax_accum._space import meshes
+from optax_accum._space import mapped, meshes
 from tests import programs
+from tests.versions import since
 
 TYPES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 SHAPES = {"data": {"data": 8}, "data x tensor": {"data": 4, "tensor": 2}}
@@ -669,3 +670,34 @@ def test_fsdp_across_calls(data_mesh):
     # Inside jit an array on an Auto mesh does not tell its sharding: new parameters are gathered, then cut again.
     auto = AxisType.Auto in data_mesh.axis_types
     assert found.select("all-gather", "branch").bytes == (GRADIENT_BYTES if auto else 0)
+
+
+# What JAX still does, so that something else is done instead: a test that fails says that a quirk may go.
+
+
+@since(0, 12, why="what it does decides whether a quirk may go")
+def test_a_shard_map_beside_explicit_axes_still_gathers():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    x = jax.device_put(jnp.ones((4, 8, 8)), NamedSharding(mesh, P("data", "tensor")))
+    total = lambda x: jax.lax.psum(x, "data")
+    direct = functools.partial(jax.shard_map, total, mesh=mesh, axis_names={"data"})
+    ours = functools.partial(mapped.over_axes, total, mesh, ("data",))
+    with jax.set_mesh(mesh):
+        found = [collectives(jax.jit(way(in_specs=(P("data"),), out_specs=P())), x) for way in (direct, ours)]
+    assert [bool(each.select("all-gather")) for each in found] == [True, False]
+
+
+@since(0, 12, why="what it does decides whether a quirk may go")
+def test_a_shard_map_still_scatters_nothing_beside_explicit_axes():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    w, to = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data", "tensor"))), NamedSharding(mesh, P("data"))
+
+    def gradient(gather):
+        inner = lambda w: jax.lax.psum(jnp.sum(gather(mapped.varying(w, ("data",))) ** 2), "data")
+        over = jax.shard_map(inner, mesh=mesh, axis_names={"data"}, in_specs=(P("data"),), out_specs=P())
+        with jax.set_mesh(mesh):
+            return jax.jit(jax.grad(over))(w)
+
+    np.testing.assert_allclose(gradient(lambda w: mapped.whole(w, to, ("data",))), 8 * np.ones((8, 8)))
+    with pytest.raises(ValueError, match="sharding"):
+        gradient(lambda w: jax.lax.all_gather(w, "data", axis=0, tiled=True))

@@ -66,9 +66,9 @@ def emit_or_hold(
 
     def close() -> tuple[Any, Flag]:
         answer = usable()
-        return compilers.branch_by_index(answer, emit_kept, hold), answer
+        return compilers.branch(answer, emit_kept, hold), answer
 
-    return compilers.branch_by_index(closes, close, lambda: (hold(), jnp.array(True)))
+    return compilers.branch(closes, close, lambda: (hold(), jnp.array(True)))
 
 
 def kept_of(state: AccumulationState) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def all_finite(tree: Tree) -> jax.Array:
         return jnp.array(True)
     widest = max((accumulator_dtype(extreme.dtype, None) for extreme in extremes), key=lambda dtype: dtype.itemsize)
     together = jnp.stack([extreme.astype(widest) for extreme in extremes])
-    return jnp.all(jnp.isfinite(compilers.once(together)))
+    return jnp.all(jnp.isfinite(together))
 
 
 def scaled(leaf: jax.Array, factor: Weight, dtype: Any) -> jax.Array:

@@ -1,7 +1,6 @@
 """Owns what versions of JAX and compilers do differently: each difference once, and what is done instead.
 
-Nobody else compares a version or asks whether JAX has a name. `QUIRKS` is the list, for the docs and for a test: a row
-goes when the oldest JAX that is supported, or the newest compiler, no longer needs it.
+Nobody else compares a version or asks whether JAX has a name. Why each stands here is in `quirks`.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +25,6 @@ FLOOR, DEVICES, REFERENCES, HOST = (0, 5, 3), (0, 7, 0), (0, 8, 0), (0, 10, 0)
 
 if JAX < FLOOR:
     raise ImportError(f"optax_accum needs JAX 0.5.3 or later, and this is JAX {jax.__version__}. Install a newer one.")
-
-
-class Quirk(NamedTuple):
-    """A difference between versions of JAX, or what a compiler does that one would not expect."""
-
-    where: str  # the function or the number of this module that owns it
-    versions: str
-    happens: str
-    instead: str
-    evidence: str  # the figure, or the thread
-    until: tuple[int, ...] | None = None  # the first JAX without it; None: the test says that it is still there
-    test: str = ""  # fails when it may go
 
 
 def require(what: str, since: tuple[int, ...], remedy: str) -> None:
@@ -54,14 +41,9 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
-    """Calls one of two functions when running: `lax.cond`, with branches in the order that compiles well."""
+    """Calls one of two functions when running: `lax.cond`, in the form that compiles well."""
     if JAX >= (0, 11, 1):
         return jax.lax.cond(flag, on_true, on_false)
-    return branch_by_index(flag, on_true, on_false)
-
-
-def branch_by_index(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
-    """Does what `branch` does where a branch communicates."""
     return jax.lax.switch(jnp.asarray(flag).astype(jnp.int32), [on_false, on_true])
 
 
@@ -102,11 +84,6 @@ def zeroed(tree: Tree, first: jax.Array) -> Tree:
 def ready_together(*trees: Tree) -> tuple[Tree, ...]:
     """Returns the trees, none of which is used before all are there."""
     return jax.lax.optimization_barrier(trees)
-
-
-def once(array: jax.Array) -> jax.Array:
-    """Returns an array that is computed once, whoever asks for it."""
-    return jax.lax.optimization_barrier(array)
 
 
 def extremes(real: jax.Array) -> list[jax.Array]:

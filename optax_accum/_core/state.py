@@ -64,7 +64,8 @@ def has_updated(state: Tree) -> jax.Array:
     """Returns whether the last micro-step made an update, as a bool [].
 
     Args:
-      state: an `AccumulationState`, or any optimizer state that holds exactly one (of `optax.chain`, say).
+      state: an `AccumulationState`, or any optimizer state that holds exactly one (of `optax.chain`, say, or the
+        `opt_state` of an optimizer of Flax NNX).
 
     Raises:
       ValueError: `state` holds none, or several.
@@ -91,7 +92,7 @@ def has_updated(state: Tree) -> jax.Array:
       False
       True
     """
-    return find_state(state).emitted
+    return jnp.asarray(find_state(state).emitted)  # or a variable of NNX
 
 
 def metrics(state: Tree) -> dict[str, jax.Array]:

@@ -1,0 +1,211 @@
+"""Owns the table of support: what holds on a version of JAX, and what its compilers make of it. Times nothing.
+
+Run `python -m benchmarks.support` with each JAX: it adds what it finds to benchmarks/support.json; so does an environment
+of the same JAX that has NVIDIA's compiler and not Flax. `--page docs/support.md` writes the table of that page and runs
+nothing.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests import paths  # first: it asks for eight devices
+
+import jax  # isort: skip
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import optax_accum
+from benchmarks import _decoder, _measure, _one_device
+from optax_accum import accelerators
+
+FACTS = pathlib.Path(__file__).with_suffix(".json")
+RIGHT = 2e-6  # of the largest parameter: rounding
+DECODER = _decoder.Sizes(model=256, heads=4, depth=8, vocabulary=1024)
+USED = ("gathers", "slices", "ties", "recomputes")
+
+
+def main() -> None:
+    """Adds a version to the table, or writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=_measure.writable, help="a Markdown file whose table is to be that of the JSON")
+    options = parser.parse_args()
+    record = json.loads(FACTS.read_text()) if FACTS.exists() else {}
+    if options.page:
+        options.page.write_text(page(options.page.read_text(), record))
+        return
+    found = record.setdefault(jax.__version__, {})
+    found |= {key: ask() for key, ask in tqdm(QUESTIONS.items(), leave=False) if ask is not None}
+    ordered = sorted(record.items(), key=lambda item: list(map(int, item[0].split("."))))
+    FACTS.write_text(json.dumps({version: facts for version, facts in ordered}, indent=1) + "\n")
+    print(table({jax.__version__: found}))
+
+
+def page(text: str, record: dict[str, Any]) -> str:
+    """Returns a page with the table of the record after its mark."""
+    return re.sub(r"(<!-- support -->\n)(?:\n\|.*(?:\n\|.*)*\n)?", lambda found: f"{found[1]}\n{table(record)}\n", text)
+
+
+def table(record: dict[str, Any]) -> str:
+    """Returns a row for each version of JAX."""
+    head = ["JAX", "Python, Flax", "one device", "several devices", "Flax", "added in place", "decoder, P", "H100, P"]
+    return _measure.markdown([head, *(_row(*item) for item in reversed(record.items()))], left=range(len(head)))
+
+
+def _row(version: str, facts: dict[str, Any]) -> list[str]:
+    of = lambda errors: f"{sum(error < RIGHT for error in errors.values())} of {len(errors)}" if errors else "no"
+    names = facts["added in place"]
+    less = sorted(set(paths.USES) - set(names))
+    in_place = "all" if not less else f"all but: {', '.join(less)}" if names else "no, after"
+    held = facts.get("h100")
+    return [
+        version,
+        f"{facts['python']}, {facts['flax'] or 'none'}",
+        of(facts["one device"]),
+        of(facts["several devices"]),
+        of(facts["of flax"]),
+        in_place,
+        f"{facts['decoder']:.2f}",
+        f"{held['held, P']:g} + {held['emitting adds, P']:g}, {held['temporary, P']:g}" if held else "not asked",
+    ]
+
+
+def errors(runs: dict[str, Callable[[], Any]], want: Any) -> dict[str, float]:
+    """Returns by how much the parameters after an update differ, relative to the largest; refused paths are left out."""
+    found = {}
+    for name, run in tqdm(runs.items(), leave=False):
+        try:
+            got = run()
+        except NotImplementedError:  # by a message that names the version
+            continue
+        pairs = zip(*map(jax.tree.leaves, (got, want)), strict=True)
+        found[name] = max(float(np.max(np.abs(np.asarray(a) - b))) for a, b in pairs) / _largest(want)
+    return found
+
+
+def _largest(tree: Any) -> float:
+    return max(float(np.max(np.abs(leaf))) for leaf in jax.tree.leaves(tree))
+
+
+def one_device() -> dict[str, float]:
+    """Returns the error of each path on one device, of a loss over masked rows."""
+    loss, start, batch = paths.loss_of(USED, paths.mean_over_mask), paths.params(), paths.rows()
+    runs = {name: functools.partial(path, loss, paths.count, start, batch) for name, path in paths.PATHS.items()}
+    del runs["value_and_apply_gradients of a sum"]  # for losses that are sums
+    return errors(runs, paths.oracle(loss, start, batch))
+
+
+def several_devices() -> dict[str, float]:
+    """Returns the same over a mesh of two axes, of either kind, and inside a `jax.shard_map`."""
+    loss, start, batch = paths.loss_of(USED, paths.mean_over_mask), paths.params(), paths.rows()
+
+    def on_mesh(path: Callable[..., Any], kind: Any, **options: Any) -> Any:
+        optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduce_axes="data")  # says what an old JAX lacks
+        mesh = paths.mesh_of(kind)
+        with jax.set_mesh(mesh):
+            return path(mesh, loss, paths.count, start, batch, **options)
+
+    auto, explicit = paths.KINDS
+    runs: dict[str, Callable[[], Any]] = {}
+    for name, path in paths.SHARDED.items():
+        runs |= {f"{name}, {kind.name}": functools.partial(on_mesh, path, kind) for kind in (auto, explicit)}
+    for name, path in paths.MANUAL.items():
+        runs |= {f"{name}, shard_map": functools.partial(on_mesh, path, auto, check_vma=True)}
+    return errors(runs, paths.oracle(loss, start, batch))
+
+
+def of_flax() -> dict[str, float]:
+    """Returns the same of a window of the train state of Linen and of the optimizer of NNX."""
+    if _version("flax") is None:
+        return {}
+    try:
+        from optax_accum import flax as accum
+    except ImportError:  # too old
+        return {}
+    from flax import nnx
+
+    x, y = np.random.default_rng(0).normal(size=(2, 12, 4)).astype("f")
+    parts = [slice(0, 2), slice(2, 10), slice(10, 12)]
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 3)
+    loss = lambda params, rows: jnp.mean((x[rows] @ params["kernel"] + params["bias"][None] - y[rows]) ** 2)
+    start = {"kernel": jnp.ones((4, 4)), "bias": jnp.zeros(4)}
+
+    def linen() -> Any:
+        state = accum.linen.TrainState.create(apply_fn=None, params=start, tx=tx)
+        for rows in parts:
+            size = rows.stop - rows.start
+            state = state.apply_gradients(grads=jax.grad(loss)(state.params, rows), weight=size)
+        return state.params
+
+    def of_nnx() -> Any:
+        model = nnx.Linear(4, 4, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+        optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param)
+        for rows in parts:
+            grads = nnx.grad(lambda model, rows=rows: jnp.mean((model(x[rows]) - y[rows]) ** 2))(model)
+            optimizer.update(model, grads, weight=rows.stop - rows.start)
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    with jax.default_matmul_precision("float32"):
+        want = jax.tree.map(lambda p, g: p - 0.1 * g, start, jax.grad(loss)(start, slice(0, 12)))
+        return errors({"Linen": linen, "NNX": of_nnx}, want)
+
+
+def added_in_place() -> list[str]:
+    """Returns the uses of a parameter whose gradient is added inside the backward pass."""
+    return list(_in_place())
+
+
+def _in_place() -> Iterator[str]:
+    for use in paths.USES:
+        f = optax_accum.value_and_grad(paths.loss_of((use,)), num_microbatches=3, in_place=True)
+        try:
+            jax.eval_shape(f, paths.params(), paths.rows())
+        except TypeError:
+            continue
+        yield use
+
+
+def decoder() -> float:
+    """Returns the temporary memory of a small decoder's gradient in 8 micro-batches, on the CPU, in P."""
+    loss, params = _decoder.decoder(sizes=DECODER)
+    step = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=8))
+    compiled = step.lower(params, jax.ShapeDtypeStruct((8, 65), jnp.int32)).compile()
+    return round(compiled.memory_analysis().temp_size_in_bytes / _one_device.size(params), 2)
+
+
+def h100() -> dict[str, float]:
+    """Returns what a micro-step of AdamW moves, by the H100's compiler."""
+    tx = optax_accum.accumulate_gradients(optax.adamw(1e-3), 8)
+    found = _one_device.micro_step(accelerators.target("h100"), tx, _one_device.layers())
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+_GPU = any(name.startswith("jax_cuda") for name in importlib.metadata.packages_distributions())
+_HERE: dict[str, Callable[[], Any]] = {
+    "python": lambda: ".".join(platform.python_version_tuple()[:2]),
+    "flax": lambda: _version("flax"),
+    "one device": one_device,
+    "several devices": several_devices,
+    "of flax": of_flax,
+    "added in place": added_in_place,
+    "decoder": decoder,
+}
+QUESTIONS: dict[str, Callable[[], Any]] = {"h100": h100} if _GPU else _HERE
+
+if __name__ == "__main__":
+    _measure.command(main)

@@ -1,0 +1,150 @@
+"""Owns the list of what `compilers` does otherwise, and why: for the docs, and for tests that fail when a row may go."""
+
+from typing import NamedTuple
+
+from optax_accum._core.compilers import DEVICES, HOST
+
+
+class Quirk(NamedTuple):
+    """What versions of JAX do differently, or a compiler where one would not expect it."""
+
+    where: str  # what owns it, here or in the space, which alone names axes
+    happens: str
+    instead: str
+    evidence: str  # a figure that a compiler gave, or a thread
+    until: tuple[int, ...] | None = None  # the first JAX without it
+    test: str = ""  # without `until`: fails on the newest JAX once it is gone
+
+
+QUIRKS = (
+    Quirk(
+        "branch",
+        "A GPU's compiler copies all that passes through a `lax.cond`",
+        "`lax.switch` of the same branches",
+        "H100, JAX 0.10.0: 15 P moved in a held micro-step of AdamW, 3 P with `switch`",
+        until=(0, 11, 1),
+    ),
+    Quirk(
+        "extremes",
+        "A CPU's compiler writes the magnitudes of an array before it reduces them",
+        "two reductions, of the largest and of the smallest number",
+        'JAX 0.10.0: 1 P of temporary memory for "skip", 0 P with two',
+        until=(0, 10, 2),
+    ),
+    Quirk(
+        "why_not_in_place",
+        "`jax.vjp(...).with_refs` is not there before 0.8, refuses `jax.checkpoint` before 0.10 and slices before 0.11",
+        "gradients are added after the backward pass",
+        "the table of support",
+        until=(0, 11, 0),
+    ),
+    Quirk(
+        "on_host",
+        "Nothing shows that `device_put` between memories, inside `jit`, is more than dropped",
+        "`offload` is refused",
+        "H100, JAX 0.7.2: 0 P to and fro where 4 P are sent",
+        until=HOST,
+    ),
+    Quirk("varying_axes", "A type has `.vma`, not `.manual_axis_type`", "that is read", "0.9.2", until=(0, 10, 0)),
+    Quirk("as_varying", "`jax.lax.pcast` was `jax.lax.pvary`", "that is called", "0.7.2", until=(0, 8, 0)),
+    Quirk("each_leaf", "There is no `jax.tree.broadcast`", "two maps", "0.5.3", until=(0, 6, 0)),
+    Quirk(
+        "running_on",
+        "There is no `jax.set_mesh`, `jax.shard_map` or `use_abstract_mesh`",
+        "all over several devices is refused",
+        "0.6.2",
+        until=DEVICES,
+    ),
+    Quirk(
+        "check_concrete",
+        "`jit` cannot place what lies on a mesh that only `jax.set_mesh` names",
+        "parameters on the mesh are asked for",
+        'JAX 0.7.2: "only AbstractMesh exists in a jitted computation"',
+        until=(0, 8, 0),
+    ),
+    Quirk(
+        "text_of",
+        "A reference at an index that is known cannot be printed",
+        "such a program outside `jit` is compiled at each call",
+        "JAX 0.8.3 and 0.9.2: a TypeError of `str`",
+        until=(0, 10, 0),
+    ),
+    Quirk(
+        "known_fields",
+        "The target of an absent GPU has other fields",
+        "the young ones are left out",
+        'JAX 0.7.2: no field named "thread_dim_limit_x"',
+        until=(0, 10, 0),
+    ),
+    Quirk("NVIDIA", "Colab has CUDA 12", "its plugin is named", "JAX 0.7.2", until=(0, 8, 0)),
+    Quirk(
+        "compiled",
+        "What was compiled for an absent GPU has no text",
+        "its compiler writes it to a file",
+        "JAX 0.7.2: `as_text()` is None",
+        until=(0, 10, 0),
+    ),
+    Quirk(
+        "too_old_libtpu",
+        "A libtpu older than the one that JAX names ends the process as it compiles for an absent TPU",
+        "it is refused by name",
+        "JAX 0.7.2 with libtpu 0.0.21.1: a segmentation fault; 0.0.23 works",
+        until=(0, 10, 0),
+    ),
+    Quirk(
+        "returned",
+        "A TPU's schedule reads early what a branch reads and does not return",
+        "the branch returns it",
+        "v5e: 0.75 P of temporary memory for Muon, which alone has 0.5 P",
+        test="test_facts.py::test_a_tpu_still_reads_early_what_a_branch_reads",
+    ),
+    Quirk(
+        "NOTHING",
+        "Zeros that a program shares with the beginning of a loop are kept until that is over",
+        "-0.0, of which no loop begins",
+        "H100, a decoder's `update`: 5.26 against 5.15 P",
+        test="test_facts.py::test_zeros_still_lie_beside_a_loop",
+    ),
+    Quirk(
+        "zeroed",
+        "Nothing fuses with references, so a select reads and writes the accumulator in each micro-step",
+        "a loop of at most one turn",
+        "H100: 6.29 against 4.29 P in a held micro-step",
+        test="test_facts.py::test_a_select_over_references_still_moves_them",
+    ),
+    Quirk(
+        "ready_together",
+        "Gradients wait for the accumulator in a row; unrolled micro-batches run side by side",
+        "a barrier",
+        "H100, 12 layers: 0.08 against 0.05 P of temporary memory",
+        test="test_facts.py::test_gradients_still_wait_for_the_accumulator",
+    ),
+    Quirk(
+        "scatter_stages",
+        "A TPU makes a reduce-scatter over a square of chips (4x4, 8x8) an all-reduce and a slice",
+        "two stages, of at most eight chips",
+        "v5e:4x4: 1 P all-reduced and 1.25 P of temporary memory, against 1.12 P scattered and 1 P",
+        test="test_facts.py::test_a_reduce_scatter_over_a_square_is_still_an_all_reduce",
+    ),
+    Quirk(
+        "by_slices",
+        "A TPU's all-reduce is not in place",
+        "a large leaf is reduced slice by slice, in its place",
+        "v5e:4x4: 1 P of temporary memory, against 0 P",
+        test="test_facts.py::test_an_all_reduce_of_a_tpu_is_still_not_in_place",
+    ),
+    Quirk(
+        "_space.mapped.over_axes",
+        "At the border of a `shard_map` over Auto axes beside Explicit ones, what is sharded over those is gathered",
+        "the axes are Explicit while it runs",
+        "CPU, JAX 0.12",
+        test="test_sharded.py::test_a_shard_map_beside_explicit_axes_still_gathers",
+    ),
+    Quirk(
+        "_space.mapped.whole",
+        "Inside a `shard_map` nothing is scattered beside Explicit axes",
+        "another `shard_map` over these",
+        "CPU, JAX 0.12: an error while tracing",
+        test="test_sharded.py::test_a_shard_map_still_scatters_nothing_beside_explicit_axes",
+    ),
+)
