@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests import paths  # first: it asks for eight devices
+from tests import paths, programs  # first: they ask for eight devices
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from tqdm import tqdm
 import optax_accum
 from benchmarks import _decoder, _measure, _one_device
 from optax_accum import accelerators
+from optax_accum._core.quirks import QUIRKS
 
 FACTS = pathlib.Path(__file__).with_suffix(".json")
 RIGHT = 2e-6  # of the largest parameter: rounding
@@ -50,8 +51,17 @@ def main() -> None:
 
 
 def page(text: str, record: dict[str, Any]) -> str:
-    """Returns a page with the table of the record after its mark."""
-    return re.sub(r"(<!-- support -->\n)(?:\n\|.*(?:\n\|.*)*\n)?", lambda found: f"{found[1]}\n{table(record)}\n", text)
+    """Returns a page with its tables after their marks."""
+    tables = {"support": table(record), "quirks": of_quirks()}
+    marked = re.compile(rf"(<!-- ({'|'.join(tables)}) -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
+    return marked.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n", text)
+
+
+def of_quirks() -> str:
+    """Returns the table of `optax_accum._core.quirks`."""
+    until = lambda quirk: "all" if quirk.until is None else f"before {'.'.join(map(str, quirk.until)).removesuffix('.0')}"
+    rows = [[until(quirk), quirk.happens, quirk.instead, quirk.evidence] for quirk in QUIRKS]
+    return _measure.markdown([["JAX", "what happens", "what is done instead", "seen"], *rows], left=range(4))
 
 
 def table(record: dict[str, Any]) -> str:
@@ -177,7 +187,7 @@ def decoder() -> float:
     """Returns the temporary memory of a small decoder's gradient in 8 micro-batches, on the CPU, in P."""
     loss, params = _decoder.decoder(sizes=DECODER)
     step = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=8))
-    compiled = step.lower(params, jax.ShapeDtypeStruct((8, 65), jnp.int32)).compile()
+    compiled = programs.compiled(step.lower(params, jax.ShapeDtypeStruct((8, 65), jnp.int32)))
     return round(compiled.memory_analysis().temp_size_in_bytes / _one_device.size(params), 2)
 
 

@@ -221,6 +221,16 @@ NVIDIA = f"jax-cuda{_CUDA}-plugin=={jax.__version__} jax-cuda{_CUDA}-pjrt=={jax.
 _YOUNG_FIELDS = r"\b(thread_dim_limit_\w|name): \S.*"  # of a GpuTargetConfigProto
 
 
+def check_absent() -> None:
+    """Raises where JAX cannot compile for an accelerator that is not here."""
+    remedy = "target() asks the devices that are here."
+    require("An accelerator that is not here", DEVICES, remedy)
+    if (0, 8, 0) <= JAX < (0, 9, 0):
+        raise NotImplementedError(
+            f"An accelerator that is not here needs JAX 0.7, or 0.9 and later: this is JAX {jax.__version__}. {remedy}"
+        )
+
+
 def known_fields(config: str) -> str:
     """Returns the text of a GPU's configuration without the fields that an older compiler does not know."""
     return config if JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)

@@ -70,6 +70,13 @@ QUIRKS = (
         until=(0, 10, 0),
     ),
     Quirk(
+        "check_absent",
+        "A program of one device cannot be compiled for an absent GPU",
+        "absent accelerators are refused",
+        'JAX 0.8.3: "Could not find memory addressable by device"; before 0.7 nothing was tried',
+        until=(0, 9, 0),
+    ),
+    Quirk(
         "known_fields",
         "The target of an absent GPU has other fields",
         "the young ones are left out",

@@ -53,6 +53,7 @@ def state_sharding(
       | a statistic of another shape than its parameter (Adafactor's) | replicated |
       | `offload` of the inner state | its moments; counters stay on the device |
       | `offload` of the inner state and donation | do not donate the state: JAX mixes up the two memories |
+      | `offload` before JAX 0.10 | a `NotImplementedError` that says so |
       | `offload` on the CPU before JAX 0.12 | XLA cannot move arrays inside `jit`: an error of XLA |
 
     Example:

@@ -127,6 +127,7 @@ def target(name: str | None = None, num_devices: int | None = None) -> Target:
     if not isinstance(cast(Any, name), str):
         raise TypeError(f'The target must be named by text, such as "h100" or "v5e:4x4": name={name!r}. Pass its name.')
     kind, _, topology = name.lower().partition(":")
+    compilers.check_absent()
     if kind in GPUS and not topology:
         return Target(name, _gpus(kind, num_devices or 1), GPUS[kind])
     if kind in TPUS:
