@@ -1,4 +1,4 @@
-"""Runs each notebook as Colab would: from the cell that installs the package, which comes from this checkout, to the last.
+"""Runs each notebook as Colab would, from its first cell on, which installs the package: that of this checkout.
 
 Run it with the Python of an environment of `.ci/colab.txt`, with nbclient. No package of that environment may change.
 Prints the seconds of each notebook, and the memory that its process took at most. Names of notebooks are optional.

@@ -1,8 +1,7 @@
 """Owns the table of support: what holds on a version of JAX, and what its compilers make of it. Times nothing.
 
-Run `python -m benchmarks.support` with each JAX: it adds what it finds to benchmarks/support.json; so does an environment
-of the same JAX that has NVIDIA's compiler and not Flax. `--page docs/support.md` writes the table of that page and runs
-nothing.
+Run `python -m benchmarks.support` with each JAX: it adds what it finds to benchmarks/support.json. An environment that
+has NVIDIA's compiler adds what that says. `--page docs/support.md` writes the tables of that page and runs nothing.
 """
 
 import argparse
@@ -46,7 +45,7 @@ def main() -> None:
     found = record.setdefault(jax.__version__, {})
     found |= {key: ask() for key, ask in tqdm(QUESTIONS.items(), leave=False) if ask is not None}
     ordered = sorted(record.items(), key=lambda item: list(map(int, item[0].split("."))))
-    FACTS.write_text(json.dumps({version: facts for version, facts in ordered}, indent=1) + "\n")
+    FACTS.write_text(json.dumps(dict(ordered), indent=1) + "\n")
     print(table({jax.__version__: found}))
 
 
@@ -59,7 +58,8 @@ def page(text: str, record: dict[str, Any]) -> str:
 
 def of_quirks() -> str:
     """Returns the table of `optax_accum._core.quirks`."""
-    until = lambda quirk: "all" if quirk.until is None else f"before {'.'.join(map(str, quirk.until)).removesuffix('.0')}"
+    number = lambda version: ".".join(map(str, version)).removesuffix(".0")
+    until = lambda quirk: f"before {number(quirk.until)}" if quirk.until else "all"
     rows = [[until(quirk), quirk.happens, quirk.instead, quirk.evidence] for quirk in QUIRKS]
     return _measure.markdown([["JAX", "what happens", "what is done instead", "seen"], *rows], left=range(4))
 
@@ -89,7 +89,7 @@ def _row(version: str, facts: dict[str, Any]) -> list[str]:
 
 
 def errors(runs: dict[str, Callable[[], Any]], want: Any) -> dict[str, float]:
-    """Returns by how much the parameters after an update differ, relative to the largest; refused paths are left out."""
+    """Returns by how much parameters after an update differ, relative to the largest; refused paths are left out."""
     found = {}
     for name, run in tqdm(runs.items(), leave=False):
         try:

@@ -268,9 +268,8 @@ def test_a_compiler_that_jax_did_not_load_is_named(unchecked, monkeypatch):
         RuntimeError, match="did not load the compiler for h100.*JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"
     ) as said:
         accelerators.target("h100")
-    assert (
-        f"than JAX (jax-cuda13-plugin 0.9.0), install that of JAX: pip install --no-deps {compilers.NVIDIA}"
-        in str(said.value)
+    assert f"than JAX (jax-cuda13-plugin 0.9.0), install that of JAX: pip install --no-deps {compilers.NVIDIA}" in str(
+        said.value
     )
 
 

@@ -220,7 +220,12 @@ def test_versions_are_asked_for_by_their_owners_alone():
 
 
 def test_the_questions_for_a_version_are_found():
-    for source in ("hasattr(jax, 'typeof')", "jax.__version_info__ > (1,)", "compilers.JAX", "getattr(jax.lax, 'x', 0)"):
+    for source in (
+        "hasattr(jax, 'typeof')",
+        "jax.__version_info__ > (1,)",
+        "compilers.JAX",
+        "getattr(jax.lax, 'x', 0)",
+    ):
         assert asks_for_a_version(source)
     assert not asks_for_a_version("hasattr(leaf, 'dtype'); f'{jax.__version__}'")
 

@@ -12,8 +12,8 @@ from flax import nnx
 from numpy.testing import assert_allclose
 
 import optax_accum
-from tests import programs
 from optax_accum import flax as accum
+from tests import programs
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 

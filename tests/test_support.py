@@ -26,7 +26,9 @@ def test_every_path_is_right_on_every_version_that_does_not_refuse_it():
     assert number(min(RECORD, key=number)) == FLOOR
     for version, facts in RECORD.items():
         assert len(facts["one device"]) == len(paths.PATHS) - 1, version
-        assert len(facts["several devices"]) == (number(version) >= DEVICES) * (2 * len(paths.SHARDED) + len(paths.MANUAL))
+        assert len(facts["several devices"]) == (number(version) >= DEVICES) * (
+            2 * len(paths.SHARDED) + len(paths.MANUAL)
+        )
         assert len(facts["of flax"]) == (2 if number(version) >= (0, 6) else 0)
         errors = [*facts["one device"].values(), *facts["several devices"].values(), *facts["of flax"].values()]
         assert max(errors) < support.RIGHT, version

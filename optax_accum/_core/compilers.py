@@ -104,7 +104,7 @@ def why_not_in_place(add: Callable[[], Any]) -> str | None:
         return None
     try:
         jax.eval_shape(add)
-    except (TypeError, ValueError, NotImplementedError):  # also of the user's own, who meets it again without references
+    except (TypeError, ValueError, NotImplementedError):  # an error of the user's own comes again
         return (
             f"needs JAX 0.11 or later for this loss: JAX {jax.__version__} adds to no slice of a parameter (p[0] or "
             "p[:n]) inside the backward pass, and before JAX 0.10 through no jax.checkpoint"
@@ -133,8 +133,9 @@ def varying_axes(leaf: Any) -> frozenset[str]:
 
 def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
     """Returns a value as one that may differ between devices along the axes."""
-    old = not hasattr(jax.lax, "pcast")
-    return jax.lax.pvary(leaf, tuple(axes)) if old else jax.lax.pcast(leaf, tuple(axes), to="varying")
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(leaf, tuple(axes), to="varying")
+    return jax.lax.pvary(leaf, tuple(axes))  # type: ignore[attr-defined]
 
 
 def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
@@ -147,7 +148,7 @@ def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
 
 
 def running_on(mesh: Any) -> Any:
-    """Returns a context in which a mesh is in reach; one device, which is all that an old JAX is asked for, needs none."""
+    """Returns a context in which a mesh is in reach; an old JAX is asked for one device only, which needs none."""
     return jax.set_mesh(mesh) if JAX >= DEVICES else contextlib.nullcontext()
 
 
@@ -255,7 +256,7 @@ def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any
     with tempfile.TemporaryDirectory() as folder:
         dumped = {**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Error writing persistent compilation cache")  # it knows no absent devices
+            warnings.filterwarnings("ignore", "Error writing persistent compilation cache")  # of absent devices
             program = lowered.compile(compiler_options=cast(Any, dumped))
         if program.as_text() is not None:
             return program

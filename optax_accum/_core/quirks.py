@@ -1,4 +1,4 @@
-"""Owns the list of what `compilers` does otherwise, and why: for the docs, and for tests that fail when a row may go."""
+"""Owns the list of what `compilers` does otherwise, and why: for the docs, and for tests that fail if one may go."""
 
 from typing import NamedTuple
 

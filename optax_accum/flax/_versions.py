@@ -35,12 +35,11 @@ def set_value(variable: Any, value: Any) -> None:
         variable.set_raw_value(value)
 
 
-metadata_of: Any = nnx.Variable.get_metadata  # not looked up for each variable, which it does in Python
-if _OLD:  # the dict itself, which changes with the variable
+def _copied_metadata(variable: Any) -> dict[str, Any]:
+    return dict(variable.get_metadata())  # the dict itself changes with the variable
 
-    def metadata_of(variable: Any) -> dict[str, Any]:
-        """Returns the metadata of a variable as they are now."""
-        return dict(variable.get_metadata())
+
+metadata_of: Any = _copied_metadata if _OLD else nnx.Variable.get_metadata  # a function: a lookup takes Python longer
 
 
 def sharding_of(variable: Any) -> Any:
