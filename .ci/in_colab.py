@@ -20,16 +20,16 @@ INSTALL = re.compile(r"git\+https://[\w./-]+")
 
 
 def main() -> None:
-    """Runs those that are named, or all; the longest memory is that of all so far."""
+    """Runs those that are named, or all; the memory is the most that any process has taken so far."""
     named = [pathlib.Path(name) for name in sys.argv[1:]]
     for path in named or sorted((ROOT / "notebooks").glob("*.ipynb")):
         subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", "optax_accum"], check=True)
         before, start = packages(), time.perf_counter()
         run(path)
         seconds, memory = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-        changed = {name: version for name, version in before.items() if packages().get(name) != version}
-        if changed:
-            sys.exit(f"{path.stem} changed what Colab has: {changed} became {packages()}")
+        after = packages()
+        if changed := [f"{name} {version}" for name, version in before.items() if after.get(name) != version]:
+            sys.exit(f"{path.stem} changed what Colab has: {', '.join(changed)}")
         print(f"{path.stem}: {seconds:.0f} s with its installation, {memory:.1f} GB", flush=True)
 
 

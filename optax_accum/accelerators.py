@@ -1,4 +1,4 @@
-"""What a program becomes on a GPU or a TPU, asked of its own compiler: here, without one.
+"""Experimental: what a program becomes on a GPU or a TPU, asked of its own compiler: here, without one.
 
 * `target("h100")`, `target("v5e:4x4")`: the devices of an accelerator, to compile for, and its memory.
 * `count_traffic(compiled)`: the bytes that each part of a program moves, copies, temporary memory.

@@ -1,4 +1,4 @@
-"""What the gradients of a window tell, and what to make of it.
+"""Experimental: what the gradients of a window tell, and what to make of it.
 
 * `accumulate_gradients(..., statistics=True)`, or `statistics=Options(decay, groups)`: each micro-step reads its
   gradient once more, and each update. `metrics(state)` has norms, noise and signal by name.

@@ -1,16 +1,22 @@
 """The rooms and arrows of the design: who may import whom, and what `import optax_accum` loads."""
 
 import ast
+import functools
 import importlib
+import inspect
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
 
+import jax
 import pytest
 
 import optax_accum
+from optax_accum._core import compilers
 from optax_accum._core.quirks import QUIRKS
+from tests.versions import JAX
 
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 ROOMS = {  # and what each stands on
@@ -199,35 +205,77 @@ def test_the_questions_are_found():
     assert "rules.reduce_axes" in branches("if rules.reduce_axes:\n    pass")
 
 
+OF_VERSIONS = {"JAX", "FLOOR", "DEVICES", "REFERENCES", "HOST"}  # names of `compilers`
+
+
 def asks_for_a_version(source):
     """Whether a source compares versions of JAX or of Flax, or asks which names they have."""
-    of_jax = lambda node: any(
+    tree = ast.parse(source)
+    spoken = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    of_them = lambda node: any(
         isinstance(part, ast.Name) and part.id in ("jax", "jnp", "flax", "nnx") for part in ast.walk(node)
     )
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("__version_info__", "JAX"):
             return True
-        if isinstance(node, ast.Compare) and "__version__" in ast.unparse(node):
+        if isinstance(node, ast.Attribute) and node.attr == "__version__" and of_them(node) and id(node) not in spoken:
             return True
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr") and of_jax(node.args[0]):
-            return ast.unparse(node.args[0]) != "jax.config"
+        if isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} & OF_VERSIONS:
+            return True
+        if isinstance(node, ast.Compare) and re.search(rf"compilers\.({'|'.join(OF_VERSIONS)})", ast.unparse(node)):
+            return True
+        asked = isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr")
+        if asked and of_them(node.args[0]) and ast.unparse(node.args[0]) != "jax.config":
+            return True
     return False
 
 
 def test_versions_are_asked_for_by_their_owners_alone():
     asked = {(room, name) for room in ROOMS for name, source in modules(room).items() if asks_for_a_version(source)}
-    assert asked == {("_core", "compilers"), ("flax", "_versions")}
+    assert asked == {("_core", "compilers"), ("_core", "quirks"), ("flax", "_versions")}
+    assert not asks_for_a_version((PACKAGE / "__init__.py").read_text())
 
 
-def test_the_questions_for_a_version_are_found():
-    for source in (
+@pytest.mark.parametrize(
+    "source",
+    [
         "hasattr(jax, 'typeof')",
+        "getattr(jax.config, 'x'); hasattr(jax, 'P')",
         "jax.__version_info__ > (1,)",
         "compilers.JAX",
+        "compilers.DEVICES > (0,)",
+        "from optax_accum._core.compilers import JAX",
+        "jax.__version__.split('.')",
         "getattr(jax.lax, 'x', 0)",
-    ):
-        assert asks_for_a_version(source)
-    assert not asks_for_a_version("hasattr(leaf, 'dtype'); f'{jax.__version__}'")
+    ],
+)
+def test_a_question_for_a_version_is_found(source):
+    assert asks_for_a_version(source)
+    assert not asks_for_a_version("hasattr(leaf, 'dtype'); f'{jax.__version__}'; f(compilers.DEVICES)")
+
+
+def chains(source):
+    """What a source takes from JAX, as `jax.sharding.reshard`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"jax(\.\w+)+", ast.unparse(node)):
+            yield ast.unparse(node)
+
+
+YOUNG = {"jax.new_ref", "jax.freeze"}  # asked for where gradients are added in place
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_is_taken_from_jax_is_there(room):
+    """Where it is not, `compilers` asks; before JAX 0.7.2 the space is refused before it takes anything."""
+    missing = set()
+    for name, source in modules(room).items():
+        if name != "compilers":
+            for chain in chains(source):
+                try:
+                    functools.reduce(getattr, chain.split(".")[1:], jax)
+                except AttributeError:
+                    missing.add(chain)
+    assert missing - YOUNG == set() or (room == "_space" and JAX < (0, 7, 2))
 
 
 @pytest.mark.parametrize("quirk", QUIRKS, ids=lambda quirk: quirk.where)
@@ -240,6 +288,12 @@ def test_a_quirk_is_owned_and_needed(quirk):
     (floor,) = (line.removeprefix("jax>=") for line in project["dependencies"] if line.startswith("jax"))
     if quirk.until:
         assert quirk.until > tuple(map(int, floor.split(".")))
+        owner = getattr(compilers, quirk.where)
+        source = inspect.getsource(owner) if callable(owner) else pathlib.Path(compilers.__file__).read_text()
+        named = {getattr(compilers, name) for name in OF_VERSIONS if re.search(rf"JAX (<|>=) {name}\b", source)}
+        literal = {ast.literal_eval(found) for found in re.findall(r"\(0, \d+, \d+\)", source)}
+        required = re.findall(r"require\(.*\(0, \d+, \d+\)", source)
+        assert quirk.until in named | literal or required or "hasattr" in source or "except TypeError" in source
     else:
         file, test = quirk.test.split("::")
         assert f"def {test}(" in (PACKAGE.parent / "tests" / file).read_text()

@@ -33,8 +33,8 @@ _within.value_and_grad
 
 def why_not(code):
     """What the JAX or the Flax that is here cannot do of the code of a page."""
-    if versions.JAX < (0, 7) and re.search(r"reduce_axes=|set_mesh|shard_map", code):
-        return "JAX 0.7: everything over devices"
+    if versions.JAX < (0, 7, 2) and re.search(r"reduce_axes=|set_mesh|shard_map", code):
+        return "JAX 0.7.2: everything over devices"
     if re.search(r"from flax|optax_accum.flax", code) and versions.flax_before(0, 11):
         return "Flax 0.11"
     return None
@@ -42,8 +42,8 @@ def why_not(code):
 
 @pytest.mark.parametrize("room", WITH_EXAMPLES.split())
 def test_the_examples_of_the_docstrings(room):
-    if versions.JAX < (0, 7) and room in ("_space.partials", "_tools.placement", "_tools.resume"):
-        pytest.skip("JAX 0.7: everything over devices")
+    if versions.JAX < (0, 7, 2) and room in ("_space.partials", "_tools.placement", "_tools.resume"):
+        pytest.skip("JAX 0.7.2: everything over devices")
     module = importlib.import_module(f"optax_accum.{room}")
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0

@@ -301,7 +301,8 @@ def test_a_micro_step_takes_no_memory_beside_the_state():
         )
 
     most = 1.05 if flax_before(0, 12) else 0.05  # its nnx.jit gives the buffers that are donated to others
-    assert temporary(accum.nnx.Optimizer) < most < 1.9 * temporary(nnx.Optimizer)
+    assert temporary(accum.nnx.Optimizer) < most
+    assert temporary(nnx.Optimizer) > 0.9
 
 
 def test_a_running_multi_steps_goes_on():

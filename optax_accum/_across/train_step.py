@@ -85,7 +85,7 @@ def value_and_apply_gradients(
       | float16 or float8 in `fun`, whose range a weight may leave | as above, unless `in_place=True` | tracing |
       | a `jax.custom_vjp` in `fun`, which need not be linear (a clip) | as above, unless `in_place=True` | tracing |
       | before JAX 0.11, a slice of a parameter (`p[0]`, `p[:n]`) | as above | tracing |
-      | before JAX 0.10, a loss with `jax.checkpoint`; before 0.8, any loss | as above | tracing |
+      | before JAX 0.10, a loss with `jax.checkpoint`; before 0.8.1, any | as above | tracing |
       | differentiated again, with no `jit` between | as above | tracing |
       | `every=1`, or another optimizer | as above; nothing is accumulated | tracing |
       | `in_place=True` where it cannot be | an error | tracing |

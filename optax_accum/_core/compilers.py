@@ -5,6 +5,7 @@ Nobody else compares a version or asks whether JAX has a name. Why each stands h
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import math
 import pathlib
 import re
@@ -21,10 +22,10 @@ from jax.custom_batching import custom_vmap
 from optax_accum._core.tracing import Flag, Tree
 
 JAX = jax.__version_info__[:3]
-FLOOR, DEVICES, REFERENCES, HOST = (0, 5, 3), (0, 7, 0), (0, 8, 0), (0, 10, 0)
+FLOOR, DEVICES, REFERENCES, HOST = (0, 5, 3), (0, 7, 2), (0, 8, 1), (0, 10, 0)  # versions that were run, or asked
 
 if JAX < FLOOR:
-    raise ImportError(f"optax_accum needs JAX 0.5.3 or later, and this is JAX {jax.__version__}. Install a newer one.")
+    raise ImportError(f"optax_accum needs JAX 0.5.3 or later: this is JAX {jax.__version__}. Install a newer one.")
 
 
 def require(what: str, since: tuple[int, ...], remedy: str) -> None:
@@ -99,15 +100,20 @@ def extremes(real: jax.Array) -> list[jax.Array]:
 def why_not_in_place(add: Callable[[], Any]) -> str | None:
     """Returns why JAX cannot trace `add`, a backward pass that adds in place; None where it can."""
     if JAX < REFERENCES:
-        return f"needs JAX 0.8 or later: JAX {jax.__version__} has no `jax.vjp(...).with_refs`"
+        return f"needs JAX {_text(REFERENCES)} or later: JAX {jax.__version__} has no `jax.vjp(...).with_refs`"
     if JAX >= (0, 11, 0):
         return None
     try:
         jax.eval_shape(add)
-    except (TypeError, ValueError, NotImplementedError):  # an error of the user's own comes again
+    except (
+        TypeError,
+        ValueError,
+        NotImplementedError,
+    ) as error:  # or the user's own error
+        checkpoint = "" if JAX >= (0, 10, 0) else ", nor, before JAX 0.10, through jax.checkpoint"
         return (
             f"needs JAX 0.11 or later for this loss: JAX {jax.__version__} adds to no slice of a parameter (p[0] or "
-            "p[:n]) inside the backward pass, and before JAX 0.10 through no jax.checkpoint"
+            f"p[:n]) inside the backward pass{checkpoint}. It said: {type(error).__name__}: {error}"
         )
     return None
 
@@ -128,7 +134,7 @@ def varying_axes(leaf: Any) -> frozenset[str]:
     if JAX < DEVICES:
         return frozenset()
     kind = jax.typeof(leaf)
-    return frozenset(kind.manual_axis_type.varying if JAX >= (0, 10, 0) else kind.vma)
+    return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
 
 
 def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
@@ -215,20 +221,20 @@ def by_slices(reduce: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.
 
 # Accelerators that are not here
 
-_CUDA = "12" if JAX < (0, 8, 0) else "13"
-NVIDIA = f"jax-cuda{_CUDA}-plugin=={jax.__version__} jax-cuda{_CUDA}-pjrt=={jax.__version__} " + (
-    "nvidia-cuda-nvcc-cu12" if _CUDA == "12" else "nvidia-cuda-nvcc nvidia-nvvm"
+# Colab has CUDA 12 with JAX 0.7; who has its plugin is told of that.
+CUDA = "12" if JAX < (0, 8, 0) or importlib.util.find_spec("jax_cuda12_plugin") else "13"
+NVIDIA = f"jax-cuda{CUDA}-plugin=={jax.__version__} jax-cuda{CUDA}-pjrt=={jax.__version__} " + (
+    "nvidia-cuda-nvcc-cu12" if CUDA == "12" else "nvidia-cuda-nvcc nvidia-nvvm"
 )
 _YOUNG_FIELDS = r"\b(thread_dim_limit_\w|name): \S.*"  # of a GpuTargetConfigProto
 
 
-def check_absent() -> None:
-    """Raises where JAX cannot compile for an accelerator that is not here."""
-    remedy = "target() asks the devices that are here."
-    require("An accelerator that is not here", DEVICES, remedy)
-    if (0, 8, 0) <= JAX < (0, 9, 0):
+def check_absent(name: str, gpu: bool) -> None:
+    """Raises where JAX cannot compile for an accelerator that this machine lacks."""
+    if JAX < DEVICES or (gpu and (0, 8, 0) <= JAX < (0, 9, 0)):
         raise NotImplementedError(
-            f"An accelerator that is not here needs JAX 0.7, or 0.9 and later: this is JAX {jax.__version__}. {remedy}"
+            f"target({name!r}) compiles for an accelerator that this machine lacks. That needs JAX 0.7.2 or later, and "
+            f"for GPUs not 0.8: this is JAX {jax.__version__}. target() without a name takes the devices of this machine."
         )
 
 
@@ -237,16 +243,17 @@ def known_fields(config: str) -> str:
     return config if JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)
 
 
-def too_old_libtpu() -> tuple[str, str] | None:
-    """Returns the libtpu that is installed and the one that this JAX names, if the former is older."""
+def libtpu_of_jax() -> str | None:
+    """Returns the version of libtpu that this JAX names, where an older one would end the process."""
     named = [re.search(r"libtpu\s*==\s*([\d.]+\d)", line) for line in importlib.metadata.requires("jax") or ()]
-    wanted = next((match[1] for match in named if match), "0")
-    try:
-        installed = importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:  # a nightly one has another name
-        return None
+    return None if JAX >= (0, 10, 0) else next((match[1] for match in named if match), None)
+
+
+def too_old_libtpu() -> str | None:
+    """Returns the version of libtpu that is installed, if it is older than that."""
+    installed, wanted = importlib.metadata.version("libtpu"), libtpu_of_jax()
     parts = lambda version: [int(part) for part in re.findall(r"\d+", version)[:3]]
-    return (installed, wanted) if parts(installed) < parts(wanted) else None
+    return installed if wanted and parts(installed) < parts(wanted) else None
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any:
@@ -260,8 +267,8 @@ def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any
             program = lowered.compile(compiler_options=cast(Any, dumped))
         if program.as_text() is not None:
             return program
-        (path,) = pathlib.Path(folder).glob("*gpu_after_optimizations.txt")
-        return WithText(program, path.read_text())
+        texts = sorted(pathlib.Path(folder).glob("*gpu_after_optimizations.txt"))
+        return WithText(program, texts[-1].read_text()) if texts else program
 
 
 class WithText:

@@ -21,7 +21,8 @@ def as_axes(reduce_axes: Any) -> Axes:
     axes = (reduce_axes,) if isinstance(reduce_axes, str) else reduce_axes
     if axes is None:
         return ()
-    compilers.require("reduce_axes, for several devices,", compilers.DEVICES, "Leave out reduce_axes.")
+    remedy = "Upgrade JAX; without reduce_axes the gradient is the same, reduced at each micro-batch."
+    compilers.require("reduce_axes", compilers.DEVICES, remedy)
     if not isinstance(axes, Sequence) or not axes or not all(isinstance(axis, str) and axis for axis in axes):
         raise TypeError(
             f"reduce_axes must be the name of a mesh axis or a tuple of names: reduce_axes={reduce_axes!r}. "
@@ -47,9 +48,10 @@ def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
     """Returns the mesh in reach; raises where there is none, or one without these axes."""
     mesh = in_reach(*trees)
     if mesh is None:
+        needs = f"reduce_axes needs a mesh in reach: reduce_axes={axes}" if axes else "Parameters must lie on a mesh"
         raise ValueError(
-            f"reduce_axes needs a mesh in reach: reduce_axes={axes}, and inside jit arrays do not tell theirs. Call it "
-            "under `with jax.set_mesh(mesh):`."
+            f"{needs}, and inside jit arrays do not tell theirs. Place them on one, or call it under `with "
+            "jax.set_mesh(mesh):`."
         )
     missing = [axis for axis in axes if axis not in mesh.axis_names]
     if missing:

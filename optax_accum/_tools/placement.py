@@ -74,7 +74,7 @@ def state_sharding(
     for name in offload:
         if name not in OFFLOADABLE:
             raise ValueError(f"offload must name fields of the state: {name!r} is none of {', '.join(OFFLOADABLE)}.")
-        compilers.require("offload, to the memory of the host,", compilers.HOST, "Leave out offload.")
+        compilers.require("offload", compilers.HOST, "Leave out offload.")
     mesh = meshes.mesh_of(axes, params)
     compilers.check_concrete(mesh)
     with compilers.tracing_on(getattr(mesh, "abstract_mesh", mesh)):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 
+from optax_accum._core import compilers
 from optax_accum._core.state import holds_partial_sums, map_states, states_in
 from optax_accum._tools.placement import state_sharding
 
@@ -86,7 +87,7 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
     """
     where = state_sharding(tx, params, **options)
     mesh = jax.tree.leaves(where)[0].mesh
-    with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+    with compilers.tracing_on(getattr(mesh, "abstract_mesh", mesh)):
         shapes = jax.eval_shape(tx.init, params)
     if all(node.weight.shape in ((), (num_devices,)) for node in states_in(shapes)):
         return jax.tree.map(_shape, shapes, where)

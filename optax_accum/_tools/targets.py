@@ -127,7 +127,7 @@ def target(name: str | None = None, num_devices: int | None = None) -> Target:
     if not isinstance(cast(Any, name), str):
         raise TypeError(f'The target must be named by text, such as "h100" or "v5e:4x4": name={name!r}. Pass its name.')
     kind, _, topology = name.lower().partition(":")
-    compilers.check_absent()
+    compilers.check_absent(name, kind in GPUS)
     if kind in GPUS and not topology:
         return Target(name, _gpus(kind, num_devices or 1), GPUS[kind])
     if kind in TPUS:
@@ -178,7 +178,7 @@ def _gpus(kind: str, number: int) -> tuple[Any, ...]:
     if not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
         raise RuntimeError(
             f"NVIDIA's compiler is needed for {kind}, and is not installed: {_INSTALL}. (Or, where there is an NVIDIA "
-            "driver, jax[cuda13].)"
+            f"driver, jax[cuda{compilers.CUDA}].)"
         )
     if not DRIVER.exists():  # else JAX, before its first use, wants the libraries to run programs with
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -189,15 +189,20 @@ def _gpus(kind: str, number: int) -> tuple[Any, ...]:
 
 def _tpus(name: str) -> tuple[Any, ...]:
     if not importlib.util.find_spec("libtpu"):
-        raise RuntimeError(f"The compiler of TPUs is needed for {name}, and is not installed: pip install libtpu.")
-    if older := compilers.too_old_libtpu():  # it ends the process
+        raise RuntimeError(f"The compiler of TPUs is needed for {name}, and is not installed: {_libtpu()}.")
+    if installed := compilers.too_old_libtpu():
         raise RuntimeError(
-            f"JAX {jax.__version__} needs a libtpu as young as its own to compile for {name}: libtpu {older[0]} is "
-            f"installed. pip install libtpu=={older[1]}."
+            f"libtpu {installed} is too old for JAX {jax.__version__}: compiling for {name} would crash Python. Run "
+            f"{_libtpu()}."
         )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu waits minutes for the machine that it is not on
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is taken: two processes may compile at once
     return _compile_only("tpu", name)
+
+
+def _libtpu() -> str:
+    wanted = compilers.libtpu_of_jax()
+    return "pip install libtpu" + (f"=={wanted}" if wanted else "")
 
 
 def _compile_only(platform: str, name: str, **options: str) -> tuple[Any, ...]:

@@ -128,7 +128,7 @@ def value_and_grad(
       | a loss below 32 bits | its cotangent rounds the shares; return `loss.astype(jnp.float32)` | tracing |
       | a bfloat16 parameter, a float32 accumulator | added after the backward pass, not inside | tracing |
       | the same: differentiated again (`hessian`); before JAX 0.11 a slice of a parameter | as above | tracing |
-      | the same: before JAX 0.10 a loss with `jax.checkpoint`, before 0.8 any | as above | tracing |
+      | the same: before JAX 0.10 a loss with `jax.checkpoint`, before 0.8.1 any | as above | tracing |
       | differentiated again through a `jit` or `jax.checkpoint` | an error: pass `in_place=False` | tracing |
       | called outside `jit` | traced at each call, and compiled once for each program that comes out | running |
 

@@ -6,7 +6,7 @@ from typing import Any
 import flax
 from flax import nnx
 
-if tuple(map(int, flax.__version__.split(".")[:2])) < (0, 11):
+if tuple(map(int, flax.__version__.split(".")[:3])) < (0, 11, 2):
     raise ImportError(
         f"optax_accum.flax needs Flax 0.11.2 or later, with JAX 0.6 or later: this is Flax {flax.__version__}. Install "
         "newer ones; all else of optax_accum works with these.",
@@ -14,7 +14,8 @@ if tuple(map(int, flax.__version__.split(".")[:2])) < (0, 11):
     )
 
 as_pure: Any = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure  # before Flax 0.12.8
-_OLD = not hasattr(nnx.Variable, "get_raw_value")  # Flax 0.11: metadata are a dict, their names others
+_OLD = not hasattr(nnx.Variable, "get_raw_value")  # Flax 0.11 and 0.12.0: metadata are a dict
+_SHARDING = ("out_sharding", "sharding_names")  # before Flax 0.12.4 the latter
 
 
 def modules(model: Any) -> Iterator[tuple[tuple[Any, ...], nnx.Module]]:
@@ -44,15 +45,17 @@ metadata_of: Any = _copied_metadata if _OLD else nnx.Variable.get_metadata  # a 
 
 def sharding_of(variable: Any) -> Any:
     """Returns the names of the axes that the metadata of a variable tell: `()` where they tell nothing."""
-    return variable.get_metadata().get("sharding_names" if _OLD else "out_sharding", ())
+    metadata = variable.get_metadata()
+    return next((metadata[name] for name in _SHARDING if name in metadata), ())
 
 
 def set_sharding(variable: Any, names: tuple[Any, ...] | None) -> None:
     """Lets the metadata of a variable tell other axes, or with None nothing."""
     metadata = variable.get_metadata()
+    name = next(name for name in _SHARDING if name in metadata)
     if _OLD:
-        metadata.update(sharding_names=names) if names else metadata.pop("sharding_names")
+        metadata.update({name: names}) if names else metadata.pop(name)
     elif names:
-        variable.set_metadata("out_sharding", names)
+        variable.set_metadata(name, names)
     else:
-        variable.del_metadata("out_sharding")
+        variable.del_metadata(name)

@@ -1,0 +1,103 @@
+"""What an older JAX or Flax lacks is refused by name; other versions are played by `compilers.JAX`."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_accum
+from optax_accum import accelerators
+from optax_accum._core import compilers
+from tests import programs
+
+AXES = {"reduce_axes": "data"}
+REFUSED = {  # by an older JAX
+    "reduce_axes, across": ((0, 6, 2), lambda: optax_accum.accumulate_gradients(optax.sgd(1.0), 2, **AXES), "0.7.2"),
+    "reduce_axes, within": (
+        (0, 7, 1),
+        lambda: optax_accum.value_and_grad(jnp.sum, num_microbatches=2, **AXES),
+        "reduce_axes needs JAX 0.7.2 or later.*Upgrade JAX",
+    ),
+    "offload": (
+        (0, 9, 2),
+        lambda: optax_accum.sharding.state_sharding(optax.sgd(1.0), jnp.ones(2), offload="inner_opt_state"),
+        "offload needs JAX 0.10 or later.*Leave out offload",
+    ),
+    "a GPU": ((0, 8, 3), lambda: accelerators.target("h100"), "lacks.*for GPUs not 0.8.*takes the devices of this"),
+    "a TPU": ((0, 6, 2), lambda: accelerators.target("v5e:2x2"), "needs JAX 0.7.2 or later"),
+    "a mesh without devices": (
+        (0, 7, 2),
+        lambda: compilers.check_concrete(jax.sharding.AbstractMesh((2,), ("data",))),
+        "needs JAX 0.8 or later.*Pass parameters that lie on it",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_an_older_jax_lacks_is_refused_by_the_version_that_has_it(what, monkeypatch):
+    version, ask, message = REFUSED[what]
+    monkeypatch.setattr(compilers, "JAX", version)
+    with pytest.raises(NotImplementedError, match=message):
+        ask()
+
+
+def test_in_place_is_refused_where_it_is_asked_for_alone(monkeypatch):
+    monkeypatch.setattr(compilers, "JAX", (0, 7, 2))
+    loss, w, x = lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones(3), jnp.ones((4, 3))
+    with pytest.raises(TypeError, match=r"in_place=True needs JAX 0.8.1 or later.*Leave in_place=None"):
+        optax_accum.value_and_grad(loss, num_microbatches=2, in_place=True)(w, x)
+    _, grads = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=2))(w, x)
+    assert jnp.allclose(grads, jax.grad(loss)(w, x))
+
+
+def test_a_libtpu_that_would_crash_is_refused(monkeypatch):
+    monkeypatch.setattr(compilers, "JAX", (0, 7, 2))
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy", "libtpu==0.0.23; extra == 'tpu'"])
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.21.1")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(RuntimeError, match=r"libtpu 0.0.21.1 is too old.*Run pip install libtpu==0.0.23"):
+        accelerators.target("v5e:2x2")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.23")
+    assert compilers.too_old_libtpu() is None
+
+
+OLD_JAX = 'import jax; jax.__version_info__, jax.__version__ = (0, 4, 38), "0.4.38"; import optax_accum'
+OLD_FLAX = 'import flax; flax.__version__ = "0.10.6"; import optax_accum.flax'
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [(OLD_JAX, "needs JAX 0.5.3 or later: this is JAX 0.4.38"), (OLD_FLAX, "needs Flax 0.11.2 or later.*Flax 0.10.6")],
+)
+def test_too_old_a_version_says_so_when_imported(program, message):
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode
+    assert re.search(message, done.stderr.splitlines()[-1])
+
+
+def test_the_forms_for_an_older_jax_compute_the_same(monkeypatch):
+    """`switch` for `cond`, two extremes for one, leaves repeated by hand."""
+    tree, prefix = {"a": jnp.ones(2), "b": [jnp.ones(1), jnp.ones(3)]}, {"a": 1, "b": 2}
+    both = []
+    for version in (compilers.JAX, (0, 5, 3)):
+        monkeypatch.setattr(compilers, "JAX", version)
+        chosen = [compilers.branch(jnp.array(flag), lambda: 1, lambda: 2) for flag in (True, False)]
+        finite = [
+            bool(jnp.isfinite(jnp.stack(compilers.extremes(x))).all()) for x in (jnp.array([-jnp.inf, 1]), tree["a"])
+        ]
+        both.append((list(map(int, chosen)), finite))
+    assert both[0] == both[1] == ([1, 2], [False, True])
+    monkeypatch.delattr(jax.tree, "broadcast", raising=False)
+    assert compilers.each_leaf(prefix, tree) == {"a": 1, "b": [2, 2]}
+    with pytest.raises(ValueError, match="."):
+        compilers.each_leaf({"a": 1}, tree)
+
+
+def test_the_text_of_a_program_that_has_none_is_read_from_what_its_compiler_wrote():
+    text = compilers.WithText(programs.compiled(jax.jit(jnp.sin).lower(1.0)), "HloModule m")
+    assert text.as_text() == "HloModule m"
+    assert text.memory_analysis() is not None
