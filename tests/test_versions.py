@@ -27,7 +27,7 @@ REFUSED = {  # by an older JAX
         lambda: optax_accum.sharding.state_sharding(optax.sgd(1.0), jnp.ones(2), offload="inner_opt_state"),
         "offload needs JAX 0.10 or later.*Leave out offload",
     ),
-    "a GPU": ((0, 8, 3), lambda: accelerators.target("h100"), "lacks.*for GPUs not 0.8.*takes the devices of this"),
+    "a GPU": ((0, 8, 3), lambda: accelerators.target("h100"), "lacks.*for GPUs not 0.8.*takes this machine"),
     "a TPU": ((0, 6, 2), lambda: accelerators.target("v5e:2x2"), "needs JAX 0.7.2 or later"),
     "a mesh without devices": (
         (0, 7, 2),

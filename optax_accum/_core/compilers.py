@@ -234,7 +234,7 @@ def check_absent(name: str, gpu: bool) -> None:
     if JAX < DEVICES or (gpu and (0, 8, 0) <= JAX < (0, 9, 0)):
         raise NotImplementedError(
             f"target({name!r}) compiles for an accelerator that this machine lacks. That needs JAX 0.7.2 or later, and "
-            f"for GPUs not 0.8: this is JAX {jax.__version__}. target() without a name takes the devices of this machine."
+            f"for GPUs not 0.8: this is JAX {jax.__version__}. target() without a name takes this machine's devices."
         )
 
 
