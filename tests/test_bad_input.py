@@ -358,3 +358,90 @@ def test_the_optimizers_that_need_the_dtype_of_their_parameters(inner):
         tx = optax_accum.accumulate_gradients(inner, every, emit_dtype="gradient")  # the remedy
         updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
         assert updates.dtype == jnp.bfloat16
+
+
+def loss(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+W, X = jnp.ones(3), jnp.arange(24.0).reshape(8, 3)
+CUTS = {  # what takes a function, and how it is built
+    "value_and_grad": lambda fun, **options: optax_accum.value_and_grad(fun, num_microbatches=2, **options),
+    "value_and_apply_gradients": lambda fun, **options: optax_accum.value_and_apply_gradients(fun, build(), **options),
+    "microbatched_apply": lambda fun: optax_accum.microbatched_apply(fun, 2),
+    "verify": lambda fun, **options: optax_accum.verify(fun, W, X, **options),
+}
+
+
+def test_the_number_of_micro_batches_may_stand_second():
+    value, grad = optax_accum.value_and_grad(loss, 4)(W, X)
+    np.testing.assert_allclose(value, loss(W, X), rtol=1e-6)
+    np.testing.assert_allclose(grad, jax.grad(loss)(W, X), rtol=1e-6)
+    with pytest.raises(TypeError, match="num_microbatches must be an integer >= 1.*Pass an int"):
+        optax_accum.value_and_grad(loss, (0, 1))  # as argnums stands in jax.value_and_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("every_k_schedule", 4, {"every": 4}),
+        ("use_grad_mean", False, {"every": 4, "reduction": "sum"}),
+        ("should_skip_update_fn", optax.skip_not_finite, {"every": 4, "nonfinite": optax.skip_not_finite}),
+    ],
+)
+def test_the_names_of_multi_steps(name, value, remedy):
+    *_, mine = remedy
+    with pytest.raises(TypeError, match=f"other names than optax.MultiSteps: {name}=.*Pass .*{mine}="):
+        optax_accum.accumulate_gradients(optax.sgd(0.1), **{"every": 4, name: value})
+    assert optax_accum.accumulate_gradients(optax.sgd(0.1), **remedy).init(W).mini_step == 0
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_is_no_function(cut):
+    with pytest.raises(TypeError, match="fun must be a function: fun=3. Pass the"):
+        CUTS[cut](3)
+
+
+@pytest.mark.parametrize("cut", ["value_and_grad", "value_and_apply_gradients", "verify"])
+@pytest.mark.parametrize("weight_fn", [3.0, lambda: 1.0, lambda w, x: 1.0], ids=["number", "none", "two"])
+def test_a_weight_fn_that_does_not_take_the_batch(cut, weight_fn):
+    with pytest.raises(
+        TypeError, match=r"weight_fn must (be a function|take each argument.*takes \(.* 1 holds).*batch"
+    ):
+        CUTS[cut](loss, weight_fn=weight_fn)
+
+
+@pytest.mark.parametrize("weight_fn", [len, jax.jit(lambda x: x.sum()), lambda *batch: 1.0, lambda x, factor=2.0: 1.0])
+def test_a_weight_fn_that_takes_the_batch(weight_fn):
+    assert jnp.isfinite(CUTS["value_and_grad"](loss, weight_fn=weight_fn)(W, X)[0])
+
+
+def test_a_weight_fn_of_several_arguments():
+    def loss(w, x, y, *, z):
+        return jnp.mean((x @ w - y - z) ** 2)
+
+    options = {"batch_argnums": (1, 2), "batch_argnames": "z"}
+    with pytest.raises(TypeError, match=r"takes \(x\), and 3 hold the batch"):
+        optax_accum.value_and_grad(loss, 2, weight_fn=lambda x: x.sum(), **options)
+    remedy = optax_accum.value_and_grad(loss, 2, weight_fn=lambda x, y, z: 1.0, **options)
+    assert jnp.isfinite(remedy(W, X, X[:, 0], z=X[:, 0])[0])
+
+
+def test_a_factory_in_the_place_of_an_optimizer():
+    message = r"tx must be an optimizer, with init and update: tx=<function adam.*Call it: optax.adam\(1e-3\)"
+    with pytest.raises(TypeError, match=message):
+        optax_accum.apply_gradients(optax.adam, W, build().init(W), W)
+    with pytest.raises(TypeError, match=message):
+        optax_accum.value_and_apply_gradients(loss, optax.adam)
+    with pytest.raises(TypeError, match="Call it"):
+        optax_accum.value_and_apply_gradients(loss, optax.MultiSteps)
+    tx = optax.adam(1e-3)
+    step = optax_accum.value_and_apply_gradients(loss, tx)  # the remedy
+    assert jnp.isfinite(step(W, tx.init(W), X)[0])
+
+
+def test_the_optimizer_in_the_place_of_the_loss():
+    with pytest.raises(TypeError, match=r"fun must be a function: fun=.*value_and_apply_gradients\(fun, tx\)"):
+        optax_accum.value_and_apply_gradients(build(), loss)
+    with pytest.raises(TypeError, match="tx must be an optimizer.*tx=3. Pass what a factory returned"):
+        optax_accum.value_and_apply_gradients(loss, 3)

@@ -16,6 +16,7 @@ from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
 from optax_accum._core import arithmetic, checks
 from optax_accum._core import statistics as told
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.callables import as_optimizer, renamed
 from optax_accum._core.checks import Every
 from optax_accum._core.roles import NOT_ARRAYS, check_arrays
 from optax_accum._core.state import AccumulationState, new_state
@@ -24,6 +25,11 @@ from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Space
 
 
+@renamed(
+    every_k_schedule="Pass it as every=, an integer or a callable.",
+    use_grad_mean='Pass reduction="sum" for False; "mean" is the default.',
+    should_skip_update_fn="Pass it as nonfinite=.",
+)
 def accumulate_gradients(
     inner: optax.GradientTransformation,
     every: Every,
@@ -257,6 +263,7 @@ def apply_gradients(
     """
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
+    as_optimizer(tx)
     if rules := rules_of(tx):
         return _update(rules, new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)

@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.callables import as_function, as_weight_fn
 from optax_accum._core.ratio import is_ratio
 from optax_accum._core.roles import Roles
 from optax_accum._core.rows import count_rows
@@ -109,7 +110,9 @@ def verify(
       Mean of means: the gradient accumulation bug found in 2024 in several trainers (unsloth.ai/blog/gradient).
     """
     roles: dict[str, Any] = {"rng_argnum": rng_argnum, "carry_argnum": carry_argnum, "whole_argnums": whole_argnums}
-    call = Roles(batch_argnums=1, **roles).of((params, batch, *args), {})
+    named = Roles(batch_argnums=1, **roles)
+    fun, weight_fn = as_function(fun), as_weight_fn(weight_fn, named)
+    call = named.of((params, batch, *args), {})
     loss = Loss(fun, params, args, has_aux, weight_fn, call.rng, call.carry)
     rows = _check(loss, batch, num_microbatches, group_size)
     rtol = checks.as_tolerance("rtol", rtol)

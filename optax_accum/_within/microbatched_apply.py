@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core import arithmetic, checks, tracing
+from optax_accum._core.callables import as_function
 from optax_accum._core.program import compiled_once
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
@@ -100,6 +101,7 @@ def microbatched_apply(
       L. Gao et al., *Scaling deep contrastive learning batch size under memory limited setup* (GradCache), 2021.
       J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline parallelism*, arXiv:2106.02679.
     """
+    as_function(fun)
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     axes = checked_axes(reduce_axes, reduce_to, partial=False)
     roles = Roles(
