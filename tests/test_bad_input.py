@@ -87,6 +87,7 @@ def test_the_remedy_for_a_schedule_of_floats():
         ({"emit_dtype": jnp.int8}, TypeError, "emit_dtype must be a real floating.*int8"),
         ({"emit_dtype": "grad"}, TypeError, "emit_dtype must be.*'grad'"),
         ({"mean_args": "value"}, TypeError, r'mean_args must be a tuple of names.*\("value",\)'),
+        ({"mean_args": None}, TypeError, r"mean_args must be a tuple of names: mean_args=None.*or \(\) for none"),
         ({"mean_args": (1,)}, TypeError, "mean_args must be a tuple of names"),
         ({"mean_args": ("weight",)}, ValueError, "mean_args must name extra arguments.*Leave out 'weight'"),
     ],
@@ -234,6 +235,17 @@ def test_a_callable_policy_that_returns_no_bool():
         update(build(nonfinite=lambda grads, step, params: (grads["b"], ())))
 
 
+def test_a_callable_policy_that_returns_a_bool_alone():
+    message = r"callable nonfinite must return \(skip, info\): it returned bool\[\]. Return \(skip, \(\)\)"
+    skip = lambda grads, step, params: jnp.isnan(grads["b"]).any()
+    with pytest.raises(TypeError, match=message):
+        build(nonfinite=skip).init(PARAMS)
+    with pytest.raises(TypeError, match=message):
+        update(build(nonfinite=lambda grads, step, params, info=0.0: skip(grads, step, params)))
+    remedy = build(nonfinite=lambda *args: (skip(*args), ()))
+    assert update(remedy)[1].mini_step == 1
+
+
 @pytest.mark.parametrize("read", [optax_accum.has_updated, optax_accum.metrics])
 def test_a_state_that_holds_none_or_several(read):
     with pytest.raises(ValueError, match="exactly one AccumulationState: tuple holds 0"):
@@ -341,6 +353,11 @@ def test_from_multi_steps():
         optax_accum.from_multi_steps(optax.scale_by_adam().init(PARAMS))
     with pytest.raises(ValueError, match="reduction must be"):
         optax_accum.from_multi_steps(optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS), reduction="max")
+    old = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
+    with pytest.raises(TypeError, match=r'mean_args must be a tuple of names: mean_args=\'value\'.*\("value",\)'):
+        optax_accum.from_multi_steps(old, mean_args="value")
+    state = optax_accum.from_multi_steps(old, mean_args=("value",))  # the remedy
+    assert update(build(), state=state, value=1.0)[1].mini_step == 1
 
 
 def _refuses_float32_over_bfloat16():

@@ -18,7 +18,7 @@ from optax_accum._core import statistics as told
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.callables import as_optimizer, renamed
 from optax_accum._core.checks import Every
-from optax_accum._core.roles import NOT_ARRAYS, check_arrays
+from optax_accum._core.roles import NOT_ARRAYS, as_mean_args, check_arrays
 from optax_accum._core.state import AccumulationState, new_state
 from optax_accum._space.here import checked_axes
 from optax_accum._space.meshes import Axes
@@ -131,7 +131,7 @@ def accumulate_gradients(
         emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),
         nonfinite=nonfinite,
         policy=as_policy(nonfinite),
-        mean_args=checks.as_names(mean_args),
+        mean_args=as_mean_args(mean_args),
         statistics=told.as_options(statistics),
         reduce_axes=checked_axes(reduce_axes, reduce_to, partial=False),
         reduce_to=reduce_to,

@@ -1,7 +1,7 @@
 """Owns the roles of arguments: which hold the batch, a key, a carry, and which stay whole. Cuts nothing."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -117,6 +117,22 @@ def as_argnames(role: str, argnames: Any) -> tuple[str, ...]:
     names = (argnames,) if isinstance(argnames, str) else argnames
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f'{role} must be the name of an argument or a tuple of names: {role}={argnames!r}. Pass "x".')
+    return tuple(names)
+
+
+def as_mean_args(names: Any) -> tuple[str, ...]:
+    """Returns the names of `mean_args` as a tuple."""
+    several = isinstance(names, Iterable) and not isinstance(names, str)
+    if not several or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'mean_args must be a tuple of names: mean_args={names!r}. Write mean_args=("value",), or () for none.'
+        )
+    reserved = [name for name in names if name in ("weight", "flush", "params")]
+    if reserved:
+        raise ValueError(
+            f"mean_args must name extra arguments of the inner optimizer: mean_args={names!r}. "
+            f"Leave out {reserved[0]!r}."
+        )
     return tuple(names)
 
 
