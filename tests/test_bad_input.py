@@ -1,5 +1,6 @@
 """Every bad argument gets the rule, the value and the remedy, when it is built or traced; and the remedies work."""
 
+import functools
 import re
 
 import jax
@@ -112,6 +113,19 @@ def test_gradients_of_another_tree():
         update(build(), {**PARAMS, "c": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"at \['w'\] the gradients have shape .* and the state has no leaf"):
         update(build(), state=build().init({**PARAMS, "w": {"nested": PARAMS["w"]}}))
+
+
+@pytest.mark.parametrize("apply", [False, True])
+def test_gradients_that_are_none(apply):
+    for params in (W, PARAMS):
+        tx = build()
+        state = tx.init(params)
+        step = functools.partial(optax_accum.apply_gradients, tx) if apply else tx.update
+        with pytest.raises(ValueError, match="Gradients must have.*: gradients=None. Pass what jax.grad returned"):
+            step(None, state, params)
+        assert step(params, state, params)[1].mini_step == 1  # the remedy
+    with pytest.raises(ValueError, match="at the only leaf the gradients have no leaf and the state"):
+        update(build(), (), build().init(W), W)
 
 
 @pytest.mark.parametrize("apply", [False, True])
@@ -462,3 +476,30 @@ def test_the_optimizer_in_the_place_of_the_loss():
         optax_accum.value_and_apply_gradients(build(), loss)
     with pytest.raises(TypeError, match="tx must be an optimizer.*tx=3. Pass what a factory returned"):
         optax_accum.value_and_apply_gradients(loss, 3)
+
+
+@pytest.mark.parametrize("cut", ["value_and_grad", "value_and_apply_gradients", "microbatched_apply"])
+@pytest.mark.parametrize("labels", [np.array(["a"] * 8), np.array([None] * 8), np.array(["a"] * 8, object)])
+def test_numpy_arrays_that_are_no_numbers(cut, labels):
+    rows = lambda w, batch: batch["x"] @ w
+    fun = CUTS[cut](rows if cut == "microbatched_apply" else lambda w, batch: rows(w, batch).mean())
+    call = lambda labels: fun(W, *([build().init(W)] if "apply_g" in cut else []), {"x": X, "label": labels})
+    with pytest.raises(TypeError, match=r"A batch .* must hold arrays: at \['label'\] there is .*\[8\]. .*of numbers"):
+        call(labels)
+    call(np.unique(labels.astype(str), return_inverse=True)[1])  # the remedy
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.float16, np.complex64, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4])
+def test_numpy_arrays_of_numbers(dtype):
+    assert optax_accum.value_and_grad(lambda w, batch: loss(w, batch[0]), 2)(W, (X, np.ones(8, dtype)))[1].shape == (3,)
+
+
+@pytest.mark.parametrize("tx", [build(), optax.sgd(0.1)], ids=["ours", "another"])
+def test_a_model_that_holds_functions_as_parameters(tx):
+    model = {"w": W, "activation": jnp.tanh}
+    arrays = {"w": W, "activation": None}  # eqx.filter(model, eqx.is_inexact_array)
+    with pytest.raises(TypeError, match=r"Parameters must hold arrays: at \['activation'\].*is_inexact_array"):
+        optax_accum.apply_gradients(tx, arrays, tx.init(arrays), model)
+    with pytest.raises(TypeError, match="Parameters must hold arrays"):
+        build().update(arrays, build().init(arrays), model)
+    assert optax_accum.apply_gradients(tx, arrays, tx.init(arrays), arrays)[0]["activation"] is None  # the remedy

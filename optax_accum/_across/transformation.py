@@ -264,6 +264,7 @@ def apply_gradients(
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
     as_optimizer(tx)
+    check_arrays("Parameters", params, NOT_ARRAYS)
     if rules := rules_of(tx):
         return _update(rules, new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)

@@ -172,8 +172,8 @@ def as_screened(answer: Any) -> Any:
     """Returns what a callable `nonfinite` returned, if it is a pair."""
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise TypeError(
-            f"A callable nonfinite must return (skip, info): it returned {short(answer)}. Return (skip, ()) where there "
-            "is nothing to tell."
+            f"A callable nonfinite must return (skip, info): it returned {short(answer)}. Return (skip, ()) where "
+            "there is nothing to tell."
         )
     return answer
 

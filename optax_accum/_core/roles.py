@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from optax_accum._core import tracing
 
 Tree = Any
 Name = int | str  # of an argument: its position, or its keyword
@@ -151,7 +152,7 @@ def _shape_of_old_keys() -> tuple[int, ...]:
 def check_arrays(what: str, tree: Tree, remedy: str) -> None:
     """Raises for a leaf that is neither an array nor a number, naming its path."""
     for path, leaf in jax.tree.leaves_with_path(tree):
-        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+        is_array = tracing.is_array(leaf) or isinstance(leaf, bool | int | float | complex)
         if not (is_array or isinstance(leaf, jax.ShapeDtypeStruct) or hasattr(leaf, "__jax_array__")):
             raise TypeError(
                 f"{what} must hold arrays: at {jax.tree_util.keystr(path) or 'the only leaf'} there is {short(leaf)}. "
@@ -185,7 +186,7 @@ def _placed(numbers: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple
 
 
 def _check_batch(name: Name, batch: Tree) -> None:
-    check_arrays(f"A batch (argument {name!r})", batch, "Pass it as another argument, or make it an array.")
+    check_arrays(f"A batch (argument {name!r})", batch, "Pass it as another argument, or make it an array of numbers.")
     for path, leaf in jax.tree.leaves_with_path(batch):
         if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             raise TypeError(

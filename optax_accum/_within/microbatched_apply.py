@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.callables import as_function
@@ -164,7 +163,7 @@ def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, b
 
 
 def _opened(leaf: Any, gather: Callable[[Any], Any]) -> tuple[Any, Any] | None:
-    if not isinstance(leaf, jax.Array | np.ndarray):
+    if not tracing.is_array(leaf):
         return None  # it stays what it is: a flag, a name, a function
     dtype = jnp.result_type(leaf)
     narrow = jnp.issubdtype(dtype, jnp.inexact) and arithmetic.accumulator_dtype(dtype, None) != dtype
