@@ -503,3 +503,24 @@ def test_a_model_that_holds_functions_as_parameters(tx):
     with pytest.raises(TypeError, match="Parameters must hold arrays"):
         build().update(arrays, build().init(arrays), model)
     assert optax_accum.apply_gradients(tx, arrays, tx.init(arrays), arrays)[0]["activation"] is None  # the remedy
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    "other", [optax.sgd(0.1), optax.adamw(0.1), optax.adabelief(0.1)], ids=["sgd", "adamw", "adabelief"]
+)
+def test_the_state_of_another_inner_optimizer(other, every):
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), every)
+    state = optax_accum.accumulate_gradients(other, every).init(PARAMS)
+    message = r"state must be that of this inner optimizer.*inner_opt_state=\(.*State, .*init gives \(ScaleByAdamState,"
+    for given in [PARAMS, None] if every == 2 or "Belief" not in str(state) else []:  # as alone, it trains on
+        with pytest.raises(ValueError, match=message):
+            jax.jit(tx.update)(PARAMS, state, given)
+    state = state._replace(inner_opt_state=tx.init(PARAMS).inner_opt_state)  # the remedy
+    assert jax.jit(tx.update)(PARAMS, state, PARAMS)[1].mini_step == every - 1
+
+
+def test_the_inner_state_of_other_parameters():
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 1)
+    with pytest.raises(ValueError, match="of this inner optimizer and these parameters: inner_opt_state=PyTreeDef"):
+        tx.update(PARAMS, tx.init({"w": W}), PARAMS)

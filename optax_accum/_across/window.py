@@ -91,7 +91,8 @@ def micro_step(
         with jax.named_scope("optax_accum.emit"):
             updates, kept, left = update_inner(rules, space, window, like, params, batch.extra_args)
             if closes is not False and not (closes is True and usable is True):
-                inner.check_kept(kept["inner_opt_state"], state.inner_opt_state)
+                made_for = like if params is None else params
+                inner.check_kept(rules.inner, kept["inner_opt_state"], state.inner_opt_state, made_for)
             return (outcome.emitted(updates), kept), left
 
     def hold() -> tuple[tuple[Tree, Any], Tree]:
