@@ -524,3 +524,29 @@ def test_the_inner_state_of_other_parameters():
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 1)
     with pytest.raises(ValueError, match="of this inner optimizer and these parameters: inner_opt_state=PyTreeDef"):
         tx.update(PARAMS, tx.init({"w": W}), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("batch", "args", "options", "message"),
+    [
+        ({"x": X, "y": X[:6]}, (), {}, "Pass what is not cut as another argument\\.$"),
+        ({"x": 1.0}, (), {}, "Pass arrays with a row for each example"),
+        ({"x": X}, (X,), {}, "Put it into the batch; if every micro-batch needs all of it, pass whole_argnums=2"),
+        ({"x": X}, (), {"rng_argnum": 2}, "Pass that argument by position\\.$"),
+    ],
+    ids=["rows", "scalars", "shared", "position"],
+)
+def test_verify_recommends_only_what_it_takes(batch, args, options, message):
+    rows = lambda w, batch, *args: jnp.mean((batch["x"] @ w) ** 2)
+    with pytest.raises(ValueError, match=message) as caught:
+        optax_accum.verify(rows, W, batch, *args, **options)
+    assert "batch_arg" not in str(caught.value)
+    if args:
+        assert optax_accum.verify(rows, W, batch, *args, whole_argnums=2).holds  # the remedy
+
+
+def test_value_and_grad_still_names_the_role():
+    with pytest.raises(ValueError, match=r"Put it into the batch \(batch_argnums\)"):
+        optax_accum.value_and_grad(lambda w, x, y: loss(w, x), 2)(W, X, X)
+    with pytest.raises(ValueError, match="outside batch_argnums"):
+        optax_accum.value_and_grad(loss, 2)(W, (X, X[:6]))

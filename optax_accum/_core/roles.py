@@ -93,15 +93,18 @@ class Call:
         fold = lambda key: jax.random.fold_in(key, index)
         return self.with_arguments({self.rng: jax.tree.map(fold, self.arguments[self.rng])})
 
-    def check_shared(self, rows: int | None, *, keys: bool = True) -> None:
-        """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows."""
+    def check_shared(self, rows: int | None, *, keys: bool = True, named: bool = True) -> None:
+        """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows.
+
+        `named` says that the caller names the batch, by `batch_argnums`.
+        """
         known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
         for name in self.arguments.keys() - known:
             for path, leaf in jax.tree.leaves_with_path(self.arguments[name]):
                 where = f"argument {name!r}{jax.tree_util.keystr(path)}"
                 if keys and is_key(leaf):
                     raise ValueError(_unnamed_key(name, where))
-                _check_rows(name, where, leaf, rows)
+                _check_rows(name, where, leaf, rows, named=named)
 
 
 def as_argnums(role: str, argnums: Any, *, empty: bool = False) -> tuple[int, ...]:
@@ -168,13 +171,14 @@ def _at_most_one(role: str, number: Any) -> tuple[int, ...]:
 
 def _placed(numbers: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
     """Returns the numbers of each role counted from the front of `count` arguments, each in one role."""
+    by_keyword = "; a batch that comes by keyword is named by batch_argnames"
     taken: dict[int, str] = {}
     for role, given in numbers.items():
         for number in given:
             if not -count <= number < count:
                 raise ValueError(
                     f"{role} must name an argument by position: {role}={number}, and there are {count}. Pass that "
-                    "argument by position; a batch that comes by keyword is named by batch_argnames."
+                    f"argument by position{by_keyword if role == 'batch_argnums' else ''}."
                 )
             if other := taken.get(number % count):
                 raise ValueError(
@@ -212,13 +216,13 @@ def _unnamed_key(name: Name, where: str) -> str:
     )
 
 
-def _check_rows(name: Name, where: str, leaf: Any, rows: int | None) -> None:
+def _check_rows(name: Name, where: str, leaf: Any, rows: int | None, *, named: bool) -> None:
     shape = getattr(leaf, "shape", ())
     if rows is not None and rows > 1 and shape and shape[0] == rows:
-        role = "batch_argnums" if isinstance(name, int) else "batch_argnames"
+        role = f" ({'batch_argnums' if isinstance(name, int) else 'batch_argnames'})" if named else ""
         raise ValueError(
             f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
-            f"{shape}, the batch {rows} rows. Put it into the batch ({role}); if every micro-batch needs all of it, "
+            f"{shape}, the batch {rows} rows. Put it into the batch{role}; if every micro-batch needs all of it, "
             f"{_declare(name)}."
         )
 

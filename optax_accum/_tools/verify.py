@@ -116,7 +116,7 @@ def verify(
     loss = Loss(fun, params, args, has_aux, weight_fn, call.rng, call.carry)
     rows = _check(loss, batch, num_microbatches, group_size)
     rtol = checks.as_tolerance("rtol", rtol)
-    call.check_shared(rows, keys=False)  # a probe looks for those
+    call.check_shared(rows, keys=False, named=False)  # a probe looks for those
     batch = grouped(batch, group_size)
     if impure := _impure(loss, batch):
         return Report(False, {}, {}, (impure,), rows, num_microbatches, False)
@@ -136,7 +136,7 @@ def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> i
         raise ValueError(f"There must be a cut to compare: num_microbatches={num_microbatches}. Pass 2 or more.")
     checks.as_positive("group_size", group_size)
     checks.check_differentiable(loss.params)
-    rows, needed = count_rows(batch), group_size * max(4, num_microbatches)
+    rows, needed = count_rows(batch, named=False), group_size * max(4, num_microbatches)
     of_groups = "" if group_size == 1 else f" of group_size={group_size}, {needed // group_size} groups"
     if rows < needed:
         raise ValueError(
