@@ -550,3 +550,24 @@ def test_value_and_grad_still_names_the_role():
         optax_accum.value_and_grad(lambda w, x, y: loss(w, x), 2)(W, X, X)
     with pytest.raises(ValueError, match="outside batch_argnums"):
         optax_accum.value_and_grad(loss, 2)(W, (X, X[:6]))
+
+
+def test_who_is_asked_whether_an_update_was_made():
+    tx = build()
+    with pytest.raises(
+        AttributeError, match=r"stands in the state.*tx.has_updated. Call optax_accum.has_updated\(state"
+    ):
+        tx.has_updated(tx.init(W))
+    assert not hasattr(tx, "has_updated")
+    assert not optax_accum.has_updated(tx.init(W))  # the remedy
+
+
+def test_only_arguments_are_looked_at_for_keys():
+    key, x = jax.random.key(0), jnp.ones((8, 3))
+    rows = lambda w, x, key: jax.random.normal(key, x.shape[:1]) + x @ w
+    closed = optax_accum.microbatched_apply(lambda w, x: rows(w, x, key), 2)(W, x)
+    np.testing.assert_array_equal(closed[::2], closed[1::2])  # as docs/faq.md says: one for all
+    with pytest.raises(ValueError, match="A random key must be named.*Pass rng_argnum=2"):
+        optax_accum.microbatched_apply(rows, 2)(W, x, key)
+    named = optax_accum.microbatched_apply(rows, 2, rng_argnum=2)(W, x, key)  # the remedy
+    assert not np.allclose(named[::2], named[1::2])

@@ -94,7 +94,7 @@ def value_and_apply_gradients(
       | the same where the gradient must be seen (above), or `in_place=False` | it is run, and adds nothing | running |
       | `fun` takes something from the other devices of `reduce_axes` | one number is added over them, too | running |
       | an integer parameter | stays, where `tx` leaves it out (`optax.masked`); else an error says how | tracing |
-      | a key that no role names; an argument with as many rows as the batch | an error | tracing |
+      | an argument that is a key without a role, or that has as many rows as the batch | an error | tracing |
       | `rng_argnum` and an optimizer with several windows | an error | tracing |
       | `reduce_axes`: rows that the devices do not divide; a loss averaged with `pmean` | an error | tracing |
 

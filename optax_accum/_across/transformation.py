@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +162,14 @@ class Accumulating(optax.GradientTransformationExtraArgs):
     """What `accumulate_gradients` returns: a transformation that carries its rules."""
 
     rules: Rules | None = None  # `tx._replace(...)` has none, and is an optimizer like any other
+
+    @property
+    def has_updated(self) -> NoReturn:
+        """Says where to ask instead, as `optax.MultiSteps` is asked."""
+        raise AttributeError(
+            "Whether an update was made stands in the state, which no optimizer holds: tx.has_updated. Call "
+            "optax_accum.has_updated(state)."
+        )
 
     if TYPE_CHECKING:  # Optax knows no state
         init: Callable[[Tree], AccumulationState]  # type: ignore[assignment]

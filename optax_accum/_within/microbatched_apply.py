@@ -64,9 +64,9 @@ def microbatched_apply(
       A function of the arguments of `fun`, which returns its outputs for the whole batch, in the order of the rows.
 
     Raises:
-      ValueError: an output without a row for each example; a key that no role names, or another argument with as many
-        rows as the batch; specs that do not shard over `reduce_axes`, or not evenly; rows that the devices do not
-        divide. Otherwise as `value_and_grad`.
+      ValueError: an output without a row for each example; an argument that is a key and that no role names, or
+        another with as many rows as the batch; specs that do not shard over `reduce_axes`, or not evenly; rows that the
+        devices do not divide. Otherwise as `value_and_grad`.
 
     Guarantees:
       | case | result | known when |

@@ -114,8 +114,8 @@ def value_and_grad(
       A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
 
     Raises:
-      TypeError, ValueError: what cannot be right, when building or tracing: a key that no role names, another argument
-        with as many rows as the batch, and the like.
+      TypeError, ValueError: what cannot be right, when building or tracing: an argument that is a key and that no role
+        names, another with as many rows as the batch, and the like. What `fun` closes over is not seen.
 
     Guarantees:
       | case | result | known when |
