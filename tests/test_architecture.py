@@ -43,7 +43,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"quirks", "memory", "arithmetic", "program", "roles"},
         {"sums", "statistics"},
         {"state"},
-        {"checks"},
+        {"checks", "callables"},
         {"backward", "ratio"},
     ],
     "_space": [

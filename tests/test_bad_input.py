@@ -1,5 +1,6 @@
 """Every bad argument gets the rule, the value and the remedy, when it is built or traced; and the remedies work."""
 
+import functools
 import re
 
 import jax
@@ -87,6 +88,7 @@ def test_the_remedy_for_a_schedule_of_floats():
         ({"emit_dtype": jnp.int8}, TypeError, "emit_dtype must be a real floating.*int8"),
         ({"emit_dtype": "grad"}, TypeError, "emit_dtype must be.*'grad'"),
         ({"mean_args": "value"}, TypeError, r'mean_args must be a tuple of names.*\("value",\)'),
+        ({"mean_args": None}, TypeError, r"mean_args must be a tuple of names: mean_args=None.*or \(\) for none"),
         ({"mean_args": (1,)}, TypeError, "mean_args must be a tuple of names"),
         ({"mean_args": ("weight",)}, ValueError, "mean_args must name extra arguments.*Leave out 'weight'"),
     ],
@@ -111,6 +113,19 @@ def test_gradients_of_another_tree():
         update(build(), {**PARAMS, "c": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"at \['w'\] the gradients have shape .* and the state has no leaf"):
         update(build(), state=build().init({**PARAMS, "w": {"nested": PARAMS["w"]}}))
+
+
+@pytest.mark.parametrize("apply", [False, True])
+def test_gradients_that_are_none(apply):
+    for params in (W, PARAMS):
+        tx = build()
+        state = tx.init(params)
+        step = functools.partial(optax_accum.apply_gradients, tx) if apply else tx.update
+        with pytest.raises(ValueError, match="Gradients must have.*: gradients=None. Pass what jax.grad returned"):
+            step(None, state, params)
+        assert step(params, state, params)[1].mini_step == 1  # the remedy
+    with pytest.raises(ValueError, match="at the only leaf the gradients have no leaf and the state"):
+        update(build(), (), build().init(W), W)
 
 
 @pytest.mark.parametrize("apply", [False, True])
@@ -234,6 +249,17 @@ def test_a_callable_policy_that_returns_no_bool():
         update(build(nonfinite=lambda grads, step, params: (grads["b"], ())))
 
 
+def test_a_callable_policy_that_returns_a_bool_alone():
+    message = r"callable nonfinite must return \(skip, info\): it returned bool\[\]. Return \(skip, \(\)\)"
+    skip = lambda grads, step, params: jnp.isnan(grads["b"]).any()
+    with pytest.raises(TypeError, match=message):
+        build(nonfinite=skip).init(PARAMS)
+    with pytest.raises(TypeError, match=message):
+        update(build(nonfinite=lambda grads, step, params, info=0.0: skip(grads, step, params)))
+    remedy = build(nonfinite=lambda *args: (skip(*args), ()))
+    assert update(remedy)[1].mini_step == 1
+
+
 @pytest.mark.parametrize("read", [optax_accum.has_updated, optax_accum.metrics])
 def test_a_state_that_holds_none_or_several(read):
     with pytest.raises(ValueError, match="exactly one AccumulationState: tuple holds 0"):
@@ -341,6 +367,11 @@ def test_from_multi_steps():
         optax_accum.from_multi_steps(optax.scale_by_adam().init(PARAMS))
     with pytest.raises(ValueError, match="reduction must be"):
         optax_accum.from_multi_steps(optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS), reduction="max")
+    old = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
+    with pytest.raises(TypeError, match=r'mean_args must be a tuple of names: mean_args=\'value\'.*\("value",\)'):
+        optax_accum.from_multi_steps(old, mean_args="value")
+    state = optax_accum.from_multi_steps(old, mean_args=("value",))  # the remedy
+    assert update(build(), state=state, value=1.0)[1].mini_step == 1
 
 
 def _refuses_float32_over_bfloat16():
@@ -358,3 +389,185 @@ def test_the_optimizers_that_need_the_dtype_of_their_parameters(inner):
         tx = optax_accum.accumulate_gradients(inner, every, emit_dtype="gradient")  # the remedy
         updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
         assert updates.dtype == jnp.bfloat16
+
+
+def loss(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+W, X = jnp.ones(3), jnp.arange(24.0).reshape(8, 3)
+CUTS = {  # what takes a function, and how it is built
+    "value_and_grad": lambda fun, **options: optax_accum.value_and_grad(fun, num_microbatches=2, **options),
+    "value_and_apply_gradients": lambda fun, **options: optax_accum.value_and_apply_gradients(fun, build(), **options),
+    "microbatched_apply": lambda fun: optax_accum.microbatched_apply(fun, 2),
+    "verify": lambda fun, **options: optax_accum.verify(fun, W, X, **options),
+}
+
+
+def test_the_number_of_micro_batches_may_stand_second():
+    value, grad = optax_accum.value_and_grad(loss, 4)(W, X)
+    np.testing.assert_allclose(value, loss(W, X), rtol=1e-6)
+    np.testing.assert_allclose(grad, jax.grad(loss)(W, X), rtol=1e-6)
+    with pytest.raises(TypeError, match="num_microbatches must be an integer >= 1.*Pass an int"):
+        optax_accum.value_and_grad(loss, (0, 1))  # as argnums stands in jax.value_and_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("every_k_schedule", 4, {"every": 4}),
+        ("use_grad_mean", False, {"every": 4, "reduction": "sum"}),
+        ("should_skip_update_fn", optax.skip_not_finite, {"every": 4, "nonfinite": optax.skip_not_finite}),
+    ],
+)
+def test_the_names_of_multi_steps(name, value, remedy):
+    *_, mine = remedy
+    with pytest.raises(TypeError, match=f"other names than optax.MultiSteps: {name}=.*Pass .*{mine}="):
+        optax_accum.accumulate_gradients(optax.sgd(0.1), **{"every": 4, name: value})
+    assert optax_accum.accumulate_gradients(optax.sgd(0.1), **remedy).init(W).mini_step == 0
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_is_no_function(cut):
+    with pytest.raises(TypeError, match="fun must be a function: fun=3. Pass the"):
+        CUTS[cut](3)
+
+
+@pytest.mark.parametrize("cut", ["value_and_grad", "value_and_apply_gradients", "verify"])
+@pytest.mark.parametrize("weight_fn", [3.0, lambda: 1.0, lambda w, x: 1.0], ids=["number", "none", "two"])
+def test_a_weight_fn_that_does_not_take_the_batch(cut, weight_fn):
+    with pytest.raises(
+        TypeError, match=r"weight_fn must (be a function|take each argument.*takes \(.* 1 holds).*batch"
+    ):
+        CUTS[cut](loss, weight_fn=weight_fn)
+
+
+@pytest.mark.parametrize("weight_fn", [len, jax.jit(lambda x: x.sum()), lambda *batch: 1.0, lambda x, factor=2.0: 1.0])
+def test_a_weight_fn_that_takes_the_batch(weight_fn):
+    assert jnp.isfinite(CUTS["value_and_grad"](loss, weight_fn=weight_fn)(W, X)[0])
+
+
+def test_a_weight_fn_of_several_arguments():
+    def loss(w, x, y, *, z):
+        return jnp.mean((x @ w - y - z) ** 2)
+
+    options = {"batch_argnums": (1, 2), "batch_argnames": "z"}
+    with pytest.raises(TypeError, match=r"takes \(x\), and 3 hold the batch"):
+        optax_accum.value_and_grad(loss, 2, weight_fn=lambda x: x.sum(), **options)
+    remedy = optax_accum.value_and_grad(loss, 2, weight_fn=lambda x, y, z: 1.0, **options)
+    assert jnp.isfinite(remedy(W, X, X[:, 0], z=X[:, 0])[0])
+
+
+def test_a_factory_in_the_place_of_an_optimizer():
+    message = r"tx must be an optimizer, with init and update: tx=<function adam.*Call it: optax.adam\(1e-3\)"
+    with pytest.raises(TypeError, match=message):
+        optax_accum.apply_gradients(optax.adam, W, build().init(W), W)
+    with pytest.raises(TypeError, match=message):
+        optax_accum.value_and_apply_gradients(loss, optax.adam)
+    with pytest.raises(TypeError, match="Call it"):
+        optax_accum.value_and_apply_gradients(loss, optax.MultiSteps)
+    tx = optax.adam(1e-3)
+    step = optax_accum.value_and_apply_gradients(loss, tx)  # the remedy
+    assert jnp.isfinite(step(W, tx.init(W), X)[0])
+
+
+def test_the_optimizer_in_the_place_of_the_loss():
+    with pytest.raises(TypeError, match=r"fun must be a function: fun=.*value_and_apply_gradients\(fun, tx\)"):
+        optax_accum.value_and_apply_gradients(build(), loss)
+    with pytest.raises(TypeError, match="tx must be an optimizer.*tx=3. Pass what a factory returned"):
+        optax_accum.value_and_apply_gradients(loss, 3)
+
+
+@pytest.mark.parametrize("cut", ["value_and_grad", "value_and_apply_gradients", "microbatched_apply"])
+@pytest.mark.parametrize("labels", [np.array(["a"] * 8), np.array([None] * 8), np.array(["a"] * 8, object)])
+def test_numpy_arrays_that_are_no_numbers(cut, labels):
+    rows = lambda w, batch: batch["x"] @ w
+    fun = CUTS[cut](rows if cut == "microbatched_apply" else lambda w, batch: rows(w, batch).mean())
+    call = lambda labels: fun(W, *([build().init(W)] if "apply_g" in cut else []), {"x": X, "label": labels})
+    with pytest.raises(TypeError, match=r"A batch .* must hold arrays: at \['label'\] there is .*\[8\]. .*of numbers"):
+        call(labels)
+    call(np.unique(labels.astype(str), return_inverse=True)[1])  # the remedy
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.float16, np.complex64, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4])
+def test_numpy_arrays_of_numbers(dtype):
+    assert optax_accum.value_and_grad(lambda w, batch: loss(w, batch[0]), 2)(W, (X, np.ones(8, dtype)))[1].shape == (3,)
+
+
+@pytest.mark.parametrize("tx", [build(), optax.sgd(0.1)], ids=["ours", "another"])
+def test_a_model_that_holds_functions_as_parameters(tx):
+    model = {"w": W, "activation": jnp.tanh}
+    arrays = {"w": W, "activation": None}  # eqx.filter(model, eqx.is_inexact_array)
+    with pytest.raises(TypeError, match=r"Parameters must hold arrays: at \['activation'\].*is_inexact_array"):
+        optax_accum.apply_gradients(tx, arrays, tx.init(arrays), model)
+    with pytest.raises(TypeError, match="Parameters must hold arrays"):
+        build().update(arrays, build().init(arrays), model)
+    assert optax_accum.apply_gradients(tx, arrays, tx.init(arrays), arrays)[0]["activation"] is None  # the remedy
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    "other", [optax.sgd(0.1), optax.adamw(0.1), optax.adabelief(0.1)], ids=["sgd", "adamw", "adabelief"]
+)
+def test_the_state_of_another_inner_optimizer(other, every):
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), every)
+    state = optax_accum.accumulate_gradients(other, every).init(PARAMS)
+    message = r"state must be that of this inner optimizer.*inner_opt_state=\(.*State, .*init gives \(ScaleByAdamState,"
+    for given in [PARAMS, None] if every == 2 or "Belief" not in str(state) else []:  # as alone, it trains on
+        with pytest.raises(ValueError, match=message):
+            jax.jit(tx.update)(PARAMS, state, given)
+    state = state._replace(inner_opt_state=tx.init(PARAMS).inner_opt_state)  # the remedy
+    assert jax.jit(tx.update)(PARAMS, state, PARAMS)[1].mini_step == every - 1
+
+
+def test_the_inner_state_of_other_parameters():
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 1)
+    with pytest.raises(ValueError, match="of this inner optimizer and these parameters: inner_opt_state=PyTreeDef"):
+        tx.update(PARAMS, tx.init({"w": W}), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("batch", "args", "options", "message"),
+    [
+        ({"x": X, "y": X[:6]}, (), {}, "Pass what is not cut as another argument\\.$"),
+        ({"x": 1.0}, (), {}, "Pass arrays with a row for each example"),
+        ({"x": X}, (X,), {}, "Put it into the batch; if every micro-batch needs all of it, pass whole_argnums=2"),
+        ({"x": X}, (), {"rng_argnum": 2}, "Pass that argument by position\\.$"),
+    ],
+    ids=["rows", "scalars", "shared", "position"],
+)
+def test_verify_recommends_only_what_it_takes(batch, args, options, message):
+    rows = lambda w, batch, *args: jnp.mean((batch["x"] @ w) ** 2)
+    with pytest.raises(ValueError, match=message) as caught:
+        optax_accum.verify(rows, W, batch, *args, **options)
+    assert "batch_arg" not in str(caught.value)
+    if args:
+        assert optax_accum.verify(rows, W, batch, *args, whole_argnums=2).holds  # the remedy
+
+
+def test_value_and_grad_still_names_the_role():
+    with pytest.raises(ValueError, match=r"Put it into the batch \(batch_argnums\)"):
+        optax_accum.value_and_grad(lambda w, x, y: loss(w, x), 2)(W, X, X)
+    with pytest.raises(ValueError, match="outside batch_argnums"):
+        optax_accum.value_and_grad(loss, 2)(W, (X, X[:6]))
+
+
+def test_who_is_asked_whether_an_update_was_made():
+    tx = build()
+    with pytest.raises(
+        AttributeError, match=r"stands in the state.*tx.has_updated. Call optax_accum.has_updated\(state"
+    ):
+        tx.has_updated(tx.init(W))
+    assert not hasattr(tx, "has_updated")
+    assert not optax_accum.has_updated(tx.init(W))  # the remedy
+
+
+def test_only_arguments_are_looked_at_for_keys():
+    key, x = jax.random.key(0), jnp.ones((8, 3))
+    rows = lambda w, x, key: jax.random.normal(key, x.shape[:1]) + x @ w
+    closed = optax_accum.microbatched_apply(lambda w, x: rows(w, x, key), 2)(W, x)
+    np.testing.assert_array_equal(closed[::2], closed[1::2])  # as docs/faq.md says: one for all
+    with pytest.raises(ValueError, match="A random key must be named.*Pass rng_argnum=2"):
+        optax_accum.microbatched_apply(rows, 2)(W, x, key)
+    named = optax_accum.microbatched_apply(rows, 2, rng_argnum=2)(W, x, key)  # the remedy
+    assert not np.allclose(named[::2], named[1::2])

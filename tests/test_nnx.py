@@ -809,3 +809,8 @@ def test_partial_sums_of_partitioned_variables_lie_over_the_devices(chained):
         for part in (slice(0, 8), slice(8, 12)):
             step(model, optimizer, jax.device_put((X[part], Y[part]), jax.NamedSharding(mesh, jax.P("data"))))
     close(arrays(nnx.state(model, nnx.Param)), arrays(nnx.state(whole, nnx.Param)), 1e-5)
+
+
+def test_the_number_of_micro_batches_may_stand_second():
+    named = accum.nnx.value_and_grad(nnx_loss, num_microbatches=2)(Net(nnx.Rngs(0)), (X, Y))
+    equal(*map(arrays, (accum.nnx.value_and_grad(nnx_loss, 2)(Net(nnx.Rngs(0)), (X, Y))[1], named[1])))

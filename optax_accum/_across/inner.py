@@ -27,8 +27,9 @@ def update(
     try:
         with jax.named_scope("optax_accum.inner"):
             updates, new = run(mean)
-    except (TypeError, ValueError) as error:
-        if not same:
+    except Exception as error:
+        check_own(inner, state, mean if params is None else params, error)
+        if not same and isinstance(error, TypeError | ValueError):
             error.add_note(_DTYPE_NOTE.format(emitted=arithmetic.dtypes(mean), given=arithmetic.dtypes(grads)))
         if any(map(arithmetic.is_float0, jax.tree.leaves(mean))):
             error.add_note(_INTEGER_NOTE)
@@ -47,9 +48,27 @@ def keeps(new: Tree, old: Tree) -> bool:
     return jax.tree.structure(new) == jax.tree.structure(old)
 
 
-def check_kept(new: Tree, old: Tree) -> None:
+def check_own(inner: Inner, state: Tree, params: Tree, cause: Exception | None = None) -> None:
+    """Raises, where something has failed, for the state of another optimizer than `inner`."""
+    try:
+        own = jax.eval_shape(inner.init, params)
+    except Exception:
+        return  # an init that needs values tells nothing
+    if keeps(state, own):
+        return
+    given, made = _kinds(state), _kinds(own)
+    if given == made:
+        given, made = str(jax.tree.structure(state)), str(jax.tree.structure(own))
+    raise ValueError(
+        f"The state must be that of this inner optimizer and these parameters: inner_opt_state={given}, and init gives "
+        f"{made}. To go on with another optimizer, state._replace(inner_opt_state=tx.init(params).inner_opt_state)."
+    ) from cause
+
+
+def check_kept(inner: Inner, new: Tree, old: Tree, params: Tree) -> None:
     """Raises where the inner optimizer changes the tree of its state, and holding must give the same tree."""
     if not keeps(new, old):
+        check_own(inner, old, params)
         raise ValueError(
             "The inner optimizer must keep the tree of its state, or a window that holds and one that emits would end "
             f"in different ones: init gave {jax.tree.structure(old)}, update {jax.tree.structure(new)}. What only "
@@ -80,6 +99,11 @@ def _reads(inner: Inner, name: str, value: Any, args: tuple[Any, ...], others: M
     program = jax.make_jaxpr(lambda value: inner.update(*args, **{**others, name: value}))(jnp.asarray(value)).jaxpr
     read = [var for equation in program.eqns for var in equation.invars] + list(program.outvars)
     return any(var is program.invars[0] for var in read if not isinstance(var, core.Literal))
+
+
+def _kinds(state: Tree) -> str:
+    """Returns the types of the states of a chain."""
+    return f"({', '.join(map(_kinds, state))})" if type(state) is tuple else type(state).__name__
 
 
 _INTEGER_NOTE = (

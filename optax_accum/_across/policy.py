@@ -73,13 +73,14 @@ def _of_callable(skip: Skip) -> Policy:
 
     def screen(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
         last = {"info": state.skip_state} if remembers else {}
-        skipped, info = skip(grads, state.gradient_step, params, **last)
+        skipped, info = checks.as_screened(skip(grads, state.gradient_step, params, **last))
         return checks.as_skip(skipped), _like_skip_state(info, state)
 
     def blank(params: Tree) -> Tree:
         if remembers:
             return arithmetic.strong(remembers.default)
-        return arithmetic.zeros_of(jax.eval_shape(skip, params, jnp.zeros([], jnp.int32), params)[1])
+        answer = jax.eval_shape(skip, params, jnp.zeros([], jnp.int32), params)
+        return arithmetic.zeros_of(checks.as_screened(answer)[1])
 
     return Policy(screen, waits=True, accepts=None, unseen=False, blank=blank)
 

@@ -15,6 +15,7 @@ from optax_accum._across.window import MicroBatch, Rules, check_state, micro_ste
 from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.backward import Backward, add_to, adds_in_place, bends, differentiate
+from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn
 from optax_accum._core.program import compiled_once
 from optax_accum._core.ratio import Ratio, check_loss, check_single, divided
 from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays
@@ -93,7 +94,7 @@ def value_and_apply_gradients(
       | the same where the gradient must be seen (above), or `in_place=False` | it is run, and adds nothing | running |
       | `fun` takes something from the other devices of `reduce_axes` | one number is added over them, too | running |
       | an integer parameter | stays, where `tx` leaves it out (`optax.masked`); else an error says how | tracing |
-      | a key that no role names; an argument with as many rows as the batch | an error | tracing |
+      | an argument that is a key without a role, or that has as many rows as the batch | an error | tracing |
       | `rng_argnum` and an optimizer with several windows | an error | tracing |
       | `reduce_axes`: rows that the devices do not divide; a loss averaged with `pmean` | an error | tracing |
 
@@ -110,21 +111,22 @@ def value_and_apply_gradients(
       1.0 0.0
       9.0 2.0
     """
+    roles = Roles(
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        whole_argnums=whole_argnums,
+        whole_argnames=whole_argnames,
+        rng_argnum=rng_argnum,
+        has_batch=False,
+    )
     rules = _MicroStep(
-        fun=fun,
-        tx=tx,
+        fun=as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx)."),
+        tx=as_optimizer(tx),
         accumulation=rules_of(tx),
         has_aux=has_aux,
-        roles=Roles(
-            batch_argnums=batch_argnums,
-            batch_argnames=batch_argnames,
-            whole_argnums=whole_argnums,
-            whole_argnames=whole_argnames,
-            rng_argnum=rng_argnum,
-            has_batch=False,
-        ),
+        roles=roles,
         group_size=checks.as_positive("group_size", group_size) or 1,
-        weight_fn=weight_fn,
+        weight_fn=as_weight_fn(weight_fn, roles),
         in_place=in_place,
     )
     # A mesh is read off arrays that are not traced.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,20 @@ from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
 from optax_accum._core import arithmetic, checks
 from optax_accum._core import statistics as told
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.callables import as_optimizer, renamed
 from optax_accum._core.checks import Every
-from optax_accum._core.roles import NOT_ARRAYS, check_arrays
+from optax_accum._core.roles import NOT_ARRAYS, as_mean_args, check_arrays
 from optax_accum._core.state import AccumulationState, new_state
 from optax_accum._space.here import checked_axes
 from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Space
 
 
+@renamed(
+    every_k_schedule="Pass it as every=, an integer or a callable.",
+    use_grad_mean='Pass reduction="sum" for False; "mean" is the default.',
+    should_skip_update_fn="Pass it as nonfinite=.",
+)
 def accumulate_gradients(
     inner: optax.GradientTransformation,
     every: Every,
@@ -125,7 +131,7 @@ def accumulate_gradients(
         emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),
         nonfinite=nonfinite,
         policy=as_policy(nonfinite),
-        mean_args=checks.as_names(mean_args),
+        mean_args=as_mean_args(mean_args),
         statistics=told.as_options(statistics),
         reduce_axes=checked_axes(reduce_axes, reduce_to, partial=False),
         reduce_to=reduce_to,
@@ -156,6 +162,14 @@ class Accumulating(optax.GradientTransformationExtraArgs):
     """What `accumulate_gradients` returns: a transformation that carries its rules."""
 
     rules: Rules | None = None  # `tx._replace(...)` has none, and is an optimizer like any other
+
+    @property
+    def has_updated(self) -> NoReturn:
+        """Says where to ask instead, as `optax.MultiSteps` is asked."""
+        raise AttributeError(
+            "Whether an update was made stands in the state, which no optimizer holds: tx.has_updated. Call "
+            "optax_accum.has_updated(state)."
+        )
 
     if TYPE_CHECKING:  # Optax knows no state
         init: Callable[[Tree], AccumulationState]  # type: ignore[assignment]
@@ -257,6 +271,8 @@ def apply_gradients(
     """
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
+    as_optimizer(tx)
+    check_arrays("Parameters", params, NOT_ARRAYS)
     if rules := rules_of(tx):
         return _update(rules, new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)

@@ -15,6 +15,7 @@ from optax_accum._across.schedules import OfState
 from optax_accum._core import arithmetic, checks, memory, statistics, sums
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.checks import Every
+from optax_accum._core.roles import NOT_ARRAYS, check_arrays
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag
@@ -90,7 +91,8 @@ def micro_step(
         with jax.named_scope("optax_accum.emit"):
             updates, kept, left = update_inner(rules, space, window, like, params, batch.extra_args)
             if closes is not False and not (closes is True and usable is True):
-                inner.check_kept(kept["inner_opt_state"], state.inner_opt_state)
+                made_for = like if params is None else params
+                inner.check_kept(rules.inner, kept["inner_opt_state"], state.inner_opt_state, made_for)
             return (outcome.emitted(updates), kept), left
 
     def hold() -> tuple[tuple[Tree, Any], Tree]:
@@ -251,6 +253,7 @@ def _checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationS
         )
     like = space.like(batch.grads)
     if params is not None:
+        check_arrays("Parameters", params, NOT_ARRAYS)
         arithmetic.check_params(params, like)
     names = set(batch.extra_args) - set(rules.mean_args)
     inner.check_extra_args(rules.inner, names, (like, state.inner_opt_state, params), batch.extra_args)

@@ -147,19 +147,6 @@ def as_float_dtypes(name: str, dtypes: Any) -> Any:
     return jax.tree.map(lambda dtype: as_float_dtype(name, dtype), dtypes, is_leaf=lambda node: node is None)
 
 
-def as_names(names: Any) -> tuple[str, ...]:
-    """Returns the names of `mean_args` as a tuple."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f'mean_args must be a tuple of names: mean_args={names!r}. Write mean_args=("value",).')
-    reserved = [name for name in names if name in ("weight", "flush", "params")]
-    if reserved:
-        raise ValueError(
-            f"mean_args must name extra arguments of the inner optimizer: mean_args={names!r}. "
-            f"Leave out {reserved[0]!r}."
-        )
-    return tuple(names)
-
-
 def as_positive(name: str, count: Any) -> int | None:
     """Returns `count` as a Python integer >= 1, or None."""
     rule = f"{name} must be an integer >= 1"
@@ -179,6 +166,16 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "")
         words = ", ".join(f'"{word}"' for word in allowed)
         raise ValueError(f"{name} must be one of {words}{otherwise}: {name}={value!r}. Choose one of these.")
     return value
+
+
+def as_screened(answer: Any) -> Any:
+    """Returns what a callable `nonfinite` returned, if it is a pair."""
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise TypeError(
+            f"A callable nonfinite must return (skip, info): it returned {short(answer)}. Return (skip, ()) where "
+            "there is nothing to tell."
+        )
+    return answer
 
 
 def as_skip(skip: Any) -> jax.Array:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from jax import core
 
 from optax_accum._core import compilers, tracing
@@ -32,7 +31,7 @@ def compiled_once(fun: Callable[..., Any], *, unless: bool = False) -> Callable[
     def call(*args: Any, **kwargs: Any) -> Any:
         if tracing.is_staged() or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return told(fun)(*args, **kwargs)
-        arrays, filled = tracing.parted((args, kwargs), _is_array)
+        arrays, filled = tracing.parted((args, kwargs), tracing.is_array)
 
         def traced(again: bool) -> tuple[Any, Any]:
             def of_arrays(*arrays: Any) -> Any:
@@ -73,7 +72,3 @@ def _unprinted(jaxpr: Any) -> Iterator[Any]:
             yield from getattr(inner, "consts", ())
         for program in tracing.inner_programs(equation):
             yield from _unprinted(program)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)

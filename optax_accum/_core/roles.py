@@ -1,12 +1,13 @@
 """Owns the roles of arguments: which hold the batch, a key, a carry, and which stay whole. Cuts nothing."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from optax_accum._core import tracing
 
 Tree = Any
 Name = int | str  # of an argument: its position, or its keyword
@@ -92,15 +93,18 @@ class Call:
         fold = lambda key: jax.random.fold_in(key, index)
         return self.with_arguments({self.rng: jax.tree.map(fold, self.arguments[self.rng])})
 
-    def check_shared(self, rows: int | None, *, keys: bool = True) -> None:
-        """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows."""
+    def check_shared(self, rows: int | None, *, keys: bool = True, named: bool = True) -> None:
+        """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows.
+
+        `named` says that the caller names the batch, by `batch_argnums`.
+        """
         known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
         for name in self.arguments.keys() - known:
             for path, leaf in jax.tree.leaves_with_path(self.arguments[name]):
                 where = f"argument {name!r}{jax.tree_util.keystr(path)}"
                 if keys and is_key(leaf):
                     raise ValueError(_unnamed_key(name, where))
-                _check_rows(name, where, leaf, rows)
+                _check_rows(name, where, leaf, rows, named=named)
 
 
 def as_argnums(role: str, argnums: Any, *, empty: bool = False) -> tuple[int, ...]:
@@ -120,6 +124,22 @@ def as_argnames(role: str, argnames: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+def as_mean_args(names: Any) -> tuple[str, ...]:
+    """Returns the names of `mean_args` as a tuple."""
+    several = isinstance(names, Iterable) and not isinstance(names, str)
+    if not several or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'mean_args must be a tuple of names: mean_args={names!r}. Write mean_args=("value",), or () for none.'
+        )
+    reserved = [name for name in names if name in ("weight", "flush", "params")]
+    if reserved:
+        raise ValueError(
+            f"mean_args must name extra arguments of the inner optimizer: mean_args={names!r}. "
+            f"Leave out {reserved[0]!r}."
+        )
+    return tuple(names)
+
+
 def is_key(leaf: Any) -> bool:
     """Returns whether a leaf is a random key, or an array of them; of the old style, one key."""
     dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
@@ -135,7 +155,7 @@ def _shape_of_old_keys() -> tuple[int, ...]:
 def check_arrays(what: str, tree: Tree, remedy: str) -> None:
     """Raises for a leaf that is neither an array nor a number, naming its path."""
     for path, leaf in jax.tree.leaves_with_path(tree):
-        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+        is_array = tracing.is_array(leaf) or isinstance(leaf, bool | int | float | complex)
         if not (is_array or isinstance(leaf, jax.ShapeDtypeStruct) or hasattr(leaf, "__jax_array__")):
             raise TypeError(
                 f"{what} must hold arrays: at {jax.tree_util.keystr(path) or 'the only leaf'} there is {short(leaf)}. "
@@ -151,13 +171,14 @@ def _at_most_one(role: str, number: Any) -> tuple[int, ...]:
 
 def _placed(numbers: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
     """Returns the numbers of each role counted from the front of `count` arguments, each in one role."""
+    by_keyword = "; a batch that comes by keyword is named by batch_argnames"
     taken: dict[int, str] = {}
     for role, given in numbers.items():
         for number in given:
             if not -count <= number < count:
                 raise ValueError(
                     f"{role} must name an argument by position: {role}={number}, and there are {count}. Pass that "
-                    "argument by position; a batch that comes by keyword is named by batch_argnames."
+                    f"argument by position{by_keyword if role == 'batch_argnums' else ''}."
                 )
             if other := taken.get(number % count):
                 raise ValueError(
@@ -169,7 +190,7 @@ def _placed(numbers: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple
 
 
 def _check_batch(name: Name, batch: Tree) -> None:
-    check_arrays(f"A batch (argument {name!r})", batch, "Pass it as another argument, or make it an array.")
+    check_arrays(f"A batch (argument {name!r})", batch, "Pass it as another argument, or make it an array of numbers.")
     for path, leaf in jax.tree.leaves_with_path(batch):
         if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             raise TypeError(
@@ -195,13 +216,13 @@ def _unnamed_key(name: Name, where: str) -> str:
     )
 
 
-def _check_rows(name: Name, where: str, leaf: Any, rows: int | None) -> None:
+def _check_rows(name: Name, where: str, leaf: Any, rows: int | None, *, named: bool) -> None:
     shape = getattr(leaf, "shape", ())
     if rows is not None and rows > 1 and shape and shape[0] == rows:
-        role = "batch_argnums" if isinstance(name, int) else "batch_argnames"
+        role = f" ({'batch_argnums' if isinstance(name, int) else 'batch_argnames'})" if named else ""
         raise ValueError(
             f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
-            f"{shape}, the batch {rows} rows. Put it into the batch ({role}); if every micro-batch needs all of it, "
+            f"{shape}, the batch {rows} rows. Put it into the batch{role}; if every micro-batch needs all of it, "
             f"{_declare(name)}."
         )
 

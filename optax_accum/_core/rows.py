@@ -17,21 +17,21 @@ def check_groups(where: str, rows: int, group: int) -> None:
         )
 
 
-def count_rows(batch: Tree) -> int:
-    """Returns the length that the leading axes of the leaves have in common."""
+def count_rows(batch: Tree, *, named: bool = True) -> int:
+    """Returns the length that the leading axes of the leaves have in common; `named`: by `batch_argnums`."""
     leaves = jax.tree.leaves_with_path(batch)
     sizes = {jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in leaves if is_split(leaf)}
     if not sizes:
         raise ValueError(
-            "A batch must have a leaf with rows to cut: the batch arguments hold scalars only. Check batch_argnums and "
-            "batch_argnames."
+            "A batch must have a leaf with rows to cut: the batch arguments hold scalars only. "
+            + ("Check batch_argnums and batch_argnames." if named else "Pass arrays with a row for each example.")
         )
     (first, rows), *others = sizes.items()
     for path, size in others:
         if size != rows:
             raise ValueError(
                 f"The leaves of a batch must have as many rows: {_named(first)} has {rows}, {_named(path)} has {size}. "
-                "Pass what is not cut as another argument, outside batch_argnums."
+                f"Pass what is not cut as another argument{', outside batch_argnums' if named else ''}."
             )
     if not rows:
         raise ValueError(f"A batch must have rows: {_named(first)} has shape[0]=0. Skip empty batches.")

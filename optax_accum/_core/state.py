@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._core import statistics
+from optax_accum._core.roles import as_mean_args
 from optax_accum._core.sums import WeightedSum
 
 Tree = Any
@@ -142,6 +143,7 @@ def from_multi_steps(
 
     Raises:
       ValueError: `reduction` is neither, or `state` holds no `optax.MultiStepsState`.
+      TypeError: `mean_args` is no tuple of names.
 
     Guarantees:
       | case | result |
@@ -166,6 +168,7 @@ def from_multi_steps(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum": reduction={reduction!r}.')
+    names = as_mean_args(mean_args)
     if not states_in(state, optax.MultiStepsState):
         raise ValueError(
             f"from_multi_steps needs a state that holds an optax.MultiStepsState: state={type(state).__name__}. "
@@ -178,7 +181,7 @@ def from_multi_steps(
         return new_state(
             node.inner_opt_state,
             jax.tree.map(lambda acc: acc * factor.astype(acc.dtype), node.acc_grads),
-            mean_args,
+            names,
             mini_step=mini_step,
             gradient_step=jnp.asarray(node.gradient_step, jnp.int32),
             weight=mini_step.astype(default_float()),

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
@@ -55,6 +56,13 @@ def inner_programs(equation: Any) -> Iterator[Any]:
         program = getattr(inner, "jaxpr", inner)  # with or without its constants
         if isinstance(program, core.Jaxpr):
             yield program
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array that JAX can hold: NumPy has arrays of strings and of objects, too."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype in (np.bool_, jax.dtypes.float0)
+    return isinstance(leaf, jax.Array)
 
 
 def parted(tree: Tree, is_one: Callable[[Any], bool]) -> tuple[list[Any], Callable[[Iterable[Any]], Tree]]:

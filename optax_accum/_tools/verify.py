@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.callables import as_function, as_weight_fn
 from optax_accum._core.ratio import is_ratio
 from optax_accum._core.roles import Roles
 from optax_accum._core.rows import count_rows
@@ -109,11 +110,13 @@ def verify(
       Mean of means: the gradient accumulation bug found in 2024 in several trainers (unsloth.ai/blog/gradient).
     """
     roles: dict[str, Any] = {"rng_argnum": rng_argnum, "carry_argnum": carry_argnum, "whole_argnums": whole_argnums}
-    call = Roles(batch_argnums=1, **roles).of((params, batch, *args), {})
+    named = Roles(batch_argnums=1, **roles)
+    fun, weight_fn = as_function(fun), as_weight_fn(weight_fn, named)
+    call = named.of((params, batch, *args), {})
     loss = Loss(fun, params, args, has_aux, weight_fn, call.rng, call.carry)
     rows = _check(loss, batch, num_microbatches, group_size)
     rtol = checks.as_tolerance("rtol", rtol)
-    call.check_shared(rows, keys=False)  # a probe looks for those
+    call.check_shared(rows, keys=False, named=False)  # a probe looks for those
     batch = grouped(batch, group_size)
     if impure := _impure(loss, batch):
         return Report(False, {}, {}, (impure,), rows, num_microbatches, False)
@@ -133,7 +136,7 @@ def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> i
         raise ValueError(f"There must be a cut to compare: num_microbatches={num_microbatches}. Pass 2 or more.")
     checks.as_positive("group_size", group_size)
     checks.check_differentiable(loss.params)
-    rows, needed = count_rows(batch), group_size * max(4, num_microbatches)
+    rows, needed = count_rows(batch, named=False), group_size * max(4, num_microbatches)
     of_groups = "" if group_size == 1 else f" of group_size={group_size}, {needed // group_size} groups"
     if rows < needed:
         raise ValueError(

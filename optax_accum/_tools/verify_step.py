@@ -172,7 +172,7 @@ def _check(batch: Tree, every: Any, group_size: Any) -> tuple[int, int]:
     if every < 2:
         raise ValueError(f"There must be a window to compare: every={every}. Pass 2 or more.")
     checks.as_positive("group_size", group_size)
-    rows, needed = count_rows(batch), 2 * every * group_size
+    rows, needed = count_rows(batch, named=False), 2 * every * group_size
     if rows < needed:
         raise ValueError(
             f"verify_step needs {needed} rows or more, two{' groups' if group_size > 1 else ''} for each of every="

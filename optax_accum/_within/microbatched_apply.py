@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_accum._core import arithmetic, checks, tracing
+from optax_accum._core.callables import as_function
 from optax_accum._core.program import compiled_once
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
@@ -64,9 +64,9 @@ def microbatched_apply(
       A function of the arguments of `fun`, which returns its outputs for the whole batch, in the order of the rows.
 
     Raises:
-      ValueError: an output without a row for each example; a key that no role names, or another argument with as many
-        rows as the batch; specs that do not shard over `reduce_axes`, or not evenly; rows that the devices do not
-        divide. Otherwise as `value_and_grad`.
+      ValueError: an output without a row for each example; an argument that is a key and that no role names, or
+        another with as many rows as the batch; specs that do not shard over `reduce_axes`, or not evenly; rows that the
+        devices do not divide. Otherwise as `value_and_grad`.
 
     Guarantees:
       | case | result | known when |
@@ -100,6 +100,7 @@ def microbatched_apply(
       L. Gao et al., *Scaling deep contrastive learning batch size under memory limited setup* (GradCache), 2021.
       J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline parallelism*, arXiv:2106.02679.
     """
+    as_function(fun)
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     axes = checked_axes(reduce_axes, reduce_to, partial=False)
     roles = Roles(
@@ -162,7 +163,7 @@ def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, b
 
 
 def _opened(leaf: Any, gather: Callable[[Any], Any]) -> tuple[Any, Any] | None:
-    if not isinstance(leaf, jax.Array | np.ndarray):
+    if not tracing.is_array(leaf):
         return None  # it stays what it is: a flag, a name, a function
     dtype = jnp.result_type(leaf)
     narrow = jnp.issubdtype(dtype, jnp.inexact) and arithmetic.accumulator_dtype(dtype, None) != dtype

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, checks
 from optax_accum._core import statistics as told
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.callables import as_function, as_weight_fn
 from optax_accum._core.program import compiled_once
 from optax_accum._core.ratio import divided
 from optax_accum._core.roles import Call, Roles
@@ -24,8 +25,8 @@ from optax_accum._within.cut import Cut, Parts, Rules, Totals
 
 def value_and_grad(
     fun: Callable[..., Any],
-    *,
     num_microbatches: int | None = None,
+    *,
     microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -76,7 +77,8 @@ def value_and_grad(
       fun: the loss, a mean over what the weights count: a real scalar, or a dict of scalar terms, whose sum it is; or a
         `Ratio`, a sum of which only the loss knows what it is to be divided by, or a dict of them. docs/losses.md has
         losses of each kind.
-      num_microbatches: the largest number of micro-batches, of `ceil(n / num_microbatches)` rows each; or
+      num_microbatches: the largest number of micro-batches, of `ceil(n / num_microbatches)` rows each; it
+        stands where `jax.value_and_grad` has `argnums`; or
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       argnums: as in `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
@@ -112,8 +114,8 @@ def value_and_grad(
       A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
 
     Raises:
-      TypeError, ValueError: what cannot be right, when building or tracing: a key that no role names, another argument
-        with as many rows as the batch, and the like.
+      TypeError, ValueError: what cannot be right, when building or tracing: an argument that is a key and that no role
+        names, another with as many rows as the batch, and the like. What `fun` closes over is not seen.
 
     Guarantees:
       | case | result | known when |
@@ -144,21 +146,22 @@ def value_and_grad(
     options = told.as_options(statistics)
     if options is not None and options.groups is not None:
         options = dataclasses.replace(options, groups=of_params(options.groups))
+    roles = Roles(
+        argnums=argnums,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        whole_argnums=whole_argnums,
+        whole_argnames=whole_argnames,
+        rng_argnum=rng_argnum,
+        carry_argnum=carry_argnum,
+    )
     rules = Rules(
-        fun=fun,
-        roles=Roles(
-            argnums=argnums,
-            batch_argnums=batch_argnums,
-            batch_argnames=batch_argnames,
-            whole_argnums=whole_argnums,
-            whole_argnames=whole_argnames,
-            rng_argnum=rng_argnum,
-            carry_argnum=carry_argnum,
-        ),
+        fun=as_function(fun),
+        roles=roles,
         sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size),
         single=single,
         has_aux=has_aux,
-        weight_fn=weight_fn,
+        weight_fn=as_weight_fn(weight_fn, roles),
         aux_reduction=aux_reduction,
         grad_reduction=of_params(grad_reduction),
         accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),

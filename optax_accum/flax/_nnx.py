@@ -27,7 +27,12 @@ from optax_accum.flax._nnx_variables import (
 
 
 def value_and_grad(
-    fun: Callable[..., Any], *, wrt: Any = nnx.Param, has_aux: bool = False, **options: Any
+    fun: Callable[..., Any],
+    num_microbatches: int | None = None,
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    **options: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """Does what `nnx.value_and_grad(fun)` does, one micro-batch after the other.
 
@@ -35,10 +40,11 @@ def value_and_grad(
       fun: a loss `fun(model, batch, *args, **kwargs)`, whose first argument is an NNX module; it may change the values
         of the module's variables, and make no new ones: what `sow` makes, it takes out with `nnx.pop`. All other
         arguments are arrays and trees of them: an `nnx.Rngs` belongs into the module.
+      num_microbatches: as in `optax_accum.value_and_grad`; or `microbatch_size`.
       wrt: the variables to differentiate, such as `nnx.LoRAParam`: all others cost no accumulator.
       has_aux: `fun` returns `(loss, aux)`.
-      **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `weight_fn`, ...; the
-        numbers in them are those of the arguments of `fun`, the model being 0.
+      **options: those of `optax_accum.value_and_grad`: `microbatch_size`, `weight_fn`, ...; the numbers in them are
+        those of the arguments of `fun`, the model being 0.
 
     Returns:
       A function of the arguments of `fun`, which returns `(value, grads)` and leaves the model's other state as the
@@ -67,7 +73,12 @@ def value_and_grad(
     """
     _window.check_options("optax_accum.flax.nnx.value_and_grad", options, _OWN_OPTIONS)
     reduction, axes = options.pop("aux_reduction", "mean"), as_axes(options.get("reduce_axes"))
-    options |= {"has_aux": True, "carry_argnum": -1, "aux_reduction": ("sum", reduction)}
+    options |= {
+        "num_microbatches": num_microbatches,
+        "has_aux": True,
+        "carry_argnum": -1,
+        "aux_reduction": ("sum", reduction),
+    }
     optax_accum.value_and_grad(fun, **options)  # its errors come when this is built
     roles = Roles(**{name: options[name] for name in _ROLES & options.keys()})
 

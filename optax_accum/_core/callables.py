@@ -1,0 +1,74 @@
+"""Owns the checks of functions and optimizers that users pass: is it one, does it take what it will be given."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from optax_accum._core.roles import Roles, short
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def as_function(fun: Any, name: str = "fun", remedy: str = "Pass the function itself, not what it returns.") -> Any:
+    """Returns `fun` if it can be called."""
+    if not callable(fun):
+        raise TypeError(f"{name} must be a function: {name}={short(fun)}. {remedy}")
+    return fun
+
+
+def as_optimizer(tx: Any) -> Any:
+    """Returns `tx` if it has what an optimizer has."""
+    if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        remedy = "Pass what a factory returned, such as optax.adam(1e-3)."
+        if callable(tx):
+            remedy = "Call it: optax.adam(1e-3), say, returns an optimizer, and optax.adam is none."
+        raise TypeError(f"tx must be an optimizer, with init and update: tx={short(tx)}. {remedy}")
+    return tx
+
+
+def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
+    """Returns `weight_fn` if it can be called with the arguments that hold the batch, or None."""
+    if weight_fn is None:
+        return None
+    as_function(weight_fn, "weight_fn", 'Pass lambda batch: batch["mask"].sum(), say.')
+    try:
+        signature = inspect.signature(weight_fn, follow_wrapped=False)  # what it is called with, not what it wraps
+    except (TypeError, ValueError):
+        return weight_fn  # it does not tell
+    by_number = len(roles.numbers["batch_argnums"])
+    most = by_number + len(roles.batch_argnames)
+    counts = range(by_number, most + 1)  # a keyword may be left out
+    if not any(_binds(signature, count) for count in counts):
+        raise TypeError(
+            f"weight_fn must take each argument of fun that holds the batch, and no other: weight_fn takes {signature},"
+            f" and {most} hold{'s' * (most == 1)} the batch. Give it one parameter for each: weight_fn=lambda batch: "
+            'batch["mask"].sum(), say.'
+        )
+    return weight_fn
+
+
+def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Refuses keywords of another library, and says what is written here instead."""
+
+    def decorate(fun: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fun)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in names.keys() & kwargs.keys():
+                raise TypeError(
+                    f"{fun.__name__} has other names than optax.MultiSteps: {name}={short(kwargs[name])}. {names[name]}"
+                )
+            return fun(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
