@@ -1,6 +1,7 @@
 """Owns the roles of arguments: which hold the batch, a key, a carry, and which stay whole. Cuts nothing."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -118,6 +119,17 @@ def as_argnames(role: str, argnames: Any) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f'{role} must be the name of an argument or a tuple of names: {role}={argnames!r}. Pass "x".')
     return tuple(names)
+
+
+def keywords_of(fun: Callable[..., Any], bound: int = 0) -> list[str]:
+    """Returns what a function takes by keyword, by name, where its first arguments come by position."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # it does not tell
+        return []
+    by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return [one.name for one in parameters if one.kind in kinds and one not in by_position[:bound]]
 
 
 def is_key(leaf: Any) -> bool:
