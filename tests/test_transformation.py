@@ -414,8 +414,19 @@ def test_a_member_of_a_chain_may_take_weights():
         updates, _ = tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=2.0)
         close(updates, [jax.tree.map(lambda g: 2 * g, GRADS[0])])
     tx = optax_accum.accumulate_gradients(optax.chain(optax.identity(), SGD), 1)
-    with pytest.raises(TypeError, match="does not read it. Pass weight="):
-        tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=2.0)
+    for value in (2.0, np.ones(3), {"a": jnp.ones(3)}, "all"):
+        with pytest.raises(TypeError, match="does not read it. Pass weight=, or put what reads it inside"):
+            tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=value)
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, lambda two: {"a": two}], ids=["NumPy", "tree"])
+def test_a_member_of_a_chain_may_take_a_tree_of_weights(wrap):
+    scaled = lambda updates, weights: jax.tree.map(lambda u: u * jnp.asarray(sum(jax.tree.leaves(weights))), updates)
+    maybe = lambda updates, state, params=None, *, weights=1.0, **_: (scaled(updates, weights), state)
+    member = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), maybe)
+    tx = optax_accum.accumulate_gradients(optax.chain(member, SGD), 1)
+    updates, _ = tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=wrap(np.float32(2)))
+    close(updates, [jax.tree.map(lambda g: 2 * g, GRADS[0])])
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, np.int16, jnp.uint32])

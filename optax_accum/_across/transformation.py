@@ -105,7 +105,7 @@ def accumulate_gradients(
       | `"skip"`, a callable: left out | zero updates, window and counters as they were, `skipped + 1` | running |
       | `"omit"`: left out | weight 0, `skipped + 1` | running |
       | `flush` on a micro-batch that is left out | closes the window with the rest | running |
-      | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` names it | tracing |
+      | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` reads it | tracing |
       | `None`, `MaskedNode`, empty leaves, float0 | pass through; what is masked costs no accumulator | tracing |
       | the state has sums of other `mean_args`, and one is given | an error | tracing |
       | the state of `inner`, or `info`, turns from integers into floats, or complex | an error | tracing |
