@@ -167,6 +167,21 @@ def test_a_batch_by_keyword_is_refused_unless_it_is_named():
         whole(W, X, y=Y)
 
 
+@pytest.mark.parametrize("run", [cut, micro_step])
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_of_numbers_in_a_batch_is_refused(run, jit, kind):
+    def loss(w, batch):
+        return jnp.mean((batch["x"] @ w - jnp.stack(list(map(jnp.asarray, batch["y"])))) ** 2)
+
+    labelled = lambda y: run(loss, W, {"x": X, "y": y})
+    labels = kind(map(float, range(len(X))))
+    with pytest.raises(TypeError, match=rf"Numbers in a {kind.__name__} are not cut.*argument 1\['y'\] holds 12.*jnp"):
+        (jax.jit(labelled) if jit else labelled)(labels)
+    labelled(jnp.asarray(labels))
+    run(lambda w, batch: squares(w, batch[0], batch[1] + batch[2][0] * batch[3]), W, (X, Y, (1, 2.0), np.float32(3)))
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_keyword_that_fun_names_goes_to_fun(jit):
     def loss(w, x, y, *, scale=1.0, train=False):

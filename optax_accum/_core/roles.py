@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import all_leaves
 
 Tree = Any
 Name = int | str  # of an argument: its position, or its keyword
@@ -188,6 +189,19 @@ def _check_batch(name: Name, batch: Tree) -> None:
                 f"A key in a batch argument would be the same for every micro-batch: {jax.tree_util.keystr(path)}. "
                 "Pass it as an argument of its own and name it with rng_argnum."
             )
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
+    for path, node in jax.tree.leaves_with_path(batch, is_leaf=_is_numbers):
+        if _is_numbers(node) and (isinstance(node, list) or len(node) in rows):
+            raise TypeError(
+                f"Numbers in a {type(node).__name__} are not cut, and every micro-batch would have all of them: "
+                f"argument {name!r}{jax.tree_util.keystr(path)} holds {len(node)}. Make it an array, with "
+                "jnp.asarray; or pass it as another argument."
+            )
+
+
+def _is_numbers(node: Any) -> bool:
+    """Returns whether this is a list or tuple of numbers alone; in `jit` they are arrays []."""
+    return type(node) in (list, tuple) and bool(node) and all_leaves(node) and not any(map(jnp.ndim, node))
 
 
 def _check_rng(keys: Tree) -> None:

@@ -81,7 +81,7 @@ def value_and_grad(
       argnums: as in `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
       batch_argnums: the argument, or several, that hold the batch: trees whose arrays are cut along their first axis;
-        scalars stay whole. Argument 1, unless `batch_argnames` names the batch.
+        scalars stay whole, and a list of them is refused. Argument 1, unless `batch_argnames` names the batch.
       batch_argnames: the same for arguments that are passed by keyword; `weight_fn` is given them last.
       whole_argnums: arguments that all micro-batches get whole though they have as many rows, and keys that they share
         on purpose. Other arguments stay whole unasked.
