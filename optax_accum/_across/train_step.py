@@ -252,11 +252,11 @@ class _MicroStep:
         def contribution(params: Tree) -> tuple[jax.Array, Any]:
             out = call.with_arguments({0: params}).apply(self.fun)
             loss = out[0] if self.has_aux else out
-            check_loss(loss, None)
+            check_loss(jax.eval_shape(lambda: loss), None)
             check_single(loss)
             if not isinstance(loss, Ratio):
                 device.check_loss(loss)
-                return loss * factor, (out, None)
+                return jnp.asarray(loss) * factor, (out, None)
             self._check_ratio(given)
             total, own = jnp.asarray(loss.total), loss.checked().count
             count, _ = even(own)
