@@ -167,6 +167,14 @@ def test_a_batch_by_keyword_is_refused_unless_it_is_named():
         whole(W, X, y=Y)
 
 
+@FACTORIES
+def test_a_batch_by_keyword_that_does_not_come(run):
+    with pytest.raises(
+        ValueError, match="batch_argnames must name.*'y' is not, and none are. Pass y=, or.*batch_argnums"
+    ):
+        run(squares, W, X, Y, batch_argnames="y")
+
+
 @pytest.mark.parametrize("run", [cut, micro_step])
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("kind", [list, tuple])

@@ -48,11 +48,16 @@ class Roles:
         """Returns one call with its arguments in their roles, each in one at most."""
         if both := sorted(set(self.batch_argnames) & set(self.whole_argnames)):
             raise ValueError(f"An argument has one role: {both[0]!r} is in batch_argnames and in whole_argnames.")
+        if missing := [name for name in self.batch_argnames if name not in kwargs]:
+            raise ValueError(
+                f"batch_argnames must name arguments that are passed by keyword: {missing[0]!r} is not, and "
+                f"{sorted(kwargs) or 'none'} are. Pass {missing[0]}=, or name it by position with batch_argnums."
+            )
         placed = _placed(self.numbers, len(args))
         call = Call(
             arguments={**dict(enumerate(args)), **kwargs},
             params=placed["argnums"],
-            batch=(*placed["batch_argnums"], *(name for name in self.batch_argnames if name in kwargs)),
+            batch=(*placed["batch_argnums"], *self.batch_argnames),
             rng=next(iter(placed["rng_argnum"]), None),
             carry=next(iter(placed["carry_argnum"]), None),
             whole=(*placed["whole_argnums"], *self.whole_argnames),
