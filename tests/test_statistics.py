@@ -151,6 +151,17 @@ def test_no_signal_is_an_infinite_scale():
     assert statistics.gradient_noise_scale(trained(accumulate(every=2), opposite)).scale == np.inf
 
 
+@pytest.mark.usefixtures("strict_dtypes")
+@pytest.mark.parametrize("every", [2, statistics.every_by_noise(2, 4), statistics.every_by_tokens({0: 2, 8: 3})])
+def test_nothing_is_promoted(every):
+    state = trained(accumulate(every=every), [(START, jnp.float32(2)), (jax.tree.map(jnp.sin, START), jnp.int32(3))])
+    assert state.gradient_step == 1
+    assert all(
+        leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(optax_accum.statistics.gradient_noise_scale(state))
+    )
+    optax_accum.metrics(state)
+
+
 def test_leaves_without_a_gradient_have_none():
     params = {"a": jnp.ones(2), "n": jnp.arange(2), "none": None, "z": jnp.ones(2, jnp.complex64)}
     groups = statistics.Options(groups={"a": "x", "n": "y", "none": "y", "z": "z"})
