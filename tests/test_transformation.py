@@ -300,6 +300,16 @@ def test_the_tools_of_optax_see_into_the_state():
     assert marked.mini_step == "other"
 
 
+@pytest.mark.parametrize("groups", [None, {"w": "matrix", "b": "vector"}])
+def test_the_tools_of_optax_see_into_a_state_with_statistics(groups):
+    options = optax_accum.statistics.Options(groups=groups)
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, statistics=options)
+    state = tx.init(PARAMS)
+    marked = optax.tree.map_params(tx, lambda _: "parameter", state, transform_non_params=lambda _: "other")
+    assert marked.inner_opt_state[0].mu == marked.acc_grads == {"w": "parameter", "b": "parameter"}
+    assert set(jax.tree.leaves((marked.samples, marked.statistics))) == {"other"}
+
+
 def test_an_inner_optimizer_may_hold_a_typed_key():
     tx = optax_accum.accumulate_gradients(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), 2)
     state = tx.init(PARAMS)
