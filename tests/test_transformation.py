@@ -84,6 +84,16 @@ def test_a_held_micro_step_changes_nothing(apply):
     assert (new.mini_step, new.gradient_step) == (1, 0)
 
 
+def test_no_counter_wraps():
+    tx = optax_accum.accumulate_gradients(SGD, None, nonfinite="omit")
+    full = {name: jnp.int32(2**31 - 1) for name in ("mini_step", "gradient_step", "skipped", "discarded")}
+    bad = jax.tree.map(lambda g: g * jnp.nan, GRADS[0])
+    for flush in (False, True):
+        _, state = tx.update(bad, tx.init(PARAMS)._replace(**full), PARAMS, flush=flush)
+        counts = {name: getattr(state, name) for name in full}
+        assert counts == {**full, "mini_step": 0 if flush else 2**31 - 1}
+
+
 def test_apply_gradients_is_update_and_apply_updates():
     for inner in (optax.adamw(0.1), optax_accum.accumulate_gradients(optax.adamw(0.1), 2)):
         state = fused_state = inner.init(PARAMS)
