@@ -281,6 +281,18 @@ def test_frozen_parameters_cost_no_accumulator(wrap):
     assert np.any(updates["b"] != 0)
 
 
+def test_frozen_parameters_inside_have_accumulators():
+    """The pages that say which way round: docs/guarantees.md, docs/once_per_update.md, docs/faq.md."""
+    inner = optax.masked(optax.adam(0.1), {"w": False, "b": True})
+    state = optax_accum.accumulate_gradients(inner, 2).init(PARAMS)
+    assert [leaf.size for leaf in jax.tree.leaves(state.acc_grads)] == [3, 6]
+    partition = optax.partition(
+        {"train": optax.adam(0.1), "freeze": optax.set_to_zero()}, {"w": "freeze", "b": "train"}
+    )
+    state = optax_accum.accumulate_gradients(partition, 2).init(PARAMS)
+    assert [leaf.size for leaf in jax.tree.leaves(state.acc_grads)] == [3, 6]
+
+
 def test_every_one_allocates_no_accumulator():
     inner = optax.adam(0.1)
     size = lambda state: sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim)

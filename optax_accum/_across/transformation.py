@@ -106,7 +106,7 @@ def accumulate_gradients(
       | `"omit"`: left out | weight 0, `skipped + 1` | running |
       | `flush` on a micro-batch that is left out | closes the window with the rest | running |
       | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` reads it | tracing |
-      | `None`, `MaskedNode`, empty leaves, float0 | pass through; what is masked costs no accumulator | tracing |
+      | `None`, `MaskedNode`, empty leaves, float0 | pass through; what is masked outside has no accumulator | tracing |
       | the state has sums of other `mean_args`, and one is given | an error | tracing |
       | the state of `inner`, or `info`, turns from integers into floats, or complex | an error | tracing |
       | a mean argument is not given at some, or the closing, micro-step | the mean of the rest, or none | tracing |
