@@ -102,6 +102,7 @@ def accumulate_gradients(
       | `every=1` | `inner` itself; no accumulator, no branch; an error if raised with its state | tracing |
       | weight 0; below 0 | adds nothing, even of a NaN, but counts; subtracts | running |
       | the weights add to 0; `"discard"` | zero updates, inner state untouched, `discarded + 1` | running |
+      | a mean whose weights add to more than 8.5e37 (`1 / tiny` of their dtype) | likewise | running |
       | `"skip"`, a callable: left out | zero updates, window and counters as they were, `skipped + 1` | running |
       | `"omit"`: left out | weight 0, `skipped + 1` | running |
       | `flush` on a micro-batch that is left out | closes the window with the rest | running |
