@@ -124,6 +124,7 @@ def value_and_grad(
       | a weight of zero | its micro-batch is not run: their number may vary without a new compilation | running |
       | outputs of one that is not run | zeros in `"concat"` and `"stack"`, nothing elsewhere | running |
       | the weights add to zero | a zero loss and a zero gradient | running |
+      | the same: `"max"` of nothing | the lowest number of its dtype: `-inf`, False of bools | running |
       | a weight of zero for one term only | its value is left out; guard a 0 / 0 in it with `jnp.maximum` | running |
       | a loss below 32 bits | its cotangent rounds the shares; return `loss.astype(jnp.float32)` | tracing |
       | a bfloat16 parameter, a float32 accumulator | added after the backward pass, not inside | tracing |
