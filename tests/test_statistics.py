@@ -270,6 +270,22 @@ def test_inside_shard_map():
     assert seen.rest == 24
 
 
+def test_metrics_inside_shard_map_are_those_of_all_devices():
+    tx = accumulate(every=3, reduce_axes="data")
+
+    @jax.jit
+    @jax.shard_map(mesh=MESH, in_specs=(P(), P("data")), out_specs=(P("data"), P()))
+    def run(w, rows):
+        grads = jax.grad(loss)(optax_accum.sharding.defer_reduction(w, "data"), rows)
+        state = tx.update(grads, tx.init(w), w, weight=8)[1]
+        return state.samples.latest["all"], optax_accum.metrics(state)
+
+    latest, inside = run(jnp.ones(3), ROWS[0])
+    assert inside["weight"] == 8
+    assert len(set(latest.tolist())) > 1
+    np.testing.assert_allclose(inside["micro_gradient_norm"], np.sqrt(np.mean(latest)), rtol=1e-6)
+
+
 def ratio(w, rows):
     return optax_accum.Ratio(total=len(rows) * loss(w, rows), count=jnp.float32(len(rows)))
 
