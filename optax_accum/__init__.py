@@ -14,7 +14,8 @@ from optax_accum import accelerators, batching, checkpoint, sharding, statistics
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients, apply_gradients
 from optax_accum._core.ratio import Ratio
-from optax_accum._core.state import AccumulationState, from_multi_steps, has_updated, metrics
+from optax_accum._core.state import AccumulationState, from_multi_steps, has_updated
+from optax_accum._space.metrics import metrics
 from optax_accum._tools.planning import plan_microbatches
 from optax_accum._tools.verify import verify
 from optax_accum._tools.verify_step import verify_step

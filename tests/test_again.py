@@ -51,6 +51,17 @@ def test_value_and_grad_is_differentiated_again(way, weight_fn):
     np.testing.assert_allclose(WAYS[way](f), HESSIAN, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("way", [*WAYS, *THROUGH])
+def test_unrolled_data_have_no_derivative(way):
+    """Data wait for the totals at a barrier; what they count stays a constant, however small the weights are."""
+
+    def tokens(w, batch):
+        return optax_accum.Ratio(jnp.sum(1e-20 * (jnp.tanh(batch["x"] @ w) - batch["y"]) ** 2), 1e-20 * count(batch))
+
+    f = optax_accum.value_and_grad(tokens, num_microbatches=3, unroll=True)
+    np.testing.assert_allclose({**WAYS, **THROUGH}[way](f), HESSIAN, rtol=1e-4, atol=1e-6)
+
+
 @through
 @pytest.mark.parametrize("way", THROUGH)
 def test_through_a_jit_it_names_the_option_that_works(way, weight_fn):

@@ -49,6 +49,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_space": [
         {"meshes"},
         {"mapped"},
+        {"metrics"},
         {"partials"},
         {"mismatch", "device"},
         {"space"},

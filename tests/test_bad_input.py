@@ -194,14 +194,20 @@ def test_weight(weight, error):
         update(build(), weight=weight)
 
 
-@pytest.mark.parametrize(("name", "meant"), [("weights", "weight"), ("weigth", "weight"), ("flushs", "flush")])
+MISSPELT = {
+    "weight": ("weights", "weigth", "weighr", "Weight", "wgt", "wt", "wieght", "sample_weight", "token_weights"),
+    "flush": ("flushs", "flsh", "flus", "Flush", "flash", "FLUSH", "fulsh", "flush_now"),
+}
+
+
+@pytest.mark.parametrize(("name", "meant"), [(name, meant) for meant, names in MISSPELT.items() for name in names])
 def test_a_misspelt_weight_does_not_get_lost(name, meant):
     with pytest.raises(TypeError, match=f"mistaken for '{meant}': '{name}'.*Pass {meant}="):
         update(build(), **{name: 1.0})
     named = lambda grads, state, params=None, *, weights=None, **_: (jax.tree.map(lambda g: g * weights, grads), state)
     inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), named)
     tx = optax_accum.accumulate_gradients(inner, 1)
-    updates, _ = tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weights=2.0, height=1.0)
+    updates, _ = tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weights=2.0, length=1.0, w=1.0, loss=1.0, value_fn=max)
     assert updates.tolist() == [2, 2, 2]
 
 

@@ -1,5 +1,7 @@
 """Dtypes: gradients are cast up once, sums do not stall, and wrapping changes no dtype."""
 
+import contextlib
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 
 import optax_accum
 from optax_accum._core import arithmetic
+from tests import programs
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64]
 INNERS = {"sgd": optax.sgd(0.1, momentum=0.9), "adamw": optax.adamw(0.1), "rmsprop": optax.rmsprop(0.1)}
@@ -137,6 +140,24 @@ def test_a_float32_value_stays_float32_under_x64():
     grads = jnp.ones(2, jnp.float32)
     updates, _ = jax.jit(tx.update)(grads, tx.init(grads), value=jnp.float32(1))
     assert updates.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"statistics": True}, {"nonfinite": "skip"}], ids=str)
+def test_a_state_of_32_bits_goes_on_under_x64_and_back(options):
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, **options)
+    params = jnp.ones(2)
+    step = optax_accum.value_and_apply_gradients(lambda w, x: jnp.mean((x * w) ** 2), tx)
+    states = [tx.init(params)]
+    for wide in (False, True, False):
+        with programs.enable_x64() if wide else contextlib.nullcontext():
+            args = {"value": jnp.float32(1), "weight": jnp.ones([])}
+            states.append(tx.update(params, states[-1], params, **args)[1])
+            states.append(jax.jit(tx.update)(params, states[-1], params, **args)[1])
+            states.append(jax.jit(step)(params, states[-1], params, weight=3.0)[2])
+            one = lambda state, grads, args=args: (tx.update(grads, state, grads, **args)[1], ())
+            states.append(jax.lax.scan(one, states[-1], jnp.stack([params] * 3))[0])
+    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(state)] for state in states]
+    assert all(found == dtypes[0] for found in dtypes)
 
 
 @pytest.mark.usefixtures("strict_dtypes")

@@ -200,6 +200,18 @@ def test_a_window_of_weight_zero_is_discarded(reduction, every, traced):
     assert np.any(updates != 0) or every == 2
 
 
+@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("weight", [1e38, -1e38, 3e38, np.inf, jnp.float32(1e38), jnp.float32(3e38)])
+def test_a_window_of_weights_that_overflow_is_discarded(weight, every, apply):
+    """Their reciprocal is 0, or their sum infinite: an update of zeros, or NaN, counted as one."""
+    params, state, _ = run(accumulate(every), [GOOD[0]] * every, apply=apply, weight=weight)
+    np.testing.assert_array_equal(params, PARAMS)
+    assert (state.discarded, state.gradient_step, state.mini_step) == (1, 0, 0)
+    _, state, _ = run(accumulate(every, reduction="sum"), [GOOD[0]] * every, apply=apply, weight=1e38 * np.sign(weight))
+    assert (state.discarded, state.gradient_step) == (0, 1)
+
+
 def test_a_negative_weight_subtracts():
     """Unlearning: the mean is `sum(w g) / sum(w)` with the sign that the weights have."""
     tx = accumulate(2)

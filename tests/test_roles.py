@@ -167,6 +167,65 @@ def test_a_batch_by_keyword_is_refused_unless_it_is_named():
         whole(W, X, y=Y)
 
 
+@FACTORIES
+def test_a_batch_by_keyword_that_does_not_come(run):
+    with pytest.raises(
+        ValueError, match="batch_argnames must name.*'y' is not, and none are. Pass y=, or.*batch_argnums"
+    ):
+        run(squares, W, X, Y, batch_argnames="y")
+
+
+@pytest.mark.parametrize("run", [cut, micro_step])
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_of_numbers_in_a_batch_is_refused(run, jit, kind):
+    def loss(w, batch):
+        return jnp.mean((batch["x"] @ w - jnp.stack(list(map(jnp.asarray, batch["y"])))) ** 2)
+
+    labelled = lambda y: run(loss, W, {"x": X, "y": y})
+    labels = kind(map(float, range(len(X))))
+    with pytest.raises(TypeError, match=rf"Numbers in a {kind.__name__} are not cut.*argument 1\['y'\] holds 12.*jnp"):
+        (jax.jit(labelled) if jit else labelled)(labels)
+    labelled(jnp.asarray(labels))
+    run(lambda w, batch: squares(w, batch[0], batch[1] + batch[2][0] * batch[3]), W, (X, Y, (1, 2.0), np.float32(3)))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_keyword_that_fun_names_goes_to_fun(jit):
+    def loss(w, x, y, *, scale=1.0, train=False):
+        return scale * squares(w, x, y) * (10 if train else 1)
+
+    seen = []
+
+    def update(grads, state, params=None, *, height, **extra):
+        seen.append((height, sorted(extra)))
+        return grads, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = optax_accum.accumulate_gradients(inner, 1)
+    step = optax_accum.value_and_apply_gradients(loss, tx)
+    step = jax.jit(step, static_argnames=("train", "height")) if jit else step
+    value, *_ = step(W, tx.init(W), X, y=0 * Y[:1], scale=2.0, train=True, height=3, width=4.0)
+    np.testing.assert_allclose(value, 20 * squares(W, X, 0 * Y), rtol=1e-6)
+    assert (3, ["value", "width"]) in seen
+    assert not any("train" in extra for _, extra in seen)
+
+
+@pytest.mark.parametrize("name", ["weight", "flush", "value", "height"])
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_a_keyword_that_both_name_is_refused(name, accumulates):
+    update = lambda grads, state, params=None, *, height=1.0, **_: (grads, state)
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    if accumulates:
+        tx = optax_accum.accumulate_gradients(tx, 1)
+    scope = {"squares": squares}
+    exec(f"def loss(w, x, y, {name}=1.0): return squares(w, x, y)", scope)
+    step = optax_accum.value_and_apply_gradients(scope["loss"], tx, whole_argnums=2)
+    with pytest.raises(TypeError, match=f"for fun or for the optimizer: '{name}' is an argument of both. Pass that"):
+        step(W, tx.init(W), X, Y, **{name: True if name == "flush" else 1.0})
+    step(W, tx.init(W), X, Y, 2.0, **{name: True if name == "flush" else 1.0})
+
+
 def test_a_loss_without_a_batch_and_one_without_rows():
     loss = lambda w, scale=1.0: jnp.sum(scale * w**2)
     step = optax_accum.value_and_apply_gradients(loss, TX, batch_argnums=())

@@ -151,6 +151,17 @@ def test_no_signal_is_an_infinite_scale():
     assert statistics.gradient_noise_scale(trained(accumulate(every=2), opposite)).scale == np.inf
 
 
+@pytest.mark.usefixtures("strict_dtypes")
+@pytest.mark.parametrize("every", [2, statistics.every_by_noise(2, 4), statistics.every_by_tokens({0: 2, 8: 3})])
+def test_nothing_is_promoted(every):
+    state = trained(accumulate(every=every), [(START, jnp.float32(2)), (jax.tree.map(jnp.sin, START), jnp.int32(3))])
+    assert state.gradient_step == 1
+    assert all(
+        leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(optax_accum.statistics.gradient_noise_scale(state))
+    )
+    optax_accum.metrics(state)
+
+
 def test_leaves_without_a_gradient_have_none():
     params = {"a": jnp.ones(2), "n": jnp.arange(2), "none": None, "z": jnp.ones(2, jnp.complex64)}
     groups = statistics.Options(groups={"a": "x", "n": "y", "none": "y", "z": "z"})
@@ -257,6 +268,22 @@ def test_inside_shard_map():
     told, seen = run(jnp.ones(3), rows)
     close(statistics.gradient_noise_scale(told), statistics.gradient_noise_scale(one_device()))
     assert seen.rest == 24
+
+
+def test_metrics_inside_shard_map_are_those_of_all_devices():
+    tx = accumulate(every=3, reduce_axes="data")
+
+    @jax.jit
+    @jax.shard_map(mesh=MESH, in_specs=(P(), P("data")), out_specs=(P("data"), P()))
+    def run(w, rows):
+        grads = jax.grad(loss)(optax_accum.sharding.defer_reduction(w, "data"), rows)
+        state = tx.update(grads, tx.init(w), w, weight=8)[1]
+        return state.samples.latest["all"], optax_accum.metrics(state)
+
+    latest, inside = run(jnp.ones(3), ROWS[0])
+    assert inside["weight"] == 8
+    assert len(set(latest.tolist())) > 1
+    np.testing.assert_allclose(inside["micro_gradient_norm"], np.sqrt(np.mean(latest)), rtol=1e-6)
 
 
 def ratio(w, rows):

@@ -84,6 +84,16 @@ def test_a_held_micro_step_changes_nothing(apply):
     assert (new.mini_step, new.gradient_step) == (1, 0)
 
 
+def test_no_counter_wraps():
+    tx = optax_accum.accumulate_gradients(SGD, None, nonfinite="omit")
+    full = {name: jnp.int32(2**31 - 1) for name in ("mini_step", "gradient_step", "skipped", "discarded")}
+    bad = jax.tree.map(lambda g: g * jnp.nan, GRADS[0])
+    for flush in (False, True):
+        _, state = tx.update(bad, tx.init(PARAMS)._replace(**full), PARAMS, flush=flush)
+        counts = {name: getattr(state, name) for name in full}
+        assert counts == {**full, "mini_step": 0 if flush else 2**31 - 1}
+
+
 def test_apply_gradients_is_update_and_apply_updates():
     for inner in (optax.adamw(0.1), optax_accum.accumulate_gradients(optax.adamw(0.1), 2)):
         state = fused_state = inner.init(PARAMS)
@@ -271,6 +281,18 @@ def test_frozen_parameters_cost_no_accumulator(wrap):
     assert np.any(updates["b"] != 0)
 
 
+def test_frozen_parameters_inside_have_accumulators():
+    """The pages that say which way round: docs/guarantees.md, docs/once_per_update.md, docs/faq.md."""
+    inner = optax.masked(optax.adam(0.1), {"w": False, "b": True})
+    state = optax_accum.accumulate_gradients(inner, 2).init(PARAMS)
+    assert [leaf.size for leaf in jax.tree.leaves(state.acc_grads)] == [3, 6]
+    partition = optax.partition(
+        {"train": optax.adam(0.1), "freeze": optax.set_to_zero()}, {"w": "freeze", "b": "train"}
+    )
+    state = optax_accum.accumulate_gradients(partition, 2).init(PARAMS)
+    assert [leaf.size for leaf in jax.tree.leaves(state.acc_grads)] == [3, 6]
+
+
 def test_every_one_allocates_no_accumulator():
     inner = optax.adam(0.1)
     size = lambda state: sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim)
@@ -298,6 +320,16 @@ def test_the_tools_of_optax_see_into_the_state():
     marked = optax.tree.map_params(tx, lambda _: "parameter", state, transform_non_params=lambda _: "other")
     assert marked.acc_grads == {"w": "parameter", "b": "parameter"}
     assert marked.mini_step == "other"
+
+
+@pytest.mark.parametrize("groups", [None, {"w": "matrix", "b": "vector"}])
+def test_the_tools_of_optax_see_into_a_state_with_statistics(groups):
+    options = optax_accum.statistics.Options(groups=groups)
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, statistics=options)
+    state = tx.init(PARAMS)
+    marked = optax.tree.map_params(tx, lambda _: "parameter", state, transform_non_params=lambda _: "other")
+    assert marked.inner_opt_state[0].mu == marked.acc_grads == {"w": "parameter", "b": "parameter"}
+    assert set(jax.tree.leaves((marked.samples, marked.statistics))) == {"other"}
 
 
 def test_an_inner_optimizer_may_hold_a_typed_key():
@@ -414,8 +446,19 @@ def test_a_member_of_a_chain_may_take_weights():
         updates, _ = tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=2.0)
         close(updates, [jax.tree.map(lambda g: 2 * g, GRADS[0])])
     tx = optax_accum.accumulate_gradients(optax.chain(optax.identity(), SGD), 1)
-    with pytest.raises(TypeError, match="does not read it. Pass weight="):
-        tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=2.0)
+    for value in (2.0, np.ones(3), {"a": jnp.ones(3)}, "all"):
+        with pytest.raises(TypeError, match="does not read it. Pass weight=, or put what reads it inside"):
+            tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=value)
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, lambda two: {"a": two}], ids=["NumPy", "tree"])
+def test_a_member_of_a_chain_may_take_a_tree_of_weights(wrap):
+    scaled = lambda updates, weights: jax.tree.map(lambda u: u * jnp.asarray(sum(jax.tree.leaves(weights))), updates)
+    maybe = lambda updates, state, params=None, *, weights=1.0, **_: (scaled(updates, weights), state)
+    member = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), maybe)
+    tx = optax_accum.accumulate_gradients(optax.chain(member, SGD), 1)
+    updates, _ = tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=wrap(np.float32(2)))
+    close(updates, [jax.tree.map(lambda g: 2 * g, GRADS[0])])
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, np.int16, jnp.uint32])

@@ -676,6 +676,15 @@ def test_auxiliary_outputs_of_other_kinds():
             f(jnp.float32(1), jnp.ones(6))
 
 
+def test_the_largest_of_nothing_is_the_lowest_number():
+    lowest = {"float32": -np.inf, "bfloat16": -np.inf, "int32": -(2**31), "uint8": 0, "bool": False}
+    loss = lambda w, x: (w * x.mean(), {dtype: x.max().astype(dtype) for dtype in lowest})
+    options = {"num_microbatches": 2, "has_aux": True, "aux_reduction": "max", "weight_fn": lambda x: jnp.zeros([])}
+    (value, aux), grad = optax_accum.value_and_grad(loss, **options)(jnp.ones([]), jnp.arange(4.0))
+    assert {dtype: found.item() for dtype, found in aux.items()} == lowest
+    assert value == grad == 0
+
+
 @pytest.mark.parametrize("name", ["mean", "sum", "max", "stack", "last"])
 @pytest.mark.parametrize("weight_fn", [None, lambda x: jnp.float32(len(x))])
 def test_an_output_of_another_shape_in_the_remainder(name, weight_fn):

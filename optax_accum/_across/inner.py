@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend import core
 
@@ -84,7 +84,7 @@ def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra
         if not _reads(inner, name, extra_args[name], args, others):
             raise TypeError(
                 f"An extra argument must not be mistaken for {meant!r}: {name!r} would go to the inner optimizer, "
-                f"which does not read it. Pass {meant}=."
+                f"which does not read it. Pass {meant}=, or put what reads it inside accumulate_gradients."
             )
 
 
@@ -94,11 +94,11 @@ def _reads(inner: Inner, name: str, value: Any, args: tuple[Any, ...], others: M
         jax.eval_shape(lambda: inner.update(*args, **others))
     except TypeError:
         return True
-    if not isinstance(value, jax.Array | int | float):
+    if not all(isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(value)):
         return False
-    program = jax.make_jaxpr(lambda value: inner.update(*args, **{**others, name: value}))(jnp.asarray(value)).jaxpr
-    read = [var for equation in program.eqns for var in equation.invars] + list(program.outvars)
-    return any(var is program.invars[0] for var in read if not isinstance(var, core.Literal))
+    program = jax.make_jaxpr(lambda value: inner.update(*args, **{**others, name: value}))(value).jaxpr
+    read = {var for equation in program.eqns for var in equation.invars if not isinstance(var, core.Literal)}
+    return not read.isdisjoint(program.invars) or any(var in program.invars for var in program.outvars)
 
 
 def _kinds(state: Tree) -> str:

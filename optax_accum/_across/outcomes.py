@@ -109,8 +109,8 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 
 def count(total: jax.Array, flag: Flag) -> jax.Array:
-    """Adds one if the flag is set."""
-    return total + jnp.asarray(flag).astype(total.dtype)
+    """Adds one if the flag is set; the largest number that there is stays."""
+    return jnp.where(flag, optax.safe_increment(total), total)
 
 
 def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:

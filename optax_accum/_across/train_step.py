@@ -18,7 +18,7 @@ from optax_accum._core.backward import Backward, add_to, adds_in_place, bends, d
 from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn
 from optax_accum._core.program import compiled_once
 from optax_accum._core.ratio import Ratio, check_loss, check_single, divided
-from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays
+from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays, keywords_of
 from optax_accum._core.rows import check_groups, count_rows, is_split
 from optax_accum._core.state import micro_step_of
 from optax_accum._space.device import Device
@@ -66,10 +66,10 @@ def value_and_apply_gradients(
     `fun` and `weight_fn` see the rows of one device. Every other argument is on all devices whole.
 
     Returns:
-      A function `step(params, state, *args, **extra_args) -> (value, params, state)`, where `value` is what `fun`
-      returned, a `Ratio` divided (with `reduce_axes` one for each device, [d, ...]), and `extra_args` is what
-      `tx.update` takes by keyword: `weight`, `flush`, and the arguments of the inner optimizer. The loss is passed on
-      as `value=`, unless `mean_args` of `tx` leaves it out. Donate the first two.
+      A function `step(params, state, *args, **keywords) -> (value, params, state)`, where `value` is what `fun`
+      returned, a `Ratio` divided (with `reduce_axes` one for each device, [d, ...]). A keyword that `fun` names goes to
+      `fun`, any other to `tx.update`: `weight`, `flush`, arguments of the inner optimizer. The loss is passed on as
+      `value=`, unless `mean_args` of `tx` leaves it out. Donate the first two.
 
     Raises:
       TypeError, ValueError: the loss is not a real scalar; arguments whose roles do not fit. Otherwise as
@@ -94,7 +94,8 @@ def value_and_apply_gradients(
       | the same where the gradient must be seen (above), or `in_place=False` | it is run, and adds nothing | running |
       | `fun` takes something from the other devices of `reduce_axes` | one number is added over them, too | running |
       | an integer parameter | stays, where `tx` leaves it out (`optax.masked`); else an error says how | tracing |
-      | an argument that is a key without a role, or that has as many rows as the batch | an error | tracing |
+      | a key that no role names; an argument with as many rows as the batch | an error | tracing |
+      | a keyword argument that both `fun` and `tx` name | an error | tracing |
       | `rng_argnum` and an optimizer with several windows | an error | tracing |
       | `reduce_axes`: rows that the devices do not divide; a loss averaged with `pmean` | an error | tracing |
 
@@ -183,8 +184,9 @@ class _MicroStep:
         """
         check_arrays("Parameters", params, NOT_ARRAYS)
         params, rules = jax.tree.map(jnp.asarray, params), self.accumulation
-        ours = {*self.roles.batch_argnames, *self.roles.whole_argnames}
-        call = self.roles.of((params, *args), {name: extra_args[name] for name in ours & extra_args.keys()})
+        given = {"weight": weight, "flush": flush} | dict(extra_args)
+        ours = self._of_fun(1 + len(args), {name for name, arg in given.items() if arg is not None})
+        call = self.roles.of((params, *args), {name: arg for name, arg in extra_args.items() if name in ours})
         self._check(call, weighted=weight is not None or self.weight_fn is not None)
         extra_args = {name: arg for name, arg in extra_args.items() if name not in ours}
         space: Space = rules.here() if rules else Space()
@@ -207,6 +209,18 @@ class _MicroStep:
         if done.grads is None:
             batch = batch._replace(grads=arithmetic.like_gradients(params, state.acc_grads))
         return value, *micro_step(rules, space, batch, state, params, new_params(space, params))
+
+    def _of_fun(self, bound: int, names: set[str]) -> set[str]:
+        """Returns those names of keyword arguments that are for `fun`, of which `bound` arguments come by position."""
+        rules = self.accumulation
+        inner, means = (rules.inner, rules.mean_args) if rules else (self.tx, ("value",))
+        of_tx = {"weight", "flush", *means, *keywords_of(inner.update, bound=3)}
+        if both := sorted(names & of_tx & {*keywords_of(self.fun, bound)}):
+            raise TypeError(
+                f"A keyword argument must be for fun or for the optimizer: {both[0]!r} is an argument of both. Pass "
+                "that of fun by position, or give it another name there."
+            )
+        return names & ({*keywords_of(self.fun)} - of_tx | {*self.roles.batch_argnames, *self.roles.whole_argnames})
 
     def _check(self, call: Call, *, weighted: bool) -> None:
         """Raises for a batch whose rows do not fit, and for what every micro-batch would share unasked."""
@@ -240,11 +254,11 @@ class _MicroStep:
         def contribution(params: Tree) -> tuple[jax.Array, Any]:
             out = call.with_arguments({0: params}).apply(self.fun)
             loss = out[0] if self.has_aux else out
-            check_loss(loss, None)
+            check_loss(jax.eval_shape(lambda: loss), None)
             check_single(loss)
             if not isinstance(loss, Ratio):
                 device.check_loss(loss)
-                return loss * factor, (out, None)
+                return jnp.asarray(loss) * factor, (out, None)
             self._check_ratio(given)
             total, own = jnp.asarray(loss.total), loss.checked().count
             count, _ = even(own)

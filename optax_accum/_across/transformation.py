@@ -108,11 +108,12 @@ def accumulate_gradients(
       | `every=1` | `inner` itself; no accumulator, no branch; an error if raised with its state | tracing |
       | weight 0; below 0 | adds nothing, even of a NaN, but counts; subtracts | running |
       | the weights add to 0; `"discard"` | zero updates, inner state untouched, `discarded + 1` | running |
+      | a mean whose weights add to more than 8.5e37 (`1 / tiny` of their dtype) | likewise | running |
       | `"skip"`, a callable: left out | zero updates, window and counters as they were, `skipped + 1` | running |
       | `"omit"`: left out | weight 0, `skipped + 1` | running |
       | `flush` on a micro-batch that is left out | closes the window with the rest | running |
-      | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` names it | tracing |
-      | `None`, `MaskedNode`, empty leaves, float0 | pass through; what is masked costs no accumulator | tracing |
+      | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` reads it | tracing |
+      | `None`, `MaskedNode`, empty leaves, float0 | pass through; what is masked outside has no accumulator | tracing |
       | the state has sums of other `mean_args`, and one is given | an error | tracing |
       | the state of `inner`, or `info`, turns from integers into floats, or complex | an error | tracing |
       | a mean argument is not given at some, or the closing, micro-step | the mean of the rest, or none | tracing |

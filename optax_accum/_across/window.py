@@ -85,7 +85,7 @@ def micro_step(
     with jax.named_scope("optax_accum.add"):
         window = join(rules, space, batch, state, params)
         closes = outcomes.known(due(rules, window.state, flush))
-        usable = accepted(rules.policy, space, window, closes)
+        usable = accepted(rules, space, window, closes)
 
     def emit() -> tuple[tuple[Tree, Any], Tree]:
         with jax.named_scope("optax_accum.emit"):
@@ -157,11 +157,13 @@ def due(rules: Rules, state: AccumulationState, flush: Flag) -> Flag:
     return closes if flush is False else closes | flush
 
 
-def accepted(policy: Policy, space: Space, window: Window, closes: Flag) -> Flag | Question:
+def accepted(rules: Rules, space: Space, window: Window, closes: Flag) -> Flag | Question:
     """Returns whether an update can be made of this window; what is costly to know, a closing window asks."""
+    policy = rules.policy
 
     def ask() -> Flag:
-        weighty = space.total(window.weight) != 0
+        weight = space.total(window.weight)
+        weighty = arithmetic.divides(weight) if rules.reduction == "mean" else weight != 0
         return weighty & policy.accepts(space, window.total, window.weight) if policy.accepts else weighty
 
     if closes is False:

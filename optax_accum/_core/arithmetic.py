@@ -133,6 +133,16 @@ def reciprocal(weight: Weight) -> Weight:
     return 1 / jnp.where(weight == 0, 1, weight) if isinstance(weight, jax.Array) else 1 / (weight or 1.0)
 
 
+def divides(weight: Weight) -> tracing.Flag:
+    """Returns whether a sum can be divided by this weight: not by 0, nor where the reciprocal is flushed to 0.
+
+    A NaN does, and shows.
+    """
+    largest = 1 / float(jnp.finfo(jnp.result_type(weight)).tiny)
+    is_larger = abs(weight) > largest
+    return (weight != 0) & (jnp.logical_not(is_larger) if isinstance(weight, jax.Array) else not is_larger)
+
+
 def accumulator_dtype(dtype: Any, named: jnp.dtype | None) -> jnp.dtype:
     """Returns `named`, or at least float32 and never narrower than `dtype`; complex stays complex."""
     real = jnp.finfo(dtype).dtype

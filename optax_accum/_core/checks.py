@@ -1,6 +1,5 @@
 """Owns the checks of what users pass: each says the rule, the value and the remedy. Computes nothing."""
 
-import difflib
 import inspect
 import math
 import operator
@@ -95,14 +94,28 @@ def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Wei
 
 
 def misspelt(names: Iterable[str], inner: Callable[..., Any]) -> dict[str, str]:
-    """Returns those names that are nearly `weight` or `flush`, and which; but for those that `inner` names."""
-    found: dict[str, str] = {}
-    for name in names:
-        swapped = [word for word in ("weight", "flush") if sorted(word) == sorted(name)]
-        meant = swapped or difflib.get_close_matches(name, ("weight", "flush"), n=1, cutoff=0.9)
-        if meant and name not in inspect.signature(inner).parameters:
-            found[name] = meant[0]
-    return found
+    """Returns those names that may be meant for `weight` or `flush`, and which; but for those that `inner` names."""
+    named = inspect.signature(inner).parameters
+    meant = {name: word for name in names if name not in named for word in ("weight", "flush") if _means(name, word)}
+    return dict(sorted(meant.items()))
+
+
+def _means(name: str, word: str) -> bool:
+    """Returns whether a name holds a word (sample_weight), is within two letters of it, or short for it (wgt)."""
+    name = name.lower()
+    letters = iter(word)
+    short_for = name[:1] == word[0] and name[-1] == word[-1] and all(letter in letters for letter in name)
+    return word in name or short_for or _letters_apart(name, word) <= 2
+
+
+def _letters_apart(name: str, word: str) -> int:
+    """Returns how many letters are put in, left out or changed to make one of the other (Levenshtein)."""
+    row = list(range(len(word) + 1))
+    for letter in name:
+        above, row = row, [row[0] + 1]
+        for j, other in enumerate(word):
+            row.append(min(above[j] + (letter != other), above[j + 1] + 1, row[j] + 1))
+    return row[-1]
 
 
 def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> Weight:

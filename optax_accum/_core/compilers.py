@@ -84,7 +84,24 @@ def zeroed(tree: Tree, first: jax.Array) -> Tree:
 
 def ready_together(*trees: Tree) -> tuple[Tree, ...]:
     """Returns the trees, none of which is used before all are there."""
-    return jax.lax.optimization_barrier(trees)
+    if JAX >= (0, 11, 2):
+        return jax.lax.optimization_barrier(trees)
+    leaves, treedef = jax.tree.flatten(trees)
+    return treedef.unflatten(_ready_together(leaves))
+
+
+@jax.custom_jvp
+def _ready_together(leaves: list[Any]) -> list[Any]:
+    return jax.lax.optimization_barrier(leaves)
+
+
+def _moves_together(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+    is_zero = lambda tangent: isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+    moving = iter(jax.lax.optimization_barrier([tangent for tangent in tangents[0] if not is_zero(tangent)]))
+    return _ready_together(*primals), [one if is_zero(one) else next(moving) for one in tangents[0]]
+
+
+_ready_together.defjvp(_moves_together, symbolic_zeros=True)
 
 
 def extremes(real: jax.Array) -> list[jax.Array]:

@@ -39,6 +39,13 @@ QUIRKS = (
         until=(0, 11, 0),
     ),
     Quirk(
+        "ready_together",
+        "What passes a barrier beside what is differentiated has a derivative: zeros",
+        "a derivative of the barrier without them",
+        "JAX 0.10.0: the count of a `Ratio`, made of data, is refused as one that depends on the parameters",
+        until=(0, 11, 2),
+    ),
+    Quirk(
         "on_host",
         "`device_put` to the memory of the host, inside `jit`, leaves nothing in the compiled program",
         "`offload` is refused",

@@ -1,11 +1,13 @@
 """Owns the roles of arguments: which hold the batch, a key, a carry, and which stay whole. Cuts nothing."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import all_leaves
 
 from optax_accum._core import tracing
 
@@ -47,11 +49,16 @@ class Roles:
         """Returns one call with its arguments in their roles, each in one at most."""
         if both := sorted(set(self.batch_argnames) & set(self.whole_argnames)):
             raise ValueError(f"An argument has one role: {both[0]!r} is in batch_argnames and in whole_argnames.")
+        if missing := [name for name in self.batch_argnames if name not in kwargs]:
+            raise ValueError(
+                f"batch_argnames must name arguments that are passed by keyword: {missing[0]!r} is not, and "
+                f"{sorted(kwargs) or 'none'} are. Pass {missing[0]}=, or name it by position with batch_argnums."
+            )
         placed = _placed(self.numbers, len(args))
         call = Call(
             arguments={**dict(enumerate(args)), **kwargs},
             params=placed["argnums"],
-            batch=(*placed["batch_argnums"], *(name for name in self.batch_argnames if name in kwargs)),
+            batch=(*placed["batch_argnums"], *self.batch_argnames),
             rng=next(iter(placed["rng_argnum"]), None),
             carry=next(iter(placed["carry_argnum"]), None),
             whole=(*placed["whole_argnums"], *self.whole_argnames),
@@ -140,6 +147,17 @@ def as_mean_args(names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+def keywords_of(fun: Callable[..., Any], bound: int = 0) -> list[str]:
+    """Returns what a function takes by keyword, by name, where its first arguments come by position."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # it does not tell
+        return []
+    by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return [one.name for one in parameters if one.kind in kinds and one not in by_position[:bound]]
+
+
 def is_key(leaf: Any) -> bool:
     """Returns whether a leaf is a random key, or an array of them; of the old style, one key."""
     dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
@@ -197,6 +215,19 @@ def _check_batch(name: Name, batch: Tree) -> None:
                 f"A key in a batch argument would be the same for every micro-batch: {jax.tree_util.keystr(path)}. "
                 "Pass it as an argument of its own and name it with rng_argnum."
             )
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
+    for path, node in jax.tree.leaves_with_path(batch, is_leaf=_is_numbers):
+        if _is_numbers(node) and (isinstance(node, list) or len(node) in rows):
+            raise TypeError(
+                f"Numbers in a {type(node).__name__} are not cut, and every micro-batch would have all of them: "
+                f"argument {name!r}{jax.tree_util.keystr(path)} holds {len(node)}. Make it an array, with "
+                "jnp.asarray; or pass it as another argument."
+            )
+
+
+def _is_numbers(node: Any) -> bool:
+    """Returns whether this is a list or tuple of numbers alone; in `jit` they are arrays []."""
+    return type(node) in (list, tuple) and bool(node) and all_leaves(node) and not any(map(jnp.ndim, node))
 
 
 def _check_rng(keys: Tree) -> None:

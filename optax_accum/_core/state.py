@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._core import statistics
 from optax_accum._core.roles import as_mean_args
 from optax_accum._core.sums import WeightedSum
 
@@ -94,36 +93,6 @@ def has_updated(state: Tree) -> jax.Array:
       True
     """
     return jnp.asarray(find_state(state).emitted)  # or a variable of NNX
-
-
-def metrics(state: Tree) -> dict[str, jax.Array]:
-    """Returns the scalars worth logging at every micro-step.
-
-    Args:
-      state: an `AccumulationState`, or any optimizer state that holds exactly one.
-
-    Returns:
-      `mini_step` and `gradient_step` (int32), `weight` (`sum(w)` in the window so far, default float dtype; like
-      `mini_step` it is 0 again when the window has closed), `skipped` (micro-batches) and `discarded` (windows), int32
-      totals since `init`. With `statistics`, too: `seen`, the weight of all windows that have emitted; `gradient_norm`
-      of the gradient that was emitted last and `micro_gradient_norm` of the last micro-batch (of several devices' the
-      root of the mean square); `gradient_noise`, `gradient_signal` and `noise_scale`, NaN until two micro-batches have
-      made an update; and the last five of each group, as `noise_scale/embedding`. All have shape [].
-
-    Raises:
-      ValueError: `state` holds none, or several.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optax_accum
-      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=4)
-      >>> _, state = tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weight=7.0)
-      >>> {name: value.item() for name, value in optax_accum.metrics(state).items()}
-      {'mini_step': 1, 'gradient_step': 0, 'weight': 7.0, 'skipped': 0, 'discarded': 0}
-    """
-    found = find_state(state)
-    counts = {name: getattr(found, name) for name in ("mini_step", "gradient_step", "weight", "skipped", "discarded")}
-    told = statistics.metrics(found.samples, found.statistics, found.seen)
-    return {**counts, "weight": jnp.sum(found.weight), **told}
 
 
 def from_multi_steps(

@@ -87,13 +87,13 @@ def as_options(statistics: Any) -> Options | None:
 
 def new_samples(options: Options, params: Tree, scalar: Callable[[], jax.Array]) -> Samples:
     """Returns the sums before the first micro-batch; `scalar()` is an empty one."""
-    by_group = lambda: {name: scalar() for name, _ in _named(options, params)}
+    by_group = lambda: {name: scalar() for name in _groups(options, params)}
     return Samples(by_group(), scalar(), by_group())
 
 
 def new_statistics(options: Options, params: Tree) -> Statistics:
     """Returns what is known before the first window."""
-    by_group = lambda: {name: jnp.zeros([]) for name, _ in _named(options, params)}
+    by_group = lambda: {name: jnp.zeros([]) for name in _groups(options, params)}
     return Statistics(by_group(), by_group(), by_group(), jnp.zeros([]), jnp.zeros([]))
 
 
@@ -141,7 +141,7 @@ def alone(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> 
     signal = {name: squares[name] - noise[name] / weight for name in noise}
     known = (samples.number > 1) & jnp.isfinite(sum(noise.values()) + sum(signal.values()))
     noise, signal = jax.tree.map(lambda part: jnp.where(known, part, 0), (noise, signal))
-    return Statistics(squares, noise, signal, known.astype(weight.dtype), weight / steps)
+    return Statistics(squares, noise, signal, known.astype(weight.dtype), weight / jnp.asarray(steps, weight.dtype))
 
 
 def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
@@ -215,6 +215,13 @@ def has_seen(seen: Seen, weight: float) -> jax.Array:
     units, rest = divmod(weight, _UNIT)
     units = int(min(units, 2**31 - 1))
     return (seen.units > units) | ((seen.units == units) & (seen.rest >= rest))
+
+
+def _groups(options: Options, params: Tree) -> list[str]:
+    """Returns the names of the groups; of all where parameters have no leaves, as those that Optax's tools make."""
+    if not jax.tree.leaves(params):
+        return [ALL] if options.groups is None else jax.tree.leaves(options.groups)
+    return [name for name, _ in _named(options, params)]
 
 
 def _named(options: Options, tree: Tree) -> list[tuple[str, Any]]:

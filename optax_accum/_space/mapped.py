@@ -97,6 +97,11 @@ def differs(leaf: Any, axes: Axes) -> bool:
     return bool(set(axes) & compilers.varying_axes(leaf))
 
 
+def axes_of(rows: jax.Array) -> Axes:
+    """Returns the axes over which rows [1] are dealt out inside `jax.shard_map`; elsewhere there are none."""
+    return tuple(sorted(compilers.varying_axes(rows))) if rows.ndim else ()
+
+
 def tells_apart(axes: Axes) -> bool:
     """Returns whether types tell here what differs between devices: not under `check_vma=False`."""
     return differs(jax.lax.axis_index(axes), axes)

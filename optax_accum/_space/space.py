@@ -44,7 +44,8 @@ class Space:
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
         """Returns the weight of a micro-batch as it is added to `like`; if `share`, each device's part of it."""
-        return checks.as_weight(weight)
+        weight = checks.as_weight(weight)
+        return weight.astype(like.dtype) if isinstance(weight, jax.Array) else weight
 
     # The sums of gradients.
 

@@ -83,7 +83,7 @@ def value_and_grad(
       argnums: as in `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
       batch_argnums: the argument, or several, that hold the batch: trees whose arrays are cut along their first axis;
-        scalars stay whole. Argument 1, unless `batch_argnames` names the batch.
+        scalars stay whole, and a list of them is refused. Argument 1, unless `batch_argnames` names the batch.
       batch_argnames: the same for arguments that are passed by keyword; `weight_fn` is given them last.
       whole_argnums: arguments that all micro-batches get whole though they have as many rows, and keys that they share
         on purpose. Other arguments stay whole unasked.
@@ -126,6 +126,7 @@ def value_and_grad(
       | a weight of zero | its micro-batch is not run: their number may vary without a new compilation | running |
       | outputs of one that is not run | zeros in `"concat"` and `"stack"`, nothing elsewhere | running |
       | the weights add to zero | a zero loss and a zero gradient | running |
+      | the same: `"max"` of nothing | the lowest number of its dtype: `-inf`, False of bools | running |
       | a weight of zero for one term only | its value is left out; guard a 0 / 0 in it with `jnp.maximum` | running |
       | a loss below 32 bits | its cotangent rounds the shares; return `loss.astype(jnp.float32)` | tracing |
       | a bfloat16 parameter, a float32 accumulator | added after the backward pass, not inside | tracing |

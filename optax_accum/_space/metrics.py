@@ -1,0 +1,46 @@
+"""Owns the scalars worth logging of a state: of partial sums the total, wherever they live. Decides nothing."""
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import statistics
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.state import find_state
+from optax_accum._space import mapped
+
+
+def metrics(state: Tree) -> dict[str, jax.Array]:
+    """Returns the scalars worth logging at every micro-step.
+
+    Args:
+      state: an `AccumulationState`, or any optimizer state that holds exactly one.
+
+    Returns:
+      `mini_step` and `gradient_step` (int32), `weight` (`sum(w)` in the window so far, default float dtype; like
+      `mini_step` it is 0 again when the window has closed), `skipped` (micro-batches) and `discarded` (windows), int32
+      totals since `init`. With `statistics`, too: `seen`, the weight of all windows that have emitted; `gradient_norm`
+      of the gradient that was emitted last and `micro_gradient_norm` of the last micro-batch (of several devices' the
+      root of the mean square); `gradient_noise`, `gradient_signal` and `noise_scale`, NaN until two micro-batches have
+      made an update; and the last five of each group, as `noise_scale/embedding`. All have shape [].
+
+      Of several devices `weight` is their total, inside `jax.shard_map` too, where this communicates, as long as types
+      tell there what differs between devices: under `check_vma=False` `weight` and `micro_gradient_norm` are of one.
+
+    Raises:
+      ValueError: `state` holds none, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=4)
+      >>> _, state = tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weight=7.0)
+      >>> {name: value.item() for name, value in optax_accum.metrics(state).items()}
+      {'mini_step': 1, 'gradient_step': 0, 'weight': 7.0, 'skipped': 0, 'discarded': 0}
+    """
+    found = find_state(state)
+    counts = {name: getattr(found, name) for name in ("mini_step", "gradient_step", "weight", "skipped", "discarded")}
+    axes, samples = mapped.axes_of(jnp.asarray(found.weight)), found.samples
+    if samples:
+        latest = jax.tree.map(lambda squares: jax.lax.pmean(jnp.mean(squares), axes), samples.latest)
+        samples = samples._replace(latest=latest)
+    told = statistics.metrics(samples, found.statistics, found.seen)
+    return {**counts, "weight": jax.lax.psum(jnp.sum(found.weight), axes), **told}
