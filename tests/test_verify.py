@@ -244,6 +244,11 @@ def test_an_impure_function_is_found_before_anything_is_compared():
     assert [cause.kind for cause in report.causes] == ["mutable state"]
 
 
+def test_a_report_in_an_assert_is_whether_the_law_holds():
+    assert verify(mse, W, BATCH)
+    assert not verify(masked, W, BATCH)
+
+
 def test_two_causes_are_both_found():
     report = verify(masked, W, MANY, accumulator_dtype=jnp.bfloat16, num_microbatches=16)
     assert [cause.kind for cause in report.causes] == ["low-precision accumulator", "weights"]

@@ -63,7 +63,10 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `verify` or `verify_step` found: whether the law holds, how nearly, if not why. It prints."""
+    """What `verify` or `verify_step` found: whether the law holds, how nearly, if not why. It prints.
+
+    As a bool it is `holds`, so that `assert verify(...)` says what it seems to say; `check()` shows the report, too.
+    """
 
     holds: bool
     errors: dict[str, float]  # "loss" and each leaf's path -> largest error / largest entry of what is averaged
@@ -80,6 +83,9 @@ class Report:
         """Raises an AssertionError with the report, unless the law holds: one line of a test."""
         if not self.holds:
             raise AssertionError(str(self))
+
+    def __bool__(self) -> bool:
+        return self.holds
 
     def __str__(self) -> str:
         same = "gradient" if self.subject == "loss" else "update"
