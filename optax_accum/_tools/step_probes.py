@@ -70,7 +70,7 @@ class StepProbes(StepRuns):
     def other(self, parts: Rows, *, last: bool = False) -> tuple[Errors, list[Cause]]:
         """A window of other micro-batches: of unequal ones, or fewer, of which the last one ends it."""
         (found,) = self.changes(self.cut, self.calls(parts), last=last)
-        if not any(np.any(found[name]) for name in self.params):
+        if self.moves_first and not any(np.any(found[name]) for name in self.params):
             ends = (
                 f"that ends after {len(parts)} of {self.cut.every}"
                 if len(parts) < self.cut.every
