@@ -24,6 +24,11 @@ def numbers(carry: Tree) -> Numbers:
     return {path: wide(leaf) for path, leaf in _leaves(carry) if _is_inexact(leaf) or _is_count(leaf)}
 
 
+def floats(carry: Tree) -> dict[Path, str]:
+    """Returns the paths of the inexact arrays of a carry, and their names."""
+    return {path: _named(path) for path, leaf in _leaves(carry) if _is_inexact(leaf)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """What two carries have in common: a parameter, or a leaf of the optimizer's state that is one's own."""
