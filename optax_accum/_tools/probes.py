@@ -68,7 +68,7 @@ class Probes:
         """What is wrong with a sound accumulator and a fixed carry lies in the formula of the loss."""
         if within(self.as_sound) and not self.broken:
             return []
-        return self._not_rows() or self._sum() or self._weights() or self._coupled()
+        return self._not_rows() or self._normalised() or self._sum() or self._weights() or self._coupled()
 
     @functools.cached_property
     def as_asked(self) -> Errors:
@@ -223,6 +223,25 @@ class Probes:
                     f"The leaf {path} of the batch is cut like rows. Kept whole, it gives the whole batch's gradient."
                 )
                 return [Cause("not rows", says)]
+        return []
+
+    def _normalised(self) -> list[Cause]:
+        """A leaf of the batch, moved or stretched as a whole, changes nothing; moved apart, row by row, it does.
+
+        What each row normalises, as LayerNorm does, or nobody reads, does not matter in either way. What weighs rows
+        may be stretched, too: it has one sign.
+        """
+        run = self._measure(jax.value_and_grad(self.loss.total))
+        same = lambda batch: within(self._differences(run(batch)))
+        for path, leaf, put in self.loss.floats(self.batch):
+            apart = np.random.default_rng(0).uniform(0.5, 2, (len(leaf), *[1] * (leaf.ndim - 1)))
+            moves = {"moved by a constant": lambda by, leaf=leaf: leaf + by * (np.std(leaf) or 1)}
+            if np.min(leaf) < 0 < np.max(leaf):
+                moves["doubled"] = lambda by, leaf=leaf: leaf * by
+            for how, move in moves.items():
+                if same(put(move(2))) and not same(put(move(apart))):
+                    says = f"The leaf {path} of the batch is normalised over its rows: {how}, it gives the same gradient."
+                    return [Cause("coupled examples", says)]
         return []
 
     def _depends(self, loss: Loss, batch: Tree) -> bool:
