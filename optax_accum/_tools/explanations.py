@@ -16,7 +16,7 @@ FINE = 0.01  # that beyond which nothing is said of a change of few entries
 EDGE = 1e-3  # the least that a micro-batch counts where it counts
 BFLOAT = 2**-7  # two roundings of bfloat16
 
-MEAN = "What came out is the plain mean of what each micro-batch alone would give"
+MEAN = "What came out is a mean of what each micro-batch alone would give"
 ORDINARY = "Micro-batch {} of {} alone gives what came out{}: the others count for nothing."
 
 
@@ -78,7 +78,7 @@ class Explanations:
                 return self._refined(found, linear) if cause.kind == "mean of means" else cause
         if self._mean_slots(found):
             return self._refined(found, linear)
-        return self._multiple(found, linear) or self._weighted(found, linear)
+        return self._multiple(found, linear) or self._weighted(found, linear) or self._coupled(found)
 
     def second(self, cut: list[Change], whole: list[Change]) -> Cause | None:
         """Returns the cause that explains why only the second of two windows is wrong."""
@@ -171,6 +171,14 @@ class Explanations:
                 return Cause(
                     "mean of means", f"The micro-batches count for {each[0]}; in the whole batch for {each[1]}."
                 )
+        return None
+
+    def _coupled(self, found: Change) -> Cause | None:
+        """Says that a weighted mean of what micro-batches give came out, where the whole batch's is none of theirs."""
+        for slot in [] if self.few else filter(self._large, self.slots):
+            (_, right), (shares, far) = self._combined(slot), self._combined(slot, of=found)
+            if far < self.near <= right and abs(sum(shares) - 1) < self.near and min(shares) > 0:
+                return self._refined(found, [slot])
         return None
 
     def factor(self, found: Change, slot: str) -> float | None:

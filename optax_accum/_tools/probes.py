@@ -17,6 +17,7 @@ from optax_accum._tools.loss import Loss, largest, take, uneven, wide
 from optax_accum._tools.report import DRAWS, Cause, order
 from optax_accum._within import splitting
 
+APART = 1e3  # rows alone whose mean is so many times the whole are no terms of it: what one row is divided by is near 0
 Errors = dict[str, tuple[float, float]]  # "loss" and each leaf's path -> the relative error, and the largest allowed
 
 
@@ -135,7 +136,10 @@ class Probes:
 
         That of a leaf is 1 % of the largest leaf's at least, and that of the loss 1 % of what the parameters move.
         """
-        rows = self.whole if self.rows is None else [leaf.reshape(-1, *leaf.shape[2:]) for leaf in self.rows]
+        rows = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in self.rows or []]
+        of = lambda leaves: max((largest(np.mean(leaf, 0)) for leaf in leaves), default=0.0)
+        if not rows or not of(rows[1:]) <= APART * of(self.whole[1:]):
+            rows = self.whole
         pairs = zip(self.whole, rows, strict=True)
         loss, *leaves = [max(largest(np.mean(whole, 0)), largest(_mean_size(row))) for whole, row in pairs]
         params = map(wide, jax.tree.leaves(self.loss.params))
