@@ -129,6 +129,10 @@ def neighbours(params, batch):
     return jnp.mean(jax.nn.softplus(scores - jnp.roll(scores, 1)))
 
 
+def largest_row(params, batch):
+    return jnp.max((batch["x"] @ params["w"] - 1) ** 2)
+
+
 TABLE = {"table": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)}
 ADVANTAGES = jnp.asarray((lambda a: (a - a.mean()) / a.std())(rng.normal(size=N)), jnp.float32)
 REWARDS = BATCH | {"reward": jnp.asarray(rng.normal(1, 2, size=N), jnp.float32)}
@@ -155,6 +159,7 @@ PLANTED = {
     "masked mean in noise": ("weights", noisy_masked, W, BATCH, (KEY,), {"rng_argnum": 2}),
     "a table cut like rows": ("not rows", table_in_batch, W, BATCH | {"table": jnp.arange(1.0, 9.0)}, (), {}),
     **{f"{how} advantages": ("coupled examples", normalised(how), W, REWARDS, (), {}) for how in NORMALISED},
+    "the largest row": ("coupled examples", largest_row, {"w": W["w"][:, 0]}, BATCH, (), {}),
     "neighbours": ("coupled examples", neighbours, W, BATCH, (), {}),
     "carry in the loss": ("mutable state", with_carry, W, BATCH, (jnp.float32(0.5),), {"carry_argnum": 2}),
 }

@@ -500,6 +500,25 @@ def test_what_was_not_tried_is_said():
     assert "returns no last_step" in str(verify_step(lambda every: Loop()(every)[:2], BATCH, every=2))
 
 
+def test_a_step_that_cuts_its_batch_itself_is_told_of_the_option():
+    """Without it each call is an update: what is said of it would accuse a sound step."""
+    report = verify_step(Cut(), BATCH, every=2, uneven=False)
+    assert not report.holds
+    assert "Not tried: within_call=True, which a step needs that gets the whole batch in one call" in str(report)
+    assert verify_step(Cut(), BATCH, every=2, uneven=False, within_call=True).holds
+
+
+def test_batch_norm_is_named_where_micro_batches_are_weighed():
+    weighed = lambda w, batch, key: masked(w, batch | {"x": normalised_columns(batch["x"])}, key)
+    report = verify_step(Loop(weighed, weight=lambda batch: np.asarray(batch["mask"]).sum()), BATCH, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["coupled examples"], str(report)
+
+
+def normalised_columns(x):
+    x = np.asarray(x)
+    return (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True)
+
+
 def test_the_reference_may_be_ours():
     fault = lambda every: Loop(factor=lambda n, k: 1 / K)(every)
     assert not verify_step(fault, BATCH, uneven=False).causes[1:]  # make_step(1) has the same fault

@@ -266,9 +266,15 @@ class Probes:
                 [np.sum(np.mean(leaf, 1), 0) for leaf in self.rows],
             )
         )
-        if not np.linalg.norm(whole - total) < 0.3 * np.linalg.norm(whole):
+        if not np.linalg.norm(whole - total) < 0.3 * np.linalg.norm(whole) or not self._grows:
             return []
         return [Cause("sum", "The whole is its rows added up, where their mean was needed.")]
+
+    @functools.cached_property
+    def _grows(self) -> bool:
+        """Whether the batch with each row twice gives more, as a sum does, and a mean or the largest row does not."""
+        twice = take(self.batch, np.tile(np.arange(self.count), 2))
+        return not within(self._differences(self._measure(jax.value_and_grad(self.loss.total))(twice)))
 
     def _weights(self) -> list[Cause]:
         """Some weight for each batch makes a sum over rows of the loss times the weight."""
@@ -278,6 +284,9 @@ class Probes:
         if abs(factor - 1) > 0.01:
             says = f"With other rows in some places, the batch counts for {factor:.2f} of what it did."
             return [Cause("weights", says)]
+        if not self._grows:
+            says = "All rows count the same, the whole is not the mean over its parts, and the same with each row twice."
+            return [Cause("coupled examples", says)]
         if self.loss.weight_fn is None:
             return [Cause("sum", "All rows count the same, and the whole is not the mean over its parts.")]
         return [Cause("weights", "All rows count the same in the loss, but not in weight_fn.")]

@@ -202,6 +202,12 @@ class StepProbes(StepRuns):
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         return [f"{', '.join(found[:3])}{more} in the carry, which whole batches change"] if found else []
 
+    def asked(self) -> list[str]:
+        """A step that updates at each call may be one that cuts the batch of a call itself."""
+        if self.within_call or self.moved != list(range(1, 2 * self.cut.every + 1)):
+            return []
+        return ["within_call=True, which a step needs that gets the whole batch in one call: this one moves in each call"]
+
     def poison(self) -> list[Cause]:
         """After a NaN whole batches go on training, and windows do not."""
         parts, at = self.even(), self.cut.every // 2
