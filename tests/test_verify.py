@@ -100,6 +100,18 @@ def group_relative(params, batch):
     return jnp.mean((rewards - rewards.mean(1, keepdims=True)) * scores)
 
 
+def normalised(how):
+    """Advantages as PPO and GRPO normalise them, in the loss."""
+
+    def loss(params, batch):
+        rewards = batch["reward"]
+        center = 0 if how == "scaled" else rewards.mean()
+        scale = 1 if how == "centred" else rewards.std() + 1e-8
+        return policy_gradient(params, batch | {"advantage": (rewards - center) / scale})
+
+    return loss
+
+
 def class_weighted(params, batch, table):
     return jnp.mean(table[batch["label"]] * (outputs(params, batch) ** 2).sum(1))
 
@@ -117,8 +129,14 @@ def neighbours(params, batch):
     return jnp.mean(jax.nn.softplus(scores - jnp.roll(scores, 1)))
 
 
+def largest_row(params, batch):
+    return jnp.max((batch["x"] @ params["w"] - 1) ** 2)
+
+
 TABLE = {"table": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)}
 ADVANTAGES = jnp.asarray((lambda a: (a - a.mean()) / a.std())(rng.normal(size=N)), jnp.float32)
+REWARDS = BATCH | {"reward": jnp.asarray(rng.normal(1, 2, size=N), jnp.float32)}
+NORMALISED = "normalised", "centred", "scaled"
 MANY = {name: jnp.concatenate([leaf] * 8) for name, leaf in BATCH.items()}
 KEY = jax.random.key(1)
 
@@ -140,6 +158,8 @@ PLANTED = {
     ),
     "masked mean in noise": ("weights", noisy_masked, W, BATCH, (KEY,), {"rng_argnum": 2}),
     "a table cut like rows": ("not rows", table_in_batch, W, BATCH | {"table": jnp.arange(1.0, 9.0)}, (), {}),
+    **{f"{how} advantages": ("coupled examples", normalised(how), W, REWARDS, (), {}) for how in NORMALISED},
+    "the largest row": ("coupled examples", largest_row, {"w": W["w"][:, 0]}, BATCH, (), {}),
     "neighbours": ("coupled examples", neighbours, W, BATCH, (), {}),
     "carry in the loss": ("mutable state", with_carry, W, BATCH, (jnp.float32(0.5),), {"carry_argnum": 2}),
 }
@@ -242,6 +262,19 @@ def test_an_impure_function_is_found_before_anything_is_compared():
     assert not report.holds
     assert not report.errors
     assert [cause.kind for cause in report.causes] == ["mutable state"]
+
+
+def test_the_leaf_that_is_normalised_is_named_and_the_remedy_helps():
+    report = verify(normalised("normalised"), W, REWARDS)
+    assert "The leaf ['reward'] of the batch is normalised over its rows" in report.causes[0].evidence
+    assert "before the call" in report.causes[0].remedy
+    rewards = REWARDS["reward"]
+    assert verify(policy_gradient, W, REWARDS | {"advantage": (rewards - rewards.mean()) / rewards.std()}).holds
+
+
+def test_a_report_in_an_assert_is_whether_the_law_holds():
+    assert verify(mse, W, BATCH)
+    assert not verify(masked, W, BATCH)
 
 
 def test_two_causes_are_both_found():

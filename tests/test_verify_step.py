@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -368,6 +369,17 @@ def summed_of_nnx(every):
     return step, (params, tx.init(params), optax.tree.zeros_like(params), 0)
 
 
+def held_by_nnx(every):
+    """A module that holds another one twice, beside that one: still one in each run."""
+
+    class Pair(nnx.Module):
+        def __init__(self, model):
+            self.model = self.again = model
+
+    step, (model, optimizer) = of_nnx(every)
+    return lambda carry, batch: (step((carry[1].again, carry[2]), batch), carry)[1], (model, Pair(model), optimizer)
+
+
 def with_metrics(every):
     """Flax's metrics have a `count`, too, and count micro-steps."""
     step, carry = of_nnx(every)
@@ -399,6 +411,7 @@ OTHERS = {
     "MultiSteps in a TrainState": (multi_steps, {"uneven": False}, []),
     "MultiSteps, unequal micro-batches": (multi_steps, {}, ["mean of means"]),
     "NNX": (of_nnx, {"uneven": False}, []),
+    "NNX, a module that stands twice": (held_by_nnx, {"uneven": False, "params": lambda carry: carry[0]}, []),
     "NNX, split": (split_of_nnx, {"uneven": False}, []),
     "NNX, split, a sum": (summed_of_nnx, {}, ["sum for a mean"]),
     "NNX, metrics": (with_metrics, {"uneven": False}, []),
@@ -447,10 +460,63 @@ def test_a_step_of_keras(rate, monkeypatch):
     assert [cause.kind for cause in report.causes] == ["optimizer at each micro-step"] * (rate == "schedule")
 
 
+class Model:
+    """What may stand in a static field: a lock, a module, a device, a compiled function."""
+
+    def __init__(self):
+        self.lock, self.module, self.device, self.traced = threading.Lock(), np, jax.devices()[0], 0
+        self.apply = jax.jit(self._apply)
+
+    def _apply(self, params, x):
+        self.traced += 1
+        return x @ params["w"]
+
+
+def test_a_leaf_that_stands_twice_is_copied_without_what_stands_beside_it():
+    """An average that starts as the parameters. Each compiled function is traced once for each size of a batch."""
+    State = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("State", ["params", "ema", "state", "model"]), ["params", "ema", "state"], ["model"]
+    )
+    models = []
+
+    def make_step(every):
+        models.append(Model())
+        tx = optax.MultiSteps(optax.sgd(0.1), every)
+
+        def step(carry, batch):
+            grads = jax.grad(lambda p: jnp.mean((carry.model.apply(p, batch["x"]) - batch["y"]) ** 2))(carry.params)
+            updates, state = tx.update(grads, carry.state, carry.params)
+            return dataclasses.replace(carry, params=optax.apply_updates(carry.params, updates), state=state)
+
+        return step, State(PARAMS, PARAMS, tx.init(PARAMS), models[-1])
+
+    assert verify_step(make_step, BATCH, every=2, uneven=False).holds
+    assert max(model.traced for model in models) <= 4
+
+
 def test_what_was_not_tried_is_said():
     report = verify_step(scanned, BATCH, within_call=True)
     assert "Not tried: micro-batches of [3, 3, 3, 2] rows, which the step refuses" in str(report)
     assert "returns no last_step" in str(verify_step(lambda every: Loop()(every)[:2], BATCH, every=2))
+
+
+def test_a_step_that_cuts_its_batch_itself_is_told_of_the_option():
+    """Without it each call is an update: what is said of it would accuse a sound step."""
+    report = verify_step(Cut(), BATCH, every=2, uneven=False)
+    assert not report.holds
+    assert "Not tried: within_call=True, which a step needs that gets the whole batch in one call" in str(report)
+    assert verify_step(Cut(), BATCH, every=2, uneven=False, within_call=True).holds
+
+
+def test_batch_norm_is_named_where_micro_batches_are_weighed():
+    weighed = lambda w, batch, key: masked(w, batch | {"x": normalised_columns(batch["x"])}, key)
+    report = verify_step(Loop(weighed, weight=lambda batch: np.asarray(batch["mask"]).sum()), BATCH, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["coupled examples"], str(report)
+
+
+def normalised_columns(x):
+    x = np.asarray(x)
+    return (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True)
 
 
 def test_the_reference_may_be_ours():

@@ -11,7 +11,7 @@ class Advice:
     Attributes:
       every: the micro-steps in a window.
       global_batch: the examples in it.
-      best: where the time is least, before it is rounded: `sqrt(noise_scale / microbatch_size * once / micro_step)`,
+      best: where the time is least, of all numbers; `every` is the integer where it is: `sqrt(noise_scale / microbatch_size * once / micro_step)`,
         with `once` for optimizer and communication; None if the noise scale is not known.
       overhead: the share of the time that optimizer and communication take, with this window.
       speedup: the time to the same loss without accumulation, in units of that with this window: below 1, it costs.
@@ -125,7 +125,8 @@ def _chosen(
         return every, "what happens once then takes a tenth of the time. Measure the noise scale before you trust it."
     if best >= max_every:
         return max_every, "accumulate as much as you allow: the noise scale is far above."
-    every = max(round(best), 1)
+    below = max(math.floor(best), 1)
+    every = below if best * best <= below * (below + 1) else below + 1  # T(below) <= T(below + 1)
     if every == 1:
         return 1, "do not accumulate. The optimizer is cheap, or the batch is near the noise scale."
     return every, "accumulate. What happens once is dear, and the batch stays below the noise scale."

@@ -24,11 +24,16 @@ def numbers(carry: Tree) -> Numbers:
     return {path: wide(leaf) for path, leaf in _leaves(carry) if _is_inexact(leaf) or _is_count(leaf)}
 
 
+def floats(carry: Tree) -> dict[Path, str]:
+    """Returns the paths of the inexact arrays of a carry, and their names."""
+    return {path: _named(path) for path, leaf in _leaves(carry) if _is_inexact(leaf)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What two carries have in common: a parameter, or a leaf of the optimizer's state that mirrors one."""
+    """What two carries have in common: a parameter, or a leaf of the optimizer's state that is one's own."""
 
-    slot: str  # "params", or which mirror of them
+    slot: str  # "params", or which mirror of them, or of some of them
     one: Path
     cut: Path
     epsilon: float  # of its dtype
@@ -52,12 +57,10 @@ def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Le
     found = {name: leaf("params", path, others[name], start[path]) for name, path in params.items()}
     for path, other in aligned(state_of(one, root, params), state_of(cut, other_root, others)).items():
         if start[path].shape == then[other].shape:
-            ends = lambda name, path=path: (
-                f"/{_named(path)}".endswith(f"/{name}") and start[path].shape == start[params[name]].shape
-            )
-            name = max(filter(ends, params), key=len, default="")
-            drift = start[params[name]] if name else np.zeros_like(start[path])
-            found[_named(path)] = leaf(_named(path).removesuffix(name), path, other, drift)
+            stem, name = _owner(_plain(path), {name: _plain(of[len(root) :]) for name, of in params.items()})
+            alike = name and start[path].shape == start[params[name]].shape
+            drift = start[params[name]] if alike else np.zeros_like(start[path])
+            found[_named(path)] = leaf("/".join((*stem, "")), path, other, drift)
     return found
 
 
@@ -90,7 +93,10 @@ def subtree(carry: Tree, find: Find) -> Tree:
 
 
 def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
-    """Returns the paths of what mirrors the parameters, as moments do, and is zero at first."""
+    """Returns the paths of what mirrors the parameters, as moments do: zero at first, or the parameters themselves.
+
+    Inside an optimizer's state also what belongs to one parameter alone, of any shape, as factored moments do.
+    """
     leaves = {path: leaf for path, leaf in _leaves(carry) if _is_inexact(leaf) and path not in params.values()}
     ends = {name: _plain(path[len(root) :]) for name, path in params.items()}
     shapes = {name: np.shape(dict(_leaves(carry))[path]) for name, path in params.items()}
@@ -108,7 +114,10 @@ def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
         }
         found |= mirror if len(mirror) == len(params) or not ends[first] else set()
     found |= _lists(leaves, Counter(shapes.values()))
-    return {path for path in found if not np.any(wide(leaves[path]))}
+    starts = [wide(dict(_leaves(carry))[path]) for path in params.values()]
+    begins = lambda leaf: not np.any(leaf) or any(np.array_equal(leaf, start) for start in starts)
+    owned = {path for path in _inside(leaves, _states(carry)) if _owner(_plain(path), ends)[1]}
+    return owned | {path for path in found if begins(wide(leaves[path]))}
 
 
 def aligned(paths: Iterable[Path], others: Iterable[Path]) -> dict[Path, Path]:
@@ -195,6 +204,16 @@ def _from_end(paths: Iterable[Path]) -> dict[Path, Path]:
     last = lambda parent: max(int(path[-1]) for path in plain.values() if path[:-1] == parent and path[-1].isdigit())
     end = lambda path: (*path[:-1], str(int(path[-1]) - last(path[:-1]))) if path and path[-1].isdigit() else path
     return {path: end(of) for path, of in plain.items()}
+
+
+def _owner(path: Path, ends: dict[str, Path]) -> tuple[Path, str]:
+    """Returns the parameter on whose path a path ends, but for the place in a list, and what stands before that."""
+    for end in (path, path[:-1]) if path and path[-1].isdigit() else (path,):
+        owners = [name for name, of in ends.items() if of and end[-len(of) :] == of]
+        if owners:
+            name = max(owners, key=lambda name: len(ends[name]))
+            return end[: -len(ends[name])], name
+    return path, ""
 
 
 def _stem(path: Path, end: Path) -> Path | None:

@@ -16,7 +16,7 @@ FINE = 0.01  # that beyond which nothing is said of a change of few entries
 EDGE = 1e-3  # the least that a micro-batch counts where it counts
 BFLOAT = 2**-7  # two roundings of bfloat16
 
-MEAN = "What came out is the plain mean of what each micro-batch alone would give"
+MEAN = "What came out is a mean of what each micro-batch alone would give"
 ORDINARY = "Micro-batch {} of {} alone gives what came out{}: the others count for nothing."
 
 
@@ -78,7 +78,7 @@ class Explanations:
                 return self._refined(found, linear) if cause.kind == "mean of means" else cause
         if self._mean_slots(found):
             return self._refined(found, linear)
-        return self._multiple(found, linear) or self._weighted(found, linear)
+        return self._multiple(found, linear) or self._weighted(found, linear) or self._coupled(found)
 
     def second(self, cut: list[Change], whole: list[Change]) -> Cause | None:
         """Returns the cause that explains why only the second of two windows is wrong."""
@@ -145,8 +145,11 @@ class Explanations:
         """Says that a change is a multiple of the whole batch's, and whose fault that is."""
         if linear == ["params"] and self._unclipped() and (cause := self._rate(found)):
             return cause  # no moments tell: sums and means have other factors
-        for slot in linear:
-            if factor := self.factor(found, slot):
+        squares = [slot for slot in self.slots if slot not in ("params", *linear) and not self._falls(slot)]
+        powers = {slot: 1 for slot in linear} or {slot: 2 for slot in squares}  # second moments tell where no first do
+        for slot, power in powers.items():
+            factor = (self.factor(found, slot) or 0.0) ** (1 / power)
+            if factor and abs(factor - 1) > self.near:
                 says = f"What came out is {factor:.3g} times what the whole batch gives."
                 return Cause("divided twice" if factor < 1 else "sum for a mean", says)
         return None
@@ -170,6 +173,14 @@ class Explanations:
                 )
         return None
 
+    def _coupled(self, found: Change) -> Cause | None:
+        """Says that a weighted mean of what micro-batches give came out, where the whole batch's is none of theirs."""
+        for slot in [] if self.few else filter(self._large, self.slots):
+            (_, right), (shares, far) = self._combined(slot), self._combined(slot, of=found)
+            if far < self.near <= right and abs(sum(shares) - 1) < self.near and min(shares) > 0:
+                return self._refined(found, [slot])
+        return None
+
     def factor(self, found: Change, slot: str) -> float | None:
         """Returns which multiple of the whole batch's change was found, if it is one."""
         factor, distance = self.fit(found, slot)
@@ -189,8 +200,10 @@ class Explanations:
         return max(self.distance(found, other, slot) for slot in slots)
 
     def _mean_slots(self, found: Change) -> list[str]:
+        """Returns the slots in which a plain mean came out, and not what the whole batch gives as well."""
         mean = self._sum(self.parts, 1 / len(self.parts))
-        return [slot for slot in self.slots if self.distance(found, mean, slot) < self.near]
+        means = lambda slot: self.distance(found, mean, slot) < self.near <= self.distance(found, self.whole, slot)
+        return list(filter(means, self.slots))
 
     def _combined(
         self, slot: str, names: list[str] | None = None, of: Change | None = None
@@ -214,7 +227,8 @@ class Explanations:
         """Whether a sum of these micro-batches in bfloat16 could be as far from the whole batch's."""
         sizes = lambda slot: np.sum([np.abs(self._vector(part, slot)) for part in self.parts], axis=0)
         off = lambda slot: np.abs(self._vector(found, slot) - self._vector(self.whole, slot))
-        return all(largest(off(slot)) <= BFLOAT * largest(sizes(slot)) for slot in self.linear)
+        slots = self.linear or [slot for slot in self.slots if slot != "params"] or ["params"]
+        return all(largest(off(slot)) <= BFLOAT * largest(sizes(slot)) for slot in slots)
 
     def _between(self, slot: str) -> bool:
         """Whether each union of micro-batches lies between those before it and the last one, or all are sums."""

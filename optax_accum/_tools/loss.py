@@ -94,6 +94,16 @@ class Loss:
                 loss = self._with_leaf(number, _flat(leaf))
                 yield paths[number], loss, jax.tree.unflatten(treedef, rest)
 
+    def floats(self, batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray], Tree]]]:
+        """Yields for each leaf of real numbers in rows its path, its numbers, and what puts others in their place."""
+        leaves, treedef = jax.tree.flatten(batch)
+        for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(batch)):
+            if splitting.is_split(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                put = lambda new, n=number, of=jnp.result_type(leaf): jax.tree.unflatten(
+                    treedef, [*leaves[:n], jnp.asarray(new, of), *leaves[n + 1 :]]
+                )
+                yield jax.tree_util.keystr(path), wide(leaf), put
+
     def _with_leaf(self, number: int, leaf: Any) -> "Loss":
         def put(batch: Tree) -> Tree:
             leaves, treedef = jax.tree.flatten(batch)

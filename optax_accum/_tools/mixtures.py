@@ -104,7 +104,7 @@ def _reweighted(mixture: np.ndarray, limit: float) -> float | None:
     more, _, _, spread = np.linalg.lstsq(sides, _missing(mixture), rcond=None)
     if largest(sides @ more - _missing(mixture)) > limit * max(1, largest(mixture)):
         return None
-    if spread[-1] <= 1e-3 * spread[0]:  # a and b cannot be told apart: any weights explain this mixture
-        return 1.0
+    if spread[-1] <= 1e-3 * spread[0]:  # a and b cannot be told apart: some weights would explain this mixture
+        return 1.0 if largest(_missing(mixture)) <= limit * max(1, largest(mixture)) else None
     weights = [*(1 + more), 1 + sum(more)]
     return float(max(weights, key=lambda weight: abs(weight - 1))) if min(weights) > 0 else None

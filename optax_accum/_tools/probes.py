@@ -17,6 +17,7 @@ from optax_accum._tools.loss import Loss, largest, take, uneven, wide
 from optax_accum._tools.report import DRAWS, Cause, order
 from optax_accum._within import splitting
 
+APART = 1e3  # rows alone whose mean is so many times the whole are no terms of it: what one row is divided by is near 0
 Errors = dict[str, tuple[float, float]]  # "loss" and each leaf's path -> the relative error, and the largest allowed
 
 
@@ -68,7 +69,7 @@ class Probes:
         """What is wrong with a sound accumulator and a fixed carry lies in the formula of the loss."""
         if within(self.as_sound) and not self.broken:
             return []
-        return self._not_rows() or self._sum() or self._weights() or self._coupled()
+        return self._not_rows() or self._normalised() or self._sum() or self._weights() or self._coupled()
 
     @functools.cached_property
     def as_asked(self) -> Errors:
@@ -135,7 +136,10 @@ class Probes:
 
         That of a leaf is 1 % of the largest leaf's at least, and that of the loss 1 % of what the parameters move.
         """
-        rows = self.whole if self.rows is None else [leaf.reshape(-1, *leaf.shape[2:]) for leaf in self.rows]
+        rows = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in self.rows or []]
+        of = lambda leaves: max((largest(np.mean(leaf, 0)) for leaf in leaves), default=0.0)
+        if not rows or not of(rows[1:]) <= APART * of(self.whole[1:]):
+            rows = self.whole
         pairs = zip(self.whole, rows, strict=True)
         loss, *leaves = [max(largest(np.mean(whole, 0)), largest(_mean_size(row))) for whole, row in pairs]
         params = map(wide, jax.tree.leaves(self.loss.params))
@@ -225,6 +229,25 @@ class Probes:
                 return [Cause("not rows", says)]
         return []
 
+    def _normalised(self) -> list[Cause]:
+        """A leaf of the batch, moved or stretched as a whole, changes nothing; moved apart, row by row, it does.
+
+        What each row normalises, as LayerNorm does, or nobody reads, does not matter in either way. What weighs rows
+        may be stretched, too: it has one sign.
+        """
+        run = self._measure(jax.value_and_grad(self.loss.total))
+        same = lambda batch: within(self._differences(run(batch)))
+        for path, leaf, put in self.loss.floats(self.batch):
+            apart = np.random.default_rng(0).uniform(0.5, 2, (len(leaf), *[1] * (leaf.ndim - 1)))
+            moves = {"moved by a constant": lambda by, leaf=leaf: leaf + by * (np.std(leaf) or 1)}
+            if np.min(leaf) < 0 < np.max(leaf):
+                moves["doubled"] = lambda by, leaf=leaf: leaf * by
+            for how, move in moves.items():
+                if same(put(move(2))) and not same(put(move(apart))):
+                    says = f"The leaf {path} of the batch is normalised over its rows: {how}, it gives the same gradient."
+                    return [Cause("coupled examples", says)]
+        return []
+
     def _depends(self, loss: Loss, batch: Tree) -> bool:
         """Whether the loss changes with the rows of a batch."""
         pairs = np.stack([np.arange(self.count), np.roll(np.arange(self.count), 1)], axis=1)  # [n, 2]
@@ -243,9 +266,15 @@ class Probes:
                 [np.sum(np.mean(leaf, 1), 0) for leaf in self.rows],
             )
         )
-        if not np.linalg.norm(whole - total) < 0.3 * np.linalg.norm(whole):
+        if not np.linalg.norm(whole - total) < 0.3 * np.linalg.norm(whole) or not self._grows:
             return []
         return [Cause("sum", "The whole is its rows added up, where their mean was needed.")]
+
+    @functools.cached_property
+    def _grows(self) -> bool:
+        """Whether the batch with each row twice gives more, as a sum does, and a mean or the largest row does not."""
+        twice = take(self.batch, np.tile(np.arange(self.count), 2))
+        return not within(self._differences(self._measure(jax.value_and_grad(self.loss.total))(twice)))
 
     def _weights(self) -> list[Cause]:
         """Some weight for each batch makes a sum over rows of the loss times the weight."""
@@ -255,6 +284,9 @@ class Probes:
         if abs(factor - 1) > 0.01:
             says = f"With other rows in some places, the batch counts for {factor:.2f} of what it did."
             return [Cause("weights", says)]
+        if not self._grows:
+            says = "All rows count the same, the whole is not the mean over its parts, and the same with each row twice."
+            return [Cause("coupled examples", says)]
         if self.loss.weight_fn is None:
             return [Cause("sum", "All rows count the same, and the whole is not the mean over its parts.")]
         return [Cause("weights", "All rows count the same in the loss, but not in weight_fn.")]

@@ -14,7 +14,7 @@ REMEDIES = {
     'calls, accumulate_gradients(reduction="sum") adds as it is.',
     "coupled examples": "Compute what is per example with microbatched_apply and put the loss on top of all its rows "
     "(InfoNCE, ranking). Rows that belong together stay together with group_size. For BatchNorm use running statistics "
-    "through carry_argnum, or LayerNorm or GroupNorm.",
+    "through carry_argnum, or LayerNorm or GroupNorm. Normalise data, such as advantages, before the call.",
     "shared key": "Pass rng_argnum, the number of the key's argument: each micro-batch then gets its own key. A key "
     "that is shared on purpose goes into whole_argnums. In a step of your own use jax.random.fold_in(key, i).",
     "low-precision accumulator": "Leave accumulator_dtype=None: at least float32, never narrower than the parameter.",
@@ -63,7 +63,10 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `verify` or `verify_step` found: whether the law holds, how nearly, if not why. It prints."""
+    """What `verify` or `verify_step` found: whether the law holds, how nearly, if not why. It prints.
+
+    As a bool it is `holds`, so that `assert verify(...)` says what it seems to say; `check()` shows the report, too.
+    """
 
     holds: bool
     errors: dict[str, float]  # "loss" and each leaf's path -> largest error / largest entry of what is averaged
@@ -80,6 +83,9 @@ class Report:
         """Raises an AssertionError with the report, unless the law holds: one line of a test."""
         if not self.holds:
             raise AssertionError(str(self))
+
+    def __bool__(self) -> bool:
+        return self.holds
 
     def __str__(self) -> str:
         same = "gradient" if self.subject == "loss" else "update"

@@ -47,13 +47,30 @@ class StepProbes(StepRuns):
     def held(self) -> list[Cause]:
         """The parameters move at micro-steps that hold."""
         early = [] if self.within_call else [n for n in self.moved if n % self.cut.every]
-        if not early or self.closing() or self.counters():
+        if not early:
+            return self.averages()
+        if self.closing() or self.counters():
             return []
         cause = self.explanations.cause(mean(self.ends[0]), self.one_by_one)
         if cause and cause.kind == "optimizer at each micro-step":
             return [cause]
         says = f"The parameters moved at micro-steps {early} of {2 * self.cut.every}."
         return [Cause("not known" if self.explanations.silent else "moves while held", says)]
+
+    def averages(self) -> list[Cause]:
+        """What mirrors the parameters moves at a held micro-step, whatever the micro-batch: it is no sum of gradients.
+
+        An average that starts as the parameters moves from the second window on.
+        """
+        if self.within_call:
+            return []
+        k, (_, other, *_) = self.cut.every, self.calls(self.even(1))
+        start, here = self.seen[k : k + 2]
+        there = self.cut.run(*self.lead(self.cut), self.calls(self.even()), [other])[-1]
+        moves = lambda path: not np.array_equal(start[path], here[path]) and np.array_equal(here[path], there[path])
+        found = sorted(name for name, leaf in self.leaves.items() if moves(leaf.cut))
+        says = f"{', '.join(found[:3])} moved at micro-step {k + 1}, which holds, by the same whatever the micro-batch."
+        return [Cause("moves while held", says)] if found else []
 
     def window(self) -> list[Cause]:
         """Two even windows do not change what the whole batches do."""
@@ -70,7 +87,7 @@ class StepProbes(StepRuns):
     def other(self, parts: Rows, *, last: bool = False) -> tuple[Errors, list[Cause]]:
         """A window of other micro-batches: of unequal ones, or fewer, of which the last one ends it."""
         (found,) = self.changes(self.cut, self.calls(parts), last=last)
-        if not any(np.any(found[name]) for name in self.params):
+        if self.moves_first and not any(np.any(found[name]) for name in self.params):
             ends = (
                 f"that ends after {len(parts)} of {self.cut.every}"
                 if len(parts) < self.cut.every
@@ -175,6 +192,21 @@ class StepProbes(StepRuns):
         error = beyond(found, self.ends[0])
         says = f"The same {k} micro-batches {LONG} times over give another mean than once: it is off by {error:.1e}."
         return [Cause("low-precision sum", says)] if error else []
+
+    def uncompared(self) -> list[str]:
+        """What the reference changes, and nothing in the windows is compared with: sums, statistics, metrics."""
+        compared = {self.leaves[name].one for names in self.slots.values() for name in names}
+        seen = self.one.run(*([self.of(rows)] for rows in self.even_rows))
+        changed = lambda path: path not in compared and not np.array_equal(seen[0][path], seen[-1][path])
+        found = [name for path, name in carries.floats(self.one.carry).items() if changed(path)]
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        return [f"{', '.join(found[:3])}{more} in the carry, which whole batches change"] if found else []
+
+    def asked(self) -> list[str]:
+        """A step that updates at each call may be one that cuts the batch of a call itself."""
+        if self.within_call or self.moved != list(range(1, 2 * self.cut.every + 1)):
+            return []
+        return ["within_call=True, which a step needs that gets the whole batch in one call: this one moves in each call"]
 
     def poison(self) -> list[Cause]:
         """After a NaN whole batches go on training, and windows do not."""

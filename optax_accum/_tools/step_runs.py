@@ -57,21 +57,39 @@ class StepRuns:
     def changes(self, steps: Steps, *windows: list[Tree], draws: int = DRAWS, last: bool = False) -> list[Change]:
         """Returns what was changed after each window: of each leaf [draws, ...]."""
         numbers = range(1, draws + 1) if self.random else [None]
+        windows = (*self.lead(steps), *windows)
         runs = [steps.run(*windows, last=last, draw=draw) for draw in numbers]
         paths = {name: leaf.one if steps is self.one else leaf.cut for name, leaf in self.leaves.items()}
         with np.errstate(all="ignore"):
             change = lambda at: {
                 n: np.stack([run[at][path] - run[0][path] for run in runs]) for n, path in paths.items()
             }
-            return [change(at) for at in range(1, len(windows) + 1)]
+            return [change(at) for at in range(1, len(windows) + 1)][len(self.lead(steps)) :]
+
+    def lead(self, steps: Steps) -> list[list[Tree]]:
+        """Returns a window that comes before all others where the first moves nothing, at a rate that grows from 0.
+
+        Its micro-batches are equal, so that no weight, clip or coupling of theirs can be wrong in it.
+        """
+        if not self.leads:
+            return []
+        parts = [self.even()[0]] * self.cut.every
+        return [[self.of(np.concatenate(parts))] if steps is self.one else self.calls(parts * (steps.every // len(parts)))]
+
+    @functools.cached_property
+    def leads(self) -> bool:
+        """Whether the reference's first update moves no parameter."""
+        before, after = self.one.run([self.of(np.arange(self.count))])
+        return all(np.array_equal(before[l.one], after[l.one]) for l in self.leaves.values() if l.slot == "params")
 
     @functools.cached_property
     def random(self) -> bool:
         """Whether the step changes with a random key that is in the carry or in the batch."""
         if not (carries.has_keys(self.one.carry) or carries.has_keys(self.batch)):
             return False
-        runs = [self.one.run([self.of(np.arange(self.count))], draw=draw) for draw in range(1, 9)]
-        change = lambda run, leaf: run[1][leaf.one] - run[0][leaf.one]
+        windows = *self.lead(self.one), [self.of(np.arange(self.count))]
+        runs = [self.one.run(*windows, draw=draw) for draw in range(1, 9)]
+        change = lambda run, leaf: run[-1][leaf.one] - run[0][leaf.one]
         return any(
             not np.array_equal(change(runs[0], leaf), change(run, leaf))
             for leaf in self.leaves.values()
@@ -98,7 +116,8 @@ class StepRuns:
     @functools.cached_property
     def seen(self) -> list[Numbers]:
         """The carry in two windows, before and after each call."""
-        return self.cut.run(*([call] for number in (0, 1) for call in self.calls(self.even(number))))
+        lead = self.lead(self.cut)
+        return self.cut.run(*lead, *([call] for number in (0, 1) for call in self.calls(self.even(number))))[len(lead) :]
 
     @functools.cached_property
     def moved(self) -> list[int]:
@@ -140,7 +159,7 @@ class StepRuns:
 
     @functools.cached_property
     def moves_first(self) -> bool:
-        """Whether the first whole batch moves the parameters: at a rate that grows from 0 the second one does."""
+        """Whether the first whole batch moves the parameters: at a rate that grows slowly from 0 a later one does."""
         return any(np.any(self.ones[0][name]) for name in self.params)
 
     @functools.cached_property
@@ -223,8 +242,11 @@ class StepRuns:
         def run(number: int) -> list[Change]:
             random = np.random.default_rng(number)
             orders = [rows if self.random or not number else random.permutation(rows) for rows in windows]
-            seen = self.one.run(*([nudged(self.of(rows), number)] for rows in orders), draw=1 if self.random else None)
-            return [{n: later[leaf.one] - seen[0][leaf.one] for n, leaf in self.leaves.items()} for later in seen[1:]]
+            lead = self.lead(self.one)
+            nudges = [[nudged(self.of(rows), number)] for rows in orders]
+            start, *seen = self.one.run(*lead, *nudges, draw=1 if self.random else None)
+            change = lambda later: {n: later[leaf.one] - start[leaf.one] for n, leaf in self.leaves.items()}
+            return list(map(change, seen[len(lead) :]))
 
         plain, *others = map(run, range(5))
         slacks: list[Change] = [{} for _ in windows]

@@ -1,8 +1,8 @@
 """Owns the runs of a train step, each from the same carry, and what is seen of them. Judges nothing."""
 
-import copy
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,9 +121,16 @@ def _is_float(leaf: Any) -> bool:
 
 def _copied(carry: Tree) -> Tree:
     """Returns a carry with arrays of its own: a step may be given them for good, or change what holds them."""
-    leaves = jax.tree.leaves(carry)
-    if len(set(map(id, leaves))) < len(leaves):  # as where an optimizer of NNX holds the model: still one afterwards
-        return copy.deepcopy(carry)
+    nnx = sys.modules.get("flax.nnx")
+    is_variable = lambda node: nnx is not None and isinstance(node, nnx.Variable)
+    variables = list(filter(is_variable, jax.tree.leaves(carry, is_leaf=is_variable)))
+    if len(set(map(id, variables))) == len(variables):
+        return _with_own_arrays(carry)
+    graph, state = nnx.split(carry)  # type: ignore[union-attr]  # one that stands twice is still one afterwards
+    return nnx.merge(graph, _with_own_arrays(state))  # type: ignore[union-attr]
+
+
+def _with_own_arrays(carry: Tree) -> Tree:
     leaves, treedef = jax.tree.flatten(carry)
     at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     copies = dict(zip(at, _copies([leaves[n] for n in at]), strict=True))

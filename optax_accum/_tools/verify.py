@@ -83,6 +83,7 @@ def verify(
       | a mean over unequal weights | `"weights"`: weights that make it a sum over rows are not those in use | running |
       | a sum over rows | `"sum"`: the whole is its rows added up | running |
       | example j changes example i's term | `"coupled examples"`: two sets of rows changed do not add up | running |
+      | a loss that normalises a leaf of the batch over its rows | `"coupled examples"`, and which leaf | running |
       | a loss that changes with a key that `rng_argnum` does not name | `"shared key"` | running |
       | a narrow `accumulator_dtype` | `"low-precision accumulator"`: a wide one gives another gradient | running |
       | a loss that depends on the carry | `"mutable state"`: holding the carry fixed gives another gradient | running |

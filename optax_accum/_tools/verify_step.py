@@ -131,7 +131,7 @@ def _compared(probes: StepProbes, uneven: bool) -> tuple[list[Cause], Errors, li
         return causes, {}, []
     causes += [*probes.counters(), *probes.held()]
     causes = causes or probes.window()
-    errors, notes = dict(probes.errors), list[str]()
+    errors, notes = dict(probes.errors), [*probes.asked(), *probes.uncompared()]
     if not causes:
         causes += [*probes.shared_key(), *probes.low_precision()]
         for parts, last in _others(probes, uneven, notes):

@@ -89,7 +89,7 @@ def value_and_grad(
         call = roles.of((model, *args), kwargs)
         running, momenta = batch_norms(model)
         graph, params, stats, rest = nnx.split(model, wrt, running, ...)
-        check_trained(model, params, wrt)
+        check_trained(model, params, wrt, "For a tree of arrays, take optax_accum.value_and_grad.")
 
         def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
             *args, stats, rest = args_and_state

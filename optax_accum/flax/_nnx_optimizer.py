@@ -12,7 +12,7 @@ import optax_accum
 from optax_accum._across.transformation import axes_of
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
-from optax_accum.flax._nnx_variables import batch_norms, running_stats
+from optax_accum.flax._nnx_variables import batch_norms, check_trained, running_stats
 from optax_accum.flax._versions import as_pure, set_sharding, sharding_of
 from optax_accum.flax._window import MicroStep
 
@@ -34,6 +34,7 @@ class Optimizer(nnx.Optimizer):
       | the window is held | parameters and the statistics of `nnx.BatchNorm` are what they were before it |
       | the window emits | `nnx.BatchNorm` makes one momentum step, with the statistics of the whole window |
       | `nonfinite` leaves a micro-batch out | so do metrics and statistics: a NaN in them does not stay |
+      | `wrt` names no variable of the model | an error, where Flax's own trains nothing |
       | several optimizers on one model with BatchNorm | each would take its statistics: take one, `optax.partition` |
       | statistics are loaded into the model later | create the optimizer after that, or load its state as well |
 
@@ -53,6 +54,7 @@ class Optimizer(nnx.Optimizer):
 
     def __init__(self, model: Any, tx: Any, *, wrt: Any, metrics: tuple[str, ...] = (), **kwargs: Any):
         """Creates an optimizer before its first micro-step; `metrics` names what `update` will be given."""
+        check_trained(model, nnx.state(model, wrt), wrt, "Pass those that are to be trained.")
         super().__init__(model, _placing_rows(tx), wrt=wrt, **kwargs)
         self.tx = tx
         own = _window.own_buffers(as_pure(self.opt_state), as_pure(nnx.state(model)))

@@ -50,13 +50,13 @@ def check_module(model: Any) -> None:
         )
 
 
-def check_trained(model: Any, params: Any, wrt: Any) -> None:
-    """Raises where there is nothing to differentiate: an empty gradient trains nothing, without a word."""
+def check_trained(model: Any, params: Any, wrt: Any, remedy: str) -> None:
+    """Raises where there is nothing to train: an empty gradient does so without a word."""
     if not jax.tree.leaves(params):
         kinds = sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(nnx.state(model))})
         raise ValueError(
             f"wrt must name variables of the model: wrt={wrt!r} names none, and it has {', '.join(kinds) or 'none'}. "
-            "For a tree of arrays, take optax_accum.value_and_grad."
+            + remedy
         )
 
 

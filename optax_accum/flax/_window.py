@@ -118,7 +118,7 @@ def add_metrics(
         metrics, weight = dict.fromkeys(totals, 0.0), jnp.zeros([])
     if sorted(metrics) != sorted(totals):
         raise ValueError(
-            f"metrics must have the names that were announced: {sorted(metrics)}, and the window has {sorted(totals)}. "
+            f"metrics must have the names that were announced: {sorted(totals)}, and {sorted(metrics)} came. "
             f"Pass those, or announce metrics={tuple(sorted(metrics))} to TrainState.create or Optimizer."
         )
     check_metrics(metrics)

@@ -1,0 +1,97 @@
+"""Does `verify_step` hold and name faults under optimizers whose state is partial, factored or of second moments?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_accum import verify_step
+
+K = 4
+rng = np.random.default_rng(0)
+normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+PARAMS = {"a": {"w": normal(6, 5)}, "b": {"w": normal(5, 3)}}
+BATCH = {"x": normal(16, 6), "y": normal(16, 3)}
+WARM_UP = optax.linear_schedule(0.0, 1e-2, 4)
+
+
+def loss(params, batch):
+    return jnp.mean((batch["x"] @ params["a"]["w"] @ params["b"]["w"] - batch["y"]) ** 2)
+
+
+def loop(tx, factor=1.0, ema=None):
+    """Returns a sound `make_step`, but for a factor in windows, and an average that moves where `ema` says."""
+
+    def make_step(every):
+        @jax.jit
+        def step(carry, batch, last=False):
+            rows = len(batch["x"])
+            acc = jax.tree.map(lambda a, g: a + rows * g, carry["acc"], jax.grad(loss)(carry["params"], batch))
+            n, total = carry["n"] + 1, carry["total"] + rows
+            closes = (n >= every) | last
+            scale = (factor if every > 1 else 1.0) / total
+            updates, state = tx.update(jax.tree.map(lambda a: scale * a, acc), carry["state"], carry["params"])
+            new = {"params": optax.apply_updates(carry["params"], updates), "state": state}
+            old = {"params": carry["params"], "state": carry["state"]}
+            new |= {"acc": jax.tree.map(jnp.zeros_like, acc), "n": 0 * n, "total": 0 * total}
+            out = jax.tree.map(lambda a, b: jnp.where(closes, a, b), new, old | {"acc": acc, "n": n, "total": total})
+            if ema:
+                average = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, carry["ema"], out["params"])
+                moves = closes | (ema == "at each micro-step")
+                out["ema"] = jax.tree.map(lambda a, b: jnp.where(moves, a, b), average, carry["ema"])
+            return out
+
+        carry = {"params": PARAMS, "state": tx.init(PARAMS), "acc": jax.tree.map(jnp.zeros_like, PARAMS)}
+        carry |= {"n": jnp.int32(0), "total": jnp.float32(0)} | ({"ema": PARAMS} if ema else {})
+        return step, carry, lambda carry, batch: step(carry, batch, True)
+
+    return make_step
+
+
+OPTIMIZERS = {
+    "a warm-up from 0": lambda: optax.adam(WARM_UP),
+    "a warm-up from 0 without moments": lambda: optax.sgd(WARM_UP),
+    "partition": lambda: optax.partition({"x": optax.adam(1e-2), "y": optax.sgd(1e-2)}, {"a": "x", "b": "y"}),
+    "masked": lambda: optax.masked(optax.adam(1e-2), {"a": True, "b": False}),
+    "Muon": lambda: optax.contrib.muon(1e-2),
+    "Adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=3),
+    "NovoGrad": lambda: optax.novograd(1e-2),
+    "SM3": lambda: optax.sm3(1e-2),
+    "RMSProp": lambda: optax.rmsprop(1e-2),
+    "schedule-free AdamW": lambda: optax.contrib.schedule_free_adamw(1e-2, warmup_steps=2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_factor_is_found_in_what_decides_it(name):
+    """`holds` would be wrong of most of these where parameters alone are compared: a factor cancels in them."""
+    tx = OPTIMIZERS[name]()
+    sound = verify_step(loop(tx), BATCH)
+    assert sound.holds, str(sound)
+    for factor, kind in ((K, "sum for a mean"), (1 / K, "divided twice")):
+        report = verify_step(loop(tx, factor), BATCH, uneven=False)
+        assert [cause.kind for cause in report.causes] == [kind], str(report)
+
+
+def test_an_average_that_moves_at_each_micro_step_moves_while_held():
+    """It starts as the parameters: the first window does not show it."""
+    sound = verify_step(loop(optax.adam(1e-2), ema="when a window closes"), BATCH)
+    assert sound.holds and {"ema/a/w", "ema/b/w"} <= sound.errors.keys(), str(sound)
+    report = verify_step(loop(optax.adam(1e-2), ema="at each micro-step"), BATCH)
+    assert [cause.kind for cause in report.causes] == ["moves while held"]
+    assert "ema/a/w, ema/b/w moved at micro-step 5" in str(report)
+
+
+def test_what_is_not_compared_is_said():
+    """What belongs to no parameter, or changes while held, as metrics and running statistics do."""
+
+    def make_step(every):
+        step, carry, last = loop(optax.adam(1e-2))(every)
+        logged = lambda carry, batch: (step(carry[0], batch), carry[1] + jnp.sum(batch["x"]))
+        return logged, (carry, jnp.float32(0))
+
+    report = verify_step(make_step, BATCH, uneven=False)
+    assert report.holds
+    assert report.notes[0] == "1 in the carry, which whole batches change"
+    assert not any("carry" in note for note in verify_step(loop(optax.adam(1e-2)), BATCH).notes)
