@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum import plan
-from optax_accum._tools import budgets, footprint, plan_command, planning, search, trials
+from optax_accum._tools import budgets, footprint, named, plan_command, planning, search, trials
 from tests import programs
 
 ROWS, WIDTH = 256, 128
@@ -1021,6 +1021,37 @@ def test_the_command(capsys, tmp_path):
     assert found["rows"][0]["arguments"] == ROWS * ROW
     assert found["peak"] == found["rows"][0]["peak"]
     assert "h100" in told(capsys, "--target")
+
+
+def test_json_is_all_that_is_printed(capsys, tmp_path, monkeypatch):
+    """Whatever the user's module prints; and where nothing fits, too."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = "print('hello')\nfrom tests.test_plan import lower\ndef make(k):\n    print(k)\n    return lower(k)\n"
+    (tmp_path / "talks.py").write_text(text)
+    words = (f"{tmp_path}/talks.py:make", "--global-batch", "256", "--candidates", "1", "2", "--json", "--budget")
+    assert json.loads(told(capsys, *words, "1GB"))["num_microbatches"] == 1
+    with pytest.raises(SystemExit, match="Nothing fits: the smallest peak is"):
+        plan_command.main([*words, "220kB"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_microbatches"], found["sizes"], found["peak"]) == (None, None, None)
+    assert [row["fits"] for row in found["rows"]] == [False, False]
+
+
+def test_a_file_is_what_it_is_whatever_its_name(tmp_path, monkeypatch, capsys):
+    """`types` is a module of Python, `talks` one of another folder."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    kept = {*sys.modules}
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for name in ("types", "steps"):
+            file = tmp_path / folder / f"{name}.py"
+            file.write_text(f"from tests.test_plan import *\nmine = lambda k: {folder!r}\n")
+            assert named.load(f"{file}:mine")(1) == folder
+            assert named.load(f"{file}:mine")(1) == folder
+    for name in {*sys.modules} - kept:
+        del sys.modules[name]
+    with pytest.raises(ValueError, match="There is no module 'gone'"):
+        named.load(f"{tmp_path}/gone.py:mine")
 
 
 @pytest.mark.parametrize(
