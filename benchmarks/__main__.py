@@ -35,7 +35,13 @@ QUICK = {  # options; the others are left out
 FULL = {"accelerators": None, "features": ["--write"]}  # None: its facts come from a file, of many compilers
 if jax.devices()[0].platform == "cpu":
     FULL["on_device"] = None
-KINDS = {"fsdp": "compiled", "features": "counts", "verify": "counts", "verify_step": "counts"}  # all else is timed
+KINDS = {
+    "fsdp": "compiled",
+    "plan_search": "counts",
+    "features": "counts",
+    "verify": "counts",
+    "verify_step": "counts",
+}  # all else is timed
 WHY = {  # a target was missed, by the beginning of its name
     "window, apply_gradients / ideal": (
         "beside small arrays it shows what a call costs the host: Adafactor has many leaves, and 4.2 M parameters "

@@ -1,5 +1,6 @@
 """What `python -m benchmarks` says and refuses. It times nothing here."""
 
+import math
 import os
 import signal
 import subprocess
@@ -12,7 +13,18 @@ import optax
 import pytest
 
 from benchmarks import __main__ as entry
-from benchmarks import _measure, _one_device, _plots, _problems, on_device, packing, peers, planning
+from benchmarks import (
+    _measure,
+    _one_device,
+    _plots,
+    _problems,
+    _small_models,
+    on_device,
+    packing,
+    peers,
+    plan_search,
+    planning,
+)
 from benchmarks._others import TORCH, Torch
 from optax_accum._tools import targets
 
@@ -224,3 +236,14 @@ def test_plans_are_held_to_their_targets():
     assert verdicts(row._replace(measured=100.1), fewer) == ["met", "MISSED", "met"]
     assert verdicts(row) == ["met", "met", "not measured"]
     assert "| mlp " in planning._rendered([row, fewer])
+
+
+def test_the_search_of_a_plan_is_held_to_brute_force():
+    found = plan_search.found_of("linear", _small_models.MODELS["linear"]._replace(rows=8))
+    assert (found.divisors, found.wrong, found.planned) == (4, 0, True)
+    bad = found._replace(answers=[(2, 8), (4, None)], planned=False)
+    assert (bad.wrong, bad._replace(answers=[(2, 8)]).times, bad.times) == (2, 4, math.inf)
+    verdicts = lambda each: [row["verdict"] for row in plan_search.verdicts([each])]
+    assert (verdicts(found), verdicts(bad)[:2]) == (["met"] * 4, ["MISSED"] * 2)
+    assert "| linear " in plan_search._rendered([found])
+    assert len(_small_models.MODELS) == 30

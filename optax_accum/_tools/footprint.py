@@ -47,23 +47,13 @@ class Footprint:
 
 
 def text_key(lowered: jax.stages.Lowered, target: Target) -> str:
-    """Returns a key that programs have in common which compile to the same."""
+    """Returns a key that programs have in common which compute the same; options of a compiler are not in it."""
     of_target = [target.name, *map(str, target.devices)]
     return hashlib.sha256("\n".join([lowered.as_text(), *of_target]).encode()).hexdigest()
 
 
 def footprint(lowered: jax.stages.Lowered, target: Target) -> Footprint:
-    """Compiles a step, unless this process has, and returns what its compiler says of its memory."""
-    key = text_key(lowered, target)
-    if key not in _KNOWN:
-        _KNOWN[key] = _compiled(lowered, target)
-    return _KNOWN[key]
-
-
-_KNOWN: dict[str, Footprint] = {}
-
-
-def _compiled(lowered: jax.stages.Lowered, target: Target) -> Footprint:
+    """Compiles a step, and returns what its compiler says of its memory."""
     start = time.perf_counter()
     try:
         compiled = target.compile(lowered)
@@ -129,6 +119,28 @@ def _check_shared(lowered: jax.stages.Lowered, target: Target) -> None:
     )
 
 
+def shards_of(lowered: jax.stages.Lowered, rows: int) -> int | None:
+    """Returns among how many shards the step's arguments deal `rows`, None where no argument does."""
+    text = lowered.as_text()
+    sizes = {name: int(size) for name, size in re.findall(r'"(\w+)"=(\d+)', text)}
+    (main,) = re.findall(r"func.func public @main\(.*", text)
+    found = {
+        parts
+        for argument in re.split(r"%arg(?=\d+:)", main)[1:]
+        for dim, parts in zip(re.findall(r"(\d+)x", argument.split(">")[0]), _parts(argument, sizes), strict=False)
+        if int(dim) == rows and parts > 1
+    }
+    return min(found, default=None)  # of parameters that have as many rows more parts may be
+
+
+def _parts(argument: str, sizes: dict[str, int]) -> list[int]:
+    """Returns into how many parts each dimension of an argument is cut, as Shardy writes it or GSPMD."""
+    if by_axes := re.search(r"sdy\.sharding<@\w+, \[(.*?)\]", argument):
+        return [math.prod(sizes[axis] for axis in re.findall(r'"(\w+)"', dim)) for dim in by_axes[1].split("}, {")]
+    by_parts = re.search(r'sharding = "\{devices=\[([\d,]+)\]', argument)
+    return [int(part) for part in by_parts[1].split(",")] if by_parts else []
+
+
 # A dimension over an axis, or `shard_map`, as Shardy writes it; the same as GSPMD does.
 _IN_PARTS = r'<@\w+, \[[^\]]*"|manual_axes=\{"|"\{devices=\[|"\{manual\}"'
 
@@ -138,6 +150,12 @@ class Flops(NamedTuple):
 
     always: int
     branches: int  # of conditionals
+    largest: int  # of one product
+
+    @property
+    def all(self) -> int:
+        """Those of all products."""
+        return self.always + self.branches
 
 
 def count_flops(lowered: jax.stages.Lowered) -> int | None:
@@ -145,7 +163,7 @@ def count_flops(lowered: jax.stages.Lowered) -> int | None:
 
     None with a loop of unknown length.
     """
-    return None if (found := flops_of(lowered)) is None else sum(found)
+    return None if (found := flops_of(lowered)) is None else found.all
 
 
 def flops_of(lowered: jax.stages.Lowered) -> Flops | None:
@@ -153,7 +171,7 @@ def flops_of(lowered: jax.stages.Lowered) -> Flops | None:
 
     XLA's own `cost_analysis` counts a loop once, however often it turns, and is empty for a GPU.
     """
-    found = [0, 0]
+    found, largest = [0, 0], 0
     for ran in Program.read(lowered.as_text("hlo"), "count_flops").run():
         line = ran.instruction
         if line.opcode not in ("dot", "convolution"):
@@ -167,8 +185,11 @@ def flops_of(lowered: jax.stages.Lowered) -> Flops | None:
         else:
             labels = re.search(r"dim_labels=\w+_(\w+)->", line.rest)
             inner = math.prod(right) // right[labels[1].index("o")] if labels else 1
-        found[ran.in_branch] += 2 * math.prod(_dims(line.shape)) * inner * ran.times * ran.devices
-    return Flops(*found)
+        once = 2 * math.prod(_dims(line.shape)) * inner
+        largest = max(largest, once)
+        found[ran.in_branch] += once * ran.times * ran.devices
+    always, branches = found
+    return Flops(always, branches, largest)
 
 
 def _dims(shape: str) -> list[int]:

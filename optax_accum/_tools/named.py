@@ -1,6 +1,6 @@
 """Owns what a command is given by name: `module:name`, or `file.py:name`."""
 
-import importlib
+import importlib.util
 import inspect
 import pathlib
 import sys
@@ -13,11 +13,11 @@ def load(name: str) -> Any:
     module, _, attribute = name.rpartition(":")
     if not (module and attribute):
         raise ValueError(f'Pass what is meant as "module:name", or "file.py:name": {name!r}. Write train:make_step.')
-    file = pathlib.Path(module).resolve()
-    folder, module = (file.parent, file.stem) if module.endswith(".py") else (pathlib.Path.cwd(), module)
-    sys.path.insert(0, str(folder))
+    file = pathlib.Path(module).resolve() if module.endswith(".py") else None
+    module = file.stem if file else module
+    sys.path.insert(0, str(file.parent if file else pathlib.Path.cwd()))
     try:
-        found = importlib.import_module(module)
+        found = _of_file(file) if file else importlib.import_module(module)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise ValueError(
@@ -33,6 +33,24 @@ def load(name: str) -> Any:
             f"{module} has no {attribute!r} (of {name!r}). It has {', '.join(_functions(found)) or 'no function'}."
         )
     return getattr(found, attribute)
+
+
+def _of_file(file: pathlib.Path) -> ModuleType:
+    """Returns the module of a file, whatever else has its name: a user's `types.py` is not that of Python."""
+    taken = sys.modules.get(file.stem)
+    if taken and getattr(taken, "__file__", None) == str(file):
+        return taken
+    spec = importlib.util.spec_from_file_location(f"{file.stem}_of_file" if taken else file.stem, file)
+    if not (file.exists() and spec and spec.loader):
+        raise ModuleNotFoundError(f"No file {file}", name=file.stem)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses ask for it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    return module
 
 
 def _functions(module: ModuleType) -> list[str]:

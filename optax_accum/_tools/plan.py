@@ -46,7 +46,10 @@ class Plan:
       copy: the bytes of the parameters on one device, where the step's builder knows them.
       sum: those of the sum of their gradients, likewise.
       comparable: whether the options that fit take the same shapes, so that the fewest FLOPs are the cheapest.
-      open: whether there were more compilations to make than allowed, so that fewer micro-batches may fit, too.
+      open: whether fewer micro-batches may fit, too, that were not compiled.
+      monotone: whether, of what was compiled in a loop, larger micro-batches need more memory.
+      shards: the parts into which the devices deal the rows, by default one for each device.
+      skipped: what did not lower, and why.
     """
 
     num_microbatches: int | None
@@ -62,12 +65,16 @@ class Plan:
     place: int = 0
     comparable: bool = True
     open: bool = False
+    monotone: bool = True
+    shards: int | None = None
+    skipped: tuple[str, ...] = ()
 
     @property
     def microbatch_size(self) -> int:
         """The rows of the largest micro-batch, over all devices."""
-        own = -(-self.global_batch // self.num_devices)
-        return min(self.global_batch, -(-own // (self.num_microbatches or own)) * self.num_devices)
+        shards = self.shards or self.num_devices
+        own = -(-self.global_batch // shards)
+        return min(self.global_batch, -(-own // (self.num_microbatches or own)) * shards)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -179,8 +186,11 @@ class Plan:
             notes.append("Chosen of the options that fit: the fewest FLOPs, then the fewest micro-batches.")
         elif len(self.labels) > 1:
             notes.append("The options take other shapes, so FLOPs are of other work. Chosen: the first that fits.")
+        if not self.monotone:
+            notes.append("Memory is not monotone: of what was compiled, some larger micro-batches need less.")
         if self.open:
-            notes.append("Fewer micro-batches may fit, too: no more compilations were allowed (max_compilations).")
+            notes.append("Fewer micro-batches may fit, too: no more compilations were made (max_compilations).")
+        notes.extend(f"Not planned: {why.splitlines()[0]}" for why in self.skipped)
         if self.sum and self.copy and any(one.candidate.number > 1 for one in self.compiled):
             copies = f"{self.sum / self.copy:.3g} P = {as_text(self.sum)}"
             notes.append(f"Accumulating itself holds one sum of gradients, {copies}; one micro-batch needs none.")
@@ -208,6 +218,15 @@ class Plan:
                 fixed = beside(less.footprint) - adds(beside) * less.candidate.rows
                 return fixed, adds(lambda found: found.peak)
         return None
+
+
+class NothingFitsError(ValueError):
+    """Nothing fits; `plan` has all that was compiled to know."""
+
+    def __init__(self, says: str, plan: Plan):
+        super().__init__(says)
+        self.plan = plan
+        self.add_note(str(plan))
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -1,6 +1,7 @@
 """Owns `python -m optax_accum.plan`: arguments in, a table, JSON or a picture out. Plans nothing itself."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 from optax_accum._tools import picture
 from optax_accum._tools.named import load
-from optax_accum._tools.plan import Plan
+from optax_accum._tools.plan import NothingFitsError, Plan
 from optax_accum._tools.planning import plan_microbatches
 from optax_accum._tools.targets import GPUS, TPUS
 
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         raise SystemExit(130) from None
+    except NothingFitsError as error:
+        if options.json:
+            print(json.dumps(_record(error.plan), indent=2, default=str))
+        raise SystemExit("\n".join([str(error), *error.__notes__])) from error
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise SystemExit("\n".join([str(error), *getattr(error, "__notes__", ())])) from error
 
@@ -47,17 +52,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(options: argparse.Namespace) -> None:
     if options.plot:
         _check_picture(options.plot)
-    plan = plan_microbatches(
-        load(options.make_step),
-        options.global_batch,
-        target=options.target,
-        budget=options.budget,
-        num_devices=options.devices,
-        options=options.options,
-        candidates=options.candidates,
-        safety=options.safety,
-        progress=sys.stderr.isatty(),
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # what a user's module prints is not ours
+        plan = plan_microbatches(
+            load(options.make_step),
+            options.global_batch,
+            target=options.target,
+            budget=options.budget,
+            num_devices=options.devices,
+            options=options.options,
+            candidates=options.candidates,
+            safety=options.safety,
+            progress=sys.stderr.isatty(),
+        )
     print(json.dumps(_record(plan), indent=2, default=str) if options.json else plan)
     if options.plot:
         _draw(plan, options.plot)
@@ -99,13 +105,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--safety", type=float, default=0.9, help="the part of the budget to use (default: 0.9)")
     add("--options", nargs="+", metavar="OPTION", help="what make_step takes second, each planned")
     add("--candidates", nargs="+", type=int, metavar="K", help="numbers of micro-batches to choose from")
-    add("--json", action="store_true", help="print JSON in place of the table")
+    add("--json", action="store_true", help="print JSON in place of the table; where nothing fits, too, with status 1")
     add("--plot", type=Path, metavar="FILE", help="draw what each number of micro-batches needs")
     return parser
 
 
 def _record(plan: Plan) -> dict[str, Any]:
-    names = ("num_microbatches", "option", "global_batch", "num_devices", "target", "budget", "limit", "sizes", "peak")
+    names = (
+        "num_microbatches",
+        "option",
+        "global_batch",
+        "num_devices",
+        "target",
+        "budget",
+        "limit",
+        "open",
+        "monotone",
+    )
+    chosen = {name: getattr(plan, name) if plan.num_microbatches else None for name in ("sizes", "peak")}
     known = lambda value: None if value == float("inf") else value  # which JSON has not
     rows = [{key: known(value) for key, value in row.items()} for row in plan.rows]
-    return {name: getattr(plan, name) for name in names} | {"rows": rows}
+    return {name: getattr(plan, name) for name in names} | chosen | {"rows": rows}

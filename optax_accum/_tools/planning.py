@@ -11,7 +11,8 @@ import numpy as np
 from optax_accum._core import checks
 from optax_accum._tools import budgets, search
 from optax_accum._tools.counted import counted, there_are
-from optax_accum._tools.plan import Plan
+from optax_accum._tools.footprint import shards_of
+from optax_accum._tools.plan import NothingFitsError, Plan
 from optax_accum._tools.search import Candidate
 from optax_accum._tools.steps import Builder
 from optax_accum._tools.targets import Target
@@ -29,7 +30,7 @@ def plan_microbatches(
     options: Sequence[Any] | None = None,
     candidates: Iterable[int] | None = None,
     safety: float = 0.9,
-    max_compilations: int = 6,
+    max_compilations: int | None = None,
     progress: bool = True,
 ) -> Plan:
     """Returns the fewest micro-batches with which a step fits, before anything is allocated.
@@ -39,8 +40,8 @@ def plan_microbatches(
 
         arguments + outputs - donated arguments that outputs take the place of + temporary memory + the program
 
-    which is close to a line in the rows of a micro-batch. The line proposes the next size, a compilation decides: what
-    is returned was compiled, and fits.
+    which is close to a line in the rows of a micro-batch. The search halves what lies between a size that fits and one
+    that does not; the line proposes where, a compilation decides: what is returned was compiled, and fits.
 
     Args:
       make_step: `make_step(num_microbatches)` returns `jax.jit(step).lower(*shapes)`, of any step: ours, or one of your
@@ -56,11 +57,13 @@ def plan_microbatches(
         twice; one whose FLOPs are not known comes last), then the fewest micro-batches. Where options take other
         shapes, such as lengths, their FLOPs are of other work: chosen is the first that fits, so pass the one that you
         like best first.
-      candidates: the numbers of micro-batches to choose from; by default all, since the last may be smaller. For a step
-        that takes only some, such as the divisors of the batch. Of those of one micro-batch size, the smallest.
+      candidates: the numbers of micro-batches to choose from; by default the divisors of the rows. All of them are
+        `range(1, rows + 1)`, for a step whose last micro-batch may be smaller. Of those of one micro-batch size, the
+        smallest.
       safety: the part of the budget to use. The compiler does not count other processes, fragmentation, and what the
         runtime keeps for itself.
-      max_compilations: for each option, at least 2.
+      max_compilations: for each option, at least 2. By default as many as halving needs: 6 for up to 17 divisors (all
+        batches of up to 1024 rows that are a power of two), one more where there are twice as many.
       progress: whether to show a bar over the compilations, with tqdm if it is installed.
 
     Returns:
@@ -68,8 +71,8 @@ def plan_microbatches(
 
     Raises:
       ValueError: nothing fits: the smallest peak, the budget, and the ways on. A budget or a number that cannot be; a
-        builder that raises, ignores its number, has a batch of other rows, lowers for other devices or for some, or
-        shares nothing among them.
+        builder that always raises, ignores its number, takes it for the rows of a micro-batch, has a batch of other
+        rows, lowers for other devices or for some, or shares nothing among them.
       TypeError: what is no function, or returns no lowered step.
       RuntimeError: the target's compiler is not installed, or tells nothing about memory.
 
@@ -77,14 +80,15 @@ def plan_microbatches(
       | case | result |
       |---|---|
       | the whole batch fits | one micro-batch, one compilation |
-      | memory grows with the rows of a micro-batch | no size with fewer was compiled and fits |
-      | it does not | the widest gap is halved while compilations are left; `Plan.open`, and the table says so |
-      | `max_compilations` are spent | the fewest that were compiled and fit; likewise |
+      | memory grows with the rows of a micro-batch | the next fewer candidate was compiled, and does not fit |
+      | it does not | what is left is halved while compilations are left; `Plan.monotone`, and the table says so |
+      | rows of one | asked last: their products are others, and so is their memory |
+      | `max_compilations` are spent | the fewest that were compiled and fit; `Plan.open`, and the table says so |
+      | a number or an option that does not lower | the others are planned, and the table says so |
       | a compiler that stops for want of memory (TPU) | does not fit; its bytes are what it says |
-      | a step that was compiled in this process | is not compiled again |
       | an option whose arguments alone are more than the budget | one compilation; the others are planned |
       | options that are equal | each is planned and shown; the first is chosen |
-      | several devices | bytes of one; rows of the device that has most |
+      | several devices | bytes of one; rows of one shard of the batch, on a mesh of several axes, too |
       | a CPU | what is free, or its control groups leave; as several devices, each has its share |
 
     Example:
@@ -108,15 +112,22 @@ def plan_microbatches(
     on, devices = _target(target, num_devices)
     size = budgets.memory_of(on, here=target is None, devices=devices) if budget is None else budgets.as_bytes(budget)
     limit = safety * size
-    own = -(-rows // devices)
-    every = _candidates(own, candidates)
-    trials = [Trial(make_step, on, own, place, given) for place, given in enumerate(_options(options))]
-    with _bar(progress, most * len(trials)) as advance:
-        for trial in trials:
-            trial.search(every, limit, most, advance)
+    numbers = _numbers(candidates)
+    trials = [Trial(make_step, on, place, given) for place, given in enumerate(_options(options))]
+    shards = _shards(trials, rows, min(numbers or [1])) if devices > 1 else 1
+    own = -(-rows // shards)
+    for trial in trials:  # all are lowered before one is compiled
+        trial.prepare(_candidates(own, numbers), own)
+    lowered = [trial for trial in trials if trial.every]
+    if not lowered:
+        raise next(iter(trials[0].errors.values()))
+    with _bar(progress, sum(most or search.enough(trial.every) for trial in lowered)) as advance:
+        for trial in lowered:
+            trial.search(limit, most, advance)
     copy, summed = (builder.copy, builder.sum) if builder else (None, None)
-    plan = Plan(None, None, rows, devices, on.name, size, limit, (), copy, summed)
-    return _chosen(trials, every, plan)
+    skipped = tuple(why for trial in trials for why in trial.skipped)
+    plan = Plan(None, None, rows, devices, on.name, size, limit, (), copy, summed, shards=shards, skipped=skipped)
+    return _chosen(lowered, plan)
 
 
 _WAYS_FOR_ARGUMENTS = (
@@ -129,45 +140,43 @@ _WAYS = (
 )
 
 
-def _chosen(trials: Sequence[Trial], every: Sequence[Candidate], plan: Plan) -> Plan:
+def _chosen(trials: Sequence[Trial], plan: Plan) -> Plan:
     """Returns the plan with what was compiled, and the cheapest that fits."""
     compiled = tuple(one for trial in trials for one in trial.compiled(plan.limit))
-    plan = dataclasses.replace(plan, compiled=compiled)
+    plan = dataclasses.replace(plan, compiled=compiled, monotone=all(search.grows(trial.peaks) for trial in trials))
     fitting = {trial: fit for trial in trials if (fit := search.best(trial.peaks, plan.limit))}
     if not fitting:
-        error = _nothing_fits(trials, plan)
-        error.add_note(str(plan))
-        raise error
+        raise NothingFitsError(_nothing_fits(trials, plan), plan)
     comparable = len({trial.takes for trial in fitting}) == 1
     least = min((trial.cost for trial in fitting if trial.cost < math.inf), default=0) or 1.0
     cheapest = lambda trial: (round(trial.cost / least, 2), fitting[trial])
     trial = min(fitting, key=cheapest) if comparable else next(iter(fitting))
-    more = search.proposed(every, trial.peaks, plan.limit) is not None
     return dataclasses.replace(
         plan,
         num_microbatches=fitting[trial].number,
         option=trial.option,
         place=trial.place,
         comparable=comparable,
-        open=more or not search.grows(trial.peaks),
+        open=search.proposed(trial.every, trial.peaks, plan.limit) is not None,
     )
 
 
-def _nothing_fits(trials: Sequence[Trial], plan: Plan) -> ValueError:
-    if all(trial.hopeless for trial in trials):
+def _nothing_fits(trials: Sequence[Trial], plan: Plan) -> str:
+    small = f'The budget is {plan.budget} bytes: for more pass text, such as "80GB". ' * (plan.budget < 2**20)
+    if all(trial.least > plan.limit for trial in trials):
         found = min(plan.compiled, key=lambda one: one.footprint.arguments + one.footprint.kept).footprint
-        return ValueError(
+        return (
             f"The budget must hold what the step is given and returns: {budgets.as_text(found.arguments)} of "
             f"arguments and {budgets.as_text(found.kept)} of outputs that replace none, limit="
-            f"{budgets.as_text(plan.limit)}. No number of micro-batches changes that. {_WAYS_FOR_ARGUMENTS}"
+            f"{budgets.as_text(plan.limit)}. No number of micro-batches changes that. {small}{_WAYS_FOR_ARGUMENTS}"
         )
     least = min(plan.compiled, key=lambda one: one.footprint.peak)
     ignored = f"make_step must cut the batch as it is told, and all numbers cost the same. {PASS_ON} "
     number = counted(least.candidate.number, "micro-batch")
-    return ValueError(
+    return (
         f"Nothing fits: the smallest peak is {budgets.as_text(least.footprint.peak)}, with {number}, and the limit "
         f"{budgets.as_text(plan.limit)}, of a budget of {budgets.as_text(plan.budget)}. "
-        f"{ignored * any(trial.ignores_number for trial in trials)}{_WAYS}"
+        f"{ignored * any(trial.ignores_number for trial in trials)}{small}{_WAYS}"
     )
 
 
@@ -188,12 +197,12 @@ def _target(target: str | Target | None, num_devices: int | None) -> tuple[Targe
     return on, len(on.devices)
 
 
-def _most(max_compilations: int) -> int:
-    most = _positive("max_compilations", max_compilations)
-    if most < 2:
+def _most(max_compilations: int | None) -> int | None:
+    most = checks.as_positive("max_compilations", max_compilations)
+    if most == 1:
         raise ValueError(
             "max_compilations must be at least 2, the whole batch and the smallest micro-batches: max_compilations="
-            f"{most}. Pass 6, the default, or one number as candidates=."
+            f"{most}. Leave it out, or pass one number as candidates=."
         )
     return most
 
@@ -206,18 +215,32 @@ def _check_safety(safety: Any) -> None:
         raise ValueError(rule)
 
 
-def _candidates(rows: int, numbers: Any) -> list[Candidate]:
-    if numbers is None:
-        return search.candidates(rows)
-    if not isinstance(numbers, Iterable):
-        raise TypeError(f"candidates must be several numbers of micro-batches: candidates={numbers!r}. Pass [1, 2, 4].")
-    asked = [_positive("candidates", number) for number in numbers]
-    if not asked or max(asked) > rows:
+def _numbers(candidates: Any) -> list[int] | None:
+    if candidates is None:
+        return None
+    if not isinstance(candidates, Iterable):
+        raise TypeError(f"candidates must be several numbers of micro-batches: {candidates=!r}. Pass [1, 2, 4].")
+    return [_positive("candidates", number) for number in candidates]
+
+
+def _candidates(rows: int, numbers: list[int] | None) -> list[Candidate]:
+    if numbers is not None and (not numbers or max(numbers) > rows):
+        asked = f"{min(numbers)} to {max(numbers)}" if len(numbers) > 8 else numbers
         raise ValueError(
             f"There must be a row for each micro-batch on each device: candidates={asked}, and "
             f"{there_are(rows, 'row')}. Pass numbers from 1 to {rows}."
         )
-    return search.candidates(rows, asked)
+    return search.candidates(rows, numbers)
+
+
+def _shards(trials: Sequence[Trial], rows: int, number: int) -> int:
+    """Returns among how many shards a step deals the rows: those of its batch, else the devices."""
+    for trial in trials:
+        lowered = trial.lowered(number)
+        for own in (rows, -(-rows // number)):  # the whole batch, or one micro-batch of it
+            if lowered and (found := shards_of(lowered, own)):
+                return found
+    return len(trials[0].target.devices)
 
 
 def _options(options: Any) -> list[tuple[Any, ...]]:

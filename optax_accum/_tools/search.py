@@ -1,6 +1,5 @@
-"""Owns the search for the fewest micro-batches that fit: a line proposes, a measurement decides. Compiles nothing."""
+"""Owns the search for the fewest micro-batches that fit: by halving, where a line proposes. Compiles nothing."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -18,18 +17,44 @@ Peaks = dict[Candidate, float]  # bytes of what was measured; infinity where it 
 
 
 def candidates(rows: int, numbers: Iterable[int] | None = None) -> list[Candidate]:
-    """Returns what `rows` can be cut into, fewest first: of the numbers that give the same size, the smallest."""
-    size_of = lambda number: -(-rows // number)
-    fewest = {size_of(number): number for number in sorted(numbers or range(1, rows + 1), reverse=True)}
+    """Returns what `rows` can be cut into, fewest first: of the numbers that give the same size, the smallest.
+
+    Without numbers those are the divisors of `rows`.
+    """
+    asked = [n for n in range(1, rows + 1) if rows % n == 0] if numbers is None else numbers
+    fewest = {-(-rows // number): number for number in sorted(asked, reverse=True)}
     return sorted(Candidate(number, size, rows % size > 0) for size, number in fewest.items())
 
 
-def search(every: Sequence[Candidate], measure: Callable[[Candidate], float], limit: float, most: int) -> Peaks:
-    """Measures at most `most` candidates, and returns what they need; the fewest that fits is among them."""
+def search(
+    every: Sequence[Candidate],
+    measure: Callable[[Candidate], float | None],
+    limit: float,
+    most: int | None = None,
+    at_no_rows: Callable[[], float] = lambda: 0.0,
+) -> Peaks:
+    """Measures candidates until the fewest that fits is among them, and returns what they need.
+
+    Args:
+      every: what there is to choose from, fewest first.
+      measure: returns the bytes of a candidate; None for one that is not to be had, which is left out.
+      limit: what fits.
+      most: how many are measured at most; None for `enough`.
+      at_no_rows: returns the bytes that every candidate holds at least; asked when something was measured.
+    """
     peaks: Peaks = {}
-    while len(peaks) < most and (candidate := proposed(every, peaks, limit)):
-        peaks[candidate] = measure(candidate)
+    every, most = [*every], most or enough(every)
+    while len(peaks) < most and (candidate := proposed(every, peaks, limit, most, at_no_rows)):
+        if (peak := measure(candidate)) is None:
+            every.remove(candidate)
+        else:
+            peaks[candidate] = peak
     return peaks
+
+
+def enough(every: Sequence[Candidate]) -> int:
+    """Returns how many measurements always close the search where memory grows with the rows: 6, or by halving more."""
+    return max(6, 1 + _halvings(_groups(every[1:])))
 
 
 def best(peaks: Peaks, limit: float) -> Candidate | None:
@@ -37,78 +62,79 @@ def best(peaks: Peaks, limit: float) -> Candidate | None:
     return min((candidate for candidate, peak in peaks.items() if peak <= limit), default=None)
 
 
-def proposed(every: Sequence[Candidate], peaks: Peaks, limit: float) -> Candidate | None:
-    """Returns what to measure next, or None: both ends, then the fewest that are foretold to fit."""
-    fits = best(peaks, limit)
-    for end in (every[0], every[-1]):
-        if fits != every[0] and end not in peaks:
-            return end
-    still = [c for c in every if c not in peaks and (fits is None or c < fits)]
-    if not still or fits == every[0]:
-        return None
-    if not grows(peaks):  # then nothing is foretold, and the widest gap is halved
-        return _middle_of_widest_gap(every, still, peaks)
-    if fits is None:  # not even one row: one look in the middle tells whether memory grows with rows at all
-        return still[len(still) // 2] if len(peaks) == 2 else None
-    still = [c for c in still if not _hopeless(c, peaks, limit)]
-    if not still:
-        return None
-    foretold = {c: predicted(c, peaks) for c in still}
-    if any(math.isnan(peak) for peak in foretold.values()):
-        return still[len(still) // 2]
-    likely = [c for c in still if foretold[c] <= limit]
-    nearest = min(still, key=lambda c: foretold[c])
-    near = 1.05 if len(_points(peaks, nearest.ragged)) > 1 else 1.25  # foretold by its own kind, or by others
-    return min(likely, default=nearest if foretold[nearest] <= near * limit else None)
+def proposed(
+    every: Sequence[Candidate],
+    peaks: Peaks,
+    limit: float,
+    most: int | None = None,
+    at_no_rows: Callable[[], float] = lambda: 0.0,
+) -> Candidate | None:
+    """Returns what to measure next, None when the fewest that fit are known: the whole batch first, one row last.
 
-
-def predicted(candidate: Candidate, peaks: Peaks) -> float:
-    """Returns the peak on the line through the nearest measured of its kind, NaN where there is no line yet.
-
-    An even cut, a ragged cut and the whole batch, which is in no loop, are three kinds of programs: their lines are
-    parallel. Where a kind has one point, or none, the slope is that of another.
+    Between what did not fit and what does, the line proposes the fewest that should fit, but nothing that leaves more
+    than the remaining measurements can halve.
     """
-    own, others = _points(peaks, candidate.ragged), _points(peaks, not candidate.ragged)
-    if len(own) > 1:
-        return _on_line(own, candidate.rows)
-    slopes = others if len(others) > 1 else sorted(_points(peaks, False) + _points(peaks, None))
-    if len(slopes) < 2:
-        return math.nan
-    if not own:
-        return _on_line(slopes, candidate.rows)
-    ((rows, peak),) = own
-    return peak + _on_line(slopes, candidate.rows) - _on_line(slopes, rows)
+    if every and every[0] not in peaks:
+        return every[0]
+    if (least := at_no_rows()) > limit:
+        return None
+    fits = best(peaks, limit)
+    fewer = [c for c in every if c not in peaks and (fits is None or c < fits)]
+    between = [c for c in fewer if not _hopeless(c, peaks, limit)]
+    if not between:  # what did not fit says nothing of other sizes where memory does not grow
+        return None if grows(peaks) or not fewer else fewer[len(fewer) // 2]
+    now, *later = _groups(between)
+    left = (most or enough(every)) - len(peaks) - _halvings(later)
+    if left < 1:  # too few were allowed: what needs least is the last
+        return between[-1] if fits is None else now[len(now) // 2]
+    known = 2 ** (left - 1) - 1  # so many can be told apart after this one
+    low, high = len(now) - 1 - known, known
+    return now[len(now) // 2 if low > high else min(max(_foretold(now, peaks, limit, least), low), high)]
 
 
 def grows(peaks: Peaks) -> bool:
-    """Returns whether more rows need more memory, to 2 %; a ragged cut may need more than a larger even one."""
+    """Returns whether more rows need more memory, to 2 %; a ragged cut may need more than a larger even one.
+
+    The whole batch, which is in no loop, says nothing of that.
+    """
     loops = [c for c in peaks if c.number > 1]
     pairs = [(a, b) for a in loops for b in loops if a.rows < b.rows and a.ragged <= b.ragged]
     return all(peaks[b] >= 0.98 * peaks[a] for a, b in pairs)
 
 
-def _points(peaks: Peaks, ragged: bool | None) -> list[tuple[int, float]]:
-    """Returns rows and peak of what was measured of a kind, None for the whole batch, by rows."""
-    kind = lambda c: None if c.number == 1 else c.ragged
-    return sorted((c.rows, peak) for c, peak in peaks.items() if kind(c) == ragged and math.isfinite(peak))
+def _groups(every: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Returns even cuts, ragged cuts and rows of one, in each of which memory grows with the rows."""
+    kind = lambda c: 2 if c.rows == 1 else int(c.ragged)
+    return [group for wanted in range(3) if (group := [c for c in every if kind(c) == wanted])]
+
+
+def _halvings(groups: Sequence[Sequence[Candidate]]) -> int:
+    return sum(len(group).bit_length() for group in groups)
+
+
+def _foretold(group: Sequence[Candidate], peaks: Peaks, limit: float, at_no_rows: float) -> int:
+    """Returns the place of the fewest that should fit on the line through what was measured, else the last."""
+    points = sorted({(c.rows, peak) for c, peak in peaks.items() if math.isfinite(peak)} | {(0, at_no_rows)})
+    if len(points) == 1:
+        return len(group) // 2
+    if len(points) > 2:  # two that were measured
+        points = points[1:]
+    fits = (place for place, c in enumerate(group) if _on_line(points, c.rows) <= limit)
+    return next(fits, len(group) - 1)
 
 
 def _on_line(points: list[tuple[int, float]], rows: int) -> float:
     """Returns the value at `rows` of the line through the two points nearest to it."""
     (a, low), (b, high) = sorted(sorted(points, key=lambda point: abs(point[0] - rows))[:2])
-    return low if a == b else low + (high - low) * (rows - a) / (b - a)
+    return low + (high - low) * (rows - a) / (b - a)
 
 
 def _hopeless(candidate: Candidate, peaks: Peaks, limit: float) -> bool:
-    """Returns whether a cut with no more rows did not fit; one that is even says so of ragged ones, too."""
+    """Returns whether a cut with no more rows did not fit; one that is even says so of ragged ones, too.
+
+    Rows of one say nothing of more.
+    """
     return any(
-        peak > limit and c.number > 1 and c.rows <= candidate.rows and c.ragged <= candidate.ragged
+        peak > limit and 1 < c.rows <= candidate.rows and c.ragged <= candidate.ragged and c.number > 1
         for c, peak in peaks.items()
     )
-
-
-def _middle_of_widest_gap(every: Sequence[Candidate], still: list[Candidate], peaks: Peaks) -> Candidate:
-    known = sorted(every.index(c) for c in peaks)
-    low, high = max(itertools.pairwise(known), key=lambda gap: sum(c in still for c in every[gap[0] : gap[1]]))
-    inside = [c for c in every[low:high] if c in still]
-    return inside[len(inside) // 2]

@@ -1,6 +1,5 @@
 """Owns one step that is planned, with one of the options: lowered, and compiled as a search proposes. Chooses none."""
 
-import contextlib
 import functools
 import inspect
 import math
@@ -27,40 +26,57 @@ class Trial:
     Attributes:
       option: the option, None without one.
       place: that of the option among those given.
+      every: the numbers of micro-batches to choose from; those that do not lower are left out.
       rows: those of an update on one device.
       peaks: the bytes of what was compiled.
-      hopeless: what the step takes and returns is too much, however it is cut.
+      errors: what numbers raised that do not lower.
     """
 
-    def __init__(self, make_step: MakeStep, target: Target, rows: int, place: int, given: tuple[Any, ...]):
-        self.make_step, self.target, self.rows, self.place, self.given = make_step, target, rows, place, given
+    def __init__(self, make_step: MakeStep, target: Target, place: int, given: tuple[Any, ...]):
+        self.make_step, self.target, self.place, self.given = make_step, target, place, given
         self.option = given[0] if given else None
-        self.every: Sequence[Candidate] = ()
+        self.rows = 0
+        self.every: list[Candidate] = []
+        self.errors: dict[int, ValueError] = {}
+        self._lowered: dict[int, jax.stages.Lowered] = {}
         self.found: dict[Candidate, Footprint] = {}
         self.keys: dict[Candidate, str] = {}
         self._seen: dict[Candidate, _Seen] = {}
         self.peaks: search.Peaks = {}
-        self.hopeless = False
 
-    def search(self, every: Sequence[Candidate], limit: float, most: int, advance: Callable[[str, int], None]) -> None:
+    def prepare(self, every: Sequence[Candidate], rows: int) -> None:
+        """Lowers the fewest micro-batches that lower, and the next, before anything is compiled."""
+        self.every, self.rows = [*every], rows
+        for place in (0, 1):
+            while len(self.every) > place and self.lowered(self.every[place].number) is None:
+                del self.every[place]
+        if len(self.every) > 1:
+            self._check_number(*map(self._see, self.every[:2]))
+
+    def search(self, limit: float, most: int | None, advance: Callable[[str, int], None]) -> None:
         """Compiles what the search proposes; the whole batch alone, if no cut can help."""
-        self.every = every
 
-        def measure(candidate: Candidate) -> float:
-            if candidate not in self.found:
-                advance(f"{candidate.number} of {counted(candidate.rows, 'row')}", 0)
-                self._compile(candidate)
-                advance("", 1)
+        def measure(candidate: Candidate) -> float | None:
+            advance(f"{candidate.number} of {counted(candidate.rows, 'row')}", 0)
+            if self.lowered(candidate.number) is None:
+                return None
+            self._compile(candidate)
+            advance("", 1)
             return self.found[candidate].peak
 
-        self.peaks = search.search(every, measure, limit, 1)
-        self.hopeless = self.alone > limit and _shapes(self.lower(every[0])) == _shapes(self.lower(every[-1]))
-        if not self.hopeless:
-            self.peaks = search.search(every, measure, limit, most)
+        self.peaks = search.search(self.every, measure, limit, most, lambda: self.least)
+        self.every = [c for c in self.every if c.number not in self.errors]
 
-    def lower(self, candidate: Candidate) -> jax.stages.Lowered:
-        """Returns the step as it is lowered with so many micro-batches."""
-        number = candidate.number
+    def lowered(self, number: int) -> jax.stages.Lowered | None:
+        """Returns the step as it is lowered with so many micro-batches, None where it raises."""
+        if number not in self._lowered and number not in self.errors:
+            try:
+                self._lowered[number] = self._lower(number)
+            except ValueError as error:
+                self.errors[number] = error
+        return self._lowered.get(number)
+
+    def _lower(self, number: int) -> jax.stages.Lowered:
         wants_target = "target" in _parameters(self.make_step)
         try:
             lowered = self.make_step(number, *self.given, **({"target": self.target} if wants_target else {}))
@@ -83,15 +99,21 @@ class Trial:
         return [Compiled(self.option, *of(c)) for c in sorted(self.found)]
 
     @property
+    def skipped(self) -> list[str]:
+        """Why numbers were left out, or the option."""
+        return [str(error) for error in self.errors.values()][: None if self.every else 1]
+
+    @property
     def takes(self) -> Shapes:
         """The shapes of the arguments of what was compiled first."""
         return next(iter(self._seen.values())).takes
 
     @property
-    def alone(self) -> float:
-        """The bytes of arguments, and of outputs that replace none, of the fewest micro-batches."""
+    def least(self) -> float:
+        """The bytes of arguments, and of outputs that replace none; 0 where they shrink with the micro-batches."""
+        shapes = {_shapes(self._lowered[candidate.number]) for candidate in self.every[:2]}
         found = self.found[min(self.found)]
-        return found.arguments + found.kept
+        return found.arguments + found.kept if len(shapes) == 1 else 0.0
 
     @property
     def cost(self) -> float:
@@ -110,9 +132,9 @@ class Trial:
         """A program of large micro-batches and one of small ones, which need not have been compiled."""
         seen = self._seen.copy()
         for candidate in (self.every[-1], self.every[len(self.every) // 2]):
-            if candidate not in seen and (len(seen) == 1 or len({one.takes for one in seen.values()}) > 1):
-                with contextlib.suppress(TypeError, ValueError):  # a step may take only some numbers
-                    seen[candidate] = _Seen.of(candidate, self.lower(candidate))
+            differ = len(seen) == 1 or len({one.takes for one in seen.values()}) > 1
+            if candidate not in seen and differ and self.lowered(candidate.number):
+                seen[candidate] = self._see(candidate)
         cuts = sorted(c for c in seen if c.number > 1)  # a window of one may hold no sum, and differ by that
         return seen[(cuts if len(cuts) > 1 else sorted(seen))[0]], seen[max(seen)]
 
@@ -143,14 +165,28 @@ class Trial:
         if (flops := self._seen[candidate].flops) is None:
             return None
         calls = self._calls(candidate)
-        return sum(flops) if calls == 1 else round(calls * (sum(flops) - self._once) + self._once)
+        return flops.all if calls == 1 else round(calls * (flops.all - self._once) + self._once)
 
     def _compile(self, candidate: Candidate) -> None:
-        lowered = self.lower(candidate)
+        lowered = self._lowered[candidate.number]
         self.keys[candidate] = text_key(lowered, self.target)
         self._check_differs(candidate)
-        self._seen[candidate] = _Seen.of(candidate, lowered)
+        self._see(candidate)
         self.found[candidate] = footprint(lowered, self.target)
+
+    def _see(self, candidate: Candidate) -> "_Seen":
+        if candidate not in self._seen:
+            self._seen[candidate] = _Seen.of(candidate, self._lowered[candidate.number])
+        return self._seen[candidate]
+
+    def _check_number(self, large: "_Seen", small: "_Seen") -> None:
+        """Raises where fewer micro-batches have the smaller products."""
+        if large.flops and small.flops and 1.5 * large.flops.largest < small.flops.largest:
+            raise ValueError(
+                "make_step must take the number of micro-batches, and seems to take their rows: the largest product of "
+                f"make_step({large.candidate.number}) has {large.flops.largest:.2e} FLOPs, that of make_step("
+                f"{small.candidate.number}) {small.flops.largest:.2e}. {PASS_ON}"
+            )
 
     def _check_differs(self, candidate: Candidate) -> None:
         same = [c for c, key in self.keys.items() if c.rows != candidate.rows and key == self.keys[candidate]]
