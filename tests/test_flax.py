@@ -602,7 +602,9 @@ def test_a_resumed_run_may_change_every():
 def test_bad_input():
     state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), metrics=("loss",))
     grads = gradient(state, (X, Y))[1]
-    with pytest.raises(ValueError, match=r"metrics must have the names that were announced: \['loss'\], and \['other'\] came"):
+    with pytest.raises(
+        ValueError, match=r"metrics must have the names that were announced: \['loss'\], and \['other'\] came"
+    ):
         state.apply_gradients(grads=grads, metrics={"other": 1.0})
     with pytest.raises(ValueError, match="A metric must be a scalar: 'loss' has shape"):
         state.apply_gradients(grads=grads, metrics={"loss": jnp.ones(3)})

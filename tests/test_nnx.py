@@ -752,7 +752,9 @@ def test_a_gradient_of_nothing_is_refused():
     loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1])
     with pytest.raises(ValueError, match=r"wrt=.*LoRAParam.* names none, and it has Param. For a tree of arrays"):
         accum.nnx.value_and_grad(loss, wrt=nnx.LoRAParam, num_microbatches=2)(model, (X, Y))
-    with pytest.raises(ValueError, match=r"LoRAParam.* names none, and it has Param. Pass those that are to be trained"):
+    with pytest.raises(
+        ValueError, match=r"LoRAParam.* names none, and it has Param. Pass those that are to be trained"
+    ):
         accum.nnx.Optimizer(model, optax_accum.accumulate_gradients(optax.sgd(0.1), 2), wrt=nnx.LoRAParam)
     with pytest.raises(ValueError, match="names none, and it has"):
         accum.nnx.value_and_grad(lambda p, x: (p["w"] * x).mean(), num_microbatches=2)({"w": jnp.ones(6)}, X)

@@ -77,7 +77,8 @@ def test_a_factor_is_found_in_what_decides_it(name):
 def test_an_average_that_moves_at_each_micro_step_moves_while_held():
     """It starts as the parameters: the first window does not show it."""
     sound = verify_step(loop(optax.adam(1e-2), ema="when a window closes"), BATCH)
-    assert sound.holds and {"ema/a/w", "ema/b/w"} <= sound.errors.keys(), str(sound)
+    assert sound.holds, str(sound)
+    assert {"ema/a/w", "ema/b/w"} <= sound.errors.keys()
     report = verify_step(loop(optax.adam(1e-2), ema="at each micro-step"), BATCH)
     assert [cause.kind for cause in report.causes] == ["moves while held"]
     assert "ema/a/w, ema/b/w moved at micro-step 5" in str(report)
@@ -87,7 +88,7 @@ def test_what_is_not_compared_is_said():
     """What belongs to no parameter, or changes while held, as metrics and running statistics do."""
 
     def make_step(every):
-        step, carry, last = loop(optax.adam(1e-2))(every)
+        step, carry, _ = loop(optax.adam(1e-2))(every)
         logged = lambda carry, batch: (step(carry[0], batch), carry[1] + jnp.sum(batch["x"]))
         return logged, (carry, jnp.float32(0))
 

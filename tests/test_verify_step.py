@@ -474,9 +474,8 @@ class Model:
 
 def test_a_leaf_that_stands_twice_is_copied_without_what_stands_beside_it():
     """An average that starts as the parameters. Each compiled function is traced once for each size of a batch."""
-    State = jax.tree_util.register_dataclass(
-        dataclasses.make_dataclass("State", ["params", "ema", "state", "model"]), ["params", "ema", "state"], ["model"]
-    )
+    of = dataclasses.make_dataclass("State", ["params", "ema", "state", "model"])
+    jax.tree_util.register_dataclass(of, ["params", "ema", "state"], ["model"])
     models = []
 
     def make_step(every):
@@ -488,7 +487,7 @@ def test_a_leaf_that_stands_twice_is_copied_without_what_stands_beside_it():
             updates, state = tx.update(grads, carry.state, carry.params)
             return dataclasses.replace(carry, params=optax.apply_updates(carry.params, updates), state=state)
 
-        return step, State(PARAMS, PARAMS, tx.init(PARAMS), models[-1])
+        return step, of(PARAMS, PARAMS, tx.init(PARAMS), models[-1])
 
     assert verify_step(make_step, BATCH, every=2, uneven=False).holds
     assert max(model.traced for model in models) <= 4

@@ -146,7 +146,7 @@ class Explanations:
         if linear == ["params"] and self._unclipped() and (cause := self._rate(found)):
             return cause  # no moments tell: sums and means have other factors
         squares = [slot for slot in self.slots if slot not in ("params", *linear) and not self._falls(slot)]
-        powers = {slot: 1 for slot in linear} or {slot: 2 for slot in squares}  # second moments tell where no first do
+        powers = dict.fromkeys(linear, 1) or dict.fromkeys(squares, 2)  # second moments tell where no first do
         for slot, power in powers.items():
             factor = (self.factor(found, slot) or 0.0) ** (1 / power)
             if factor and abs(factor - 1) > self.near:

@@ -98,9 +98,10 @@ class Loss:
         """Yields for each leaf of real numbers in rows its path, its numbers, and what puts others in their place."""
         leaves, treedef = jax.tree.flatten(batch)
         for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(batch)):
-            if splitting.is_split(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                put = lambda new, n=number, of=jnp.result_type(leaf): jax.tree.unflatten(
-                    treedef, [*leaves[:n], jnp.asarray(new, of), *leaves[n + 1 :]]
+            dtype, before, after = jnp.result_type(leaf), leaves[:number], leaves[number + 1 :]
+            if splitting.is_split(leaf) and jnp.issubdtype(dtype, jnp.floating):
+                put = lambda new, dtype=dtype, before=before, after=after: jax.tree.unflatten(
+                    treedef, [*before, jnp.asarray(new, dtype), *after]
                 )
                 yield jax.tree_util.keystr(path), wide(leaf), put
 

@@ -50,7 +50,7 @@ def token_microbatches(
       group_size: so many consecutive rows stay together, on one device.
       buckets: the padded lengths: such integers; or how many to choose for these rows. By default those of which 1, 2,
         3, ... fit the budget, some 50 that are the same for all batches; more of them, where these make more than 2 %
-        too many micro-batches, or more than `num_microbatches`.
+        too many micro-batches, or more than `num_microbatches`: beside that number one more may hold rows than without.
 
     Returns:
       A `TokenPacking`. Its micro-batches may be added in any order, with their tokens as weights.

@@ -244,7 +244,7 @@ class Probes:
                 moves["doubled"] = lambda by, leaf=leaf: leaf * by
             for how, move in moves.items():
                 if same(put(move(2))) and not same(put(move(apart))):
-                    says = f"The leaf {path} of the batch is normalised over its rows: {how}, it gives the same gradient."
+                    says = f"The leaf {path} of the batch is normalised over its rows: {how}, it changes nothing."
                     return [Cause("coupled examples", says)]
         return []
 
@@ -285,7 +285,9 @@ class Probes:
             says = f"With other rows in some places, the batch counts for {factor:.2f} of what it did."
             return [Cause("weights", says)]
         if not self._grows:
-            says = "All rows count the same, the whole is not the mean over its parts, and the same with each row twice."
+            says = (
+                "All rows count the same, the whole is not the mean over its parts, and each row twice gives the same."
+            )
             return [Cause("coupled examples", says)]
         if self.loss.weight_fn is None:
             return [Cause("sum", "All rows count the same, and the whole is not the mean over its parts.")]

@@ -206,7 +206,8 @@ class StepProbes(StepRuns):
         """A step that updates at each call may be one that cuts the batch of a call itself."""
         if self.within_call or self.moved != list(range(1, 2 * self.cut.every + 1)):
             return []
-        return ["within_call=True, which a step needs that gets the whole batch in one call: this one moves in each call"]
+        says = "within_call=True, which a step needs that gets the whole batch in one call: this one moves at each call"
+        return [says]
 
     def poison(self) -> list[Cause]:
         """After a NaN whole batches go on training, and windows do not."""

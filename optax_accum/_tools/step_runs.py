@@ -74,13 +74,17 @@ class StepRuns:
         if not self.leads:
             return []
         parts = [self.even()[0]] * self.cut.every
-        return [[self.of(np.concatenate(parts))] if steps is self.one else self.calls(parts * (steps.every // len(parts)))]
+        if steps is self.one:
+            return [[self.of(np.concatenate(parts))]]
+        return [self.calls(parts * (steps.every // len(parts)))]
 
     @functools.cached_property
     def leads(self) -> bool:
         """Whether the reference's first update moves no parameter."""
         before, after = self.one.run([self.of(np.arange(self.count))])
-        return all(np.array_equal(before[l.one], after[l.one]) for l in self.leaves.values() if l.slot == "params")
+        return all(
+            np.array_equal(before[path], after[path]) for path in (self.leaves[name].one for name in self.params)
+        )
 
     @functools.cached_property
     def random(self) -> bool:
@@ -116,8 +120,8 @@ class StepRuns:
     @functools.cached_property
     def seen(self) -> list[Numbers]:
         """The carry in two windows, before and after each call."""
-        lead = self.lead(self.cut)
-        return self.cut.run(*lead, *([call] for number in (0, 1) for call in self.calls(self.even(number))))[len(lead) :]
+        lead, windows = self.lead(self.cut), (self.calls(self.even(number)) for number in (0, 1))
+        return self.cut.run(*lead, *([call] for window in windows for call in window))[len(lead) :]
 
     @functools.cached_property
     def moved(self) -> list[int]:

@@ -49,7 +49,8 @@ def verify(
     gradients that nearly cancel, are no cause for alarm.
 
     Args:
-      fun: the loss, called as `fun(params, batch, *args)`; what it returns is what `value_and_grad` takes.
+      fun: the loss, called as `fun(params, batch, *args)`; what it returns is what `value_and_grad` takes,
+        but a `Ratio`, of which it says what to return instead.
       params: parameters at which the gradient is not zero; freshly initialised ones do.
       batch: a pytree of at least 4 rows, and of `num_microbatches` rows; so many groups with `group_size`. All of its
         arrays are cut along their first axis. What has no rows there, such as a table or the weights of classes, is not
