@@ -291,6 +291,18 @@ def test_one_process_agrees_with_itself_without_asking(monkeypatch):
     assert not said
 
 
+def test_facts_of_any_length_are_compared_to_their_end(monkeypatch):
+    """The first 4000 bytes were."""
+    said = []
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    gather = "jax.experimental.multihost_utils.process_allgather"
+    monkeypatch.setattr(gather, lambda row: said.append(row) or [row, row])
+    optax_accum.checkpoint.check_processes(shapes="x" * 9000 + "one")
+    monkeypatch.setattr(gather, lambda row: [said[0], row])
+    with pytest.raises(ValueError, match="The processes of a run must agree.*same settings"):
+        optax_accum.checkpoint.check_processes(shapes="x" * 9000 + "another")
+
+
 # Orbax, in one process
 
 

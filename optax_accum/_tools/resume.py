@@ -1,12 +1,13 @@
 """Owns what a run needs to go on: after a crash, on another number of devices, with all processes alike."""
 
+import hashlib
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from optax_accum._core import compilers
+from optax_accum._core import checks, compilers
 from optax_accum._core.state import holds_partial_sums, map_states, states_in
 from optax_accum._tools.placement import state_sharding
 
@@ -28,7 +29,7 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
       The state, its partial sums as NumPy arrays; place it with `jax.device_put(state, state_sharding(tx, params))`.
 
     Raises:
-      ValueError: `state` holds no `AccumulationState`, or `num_devices` is below 1.
+      ValueError: `state` holds no `AccumulationState`, or `num_devices` is below 1; a TypeError if it is no integer.
 
     Guarantees:
       | case | result |
@@ -45,8 +46,7 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
       >>> moved.acc_grads.shape, moved.weight.tolist()
       ((2, 3), [1.0, 0.0])
     """
-    if num_devices is not None and num_devices < 1:
-        raise ValueError(f"num_devices must be at least 1, or None: num_devices={num_devices}.")
+    checks.as_positive("num_devices", num_devices)
     if not states_in(state):
         raise ValueError(f"redistribute needs a state that holds an AccumulationState: state={type(state).__name__}.")
 
@@ -121,7 +121,7 @@ def check_processes(**facts: Any) -> None:
       |---|---|
       | one process | nothing is done |
       | a process that never calls it | the others wait as long as the collectives of JAX do |
-      | facts that take more than 4000 bytes together | the first 4000 are compared |
+      | facts that take more than 4000 bytes together | all are compared, and the first 4000 are shown |
 
     Example:
       >>> import optax_accum
@@ -131,14 +131,16 @@ def check_processes(**facts: Any) -> None:
         return
     from jax.experimental import multihost_utils  # loads much that a single process does not need
 
-    text = repr({name: str(value) for name, value in sorted(facts.items())}).encode()[:4000]
-    mine = np.frombuffer(text.ljust(4000), np.uint8)
-    texts = [bytes(row).decode(errors="replace").rstrip() for row in multihost_utils.process_allgather(mine)]
-    for number, text in enumerate(texts):
-        if text != texts[0]:
+    text = repr({name: str(value) for name, value in sorted(facts.items())}).encode()
+    digest = hashlib.sha256(text).digest()
+    mine = np.frombuffer(digest + text[:4000].ljust(4000), np.uint8)
+    rows = [bytes(row) for row in multihost_utils.process_allgather(mine)]
+    shown = [row[len(digest) :].decode(errors="replace").rstrip() for row in rows]
+    for number, row in enumerate(rows):
+        if row != rows[0]:
             raise ValueError(
-                f"The processes of a run must agree: process 0 has {texts[0]}, process {number} has {text}. Start all "
-                "of them with the same settings."
+                f"The processes of a run must agree: process 0 has {shown[0]}, process {number} has {shown[number]}. "
+                "Start all of them with the same settings."
             )
 
 
