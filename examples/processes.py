@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -207,6 +209,8 @@ def _ended_by_signals() -> Generator[None, None, None]:
 
 def run_process(settings: Settings, process: int | None, coordinator: str | None) -> None:
     """Trains, and ends at once after an error: the usual end would wait for the others, who wait for this one."""
+    if process is not None:
+        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     try:
         train(settings, process, coordinator)
     except KeyboardInterrupt:
@@ -217,6 +221,13 @@ def run_process(settings: Settings, process: int | None, coordinator: str | None
             sys.stderr.flush()
         finally:  # where the disk is full, nothing can be said
             os._exit(1)
+
+
+def end_with(launcher: int) -> None:
+    """Ends this process when its launcher has gone, also one that SIGKILL left no time to end its group."""
+    while os.getppid() == launcher:
+        time.sleep(1)
+    os._exit(1)
 
 
 def train(settings: Settings, process: int | None = 0, coordinator: str | None = None) -> None:
@@ -336,8 +347,8 @@ class Run:
 class Checkpoints:
     """Orbax writes a checkpoint under another name and renames it at the end: one that was cut is not found.
 
-    A disk may still lose part of it. So process 0 notes the size of each file, and passes over one that lost some, and
-    one that it had no time to take note of, if there is another that it had.
+    A disk may still lose or change part of it. So process 0 notes a digest of each file, and passes over a checkpoint
+    that differs, and one that it had no time to take note of, if there is another that it had.
     """
 
     def __init__(self, settings: Settings):
@@ -354,7 +365,7 @@ class Checkpoints:
         self.manager.save(seen, args=both)
         if jax.process_index() == 0:
             note = self._note(seen)
-            note.with_suffix(".new").write_text(json.dumps(self._sizes(seen)))
+            note.with_suffix(".new").write_text(json.dumps(self._digests(seen)))
             note.with_suffix(".new").replace(note)
 
     def restore(self, target: Any) -> tuple[int, Tree, Tree, int] | None:
@@ -394,16 +405,17 @@ class Checkpoints:
         if not note.exists():  # a crash came between the checkpoint and the note; or nobody takes notes
             return not any(self._note(step).exists() for step in self.manager.all_steps())
         with contextlib.suppress(ValueError):
-            return json.loads(note.read_text()) == self._sizes(seen)
+            return json.loads(note.read_text()) == self._digests(seen)
         return False
 
     def _note(self, seen: int) -> pathlib.Path:
-        return self.folder / str(seen) / "sizes"
+        return self.folder / str(seen) / "digests"
 
-    def _sizes(self, seen: int) -> dict[str, int]:
+    def _digests(self, seen: int) -> dict[str, str]:
         folder = self.folder / str(seen)
-        files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("sizes")]
-        return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
+        files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("digests")]
+        digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest()
+        return {str(path.relative_to(folder)): digest(path) for path in sorted(files)}
 
 
 def read(data: str) -> tuple[np.ndarray, np.ndarray]:

@@ -196,6 +196,19 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path, number):
         assert out.splitlines()[-1] == "Interrupted: all processes have been ended."
 
 
+def test_processes_end_with_a_launcher_that_was_killed(tmp_path):
+    """They went on training and saving."""
+    group = launcher("--updates", "100000", "--logs", str(tmp_path))
+    for line in group.stdout:
+        if line.startswith("update"):
+            break
+    children = pathlib.Path(f"/proc/{group.pid}/task/{group.pid}/children").read_text().split()
+    assert len(children) == 2
+    group.kill()
+    group.communicate(timeout=60)  # they hold its output
+    assert not any(pathlib.Path(f"/proc/{child}/exe").exists() for child in children)
+
+
 def test_a_timeout_says_so_and_nothing_starts_after_it(tmp_path, capfd):
     assert processes.launch(Settings(timeout=0.5, restarts=5, logs=str(tmp_path))) == 1
     err = capfd.readouterr().err
@@ -257,16 +270,32 @@ def test_a_checkpoint_that_was_cut_is_not_picked_up(tmp_path):
 
 
 def test_a_checkpoint_without_a_note_is_taken_where_no_other_has_one(tmp_path):
-    """A crash between a checkpoint and the note of its sizes: nobody knows what the disk has lost of it."""
+    """A crash between a checkpoint and the note of its digests: nobody knows what the disk has lost of it."""
     params, state = {"w": jnp.ones(3)}, {"s": jnp.zeros(3)}
     manager = processes.Checkpoints(Settings(checkpoints=str(tmp_path)))
     for seen in (100, 200):
         manager.save(seen, params, state, 1)
     manager.close()
     for seen, noted in ((200, 100), (100, 100)):
-        (tmp_path / str(seen) / "sizes").unlink()
+        (tmp_path / str(seen) / "digests").unlink()
         found = processes.Checkpoints(Settings(checkpoints=str(tmp_path))).restore(lambda devices: (params, state))
         assert found[0] == noted
+
+
+def test_a_checkpoint_whose_bytes_have_changed_is_passed_over(tmp_path):
+    """Of the same size: every attempt ended there, where the older one is good."""
+    params, state = {"w": jnp.ones(300)}, {"s": jnp.zeros(300)}
+    manager = processes.Checkpoints(Settings(checkpoints=str(tmp_path)))
+    for seen in (100, 200):
+        manager.save(seen, params, state, 1)
+    manager.close()
+    largest = max(
+        (path for path in (tmp_path / "200").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    largest.write_bytes(bytes(byte ^ 255 for byte in largest.read_bytes()))
+    found = processes.Checkpoints(Settings(checkpoints=str(tmp_path))).restore(lambda devices: (params, state))
+    assert found[0] == 100
+    assert_array_equal(found[1]["w"], params["w"])
 
 
 @pytest.mark.parametrize("other", [{"max_microbatch_size": 8}, {"global_batch": 100}], ids=str)
