@@ -1,5 +1,6 @@
 """What an older JAX or Flax lacks is refused by name; other versions are played by `compilers.JAX`."""
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -63,6 +64,25 @@ def test_a_libtpu_that_would_crash_is_refused(monkeypatch):
         accelerators.target("v5e:2x2")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.23")
     assert compilers.too_old_libtpu() is None
+
+
+@pytest.mark.parametrize("version", [(0, 7, 2), compilers.JAX])
+def test_a_nightly_libtpu_is_taken_as_it_is(version, monkeypatch):
+    """It is distributed under another name."""
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(compilers, "JAX", version)
+    monkeypatch.setattr("importlib.metadata.version", absent)
+    assert compilers.too_old_libtpu() is None
+
+
+def test_a_release_candidate_of_flax_is_taken():
+    pytest.importorskip("flax")
+    program = 'import flax; flax.__version__ = "99.0.0rc1"; import optax_accum.flax'
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 OLD_JAX = 'import jax; jax.__version_info__, jax.__version__ = (0, 4, 38), "0.4.38"; import optax_accum'

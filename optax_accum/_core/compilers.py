@@ -122,11 +122,8 @@ def why_not_in_place(add: Callable[[], Any]) -> str | None:
         return None
     try:
         jax.eval_shape(add)
-    except (
-        TypeError,
-        ValueError,
-        NotImplementedError,
-    ) as error:  # or the user's own error
+    except (TypeError, ValueError, NotImplementedError) as error:
+        # Or of the user's own: without in_place=True it comes again.
         checkpoint = "" if JAX >= (0, 10, 0) else ", nor, before JAX 0.10, through jax.checkpoint"
         return (
             f"needs JAX 0.11 or later for this loss: JAX {jax.__version__} adds to no slice of a parameter (p[0] or "
@@ -268,9 +265,14 @@ def libtpu_of_jax() -> str | None:
 
 def too_old_libtpu() -> str | None:
     """Returns the version of libtpu that is installed, if it is older than that."""
-    installed, wanted = importlib.metadata.version("libtpu"), libtpu_of_jax()
+    if (wanted := libtpu_of_jax()) is None:
+        return None
+    try:
+        installed = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:  # a nightly one has another name
+        return None
     parts = lambda version: [int(part) for part in re.findall(r"\d+", version)[:3]]
-    return installed if wanted and parts(installed) < parts(wanted) else None
+    return installed if parts(installed) < parts(wanted) else None
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any:

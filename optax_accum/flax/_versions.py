@@ -1,12 +1,13 @@
 """Owns what versions of Flax do differently: each difference once. Nobody else asks for a version or a name of Flax."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import flax
 from flax import nnx
 
-if tuple(map(int, flax.__version__.split(".")[:3])) < (0, 11, 2):
+if tuple(map(int, re.findall(r"\d+", flax.__version__)[:3])) < (0, 11, 2):
     raise ImportError(
         f"optax_accum.flax needs Flax 0.11.2 or later, with JAX 0.6 or later: this is Flax {flax.__version__}. Install "
         "newer ones; all else of optax_accum works with these.",
