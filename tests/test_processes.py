@@ -179,14 +179,20 @@ def test_a_full_disk_ends_the_group_with_the_words_of_each(tmp_path):
     assert len(re.findall(r"process \d (?:ended with status 1|was ended by SIG\w+); its words are in", out)) == 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_ends_all(tmp_path, number):
-    group = launcher("--updates", "100000", "--logs", str(tmp_path))
+def training(logs):
+    """A launcher whose processes train, and their numbers."""
+    group = launcher("--updates", "100000", "--logs", str(logs))
     for line in group.stdout:
         if line.startswith("update"):
             break
     children = pathlib.Path(f"/proc/{group.pid}/task/{group.pid}/children").read_text().split()
     assert len(children) == 2
+    return group, children
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_ends_all(tmp_path, number):
+    group, children = training(tmp_path)
     group.send_signal(number)
     out = group.communicate(timeout=60)[0]
     assert group.returncode == (143 if number == signal.SIGTERM else 1)
@@ -198,12 +204,7 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path, number):
 
 def test_processes_end_with_a_launcher_that_was_killed(tmp_path):
     """They went on training and saving."""
-    group = launcher("--updates", "100000", "--logs", str(tmp_path))
-    for line in group.stdout:
-        if line.startswith("update"):
-            break
-    children = pathlib.Path(f"/proc/{group.pid}/task/{group.pid}/children").read_text().split()
-    assert len(children) == 2
+    group, children = training(tmp_path)
     group.kill()
     group.communicate(timeout=60)
     running = lambda: [child for child in children if pathlib.Path(f"/proc/{child}/exe").exists()]
