@@ -15,10 +15,10 @@ from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients, apply_gradients
 from optax_accum._core.ratio import Ratio
 from optax_accum._core.state import AccumulationState, from_multi_steps, has_updated
+from optax_accum._plan.planning import plan_microbatches
 from optax_accum._space.metrics import metrics
-from optax_accum._tools.planning import plan_microbatches
-from optax_accum._tools.verify import verify
-from optax_accum._tools.verify_step import verify_step
+from optax_accum._verify.verify import verify
+from optax_accum._verify.verify_step import verify_step
 from optax_accum._within.microbatched_apply import microbatched_apply
 from optax_accum._within.value_and_grad import value_and_grad
 

@@ -5,7 +5,7 @@
 * `optax_accum.sharding.count_collectives(compiled)`: what its devices say to each other.
 """
 
-from optax_accum._tools.targets import Target, target
-from optax_accum._tools.traffic import Part, Traffic, count_traffic
+from optax_accum._compiled.targets import Target, target
+from optax_accum._compiled.traffic import Part, Traffic, count_traffic
 
 __all__ = ["Part", "Target", "Traffic", "count_traffic", "target"]

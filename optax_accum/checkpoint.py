@@ -1,5 +1,5 @@
 """Runs that go on: in the middle of a window, on another number of devices, with all processes alike."""
 
-from optax_accum._tools.resume import check_processes, checkpoint_target, redistribute
+from optax_accum._placement.resume import check_processes, checkpoint_target, redistribute
 
 __all__ = ["check_processes", "checkpoint_target", "redistribute"]

@@ -5,13 +5,13 @@
 * `python -m optax_accum.plan module:make_step --global-batch 256 --target h100`: the same, from the command line.
 """
 
-from optax_accum._tools.plan import Plan
-from optax_accum._tools.planning import plan_microbatches
-from optax_accum._tools.steps import Builder, of_loss, of_step
+from optax_accum._plan.plan import Plan
+from optax_accum._plan.planning import plan_microbatches
+from optax_accum._plan.steps import Builder, of_loss, of_step
 
 __all__ = ["Builder", "Plan", "of_loss", "of_step", "plan_microbatches"]
 
 if __name__ == "__main__":
-    from optax_accum._tools import plan_command as _command
+    from optax_accum._command import plan as _command
 
     _command.main()

@@ -36,8 +36,8 @@ of each device, [d, ...] (inside `jax.shard_map` its own [...]), of which each c
 | the same with `reduce_to="partial"` | an error | tracing |
 """
 
+from optax_accum._compiled.collectives import Collective, Collectives, count_collectives
+from optax_accum._placement.shardings import shard_over, state_sharding
 from optax_accum._space.partials import defer_reduction
-from optax_accum._tools.collectives import Collective, Collectives, count_collectives
-from optax_accum._tools.placement import shard_over, state_sharding
 
 __all__ = ["Collective", "Collectives", "count_collectives", "defer_reduction", "shard_over", "state_sharding"]

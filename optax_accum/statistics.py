@@ -13,10 +13,10 @@ A backward pass that adds in place writes no gradient that could be measured: wi
 docs/growing_batches.md have sources and examples.
 """
 
+from optax_accum._across.noise_scale import gradient_noise_scale
 from optax_accum._across.schedules import every_by_noise, every_by_tokens
+from optax_accum._batches.advise import Advice, advise, rescale_decay
 from optax_accum._core.statistics import NoiseScale, Options, Statistics, smooth
-from optax_accum._tools.advise import Advice, advise, rescale_decay
-from optax_accum._tools.noise_scale import gradient_noise_scale
 
 __all__ = [
     "Advice",

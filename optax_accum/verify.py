@@ -2,8 +2,8 @@
 
 import sys
 
-from optax_accum._tools.verify import verify
-from optax_accum._tools.verify_command import main
+from optax_accum._command.verify import main
+from optax_accum._verify.verify import verify
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import accelerators as facts
 from optax_accum import accelerators
+from optax_accum._compiled import targets
 from optax_accum._core import compilers
-from optax_accum._tools import targets
 from optax_accum.accelerators import count_traffic
 from optax_accum.sharding import count_collectives
 from tests import programs

@@ -24,21 +24,26 @@ ROOMS = {  # and what each stands on
     "_space": {"_core"},
     "_across": {"_core", "_space"},
     "_within": {"_core", "_space"},
-    "_tools": {"_core", "_space", "_across", "_within"},
-    "sharding": {"_space", "_tools"},
-    "checkpoint": {"_tools"},
-    "batching": {"_tools"},
-    "accelerators": {"_tools"},
+    "_batches": {"_core", "_across"},
+    "_placement": {"_core", "_space", "_across"},
+    "_compiled": {"_core"},
+    "_plan": {"_core", "_within", "_placement", "_compiled"},
+    "_verify": {"_core", "_within"},
+    "_command": {"_compiled", "_plan", "_verify"},
+    "sharding": {"_space", "_placement", "_compiled"},
+    "checkpoint": {"_placement"},
+    "batching": {"_batches"},
+    "accelerators": {"_compiled"},
     "__main__": set(),
-    "plan": {"_tools"},
-    "verify": {"_tools"},
-    "statistics": {"_core", "_across", "_tools"},
+    "plan": {"_plan", "_command"},
+    "verify": {"_verify", "_command"},
+    "statistics": {"_core", "_across", "_batches"},
     "flax": {"_core", "_space", "_across"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
 FLOORS = {  # inside a room: a module imports from lower floors
     "_core": [
-        {"tracing", "rows"},
+        {"tracing", "rows", "counted"},
         {"compilers"},
         {"quirks", "memory", "arithmetic", "program", "roles"},
         {"sums", "statistics"},
@@ -56,20 +61,26 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"several"},
         {"here"},
     ],
-    "_across": [{"inner", "policy", "outcomes", "schedules"}, {"window"}, {"transformation"}, {"train_step"}],
-    "_within": [{"splitting"}, {"loops", "reductions", "gradients", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
-    "_tools": [
-        {"counted"},
-        {"programs", "targets", "report", "batches", "packed", "placement", "loss", "search", "picture", "named"}
-        | {"noise_scale", "advise"},
-        {"collectives", "packing", "traffic", "resume", "mixtures", "budgets", "footprint", "steps"},
-        {"carries", "explanations", "plan", "probes"},
-        {"verify", "trials", "train_steps"},
-        {"step_runs", "planning"},
-        {"step_probes", "plan_command"},
-        {"verify_step"},
-        {"verify_command"},
+    "_across": [
+        {"inner", "policy", "outcomes", "schedules", "noise_scale"},
+        {"window"},
+        {"transformation"},
+        {"train_step"},
     ],
+    "_within": [{"splitting"}, {"loops", "reductions", "gradients", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
+    "_batches": [{"rows", "packed", "advise"}, {"packing"}],
+    "_placement": [{"shardings"}, {"resume"}],
+    "_compiled": [{"programs", "targets"}, {"collectives", "traffic", "footprint"}],
+    "_plan": [{"search", "budgets", "picture", "steps"}, {"plan"}, {"trials"}, {"planning"}],
+    "_verify": [
+        {"loss", "report"},
+        {"mixtures", "carries", "explanations"},
+        {"probes", "train_steps"},
+        {"verify", "step_runs"},
+        {"step_probes"},
+        {"verify_step"},
+    ],
+    "_command": [{"named"}, {"plan", "verify"}],
     "flax": [
         {"_versions"},
         {"_batch_norm", "_nnx_variables", "_nnx_reading"},
@@ -139,9 +150,9 @@ def test_an_example_imports_what_users_do():
 
 WHERE = {"is_manual", "axis_index", "psum", "shard_map", "PartitionSpec", "axis_names", "mesh_of", "manual_axes"}
 ANSWERED = {  # by modules whose work it is
-    "_tools/placement": "where a state lives",
-    "_tools/targets": "devices that are not here",
-    "_tools/steps": "shapes on such devices",
+    "_placement/shardings": "where a state lives",
+    "_compiled/targets": "devices that are not here",
+    "_plan/steps": "shapes on such devices",
 }
 
 
@@ -158,7 +169,8 @@ def names_in(source):
 def test_where_is_asked_in_space_alone():
     asked = {
         f"{room}/{name}"
-        for room in ("_core", "_across", "_within", "_tools", "flax")
+        for room in ROOMS
+        if (room not in FACES and room != "_space") or room == "flax"
         for name, source in modules(room).items()
         if names_in(source) & WHERE
     }

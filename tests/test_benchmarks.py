@@ -26,7 +26,7 @@ from benchmarks import (
     planning,
 )
 from benchmarks._others import TORCH, Torch
-from optax_accum._tools import targets
+from optax_accum._compiled import targets
 
 
 def run(*arguments, **options):

@@ -24,9 +24,9 @@ README = (ROOT / "README.md").read_text()
 
 
 WITH_EXAMPLES = """
-_across.schedules _across.train_step _across.transformation _core.ratio _core.state _space.partials _tools.advise
-_tools.batches _tools.collectives _tools.noise_scale _tools.packing _tools.placement _tools.planning _tools.resume
-_tools.steps _tools.targets _tools.traffic _tools.verify _tools.verify_step _within.microbatched_apply
+_across.schedules _across.train_step _across.transformation _core.ratio _core.state _space.partials _batches.advise
+_batches.rows _compiled.collectives _across.noise_scale _batches.packing _placement.shardings _plan.planning _placement.resume
+_plan.steps _compiled.targets _compiled.traffic _verify.verify _verify.verify_step _within.microbatched_apply
 _within.value_and_grad
 """
 
@@ -42,7 +42,7 @@ def why_not(code):
 
 @pytest.mark.parametrize("room", WITH_EXAMPLES.split())
 def test_the_examples_of_the_docstrings(room):
-    if versions.JAX < (0, 7, 2) and room in ("_space.partials", "_tools.placement", "_tools.resume"):
+    if versions.JAX < (0, 7, 2) and room in ("_space.partials", "_placement.shardings", "_placement.resume"):
         pytest.skip("JAX 0.7.2: everything over devices")
     module = importlib.import_module(f"optax_accum.{room}")
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)

@@ -21,7 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum import plan
-from optax_accum._tools import budgets, footprint, named, plan_command, planning, search, trials
+from optax_accum._command import named
+from optax_accum._command import plan as plan_command
+from optax_accum._compiled import footprint
+from optax_accum._plan import budgets, planning, search, trials
 from tests import programs
 
 ROWS, WIDTH = 256, 128

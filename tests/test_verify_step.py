@@ -18,7 +18,7 @@ import optax_accum
 from benchmarks.verify_step import KINDS, sound_step
 from benchmarks.verify_step import fault as planted
 from optax_accum import verify_step
-from optax_accum._tools import carries
+from optax_accum._verify import carries
 
 rng = np.random.default_rng(0)
 N, K, D = 12, 4, 3
@@ -626,7 +626,7 @@ def test_the_command(name, status, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "steps_of_mine", raising=False)
-    main = importlib.import_module("optax_accum._tools.verify_command").main
+    main = importlib.import_module("optax_accum._command.verify").main
     if status == 2:
         with pytest.raises(SystemExit, match="2"):
             main([f"steps_of_mine:{name}"])
@@ -650,7 +650,7 @@ def test_the_command(name, status, tmp_path, monkeypatch, capsys):
 )
 def test_what_ends_the_command_is_said_in_one_line(arguments, code, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    main = importlib.import_module("optax_accum._tools.verify_command").main
+    main = importlib.import_module("optax_accum._command.verify").main
     try:
         ended = main([*arguments.split(), "--batch", "tests.test_verify_step:BATCH"])
     except SystemExit as error:

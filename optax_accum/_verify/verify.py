@@ -15,9 +15,9 @@ from optax_accum._core.callables import as_function, as_weight_fn
 from optax_accum._core.ratio import is_ratio
 from optax_accum._core.roles import Roles
 from optax_accum._core.rows import count_rows
-from optax_accum._tools.loss import Loss, grouped, uneven
-from optax_accum._tools.probes import Probes, within
-from optax_accum._tools.report import Cause, Report
+from optax_accum._verify.loss import Loss, grouped, uneven
+from optax_accum._verify.probes import Probes, within
+from optax_accum._verify.report import Cause, Report
 
 SUMS = 2**-16  # the error beyond which sums in another dtype have lost something: 128 roundings of float32
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum._core import checks, compilers
-from optax_accum._tools.counted import counted, there_are
+from optax_accum._core.counted import counted, there_are
 
 Tree = Any
 GIB = 1 << 30
@@ -182,7 +182,7 @@ def _gpus(kind: str, number: int) -> tuple[Any, ...]:
         )
     if not DRIVER.exists():  # else JAX, before its first use, wants the libraries to run programs with
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    text = (importlib.resources.files("optax_accum._tools") / "gpus" / f"{kind}.txtpb").read_text()
+    text = (importlib.resources.files("optax_accum._compiled") / "gpus" / f"{kind}.txtpb").read_text()
     config = compilers.known_fields(text)
     return _compile_only("cuda", kind, target_config=config, topology=f"1 x 1 x {number}")
 

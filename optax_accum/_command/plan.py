@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from optax_accum._tools import picture
-from optax_accum._tools.named import load
-from optax_accum._tools.plan import NothingFitsError, Plan
-from optax_accum._tools.planning import plan_microbatches
-from optax_accum._tools.targets import GPUS, TPUS
+from optax_accum._command.named import load
+from optax_accum._compiled.targets import GPUS, TPUS
+from optax_accum._plan import picture
+from optax_accum._plan.plan import NothingFitsError, Plan
+from optax_accum._plan.planning import plan_microbatches
 
 _TARGETS = f"a GPU ({', '.join(GPUS)}) or a TPU with its topology ({', '.join(TPUS)}, such as v5e:4x4)"
 _EXAMPLE = """\

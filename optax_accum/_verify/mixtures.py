@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.arithmetic import Tree
-from optax_accum._tools.loss import Loss, largest, take, wide
+from optax_accum._verify.loss import Loss, largest, take, wide
 
 FACTORS = np.array([1.0, 0.7], np.float32)  # of the parameters: a second point, for those of few numbers
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.roles import Name, is_key
-from optax_accum._tools import mixtures
-from optax_accum._tools.loss import Loss, largest, take, uneven, wide
-from optax_accum._tools.report import DRAWS, Cause, order
+from optax_accum._verify import mixtures
+from optax_accum._verify.loss import Loss, largest, take, uneven, wide
+from optax_accum._verify.report import DRAWS, Cause, order
 from optax_accum._within import splitting
 
 APART = 1e3  # rows alone whose mean is so many times the whole are no terms of it: what one row is divided by is near 0

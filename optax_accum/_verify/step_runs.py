@@ -11,12 +11,12 @@ import numpy as np
 
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.roles import is_key
-from optax_accum._tools import carries
-from optax_accum._tools.carries import Leaf, Numbers
-from optax_accum._tools.explanations import MORE, NEAR, Change, Explanations
-from optax_accum._tools.loss import largest
-from optax_accum._tools.report import order
-from optax_accum._tools.train_steps import Steps, nudged
+from optax_accum._verify import carries
+from optax_accum._verify.carries import Leaf, Numbers
+from optax_accum._verify.explanations import MORE, NEAR, Change, Explanations
+from optax_accum._verify.loss import largest
+from optax_accum._verify.report import order
+from optax_accum._verify.train_steps import Steps, nudged
 from optax_accum._within import splitting
 
 Rows = list[np.ndarray]  # the rows of each micro-batch of a window

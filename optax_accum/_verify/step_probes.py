@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from optax_accum._tools import carries
-from optax_accum._tools.carries import Numbers
-from optax_accum._tools.explanations import Change, Explanations
-from optax_accum._tools.loss import largest
-from optax_accum._tools.report import Cause, order
-from optax_accum._tools.step_runs import DRAWS, Errors, Rows, StepRuns, mean, within
-from optax_accum._tools.train_steps import spoilt
+from optax_accum._verify import carries
+from optax_accum._verify.carries import Numbers
+from optax_accum._verify.explanations import Change, Explanations
+from optax_accum._verify.loss import largest
+from optax_accum._verify.report import Cause, order
+from optax_accum._verify.step_runs import DRAWS, Errors, Rows, StepRuns, mean, within
+from optax_accum._verify.train_steps import spoilt
 
 LONG = 16  # a long window holds so many others
 SUMS = 2**-16  # the error beyond which sums have lost something: 128 roundings of float32

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import textwrap
 
-from optax_accum._tools.counted import counted
+from optax_accum._core.counted import counted
 
 DRAWS = 128  # keys over which a random loss is averaged
 REMEDIES = {

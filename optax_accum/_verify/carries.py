@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.roles import is_key
-from optax_accum._tools.loss import wide
+from optax_accum._verify.loss import wide
 
 Path = tuple[str, ...]
 Numbers = dict[Path, np.ndarray]

@@ -10,11 +10,11 @@ import optax
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.rows import count_rows
-from optax_accum._tools import carries
-from optax_accum._tools.report import Cause, Report, order
-from optax_accum._tools.step_probes import LONG, StepProbes
-from optax_accum._tools.step_runs import DRAWS, Errors
-from optax_accum._tools.train_steps import Steps, reference
+from optax_accum._verify import carries
+from optax_accum._verify.report import Cause, Report, order
+from optax_accum._verify.step_probes import LONG, StepProbes
+from optax_accum._verify.step_runs import DRAWS, Errors
+from optax_accum._verify.train_steps import Steps, reference
 
 LEAST = 3  # entries of the parameters that change
 OTHERS = 4  # windows of other micro-batches that a model of few parameters is given

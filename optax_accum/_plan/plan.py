@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from optax_accum._tools.budgets import as_text
-from optax_accum._tools.counted import counted
-from optax_accum._tools.footprint import Footprint
-from optax_accum._tools.search import Candidate
+from optax_accum._compiled.footprint import Footprint
+from optax_accum._core.counted import counted
+from optax_accum._plan.budgets import as_text
+from optax_accum._plan.search import Candidate
 
 KINDS = ("arguments", "kept", "temporary", "code")  # they add up to the peak
 
@@ -124,7 +124,7 @@ class Plan:
 
     def plot(self) -> Any:
         """Draws what each number of micro-batches needs, by kind, and the limit; returns matplotlib's figure."""
-        from optax_accum._tools import picture
+        from optax_accum._plan import picture
 
         return picture.draw(self)
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from optax_accum._tools.programs import Computation, Instruction, Program, Ran, size_of
+from optax_accum._compiled.programs import Computation, Instruction, Program, Ran, size_of
 
 
 @dataclasses.dataclass(frozen=True)

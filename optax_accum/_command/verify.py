@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from optax_accum._tools.named import load
-from optax_accum._tools.verify_step import verify_step
+from optax_accum._command.named import load
+from optax_accum._verify.verify_step import verify_step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

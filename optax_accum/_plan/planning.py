@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from optax_accum._compiled.footprint import shards_of
+from optax_accum._compiled.targets import Target
+from optax_accum._compiled.targets import target as find_target
 from optax_accum._core import checks
-from optax_accum._tools import budgets, search
-from optax_accum._tools.counted import counted, there_are
-from optax_accum._tools.footprint import shards_of
-from optax_accum._tools.plan import NothingFitsError, Plan
-from optax_accum._tools.search import Candidate
-from optax_accum._tools.steps import Builder
-from optax_accum._tools.targets import Target
-from optax_accum._tools.targets import target as find_target
-from optax_accum._tools.trials import PASS_ON, MakeStep, Trial
+from optax_accum._core.counted import counted, there_are
+from optax_accum._plan import budgets, search
+from optax_accum._plan.plan import NothingFitsError, Plan
+from optax_accum._plan.search import Candidate
+from optax_accum._plan.steps import Builder
+from optax_accum._plan.trials import PASS_ON, MakeStep, Trial
 
 
 def plan_microbatches(

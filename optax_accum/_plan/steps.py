@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from optax_accum._compiled.targets import Target
 from optax_accum._core import arithmetic, checks, compilers
-from optax_accum._tools.placement import state_sharding
-from optax_accum._tools.targets import Target
+from optax_accum._placement.shardings import state_sharding
 from optax_accum._within.value_and_grad import value_and_grad
 
 Tree = Any

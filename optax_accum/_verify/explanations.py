@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from optax_accum._tools.loss import largest
-from optax_accum._tools.report import Cause
+from optax_accum._verify.loss import largest
+from optax_accum._verify.report import Cause
 
 Change = dict[str, np.ndarray]  # what a run added to each leaf
 MORE = 3  # entries beyond the micro-batches, from which on these can be told apart

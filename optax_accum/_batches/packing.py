@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from optax_accum._batches.packed import Ints, TokenPacking
 from optax_accum._core import checks
-from optax_accum._tools.counted import counted, there_are
-from optax_accum._tools.packed import Ints, TokenPacking
+from optax_accum._core.counted import counted, there_are
 
 Cost = Literal["tokens", "squares"] | Callable[[Ints], Any]
 

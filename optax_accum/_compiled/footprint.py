@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_accum._tools.programs import Program
-from optax_accum._tools.targets import Target, devices_of
+from optax_accum._compiled.programs import Program
+from optax_accum._compiled.targets import Target, devices_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import optax
 
 from optax_accum._core import checks, compilers
 from optax_accum._core.state import holds_partial_sums, map_states, states_in
-from optax_accum._tools.placement import state_sharding
+from optax_accum._placement.shardings import state_sharding
 
 Tree = Any
 _PARTIAL = ("acc_grads", "weight", "mean_args", "samples")  # the fields that are partial sums under reduce_axes

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_accum._tools import search
-from optax_accum._tools.counted import counted
-from optax_accum._tools.footprint import Flops, Footprint, flops_of, footprint, text_key
-from optax_accum._tools.plan import Compiled
-from optax_accum._tools.search import Candidate
-from optax_accum._tools.targets import Target
+from optax_accum._compiled.footprint import Flops, Footprint, flops_of, footprint, text_key
+from optax_accum._compiled.targets import Target
+from optax_accum._core.counted import counted
+from optax_accum._plan import search
+from optax_accum._plan.plan import Compiled
+from optax_accum._plan.search import Candidate
 
 MakeStep = Callable[..., Any]  # returns a `jax.stages.Lowered`
 Shapes = tuple[tuple[int, ...], ...]

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from optax_accum._tools import programs
-from optax_accum._tools.programs import Computation, Instruction
+from optax_accum._compiled import programs
+from optax_accum._compiled.programs import Computation, Instruction
 
 KINDS = (
     "all-reduce",

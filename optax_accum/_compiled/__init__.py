@@ -1,0 +1,1 @@
+"""Compiled programs: read, counted, and made for accelerators that are not here."""

@@ -1,1 +1,0 @@
-"""What looks at losses and programs: verify, compiled collectives, batches, checkpoints."""

@@ -1,0 +1,1 @@
+"""Whether accumulation changes an update, and why: of a loss, and of anyone's train step."""
