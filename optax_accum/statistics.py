@@ -5,7 +5,6 @@
 * `value_and_grad(..., statistics=True)` returns `((value, statistics), gradient)`, where `value` is what it is without;
   `smooth(old, new, decay)` smooths statistics from one call to the next.
 * `gradient_noise_scale(state_or_statistics)`: noise, signal and their ratio, in examples or tokens.
-* `every_by_tokens({0: 768, 250e9: 1536})`, `every_by_noise(4, 64)`: windows that grow, for `every`.
 * `rescale_decay(b2, batch_from, batch_to)`, `advise(...)`: before you accumulate.
 
 A backward pass that adds in place writes no gradient that could be measured: with statistics, `value_and_grad` and
@@ -14,9 +13,9 @@ docs/growing_batches.md have sources and examples.
 """
 
 from optax_accum._across.noise_scale import gradient_noise_scale
-from optax_accum._across.schedules import every_by_noise, every_by_tokens
 from optax_accum._batches.advise import Advice, advise, rescale_decay
-from optax_accum._core.statistics import NoiseScale, Options, Statistics, smooth
+from optax_accum._core.meter import Options
+from optax_accum._core.noise import NoiseScale, Statistics, smooth
 
 __all__ = [
     "Advice",
@@ -24,8 +23,6 @@ __all__ = [
     "Options",
     "Statistics",
     "advise",
-    "every_by_noise",
-    "every_by_tokens",
     "gradient_noise_scale",
     "rescale_decay",
     "smooth",

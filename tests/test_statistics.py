@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from optax_accum import statistics
-from optax_accum._core import statistics as statistics_of
+from optax_accum import batching, statistics
+from optax_accum._core import seen as counting
 from optax_accum.accelerators import count_traffic
 from tests import programs
 
@@ -152,7 +152,7 @@ def test_no_signal_is_an_infinite_scale():
 
 
 @pytest.mark.usefixtures("strict_dtypes")
-@pytest.mark.parametrize("every", [2, statistics.every_by_noise(2, 4), statistics.every_by_tokens({0: 2, 8: 3})])
+@pytest.mark.parametrize("every", [2, batching.every_by_noise(2, 4), batching.every_by_tokens({0: 2, 8: 3})])
 def test_nothing_is_promoted(every):
     state = trained(accumulate(every=every), [(START, jnp.float32(2)), (jax.tree.map(jnp.sin, START), jnp.int32(3))])
     assert state.gradient_step == 1
@@ -373,7 +373,7 @@ def resumed(tx, batches, cut):
 
 
 def test_windows_grow_with_the_tokens_seen():
-    every = statistics.every_by_tokens({0: 1, 300: 2, 500.5: 4})
+    every = batching.every_by_tokens({0: 1, 300: 2, 500.5: 4})
     tx = accumulate(every, statistics=False)
     batches = [(jnp.ones(3), 100)] * 15
     found, state = lengths(tx, batches)
@@ -384,14 +384,14 @@ def test_windows_grow_with_the_tokens_seen():
 
 def test_tokens_are_counted_where_float32_would_stall():
     weight, windows = 12_345_677, 25_000
-    step = lambda _, seen: statistics_of.see(seen, jnp.float32(weight))
-    seen = jax.jit(lambda: jax.lax.fori_loop(0, windows, step, statistics_of.new_seen()))()
+    step = lambda _, seen: counting.see(seen, jnp.float32(weight))
+    seen = jax.jit(lambda: jax.lax.fori_loop(0, windows, step, counting.new_seen()))()
     total = weight * windows
     assert int(seen.units) * 2**20 + int(seen.rest) == total > 300e9
-    assert statistics_of.has_seen(seen, total)
-    assert not statistics_of.has_seen(seen, total + 1)
-    assert not statistics_of.has_seen(seen, 1e18)
-    assert statistics_of.has_seen(statistics_of.see(seen, jnp.float32(np.nan)), total)
+    assert counting.has_seen(seen, total)
+    assert not counting.has_seen(seen, total + 1)
+    assert not counting.has_seen(seen, 1e18)
+    assert counting.has_seen(counting.see(seen, jnp.float32(np.nan)), total)
 
 
 def noisy(count, spread, seed=0):
@@ -400,7 +400,7 @@ def noisy(count, spread, seed=0):
 
 
 def test_windows_follow_the_noise():
-    tx = accumulate(statistics.every_by_noise(2, 16), statistics=statistics.Options(decay=0.5))
+    tx = accumulate(batching.every_by_noise(2, 16), statistics=statistics.Options(decay=0.5))
     calm, _ = lengths(tx, noisy(8, 0.1))
     assert calm == [2, 2, 2, 2]
     batches = noisy(40, 3.0)
@@ -486,14 +486,14 @@ def test_a_decay_keeps_its_half_life():
         (lambda: statistics.rescale_decay(0.9, 0, 2), "batch_from must be positive"),
         (lambda: accumulate(statistics="all"), "statistics must be a bool"),
         (lambda: accumulate(reduction="sum"), 'reduction="sum" and statistics'),
-        (lambda: accumulate(statistics.every_by_noise(2, 4), statistics=False), "Pass statistics=True"),
-        (lambda: statistics.every_by_noise(8, 4), "Bounds must not cross"),
-        (lambda: statistics.every_by_noise(1, 4), "begin at 2"),
-        (lambda: statistics.every_by_noise(2.5, 4), "at_least must be an integer"),
-        (lambda: statistics.every_by_tokens({}), "from 0 tokens on"),
-        (lambda: statistics.every_by_tokens({10: 2}), "from 0 tokens on"),
-        (lambda: statistics.every_by_tokens({0: 0}), "every must be an integer >= 1"),
-        (lambda: statistics.every_by_tokens({0: None}), "must say what holds"),
+        (lambda: accumulate(batching.every_by_noise(2, 4), statistics=False), "Pass statistics=True"),
+        (lambda: batching.every_by_noise(8, 4), "Bounds must not cross"),
+        (lambda: batching.every_by_noise(1, 4), "begin at 2"),
+        (lambda: batching.every_by_noise(2.5, 4), "at_least must be an integer"),
+        (lambda: batching.every_by_tokens({}), "from 0 tokens on"),
+        (lambda: batching.every_by_tokens({10: 2}), "from 0 tokens on"),
+        (lambda: batching.every_by_tokens({0: 0}), "every must be an integer >= 1"),
+        (lambda: batching.every_by_tokens({0: None}), "must say what holds"),
         (lambda: accumulate(nonfinite=lambda grads, step, params, info: (False, info)), "info has no default"),
         (lambda: accumulate(statistics=statistics.Options(groups={"a": "x"})).init(START), "groups must be a prefix"),
         (lambda: accumulate(statistics=statistics.Options(groups=3)).init(START), "strings as leaves"),
@@ -536,7 +536,7 @@ def test_in_place_says_which_path_can():
     assert jnp.isfinite(statistics.gradient_noise_scale(state).noise)
 
 
-@pytest.mark.parametrize("options", [{}, {"every": statistics.every_by_tokens({0: 2}), "statistics": False}])
+@pytest.mark.parametrize("options", [{}, {"every": batching.every_by_tokens({0: 2}), "statistics": False}])
 def test_a_state_that_was_made_without_is_named(options):
     tx = accumulate(**options)
     old = accumulate(every=3, statistics=False).init(START)

@@ -10,6 +10,7 @@ from jax.extend import core
 
 from optax_accum._core import arithmetic, checks, memory
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.spelling import misspelt
 
 Inner = optax.GradientTransformationExtraArgs
 
@@ -79,7 +80,7 @@ def check_kept(inner: Inner, new: Tree, old: Tree, params: Tree) -> None:
 
 def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> None:
     """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
-    for name, meant in checks.misspelt(names, inner.update).items():
+    for name, meant in misspelt(names, inner.update).items():
         others = {other: value for other, value in extra_args.items() if other != name}
         if not _reads(inner, name, extra_args[name], args, others):
             raise TypeError(

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from optax_accum._core import statistics
+from optax_accum._core.noise import NoiseScale, Statistics, noise_scale
 from optax_accum._core.state import find_state
-from optax_accum._core.statistics import NoiseScale, Statistics
 
 Tree = Any
 
@@ -58,4 +57,4 @@ def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:
         )
     if group is not None and group not in found.noise:
         raise ValueError(f"group must be one of {', '.join(found.noise)}: group={group!r}. Choose one of these.")
-    return statistics.noise_scale(found, group)
+    return noise_scale(found, group)

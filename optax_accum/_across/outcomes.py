@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
+from optax_accum._across.schedules import known
 from optax_accum._core import arithmetic, compilers, memory, sums
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.state import AccumulationState
@@ -15,7 +15,9 @@ from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag
 from optax_accum._space.space import Space
 
-Question = Callable[[], Flag]  # what is costly to know
+Kept = dict[str, Any]  # fields of the state
+Outcomes = Callable[[], tuple[Tree, Kept]]
+LEFT = "acc_grads"  # of these, what lies where the partial sums lay
 
 
 class Outcome(NamedTuple):
@@ -37,48 +39,55 @@ def new_params(space: Space, params: Tree) -> Outcome:
     return Outcome(moved, lambda emit: params)
 
 
-def known(flag: Flag) -> Flag:
-    """Returns a Python bool where the value is known: outside jit, a cond would be compiled at every call."""
-    return flag if isinstance(flag, Tracer) else bool(flag)
-
-
 def emit_or_hold(
-    closes: Flag, usable: Flag | Question, emit: Callable[[], Any], hold: Callable[[], Any]
-) -> tuple[Any, Flag]:
+    closes: Flag,
+    usable: Callable[[], Flag],
+    emit: Outcomes,
+    hold: Outcomes,
+    *,
+    costly: bool,
+    alike: Callable[[Kept], None],
+) -> tuple[tuple[Tree, Kept], Flag]:
     """Calls the outcome that is known when tracing, else compiles both: a branch, or a select for a static flush.
 
-    Each outcome is what a micro-step returns, and what is left of the partial sums. Beside it comes whether the window
-    was usable: where that is a question, only the branch of a closing window asks it.
+    Each outcome is what a micro-step returns, and the fields of the state that it keeps; beside it comes whether the
+    window has emitted. Whether a window is `usable`, only one that closes asks if that is `costly`. `alike` raises
+    where both are compiled, and emitting changes the tree of the state.
     """
-    if closes is False or usable is False:
-        return hold(), usable is not False
-    if closes is True:
-        assert not callable(usable)  # a window that is known to close is asked at once
-        chosen, left = emit()
-        return (chosen if usable is True else _select(usable, chosen, hold()[0]), left), usable
 
-    def emit_kept() -> tuple[Any, Any]:
-        chosen, left = emit()
-        return chosen, compilers.returned(left)
+    def emit_beside_hold() -> tuple[Tree, Kept]:
+        result, kept = emit()
+        alike(kept)
+        return result, {name: compilers.returned(kept[name]) if name == LEFT else kept[name] for name in kept}
 
-    if isinstance(usable, bool | jax.Array):
-        return compilers.branch(closes & usable, emit_kept, hold), usable
-
-    def close() -> tuple[Any, Flag]:
+    def close() -> tuple[tuple[Tree, Kept], Flag]:
         answer = usable()
-        return compilers.branch(answer, emit_kept, hold), answer
+        return compilers.branch(answer, emit_beside_hold, hold), answer
 
-    return compilers.branch(closes, close, lambda: (hold(), jnp.array(True)))
+    if closes is False:
+        return hold(), False
+    if costly and closes is not True:
+        return compilers.branch(closes, close, lambda: (hold(), jnp.array(False)))
+    emits = known(usable()) if closes is True else closes & known(usable())
+    if isinstance(emits, bool):
+        return emit() if emits else hold(), emits
+    if closes is not True:
+        return compilers.branch(emits, emit_beside_hold, hold), emits
+    result, kept = emit()
+    alike(kept)
+    before, old = hold()
+    old |= {name: kept[name] for name in old if name == LEFT}  # what is left of a closed window is never read
+    return _select(emits, (result, kept), (before, old)), emits
 
 
-def kept_of(state: AccumulationState) -> dict[str, Any]:
+def kept_of(state: AccumulationState) -> Kept:
     """Returns the fields that change only when a window emits, and by what it tells."""
     return {name: getattr(state, name) for name in ("inner_opt_state", "statistics", "seen")}
 
 
-def state_after(state: AccumulationState, closes: Flag, usable: Flag, kept: Mapping[str, Any]) -> AccumulationState:
+def state_after(state: AccumulationState, closes: Flag, emits: Flag, kept: Kept) -> AccumulationState:
     """Returns the state after the micro-step: the counters of a closed window start again, its sum is left to lie."""
-    emitted = jnp.asarray(closes & usable)
+    emitted = jnp.asarray(emits)
     reset = lambda total: jnp.where(closes, 0, total)
     return state._replace(
         mini_step=reset(state.mini_step),

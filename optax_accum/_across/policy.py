@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.roles import short
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.tracing import Flag
 from optax_accum._space.space import Space
@@ -23,16 +24,20 @@ class Policy(NamedTuple):
     Attributes:
       screen: `(space, grads, weight, state, params) -> (skip, info)`, before it joins: is it left out?
       waits: whether one that is left out is no micro-step: the window waits for another.
-      accepts: `(space, total, weight) -> flag`: what a sum must fulfil beside a weight other than 0, or None.
+      accepts: `(space, total, weight) -> flag`: what a sum must fulfil beside a weight that divides it.
+      reads: whether `accepts` reads the sum, so that only a window that closes asks.
       unseen: whether a backward pass may add to the sum before anyone has looked.
       blank: `params -> info`, what the state holds before the first micro-step.
+      text: what `nonfinite` was, for a message.
     """
 
     screen: Callable[[Space, Tree, Weight, AccumulationState, Tree], tuple[Flag, Tree]]
-    waits: bool
-    accepts: Callable[[Space, Tree, Weight], Flag] | None
-    unseen: bool
+    waits: bool = False
+    accepts: Callable[[Space, Tree, Weight], Flag] = lambda space, total, weight: True
+    reads: bool = False
+    unseen: bool = False
     blank: Callable[[Tree], Tree] = lambda params: ()
+    text: str = "a callable"
 
 
 def as_policy(nonfinite: Any) -> Policy:
@@ -55,10 +60,10 @@ def _finite(space: Space, total: Tree, weight: Weight) -> Flag:
 
 
 TABLE = {
-    "propagate": Policy(_join_all, waits=False, accepts=None, unseen=True),
-    "skip": Policy(_leave_out, waits=True, accepts=None, unseen=False),
-    "omit": Policy(_leave_out, waits=False, accepts=None, unseen=False),
-    "discard": Policy(_join_all, waits=False, accepts=_finite, unseen=True),
+    "propagate": Policy(_join_all, unseen=True, text='"propagate"'),
+    "skip": Policy(_leave_out, waits=True, text='"skip"'),
+    "omit": Policy(_leave_out, text='"omit"'),
+    "discard": Policy(_join_all, accepts=_finite, reads=True, unseen=True, text='"discard"'),
 }
 
 
@@ -73,16 +78,36 @@ def _of_callable(skip: Skip) -> Policy:
 
     def screen(space: Space, grads: Tree, weight: Weight, state: AccumulationState, params: Tree) -> tuple[Flag, Tree]:
         last = {"info": state.skip_state} if remembers else {}
-        skipped, info = checks.as_screened(skip(grads, state.gradient_step, params, **last))
-        return checks.as_skip(skipped), _like_skip_state(info, state)
+        skipped, info = _as_screened(skip(grads, state.gradient_step, params, **last))
+        return _as_skip(skipped), _like_skip_state(info, state)
 
     def blank(params: Tree) -> Tree:
         if remembers:
             return arithmetic.strong(remembers.default)
         answer = jax.eval_shape(skip, params, jnp.zeros([], jnp.int32), params)
-        return arithmetic.zeros_of(checks.as_screened(answer)[1])
+        return arithmetic.zeros_of(_as_screened(answer)[1])
 
-    return Policy(screen, waits=True, accepts=None, unseen=False, blank=blank)
+    return Policy(screen, waits=True, blank=blank)
+
+
+def _as_screened(answer: Any) -> Any:
+    """Returns what a callable `nonfinite` returned, if it is a pair."""
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise TypeError(
+            f"A callable nonfinite must return (skip, info): it returned {short(answer)}. Return (skip, ()) where "
+            "there is nothing to tell."
+        )
+    return answer
+
+
+def _as_skip(skip: Any) -> jax.Array:
+    """Returns what a callable `nonfinite` decided, as a bool scalar."""
+    if checks.dtype_and_shape(skip) != (jnp.bool_, ()):
+        raise TypeError(
+            f"A callable nonfinite must return (skip, info) with a bool scalar first: it returned {short(skip)}. "
+            "Reduce it to one answer with jnp.any or jnp.all."
+        )
+    return jnp.asarray(skip)
 
 
 def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:

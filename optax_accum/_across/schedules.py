@@ -1,119 +1,110 @@
-"""Owns windows whose length depends on what has been seen: schedules for `every` that read the state."""
+"""Owns the question when a window closes: a table of schedules, one for each kind of `every`. Adds no gradient."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from optax_accum._core import checks, statistics
+from optax_accum._core import checks
+from optax_accum._core.roles import short
 from optax_accum._core.state import AccumulationState
+from optax_accum._core.tracing import Flag, either
 
 
-@dataclasses.dataclass(frozen=True)
-class OfState:
-    """A schedule of the state, where a callable `every` is one of `gradient_step`. Constant within a window."""
+class Schedule(NamedTuple):
+    """When a window closes: what `optax_accum.batching.every_by_tokens` and `every_by_noise` return, for `every`.
 
-    every: Callable[[AccumulationState], jax.Array]
-    needs_statistics: bool = False
-
-    def __call__(self, state: AccumulationState) -> jax.Array:
-        return self.every(state)
-
-
-def every_by_tokens(counts: Mapping[float, int]) -> OfState:
-    """Returns an `every` that steps with the tokens that have been trained on.
-
-    Args:
-      counts: the micro-steps in a window, by the tokens from which on they hold: `{0: 768, 250e9: 1536}`. Tokens are
-        what the weights count, so with a weight for each example they are examples.
-
-    Returns:
-      What `accumulate_gradients` takes as `every`. One program serves all lengths, and the count, which is exact far
-      above what a float32 holds, lies in the state: `metrics(state)["seen"]`.
-
-    Raises:
-      TypeError, ValueError: no count from 0 on; a negative number of tokens; a count below 1, or no integer.
-
-    Guarantees:
-      | case | result |
-      |---|---|
-      | a threshold is passed within a window | the next window is the first of the new length |
-      | a window that was discarded | its tokens do not count |
-      | a run goes on with other counts | they hold from the next micro-step on |
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optax_accum
-      >>> every = optax_accum.statistics.every_by_tokens({0: 1, 200: 2})
-      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every)
-      >>> state = tx.init(jnp.ones(3))
-      >>> for _ in range(6):
-      ...     _, state = tx.update(jnp.ones(3), state, weight=100)
-      ...     print(state.gradient_step, optax_accum.metrics(state)["seen"])
-      1 100.0
-      2 200.0
-      2 200.0
-      3 400.0
-      3 400.0
-      4 600.0
+    Attributes:
+      due: `(state, counts, flush) -> flag`, whether the micro-step that the state has just counted closes its window.
+        `counts` says whether it was one, and not left out; `flush` what the caller said, or None.
+      holds: whether a gradient is ever kept from one micro-step to the next.
+      needs: fields of the state that it reads, which a meter fills.
+      text: what `every` was, for a message.
     """
-    if not counts or min(counts) != 0 or None in counts.values():
+
+    due: Callable[[AccumulationState, Flag, Any], Flag]
+    holds: bool = True
+    needs: tuple[str, ...] = ()
+    text: str = "a schedule"
+
+
+Every = int | Callable[[Any], Any] | Schedule | None
+
+
+def as_schedule(every: Any) -> Schedule:
+    """Returns the schedule of an integer, a callable of `gradient_step`, or None."""
+    if isinstance(every, Schedule):
+        return every
+    if every is None:
+        return Schedule(_by_caller, text="None")
+    if callable(every):
+        return by_count(lambda state: every(state.gradient_step))
+    count = _as_int(every)
+    if count == 1:
+        return Schedule(_or_flush(lambda state, counts: counts), holds=False, text="1")
+    return Schedule(_or_flush(lambda state, _: state.mini_step >= count), text=str(count))
+
+
+def by_count(count: Callable[[AccumulationState], Any], **fields: Any) -> Schedule:
+    """Returns the schedule of windows whose number of micro-steps is read off the state; below 1 it acts as 1."""
+    return Schedule(_or_flush(lambda state, _: state.mini_step >= _as_count(count(state))), **fields)
+
+
+def _or_flush(due: Callable[[AccumulationState, Flag], Flag]) -> Callable[[AccumulationState, Flag, Any], Flag]:
+    """Returns what closes a window when it is due, or when the caller says so."""
+
+    def closes(state: AccumulationState, counts: Flag, flush: Any) -> Flag:
+        asked = False if flush is None else _as_flush(flush)
+        return asked if asked is True else known(either(due(state, counts), asked))
+
+    return closes
+
+
+def _by_caller(state: AccumulationState, counts: Flag, flush: Any) -> Flag:
+    if flush is None:
         raise ValueError(
-            f"counts must say what holds from 0 tokens on, and then from more: counts={dict(counts)}. Write "
-            "{0: 4, 1e9: 8}, say."
+            "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "
+            "close it."
         )
-    (_, first), *others = [(start, checks.as_positive("every", counts[start]) or 1) for start in sorted(counts)]
-
-    def every(state: AccumulationState) -> jax.Array:
-        count = jnp.asarray(first, jnp.int32)
-        for start, larger in others:
-            count = jnp.where(statistics.has_seen(state.seen, start), larger, count)
-        return count
-
-    return OfState(every)
+    return known(_as_flush(flush))
 
 
-def every_by_noise(at_least: int, at_most: int) -> OfState:
-    """Returns an `every` that makes the batch as large as the gradient noise scale, between bounds.
+def known(flag: Flag) -> Flag:
+    """Returns a Python bool where the value is known: outside jit, a cond would be compiled at every call."""
+    return flag if isinstance(flag, Tracer) else bool(flag)
 
-    Args:
-      at_least: micro-steps in a window, at least 2: of one gradient alone no noise can be told.
-      at_most: micro-steps in a window.
 
-    Returns:
-      What `accumulate_gradients` takes as `every`, with `statistics=True`. One program serves all lengths; the length
-      of the next window is that of the state, so a run that goes on makes the windows that it would have made.
-
-    Raises:
-      TypeError, ValueError: no integers, bounds that cross, or a lower one below 2.
-
-    Guarantees:
-      | case | result |
-      |---|---|
-      | nothing is known yet | `at_least` |
-      | no signal can be told from the noise | `at_most` |
-      | the noise scale falls | windows become shorter again |
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optax_accum
-      >>> every = optax_accum.statistics.every_by_noise(2, 64)
-      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every, statistics=True)
-      >>> state = tx.init(jnp.ones(1))
-      >>> for grads in ([4.0], [2.0], [5.0]):
-      ...     _, state = tx.update(jnp.array(grads), state, weight=16)
-      >>> state.gradient_step.item(), state.mini_step.item()
-      (1, 1)
-    """
-    low, high = checks.as_positive("at_least", at_least) or 0, checks.as_positive("at_most", at_most) or 0
-    if not 2 <= low <= high:
+def _as_int(every: Any) -> int:
+    rule = "every must be an integer >= 1, a callable of gradient_step, or None"
+    if isinstance(every, Tracer):
+        raise TypeError(f"{rule}: every={every}. A value known only at run time goes into a callable, or use flush.")
+    number = checks.as_integer(rule, "every", every, "Use every=1 for an update at every micro-step.")
+    if number > jnp.iinfo(jnp.int32).max:
         raise ValueError(
-            f"Bounds must not cross, and begin at 2: at_least={at_least}, at_most={at_most}. Pass the smallest first."
+            f"{rule}, below 2**31, as micro-steps are counted in int32: every={number}. Use every=None and flush for a "
+            "window that only the caller closes."
         )
+    return number
 
-    def every(state: AccumulationState) -> jax.Array:
-        told = state.statistics
-        wanted = jnp.ceil(statistics.noise_scale(told).scale / told.step_weight)
-        wanted = jnp.where(jnp.isnan(wanted), low, wanted)  # not known yet
-        return jnp.clip(wanted, low, high).astype(jnp.int32)
 
-    return OfState(every, needs_statistics=True)
+def _as_count(count: Any) -> jax.Array:
+    """Returns how many micro-steps a window has, as a callable gave it: an integer scalar, at least 1."""
+    dtype, shape = checks.dtype_and_shape(count)
+    if not jnp.issubdtype(dtype, jnp.integer) or shape:
+        raise TypeError(
+            f"A callable every must return an integer scalar: it returned {short(count)}. "
+            "Wrap a schedule of floats: lambda step: jnp.asarray(schedule(step), int)."
+        )
+    count = jnp.asarray(count, None if dtype.itemsize >= 4 else jnp.int32)  # an int8 has no bound of an int32
+    return jnp.clip(count, 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+
+
+def _as_flush(flush: Any) -> Flag:
+    """Returns `flush` as a Python bool where it is one, else as a bool scalar."""
+    if checks.dtype_and_shape(flush) != (jnp.bool_, ()):
+        raise TypeError(
+            f"flush must be a bool, or a bool scalar: flush={short(flush)}. Pass flush=(step == last), say."
+        )
+    return flush if isinstance(flush, jax.Array) else bool(flush)

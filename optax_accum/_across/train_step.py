@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_accum._across.divisor import Divisor, as_divisor
 from optax_accum._across.outcomes import new_params
 from optax_accum._across.transformation import apply_gradients, axes_of, rules_of
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
@@ -168,6 +169,11 @@ class _MicroStep:
     weight_fn: Callable[..., Any] | None
     in_place: bool | None
 
+    @property
+    def divisor(self) -> Divisor:
+        """What a window is divided by; an optimizer that we cannot look into takes a mean."""
+        return self.accumulation.divisor if self.accumulation else as_divisor("mean")
+
     def step(
         self,
         again: bool,
@@ -200,7 +206,9 @@ class _MicroStep:
         done, _ = space.run(lambda *own: (self._run(*own), None), call, acc, weight, index)
         value = space.as_own(done.value)
         if rules is None:
-            extra_args = {"value": done.loss, "weight": done.weight, "flush": flush, **extra_args}
+            named = weight is not None or self.weight_fn or isinstance(done.weight, jax.Array)
+            counted = {"weight": done.weight} if named else {"rows": int(done.weight)}
+            extra_args = {"value": done.loss, **counted, "flush": flush, **extra_args}
             return value, *apply_gradients(self.tx, done.grads, state, params, **extra_args)
         if "value" in rules.mean_args:
             extra_args = {"value": done.loss, **extra_args}
@@ -287,7 +295,7 @@ class _MicroStep:
         if weighed:
             given = "weight_fn" if self.weight_fn else "weight"
             raise ValueError(f"A Ratio brings its own weight, its count: {given} is given, too. Leave that out.")
-        if self.accumulation and self.accumulation.reduction == "sum":
+        if not self.divisor.is_mean:
             raise ValueError(
                 'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '
                 '"mean", or return the total alone.'
@@ -297,6 +305,4 @@ class _MicroStep:
         """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
         if self.weight_fn:
             return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
-        if not call.batch or (self.accumulation and self.accumulation.reduction == "sum"):
-            return 1.0
-        return checks.Rows(count_rows(call[call.batch]))
+        return self.divisor.unweighed(count_rows(call[call.batch]) if call.batch else 1)

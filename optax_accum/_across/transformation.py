@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across import outcomes, policy
+from optax_accum._across.divisor import as_divisor
 from optax_accum._across.outcomes import Outcome, new_params, updates_of
 from optax_accum._across.policy import as_policy
-from optax_accum._across.schedules import OfState
+from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
 from optax_accum._core import arithmetic, checks
-from optax_accum._core import statistics as told
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.callables import as_optimizer, renamed
-from optax_accum._core.checks import Every
+from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.roles import NOT_ARRAYS, as_mean_args, check_arrays
 from optax_accum._core.state import AccumulationState, new_state
 from optax_accum._space.here import checked_axes
@@ -41,7 +41,7 @@ def accumulate_gradients(
     mean_args: tuple[str, ...] = ("value",),
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
-    statistics: bool | told.Options = False,
+    statistics: bool | Options = False,
 ) -> "Accumulating":
     """Wraps an optimizer so that it updates once per window of micro-steps, with the gradient of the whole batch.
 
@@ -70,7 +70,7 @@ def accumulate_gradients(
     Args:
       inner: any Optax optimizer.
       every: the micro-steps in a window: an integer >= 1; a callable of `gradient_step`, evaluated when running (below
-        1 acts as 1); a schedule of `optax_accum.statistics`; or `None`: the caller closes each window with `flush`. A
+        1 acts as 1); a schedule of `optax_accum.batching`; or `None`: the caller closes each window with `flush`. A
         window closes when `mini_step + 1 >= every`, so a resumed run may change it.
       reduction: `"mean"`, for losses that are means; or `"sum"`, for losses that are sums.
       accumulator_dtype: a real floating-point dtype to add in (of complex leaves, its width), or several, as a prefix
@@ -92,7 +92,8 @@ def accumulate_gradients(
       An `optax.GradientTransformationExtraArgs` with an `AccumulationState`. Its `update` takes by keyword, also
       through `optax.chain`, what `inner` takes (what is not in `mean_args` as the closing micro-step gives it), and
 
-      * `weight`: how much this micro-batch counts, a real scalar; 1 by default. For a mean over tokens, their number.
+      * `weight`: how much this micro-batch counts, a real scalar. For a mean over tokens, their number.
+      * `rows`: how many examples it has, an integer: its weight in a mean, where `weight` is not given; 1 by default.
       * `flush`: a bool scalar; `True` closes the window with this micro-batch and divides by the weight that is in it.
         With a Python bool that is true, or with `every=None`, no branch is compiled.
 
@@ -124,16 +125,16 @@ def accumulate_gradients(
       The state and the callable `nonfinite` follow `optax.MultiSteps`; the errors of adding in low precision are
       analysed in N. Higham, *The accuracy of floating point summation*, SIAM J. Sci. Comput. 14 (1993).
     """
+    schedule, divisor = as_schedule(every), as_divisor(reduction)
     rules = Rules(
         inner=checks.as_transformation(inner),
-        every=checks.as_every(every),
-        reduction=checks.one_of("reduction", reduction, ("mean", "sum")),
+        schedule=schedule,
+        divisor=divisor,
+        policy=as_policy(nonfinite),
+        meter=as_meter(statistics, schedule.needs),
         accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
         emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),
-        nonfinite=nonfinite,
-        policy=as_policy(nonfinite),
         mean_args=as_mean_args(mean_args),
-        statistics=told.as_options(statistics),
         reduce_axes=checked_axes(reduce_axes, reduce_to, partial=False),
         reduce_to=reduce_to,
     )
@@ -142,21 +143,14 @@ def accumulate_gradients(
             "A callable nonfinite looks at the gradient of a micro-batch, which reduce_axes does not reduce: "
             f'reduce_axes={rules.reduce_axes}. Take "skip", "omit" or "discard".'
         )
-    _check_statistics(rules)
-    tx = Accumulating(functools.partial(_init, rules), cast(Any, functools.partial(_update, rules, updates_of)))
-    tx.rules = rules
-    return tx
-
-
-def _check_statistics(rules: Rules) -> None:
-    """Raises for statistics that cannot be taken, or are needed."""
-    if rules.statistics and rules.reduction == "sum":
+    if not (divisor.is_mean or rules.meter.unseen):
         raise ValueError(
             'Statistics compare means of micro-batches: reduction="sum" and statistics are given. Take "mean", with '
             "weights, or leave statistics out."
         )
-    if isinstance(rules.every, OfState) and rules.every.needs_statistics and not rules.statistics:
-        raise ValueError("every_by_noise reads the noise scale: statistics=False. Pass statistics=True.")
+    tx = Accumulating(functools.partial(_init, rules), cast(Any, functools.partial(_update, rules, updates_of)))
+    tx.rules = rules
+    return tx
 
 
 class Accumulating(optax.GradientTransformationExtraArgs):
@@ -190,16 +184,18 @@ def axes_of(tx: Any) -> Axes:
 def _init(rules: Rules, params: Tree) -> AccumulationState:
     check_arrays("Parameters", params, NOT_ARRAYS)
     space = rules.here()
-    acc_grads = () if rules.every == 1 else space.zeros(params, rules.accumulator_dtype)
+    acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = arithmetic.strong(rules.inner.init(space.shard(params)))
     scalar = lambda: space.scalar(params)
-    fields: dict[str, Any] = {"skip_state": rules.policy.blank(params)}
-    if rules.statistics:
-        fields["samples"] = told.new_samples(rules.statistics, params, scalar)
-        fields["statistics"] = told.new_statistics(rules.statistics, params)
-    if rules.statistics or isinstance(rules.every, OfState):
-        fields["seen"] = told.new_seen()
-    return new_state(inner_opt_state, acc_grads, rules.mean_args, scalar, **fields)
+    return new_state(
+        inner_opt_state,
+        acc_grads,
+        rules.mean_args,
+        scalar,
+        skip_state=rules.policy.blank(params),
+        samples=rules.meter.samples(params, scalar),
+        **rules.meter.blank(params),
+    )
 
 
 def _update(
@@ -210,13 +206,15 @@ def _update(
     state: AccumulationState,
     params: Tree | None = None,
     *,
-    weight: Any = 1.0,
+    weight: Any = None,
+    rows: int = 1,
     flush: Any = None,
     **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
     """Takes a gradient, and what else a micro-step is given, through the door of the space, and does the step."""
     space = rules.here()
     grads = space.grads(grads, getattr(state, "acc_grads", ()))
+    weight = rules.divisor.unweighed(rows) if weight is None else weight
     batch = MicroBatch(grads, weighed(rules, space, weight, state), flush, extra_args)
     return micro_step(rules, space, batch, state, params, outcome(space, params))
 

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across import inner, outcomes
-from optax_accum._across.outcomes import Outcome, Question
+from optax_accum._across.accumulator import Accumulator, accumulator_of
+from optax_accum._across.divisor import Divisor
+from optax_accum._across.outcomes import Outcome
 from optax_accum._across.policy import Policy
-from optax_accum._across.schedules import OfState
-from optax_accum._core import arithmetic, checks, memory, statistics, sums
+from optax_accum._across.schedules import Schedule
+from optax_accum._core import arithmetic, checks, sums
 from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.checks import Every
+from optax_accum._core.meter import Meter
 from optax_accum._core.roles import NOT_ARRAYS, check_arrays
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.tracing import Flag
+from optax_accum._core.tracing import Flag, negated
 from optax_accum._space.here import here
 from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Space
@@ -26,17 +28,16 @@ from optax_accum._space.space import Space
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What `accumulate_gradients` was asked for."""
+    """What `accumulate_gradients` was asked for: each option as the noun that answers for it."""
 
     inner: optax.GradientTransformationExtraArgs
-    every: Every
-    reduction: str
+    schedule: Schedule
+    divisor: Divisor
+    policy: Policy
+    meter: Meter
     accumulator_dtype: Tree
     emit_dtype: jnp.dtype | str | None
-    nonfinite: Any  # what the policy was asked for by
-    policy: Policy
     mean_args: tuple[str, ...]
-    statistics: statistics.Options | None
     reduce_axes: Axes = ()
     reduce_to: Tree = None
 
@@ -59,16 +60,16 @@ class Window(NamedTuple):
     """The window with this micro-batch in it."""
 
     state: AccumulationState
+    accumulator: Accumulator
     total: Tree  # sum(w g)
     weight: Weight  # sum(w)
+    counts: Flag  # whether the micro-batch is a micro-step
 
 
 def weighed(rules: Rules, space: Space, weight: Any, state: AccumulationState) -> Weight:
     """Takes a weight through the door: a share of it for each device where a mean is taken."""
     check_state(state)
-    if isinstance(weight, checks.Rows) and rules.reduction == "sum":
-        weight = 1.0
-    return space.weight(weight, state.weight, share=rules.reduction == "mean")
+    return space.weight(weight, state.weight, share=rules.divisor.is_mean)
 
 
 def micro_step(
@@ -80,56 +81,52 @@ def micro_step(
     outcome: Outcome,
 ) -> tuple[Tree, AccumulationState]:
     """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
-    like = _checked(rules, space, batch, state, params)
-    flush = checks.as_flush(batch.flush, rules.every)
+    like = checked(rules, space, batch, state, params)
     with jax.named_scope("optax_accum.add"):
         window = join(rules, space, batch, state, params)
-        closes = outcomes.known(due(rules, window.state, flush))
-        usable = accepted(rules, space, window, closes)
+        closes = rules.schedule.due(window.state, window.counts, batch.flush)
 
-    def emit() -> tuple[tuple[Tree, Any], Tree]:
+    def usable() -> Flag:
+        with jax.named_scope("optax_accum.add"):
+            weight = space.total(window.weight)
+            return rules.divisor.divides(weight) & rules.policy.accepts(space, window.total, window.weight)
+
+    def emit() -> tuple[Tree, dict[str, Any]]:
         with jax.named_scope("optax_accum.emit"):
-            updates, kept, left = update_inner(rules, space, window, like, params, batch.extra_args)
-            if closes is not False and not (closes is True and usable is True):
-                made_for = like if params is None else params
-                inner.check_kept(rules.inner, kept["inner_opt_state"], state.inner_opt_state, made_for)
-            return (outcome.emitted(updates), kept), left
+            updates, kept = update_inner(rules, space, window, like, params, batch.extra_args)
+            return outcome.emitted(updates), kept
 
-    def hold() -> tuple[tuple[Tree, Any], Tree]:
+    def hold() -> tuple[Tree, dict[str, Any]]:
         with jax.named_scope("optax_accum.hold"):
-            return (outcome.held(lambda: emit()[0]), outcomes.kept_of(state)), space.held(window.total)
+            return outcome.held(emit), outcomes.kept_of(state) | space.held(window.total)
 
-    ((result, kept), left), usable = outcomes.emit_or_hold(closes, usable, emit, hold)
-    after = outcomes.state_after(window.state, closes, usable, kept)
-    if left is not None and has_accumulator(state):
-        after = after._replace(acc_grads=memory.to_memory_of(left, state.acc_grads))
-    return result, after
+    made_for = like if params is None else params
+    alike = lambda kept: inner.check_kept(rules.inner, kept["inner_opt_state"], state.inner_opt_state, made_for)
+    costly = rules.policy.reads or space.communicates
+    (result, kept), emits = outcomes.emit_or_hold(closes, usable, emit, hold, costly=costly, alike=alike)
+    kept = window.accumulator.left(state, kept)
+    return result, outcomes.state_after(window.state, closes, emits, kept)
 
 
 def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
     """Adds the micro-batch to its window, unless the policy leaves it out."""
     skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
-    weight = batch.weight if skip is False else jnp.where(skip, 0, batch.weight)
-    counts = jnp.logical_not(skip) if rules.policy.waits and skip is not False else True
-    kept, first = has_accumulator(state), state.mini_step == 0
+    counts = negated(skip) if rules.policy.waits else True
+    weight = arithmetic.unless(skip, batch.weight)
+    first, accumulator = state.mini_step == 0, accumulator_of(state)
     total = batch.added
     if total is None:
-        acc = memory.to_device(state.acc_grads) if kept else None
-        total = arithmetic.add(acc, batch.grads, batch.weight, first, skip)
-    samples = state.samples
-    if rules.statistics:  # one read more of the gradient
-        squares = statistics.squared_norms(rules.statistics, batch.grads, like=state.weight)
-        samples = statistics.add(samples, squares, weight, first)
+        total = accumulator.plus(state, batch.grads, batch.weight, first, skip)
     added = state._replace(
         mini_step=outcomes.count(state.mini_step, counts),
-        acc_grads=memory.to_memory_of(total, state.acc_grads) if kept else (),
         weight=state.weight + weight,
         mean_args={name: _add_arg(name, old, batch.extra_args, weight, first) for name, old in state.mean_args.items()},
         skipped=outcomes.count(state.skipped, skip),
         skip_state=info,
-        samples=samples,
+        samples=rules.meter.sample(state.samples, batch.grads, weight, first, like=state.weight),
     )
-    return Window(added, total, added.weight if kept else weight)
+    whole_weight = accumulator.weight(state, weight)
+    return Window(accumulator.kept(added, total), accumulator, total, whole_weight, counts)
 
 
 def _add_arg(
@@ -144,81 +141,31 @@ def _add_arg(
     return sums.add(old, jnp.broadcast_to(value, rows), weight, first)
 
 
-def due(rules: Rules, state: AccumulationState, flush: Flag) -> Flag:
-    """Returns whether the window closes with the micro-step that it has just counted."""
-    if rules.every is None or flush is True:
-        return flush
-    if rules.every == 1 and not rules.policy.waits:
-        return True
-    every = rules.every
-    if callable(every):
-        every = checks.as_count(every(state if isinstance(every, OfState) else state.gradient_step))
-    closes = state.mini_step >= every
-    return closes if flush is False else closes | flush
-
-
-def accepted(rules: Rules, space: Space, window: Window, closes: Flag) -> Flag | Question:
-    """Returns whether an update can be made of this window; what is costly to know, a closing window asks."""
-    policy = rules.policy
-
-    def ask() -> Flag:
-        weight = space.total(window.weight)
-        weighty = arithmetic.divides(weight) if rules.reduction == "mean" else weight != 0
-        return weighty & policy.accepts(space, window.total, window.weight) if policy.accepts else weighty
-
-    if closes is False:
-        return True
-    if closes is True or not (policy.accepts or space.communicates):
-        return outcomes.known(ask())
-    return ask
-
-
 def update_inner(
     rules: Rules, space: Space, window: Window, like: Tree, params: Tree | None, extra_args: Mapping[str, Any]
-) -> tuple[Tree, dict[str, Any], Tree]:
-    """Reduces the window, once, and calls the inner optimizer with its mean.
+) -> tuple[Tree, dict[str, Any]]:
+    """Reduces the window, once, and calls the inner optimizer with its mean, or sum.
 
-    Returns the updates, the fields of the state that a window changes by emitting, and what `reduced` left.
+    Returns the updates, and the fields of the state that change when a window emits.
     """
     state = window.state
     weight = space.total(window.weight)
     total, left = space.reduced(window.total)
-    mean = arithmetic.mean(total, like, weight if rules.reduction == "mean" else None, rules.emit_dtype)
-    kept = learnt(rules, space, state, total, weight)
+    gradient = arithmetic.emitted(total, like, rules.divisor.factor(weight), rules.emit_dtype)
+    learnt = rules.meter.learn(state, space.total(state.samples), total, weight)
     extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
     params = None if params is None else space.shard(params)
-    updates, inner_opt_state = inner.update(rules.inner, mean, like, state.inner_opt_state, params, extra_args)
-    return updates, kept | {"inner_opt_state": inner_opt_state}, left
-
-
-def learnt(rules: Rules, space: Space, state: AccumulationState, total: Tree, weight: Weight) -> dict[str, Any]:
-    """Returns what a window tells by emitting, of what was asked for."""
-    kept = outcomes.kept_of(state)
-    if not state.seen:
-        return kept
-    weight = jnp.asarray(weight, state.seen.rest.dtype)
-    if rules.statistics:
-        squares = statistics.squared_norms(rules.statistics, total, like=weight)  # of the mean, it would be written
-        squares = jax.tree.map(lambda square: square * arithmetic.reciprocal(weight) ** 2, squares)
-        new = statistics.alone(space.total(state.samples), squares, weight, state.mini_step)
-        kept["statistics"] = statistics.smooth(state.statistics, new, rules.statistics.decay)
-    return kept | {"seen": statistics.see(state.seen, weight)}
+    updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra_args)
+    return updates, outcomes.kept_of(state) | learnt | left | {"inner_opt_state": inner_opt_state}
 
 
 def why_not_in_place(rules: Rules, state: AccumulationState) -> str | None:
     """Returns what keeps a backward pass from adding to the accumulator, if something does."""
-    if not has_accumulator(state):
-        return "the state holds no accumulator (every=1)"
-    if rules.statistics:
+    if not rules.meter.unseen:
         return "statistics take the gradient of each micro-batch, which it does not write (statistics=...)"
     if not rules.policy.unseen:
-        return f"a policy has to see the gradient before it is added (nonfinite={rules.nonfinite!r})"
-    return None
-
-
-def has_accumulator(state: AccumulationState) -> bool:
-    """Returns whether gradients are kept from one micro-step to the next: not for every=1."""
-    return not (type(state.acc_grads) is tuple and not state.acc_grads)  # a MaskedNode is a tuple, too
+        return f"a policy has to see the gradient before it is added (nonfinite={rules.policy.text})"
+    return accumulator_of(state).why_not_in_place
 
 
 def check_state(state: Any) -> None:
@@ -232,17 +179,10 @@ def check_state(state: Any) -> None:
         )
 
 
-def _checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Tree:
+def checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Tree:
     """Raises for what does not fit the state; returns leaves of the shapes and dtypes of the gradient of the whole."""
-    if has_accumulator(state):
-        arithmetic.check(state.acc_grads, batch.grads)
-    elif rules.every != 1 and jax.tree.leaves(batch.grads):
-        raise ValueError(
-            f"Only every=1 works without an accumulator: every={rules.every}, and the state was made for every=1. "
-            "Add one with state._replace(acc_grads=tx.init(params).acc_grads)."
-        )
-    wanted = {"statistics": rules.statistics, "seen": isinstance(rules.every, OfState)}
-    for name in (name for name, asked in wanted.items() if asked and not getattr(state, name)):
+    accumulator_of(state).check(rules.schedule, state, batch.grads)
+    for name in (name for name in rules.meter.fields if not getattr(state, name)):
         raise ValueError(
             f"The state holds no {name}, which was made without: state.{name}=(). Add what is missing with "
             "new = tx.init(params); state._replace(samples=new.samples, statistics=new.statistics, seen=new.seen)."

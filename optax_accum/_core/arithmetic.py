@@ -85,20 +85,18 @@ def narrower(params: Tree, acc: Tree) -> str | None:
     return None
 
 
-def mean(acc: Tree, grads: Tree, weight: Weight | None, dtype: jnp.dtype | str | None) -> Tree:
-    """Returns `acc / weight` (`acc` itself for a weight of None) in the dtype that is to be emitted.
+def emitted(acc: Tree, grads: Tree, factor: Weight, dtype: jnp.dtype | str | None) -> Tree:
+    """Returns `acc * factor` in the dtype that is to be emitted.
 
-    One reciprocal, then a product: dividing each leaf by a traced scalar would not fuse into the optimizer.
+    A mean is a product with one reciprocal: dividing each leaf by a traced scalar would not fuse into the optimizer.
     """
-    scale = None if weight is None else reciprocal(weight)
 
-    def mean_leaf(grad: Leaf, total: Leaf) -> Leaf:
+    def leaf(grad: Leaf, total: Leaf) -> Leaf:
         if is_float0(grad):
             return grad
-        emitted = emitted_dtype(jnp.asarray(grad).dtype, total.dtype, dtype)
-        return total.astype(emitted) if scale is None else scaled(total, scale, emitted)
+        return scaled(total, factor, emitted_dtype(jnp.asarray(grad).dtype, total.dtype, dtype))
 
-    return jax.tree.map(mean_leaf, grads, acc)
+    return jax.tree.map(leaf, grads, acc)
 
 
 def all_finite(tree: Tree) -> jax.Array:
@@ -120,6 +118,11 @@ def scaled(leaf: jax.Array, factor: Weight, dtype: Any) -> jax.Array:
     """Returns a leaf times a factor, [] or [d], computed in at least float32, in the dtype named."""
     wide = accumulator_dtype(leaf.dtype, None)
     return (leaf.astype(wide) * along_rows(factor, leaf).astype(wide)).astype(dtype)
+
+
+def unless(skip: tracing.Flag, weight: Weight) -> Weight:
+    """Returns a weight, and 0 where the micro-batch is left out."""
+    return weight if skip is False else jnp.where(skip, 0, weight)
 
 
 def along_rows(numbers: Any, leaf: jax.Array) -> jax.Array:

@@ -1,27 +1,17 @@
 """Owns the checks of what users pass: each says the rule, the value and the remedy. Computes nothing."""
 
-import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 from optax_accum._core.arithmetic import Weight
 from optax_accum._core.roles import NOT_ARRAYS, check_arrays, short
 from optax_accum._core.state import default_float
-from optax_accum._core.tracing import Flag
-
-Every = int | Callable[[Any], Any] | None
-
-
-class Rows(float):
-    """A weight that nobody named: the rows of a micro-batch. They count where a mean is taken, and not in a sum."""
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -32,50 +22,6 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
             "optax.adam(1e-3); for optax.MultiSteps, the optimizer that it wraps."
         )
     return optax.with_extra_args_support(inner)
-
-
-def as_every(every: Any) -> Every:
-    """Returns `every` as a Python integer, a callable or None."""
-    if every is None or callable(every):
-        return every
-    rule = "every must be an integer >= 1, a callable of gradient_step, or None"
-    if isinstance(every, Tracer):
-        raise TypeError(f"{rule}: every={every}. A value known only at run time goes into a callable, or use flush.")
-    number = _integer(rule, "every", every, "Use every=1 for an update at every micro-step.")
-    if number > jnp.iinfo(jnp.int32).max:
-        raise ValueError(
-            f"{rule}, below 2**31, as micro-steps are counted in int32: every={number}. Use every=None and flush for a "
-            "window that only the caller closes."
-        )
-    return number
-
-
-def as_count(count: Any) -> jax.Array:
-    """Returns what a callable `every` gave, as an integer scalar."""
-    dtype, shape = _dtype_and_shape(count)
-    if not jnp.issubdtype(dtype, jnp.integer) or shape:
-        raise TypeError(
-            f"A callable every must return an integer scalar: it returned {short(count)}. "
-            "Wrap a schedule of floats: lambda step: jnp.asarray(schedule(step), int)."
-        )
-    count = jnp.asarray(count, None if dtype.itemsize >= 4 else jnp.int32)  # an int8 has no bound of an int32
-    return jnp.clip(count, 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
-
-
-def as_flush(flush: Any, every: Every) -> Flag:
-    """Returns `flush` as a Python bool where it is one, else as a bool scalar."""
-    if flush is None:
-        if every is None:
-            raise ValueError(
-                "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "
-                "close it."
-            )
-        return False
-    if _dtype_and_shape(flush) != (jnp.bool_, ()):
-        raise TypeError(
-            f"flush must be a bool, or a bool scalar: flush={short(flush)}. Pass flush=(step == last), say."
-        )
-    return flush if isinstance(flush, jax.Array) else bool(flush)
 
 
 def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Weight:
@@ -93,37 +39,12 @@ def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Wei
     return value
 
 
-def misspelt(names: Iterable[str], inner: Callable[..., Any]) -> dict[str, str]:
-    """Returns those names that may be meant for `weight` or `flush`, and which; but for those that `inner` names."""
-    named = inspect.signature(inner).parameters
-    meant = {name: word for name in names if name not in named for word in ("weight", "flush") if _means(name, word)}
-    return dict(sorted(meant.items()))
-
-
-def _means(name: str, word: str) -> bool:
-    """Returns whether a name holds a word (sample_weight), is within two letters of it, or short for it (wgt)."""
-    name = name.lower()
-    letters = iter(word)
-    short_for = name[:1] == word[0] and name[-1] == word[-1] and all(letter in letters for letter in name)
-    return word in name or short_for or _letters_apart(name, word) <= 2
-
-
-def _letters_apart(name: str, word: str) -> int:
-    """Returns how many letters are put in, left out or changed to make one of the other (Levenshtein)."""
-    row = list(range(len(word) + 1))
-    for letter in name:
-        above, row = row, [row[0] + 1]
-        for j, other in enumerate(word):
-            row.append(min(above[j] + (letter != other), above[j + 1] + 1, row[j] + 1))
-    return row[-1]
-
-
 def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> Weight:
     """Returns a real scalar as a Python float where it is a number, else in the default float dtype.
 
     With `rows` it may also be so many numbers, one for each device.
     """
-    dtype, shape = _dtype_and_shape(value)
+    dtype, shape = dtype_and_shape(value)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{name} must be a real number: {name}={short(value)}. {remedy}")
     if shape and (rows is None or shape != (rows,)):
@@ -163,7 +84,7 @@ def as_float_dtypes(name: str, dtypes: Any) -> Any:
 def as_positive(name: str, count: Any) -> int | None:
     """Returns `count` as a Python integer >= 1, or None."""
     rule = f"{name} must be an integer >= 1"
-    return None if count is None else _integer(rule, name, count, "Pass 1 for the smallest.")
+    return None if count is None else as_integer(rule, name, count, "Pass 1 for the smallest.")
 
 
 def as_tolerance(name: str, tolerance: Any) -> float | None:
@@ -179,26 +100,6 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "")
         words = ", ".join(f'"{word}"' for word in allowed)
         raise ValueError(f"{name} must be one of {words}{otherwise}: {name}={value!r}. Choose one of these.")
     return value
-
-
-def as_screened(answer: Any) -> Any:
-    """Returns what a callable `nonfinite` returned, if it is a pair."""
-    if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise TypeError(
-            f"A callable nonfinite must return (skip, info): it returned {short(answer)}. Return (skip, ()) where "
-            "there is nothing to tell."
-        )
-    return answer
-
-
-def as_skip(skip: Any) -> jax.Array:
-    """Returns what a callable `nonfinite` decided, as a bool scalar."""
-    if _dtype_and_shape(skip) != (jnp.bool_, ()):
-        raise TypeError(
-            f"A callable nonfinite must return (skip, info) with a bool scalar first: it returned {short(skip)}. "
-            "Reduce it to one answer with jnp.any or jnp.all."
-        )
-    return jnp.asarray(skip)
 
 
 def check_differentiable(params: Any) -> None:
@@ -282,7 +183,7 @@ def check_rest(outputs: Any, rest: Any, size: int, rows: int) -> None:
             )
 
 
-def _integer(rule: str, name: str, value: Any, remedy: str) -> int:
+def as_integer(rule: str, name: str, value: Any, remedy: str) -> int:
     try:
         if isinstance(value, bool) or getattr(value, "dtype", None) == jnp.bool_:
             raise TypeError
@@ -294,7 +195,7 @@ def _integer(rule: str, name: str, value: Any, remedy: str) -> int:
     return number
 
 
-def _dtype_and_shape(value: Any) -> tuple[Any, tuple[int, ...]]:
+def dtype_and_shape(value: Any) -> tuple[Any, tuple[int, ...]]:
     """Returns the dtype and shape of a number or an array, and the dtype `object` for anything else."""
     if not isinstance(value, bool | int | float | complex | np.generic | np.ndarray | jax.Array):
         return np.dtype(object), ()

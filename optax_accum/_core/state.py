@@ -55,6 +55,11 @@ class AccumulationState(NamedTuple):
     seen: Any = ()
 
 
+def holds_sum(state: AccumulationState) -> bool:
+    """Returns whether gradients are kept from one micro-step to the next: not for `every=1`."""
+    return not (type(state.acc_grads) is tuple and not state.acc_grads)  # a MaskedNode is a tuple, too
+
+
 def holds_partial_sums(state: AccumulationState) -> bool:
     """Returns whether the sums are those of each of several devices, not yet added."""
     return bool(state.weight.ndim)

@@ -58,6 +58,18 @@ def inner_programs(equation: Any) -> Iterator[Any]:
             yield program
 
 
+def either(one: Flag, other: Flag) -> Flag:
+    """Returns whether one of two flags is set: a Python bool where that is known when tracing."""
+    if isinstance(one, bool):
+        return one or other
+    return other or one if isinstance(other, bool) else one | other
+
+
+def negated(flag: Flag) -> Flag:
+    """Returns the opposite of a flag."""
+    return not flag if isinstance(flag, bool) else jnp.logical_not(flag)
+
+
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array that JAX can hold: NumPy has arrays of strings and of objects, too."""
     if isinstance(leaf, np.ndarray | np.generic):

@@ -80,15 +80,16 @@ class OverMesh(Several):
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
         return partials.beside(super().weight(weight, like, share=share), like, self.axes)
 
-    def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
+    def reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         if self._is_in_place(acc):
-            return partials.sum_in_place(acc, self.axes)
+            total, left = partials.sum_in_place(acc, self.axes)
+            return total, {"acc_grads": left}
         if self.to is None:
-            return self.total(acc), None
-        return jax.tree.map(lambda leaf, to: partials.scatter(leaf, to, self.axes), acc, self._shardings(acc)), None
+            return self.total(acc), {}
+        return jax.tree.map(lambda leaf, to: partials.scatter(leaf, to, self.axes), acc, self._shardings(acc)), {}
 
-    def held(self, acc: Tree) -> Tree:
-        return acc if self._is_in_place(acc) else None
+    def held(self, acc: Tree) -> dict[str, Tree]:
+        return {"acc_grads": acc} if self._is_in_place(acc) else {}
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: int | None = None) -> tuple[Tree, Tree]:
         device, names, shards = self.device, tuple(call.arguments), {}
@@ -141,9 +142,9 @@ class InShardMap(Several):
         mismatch.check_own(grads, self.axes)
         return self.as_partial(grads)
 
-    def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
+    def reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         total = self.total(acc)
-        return total, mapped.varying(mapped.as_row(total), self.axes)
+        return total, {"acc_grads": mapped.varying(mapped.as_row(total), self.axes)}
 
     def as_own(self, sums: Tree) -> Tree:
         return mapped.as_own(sums)

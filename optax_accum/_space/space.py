@@ -49,16 +49,16 @@ class Space:
 
     # The sums of gradients.
 
-    def reduced(self, acc: Tree) -> tuple[Tree, Tree]:
+    def reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         """Returns the sum over all devices, where it belongs: the one reduction of a window.
 
-        Beside it comes what then lies where the partial sums lay: None if these do.
+        Beside it comes what then lies where the partial sums lay, as a field of the state; none if these do.
         """
-        return acc, acc
+        return acc, {"acc_grads": acc}
 
-    def held(self, acc: Tree) -> Tree:
-        """Returns what lies there where nothing was reduced: partial sums, or None as `reduced` does."""
-        return acc
+    def held(self, acc: Tree) -> dict[str, Tree]:
+        """Returns the same field where nothing was reduced: the partial sums."""
+        return {"acc_grads": acc}
 
     def like(self, grads: Tree) -> Tree:
         """Returns leaves of the shapes and dtypes of the gradient of the whole batch."""

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, compilers, ratio, statistics, tracing
+from optax_accum._core import arithmetic, checks, compilers, ratio, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward, adds_in_place, differentiate
+from optax_accum._core.meter import Meter
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.state import default_float
@@ -35,7 +36,7 @@ class Totals(NamedTuple):
     grads: Any  # sum of share times gradient, leaf by leaf; None while a reference holds it
     carry: Tree
     outputs: Any
-    samples: Any = None  # of statistics; in the end with this device's part of the weight
+    samples: Any = ()  # of the meter; in the end with this device's part of the weight
 
 
 class Parts(NamedTuple):
@@ -61,7 +62,7 @@ class Rules:
     accumulator_dtype: Tree
     in_place: bool | None
     unroll: bool
-    statistics: statistics.Options | None
+    meter: Meter
     reduce_axes: Axes
     reduce_to: Tree
 
@@ -128,7 +129,7 @@ class Cut:
         reductions.check(self.reductions, self.shapes.aux, self.split)
         self.start_grads = arithmetic.zeros(self.params, rules.accumulator_dtype)
         self.kinds = rules.kinds(self.params)
-        self.in_place = not (again or rules.unroll or rules.statistics) and self._adds_in_place()
+        self.in_place = rules.meter.unseen and not (again or rules.unroll) and self._adds_in_place()
         if self.in_place or (rules.weight_fn is not None and not self.static):
             self._refuse_differentiation()
 
@@ -205,31 +206,29 @@ class Cut:
         finished = lambda name, total, shape: REDUCTIONS[name].finish(total, shape)
         aux = jax.tree.map(finished, self.reductions, totals.outputs, self.shapes.aux)
         loss = totals.loss.astype(self._loss_dtype(wide=self.ratio))
-        samples = totals.samples
-        if samples is not None:
-            samples = samples, jnp.asarray(totals.counted if self.ratio else self.weight / self.device.count)
-        return Totals(loss, totals.counted, grads, totals.carry, aux, samples)
+        weight = jnp.asarray(totals.counted if self.ratio else self._one_weight() / self.device.count)
+        return Totals(loss, totals.counted, grads, totals.carry, aux, (totals.samples, weight))
 
     def _no_samples(self) -> Any:
-        if self.rules.statistics is None:
-            return None
-        if self.terms or self.divisors is not None:
+        if not self.rules.meter.unseen and (self.terms or self.divisors is not None):
             raise ValueError(
                 "Statistics take one weight for each micro-batch: here each term of the loss has its own. Leave "
                 "statistics out, or return a loss of one term."
             )
         params = gradients.added(self.params, self.kinds)
-        return statistics.new_samples(self.rules.statistics, params, lambda: jnp.zeros([], default_float()))
+        return self.rules.meter.samples(params, lambda: jnp.zeros([], default_float()))
+
+    def _one_weight(self) -> Any:
+        return 1.0 if self.terms or self.divisors is not None else self.weight
 
     def _with_sample(self, samples: Any, backward: Backward, share: Any, parts: Parts) -> Any:
         """Adds `w |g|^2`, of a gradient that is scaled by its share of the weights, or by the count of a Ratio."""
-        if self.rules.statistics is None:
-            return None
+        if self.rules.meter.unseen:
+            return samples
         grads = gradients.added(backward.gradient(), self.kinds)
-        squares = statistics.squared_norms(self.rules.statistics, grads, like=samples.number)
         scale, weight = (parts.loss.count, 1) if self.ratio else (share, self.weight)
         weight = jnp.where(jnp.asarray(scale) == 0, 0, weight * arithmetic.reciprocal(scale))
-        return statistics.add(samples, squares, weight, first=False)
+        return self.rules.meter.sample(samples, grads, weight, False, like=samples.number)
 
     def _adds_in_place(self) -> bool:
         """Returns whether gradients are added inside the backward pass."""

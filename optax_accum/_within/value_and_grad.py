@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks
-from optax_accum._core import statistics as told
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.callables import as_function, as_weight_fn
+from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.program import compiled_once
 from optax_accum._core.ratio import divided
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._space.device import Device
 from optax_accum._space.here import checked_axes, here
-from optax_accum._space.space import PARTIAL, Space
+from optax_accum._space.space import PARTIAL
 from optax_accum._within import gradients, reductions, splitting
 from optax_accum._within.cut import Cut, Parts, Rules, Totals
 
@@ -45,7 +45,7 @@ def value_and_grad(
     unroll: bool = False,
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
-    statistics: bool | told.Options = False,
+    statistics: bool | Options = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Does what `jax.value_and_grad` does, one micro-batch after the other: same call, same return, less memory.
 
@@ -144,9 +144,8 @@ def value_and_grad(
     single = isinstance(argnums, int)
     # Of the tuple of differentiated arguments.
     of_params = lambda prefix: (prefix,) if single else tuple(prefix) if isinstance(prefix, list) else prefix
-    options = told.as_options(statistics)
-    if options is not None and options.groups is not None:
-        options = dataclasses.replace(options, groups=of_params(options.groups))
+    if isinstance(statistics, Options) and statistics.groups is not None:
+        statistics = dataclasses.replace(statistics, groups=of_params(statistics.groups))
     roles = Roles(
         argnums=argnums,
         batch_argnums=batch_argnums,
@@ -168,7 +167,7 @@ def value_and_grad(
         accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
         in_place=in_place,
         unroll=unroll,
-        statistics=options,
+        meter=as_meter(statistics),
         reduce_axes=checked_axes(reduce_axes, reduce_to, partial=True),
         reduce_to=reduce_to if reduce_to is None or reduce_to == PARTIAL else of_params(reduce_to),
     )
@@ -184,7 +183,7 @@ def _check_options(rules: Rules) -> None:
         raise ValueError(
             "in_place=True adds inside the backward pass, unroll=True after it: in_place=True, unroll=True. Pass one."
         )
-    if rules.statistics and (rules.in_place or rules.reduce_to == PARTIAL):
+    if not rules.meter.unseen and (rules.in_place or rules.reduce_to == PARTIAL):
         raise ValueError(
             f"Statistics take gradients that are written, and their sum: in_place={rules.in_place}, "
             f"reduce_to={rules.reduce_to!r}. Leave both out."
@@ -208,17 +207,12 @@ def _value_and_grad(rules: Rules, again: bool, /, *args: Any, **kwargs: Any) -> 
     if own.counted is not None:
         loss, grads = divided((loss, grads), space.total(own.counted))
     kinds = rules.kinds(call[call.params])
-    statistics = rules.statistics and _told(rules.statistics, space, own, gradients.added(grads, kinds))
+    added = gradients.added(grads, kinds)
     grads = gradients.over_devices(kinds, space, own.grads, grads, call[call.params])
     grads = _in_dtypes(grads, call[call.params], rules.accumulator_dtype)
     value = rules.joined(Parts(loss, carry, outputs))
-    return (value, statistics) if statistics else value, grads[0] if rules.single else grads
-
-
-def _told(options: told.Options, space: Space, own: Totals, grads: Tree) -> told.Statistics:
-    """Returns what the gradients of one call tell."""
     samples, weight = space.total(own.samples)
-    return told.alone(samples, told.squared_norms(options, grads, like=weight), weight, samples.number)
+    return rules.meter.beside(value, samples, added, weight), grads[0] if rules.single else grads
 
 
 def _in_dtypes(grads: Tree, params: Tree, dtype: Tree) -> Tree:

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._across.transformation import axes_of
-from optax_accum._across.window import has_accumulator
 from optax_accum._core import sums
 from optax_accum._core.ratio import Ratio, check_single, divided
 from optax_accum._core.rows import count_rows
-from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states, states_in
+from optax_accum._core.state import AccumulationState, holds_partial_sums, holds_sum, map_states, states_in
 from optax_accum._core.sums import WeightedSum
 from optax_accum._space.here import here
 from optax_accum._space.meshes import as_axes
@@ -65,7 +64,7 @@ def with_partial_sums(opt_state: Tree, changed: Callable[[Tree], Tree]) -> Tree:
     """Returns an optimizer's state with other partial sums in place of those that it holds, if it holds any."""
 
     def convert(state: AccumulationState) -> AccumulationState:
-        partial = holds_partial_sums(state) and has_accumulator(state)
+        partial = holds_partial_sums(state) and holds_sum(state)
         return state._replace(acc_grads=changed(state.acc_grads)) if partial else state
 
     return map_states(convert, opt_state)

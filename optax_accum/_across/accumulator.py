@@ -1,0 +1,69 @@
+"""Owns what a state holds of a window in flight: its sum, or with `every=1` nothing."""
+
+from typing import Any
+
+import jax
+
+from optax_accum._across.schedules import Schedule
+from optax_accum._core import arithmetic, memory
+from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.state import AccumulationState, holds_sum
+from optax_accum._core.tracing import Flag
+
+
+class Accumulator:
+    """The sum of a window in flight, which a state holds."""
+
+    why_not_in_place: str | None = None  # what keeps a backward pass from adding to it
+
+    def check(self, schedule: Schedule, state: AccumulationState, grads: Tree) -> None:
+        """Raises for gradients that cannot be added."""
+        arithmetic.check(state.acc_grads, grads)
+
+    def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: jax.Array, skip: Flag) -> Tree:
+        """Returns the sum with the gradient of a micro-batch in it."""
+        return arithmetic.add(memory.to_device(state.acc_grads), grads, weight, first, skip)
+
+    def weight(self, state: AccumulationState, weight: Weight) -> Weight:
+        """Returns the weight of the window with that of a micro-batch in it."""
+        return state.weight + weight
+
+    def kept(self, state: AccumulationState, total: Tree) -> AccumulationState:
+        """Returns the state with the sum in it."""
+        return state._replace(acc_grads=memory.to_memory_of(total, state.acc_grads))
+
+    def left(self, state: AccumulationState, kept: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields that are kept, with what is left of the sum where that of the state lies."""
+        if "acc_grads" not in kept:
+            return kept
+        return kept | {"acc_grads": memory.to_memory_of(kept["acc_grads"], state.acc_grads)}
+
+
+class NoAccumulator(Accumulator):
+    """A state that holds no sum: each micro-step closes its window."""
+
+    why_not_in_place = "the state holds no accumulator (every=1)"
+
+    def check(self, schedule: Schedule, state: AccumulationState, grads: Tree) -> None:
+        if schedule.holds and jax.tree.leaves(grads):
+            raise ValueError(
+                f"Only every=1 works without an accumulator: every={schedule.text}, and the state was made for "
+                "every=1. Add one with state._replace(acc_grads=tx.init(params).acc_grads)."
+            )
+
+    def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: jax.Array, skip: Flag) -> Tree:
+        return arithmetic.add(None, grads, weight, first, skip)
+
+    def weight(self, state: AccumulationState, weight: Weight) -> Weight:
+        return weight  # known when tracing, where the weight is: no branch is compiled
+
+    def kept(self, state: AccumulationState, total: Tree) -> AccumulationState:
+        return state
+
+    def left(self, state: AccumulationState, kept: dict[str, Any]) -> dict[str, Any]:
+        return {name: field for name, field in kept.items() if name != "acc_grads"}
+
+
+def accumulator_of(state: AccumulationState) -> Accumulator:
+    """Returns what this state holds."""
+    return Accumulator() if holds_sum(state) else NoAccumulator()

@@ -1,0 +1,35 @@
+"""Owns what the sum of a window is divided by: its weight, or nothing. A table, like that of policies."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from optax_accum._core import arithmetic, checks
+from optax_accum._core.arithmetic import Weight
+from optax_accum._core.tracing import Flag
+
+
+class Divisor(NamedTuple):
+    """What the sum of a window is divided by.
+
+    Attributes:
+      is_mean: whether it is the sum of the weights, of which each device has its part.
+      divides: `weight -> flag`: whether a window of this weight makes an update.
+      factor: `weight -> number`: what the sum is multiplied by.
+      unweighed: `rows -> weight`: that of a micro-batch to which nobody gave one.
+    """
+
+    is_mean: bool
+    divides: Callable[[Weight], Flag]
+    factor: Callable[[Weight], Weight]
+    unweighed: Callable[[int], Weight]
+
+
+TABLE = {
+    "mean": Divisor(True, arithmetic.divides, arithmetic.reciprocal, lambda rows: float(rows)),
+    "sum": Divisor(False, lambda weight: weight != 0, lambda weight: 1.0, lambda rows: 1.0),
+}
+
+
+def as_divisor(reduction: str) -> Divisor:
+    """Returns the divisor of a reduction by name."""
+    return TABLE[checks.one_of("reduction", reduction, tuple(TABLE))]

@@ -1,0 +1,110 @@
+"""Owns windows that grow: schedules for `every` by what has been trained on, and by the noise of gradients."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._across.schedules import Schedule, by_count
+from optax_accum._core import checks
+from optax_accum._core.noise import noise_scale
+from optax_accum._core.seen import has_seen
+from optax_accum._core.state import AccumulationState
+
+
+def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
+    """Returns an `every` that steps with the tokens that have been trained on.
+
+    Args:
+      counts: the micro-steps in a window, by the tokens from which on they hold: `{0: 768, 250e9: 1536}`. Tokens are
+        what the weights count, so with a weight for each example they are examples.
+
+    Returns:
+      What `accumulate_gradients` takes as `every`. One program serves all lengths, and the count, which is exact far
+      above what a float32 holds, lies in the state: `metrics(state)["seen"]`.
+
+    Raises:
+      TypeError, ValueError: no count from 0 on; a negative number of tokens; a count below 1, or no integer.
+
+    Guarantees:
+      | case | result |
+      |---|---|
+      | a threshold is passed within a window | the next window is the first of the new length |
+      | a window that was discarded | its tokens do not count |
+      | a run goes on with other counts | they hold from the next micro-step on |
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> every = optax_accum.batching.every_by_tokens({0: 1, 200: 2})
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every)
+      >>> state = tx.init(jnp.ones(3))
+      >>> for _ in range(6):
+      ...     _, state = tx.update(jnp.ones(3), state, weight=100)
+      ...     print(state.gradient_step, optax_accum.metrics(state)["seen"])
+      1 100.0
+      2 200.0
+      2 200.0
+      3 400.0
+      3 400.0
+      4 600.0
+    """
+    if not counts or min(counts) != 0 or None in counts.values():
+        raise ValueError(
+            f"counts must say what holds from 0 tokens on, and then from more: counts={dict(counts)}. Write "
+            "{0: 4, 1e9: 8}, say."
+        )
+    (_, first), *others = [(start, checks.as_positive("every", counts[start]) or 1) for start in sorted(counts)]
+
+    def every(state: AccumulationState) -> jax.Array:
+        count = jnp.asarray(first, jnp.int32)
+        for start, larger in others:
+            count = jnp.where(has_seen(state.seen, start), larger, count)
+        return count
+
+    return by_count(every, needs=("seen",), text="every_by_tokens(...)")
+
+
+def every_by_noise(at_least: int, at_most: int) -> Schedule:
+    """Returns an `every` that makes the batch as large as the gradient noise scale, between bounds.
+
+    Args:
+      at_least: micro-steps in a window, at least 2: of one gradient alone no noise can be told.
+      at_most: micro-steps in a window.
+
+    Returns:
+      What `accumulate_gradients` takes as `every`, with `statistics=True`. One program serves all lengths; the length
+      of the next window is that of the state, so a run that goes on makes the windows that it would have made.
+
+    Raises:
+      TypeError, ValueError: no integers, bounds that cross, or a lower one below 2.
+
+    Guarantees:
+      | case | result |
+      |---|---|
+      | nothing is known yet | `at_least` |
+      | no signal can be told from the noise | `at_most` |
+      | the noise scale falls | windows become shorter again |
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> every = optax_accum.batching.every_by_noise(2, 64)
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every, statistics=True)
+      >>> state = tx.init(jnp.ones(1))
+      >>> for grads in ([4.0], [2.0], [5.0]):
+      ...     _, state = tx.update(jnp.array(grads), state, weight=16)
+      >>> state.gradient_step.item(), state.mini_step.item()
+      (1, 1)
+    """
+    low, high = checks.as_positive("at_least", at_least) or 0, checks.as_positive("at_most", at_most) or 0
+    if not 2 <= low <= high:
+        raise ValueError(
+            f"Bounds must not cross, and begin at 2: at_least={at_least}, at_most={at_most}. Pass the smallest first."
+        )
+
+    def every(state: AccumulationState) -> jax.Array:
+        told = state.statistics
+        wanted = jnp.ceil(noise_scale(told).scale / told.step_weight)
+        wanted = jnp.where(jnp.isnan(wanted), low, wanted)  # not known yet
+        return jnp.clip(wanted, low, high).astype(jnp.int32)
+
+    return by_count(every, needs=("statistics",), text="every_by_noise(...)")
