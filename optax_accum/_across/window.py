@@ -15,7 +15,7 @@ from optax_accum._across.schedules import OfState
 from optax_accum._core import arithmetic, checks, memory, statistics, sums
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.checks import Every
-from optax_accum._core.roles import NOT_ARRAYS, check_arrays
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag

@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 
 from optax_accum._core.arithmetic import Weight
-from optax_accum._core.roles import NOT_ARRAYS, check_arrays, short
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, short
 from optax_accum._core.state import default_float
 from optax_accum._core.tracing import Flag
 
