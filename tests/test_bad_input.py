@@ -457,7 +457,7 @@ def test_a_weight_fn_of_several_arguments():
     def loss(w, x, y, *, z):
         return jnp.mean((x @ w - y - z) ** 2)
 
-    options = {"batch_argnums": (1, 2), "batch_argnames": "z"}
+    options = {"batch_argnums": (1, 2, "z")}
     with pytest.raises(TypeError, match=r"takes \(x\), and 3 hold the batch"):
         optax_accum.value_and_grad(loss, 2, weight_fn=lambda x: x.sum(), **options)
     remedy = optax_accum.value_and_grad(loss, 2, weight_fn=lambda x, y, z: 1.0, **options)
@@ -538,7 +538,7 @@ def test_the_inner_state_of_other_parameters():
         ({"x": X, "y": X[:6]}, (), {}, "Pass what is not cut as another argument\\.$"),
         ({"x": 1.0}, (), {}, "Pass arrays with a row for each example"),
         ({"x": X}, (X,), {}, "Put it into the batch; if every micro-batch needs all of it, pass whole_argnums=2"),
-        ({"x": X}, (), {"rng_argnum": 2}, "Pass that argument by position\\.$"),
+        ({"x": X}, (), {"rng_argnum": 2}, "Pass that argument, or name another\\.$"),
     ],
     ids=["rows", "scalars", "shared", "position"],
 )

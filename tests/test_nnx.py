@@ -710,16 +710,32 @@ def test_the_numbers_of_arguments_are_those_of_fun():
     for numbers in ({"batch_argnums": -1, "rng_argnum": -3}, {"batch_argnums": 3, "rng_argnum": 1}):
         _, grads = accum.nnx.value_and_grad(loss, num_microbatches=5, **numbers)(model, key, 2.0, (X, Y))
         close(arrays(grads), arrays(want))
-    for numbers, count in (({"batch_argnums": 4}, 4), ({"batch_argnums": -5}, 4), ({"rng_argnum": 5}, 4)):
-        role, number = next(iter(numbers.items()))
-        with pytest.raises(
-            ValueError, match=rf"{role} must name an argument by position: {role}={number}, and there are {count}"
-        ):
-            accum.nnx.value_and_grad(loss, num_microbatches=5, **{"batch_argnums": 3, **numbers})(
-                model, key, 2.0, (X, Y)
-            )
-    with pytest.raises(ValueError, match="batch_argnums=1, and there are 1"):
+    for role, number in (("batch_argnums", 4), ("batch_argnums", -5), ("rng_argnum", 5), ("whole_argnums", "rows")):
+        message = rf"{role} must name a parameter of fun: {role}={number!r}, and fun takes \(model, key, scale, batch\)"
+        with pytest.raises(ValueError, match=message):
+            accum.nnx.value_and_grad(loss, num_microbatches=5, **{"batch_argnums": 3, role: number})
+    with pytest.raises(ValueError, match="argnums=0 and batch_argnums='model' name the same one"):
+        accum.nnx.value_and_grad(loss, num_microbatches=5, batch_argnums="model")
+    with pytest.raises(ValueError, match="batch_argnums=1 is not, in a call with 1 by position and .'batch'. by"):
         accum.nnx.value_and_grad(loss, num_microbatches=5)(model, batch=(X, Y))
+
+
+@pytest.mark.parametrize("named", [(3, 1, 2), (-1, -3, -2), ("batch", "key", "scale")], ids=str)
+@pytest.mark.parametrize("by_position", range(5))
+def test_arguments_by_position_and_by_keyword(named, by_position):
+    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    arguments = {"m": model, "key": jax.random.key(0), "scale": jnp.ones(len(X)), "batch": (X, Y)}
+
+    def loss(m, key, scale, batch):
+        return jnp.sum(scale) * cross_entropy(m(batch[0]), batch[1]) + jnp.sum(m.bias[...]) * jax.random.normal(key)
+
+    keys = [jax.random.fold_in(arguments["key"], i) for i in range(5)]
+    apart = [arrays(nnx.grad(loss)(**{**arguments, "key": key})) for key in keys]
+    roles = dict(zip(("batch_argnums", "rng_argnum", "whole_argnums"), named, strict=True))
+    args = list(arguments.values())[:by_position]
+    kwargs = {name: arg for number, (name, arg) in enumerate(arguments.items()) if number >= by_position}
+    _, grads = accum.nnx.value_and_grad(loss, num_microbatches=5, **roles)(*args, **kwargs)
+    close(arrays(grads), jax.tree.map(lambda *leaves: sum(leaves) / 5, *apart))
 
 
 def test_arguments_by_name_stay_whole():

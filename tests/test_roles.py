@@ -1,4 +1,6 @@
-"""What every micro-batch would share unasked is refused; groups stay together; batches come by keyword."""
+"""Roles name arguments by position or name; what every micro-batch would share unasked is refused; groups."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +30,11 @@ def cut(fun, *args, **options):
 
 
 def micro_step(fun, w, *args, **options):
-    return optax_accum.value_and_apply_gradients(fun, TX, **options)(w, TX.init(w), *args)
+    return optax_accum.value_and_apply_gradients(fun, TX, **options)(w, TX.init(W), *args)
 
 
 def applied(fun, *args, **options):
-    rows = lambda w, x, *rest: fun(w, x, *rest) + 0 * x[:, 0]
+    rows = functools.wraps(fun)(lambda w, x, *rest: fun(w, x, *rest) + 0 * x[:, 0])
     return optax_accum.microbatched_apply(rows, microbatch_size=4, **options)(*args)
 
 
@@ -116,11 +118,11 @@ def test_which_micro_step_of_several_windows():
         step(W, tx.init(W), X, KEY)
 
 
-@pytest.mark.parametrize("number", [17, -4])
+@pytest.mark.parametrize("name", [17, -4, "y"])
 @FACTORIES
-def test_a_role_names_an_argument_that_is_there(run, number):
-    with pytest.raises(ValueError, match=f"batch_argnums={number}, and there are 2"):
-        run(lambda w, x: jnp.mean((x @ w) ** 2), W, X, batch_argnums=number)
+def test_a_role_names_a_parameter_that_is_there(run, name):
+    with pytest.raises(ValueError, match=rf"batch_argnums={name!r}, and fun takes \(w, x\)\. Pass its position"):
+        run(lambda w, x: jnp.mean((x @ w) ** 2), W, X, batch_argnums=name)
 
 
 @pytest.mark.parametrize("run", [cut, micro_step])
@@ -142,37 +144,208 @@ def test_negative_numbers_deal_out_rows_to_devices():
     assert optax_accum.metrics(state)["gradient_step"] == 1
 
 
-# Batches by keyword
+# By position and by name
 
 
-def test_a_batch_by_keyword():
-    loss = lambda w, *, x, y: jnp.mean((x @ w - y) ** 2)
-    f = optax_accum.value_and_grad(loss, microbatch_size=5, batch_argnames=("x", "y"))
-    got = f(W, x=X, y=Y)
-    np.testing.assert_allclose(got[1], jax.grad(lambda w: squares(w, X, Y))(W), rtol=1e-5)
-    step = optax_accum.value_and_apply_gradients(loss, TX, batch_argnames=("x", "y"))
-    state, w = TX.init(W), W
-    for i in range(2):
-        _, w, state = step(w, state, x=X[6 * i : 6 * i + 6], y=Y[6 * i : 6 * i + 6])
-    np.testing.assert_allclose(w, W - 0.5 * got[1], rtol=1e-4)
+def linear(w, x, y, carry, key, table):
+    loss = jnp.mean((x @ w - y) ** 2) + jnp.sum(table) * jnp.sum(w) + 0 * jax.random.normal(key)
+    return loss, carry + jnp.sum(x)
 
 
-def test_a_batch_by_keyword_is_refused_unless_it_is_named():
-    with pytest.raises(ValueError, match="argument 'y' has shape.*batch_argnames"):
+TABLE = jnp.linspace(0, 1, 12)
+ARGUMENTS = {"x": X, "y": Y, "carry": jnp.float32(0), "key": KEY, "table": TABLE}
+ROLES = {  # by position, by name, and both
+    "positions": {"batch_argnums": (1, 2), "carry_argnum": 3, "rng_argnum": 4, "whole_argnums": 5},
+    "from the back": {"batch_argnums": (-5, -4), "carry_argnum": -3, "rng_argnum": -2, "whole_argnums": (-1,)},
+    "names": {"batch_argnums": ("x", "y"), "carry_argnum": "carry", "rng_argnum": "key", "whole_argnums": "table"},
+    "both": {"batch_argnums": (1, "y"), "carry_argnum": 3, "rng_argnum": "key", "whole_argnums": ["table"]},
+}
+BY_POSITION = pytest.mark.parametrize("by_position", range(6))  # so many arguments after the parameters
+
+
+def split(arguments, count):
+    """The first by position, the others by keyword, in another order."""
+    names = list(arguments)
+    return [arguments[name] for name in names[:count]], {name: arguments[name] for name in reversed(names[count:])}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("named", ROLES)
+@BY_POSITION
+def test_roles_by_position_or_name_in_calls_by_either(named, by_position, jit):
+    f = optax_accum.value_and_grad(linear, microbatch_size=5, weight_fn=lambda x, y: len(x) + 0 * y[0], **ROLES[named])
+    args, kwargs = split(ARGUMENTS, by_position)
+    (loss, carry), grad = (jax.jit(f) if jit else f)(W, *args, **kwargs)
+    want = jax.value_and_grad(linear, has_aux=True)(W, **ARGUMENTS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ((loss, carry), grad), want)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("named", ROLES)
+@BY_POSITION
+def test_roles_of_a_micro_step(named, by_position, jit):
+    def loss(w, x, y, carry, key, table):
+        return linear(w, x, y, carry, key, table)[0]
+
+    options = {**ROLES[named]}
+    options["whole_argnums"] = (options.pop("carry_argnum"), *np.atleast_1d(options["whole_argnums"]).tolist())
+    step = optax_accum.value_and_apply_gradients(loss, TX, **options)
+    w, state = W, TX.init(W)
+    for rows in (slice(0, 5), slice(5, 12)):  # they count by their rows
+        args, kwargs = split({**ARGUMENTS, "x": X[rows], "y": Y[rows]}, by_position)
+        _, w, state = (jax.jit(step) if jit else step)(w, state, *args, **kwargs)
+    np.testing.assert_allclose(w, W - 0.5 * jax.grad(loss)(W, **ARGUMENTS), rtol=1e-5)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("named", ROLES)
+@BY_POSITION
+def test_roles_of_outputs(named, by_position, jit):
+    outputs = lambda w, x, y, carry, key, table: x @ w - y + carry + jnp.sum(table) + 0 * jax.random.normal(key)
+    options = {name: of for name, of in ROLES[named].items() if name != "carry_argnum"}
+    f = optax_accum.microbatched_apply(outputs, microbatch_size=5, **options)
+    args, kwargs = split(ARGUMENTS, by_position)
+    got = (jax.jit(f) if jit else f)(W, *args, **kwargs)
+    np.testing.assert_allclose(got, outputs(W, **ARGUMENTS), rtol=1e-5)
+
+
+@pytest.mark.parametrize("argnums", [0, "w", (0,), ("w",)])
+def test_what_is_differentiated_by_name_and_passed_by_keyword(argnums):
+    f = optax_accum.value_and_grad(squares, 3, argnums=argnums, batch_argnums=("y", "x"))
+    want = jax.grad(squares)(W, X, Y)
+    for args, kwargs in (((W,), {"x": X, "y": Y}), ((), {"y": Y, "x": X, "w": W})):
+        grads = f(*args, **kwargs)[1]
+        np.testing.assert_allclose(grads if argnums in (0, "w") else grads[0], want, rtol=1e-5)
+
+
+def test_each_micro_batch_has_a_key_of_its_own_whichever_way_it_comes():
+    want = sum(jax.grad(noisy)(W, X[i::3], jax.random.fold_in(KEY, i)) for i in range(3)) / 3
+    for named in (2, -1, "key"):
+        f = optax_accum.value_and_grad(noisy, 3, rng_argnum=named)
+        for grads in (f(W, X, KEY)[1], f(W, X, key=KEY)[1], f(W, key=KEY, x=X)[1]):
+            np.testing.assert_allclose(grads, want, rtol=1e-5)
+
+
+def partial_of_first(cfg, w, x, y):
+    return cfg * squares(w, x, y)
+
+
+def only_by_keyword(w, *, x, y):
+    return squares(w, x, y)
+
+
+def any_keyword(w, **batch):
+    return squares(w, **batch)
+
+
+def any_position(w, *batch):
+    return squares(w, *batch)
+
+
+@functools.wraps(squares)
+def wrapper(*args, **kwargs):
+    return squares(*args, **kwargs)
+
+
+@functools.wraps(squares)
+def adds_an_argument(w, scale, x, y):
+    return scale * squares(w, x, y)
+
+
+class Callable:
+    def __call__(self, w, x, y):
+        return squares(w, x, y)
+
+
+KINDS = {  # fun, how its batch is named, how it is called
+    "keyword-only": (only_by_keyword, ("x", "y"), (), {"x": X, "y": Y}),
+    "**kwargs": (any_keyword, ("x", "y"), (), {"x": X, "y": Y}),
+    "*args": (any_position, (1, -1), (X, Y), {}),
+    "partial of the first": (functools.partial(partial_of_first, 1.0), (1, "y"), (X,), {"y": Y}),
+    "partial of a keyword": (functools.partial(squares, y=Y[0]), "x", (X,), {}),
+    "wrapper": (wrapper, (1, 2), (X,), {"y": Y}),
+    "jit": (jax.jit(squares), (-2, -1), (), {"x": X, "y": Y}),
+    "checkpoint": (jax.checkpoint(squares), (1, 2), (), {"x": X, "y": Y}),
+    "adds an argument": (adds_an_argument, (2, "y"), (1.0, X), {"y": Y}),
+    "object": (Callable(), ("x", "y"), (X, Y), {}),
+    "method": (Callable().__call__, (1, 2), (X,), {"y": Y}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_of_every_kind(kind):
+    fun, batch, args, kwargs = KINDS[kind]
+    want = jax.grad(fun)(W, *args, **kwargs)
+    got = optax_accum.value_and_grad(fun, microbatch_size=5, batch_argnums=batch)(W, *args, **kwargs)[1]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 1)
+    step = optax_accum.value_and_apply_gradients(fun, tx, batch_argnums=batch)
+    np.testing.assert_allclose(step(W, tx.init(W), *args, **kwargs)[1], W - 0.5 * want, rtol=1e-5)
+
+
+def test_fun_is_called_as_the_user_does():
+    def loss(w, x, /, y, scale=None, *, flag=True):
+        assert scale is None
+        assert flag
+        return squares(w, x, y)
+
+    f = optax_accum.value_and_grad(loss, 3, batch_argnums=("x", "y"))
+    np.testing.assert_allclose(f(W, X, y=Y)[1], jax.grad(squares)(W, X, Y), rtol=1e-5)
+
+
+def test_a_keyword_that_is_none_goes_to_fun():
+    """It went to the optimizer, and `fun` lacked it."""
+    loss = lambda w, x, mask: jnp.mean((x @ w) ** 2) if mask is None else jnp.nan
+    step = optax_accum.value_and_apply_gradients(loss, TX)
+    np.testing.assert_allclose(step(W, TX.init(W), X, mask=None)[0], jnp.mean((X @ W) ** 2), rtol=1e-6)
+
+
+def test_an_argument_that_no_role_names():
+    with pytest.raises(ValueError, match=r"argument 'y' has shape.*\(batch_argnums\).*pass whole_argnums='y'"):
         optax_accum.value_and_grad(squares, num_microbatches=2)(W, X, y=Y)
-    with pytest.raises(ValueError, match="batch_argnums=1, and there are 1.*batch_argnames"):
-        optax_accum.value_and_grad(squares, num_microbatches=2)(W, x=X, y=Y)
-    whole = optax_accum.value_and_grad(squares, num_microbatches=2, whole_argnames="y")
+    with pytest.raises(ValueError, match="argument 'key' is a key. Pass rng_argnum='key'.*whole_argnums='key'"):
+        optax_accum.value_and_grad(noisy, num_microbatches=2)(W, X, key=KEY)
+    whole = optax_accum.value_and_grad(squares, num_microbatches=2, whole_argnums="y")
     with pytest.raises(TypeError, match="shape"):  # and it is whole
         whole(W, X, y=Y)
 
 
+@pytest.mark.parametrize("batch", [2, -1, "x"])
+def test_a_plan_for_a_batch_that_is_named(batch):
+    loss = lambda w, scale, x: scale * jnp.mean((x @ w) ** 2)
+    make_step = optax_accum.plan.of_loss(loss, optax.sgd(0.5), W, 2.0, X, batch_argnums=batch)
+    assert make_step.rows == 12
+
+
 @FACTORIES
-def test_a_batch_by_keyword_that_does_not_come(run):
-    with pytest.raises(
-        ValueError, match="batch_argnames must name.*'y' is not, and none are. Pass y=, or.*batch_argnums"
-    ):
-        run(squares, W, X, Y, batch_argnames="y")
+@pytest.mark.parametrize("role", ["batch_argnums", "whole_argnums", "rng_argnum"])
+@pytest.mark.parametrize("name", [2, "y"])
+def test_an_argument_that_does_not_come(run, role, name):
+    loss = lambda w, x, y=None: jnp.mean((x @ w) ** 2)
+    message = (
+        rf"{role} must name an argument that is passed: {role}={name!r} is not, in a call with 2 by position and no"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(loss, W, X, **{role: name})
+
+
+@FACTORIES
+@pytest.mark.parametrize(("batch", "whole"), [(1, "x"), ("x", 1), ("x", -1)])
+def test_an_argument_has_one_role(run, batch, whole):
+    with pytest.raises(ValueError, match=r"one role: .*_argnums=.* and whole_argnums=.* name the same one\. Pass"):
+        run(lambda w, x: 0.0, None, batch_argnums=batch, whole_argnums=whole)  # when it is built
+    with pytest.raises(ValueError, match=r"one role: batch_argnums=1 and whole_argnums=-1 name"):
+        run(lambda w, *x: 0.0, W, X, whole_argnums=-1)  # which only a call tells
+
+
+@FACTORIES
+@pytest.mark.parametrize("given", [1.0, True, None, {"x"}, (1, None), b"x"], ids=repr)
+def test_what_names_no_argument(run, given):
+    with pytest.raises(TypeError, match="batch_argnums must be the position or the name of an argument, or a tuple"):
+        run(squares, None, batch_argnums=given)
+    if given is not None:
+        with pytest.raises(TypeError, match="rng_argnum must be the position or the name of an argument, or None"):
+            run(squares, None, rng_argnum=given)
 
 
 @pytest.mark.parametrize("run", [cut, micro_step])

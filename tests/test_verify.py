@@ -211,7 +211,7 @@ SOUND = {
     "cross-entropy": (cross_entropy, W, BATCH, (), {"has_aux": True}),
     "masked mean": (masked, W, BATCH, (), {"weight_fn": tokens}),
     "terms": (terms, W, BATCH, (), {"weight_fn": term_weights}),
-    "dropout": (dropout, W, BATCH, (KEY,), {"rng_argnum": 2}),
+    "dropout": (dropout, W, BATCH, (KEY,), {"rng_argnum": "key"}),
     "bfloat16": (mse, half(W, jnp.bfloat16), half(BATCH, jnp.bfloat16), (), {}),
     "bfloat16 inside": (
         lambda p, b: mse(half(p, jnp.bfloat16), half(b, jnp.bfloat16)).astype("float32"),
@@ -223,7 +223,7 @@ SOUND = {
     "embedding": (embedding, TABLE, {"token": BATCH["token"]}, (), {}),
     "LayerNorm": (layer_norm, W, BATCH, (), {}),
     "complex": (complex_loss, W["w"] + 1j, BATCH, (), {}),
-    "running statistics": (statistics, W, BATCH, (jnp.float32(0.0),), {"carry_argnum": 2}),
+    "running statistics": (statistics, W, BATCH, (jnp.float32(0.0),), {"carry_argnum": "carry"}),
     "policy gradient, a loss of 0": (policy_gradient, W, BATCH | {"advantage": ADVANTAGES}, (), {}),
     "a gradient that cancels": (cancelling, W, BATCH | {"advantage": ADVANTAGES}, (), {"num_microbatches": 4}),
     "a layer dropped now and then, not at first": (stochastic_depth(0.8), W, BATCH, (KEY,), {"rng_argnum": 2}),
@@ -236,7 +236,7 @@ SOUND = {
     ),
     "rows dropped rarely": (drop_path, W, MANY, (KEY,), {"rng_argnum": 2, "num_microbatches": 64}),
     "pairs": (group_relative, W, BATCH | {"advantage": ADVANTAGES}, (), {"group_size": 2}),
-    "a table, whole": (class_weighted, W, BATCH, (jnp.arange(1.0, 9.0),), {"whole_argnums": 2}),
+    "a table, whole": (class_weighted, W, BATCH, (jnp.arange(1.0, 9.0),), {"whole_argnums": "table"}),
     "one key, on purpose": (stochastic_depth(0.5), W, BATCH, (KEY,), {"whole_argnums": (2,)}),
 }
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.roles import short
+from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.tracing import Flag
 from optax_accum._space.space import Space

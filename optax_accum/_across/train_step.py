@@ -17,10 +17,12 @@ from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.backward import Backward, add_to, adds_in_place, bends, differentiate
 from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.program import compiled_once
 from optax_accum._core.ratio import Ratio, check_loss, check_single, divided
-from optax_accum._core.roles import NOT_ARRAYS, Call, Roles, check_arrays, keywords_of
+from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import check_groups, count_rows, is_split
+from optax_accum._core.signature import Name, signature_of
 from optax_accum._core.state import micro_step_of
 from optax_accum._space.device import Device
 from optax_accum._space.space import Space
@@ -31,13 +33,11 @@ def value_and_apply_gradients(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
-    batch_argnums: int | Sequence[int] | None = None,
-    batch_argnames: str | Sequence[str] = (),
-    whole_argnums: int | Sequence[int] = (),
-    whole_argnames: str | Sequence[str] = (),
+    batch_argnums: Name | Sequence[Name] = 1,
+    whole_argnums: Name | Sequence[Name] = (),
     group_size: int = 1,
     weight_fn: Callable[..., Any] | None = None,
-    rng_argnum: int | None = None,
+    rng_argnum: Name | None = None,
     in_place: bool | None = None,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
     """Makes a whole micro-step of a loss: `jax.value_and_grad(fun)` and then `apply_gradients(tx, ...)`, in place.
@@ -50,12 +50,10 @@ def value_and_apply_gradients(
         itself how much the micro-batch counts.
       tx: what `accumulate_gradients` returned; any other optimizer makes an update at every call.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: the argument of `fun`, or several, that hold the rows of the micro-batch; argument 1, unless
-        `batch_argnames` names the batch. `()` for a loss without one.
-      batch_argnames: the same for arguments that are passed by keyword.
+      batch_argnums: the argument of `fun`, or several, that hold the rows of the micro-batch, by position or name as in
+        `value_and_grad`. `()` for a loss without one.
       whole_argnums: arguments that are no part of the batch though they have as many rows, and keys that all
         micro-batches share on purpose.
-      whole_argnames: the same for arguments that are passed by keyword.
       group_size: so many consecutive rows belong together; it must divide the rows of each device.
       weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such as `batch["mask"].sum()`. By default the
         number of its rows, and 1 if `tx` takes a sum.
@@ -114,12 +112,11 @@ def value_and_apply_gradients(
       9.0 2.0
     """
     roles = Roles(
+        fun,
         batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
         whole_argnums=whole_argnums,
-        whole_argnames=whole_argnames,
         rng_argnum=rng_argnum,
-        has_batch=False,
+        needs_batch=False,
     )
     rules = _MicroStep(
         fun=as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx)."),
@@ -190,8 +187,8 @@ class _MicroStep:
         """
         check_arrays("Parameters", params, NOT_ARRAYS)
         params, rules = jax.tree.map(jnp.asarray, params), self.accumulation
-        given = {"weight": weight, "flush": flush} | dict(extra_args)
-        ours = self._of_fun(1 + len(args), {name for name, arg in given.items() if arg is not None})
+        given = {name for name, arg in (("weight", weight), ("flush", flush)) if arg is not None}
+        ours = self._of_fun(1 + len(args), given | extra_args.keys())
         call = self.roles.of((params, *args), {name: arg for name, arg in extra_args.items() if name in ours})
         self._check(call, weighted=weight is not None or self.weight_fn is not None)
         extra_args = {name: arg for name, arg in extra_args.items() if name not in ours}
@@ -222,13 +219,14 @@ class _MicroStep:
         """Returns those names of keyword arguments that are for `fun`, of which `bound` arguments come by position."""
         rules = self.accumulation
         inner, means = (rules.inner, rules.mean_args) if rules else (self.tx, ("value",))
-        of_tx = {"weight", "flush", *means, *keywords_of(inner.update, bound=3)}
-        if both := sorted(names & of_tx & {*keywords_of(self.fun, bound)}):
+        of_tx = {"weight", "flush", *means, *signature_of(inner.update).keywords_after(3)}
+        signature = self.roles.signature
+        if both := sorted(names & of_tx & signature.keywords_after(bound)):
             raise TypeError(
                 f"A keyword argument must be for fun or for the optimizer: {both[0]!r} is an argument of both. Pass "
                 "that of fun by position, or give it another name there."
             )
-        return names & ({*keywords_of(self.fun)} - of_tx | {*self.roles.batch_argnames, *self.roles.whole_argnames})
+        return names & (set(signature.keywords) - of_tx | self.roles.keywords)
 
     def _check(self, call: Call, *, weighted: bool) -> None:
         """Raises for a batch whose rows do not fit, and for what every micro-batch would share unasked."""

@@ -17,9 +17,9 @@ from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.callables import as_optimizer, renamed
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Options, as_meter
-from optax_accum._core.roles import NOT_ARRAYS, as_mean_args, check_arrays
-from optax_accum._core.state import AccumulationState, new_state
+from optax_accum._core.state import AccumulationState, as_mean_args, new_state
 from optax_accum._space.here import checked_axes
 from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Space

@@ -16,8 +16,8 @@ from optax_accum._across.policy import Policy
 from optax_accum._across.schedules import Schedule
 from optax_accum._core import arithmetic, checks, sums
 from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Meter
-from optax_accum._core.roles import NOT_ARRAYS, check_arrays
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag, negated

@@ -5,7 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from optax_accum._core.roles import Roles, short
+from optax_accum._core.leaves import short
+from optax_accum._core.roles import Roles
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,13 +38,11 @@ def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
         signature = inspect.signature(weight_fn, follow_wrapped=False)  # what it is called with, not what it wraps
     except (TypeError, ValueError):
         return weight_fn  # it does not tell
-    by_number = len(roles.numbers["batch_argnums"])
-    most = by_number + len(roles.batch_argnames)
-    counts = range(by_number, most + 1)  # a keyword may be left out
-    if not any(_binds(signature, count) for count in counts):
+    count = len(roles.named["batch_argnums"])
+    if not _binds(signature, count):
         raise TypeError(
             f"weight_fn must take each argument of fun that holds the batch, and no other: weight_fn takes {signature},"
-            f" and {most} hold{'s' * (most == 1)} the batch. Give it one parameter for each: weight_fn=lambda batch: "
+            f" and {count} hold{'s' * (count == 1)} the batch. Give it one parameter for each: weight_fn=lambda batch: "
             'batch["mask"].sum(), say.'
         )
     return weight_fn

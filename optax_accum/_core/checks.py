@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from optax_accum._core.arithmetic import Weight
-from optax_accum._core.roles import NOT_ARRAYS, check_arrays, short
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, short
 from optax_accum._core.state import default_float
 
 

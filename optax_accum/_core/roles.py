@@ -1,67 +1,61 @@
 """Owns the roles of arguments: which hold the batch, a key, a carry, and which stay whole. Cuts nothing."""
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves
 
-from optax_accum._core import tracing
+from optax_accum._core.leaves import check_arrays, is_key, short
+from optax_accum._core.signature import Name, signature_of
 
 Tree = Any
-Name = int | str  # of an argument: its position, or its keyword
-NOT_ARRAYS = "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0] of Equinox."
+Names = dict[str, tuple[Name, ...]]  # those of the arguments in each role
 
 
 class Roles:
-    """What a factory was told of the arguments of `fun`; `of` finds them in one call."""
+    """What a factory was told of the arguments of `fun`, by position or by name; `of` finds them in one call."""
 
     def __init__(
         self,
+        fun: Callable[..., Any],
         *,
-        batch_argnums: Any = None,
-        batch_argnames: Any = (),
+        batch_argnums: Any = 1,
         argnums: Any = 0,
         rng_argnum: Any = None,
         carry_argnum: Any = None,
         whole_argnums: Any = (),
-        whole_argnames: Any = (),
-        has_batch: bool = True,
+        needs_batch: bool = True,
     ):
-        """Takes the roles as users name them: where no batch is named, argument 1 is it."""
-        self.batch_argnames = as_argnames("batch_argnames", batch_argnames)
-        self.whole_argnames = as_argnames("whole_argnames", whole_argnames)
-        if batch_argnums is None:
-            batch_argnums = () if self.batch_argnames else 1
-        needs_batch = has_batch and not self.batch_argnames
-        self.numbers = {
-            "argnums": () if argnums is None else as_argnums("argnums", argnums),
-            "batch_argnums": as_argnums("batch_argnums", batch_argnums, empty=not needs_batch),
+        """Takes the roles as users name them, each argument in one at most."""
+        self.signature = signature_of(fun)
+        self.named: Names = {
+            "argnums": () if argnums is None else _as_names("argnums", argnums, empty=False),
+            "batch_argnums": _as_names("batch_argnums", batch_argnums, empty=not needs_batch),
             "rng_argnum": _at_most_one("rng_argnum", rng_argnum),
             "carry_argnum": _at_most_one("carry_argnum", carry_argnum),
-            "whole_argnums": as_argnums("whole_argnums", whole_argnums, empty=True),
+            "whole_argnums": _as_names("whole_argnums", whole_argnums),
         }
+        for role, name in self._pairs():
+            if not self.signature.takes(name):
+                raise ValueError(
+                    f"{role} must name a parameter of fun: {role}={name!r}, and fun takes {self.signature}. Pass its "
+                    "position, counted from 0, or its name."
+                )
+        _check_apart((role, name, self.signature.parameter(name)) for role, name in self._pairs())
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Call":
-        """Returns one call with its arguments in their roles, each in one at most."""
-        if both := sorted(set(self.batch_argnames) & set(self.whole_argnames)):
-            raise ValueError(f"An argument has one role: {both[0]!r} is in batch_argnames and in whole_argnames.")
-        if missing := [name for name in self.batch_argnames if name not in kwargs]:
-            raise ValueError(
-                f"batch_argnames must name arguments that are passed by keyword: {missing[0]!r} is not, and "
-                f"{sorted(kwargs) or 'none'} are. Pass {missing[0]}=, or name it by position with batch_argnums."
-            )
-        placed = _placed(self.numbers, len(args))
+        """Returns one call with its arguments in their roles."""
+        names = self.passed_as(len(args), kwargs)
         call = Call(
             arguments={**dict(enumerate(args)), **kwargs},
-            params=placed["argnums"],
-            batch=(*placed["batch_argnums"], *self.batch_argnames),
-            rng=next(iter(placed["rng_argnum"]), None),
-            carry=next(iter(placed["carry_argnum"]), None),
-            whole=(*placed["whole_argnums"], *self.whole_argnames),
+            params=names["argnums"],
+            batch=names["batch_argnums"],
+            rng=next(iter(names["rng_argnum"]), None),
+            carry=next(iter(names["carry_argnum"]), None),
+            whole=names["whole_argnums"],
         )
         for name in call.batch:
             _check_batch(name, call.arguments[name])
@@ -69,16 +63,38 @@ class Roles:
             _check_rng(call.arguments[call.rng])
         return call
 
+    def passed_as(self, count: int, keywords: Collection[str] = ()) -> Names:
+        """Returns for each role at which positions, of `count`, and by which keywords a call passes its arguments."""
+        passed: list[tuple[str, Name, Name]] = []
+        for role, name in self._pairs():
+            key = self.signature.passed_as(name, count, keywords)
+            if key is None:
+                raise ValueError(
+                    f"{role} must name an argument that is passed: {role}={name!r} is not, in a call with {count} by "
+                    f"position and {sorted(keywords) or 'none'} by keyword. Pass that argument, or name another."
+                )
+            passed.append((role, name, key))
+        _check_apart(passed)
+        return {one: tuple(key for role, _, key in passed if role == one) for one in self.named}
+
+    @property
+    def keywords(self) -> set[str]:
+        """The arguments that have a role by name."""
+        return {name for _, name in self._pairs() if isinstance(name, str)}
+
+    def _pairs(self) -> list[tuple[str, Name]]:
+        return [(role, name) for role, names in self.named.items() for name in names]
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of one call of `fun`, by position or keyword, and the names of those that have a role."""
+    """The arguments of one call of `fun`, named as they are passed, by position or keyword, and which have a role."""
 
     arguments: dict[Name, Any]
-    params: tuple[int, ...]
+    params: tuple[Name, ...]
     batch: tuple[Name, ...]
-    rng: int | None
-    carry: int | None
+    rng: Name | None
+    carry: Name | None
     whole: tuple[Name, ...]
 
     def __getitem__(self, names: tuple[Name, ...]) -> tuple[Any, ...]:
@@ -114,97 +130,37 @@ class Call:
                 _check_rows(name, where, leaf, rows, named=named)
 
 
-def as_argnums(role: str, argnums: Any, *, empty: bool = False) -> tuple[int, ...]:
-    """Returns one number or several as a tuple."""
-    numbers = (argnums,) if isinstance(argnums, int) else argnums
-    are_numbers = isinstance(numbers, list | tuple) and all(type(number) is int for number in numbers)
-    if not are_numbers or not (numbers or empty):
-        raise TypeError(f"{role} must be an integer or a tuple of integers: {role}={argnums!r}. Count from 0.")
-    return tuple(numbers)
-
-
-def as_argnames(role: str, argnames: Any) -> tuple[str, ...]:
-    """Returns one name or several as a tuple."""
-    names = (argnames,) if isinstance(argnames, str) else argnames
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f'{role} must be the name of an argument or a tuple of names: {role}={argnames!r}. Pass "x".')
-    return tuple(names)
-
-
-def as_mean_args(names: Any) -> tuple[str, ...]:
-    """Returns the names of `mean_args` as a tuple."""
-    several = isinstance(names, Iterable) and not isinstance(names, str)
-    if not several or not all(isinstance(name, str) for name in names):
+def _as_names(role: str, given: Any, *, empty: bool = True) -> tuple[Name, ...]:
+    """Returns the position or the name of one argument, or several, as a tuple."""
+    names = (given,) if isinstance(given, int | str) else given
+    are_names = isinstance(names, list | tuple) and all(type(name) in (int, str) for name in names)
+    if not are_names or not (names or empty):
         raise TypeError(
-            f'mean_args must be a tuple of names: mean_args={names!r}. Write mean_args=("value",), or () for none.'
-        )
-    reserved = [name for name in names if name in ("weight", "flush", "params")]
-    if reserved:
-        raise ValueError(
-            f"mean_args must name extra arguments of the inner optimizer: mean_args={names!r}. "
-            f"Leave out {reserved[0]!r}."
+            f"{role} must be the position or the name of an argument, or a tuple of them: {role}={given!r}. Count from "
+            '0, or pass "x".'
         )
     return tuple(names)
 
 
-def keywords_of(fun: Callable[..., Any], bound: int = 0) -> list[str]:
-    """Returns what a function takes by keyword, by name, where its first arguments come by position."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # it does not tell
-        return []
-    by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    return [one.name for one in parameters if one.kind in kinds and one not in by_position[:bound]]
+def _at_most_one(role: str, given: Any) -> tuple[Name, ...]:
+    if given is not None and type(given) not in (int, str):
+        raise TypeError(
+            f"{role} must be the position or the name of an argument, or None: {role}={given!r}. Count from 0, or pass "
+            '"key".'
+        )
+    return () if given is None else (given,)
 
 
-def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf is a random key, or an array of them; of the old style, one key."""
-    dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
-    if dtype is None:
-        return False
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and shape == _shape_of_old_keys())
-
-
-def _shape_of_old_keys() -> tuple[int, ...]:
-    return (4,) if jax.config.jax_default_prng_impl in ("rbg", "unsafe_rbg") else (2,)  # type: ignore[attr-defined]
-
-
-def check_arrays(what: str, tree: Tree, remedy: str) -> None:
-    """Raises for a leaf that is neither an array nor a number, naming its path."""
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        is_array = tracing.is_array(leaf) or isinstance(leaf, bool | int | float | complex)
-        if not (is_array or isinstance(leaf, jax.ShapeDtypeStruct) or hasattr(leaf, "__jax_array__")):
-            raise TypeError(
-                f"{what} must hold arrays: at {jax.tree_util.keystr(path) or 'the only leaf'} there is {short(leaf)}. "
-                f"{remedy}"
+def _check_apart(named: Iterable[tuple[str, Name, Name]]) -> None:
+    """Raises where two of `(role, name, argument)` are one argument."""
+    taken: dict[Name, str] = {}
+    for role, name, argument in named:
+        if other := taken.get(argument):
+            raise ValueError(
+                f"An argument has one role: {other} and {role}={name!r} name the same one. Pass keys, carries, "
+                "parameters and batches as arguments of their own."
             )
-
-
-def _at_most_one(role: str, number: Any) -> tuple[int, ...]:
-    if number is not None and type(number) is not int:
-        raise TypeError(f"{role} must be an integer or None: {role}={number!r}. Count from 0.")
-    return () if number is None else (number,)
-
-
-def _placed(numbers: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
-    """Returns the numbers of each role counted from the front of `count` arguments, each in one role."""
-    by_keyword = "; a batch that comes by keyword is named by batch_argnames"
-    taken: dict[int, str] = {}
-    for role, given in numbers.items():
-        for number in given:
-            if not -count <= number < count:
-                raise ValueError(
-                    f"{role} must name an argument by position: {role}={number}, and there are {count}. Pass that "
-                    f"argument by position{by_keyword if role == 'batch_argnums' else ''}."
-                )
-            if other := taken.get(number % count):
-                raise ValueError(
-                    f"An argument has one role: argument {number % count} is named by {other} and by {role}. "
-                    "Pass keys, carries, parameters and batches as arguments of their own."
-                )
-            taken[number % count] = role
-    return {role: tuple(number for number in taken if taken[number] == role) for role in numbers}
+        taken[argument] = f"{role}={name!r}"
 
 
 def _check_batch(name: Name, batch: Tree) -> None:
@@ -240,31 +196,17 @@ def _check_rng(keys: Tree) -> None:
 
 
 def _unnamed_key(name: Name, where: str) -> str:
-    named = f"Pass rng_argnum={name}" if isinstance(name, int) else "Pass it by position and name it by rng_argnum"
     return (
-        f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a key. {named}; to "
-        f"share it on purpose, {_declare(name)}."
+        f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a key. Pass "
+        f"rng_argnum={name!r}; to share it on purpose, pass whole_argnums={name!r}."
     )
 
 
 def _check_rows(name: Name, where: str, leaf: Any, rows: int | None, *, named: bool) -> None:
     shape = getattr(leaf, "shape", ())
     if rows is not None and rows > 1 and shape and shape[0] == rows:
-        role = f" ({'batch_argnums' if isinstance(name, int) else 'batch_argnames'})" if named else ""
         raise ValueError(
             f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
-            f"{shape}, the batch {rows} rows. Put it into the batch{role}; if every micro-batch needs all of it, "
-            f"{_declare(name)}."
+            f"{shape}, the batch {rows} rows. Put it into the batch{' (batch_argnums)' * named}; if every micro-batch "
+            f"needs all of it, pass whole_argnums={name!r}."
         )
-
-
-def _declare(name: Name) -> str:
-    return f"pass whole_argnums={name}" if isinstance(name, int) else f"pass whole_argnames={name!r}"
-
-
-def short(leaf: Any) -> str:
-    """Describes an array by its dtype and shape, anything else by the beginning of its text."""
-    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        return f"{leaf.dtype}{list(leaf.shape)}"
-    text = repr(leaf)
-    return f"{text[:57]}..." if len(text) > 60 else text

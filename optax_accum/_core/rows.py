@@ -24,7 +24,7 @@ def count_rows(batch: Tree, *, named: bool = True) -> int:
     if not sizes:
         raise ValueError(
             "A batch must have a leaf with rows to cut: the batch arguments hold scalars only. "
-            + ("Check batch_argnums and batch_argnames." if named else "Pass arrays with a row for each example.")
+            + ("Check batch_argnums." if named else "Pass arrays with a row for each example.")
         )
     (first, rows), *others = sizes.items()
     for path, size in others:

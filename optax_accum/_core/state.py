@@ -1,13 +1,12 @@
 """Owns the state of a window in flight and what is read from it. Adds nothing, decides nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._core.roles import as_mean_args
 from optax_accum._core.sums import WeightedSum
 
 Tree = Any
@@ -164,6 +163,22 @@ def from_multi_steps(
         )
 
     return map_states(convert, state, kind=optax.MultiStepsState)
+
+
+def as_mean_args(names: Any) -> tuple[str, ...]:
+    """Returns the names of `mean_args` as a tuple."""
+    several = isinstance(names, Iterable) and not isinstance(names, str)
+    if not several or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'mean_args must be a tuple of names: mean_args={names!r}. Write mean_args=("value",), or () for none.'
+        )
+    reserved = [name for name in names if name in ("weight", "flush", "params")]
+    if reserved:
+        raise ValueError(
+            f"mean_args must name extra arguments of the inner optimizer: mean_args={names!r}. "
+            f"Leave out {reserved[0]!r}."
+        )
+    return tuple(names)
 
 
 def new_state(

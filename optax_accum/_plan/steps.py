@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding
 
 from optax_accum._compiled.targets import Target
 from optax_accum._core import arithmetic, checks, compilers
+from optax_accum._core.roles import Roles
+from optax_accum._core.signature import Name
 from optax_accum._placement.shardings import state_sharding
 from optax_accum._within.value_and_grad import value_and_grad
 
@@ -70,8 +72,8 @@ def of_loss(
     """
     if own := sorted({"num_microbatches", "microbatch_size", "argnums"} & set(options)):
         raise ValueError(f"of_loss sets this itself: {own[0]}={options[own[0]]!r}. Leave it out.")
-    given = options.get("batch_argnums")
-    batch = _numbers(1 if given is None else given)
+    roles = Roles(loss, batch_argnums=options.get("batch_argnums", 1))
+    batch = roles.passed_as(1 + len(args))["batch_argnums"]
 
     def lower(number: int, target: Target) -> Any:
         of_params, *others = _placed(target, (params, *args), batch)
@@ -132,14 +134,14 @@ def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def _rows(args: Sequence[Any], batch: Sequence[int]) -> int | None:
+def _rows(args: Sequence[Any], batch: Sequence[Name]) -> int | None:
     """Returns the rows that all arrays of the batch have, or None."""
     leaves = jax.tree.leaves([arg for number, arg in enumerate(args) if number in batch])
     rows = {leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())}
     return rows.pop() if len(rows) == 1 else None
 
 
-def _placed(target: Target, args: Sequence[Any], batch: Sequence[int]) -> list[Any]:
+def _placed(target: Target, args: Sequence[Any], batch: Sequence[Name]) -> list[Any]:
     """Returns the arguments as shapes on the target: rows of the batch over its devices, all else whole on each."""
     mesh = _mesh(args, target)
     by_rows = jax.sharding.PartitionSpec(mesh.axis_names[0])

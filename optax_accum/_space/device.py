@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic
 from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.roles import Call, Name
+from optax_accum._core.roles import Call
+from optax_accum._core.signature import Name
 from optax_accum._space import mapped
 from optax_accum._space.meshes import Axes
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
+from optax_accum._core.signature import Name
 from optax_accum._core.state import default_float
 from optax_accum._space import mapped, meshes, mismatch, partials
 from optax_accum._space.device import Device
@@ -91,7 +92,7 @@ class OverMesh(Several):
     def held(self, acc: Tree) -> dict[str, Tree]:
         return {"acc_grads": acc} if self._is_in_place(acc) else {}
 
-    def run(self, fun: Local, call: Call, *sums: Any, sharded: int | None = None) -> tuple[Tree, Tree]:
+    def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
         device, names, shards = self.device, tuple(call.arguments), {}
         if sharded is not None and self.to is not None:
             to = self._shardings(call.arguments[sharded])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
+from optax_accum._core.signature import Name
 from optax_accum._core.state import default_float
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
@@ -80,7 +81,7 @@ class Space:
 
     # The work: a function on each device's own examples, and what came of it as users see it.
 
-    def run(self, fun: Local, call: Call, *sums: Any, sharded: int | None = None) -> tuple[Tree, Tree]:
+    def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
         """Runs `fun(device, call, *sums) -> (own, same)` on each device, with its rows of the batch and of the sums.
 
         Of argument `sharded`, if there is one, each device has the shard that belongs with it.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.roles import is_key
+from optax_accum._core.leaves import is_key
 from optax_accum._verify.loss import wide
 
 Path = tuple[str, ...]

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.roles import is_key
+from optax_accum._core.leaves import is_key
+from optax_accum._core.signature import Name
 from optax_accum._within import splitting
 from optax_accum._within.value_and_grad import value_and_grad
 
@@ -25,8 +26,8 @@ class Loss:
     args: tuple[Any, ...]
     has_aux: bool
     weight_fn: Callable[..., Any] | None
-    rng_argnum: int | None
-    carry_argnum: int | None
+    rng_argnum: Name | None
+    carry_argnum: Name | None
 
     def terms(self, params: Tree, batch: Tree, *args: Any) -> Any:
         """Returns the loss, or the dict of its terms."""

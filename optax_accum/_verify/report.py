@@ -15,7 +15,7 @@ REMEDIES = {
     "coupled examples": "Compute what is per example with microbatched_apply and put the loss on top of all its rows "
     "(InfoNCE, ranking). Rows that belong together stay together with group_size. For BatchNorm use running statistics "
     "through carry_argnum, or LayerNorm or GroupNorm. Normalise data, such as advantages, before the call.",
-    "shared key": "Pass rng_argnum, the number of the key's argument: each micro-batch then gets its own key. A key "
+    "shared key": "Pass rng_argnum, the key's position or name: each micro-batch then gets its own key. A key "
     "that is shared on purpose goes into whole_argnums. In a step of your own use jax.random.fold_in(key, i).",
     "low-precision accumulator": "Leave accumulator_dtype=None: at least float32, never narrower than the parameter.",
     "not rows": "Pass that leaf as an argument of its own, and name that in whole_argnums.",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.roles import is_key
+from optax_accum._core.leaves import is_key
 from optax_accum._verify import carries
 from optax_accum._verify.carries import Leaf, Numbers
 from optax_accum._verify.explanations import MORE, NEAR, Change, Explanations

@@ -15,6 +15,7 @@ from optax_accum._core.callables import as_function, as_weight_fn
 from optax_accum._core.ratio import is_ratio
 from optax_accum._core.roles import Roles
 from optax_accum._core.rows import count_rows
+from optax_accum._core.signature import Name
 from optax_accum._verify.loss import Loss, grouped, uneven
 from optax_accum._verify.probes import Probes, within
 from optax_accum._verify.report import Cause, Report
@@ -30,11 +31,11 @@ def verify(
     num_microbatches: int = 2,
     weight_fn: Callable[..., Any] | None = None,
     has_aux: bool = False,
-    rng_argnum: int | None = None,
-    carry_argnum: int | None = None,
+    rng_argnum: Name | None = None,
+    carry_argnum: Name | None = None,
     accumulator_dtype: Any = None,
     group_size: int = 1,
-    whole_argnums: int | Sequence[int] = (),
+    whole_argnums: Name | Sequence[Name] = (),
     rtol: float | None = None,
 ) -> Report:
     """Tells whether a loss may be accumulated, and if not, why, and what to do.
@@ -59,12 +60,12 @@ def verify(
       num_microbatches: into how many the batch is cut, 2 or more. Take many to see an accumulator of low precision.
       weight_fn: as `value_and_grad` takes it, and so the next four.
       has_aux: whether `fun` returns something beside the loss; it is not compared.
-      rng_argnum: the number of the key's argument; the first of `*args` is number 2.
-      carry_argnum: the number of the argument that is threaded through the micro-batches.
+      rng_argnum: the argument that is a key, by its position in `fun` (the first of `*args` is 2) or its name.
+      carry_argnum: the argument that is threaded through the micro-batches, by position or name.
       accumulator_dtype: the dtype in which gradients are added, or a prefix of `params` with several.
       group_size: how many consecutive rows belong together: the answers to one prompt, say, or pairs.
-      whole_argnums: the number of the argument, or several, that every micro-batch gets whole on purpose, though it has
-        as many rows as the batch, or is a key.
+      whole_argnums: the argument, or several, by position or name, that every micro-batch gets whole on purpose, though
+        it has as many rows as the batch, or is a key.
       rtol: the largest relative error that counts as rounding. By default the square root of the machine epsilon of
         the narrowest float that `fun` computes with: 3e-4 for float32, 9e-2 for bfloat16; and 2e-5 between sums in
         `accumulator_dtype` and in the default one, which differ in nothing else.
@@ -112,7 +113,7 @@ def verify(
       Mean of means: the gradient accumulation bug found in 2024 in several trainers (unsloth.ai/blog/gradient).
     """
     roles: dict[str, Any] = {"rng_argnum": rng_argnum, "carry_argnum": carry_argnum, "whole_argnums": whole_argnums}
-    named = Roles(batch_argnums=1, **roles)
+    named = Roles(fun, **roles)
     fun, weight_fn = as_function(fun), as_weight_fn(weight_fn, named)
     call = named.of((params, batch, *args), {})
     loss = Loss(fun, params, args, has_aux, weight_fn, call.rng, call.carry)

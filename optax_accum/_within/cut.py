@@ -90,7 +90,7 @@ class Rules:
 
     def joined(self, parts: Parts) -> Any:
         """Puts together what `parts` took apart."""
-        if not self.roles.numbers["carry_argnum"]:
+        if not self.roles.named["carry_argnum"]:
             return (parts.loss, parts.aux) if self.has_aux else parts.loss
         return parts.loss, ((parts.aux, parts.carry) if self.has_aux else parts.carry)
 

@@ -12,6 +12,7 @@ from optax_accum._core.callables import as_function
 from optax_accum._core.program import compiled_once
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
+from optax_accum._core.signature import Name
 from optax_accum._space.device import Device
 from optax_accum._space.here import checked_axes, here
 from optax_accum._within import splitting
@@ -24,12 +25,10 @@ def microbatched_apply(
     num_microbatches: int | None = None,
     *,
     microbatch_size: int | None = None,
-    batch_argnums: int | Sequence[int] | None = None,
-    batch_argnames: str | Sequence[str] = (),
-    whole_argnums: int | Sequence[int] = (),
-    whole_argnames: str | Sequence[str] = (),
+    batch_argnums: Name | Sequence[Name] = 1,
+    whole_argnums: Name | Sequence[Name] = (),
     group_size: int = 1,
-    rng_argnum: int | None = None,
+    rng_argnum: Name | None = None,
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
 ) -> Callable[..., Any]:
@@ -50,10 +49,9 @@ def microbatched_apply(
       fun: `fun(params, batch)` returns a tree of arrays with one row for each example, and treats each row alone.
       num_microbatches: the largest number of micro-batches; or
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
-      batch_argnums: the argument, or several, that hold the batch; see `value_and_grad`, also for the next five.
-      batch_argnames: the same for arguments that are passed by keyword.
+      batch_argnums: the argument, or several, that hold the batch, by position or name; see `value_and_grad`, also for
+        the next three.
       whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.
-      whole_argnames: the same for arguments that are passed by keyword.
       group_size: so many consecutive rows stay together in one micro-batch.
       rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`, the same in both passes.
       reduce_axes: the mesh axes over which the batch is sharded, and the parameters, which are argument 0 here.
@@ -104,11 +102,10 @@ def microbatched_apply(
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     axes = checked_axes(reduce_axes, reduce_to, partial=False)
     roles = Roles(
+        fun,
         argnums=0 if axes else None,
         batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
         whole_argnums=whole_argnums,
-        whole_argnames=whole_argnames,
         rng_argnum=rng_argnum,
     )
 
@@ -118,7 +115,7 @@ def microbatched_apply(
         space = here(axes, reduce_to)
         space.check_params(call[call.params])
         local = lambda device, call: (_on_device(fun, sizes, device, call), None)
-        own, _ = space.run(local, call, sharded=0 if call.params else None)
+        own, _ = space.run(local, call, sharded=next(iter(call.params), None))
         return jax.tree.map(functools.partial(space.output, "concat"), own)
 
     # A mesh is read off arrays that are not traced.

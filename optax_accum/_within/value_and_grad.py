@@ -16,6 +16,7 @@ from optax_accum._core.program import compiled_once
 from optax_accum._core.ratio import divided
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
+from optax_accum._core.signature import Name
 from optax_accum._space.device import Device
 from optax_accum._space.here import checked_axes, here
 from optax_accum._space.space import PARTIAL
@@ -28,16 +29,14 @@ def value_and_grad(
     num_microbatches: int | None = None,
     *,
     microbatch_size: int | None = None,
-    argnums: int | Sequence[int] = 0,
+    argnums: Name | Sequence[Name] = 0,
     has_aux: bool = False,
-    batch_argnums: int | Sequence[int] | None = None,
-    batch_argnames: str | Sequence[str] = (),
-    whole_argnums: int | Sequence[int] = (),
-    whole_argnames: str | Sequence[str] = (),
+    batch_argnums: Name | Sequence[Name] = 1,
+    whole_argnums: Name | Sequence[Name] = (),
     group_size: int = 1,
     weight_fn: Callable[..., Any] | None = None,
-    rng_argnum: int | None = None,
-    carry_argnum: int | None = None,
+    rng_argnum: Name | None = None,
+    carry_argnum: Name | None = None,
     aux_reduction: Tree = "mean",
     grad_reduction: Tree = "mean",
     accumulator_dtype: Any = None,
@@ -80,16 +79,17 @@ def value_and_grad(
       num_microbatches: the largest number of micro-batches, of `ceil(n / num_microbatches)` rows each; it
         stands where `jax.value_and_grad` has `argnums`; or
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
-      argnums: as in `jax.value_and_grad`.
+      argnums: the argument to differentiate, or several, as in `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
       batch_argnums: the argument, or several, that hold the batch: trees whose arrays are cut along their first axis;
-        scalars stay whole, and a list of them is refused. Argument 1, unless `batch_argnames` names the batch.
-      batch_argnames: the same for arguments that are passed by keyword; `weight_fn` is given them last.
+        scalars stay whole, and a list of them is refused. Here, and wherever arguments are named, `1`, `"x"` and
+        `(1, "mask")` are positions in `fun` and names of its parameters: either way, a call may pass the argument by
+        position or by keyword.
       whole_argnums: arguments that all micro-batches get whole though they have as many rows, and keys that they share
         on purpose. Other arguments stay whole unasked.
-      whole_argnames: the same for arguments that are passed by keyword.
       group_size: so many consecutive rows stay together (pairs, the completions of one prompt).
-      weight_fn: `weight_fn(micro_batch)` returns how much it counts: a real scalar of at least 32 bits, such as
+      weight_fn: `weight_fn(micro_batch)`, or of several arguments in the order of `batch_argnums`, returns how much it
+        counts: a real scalar of at least 32 bits, such as
         `mask.sum()`, or a dict with one for each term of the loss. By default the rows. It is traced under `jax.vmap`.
       rng_argnum: an argument that is a key, or a tree of keys: micro-batch i gets `jax.random.fold_in(key, i)`.
       carry_argnum: an argument that each micro-batch hands to the next (statistics of BatchNorm): `fun` returns
@@ -141,17 +141,16 @@ def value_and_grad(
     """
     reductions.check_names("aux_reduction", aux_reduction, reductions.REDUCTIONS)
     reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
-    single = isinstance(argnums, int)
+    single = isinstance(argnums, int | str)
     # Of the tuple of differentiated arguments.
     of_params = lambda prefix: (prefix,) if single else tuple(prefix) if isinstance(prefix, list) else prefix
     if isinstance(statistics, Options) and statistics.groups is not None:
         statistics = dataclasses.replace(statistics, groups=of_params(statistics.groups))
     roles = Roles(
+        fun,
         argnums=argnums,
         batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
         whole_argnums=whole_argnums,
-        whole_argnames=whole_argnames,
         rng_argnum=rng_argnum,
         carry_argnum=carry_argnum,
     )

@@ -1,7 +1,7 @@
 """Owns the gradient of an NNX module within a call. Knows no optimizer."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_accum
-from optax_accum._core.roles import Name, Roles
+from optax_accum._core.roles import Roles
 from optax_accum._core.rows import count_rows
+from optax_accum._core.signature import Name
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import as_axes
@@ -43,8 +44,8 @@ def value_and_grad(
       num_microbatches: as in `optax_accum.value_and_grad`; or `microbatch_size`.
       wrt: the variables to differentiate, such as `nnx.LoRAParam`: all others cost no accumulator.
       has_aux: `fun` returns `(loss, aux)`.
-      **options: those of `optax_accum.value_and_grad`: `microbatch_size`, `weight_fn`, ...; the numbers in them are
-        those of the arguments of `fun`, the model being 0.
+      **options: those of `optax_accum.value_and_grad`: `microbatch_size`, `weight_fn`, ...; the positions in them are
+        those in `fun`, the model being 0.
 
     Returns:
       A function of the arguments of `fun`, which returns `(value, grads)` and leaves the model's other state as the
@@ -73,20 +74,17 @@ def value_and_grad(
     """
     _window.check_options("optax_accum.flax.nnx.value_and_grad", options, _OWN_OPTIONS)
     reduction, axes = options.pop("aux_reduction", "mean"), as_axes(options.get("reduce_axes"))
-    options |= {
-        "num_microbatches": num_microbatches,
-        "has_aux": True,
-        "carry_argnum": -1,
-        "aux_reduction": ("sum", reduction),
-    }
+    options |= {"num_microbatches": num_microbatches, "has_aux": True, "aux_reduction": ("sum", reduction)}
     optax_accum.value_and_grad(fun, **options)  # its errors come when this is built
-    roles = Roles(**{name: options[name] for name in _ROLES & options.keys()})
+    roles = Roles(fun, **{name: options[name] for name in _ROLES & options.keys()})
 
     @functools.wraps(fun)
-    def run(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        call = roles.of(args, kwargs)
+        (model,) = call[call.params]
+        others = {name: arg for name, arg in call.arguments.items() if name not in call.params}
         check_module(model)
-        _check_streams(args)
-        call = roles.of((model, *args), kwargs)
+        _check_streams(others)
         running, momenta = batch_norms(model)
         graph, params, stats, rest = nnx.split(model, wrt, running, ...)
         check_trained(model, params, wrt, "For a tree of arrays, take optax_accum.value_and_grad.")
@@ -96,21 +94,24 @@ def value_and_grad(
             copies = jax.tree.map(lambda leaf: leaf, (params, stats, rest))  # variables of this trace
             micro = nnx.merge(graph, *copies)
             streams, before = own_streams(micro, Device(axes)), variables(micro)
-            out = fun(micro, *args, **kwargs)
+            own = {call.params[0]: micro, **dict(enumerate(args, start=1)), **kwargs}
+            micro_call = call.with_arguments(own)
+            out = micro_call.apply(fun)
             check_variables(before, variables(micro))
             loss, aux = _window.pair(out) if has_aux else (out, None)
             if streams is not None:
                 nnx.update(micro, streams)
             _, _, new, rest = nnx.split(micro, wrt, running, ...)
-            batch = call.with_arguments({**dict(enumerate(args, start=1)), **kwargs})[call.batch]
-            old, rows = nnx.to_pure_dict(stats), count_rows(batch)
+            old, rows = nnx.to_pure_dict(stats), count_rows(micro_call[call.batch])
             moments = batch_moments(nnx.to_pure_dict(new), old, momenta(old))
             return loss, ((_window.weighted(moments, jnp.float32(rows)), aux), rest)
 
-        placed: dict[str, Any] = {"batch_argnums": _numbers(call.batch), "rng_argnum": call.rng}
-        placed["whole_argnums"] = (*_numbers(call.whole), 1 + len(args))  # the running statistics
+        by_position = [arg for name, arg in others.items() if isinstance(name, int)]
+        by_keyword = {name: arg for name, arg in others.items() if isinstance(name, str)}
+        placed: dict[str, Any] = {"batch_argnums": call.batch, "rng_argnum": call.rng, "carry_argnum": -1}
+        placed["whole_argnums"] = (*call.whole, 1 + len(by_position))  # the running statistics
         cut = optax_accum.value_and_grad(pure, **{**options, **placed})
-        (loss, ((sums, aux), rest)), grads = cut(params, *args, stats, rest, **kwargs)
+        (loss, ((sums, aux), rest)), grads = cut(params, *by_position, stats, rest, **by_keyword)
         old, moments = nnx.to_pure_dict(stats), weighted_mean(_window.whole(sums, options))
         nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, momenta(old)))
         nnx.update(model, stats, rest)
@@ -123,20 +124,15 @@ _OWN_OPTIONS = {
     "argnums": "Name the variables to differentiate with wrt.",
     "carry_argnum": "What a micro-batch hands on to the next belongs into a variable of the model.",
 }
-_ROLES = {"batch_argnums", "batch_argnames", "rng_argnum", "whole_argnums", "whole_argnames"}
+_ROLES = {"batch_argnums", "rng_argnum", "whole_argnums"}
 
 
-def _numbers(names: Sequence[Name]) -> tuple[int, ...]:
-    """Returns which arguments are named by position, counted from the front: the model's state comes behind them."""
-    return tuple(name for name in names if isinstance(name, int))
-
-
-def _check_streams(args: Sequence[Any]) -> None:
+def _check_streams(args: Mapping[Name, Any]) -> None:
     """Raises for random streams that nobody would advance."""
-    for number, arg in enumerate(args, start=1):
+    for name, arg in args.items():
         for node in jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
             if isinstance(node, nnx.Rngs):
                 raise TypeError(
-                    f"An nnx.Rngs beside the model would give all micro-batches the same keys: argument {number}. Make "
+                    f"An nnx.Rngs beside the model would give all micro-batches the same keys: argument {name!r}. Make "
                     "it an attribute of the module; or pass a key, and name it with rng_argnum."
                 )

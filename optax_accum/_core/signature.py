@@ -1,0 +1,67 @@
+"""Owns what a function takes, as far as its signature tells. Calls no function."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+Name = int | str  # of an argument: its position, or the name of its parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What a function takes; one that does not tell takes anything."""
+
+    positions: tuple[str, ...] = ()  # the parameters that may come by position, in their order
+    keywords: tuple[str, ...] = ()  # those that may come by keyword
+    any_position: bool = True  # it has *args
+    any_keyword: bool = True  # it has **kwargs
+
+    def takes(self, name: Name) -> bool:
+        """Returns whether an argument can have this position or this name."""
+        if isinstance(name, int):
+            return self.any_position or -len(self.positions) <= name < len(self.positions)
+        return self.any_keyword or name in (*self.positions, *self.keywords)
+
+    def parameter(self, name: Name) -> Name:
+        """Returns the name of the parameter at a position, and the position itself where no parameter is there."""
+        if isinstance(name, str):
+            return name
+        if name < 0 and not self.any_position:
+            name += len(self.positions)
+        return self.positions[name] if 0 <= name < len(self.positions) else name
+
+    def passed_as(self, name: Name, count: int, keywords: Collection[str]) -> Name | None:
+        """Returns how a call passes an argument: at which position, of `count`, or by which keyword; None if not."""
+        name = self.parameter(name)
+        position = self.positions.index(name) if name in self.positions else name
+        if isinstance(position, int) and -count <= position < count:
+            return position % count
+        return name if name in keywords else None  # type: ignore[return-value]
+
+    def keywords_after(self, count: int) -> set[str]:
+        """Returns the parameters that may come by keyword where `count` arguments come by position."""
+        return set(self.keywords) - set(self.positions[:count])
+
+    def __str__(self) -> str:
+        others = [name for name in self.keywords if name not in self.positions]
+        star = ["*args"] if self.any_position else ["*"] if others else []
+        return f"({', '.join([*self.positions, *star, *others, *['**kwargs'] * self.any_keyword])})"
+
+
+def signature_of(fun: Callable[..., Any]) -> Signature:
+    """Returns what a function takes; of a wrapper that takes anything, what it wraps."""
+    try:
+        parameters = inspect.signature(fun, follow_wrapped=False).parameters.values()
+        if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
+            parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # it does not tell
+        return Signature()
+    of_kind = lambda *kinds: tuple(one.name for one in parameters if one.kind in kinds)
+    kind = inspect.Parameter
+    return Signature(
+        of_kind(kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD),
+        of_kind(kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY),
+        bool(of_kind(kind.VAR_POSITIONAL)),
+        bool(of_kind(kind.VAR_KEYWORD)),
+    )
