@@ -15,15 +15,17 @@ from optax_accum._across.transformation import apply_gradients, axes_of, rules_o
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
 from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.backward import Backward, add_to, adds_in_place, bends, differentiate
+from optax_accum._core.backward import Backward, add_to, adds_in_place, bends, contribution
 from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
+from optax_accum._core.parts import Returns
 from optax_accum._core.program import compiled_once
-from optax_accum._core.ratio import Ratio, check_loss, check_single, divided
+from optax_accum._core.ratio import Ratio, check_loss, check_single
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import check_groups, count_rows, is_split
 from optax_accum._core.signature import Name, signature_of
 from optax_accum._core.state import micro_step_of
+from optax_accum._core.weighing import ByCount, ByWeight, Even
 from optax_accum._space.device import Device
 from optax_accum._space.space import Space
 
@@ -122,7 +124,7 @@ def value_and_apply_gradients(
         fun=as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx)."),
         tx=as_optimizer(tx),
         accumulation=rules_of(tx),
-        has_aux=has_aux,
+        returns=Returns(has_aux),
         roles=roles,
         group_size=checks.as_positive("group_size", group_size) or 1,
         weight_fn=as_weight_fn(weight_fn, roles),
@@ -160,7 +162,7 @@ class _MicroStep:
     fun: Callable[..., Any]
     tx: optax.GradientTransformation
     accumulation: Rules | None  # what it was asked for, if it is one of ours and not inside another
-    has_aux: bool
+    returns: Returns
     roles: Roles
     group_size: int
     weight_fn: Callable[..., Any] | None
@@ -252,41 +254,35 @@ class _MicroStep:
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
             check_groups(where, count_rows(call[call.batch]), self.group_size)
         call = device.own(call).own_key(index)
-        program = functools.cache(lambda: jax.make_jaxpr(lambda: call.apply(self.fun))().jaxpr)
-        even = device.even if device.couples(program) else lambda weight: (weight, 1.0)
-        given = weight is not None or self.weight_fn is not None
-        weight, factor = even(self._weight(call) if weight is None else checks.as_weight(weight))
-
-        def contribution(params: Tree) -> tuple[jax.Array, Any]:
-            out = call.with_arguments({0: params}).apply(self.fun)
-            loss = out[0] if self.has_aux else out
-            check_loss(jax.eval_shape(lambda: loss), None)
-            check_single(loss)
-            if not isinstance(loss, Ratio):
-                device.check_loss(loss)
-                return jnp.asarray(loss) * factor, (out, None)
-            self._check_ratio(given)
-            total, own = jnp.asarray(loss.total), loss.checked().count
-            count, _ = even(own)
-            mean = divided(total, own)
-            return divided(total, jnp.asarray(count)), ((mean, out[1]) if self.has_aux else mean, count)
+        fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
+        program, shapes = jax.make_jaxpr(lambda: fun(call.arguments[0]), return_shape=True)()
+        weighing = self._weighing(shapes.loss, call, weight, device.even(lambda: program.jaxpr))
 
         def run() -> tuple[Backward, Any]:
-            loss, backward, (value, count) = differentiate(contribution, call.arguments[0])
-            return backward, (loss, value, count)
+            one = contribution(fun, call.arguments[0], weighing, 0, device.check_loss)
+            value = self.returns.joined(one.parts._replace(loss=weighing.value(one.parts.loss)))
+            return one.backward, (one.loss, value, weighing.counted(one.parts.loss))
 
         in_place = acc is not None and adds_in_place(self.in_place, call.arguments[0], acc, lambda: run()[0])
         if in_place and self.in_place is None:
-            in_place = not bends(program())  # there a weight in the cotangent could matter
-        add = functools.partial(add_to, weight=weight, first=index == 0, in_place=in_place, vary=device.vary)
-        if given and acc is not None:
-            acc, (loss, value, _) = add(acc, run)
-            return _Done(loss, value, weight, None, acc)
-        backward, (loss, value, count) = run()  # a Ratio tells how much it counts when it has been run
-        weight = weight if count is None else count
+            in_place = not bends(program.jaxpr)  # there a weight in the cotangent could matter
+        add = functools.partial(add_to, first=index == 0, in_place=in_place, vary=device.vary)
+        if weighing.weight is not None and acc is not None:
+            acc, (loss, value, _) = add(acc, run, weight=weighing.weight)
+            return _Done(loss, value, weighing.weight, None, acc)
+        backward, (loss, value, weight) = run()  # a Ratio tells how much it counts when it has been run
         if not in_place:
             return _Done(loss, value, weight, backward.gradient(), None)
         return _Done(loss, value, weight, None, add(acc, lambda: (backward, None), weight=weight)[0])
+
+    def _weighing(self, loss: Any, call: Call, weight: Any, even: Even) -> ByWeight | ByCount:
+        """Returns how the micro-batch is weighed, whose loss has these shapes."""
+        check_loss(loss, None)
+        check_single(loss)
+        if isinstance(loss, Ratio):
+            self._check_ratio(weight is not None or self.weight_fn is not None)
+            return ByCount(even)
+        return ByWeight(*even(self._weight(call) if weight is None else checks.as_weight(weight)))
 
     def _check_ratio(self, weighed: bool) -> None:
         """Raises where a Ratio, which says how much it counts, is weighed otherwise."""

@@ -1,24 +1,42 @@
 """Owns the backward pass: a loss differentiated once, its gradient added inside that pass or after it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers, tracing
+from optax_accum._core import arithmetic, compilers, ratio, tracing
 from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.parts import Parts
+from optax_accum._core.weighing import Index, Weighing
 
 
-def differentiate(fun: Callable[[Tree], tuple[jax.Array, Any]], params: Tree) -> tuple[jax.Array, "Backward", Any]:
-    """Returns the loss in at least float32, its backward pass, and what came beside it; `fun` returns both."""
+class Contribution(NamedTuple):
+    """One micro-batch, differentiated."""
 
-    def wide(params: Tree) -> tuple[jax.Array, Any]:
-        loss, beside = fun(params)
-        return loss.astype(arithmetic.accumulator_dtype(loss.dtype, None)), beside
+    loss: jax.Array  # [], as it was scaled, in at least float32
+    backward: "Backward"
+    parts: Parts  # what `fun` returned; the count of a Ratio is checked
 
-    loss, backward, beside = jax.vjp(wide, params, has_aux=True)
-    return loss, Backward(backward, loss, params), beside
+
+def contribution(
+    fun: Callable[[Tree], Parts],
+    params: Tree,
+    weighing: Weighing,
+    index: Index,
+    check_loss: Callable[[jax.Array], None],
+) -> Contribution:
+    """Differentiates a micro-batch: runs `fun(params)` forward, with its loss scaled as it is weighed."""
+
+    def scaled(params: Tree) -> tuple[jax.Array, Parts]:
+        parts = fun(params)
+        parts = parts._replace(loss=ratio.checked(parts.loss))
+        check_loss(jnp.asarray(sum(jax.tree.leaves(ratio.totals(parts.loss)))))
+        return weighing.scaled(parts.loss, index), parts
+
+    loss, backward, parts = jax.vjp(scaled, params, has_aux=True)
+    return Contribution(loss, Backward(backward, loss, params), parts)
 
 
 class Backward:

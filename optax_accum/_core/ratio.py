@@ -125,9 +125,9 @@ def totals(loss: Any) -> Any:
     return jax.tree.map(lambda term: term.total if is_ratio(term) else term, loss, is_leaf=is_ratio)
 
 
-def share(count: jax.Array) -> jax.Array:
-    """Returns the reciprocal of a count, and 0 of 0."""
-    return jnp.where(count == 0, 0, arithmetic.reciprocal(count))
+def reciprocal(count: jax.Array) -> jax.Array:
+    """Returns the reciprocal of a count, 0 of 0, and NaN, which shows, of one that is too large to divide by."""
+    return jnp.where(arithmetic.divides(count), arithmetic.reciprocal(count), jnp.where(count == 0, 0, jnp.nan))
 
 
 def divided(totals: Tree, count: jax.Array) -> Tree:
@@ -135,5 +135,5 @@ def divided(totals: Tree, count: jax.Array) -> Tree:
 
     One product with the reciprocal: a division, or a select, would not fuse into the optimizer.
     """
-    factor = share(count)
+    factor = reciprocal(count)
     return jax.tree.map(lambda leaf: arithmetic.scaled(leaf, factor, leaf.dtype), totals)

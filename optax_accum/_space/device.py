@@ -62,30 +62,38 @@ class Device:
         """Adds a value over the devices that share one batch."""
         return jax.lax.psum(value, self.axes) if self.one_batch else value
 
-    def couples(self, program: Callable[[], Any]) -> bool:
-        """Returns whether a traced program takes something from other devices, whose losses then share a gradient."""
+    # A loss that takes something from other devices has one gradient with theirs, also where they weigh differently.
+
+    def _couples(self, program: Callable[[], Any]) -> bool:
         return bool(self.axes) and mapped.communicates(program(), self.axes)
 
-    def check_uncoupled(self, program: Callable[[], Any]) -> None:
-        """Raises where the gradient of one device is asked for, and is none: `weight` of its own does not scale it."""
-        if not self.one_batch and self.couples(program):
+    def agreed(self, program: Callable[[], Any], alive: Tree) -> Tree:
+        """Returns which micro-batches are run: of such a loss, those that any device runs.
+
+        Raises where the gradient of one device is asked for, and is none: a weight of its own does not scale it.
+        """
+        if not self._couples(program):
+            return alive
+        if not self.one_batch:
             raise ValueError(
                 f"A loss that takes something from the other devices of {self.axes} has one gradient, which the weight "
                 "of one device does not scale: partial sums are asked for, and each device has its own weight. Leave "
                 'out weight_fn (or Ratio), or reduce_to="partial" (in a train step: reduce_axes of its optimizer).'
             )
+        any_of = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
+        return jax.tree.map(any_of, alive)
 
-    def even(self, weight: Weight) -> tuple[Weight, Weight]:
-        """Returns a weight that all devices have in common, and the factor of this device's loss that goes with it."""
-        if not isinstance(weight, jax.Array):
-            return weight, 1.0  # the rows, of which all have as many
-        mean = jax.lax.pmean(weight, self.axes)
-        return self.vary(mean), jnp.where(mean == 0, 0, weight * arithmetic.reciprocal(mean))
+    def even(self, program: Callable[[], Any]) -> Callable[[Weight], tuple[Weight, Weight]]:
+        """Returns what makes of a weight one that all devices have, and the factor of this device's loss beside it."""
 
-    def agreed(self, flags: Tree) -> Tree:
-        """Returns flags that are set where those of any device are."""
-        agreed = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
-        return jax.tree.map(agreed, flags)
+        def shared(weight: Weight) -> tuple[Weight, Weight]:
+            mean = jax.lax.pmean(weight, self.axes)
+            return self.vary(mean), jnp.where(mean == 0, 0, weight * arithmetic.reciprocal(mean))
+
+        own = lambda weight: (weight, 1.0)
+        if not self._couples(program):
+            return own
+        return lambda weight: shared(weight) if isinstance(weight, jax.Array) else own(weight)  # rows: all have as many
 
     def check_loss(self, loss: jax.Array) -> None:
         """Raises where a loss has been averaged over the devices already: its gradient would be divided twice."""

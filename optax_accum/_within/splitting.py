@@ -1,18 +1,15 @@
-"""Owns the cut: which rows are in which micro-batch, and how much each counts. Runs no loss, adds no gradient."""
+"""Owns the cut: which rows are in which micro-batch. Weighs nothing, runs no loss."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks
+from optax_accum._core import checks
 from optax_accum._core.rows import check_groups, count_rows, is_split
-from optax_accum._core.state import default_float
-from optax_accum._core.tracing import Flag
 
 Tree = Any
-Shares = jax.Array | float | dict[str, jax.Array]  # of each micro-batch [m], or one number for all
 
 # n rows, k whole micro-batches of b rows, and one of the r rows that are left; m = k + (r > 0) in all.
 
@@ -116,52 +113,6 @@ def in_order(split: Split, rows: jax.Array) -> jax.Array:
 def remainder(split: Split, batch: Tree) -> Tree:
     """Returns the micro-batch of the rows that are left: leaves [r, ...]."""
     return _of_rows(lambda leaf: leaf[split.rows - split.rest :], _arrays(batch))
-
-
-def shares(
-    split: Split, batches: Sequence[Tree], weight_fn: Callable[..., Any] | None, whole_of: Callable[[Any], Any]
-) -> tuple[Shares, Shares, Any]:
-    """Returns `w_i / sum(w)` of the whole micro-batches ([k], or a number for all) and of the remainder ([]); `sum(w)`.
-
-    The weights are added in the default float dtype, so that counts of tokens cannot overflow; and by `whole_of` over
-    the devices that have parts of one batch.
-    """
-    if weight_fn is None:
-        rows = split.rows * whole_of(1)
-        return split.size / rows, split.rest / rows, rows
-    cut = [stacked(split, batch) for batch in batches]
-    axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, cut)
-    weigh = lambda *micro: _weights(weight_fn(*(ungrouped(split, rows) for rows in micro)))
-    parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.whole)(*cut)]
-    if split.rest:
-        parts.append(_weights(weight_fn(*(remainder(split, batch) for batch in batches))))
-    total = jax.tree.map(lambda *parts: whole_of(sum(map(jnp.sum, parts))), *parts)
-    share = lambda w, t: jnp.where(t == 0, 0, w * arithmetic.reciprocal(t))
-    whole, *rest = (jax.tree.map(share, part, total) for part in parts)
-    return whole, rest[0] if rest else 0.0, total
-
-
-def live_rows(split: Split, alive: tuple[Flag, Flag], whole_of: Callable[[Any], Any]) -> Any:
-    """Returns the rows of all micro-batches of the batch that are run, at least 1."""
-    return jnp.maximum(whole_of(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)
-
-
-def live(shares: Shares) -> Flag:
-    """Returns which micro-batches count: a bool of the shape of their shares. The others are not run."""
-    if isinstance(shares, float):
-        return bool(shares)
-    return jnp.any(jnp.stack([jnp.asarray(share) != 0 for share in jax.tree.leaves(shares)]), axis=0)
-
-
-def _weights(weights: Any) -> Any:
-    """Returns what `weight_fn` gave, checked, in the dtype in which weights are added."""
-    if isinstance(weights, Mapping):
-        return {str(key): _weight(weight, f"weight_fn's {key!r}") for key, weight in weights.items()}
-    return _weight(weights, "weight_fn's result")
-
-
-def _weight(weight: Any, name: str) -> jax.Array:
-    return jnp.asarray(checks.as_weight(weight, name=name), default_float())
 
 
 def _of_rows(fun: Callable[[jax.Array], jax.Array], batch: Tree) -> Tree:

@@ -12,16 +12,16 @@ from optax_accum._core import arithmetic, checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.callables import as_function, as_weight_fn
 from optax_accum._core.meter import Options, as_meter
+from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.program import compiled_once
-from optax_accum._core.ratio import divided
-from optax_accum._core.roles import Call, Roles
+from optax_accum._core.roles import Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
-from optax_accum._space.device import Device
+from optax_accum._core.weighing import divided
 from optax_accum._space.here import checked_axes, here
 from optax_accum._space.space import PARTIAL
 from optax_accum._within import gradients, reductions, splitting
-from optax_accum._within.cut import Cut, Parts, Rules, Totals
+from optax_accum._within.cut import Rules, cut
 
 
 def value_and_grad(
@@ -157,9 +157,9 @@ def value_and_grad(
     rules = Rules(
         fun=as_function(fun),
         roles=roles,
+        returns=Returns(has_aux, carry_argnum is not None),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size),
         single=single,
-        has_aux=has_aux,
         weight_fn=as_weight_fn(weight_fn, roles),
         aux_reduction=aux_reduction,
         grad_reduction=of_params(grad_reduction),
@@ -196,22 +196,17 @@ def _value_and_grad(rules: Rules, again: bool, /, *args: Any, **kwargs: Any) -> 
     space = here(rules.reduce_axes, rules.reduce_to)
     space.check_params(call[call.params])
 
-    def local(device: Device, call: Call) -> tuple[Totals, Tree]:
-        totals = Cut(rules, device, call, again).add_up()
-        return totals._replace(carry=None), totals.carry
-
-    own, carry = space.run(local, call)
+    own, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)
     outputs = jax.tree.map(space.output, reductions.names_of(rules.aux_reduction, own.outputs), own.outputs)
     loss, grads = space.total(own.loss), space.reduced(own.grads)[0]
-    if own.counted is not None:
-        loss, grads = divided((loss, grads), space.total(own.counted))
+    loss, grads = divided((loss, grads), space.total(own.counted))
     kinds = rules.kinds(call[call.params])
-    added = gradients.added(grads, kinds)
+    value = rules.returns.joined(Parts(loss, outputs, carry))
+    samples, weight = space.total((own.samples, own.weight))
+    value = rules.meter.beside(value, samples, gradients.added(grads, kinds), weight)
     grads = gradients.over_devices(kinds, space, own.grads, grads, call[call.params])
     grads = _in_dtypes(grads, call[call.params], rules.accumulator_dtype)
-    value = rules.joined(Parts(loss, carry, outputs))
-    samples, weight = space.total(own.samples)
-    return rules.meter.beside(value, samples, added, weight), grads[0] if rules.single else grads
+    return value, grads[0] if rules.single else grads
 
 
 def _in_dtypes(grads: Tree, params: Tree, dtype: Tree) -> Tree:

@@ -1,0 +1,45 @@
+"""Owns what a loss returns beside the loss: what is auxiliary, and what it hands on. Differentiates nothing."""
+
+from typing import Any, NamedTuple
+
+from optax_accum._core.leaves import Tree
+
+
+class Parts(NamedTuple):
+    """What `fun` returns, by role."""
+
+    loss: Any  # [], or a dict of terms, each [], or a Ratio, or a dict of them
+    aux: Tree = None
+    carry: Tree = None
+
+
+class Returns(NamedTuple):
+    """What `fun` returns: `loss`, `(loss, aux)`, `(loss, carry)` or `(loss, (aux, carry))`."""
+
+    has_aux: bool = False
+    has_carry: bool = False
+
+    def parts(self, out: Any) -> Parts:
+        """Takes apart what `fun` returned."""
+        if not (self.has_aux or self.has_carry):
+            return Parts(out)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(
+                f"With has_aux or carry_argnum, fun must return a pair, loss first: it returned {out!r}. Return "
+                "(loss, aux), or leave out the option."
+            )
+        loss, beside = out
+        if not self.has_carry:
+            return Parts(loss, aux=beside)
+        if not self.has_aux:
+            return Parts(loss, carry=beside)
+        if not isinstance(beside, tuple) or len(beside) != 2:
+            raise TypeError(f"With has_aux and carry_argnum, fun returns (loss, (aux, carry)): it returned {out!r}.")
+        return Parts(loss, *beside)
+
+    def joined(self, parts: Parts) -> Any:
+        """Puts together what `parts` took apart."""
+        beside = (parts.aux, parts.carry)
+        if self.has_aux and self.has_carry:
+            return parts.loss, beside
+        return (parts.loss, beside[self.has_carry]) if self.has_aux or self.has_carry else parts.loss

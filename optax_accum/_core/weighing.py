@@ -1,0 +1,194 @@
+"""Owns how much of its loss a micro-batch contributes: a closed family, one is chosen for a loss. Runs none."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import arithmetic, ratio
+from optax_accum._core.arithmetic import Weight
+from optax_accum._core.meter import Meter
+from optax_accum._core.ratio import Ratio
+from optax_accum._core.rows import count_rows
+from optax_accum._core.state import default_float
+
+Shares = jax.Array | float | dict[str, jax.Array]  # of each micro-batch [m], or one number for all; or of each term
+Index = int | jax.Array
+Even = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.even`
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighing:
+    """How much of its loss a micro-batch contributes: here the whole, and nothing is counted.
+
+    A micro-batch is named by its index; an index that is a Python integer and the number of whole ones names the
+    remainder.
+    """
+
+    nothing: Any = dataclasses.field(default=(), init=False)  # what is counted before the first micro-batch
+
+    def scaled(self, loss: Any, index: Index) -> jax.Array:
+        """Returns the part of the whole loss that this one is: what is differentiated."""
+        return _times(loss, 1.0)
+
+    def counted(self, loss: Any) -> Any:
+        """Returns what a loss that has run says that it counts."""
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ByWeight(Weighing):
+    """A micro-batch of a window, whose weight is known beforehand; `factor` scales its loss beside that."""
+
+    weight: Weight = 1.0
+    factor: Weight = 1.0
+
+    def scaled(self, loss: Any, index: Index) -> jax.Array:
+        return _times(loss, self.factor)
+
+    def counted(self, loss: Any) -> Weight:
+        return self.weight
+
+    def value(self, loss: Any) -> Any:
+        """Returns what the user sees of the loss."""
+        return loss
+
+
+@dataclasses.dataclass(frozen=True)
+class ByCount(Weighing):
+    """A micro-batch of a window whose loss is a `Ratio`: its count is its weight, as `even` has it on all devices."""
+
+    even: Even
+    weight: None = None  # nobody knows it beforehand
+
+    def scaled(self, loss: Ratio, index: Index) -> jax.Array:
+        return _times(ratio.divided(jnp.asarray(loss.total), jnp.asarray(self.counted(loss))), 1.0)
+
+    def counted(self, loss: Ratio) -> Weight:
+        return self.even(loss.count)[0]
+
+    def value(self, loss: Ratio) -> jax.Array:
+        """Returns what the user sees of the loss: the mean."""
+        return ratio.divided(jnp.asarray(loss.total), loss.count)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByShare(Weighing):
+    """A mean: the shares `w_i / sum(w)` are known before the first micro-batch runs."""
+
+    shares: Shares = 1.0  # of the whole micro-batches
+    rest: Shares = 0.0  # of the remainder
+    weight: Any = 1.0  # sum(w); by term for a dict of weights
+    whole: int = 0  # the number of whole micro-batches
+
+    def share(self, index: Index) -> Any:
+        """Returns the share of a micro-batch, or of each term."""
+        if isinstance(index, int) and index == self.whole:
+            return self.rest
+        return self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
+
+    def scaled(self, loss: Any, index: Index) -> jax.Array:
+        return _times(loss, self.share(index))
+
+    def of_output(self, index: Index, rows: Any) -> Any:
+        """Returns how much an output counts in the `"mean"` of outputs; `rows` are those of the micro-batch."""
+        return self.share(index)
+
+    def of_sample(self, loss: Any, index: Index) -> jax.Array:
+        """Returns by how much the square of the scaled gradient counts: `w / share^2`; 0 for a share of 0."""
+        share = jnp.asarray(self.share(index))
+        return jnp.where(share == 0, 0, self.weight * arithmetic.reciprocal(share))
+
+    def weight_of(self, counted: Any, devices: int) -> jax.Array:
+        """Returns this device's part of the weight of all micro-batches."""
+        return jnp.asarray(self.weight / devices)
+
+    def finished(self, loss: jax.Array, dtype: Any) -> jax.Array:
+        """Returns the loss that was added up in the dtype that `fun` gave it, as far as it is that."""
+        return loss.astype(dtype)
+
+    def check_meter(self, meter: Meter) -> None:
+        """Raises where the meter cannot measure: it takes one weight for each micro-batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms(ByShare):
+    """A loss of several terms, each weighed for itself."""
+
+    def weight_of(self, counted: Any, devices: int) -> jax.Array:
+        return jnp.ones([])  # there is no one weight, and none is asked for
+
+    def check_meter(self, meter: Meter) -> None:
+        if not meter.unseen:
+            raise ValueError(
+                "Statistics take one weight for each micro-batch: here each term of the loss has its own. Leave "
+                "statistics out, or return a loss of one term."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ByTerms(Terms):
+    """A sum of means, each with shares of its own; outputs go by rows."""
+
+    rows: Any = 1  # of all micro-batches that are run
+
+    def scaled(self, loss: Any, index: Index) -> jax.Array:
+        share = self.share(index)
+        return sum(jnp.where(share[key] != 0, _times(loss[key], share[key]), 0) for key in share)  # type: ignore[return-value]
+
+    def of_output(self, index: Index, rows: Any) -> Any:
+        return count_rows(rows) / self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRatio(ByShare):
+    """A `Ratio`: totals and counts are added, and divided once; outputs go by the shares of rows."""
+
+    nothing: Any = dataclasses.field(default_factory=lambda: jnp.zeros([], default_float()), init=False)
+
+    def scaled(self, loss: Ratio, index: Index) -> jax.Array:
+        return _times(loss.total, 1.0)
+
+    def counted(self, loss: Ratio) -> jax.Array:
+        return loss.count
+
+    def of_sample(self, loss: Ratio, index: Index) -> jax.Array:
+        return jnp.where(loss.count == 0, 0, arithmetic.reciprocal(loss.count))
+
+    def weight_of(self, counted: Any, devices: int) -> jax.Array:
+        return counted
+
+    def finished(self, loss: jax.Array, dtype: Any) -> jax.Array:
+        return loss.astype(arithmetic.accumulator_dtype(dtype, None))  # a sum, which is yet to be divided
+
+
+@dataclasses.dataclass(frozen=True)
+class ByCounts(Terms):
+    """A sum of `Ratio`s, each with the reciprocal of its count, which the micro-batches were run forward for."""
+
+    reciprocals: Any = None  # of the sums of counts, by term
+
+    def scaled(self, loss: dict[str, Ratio], index: Index) -> jax.Array:
+        parts = (jnp.where(one != 0, _times(loss[key].total, one), 0) for key, one in self.reciprocals.items())
+        return sum(parts)  # type: ignore[return-value]
+
+
+def divided(sums: Any, counted: Any) -> Any:
+    """Returns sums over all micro-batches, divided by what their losses have counted, if they have."""
+    return ratio.divided(sums, counted) if jax.tree.leaves(counted) else sums
+
+
+def _times(loss: Any, share: Any) -> jax.Array:
+    """Returns a loss, or the sum of its terms, times a number, in at least float32.
+
+    The backward pass of a loss below 32 bits rounds the number.
+    """
+
+    def term(loss: Any) -> jax.Array:
+        loss = jnp.asarray(loss)  # or a number: a term that is switched off
+        wide = loss.astype(arithmetic.accumulator_dtype(loss.dtype, None))
+        return wide * jnp.asarray(share, wide.dtype)
+
+    return sum(map(term, jax.tree.leaves(loss)))  # type: ignore[return-value]

@@ -1,0 +1,78 @@
+"""Owns the micro-batches of one call: the call of `fun` for each, in their order. Differentiates nothing."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from optax_accum._core import compilers, tracing
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.roles import Call
+from optax_accum._core.tracing import Flag
+from optax_accum._core.weighing import Index
+from optax_accum._within import loops, splitting
+from optax_accum._within.splitting import Split
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """A batch that is cut: whole micro-batches, and the remainder, whose index is their number."""
+
+    call: Call  # of the whole batch
+    split: Split
+    stacked: Tree  # the whole micro-batches: leaves [b, k, ...]
+    rest: Tree  # the remainder: leaves [r, ...]
+
+    def rows(self, index: Index) -> Any:
+        """Returns the arguments that hold the batch, of one micro-batch."""
+        is_rest = isinstance(index, int) and index == self.split.whole
+        return self.rest if is_rest else splitting.micro_batch(self.split, self.stacked, index)
+
+    def call_of(self, index: Index, rows: Any, carry: Tree) -> Call:
+        """Returns the call of `fun` for one micro-batch: its rows, its own key, the carry."""
+        call = self.call.own_key(index).with_arguments(dict(zip(self.call.batch, rows, strict=True)))
+        if call.carry is None:
+            return call
+        own = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
+        return call.with_arguments({call.carry: own})
+
+    def first(self, carry: Tree) -> Call:
+        """Returns the call of `fun` for the first one."""
+        return self.call_of(0, self.rows(0), carry)
+
+    def in_order(
+        self,
+        add: Callable[[Any, Index, Any], Any],
+        totals: Any,
+        alive: tuple[Flag, Flag],
+        *,
+        unroll: bool,
+        static: bool,
+    ) -> Any:
+        """Runs `totals = add(totals, index, rows)` for the micro-batches that are `alive`, the remainder last."""
+
+        def whole(index: Any, totals: Any) -> Any:
+            rows = self.rows(index)
+            if unroll:
+                rows, totals = compilers.ready_together(rows, totals)
+            return add(totals, index, rows)
+
+        rest = lambda totals: add(totals, self.split.whole, self.rest)
+        totals = loops.in_order(self.split.whole, alive[0], whole, totals, unroll=unroll, static=static)
+        return loops.if_alive(alive[1], rest, totals, static=static)
+
+    def undifferentiable(self, message: str) -> "MicroBatches":
+        """Returns the same; whoever differentiates what is made of it, through a `jit` between, gets the message."""
+        values = self.stacked, self.rest, list(self.call.arguments.values())
+        stacked, rest, arguments = tracing.refuse_differentiation(values, message)
+        call = self.call.with_arguments(dict(zip(self.call.arguments, arguments, strict=True)))
+        return MicroBatches(call, self.split, stacked, rest)
+
+
+def cut(call: Call, sizes: splitting.Sizes, devices: int) -> MicroBatches:
+    """Cuts the batch of a call: what one of so many devices has of it."""
+    batches = list(call[call.batch])
+    split = splitting.split_rows(batches, sizes, devices)
+    rest = splitting.remainder(split, batches) if split.rest else None
+    return MicroBatches(call, split, splitting.stacked(split, batches), rest)

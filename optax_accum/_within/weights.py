@@ -1,0 +1,95 @@
+"""Owns how much each micro-batch of a call counts, known from the data before the first is run. Runs no loss."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import checks, ratio
+from optax_accum._core.rows import is_split
+from optax_accum._core.state import default_float
+from optax_accum._core.tracing import Flag
+from optax_accum._core.weighing import ByCounts, ByRatio, ByShare, ByTerms, Shares
+from optax_accum._space.device import Device
+from optax_accum._within import splitting
+from optax_accum._within.microbatches import MicroBatches
+
+Alive = tuple[Flag, Flag]  # which of the whole micro-batches are run, all or [k], and whether the remainder is
+
+
+def weigh(
+    micro_batches: MicroBatches,
+    weight_fn: Callable[..., Any] | None,
+    device: Device,
+    loss: Any,
+    program: Callable[[], Any],
+    count: Callable[[Alive], dict[str, jax.Array]],
+) -> tuple[ByShare, Alive]:
+    """Returns how the micro-batches are weighed whose loss has these shapes, and which are run.
+
+    `program` is that of `fun`, traced; `count` runs those that are alive for the counts of a dict of `Ratio`s.
+    """
+    whole, rest, total = _shares(micro_batches, weight_fn, device.whole)
+    ratio.check_loss(loss, None if weight_fn is None else whole)
+    alive = _live(whole), _live(rest)
+    if weight_fn is not None or ratio.is_ratio(loss):
+        alive = device.agreed(program, alive)
+    known: dict[str, Any] = {"shares": whole, "rest": rest, "weight": total, "whole": micro_batches.split.whole}
+    if isinstance(whole, dict):
+        return ByTerms(**known, rows=_live_rows(micro_batches, alive, device.whole)), alive
+    if ratio.are_terms(loss):
+        reciprocals = {name: ratio.reciprocal(device.whole(one)) for name, one in count(alive).items()}
+        return ByCounts(**known, reciprocals=reciprocals), alive
+    return (ByRatio if ratio.is_ratio(loss) else ByShare)(**known), alive
+
+
+def _shares(
+    micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None, whole_of: Callable[[Any], Any]
+) -> tuple[Shares, Shares, Any]:
+    """Returns `w_i / sum(w)` of the whole micro-batches ([k], or a number for all) and of the remainder ([]); `sum(w)`.
+
+    The weights are added in the default float dtype, so that counts of tokens cannot overflow; and by `whole_of` over
+    the devices that have parts of one batch.
+    """
+    split, stacked = micro_batches.split, micro_batches.stacked
+    if weight_fn is None:
+        rows = split.rows * whole_of(1)
+        return split.size / rows, split.rest / rows, rows
+    axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, stacked)
+    weigh = lambda *rows: _weights(weight_fn(*(splitting.ungrouped(split, one) for one in rows)))
+    parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.whole)(*stacked)]
+    if split.rest:
+        parts.append(_weights(weight_fn(*micro_batches.rest)))
+    total = jax.tree.map(lambda *parts: whole_of(sum(map(jnp.sum, parts))), *parts)
+    whole, *rest = (jax.tree.map(_share, part, total) for part in parts)
+    return whole, rest[0] if rest else 0.0, total
+
+
+def _share(weight: jax.Array, total: jax.Array) -> jax.Array:
+    """Returns a part of a total: 0 of 0, and NaN, which shows, of one that overflowed."""
+    return jnp.where(jnp.isinf(total), jnp.nan, weight / jnp.where(total == 0, jnp.inf, total))
+
+
+def _live_rows(micro_batches: MicroBatches, alive: Alive, whole_of: Callable[[Any], Any]) -> Any:
+    """Returns the rows of all micro-batches of the batch that are run, at least 1."""
+    split = micro_batches.split
+    return jnp.maximum(whole_of(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)
+
+
+def _live(shares: Shares) -> Flag:
+    """Returns which micro-batches count: a bool of the shape of their shares. The others are not run."""
+    if isinstance(shares, float):
+        return bool(shares)
+    return jnp.any(jnp.stack([jnp.asarray(share) != 0 for share in jax.tree.leaves(shares)]), axis=0)
+
+
+def _weights(weights: Any) -> Any:
+    """Returns what `weight_fn` gave, checked, in the dtype in which weights are added."""
+    if isinstance(weights, Mapping):
+        return {str(key): _weight(weight, f"weight_fn's {key!r}") for key, weight in weights.items()}
+    return _weight(weights, "weight_fn's result")
+
+
+def _weight(weight: Any, name: str) -> jax.Array:
+    return jnp.asarray(checks.as_weight(weight, name=name), default_float())
