@@ -45,7 +45,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_core": [
         {"tracing", "rows", "counted", "signature"},
         {"compilers", "leaves"},
-        {"quirks", "memory", "arithmetic", "program", "roles"},
+        {"quirks", "memory", "arithmetic", "roles"},
         {"sums", "noise", "seen"},
         {"state"},
         {"meter"},

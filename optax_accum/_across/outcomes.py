@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._across.schedules import known
 from optax_accum._core import arithmetic, compilers, memory, sums
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.tracing import Flag
+from optax_accum._core.tracing import Flag, known
 from optax_accum._space.space import Space
 
 Kept = dict[str, Any]  # fields of the state

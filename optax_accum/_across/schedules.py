@@ -10,7 +10,7 @@ from jax.core import Tracer
 from optax_accum._core import checks
 from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState
-from optax_accum._core.tracing import Flag, either
+from optax_accum._core.tracing import Flag, either, known
 
 
 class Schedule(NamedTuple):
@@ -69,11 +69,6 @@ def _by_caller(state: AccumulationState, counts: Flag, flush: Any) -> Flag:
             "close it."
         )
     return known(_as_flush(flush))
-
-
-def known(flag: Flag) -> Flag:
-    """Returns a Python bool where the value is known: outside jit, a cond would be compiled at every call."""
-    return flag if isinstance(flag, Tracer) else bool(flag)
 
 
 def _as_int(every: Any) -> int:

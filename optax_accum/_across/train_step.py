@@ -11,7 +11,7 @@ import optax
 
 from optax_accum._across.divisor import Divisor, as_divisor
 from optax_accum._across.outcomes import new_params
-from optax_accum._across.transformation import apply_gradients, axes_of, rules_of
+from optax_accum._across.transformation import apply_gradients, rules_of
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
 from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
@@ -19,7 +19,6 @@ from optax_accum._core.backward import Backward, add_to, adds_in_place, bends, c
 from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.parts import Returns
-from optax_accum._core.program import compiled_once
 from optax_accum._core.ratio import Ratio, check_loss, check_single
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import check_groups, count_rows, is_split
@@ -88,7 +87,7 @@ def value_and_apply_gradients(
       | a `jax.custom_vjp` in `fun`, which need not be linear (a clip) | as above, unless `in_place=True` | tracing |
       | before JAX 0.11, a slice of a parameter (`p[0]`, `p[:n]`) | as above | tracing |
       | before JAX 0.10, a loss with `jax.checkpoint`; before 0.8.1, any | as above | tracing |
-      | differentiated again, with no `jit` between | as above | tracing |
+      | differentiated again, with no `jit` between; called outside `jit` | as above | tracing |
       | `every=1`, or another optimizer | as above; nothing is accumulated | tracing |
       | `in_place=True` where it cannot be | an error | tracing |
       | `weight` or `weight_fn` gives 0 | the micro-batch is not run: zeros for what `fun` returned | running |
@@ -130,16 +129,12 @@ def value_and_apply_gradients(
         weight_fn=as_weight_fn(weight_fn, roles),
         in_place=in_place,
     )
-    # A mesh is read off arrays that are not traced.
-    compute = compiled_once(rules.step, unless=bool(axes_of(tx)))
 
     @functools.wraps(fun)
     def step(
         params: Tree, state: Tree, *args: Any, weight: Any = None, flush: Any = None, **extra_args: Any
     ) -> tuple[Any, Tree, Tree]:
-        if type(weight) in (int, float) and not tracing.is_staged():
-            weight = jnp.asarray(weight, jnp.result_type(float))  # one program for all weights
-        return compute(params, state, args, weight, flush, extra_args)
+        return rules.step(params, state, args, weight, flush, extra_args)
 
     del step.__wrapped__  # `jax.jit(step, static_argnames="flush")` reads the signature of `step`, not of `fun`
     return step
@@ -175,7 +170,6 @@ class _MicroStep:
 
     def step(
         self,
-        again: bool,
         params: Tree,
         state: Tree,
         args: Sequence[Any],
@@ -183,10 +177,7 @@ class _MicroStep:
         flush: Any,
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, Tree, Tree]:
-        """Differentiates one micro-batch, adds its gradient to the window, and applies what comes out.
-
-        `again` says that this is to be differentiated again.
-        """
+        """Differentiates one micro-batch, adds its gradient to the window, and applies what comes out."""
         check_arrays("Parameters", params, NOT_ARRAYS)
         params, rules = jax.tree.map(jnp.asarray, params), self.accumulation
         given = {name for name, arg in (("weight", weight), ("flush", flush)) if arg is not None}
@@ -200,9 +191,10 @@ class _MicroStep:
             space.check_state(state.weight, call[tuple(call.arguments)])
             space.check_params(params)
             weight = None if weight is None else weighed(rules, space, weight, state)
-        acc = None if again else self._acc(state)
+        acc = self._acc(state)
+        again = tracing.is_again((params, state, args, weight, extra_args))
         index = micro_step_of(state, keyed=call.rng is not None)
-        done, _ = space.run(lambda *own: (self._run(*own), None), call, acc, weight, index)
+        done, _ = space.run(lambda *own: (self._run(again, *own), None), call, acc, weight, index)
         value = space.as_own(done.value)
         if rules is None:
             named = weight is not None or self.weight_fn or isinstance(done.weight, jax.Array)
@@ -248,8 +240,11 @@ class _MicroStep:
             raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
         return None if why_not or self.in_place is False else memory.to_device(state.acc_grads)
 
-    def _run(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any) -> _Done:
-        """Differentiates the micro-batch on one device: its own examples, added to its own partial sum."""
+    def _run(self, again: bool, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any) -> _Done:
+        """Differentiates the micro-batch on one device: its own examples, added to its own partial sum.
+
+        `again` says that this is to be differentiated again.
+        """
         if self.group_size > 1 and any(map(is_split, jax.tree.leaves(call[call.batch]))):
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
             check_groups(where, count_rows(call[call.batch]), self.group_size)
@@ -266,6 +261,7 @@ class _MicroStep:
         in_place = acc is not None and adds_in_place(self.in_place, call.arguments[0], acc, lambda: run()[0])
         if in_place and self.in_place is None:
             in_place = not bends(program.jaxpr)  # there a weight in the cotangent could matter
+        acc, in_place = (None, False) if again else (acc, in_place)
         add = functools.partial(add_to, first=index == 0, in_place=in_place, vary=device.vary)
         if weighing.weight is not None and acc is not None:
             acc, (loss, value, _) = add(acc, run, weight=weighing.weight)

@@ -96,9 +96,10 @@ def add_to(
         beside = arithmetic.zeros_of(jax.eval_shape(lambda: run()[1]))
         return start if in_place else begun(), vary(beside)
 
-    if not isinstance(weight, jax.Array) and weight:
-        return added()
-    return compilers.branch(jnp.asarray(weight != 0), added, unrun)
+    counts = tracing.known(weight != 0)
+    if isinstance(counts, bool):
+        return added() if counts else unrun()
+    return compilers.branch(counts, added, unrun)
 
 
 def adds_in_place(asked: bool | None, params: Tree, acc: Tree, differentiated: Callable[[], Backward]) -> bool:

@@ -132,14 +132,6 @@ def why_not_in_place(add: Callable[[], Any]) -> str | None:
     return None
 
 
-def text_of(program: Any) -> str:
-    """Returns the text of a traced program; a name of its own where JAX cannot print it, while it is alive."""
-    try:
-        return str(program)
-    except TypeError:  # a reference at an index that is known
-        return f"program {id(program)}"
-
-
 # Types
 
 

@@ -70,13 +70,6 @@ QUIRKS = (
         until=(0, 8, 0),
     ),
     Quirk(
-        "text_of",
-        "A reference at an index that is known cannot be printed",
-        "such a program outside `jit` is compiled at each call",
-        "JAX 0.8.3 and 0.9.2: a TypeError of `str`",
-        until=(0, 10, 0),
-    ),
-    Quirk(
         "check_absent",
         "A program of one device cannot be compiled for a GPU that is not here",
         "it is refused",

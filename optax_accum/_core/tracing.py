@@ -18,6 +18,19 @@ def is_staged() -> bool:
     return isinstance(jnp.zeros([]), Tracer)
 
 
+def is_again(args: Tree) -> bool:
+    """Returns whether JAX may differentiate again, with no `jit` between, what is computed from `args`.
+
+    Outside `jit` it may also differentiate what functions close over, so there it always may.
+    """
+    return not is_staged() or is_differentiated(args)
+
+
+def known(flag: Flag) -> Flag:
+    """Returns a Python bool where the value is known: outside `jit`, a branch would be compiled at every call."""
+    return flag if isinstance(flag, Tracer) else bool(flag)
+
+
 def is_differentiated(tree: Tree) -> bool:
     """Returns whether JAX is differentiating what is computed from `tree`, with no `jit` between."""
     seen: list[bool] = []

@@ -1,6 +1,7 @@
 """Owns how much of its loss a micro-batch contributes: a closed family, one is chosen for a loss. Runs none."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,7 @@ def _times(loss: Any, share: Any) -> jax.Array:
     def term(loss: Any) -> jax.Array:
         loss = jnp.asarray(loss)  # or a number: a term that is switched off
         wide = loss.astype(arithmetic.accumulator_dtype(loss.dtype, None))
-        return wide * jnp.asarray(share, wide.dtype)
+        is_one = isinstance(share, float) and share == 1.0
+        return wide if is_one else wide * jnp.asarray(share, wide.dtype)
 
-    return sum(map(term, jax.tree.leaves(loss)))  # type: ignore[return-value]
+    return functools.reduce(jnp.add, map(term, jax.tree.leaves(loss)))

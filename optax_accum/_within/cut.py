@@ -204,7 +204,8 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     weighing.check_meter(rules.meter)
     made = Cut(rules, device, micro_batches, weighing, alive, shapes, static, in_place=False)
     reductions.check(made.reductions, shapes.aux, micro_batches.split)
-    in_place = rules.meter.unseen and not (again or rules.unroll) and _adds_in_place(made)
+    asks = rules.meter.unseen and not rules.unroll and (rules.in_place or not again)  # in vain, it is an error
+    in_place = asks and _adds_in_place(made) and not again
     if in_place or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
     return dataclasses.replace(made, micro_batches=micro_batches, in_place=in_place)

@@ -7,17 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers
-from optax_accum._core.tracing import Flag
+from optax_accum._core import compilers, tracing
+from optax_accum._core.tracing import Flag, known
 
 
 def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, unroll: bool, static: bool) -> Any:
     """Adds those of the whole micro-batches that are `alive`, all or [k], in order.
 
     Their number may be traced; what is `static` runs all turns, and JAX can differentiate it again. With `unroll`,
-    which is static, there is no loop.
+    which is static, and outside `jit`, there is no loop.
     """
-    if not (isinstance(alive, bool) or static):
+    staged = tracing.is_staged()
+    if staged and not (isinstance(alive, bool) or static):
         order = jnp.argsort(jnp.logical_not(alive), stable=True)
         return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
 
@@ -25,7 +26,7 @@ def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, u
         flag = alive if isinstance(alive, bool) else alive[index]
         return if_alive(flag, functools.partial(add, index), totals, static=static)
 
-    if not unroll and count > 1:
+    if staged and not unroll and count > 1:
         return jax.lax.fori_loop(0, count, one, totals)
     for index in range(count):
         totals = one(index, totals)
@@ -34,8 +35,18 @@ def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, u
 
 def if_alive(alive: Flag, add: Callable[[Any], Any], totals: Any, *, static: bool) -> Any:
     """Adds one micro-batch, unless it is left out: a branch, or where none can be, a loop of at most one turn."""
+    alive = known(alive)
     if isinstance(alive, bool):
         return add(totals) if alive else totals
     if static:
         return compilers.branch(alive, lambda: add(totals), lambda: totals)
     return jax.lax.fori_loop(0, alive.astype(int), lambda _, totals: add(totals), totals)
+
+
+def mapped(fun: Callable[[Any], Any], xs: Any) -> Any:
+    """Does what `jax.lax.map` does; outside `jit` without a loop, which would be compiled at every call."""
+    if tracing.is_staged():
+        return jax.lax.map(fun, xs)
+    turns = len(jax.tree.leaves(xs)[0])
+    results = [fun(jax.tree.map(lambda leaf: leaf[turn], xs)) for turn in range(turns)]  # noqa: B023
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.callables import as_function
-from optax_accum._core.program import compiled_once
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
 from optax_accum._space.device import Device
 from optax_accum._space.here import checked_axes, here
-from optax_accum._within import splitting
+from optax_accum._within import loops, splitting
 
 Tree = Any
 
@@ -109,7 +108,8 @@ def microbatched_apply(
         rng_argnum=rng_argnum,
     )
 
-    def outputs(again: bool, /, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(fun)
+    def outputs(*args: Any, **kwargs: Any) -> Any:
         call = roles.of(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
         space = here(axes, reduce_to)
@@ -118,8 +118,7 @@ def microbatched_apply(
         own, _ = space.run(local, call, sharded=next(iter(call.params), None))
         return jax.tree.map(functools.partial(space.output, "concat"), own)
 
-    # A mesh is read off arrays that are not traced.
-    return functools.wraps(fun)(compiled_once(outputs, unless=bool(axes)))
+    return outputs
 
 
 def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, call: Call) -> Any:
@@ -144,7 +143,7 @@ def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, b
     """Returns the outputs of all micro-batches, in the order of the rows."""
     stacked, filled = tracing.parted(splitting.stacked(split, batches), splitting.is_split)
     micro = lambda xs: one(splitting.ungrouped(split, filled(xs[0])), xs[1])
-    whole = jax.lax.map(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in stacked], jnp.arange(split.whole)))
+    whole = loops.mapped(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in stacked], jnp.arange(split.whole)))
     checks.check_rows(whole, split.size)
     whole = jax.tree.map(functools.partial(splitting.in_order, split), whole)
     if not split.rest:

@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks
+from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.callables import as_function, as_weight_fn
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.parts import Parts, Returns
-from optax_accum._core.program import compiled_once
-from optax_accum._core.roles import Roles
+from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
 from optax_accum._core.weighing import divided
@@ -133,7 +132,7 @@ def value_and_grad(
       | the same: differentiated again (`hessian`); before JAX 0.11 a slice of a parameter | as above | tracing |
       | the same: before JAX 0.10 a loss with `jax.checkpoint`, before 0.8.1 any | as above | tracing |
       | differentiated again through a `jit` or `jax.checkpoint` | an error: pass `in_place=False` | tracing |
-      | called outside `jit` | traced at each call, and compiled once for each program that comes out | running |
+      | called outside `jit` | nothing is compiled: one after the other, added after the backward pass | running |
 
     References:
       Adding inside the backward pass uses JAX's mutable arrays (`jax.new_ref`, `jax.vjp(...).with_refs`). The
@@ -171,9 +170,12 @@ def value_and_grad(
         reduce_to=reduce_to if reduce_to is None or reduce_to == PARTIAL else of_params(reduce_to),
     )
     _check_options(rules)
-    # A mesh is read off arrays that are not traced.
-    compute = compiled_once(functools.partial(_value_and_grad, rules), unless=bool(rules.reduce_axes))
-    return functools.wraps(fun)(compute)
+
+    @functools.wraps(fun)
+    def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return _value_and_grad(rules, rules.roles.of(args, kwargs))
+
+    return compute
 
 
 def _check_options(rules: Rules) -> None:
@@ -189,9 +191,9 @@ def _check_options(rules: Rules) -> None:
         )
 
 
-def _value_and_grad(rules: Rules, again: bool, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
-    call = rules.roles.of(args, kwargs)
+    again = tracing.is_again(list(call.arguments.values()))
     call.check_shared(count_rows(call[call.batch]))
     space = here(rules.reduce_axes, rules.reduce_to)
     space.check_params(call[call.params])
