@@ -21,14 +21,12 @@ from tests import versions
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-
-
-WITH_EXAMPLES = """
-_across.schedules _across.train_step _across.transformation _core.ratio _core.state _space.partials _batches.advise
-_batches.rows _compiled.collectives _across.noise_scale _batches.packing _placement.shardings _plan.planning _placement.resume
-_plan.steps _compiled.targets _compiled.traffic _verify.verify _verify.verify_step _within.microbatched_apply
-_within.value_and_grad
-"""
+PACKAGE = pathlib.Path(optax_accum.__file__).parent
+WITH_EXAMPLES = [
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if ">>>" in path.read_text()
+]
 
 
 def why_not(code):
@@ -40,23 +38,20 @@ def why_not(code):
     return None
 
 
-@pytest.mark.parametrize("room", WITH_EXAMPLES.split())
+def test_most_rooms_have_examples():
+    assert len(WITH_EXAMPLES) >= 20
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("room", WITH_EXAMPLES)
 def test_the_examples_of_the_docstrings(room):
     if versions.JAX < (0, 7, 2) and room in ("_space.partials", "_placement.shardings", "_placement.resume"):
         pytest.skip("JAX 0.7.2: everything over devices")
+    if room.startswith("flax.") and versions.flax_before(0, 11):
+        pytest.skip("Flax 0.11")
     module = importlib.import_module(f"optax_accum.{room}")
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0
-    assert result.failed == 0
-
-
-@pytest.mark.parametrize("room", ["batch_norm", "linen", "nnx", "nnx_optimizer"])
-def test_the_examples_of_the_flax_room(room):
-    if versions.flax_before(0, 11):
-        pytest.skip("Flax 0.11")
-    module = importlib.import_module(f"optax_accum.flax._{room}")
-    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert result.attempted > 4
     assert result.failed == 0
 
 
@@ -70,6 +65,7 @@ def test_the_readme_has_code_of_each_kind():
     assert set(re.findall(r"^```(\w+)", README, re.MULTILINE)) <= {"python", "bash", "bibtex", "diff"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.strip().splitlines()[0][:40])
 def test_a_python_block_of_the_readme(code):
     exec(compile(code, "README.md", "exec"), {})
@@ -106,7 +102,7 @@ def test_most_pages_have_code():
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page):
     """In a process of their own: they set the mesh and the number of devices for all that follows."""
     if missing := [name for name in NEEDS.get(page.stem, ()) if importlib.util.find_spec(name) is None]:
-        pytest.skip(f'needs {", ".join(missing)}: pip install ".[ecosystem]"')
+        pytest.skip(f"needs {', '.join(missing)}: pip install --group ecosystem")
     code = "\n".join(blocks("python", page.read_text()))
     if reason := why_not(code):
         pytest.skip(reason)
@@ -139,11 +135,12 @@ def test_what_is_not_run_can_be_parsed(page, kind, code):
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
-def test_the_extras_and_modules_that_a_page_names_exist(page):
+def test_the_extras_groups_and_modules_that_a_page_names_exist(page):
     """In its blocks and between them."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     named = re.findall(r"\.\[([\w,]+)\](?!\()", page.read_text())
-    assert {extra for each in named for extra in each.split(",")} <= extras.keys()
+    assert {extra for each in named for extra in each.split(",")} <= project["project"]["optional-dependencies"].keys()
+    assert set(re.findall(r"--group (\w+)", page.read_text())) <= project["dependency-groups"].keys()
     for module in re.findall(r"-m ((?:optax_accum|benchmarks|examples)\b[\w.]*\w)", page.read_text()):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module

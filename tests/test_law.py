@@ -86,6 +86,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("sizes", PARTITIONS, ids=str)
 def test_the_update_equals_the_update_of_the_whole_batch(path, sizes):
@@ -98,6 +99,7 @@ def test_the_update_equals_the_update_of_the_whole_batch(path, sizes):
     assert optax_accum.has_updated(state)
 
 
+@pytest.mark.quick
 def test_a_mean_of_means_breaks_it():
     """The comparison can fail: the same uneven partition without weights."""
     start, batch, inner = problems.params(), problems.rows(ROWS), optax.sgd(0.1)
@@ -109,6 +111,7 @@ def test_a_mean_of_means_breaks_it():
     assert not np.allclose(now["w"], whole["w"], rtol=1e-2)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_one_micro_step_is_the_inner_optimizer_bit_for_bit(reduction):
     start, batch, inner = problems.params(), problems.rows(ROWS), optax.adamw(0.1)
@@ -211,6 +214,7 @@ def near(now, want, start):
         assert norm(leaf, right) <= 1e-6 * norm(right, before) + 1.2e-7 * norm(before), (leaf, right)
 
 
+@pytest.mark.quick
 @by_weight
 @pytest.mark.parametrize("path", paths.PATHS)
 def test_every_path_makes_the_update_of_the_whole_batch(path, weight):
@@ -288,7 +292,9 @@ def test_several_terms_over_devices(path, kind):
 
 
 @needs_devices
-@pytest.mark.parametrize(("kind", "weight"), [(0, "rows"), (0, "mask"), (1, "mask")], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "weight"), [(0, "rows"), (0, "mask"), pytest.param(1, "mask", marks=pytest.mark.quick)], ids=str
+)
 @pytest.mark.parametrize("path", paths.SHARDED)
 def test_every_path_over_devices(path, kind, weight):
     mesh = paths.mesh_of(paths.KINDS[kind])

@@ -169,6 +169,7 @@ def split(arguments, count):
     return [arguments[name] for name in names[:count]], {name: arguments[name] for name in reversed(names[count:])}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("named", ROLES)
 @BY_POSITION
