@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -156,7 +157,31 @@ def test_the_first_page_shows_the_first_diff_of_the_readme():
     """tests/test_flax_examples.py applies it, and those of docs/flax.md."""
     assert blocks("diff", (ROOT / "docs/index.md").read_text()) == blocks("diff")[:1]
     with_diffs = {page.name for page in WRITTEN if blocks("diff", page.read_text())}
-    assert with_diffs == {"README.md", "index.md", "flax.md"}
+    assert with_diffs == {"README.md", "CONTRIBUTING.md", "index.md", "flax.md"}
+
+
+def test_the_example_of_contributing_works(tmp_path):
+    """Its diff, applied to a copy: the test that it adds passes there, and only there."""
+    (diff,) = blocks("diff", (ROOT / "CONTRIBUTING.md").read_text())
+    for folder in ("optax_accum", "tests", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_faults.py", "-k", "guard"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    results = []
+    for part in ("tests", ""):  # its test alone, then all of it
+        for path, hunks in re.findall(rf"^--- a/({part}.*)\n((?:[-+ @](?!-- ).*\n)+)", diff, re.MULTILINE):
+            text = (tmp_path / path).read_text()
+            for lines in hunks.split("@@\n")[1:]:
+                old, new = ("".join(re.findall(rf"^[{sign} ](.*\n)", lines, re.MULTILINE)) for sign in "-+")
+                if new not in text:
+                    assert text.count(old) == 1, old
+                    text = text.replace(old, new)
+            (tmp_path / path).write_text(text)
+        done = subprocess.run(test, check=False, capture_output=True, text=True, cwd=tmp_path, env=env)
+        results.append(done.stdout)
+    assert "nonfinite must be one of" in results[0]
+    assert "1 passed" in results[1], results[1]
 
 
 def test_the_readme_is_read_in_minutes():
