@@ -15,7 +15,7 @@ ROWS = (("seconds", "ms an update", 1e3, "log"), ("peak", "process, MB", 1e-6, "
 def draw(record: dict[str, Any], output: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
     """Draws the record of `benchmarks.peers` into PNG files beside `output`; returns a title and a path for each."""
     if importlib.util.find_spec("matplotlib") is None:
-        print('No pictures: they need matplotlib. Run: pip install ".[bench]"', file=sys.stderr)
+        print('No pictures: they need matplotlib. Run: pip install ".[demo]"', file=sys.stderr)
         return []
     beside = lambda name: output.with_name(f"{output.stem.lower()}_{name}.png")
     models = [table for table in record["tables"] if table["case"]["problem"] != "MLP"]

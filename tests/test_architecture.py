@@ -18,6 +18,8 @@ from optax_accum._core import compilers
 from optax_accum._core.quirks import QUIRKS
 from tests.versions import JAX
 
+pytestmark = pytest.mark.quick
+
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 ROOMS = {  # and what each stands on
     "_core": set(),

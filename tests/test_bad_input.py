@@ -11,6 +11,8 @@ import pytest
 
 import optax_accum
 
+pytestmark = pytest.mark.quick
+
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,14 +22,12 @@ from tests import versions
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-
-
-WITH_EXAMPLES = """
-_across.schedules _across.train_step _across.transformation _core.ratio _core.state _space.partials _batches.advise
-_batches.rows _compiled.collectives _across.noise_scale _batches.packing _placement.shardings _plan.planning _placement.resume
-_plan.steps _compiled.targets _compiled.traffic _verify.verify _verify.verify_step _within.microbatched_apply
-_within.value_and_grad
-"""
+PACKAGE = pathlib.Path(optax_accum.__file__).parent
+WITH_EXAMPLES = [
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if ">>>" in path.read_text()
+]
 
 
 def why_not(code):
@@ -40,23 +39,20 @@ def why_not(code):
     return None
 
 
-@pytest.mark.parametrize("room", WITH_EXAMPLES.split())
+def test_most_rooms_have_examples():
+    assert len(WITH_EXAMPLES) >= 20
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("room", WITH_EXAMPLES)
 def test_the_examples_of_the_docstrings(room):
     if versions.JAX < (0, 7, 2) and room in ("_space.partials", "_placement.shardings", "_placement.resume"):
         pytest.skip("JAX 0.7.2: everything over devices")
+    if room.startswith("flax.") and versions.flax_before(0, 11):
+        pytest.skip("Flax 0.11")
     module = importlib.import_module(f"optax_accum.{room}")
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0
-    assert result.failed == 0
-
-
-@pytest.mark.parametrize("room", ["batch_norm", "linen", "nnx", "nnx_optimizer"])
-def test_the_examples_of_the_flax_room(room):
-    if versions.flax_before(0, 11):
-        pytest.skip("Flax 0.11")
-    module = importlib.import_module(f"optax_accum.flax._{room}")
-    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert result.attempted > 4
     assert result.failed == 0
 
 
@@ -70,6 +66,7 @@ def test_the_readme_has_code_of_each_kind():
     assert set(re.findall(r"^```(\w+)", README, re.MULTILINE)) <= {"python", "bash", "bibtex", "diff"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.strip().splitlines()[0][:40])
 def test_a_python_block_of_the_readme(code):
     exec(compile(code, "README.md", "exec"), {})
@@ -106,7 +103,7 @@ def test_most_pages_have_code():
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page):
     """In a process of their own: they set the mesh and the number of devices for all that follows."""
     if missing := [name for name in NEEDS.get(page.stem, ()) if importlib.util.find_spec(name) is None]:
-        pytest.skip(f'needs {", ".join(missing)}: pip install ".[ecosystem]"')
+        pytest.skip(f"needs {', '.join(missing)}: pip install --group ecosystem")
     code = "\n".join(blocks("python", page.read_text()))
     if reason := why_not(code):
         pytest.skip(reason)
@@ -139,11 +136,12 @@ def test_what_is_not_run_can_be_parsed(page, kind, code):
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
-def test_the_extras_and_modules_that_a_page_names_exist(page):
+def test_the_extras_groups_and_modules_that_a_page_names_exist(page):
     """In its blocks and between them."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     named = re.findall(r"\.\[([\w,]+)\](?!\()", page.read_text())
-    assert {extra for each in named for extra in each.split(",")} <= extras.keys()
+    assert {extra for each in named for extra in each.split(",")} <= project["project"]["optional-dependencies"].keys()
+    assert set(re.findall(r"--group (\w+)", page.read_text())) <= project["dependency-groups"].keys()
     for module in re.findall(r"-m ((?:optax_accum|benchmarks|examples)\b[\w.]*\w)", page.read_text()):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
@@ -159,7 +157,31 @@ def test_the_first_page_shows_the_first_diff_of_the_readme():
     """tests/test_flax_examples.py applies it, and those of docs/flax.md."""
     assert blocks("diff", (ROOT / "docs/index.md").read_text()) == blocks("diff")[:1]
     with_diffs = {page.name for page in WRITTEN if blocks("diff", page.read_text())}
-    assert with_diffs == {"README.md", "index.md", "flax.md"}
+    assert with_diffs == {"README.md", "CONTRIBUTING.md", "index.md", "flax.md"}
+
+
+def test_the_example_of_contributing_works(tmp_path):
+    """Its diff, applied to a copy: the test that it adds passes there, and only there."""
+    (diff,) = blocks("diff", (ROOT / "CONTRIBUTING.md").read_text())
+    for folder in ("optax_accum", "tests", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_faults.py", "-k", "guard"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    results = []
+    for part in ("tests", ""):  # its test alone, then all of it
+        for path, hunks in re.findall(rf"^--- a/({part}.*)\n((?:[-+ @](?!-- ).*\n)+)", diff, re.MULTILINE):
+            text = (tmp_path / path).read_text()
+            for lines in hunks.split("@@\n")[1:]:
+                old, new = ("".join(re.findall(rf"^[{sign} ](.*\n)", lines, re.MULTILINE)) for sign in "-+")
+                if new not in text:
+                    assert text.count(old) == 1, old
+                    text = text.replace(old, new)
+            (tmp_path / path).write_text(text)
+        done = subprocess.run(test, check=False, capture_output=True, text=True, cwd=tmp_path, env=env)
+        results.append(done.stdout)
+    assert "nonfinite must be one of" in results[0]
+    assert "1 passed" in results[1], results[1]
 
 
 def test_the_readme_is_read_in_minutes():

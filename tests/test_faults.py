@@ -11,6 +11,8 @@ import pytest
 
 import optax_accum
 
+pytestmark = pytest.mark.quick
+
 K = 3
 GOOD = [jnp.array([1.0, -2.0]), jnp.array([3.0, 1.0]), jnp.array([-1.0, 4.0])]
 PARAMS = jnp.array([1.0, 2.0])

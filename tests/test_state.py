@@ -12,6 +12,8 @@ import pytest
 
 import optax_accum
 
+pytestmark = pytest.mark.quick
+
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}
 GRADS = [jax.tree.map(lambda p, i=i: jnp.sin(p + i), PARAMS) for i in range(8)]
 

@@ -2,9 +2,14 @@
 
 import json
 import pathlib
+import re
+import subprocess
+import sys
+import tomllib
 
 import jax
 import pytest
+import yaml
 
 from benchmarks import support
 from optax_accum._core.compilers import DEVICES, FLOOR
@@ -41,3 +46,34 @@ def test_the_row_of_this_version_is_what_it_does():
     assert support.added_in_place() == facts["added in place"]
     assert len(support.of_flax()) == len(facts["of flax"])
     assert support.decoder() == pytest.approx(facts["decoder"], abs=0.02)
+
+
+# The environments that it is tested in.
+
+CI = ROOT / ".ci"
+
+
+def test_the_workflow_takes_its_environments_from_the_table_of_ci_run():
+    """The script prints each with all its columns; the workflow names no version of JAX, and asks for columns that are there."""
+    printed = subprocess.run(
+        [sys.executable, CI / "environments.py", "--json"], check=True, capture_output=True, text=True
+    ).stdout
+    kinds = {kind: json.loads(rows) for kind, _, rows in (line.partition("=") for line in printed.splitlines())}
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert set(workflow["jobs"]["environments"]["outputs"]) == set(kinds) == {"suite", "law", "facts"}
+    for kind, rows in kinds.items():
+        job = workflow["jobs"][kind]
+        assert f"needs.environments.outputs.{kind}" in job["strategy"]["matrix"]["include"]
+        asked = set(re.findall(r"matrix\.(\w+)", json.dumps(job)))
+        assert [row["name"] for row in rows if not asked <= row.keys() or not all(row.values())] == []
+        assert not re.search(r"jax\w*==\d", json.dumps(job))
+
+
+def test_the_environments_are_the_versions_that_are_promised():
+    """The oldest JAX, each Python of the classifiers, and what Colab has."""
+    table = tomllib.loads((CI / "environments.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pythons = {row["python"] for row in table["suite"].values()}
+    assert pythons == set(re.findall(r":: (3\.\d+)", " ".join(project["classifiers"])))
+    assert any(f"jax=={'.'.join(map(str, FLOOR))} " in row["install"] for row in table["law"].values())
+    assert re.search(r"^jax==", (CI / "colab.txt").read_text(), re.MULTILINE)

@@ -11,6 +11,8 @@ import pytest
 
 import optax_accum
 
+pytestmark = pytest.mark.quick
+
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3) - 2, "b": jnp.array([0.5, -0.5, 1.0])}
 GRADS = [jax.tree.map(lambda p, i=i: jnp.cos(p + i), PARAMS) for i in range(8)]
 SGD = optax.sgd(1.0)
