@@ -40,7 +40,7 @@ ROOMS = {  # and what each stands on
     "plan": {"_plan", "_command"},
     "verify": {"_verify", "_command"},
     "statistics": {"_core", "_across", "_batches"},
-    "flax": {"_core", "_space", "_across"},
+    "flax": {"_core", "_space", "_across", "_within"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
 FLOORS = {  # inside a room: a module imports from lower floors

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from optax_accum import batching, statistics
 from optax_accum._core import seen as counting
+from optax_accum._within.value_and_grad import keeping
 from optax_accum.accelerators import count_traffic
 from tests import programs
 
@@ -331,8 +332,8 @@ def test_within_a_call_by_group_smoothed_and_of_what_is_a_gradient():
     fun = lambda p, rows: loss(p["a"] + p["b"], rows) + 0.1 * jnp.sum(p["b"]) + 7.0 * jnp.sum(p["kept"])
     groups = statistics.Options(groups={"a": "x", "b": "y", "kept": "z"})
     reduction = {"a": "mean", "b": "mean", "kept": "last"}
-    asked = {"num_microbatches": 2, "statistics": groups, "grad_reduction": reduction}
-    measure = jax.jit(optax_accum.value_and_grad(fun, **asked))
+    cut = lambda k: keeping(optax_accum.value_and_grad(fun, k, statistics=groups), reduction)
+    measure = jax.jit(cut(2))
     (_, first), grads = measure(params, ROWS[0])
     (_, second), _ = measure(params, ROWS[1])
     assert set(first.noise) == {"x", "y"}
@@ -341,7 +342,7 @@ def test_within_a_call_by_group_smoothed_and_of_what_is_a_gradient():
     told = statistics.smooth(first, second, 0.75)
     wanted = 0.75 * first.noise["x"] + 0.25 * second.noise["x"]
     close(statistics.gradient_noise_scale(told, "x").noise, wanted)
-    (_, one), _ = optax_accum.value_and_grad(fun, **asked | {"num_microbatches": 1})(params, ROWS[0])
+    (_, one), _ = cut(1)(params, ROWS[0])
     assert jnp.isnan(statistics.gradient_noise_scale(one).scale)
     assert statistics.smooth(told, one, 0.75).noise == told.noise
 

@@ -37,7 +37,6 @@ def value_and_grad(
     rng_argnum: Name | None = None,
     carry_argnum: Name | None = None,
     aux_reduction: Tree = "mean",
-    grad_reduction: Tree = "mean",
     accumulator_dtype: Any = None,
     in_place: bool | None = None,
     unroll: bool = False,
@@ -95,9 +94,6 @@ def value_and_grad(
         `(loss, carry)`, or `(loss, (aux, carry))` with `has_aux`.
       aux_reduction: what becomes of `aux`, a prefix of its tree: `"mean"` (weighted; by rows for a dict of weights),
         `"sum"`, `"max"`, `"concat"` (rows, in their order), `"stack"` (one for each micro-batch) or `"last"`.
-      grad_reduction: what becomes of the gradients, a prefix of what is differentiated: `"mean"` (weighted, as above);
-        `"max"` or `"last"` for leaves whose backward pass returns new values in the place of gradients, such as the
-        statistics of float8.
       accumulator_dtype: the dtype to add in, and to return, or a prefix of what is differentiated with several. By
         default, and where it is None, sums are in at least float32, and gradients come back in the parameters' dtypes.
       in_place: whether to add inside the backward pass: by default wherever accumulator and parameters have the same
@@ -139,7 +135,6 @@ def value_and_grad(
       interleaved cut is also that of `optax.microbatch`.
     """
     reductions.check_names("aux_reduction", aux_reduction, reductions.REDUCTIONS)
-    reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
     single = isinstance(argnums, int | str)
     # Of the tuple of differentiated arguments.
     of_params = lambda prefix: (prefix,) if single else tuple(prefix) if isinstance(prefix, list) else prefix
@@ -161,7 +156,7 @@ def value_and_grad(
         single=single,
         weight_fn=as_weight_fn(weight_fn, roles),
         aux_reduction=aux_reduction,
-        grad_reduction=of_params(grad_reduction),
+        grad_reduction="mean",
         accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
         in_place=in_place,
         unroll=unroll,
@@ -170,11 +165,25 @@ def value_and_grad(
         reduce_to=reduce_to if reduce_to is None or reduce_to == PARTIAL else of_params(reduce_to),
     )
     _check_options(rules)
+    return _computing(rules)
 
-    @functools.wraps(fun)
+
+def keeping(compute: Any, grad_reduction: Tree) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function that `value_and_grad` made, which keeps the gradients of some leaves instead of adding them.
+
+    `grad_reduction` is a prefix of the one argument that is differentiated: `"mean"` (weighted), or `"max"` or `"last"`
+    for leaves whose backward pass returns new values in the place of gradients, such as the statistics of float8.
+    """
+    reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
+    return _computing(dataclasses.replace(compute.rules, grad_reduction=(grad_reduction,)))
+
+
+def _computing(rules: Rules) -> Callable[..., tuple[Any, Any]]:
+    @functools.wraps(rules.fun)
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return _value_and_grad(rules, rules.roles.of(args, kwargs))
 
+    compute.rules = rules  # type: ignore[attr-defined]
     return compute
 
 

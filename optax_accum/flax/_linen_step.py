@@ -9,6 +9,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import optax_accum
 from optax_accum._core.sums import mean as weighted_mean
+from optax_accum._within.value_and_grad import keeping
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._linen import TrainState, field_names, parted
@@ -62,9 +63,10 @@ def train_step(
         own = _window.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
         _, overwritten = parted(state.params)
+        compute = cut(**own)
         if overwritten is not None:
-            own["grad_reduction"] = type(state.params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"})
-        (_, sums), grads = cut(**own)(state.params, batch, key, still)
+            compute = keeping(compute, type(state.params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}))
+        (_, sums), grads = compute(state.params, batch, key, still)
         if overwritten is not None:
             grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.whole(grads[OVERWRITE_WITH_GRADIENT], own, "max")}
         totals = _window.whole(sums, own)
@@ -82,7 +84,7 @@ def train_step(
 
 _ROLES: dict[str, Any] = {"has_aux": True, "rng_argnum": 2, "whole_argnums": 3, "aux_reduction": "sum"}
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
-    (*_ROLES, "argnums", "carry_argnum", "grad_reduction", "reduce_to"),
+    (*_ROLES, "argnums", "carry_argnum", "reduce_to"),
     "Leave it out; for a step of another form, take optax_accum.value_and_grad and state.apply_gradients.",
 )
 
