@@ -225,6 +225,57 @@ def test_policies_are_compared_in_their_table_alone():
                         assert not any(f"'{policy}'" in text for policy in ("propagate", "skip", "omit", "discard"))
 
 
+# What is asked many times is a noun: who may ask, by the names that asking takes.
+
+ASKED = {
+    "which form has a loss": (
+        {"is_ratio", "are_terms", "isinstance Ratio"},
+        "_core/ratio _within/weights _across/train_step",
+    ),
+    "how is a micro-batch differentiated": ({"vjp"}, "_core/backward"),
+    "which kind of every": ({"isinstance Schedule", "as_schedule"}, "_across/schedules _across/transformation"),
+    "what is measured": (
+        {"as_meter", "Measuring", "Counting"},
+        "_core/meter _across/transformation _within/value_and_grad",
+    ),
+    "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step"),
+    "does a state hold a sum": ({"holds_sum"}, "_across/accumulator flax/_window"),
+    "how do devices that weigh differently share a loss": ({"communicates"}, "_space/mapped _space/device"),
+    "does it run outside jit": (
+        {"is_staged", "is_again"},
+        "_core/tracing _within/loops _within/value_and_grad _across/train_step",
+    ),
+}
+ALSO = {  # that ask something else by the same name
+    "_across/window": {"communicates"},  # whether the space does
+    "_space/space": {"communicates"},
+    "_space/several": {"is_staged"},  # whether a reduction can be in place
+    "_verify/verify": {"is_ratio"},  # of a loss that is not cut
+    "flax/_window": {"isinstance Ratio"},  # for the metrics of a train step
+    "_space/partials": {"is_staged"},  # whether zeros can be placed
+}
+
+
+def asks(source):
+    """The names that a source uses, and the classes that it tells instances of."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    tests = [ast.unparse(call.args[1]) for call in calls if ast.unparse(call.func) == "isinstance"]
+    return names_in(source) | {f"isinstance {name}" for test in tests for name in re.findall(r"\w+", test)}
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_a_question_is_asked_by_its_noun(question):
+    names, owners = ASKED[question]
+    asking = {
+        f"{room}/{name}"
+        for room in ROOMS
+        if room not in FACES or room == "flax"
+        for name, source in modules(room).items()
+        if asks(source) & names - ALSO.get(f"{room}/{name}", set())
+    }
+    assert asking == set(owners.split())
+
+
 def test_the_questions_are_found():
     assert names_in("x = jax.lax.psum(1, axes)") & WHERE
     assert "rules.reduce_axes" in branches("if rules.reduce_axes:\n    pass")
