@@ -47,6 +47,10 @@ class Computation(dict[str, Instruction]):
         """What it returns."""
         return next(reversed(self.values()))
 
+    def parameter(self, number: int) -> Instruction:
+        """Returns one of the values that it is given."""
+        return next(one for one in self.values() if one.opcode == "parameter" and one.rest.startswith(f"{number})"))
+
     def sizes(self, names: tuple[str, ...]) -> int:
         """Returns the bytes of what instructions return."""
         return sum(size_of(self[name].shape) for name in names)
@@ -68,6 +72,9 @@ class Computation(dict[str, Instruction]):
         line = self.origin(name)
         found = re.search(r"\bindex=(\d+)", line.rest) if line.opcode == "get-tuple-element" else None
         return int(found[1]) if found else None
+
+
+FUSIONS = ("fusion", "fusion-start")  # and one that runs beside what comes before its `-done`
 
 
 class Ran(NamedTuple):
@@ -139,7 +146,7 @@ class Program:
                 for number, inner in enumerate(line.branches):
                     place = (*within, f"branch {number} of {line.name}")
                     yield from self._run(inner, into_fusions, place, in_loop, times, devices)
-            elif line.opcode in ("call", "async-start", *_FUSED * into_fusions):
+            elif line.opcode in ("call", "async-start", *(*FUSIONS, "custom-call") * into_fusions):
                 shards = devices * self._shards(computation, line)
                 for inner in line.inlined:
                     yield from self._run(inner, into_fusions, within, in_loop, times, shards)
@@ -187,7 +194,6 @@ def size_of(shape: str) -> int:
 
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
-_FUSED = ("fusion", "custom-call")
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-~]+)\s*(?:(?:\(.*)?->.*)?\{\s*$")  # before it is compiled: `name {`
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-~]+)\s*=\s*(\(.*?\)|\S+)\s+([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(

@@ -240,7 +240,7 @@ CUDA = "12" if JAX < (0, 8, 0) or importlib.util.find_spec("jax_cuda12_plugin") 
 NVIDIA = f"jax-cuda{CUDA}-plugin=={jax.__version__} jax-cuda{CUDA}-pjrt=={jax.__version__} " + (
     "nvidia-cuda-nvcc-cu12" if CUDA == "12" else "nvidia-cuda-nvcc nvidia-nvvm"
 )
-_YOUNG_FIELDS = r"\b(thread_dim_limit_\w|name): \S.*"  # of a GpuTargetConfigProto
+_YOUNG_FIELDS = r"\b(thread_dim_limit_\w|name): \S.*|device_interconnect_info .*"  # of a GpuTargetConfigProto
 
 
 def check_absent(name: str, gpu: bool) -> None:
