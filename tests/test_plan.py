@@ -1,12 +1,10 @@
-"""What fits: the search, the table and the command, against programs whose memory is known by hand."""
+"""What fits: the search and the table, against programs whose memory is known by hand."""
 
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 import re
-import subprocess
 import sys
 
 import jax
@@ -21,10 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum import plan
-from optax_accum._command import named
-from optax_accum._command import plan as plan_command
 from optax_accum._compiled import footprint
-from optax_accum._plan import budgets, planning, search, trials
+from optax_accum._plan import budgets, search, trials
 from tests import programs
 
 ROWS, WIDTH = 256, 128
@@ -966,7 +962,7 @@ def test_when_compilations_are_spent_the_plan_says_so():
     assert not table().open
 
 
-# The picture, the bar, the command.
+# The picture, the bar.
 
 
 def test_a_picture():
@@ -1006,148 +1002,3 @@ def test_without_tqdm_there_is_no_bar(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     planned(budget="1GB", progress=True)
     assert capsys.readouterr().err == ""
-
-
-def told(capsys, *words):
-    plan_command.main(words)
-    return capsys.readouterr().out
-
-
-def test_the_command(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "plan.png"
-    words = ("tests.test_plan:lower", "--global-batch", "256", "--budget", "1GB", "--candidates", "1", "2")
-    assert "1 micro-batch." in told(capsys, *words, "--plot", str(picture))
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    found = json.loads(told(capsys, *words, "--json"))
-    assert (found["num_microbatches"], found["sizes"], found["budget"]) == (1, [256], 10**9)
-    assert found["rows"][0]["arguments"] == ROWS * ROW
-    assert found["peak"] == found["rows"][0]["peak"]
-    assert "h100" in told(capsys, "--target")
-
-
-def test_json_is_all_that_is_printed(capsys, tmp_path, monkeypatch):
-    """Whatever the user's module prints; and where nothing fits, too."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    text = "print('hello')\nfrom tests.test_plan import lower\ndef make(k):\n    print(k)\n    return lower(k)\n"
-    (tmp_path / "talks.py").write_text(text)
-    words = (f"{tmp_path}/talks.py:make", "--global-batch", "256", "--candidates", "1", "2", "--json", "--budget")
-    assert json.loads(told(capsys, *words, "1GB"))["num_microbatches"] == 1
-    with pytest.raises(SystemExit, match="Nothing fits: the smallest peak is"):
-        plan_command.main([*words, "220kB"])
-    found = json.loads(capsys.readouterr().out)
-    assert (found["num_microbatches"], found["sizes"], found["peak"]) == (None, None, None)
-    assert [row["fits"] for row in found["rows"]] == [False, False]
-
-
-def test_a_file_is_what_it_is_whatever_its_name(tmp_path, monkeypatch, capsys):
-    """`types` is a module of Python, `talks` one of another folder."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    kept = {*sys.modules}
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        for name in ("types", "steps"):
-            file = tmp_path / folder / f"{name}.py"
-            file.write_text(f"from tests.test_plan import *\nmine = lambda k: {folder!r}\n")
-            assert named.load(f"{file}:mine")(1) == folder
-            assert named.load(f"{file}:mine")(1) == folder
-    for name in {*sys.modules} - kept:
-        del sys.modules[name]
-    with pytest.raises(ValueError, match="There is no module 'gone'"):
-        named.load(f"{tmp_path}/gone.py:mine")
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["tests.test_plan", "--global-batch", "8"], '"module:name".*Write train:make_step'),
-        (["no_such:make_step", "--global-batch", "8"], "There is no module 'no_such'.*PYTHONPATH"),
-        (["tests.test_plan:lowered", "--global-batch", "8"], "has no .lowered.*It has shape, lower, divisors, planned"),
-        (["examples.will_it_fit:step", "--global-batch", "8"], "has no .step.*It has params, loss, make_step, main\\."),
-        (["tests.test_plan:ROWS", "--global-batch", "8"], "make_step must be a function.*make_step=256"),
-        (["tests.test_plan:lower", "--global-batch", "0"], "global_batch must be an integer >= 1: global_batch=0"),
-        (["tests.test_plan:lower", "--global-batch", "8", "--budget", "-3GB"], "above zero: budget='-3GB'"),
-        (["tests.test_plan:raises", "--global-batch", "8", "--budget", "1GB"], "KeyError"),
-        (["tests.test_plan:lower", "--global-batch", "8", "--budget", "none"], "The budget must be"),
-    ],
-    ids=lambda words: words[0] if isinstance(words, list) else "",
-)
-def test_the_command_says_what_is_wrong(words, says):
-    with pytest.raises(SystemExit, match=says):
-        plan_command.main(words)
-
-
-BROKEN = {
-    "x = (": r"broken \(of '.*broken.py:make_step'\) must be a module that Python can import: it raised SyntaxError: .*",
-    "raise KeyError('gone')": ".*it raised KeyError: 'gone'",
-    "import no_such_module": ".*it raised ModuleNotFoundError: No module named 'no_such_module'",
-}
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_the_command_names_a_module_that_is_broken(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "broken.py").write_text(text)
-    with pytest.raises(SystemExit) as said:
-        plan_command.main([f"{tmp_path}/broken.py:make_step", "--global-batch", "8"])
-    assert re.fullmatch(BROKEN[text], said.value.code)  # in one line
-
-
-def compiles(k):
-    raise AssertionError("nothing may be compiled")
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("no/such/plan.png", "--plot must be a file that can be written"),
-        (".", "--plot must be a file"),
-        ("plan.gif2", "--plot must end in .*.png, .*: .*plan.gif2. Name it plan.png"),
-        ("plan", "--plot must end in"),
-    ],
-)
-def test_a_picture_that_cannot_be_drawn_is_refused_first(name, says, tmp_path):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(SystemExit, match=says):
-        plan_command.main(["tests.test_plan:compiles", "--global-batch", "8", "--plot", str(tmp_path / name)])
-
-
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (OSError(28, "No space left on device"), "plan.png cannot be written: No space left on device."),
-        (ValueError("too large"), "too large"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_where_drawing_fails_the_plan_is_printed(error, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pytest.importorskip("matplotlib.figure").Figure, "savefig", raising(error))
-    words = ["tests.test_plan:lower", "--global-batch", "256", "--budget", "1GB", "--candidates", "1"]
-    with pytest.raises(SystemExit, match=says):
-        plan_command.main([*words, "--plot", str(tmp_path / "plan.png")])
-    assert "1 micro-batch." in capsys.readouterr().out
-
-
-def raising(error):
-    def raises(*args, **options):
-        raise error
-
-    return raises
-
-
-def test_ctrl_c_ends_the_command_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(plan_command, "plan_microbatches", raising(KeyboardInterrupt()))
-    with pytest.raises(SystemExit) as end:
-        plan_command.main(["tests.test_plan:lower", "--global-batch", "8"])
-    assert end.value.code == 130
-    assert capsys.readouterr().err == "\nInterrupted.\n"
-
-
-def test_the_command_as_it_is_called(capsys):
-    """Its help shows an example that runs, and loading it warns of nothing."""
-    call = [sys.executable, "-W", "error", "-m", "optax_accum.plan"]
-    done = subprocess.run([*call, "--help"], capture_output=True, text=True, check=True)
-    (example,) = (line.split() for line in done.stdout.splitlines() if line.startswith("  python -m"))
-    assert example[:4] == ["python", "-m", "optax_accum.plan", "examples.will_it_fit:make_step"]
-    assert ": 64 micro-batches." in told(capsys, *example[3:], "--candidates", "64")
-    assert planning.plan_microbatches is optax_accum.plan_microbatches

@@ -221,7 +221,11 @@ class Plan:
 
 
 class NothingFitsError(ValueError):
-    """Nothing fits; `plan` has all that was compiled to know."""
+    """What `plan_microbatches` raises where nothing fits.
+
+    Attributes:
+      plan: all that was compiled to know, a `Plan` without a number of micro-batches.
+    """
 
     def __init__(self, says: str, plan: Plan):
         super().__init__(says)
