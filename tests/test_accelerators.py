@@ -259,7 +259,6 @@ def test_its_mesh_and_shapes():
     assert here.mesh().shape == {"data": 8}
     assert (here.one().devices, here.one().memory) == (here.devices[:1], here.memory)
     assert here.mesh("data", "model", shape=(4, 2)).shape == {"data": 4, "model": 2}
-    assert set(here.mesh(explicit=True).axis_types) == {jax.sharding.AxisType.Explicit}
     with pytest.raises(ValueError, match="as many devices as"):
         here.mesh("data", shape=(4,))
     (leaf,) = here.shapes([jnp.ones((8, 2))], jax.P("data"))

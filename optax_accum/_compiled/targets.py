@@ -52,7 +52,7 @@ class Target:
         """Returns its first device alone, to compile a program of one device."""
         return dataclasses.replace(self, devices=self.devices[:1])
 
-    def mesh(self, *names: str, shape: tuple[int, ...] | None = None, explicit: bool = False) -> Mesh:
+    def mesh(self, *names: str, shape: tuple[int, ...] | None = None) -> Mesh:
         """Returns a mesh of all devices, of one axis "data" unless other names and their sizes are given."""
         names = names or ("data",)
         shape = shape or (len(self.devices),)
@@ -61,8 +61,7 @@ class Target:
                 f"A mesh needs a size for each axis, and as many devices as {self.name} has: axes {names}, "
                 f"shape={shape}, {counted(len(self.devices), 'device')}."
             )
-        kind = AxisType.Explicit if explicit else AxisType.Auto
-        return Mesh(np.array(self.devices).reshape(shape), names, axis_types=(kind,) * len(names))
+        return Mesh(np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
     def shapes(self, tree: Tree, spec: PartitionSpec = PartitionSpec(), mesh: Mesh | None = None) -> Tree:  # noqa: B008
         """Returns arrays, or shapes of arrays, as shapes on this accelerator, to lower a function for it."""
