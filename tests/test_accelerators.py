@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks import accelerators as facts
 from optax_accum import accelerators
-from optax_accum._compiled import targets
-from optax_accum._core import compilers
+from optax_accum._compiled import absent, targets
 from optax_accum.accelerators import count_traffic
 from optax_accum.sharding import count_collectives
 from tests import programs
@@ -39,6 +38,11 @@ def test_one_pass_reads_and_writes(on):
     assert (found.always.copies, found.always.host) == (0, 0)
     assert found.least == found.most == found.always.bytes
     assert found.temporary < 0.01 * SIZE
+
+
+def test_what_is_cast_is_written_as_it_becomes(on):
+    found = traffic(on, lambda x: jnp.sin(x).astype(jnp.bfloat16), (N, N), donate=())
+    assert found.always.bytes / SIZE == pytest.approx(1.5, abs=0.01)
 
 
 def test_a_loop_counts_its_turns(on):
@@ -288,7 +292,7 @@ def test_a_number_of_devices_is_positive(devices):
         accelerators.target("h100", num_devices=devices)
 
 
-@pytest.mark.parametrize(("name", "package"), [("h100", compilers.NVIDIA), ("v5e:2x2", "pip install libtpu")])
+@pytest.mark.parametrize(("name", "package"), [("h100", absent.NVIDIA), ("v5e:2x2", "pip install libtpu")])
 def test_a_compiler_that_is_missing_is_named(name, package, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=package):
@@ -344,7 +348,7 @@ def test_a_compiler_that_jax_did_not_load_is_named(unchecked, monkeypatch):
         RuntimeError, match="did not load the compiler for h100.*JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"
     ) as said:
         accelerators.target("h100")
-    assert f"than JAX (jax-cuda13-plugin 0.9.0), install that of JAX: pip install --no-deps {compilers.NVIDIA}" in str(
+    assert f"than JAX (jax-cuda13-plugin 0.9.0), install that of JAX: pip install --no-deps {absent.NVIDIA}" in str(
         said.value
     )
 

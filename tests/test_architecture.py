@@ -69,7 +69,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_within": [{"splitting"}, {"loops", "reductions", "gradients", "microbatched_apply"}, {"cut"}, {"value_and_grad"}],
     "_batches": [{"rows", "packed", "advise"}, {"packing"}],
     "_placement": [{"shardings"}, {"resume"}],
-    "_compiled": [{"programs", "targets"}, {"collectives", "traffic", "footprint"}],
+    "_compiled": [{"absent", "programs"}, {"targets"}, {"collectives", "traffic", "footprint"}],
     "_plan": [{"search", "budgets", "picture", "steps"}, {"plan"}, {"trials"}, {"planning"}],
     "_verify": [
         {"loss", "report"},
@@ -244,7 +244,7 @@ def asks_for_a_version(source):
 
 def test_versions_are_asked_for_by_their_owners_alone():
     asked = {(room, name) for room in ROOMS for name, source in modules(room).items() if asks_for_a_version(source)}
-    assert asked == {("_core", "compilers"), ("_core", "quirks"), ("flax", "_versions")}
+    assert asked == {("_core", "compilers"), ("_core", "quirks"), ("_compiled", "absent"), ("flax", "_versions")}
     assert not asks_for_a_version((PACKAGE / "__init__.py").read_text())
 
 
@@ -294,15 +294,16 @@ def test_what_is_taken_from_jax_is_there(room):
 def test_a_quirk_is_owned_and_needed(quirk):
     """A row whose versions are no longer supported goes, and what it owns; another one names the test that says so."""
     path, _, name = quirk.where.rpartition(".")
-    assert hasattr(importlib.import_module(f"optax_accum.{path or '_core.compilers'}"), name)
+    module = importlib.import_module(f"optax_accum.{path or '_core.compilers'}")
+    assert hasattr(module, name)
     assert bool(quirk.until) != bool(quirk.test)
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
     (floor,) = (line.removeprefix("jax>=") for line in project["dependencies"] if line.startswith("jax"))
     if quirk.until:
         assert quirk.until > tuple(map(int, floor.split(".")))
-        owner = getattr(compilers, quirk.where)
-        source = inspect.getsource(owner) if callable(owner) else pathlib.Path(compilers.__file__).read_text()
-        named = {getattr(compilers, name) for name in OF_VERSIONS if re.search(rf"JAX (<|>=) {name}\b", source)}
+        owner = getattr(module, name)
+        source = inspect.getsource(owner if callable(owner) else module)
+        named = {getattr(compilers, name) for name in OF_VERSIONS if re.search(rf"JAX (<|>=) (\w+\.)?{name}\b", source)}
         literal = {ast.literal_eval(found) for found in re.findall(r"\(0, \d+, \d+\)", source)}
         required = re.findall(r"require\(.*\(0, \d+, \d+\)", source)
         assert quirk.until in named | literal or required or "hasattr" in source or "except TypeError" in source

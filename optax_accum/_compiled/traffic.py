@@ -203,12 +203,12 @@ class _Cost:
     def _fused(self, inside: Computation) -> int:
         """Returns the bytes of a fusion: what it reads of its operands, what it writes of its results."""
         names = inside.root.operands if inside.root.opcode == "tuple" else (inside.root.name,)
-        written = sum(self._written(inside, inside.origin(name)) for name in names)
+        written = sum(self._written(inside, name) for name in names)
         return written + sum(self._taken(inside, number, name) for number, name in enumerate(self.line.operands))
 
-    def _written(self, inside: Computation, result: Instruction) -> int:
+    def _written(self, inside: Computation, name: str) -> int:
         """Returns the bytes that a fusion writes of a result: of one that it updates in place, the slice."""
-        whole = self._size(result.shape)
+        whole, result = self._size(inside[name].shape), inside.origin(name)
         while fused := self._inside(result):
             inside, result = fused, fused.origin(fused.root.name)
         return inside.sizes(result.operands[1:2]) if whole and result.opcode == "dynamic-update-slice" else whole
