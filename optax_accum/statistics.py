@@ -1,4 +1,4 @@
-"""Experimental: what the gradients of a window tell, and what to make of it.
+"""Experimental: what the gradients of a window tell.
 
 * `accumulate_gradients(..., statistics=True)`, or `statistics=Options(decay, groups)`: each micro-step reads its
   gradient once more, and each update. `metrics(state)` has norms, noise and signal by name.
@@ -6,27 +6,22 @@
   `smooth(old, new, decay)` smooths statistics from one call to the next.
 * `gradient_noise_scale(state_or_statistics)`: noise, signal and their ratio, in examples or tokens.
 * `every_by_tokens({0: 768, 250e9: 1536})`, `every_by_noise(4, 64)`: windows that grow, for `every`.
-* `rescale_decay(b2, batch_from, batch_to)`, `advise(...)`: before you accumulate.
 
 A backward pass that adds in place writes no gradient that could be measured: with statistics, `value_and_grad` and
-`value_and_apply_gradients` add after it. docs/noise_scale.md, docs/when_not.md and
-docs/growing_batches.md have sources and examples.
+`value_and_apply_gradients` add after it. docs/noise_scale.md and docs/growing_batches.md have
+sources and examples. What to make of it: `optax_accum.batching`.
 """
 
 from optax_accum._across.noise_scale import gradient_noise_scale
 from optax_accum._across.schedules import every_by_noise, every_by_tokens
-from optax_accum._batches.advise import Advice, advise, rescale_decay
 from optax_accum._core.statistics import NoiseScale, Options, Statistics, smooth
 
 __all__ = [
-    "Advice",
     "NoiseScale",
     "Options",
     "Statistics",
-    "advise",
     "every_by_noise",
     "every_by_tokens",
     "gradient_noise_scale",
-    "rescale_decay",
     "smooth",
 ]

@@ -36,7 +36,7 @@ ROOMS = {  # and what each stands on
     "accelerators": {"_compiled"},
     "__main__": {"_command"},
     "plan": {"_plan"},
-    "statistics": {"_core", "_across", "_batches"},
+    "statistics": {"_core", "_across"},
     "flax": {"_core", "_space", "_across"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""Owns the list of what is done otherwise for a version or a compiler, for the docs, and for tests that fail if it may go."""
+"""Owns the list of what versions and compilers get otherwise, for docs, and for tests that fail if one may go."""
 
 from typing import NamedTuple
 
