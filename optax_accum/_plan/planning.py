@@ -66,11 +66,10 @@ def plan_microbatches(
       rows that are a power of two), one more where there are twice as many.
 
     Raises:
-      optax_accum.plan.NothingFitsError: nothing fits: the smallest peak, the budget, and the ways on; its `plan` says
-        what was compiled. It is a ValueError.
-      ValueError: a budget or a number that cannot be; a builder that always raises, ignores its number, takes it for
-        the rows of a micro-batch, has a batch of other rows, lowers for other devices or for some, or shares nothing
-        among them.
+      ValueError: nothing fits: the smallest peak, the budget, and the ways on; it is an
+        `optax_accum.plan.NothingFitsError`, whose `plan` says what was compiled. A budget or a number that cannot be; a
+        builder that always raises, ignores its number, takes it for the rows of a micro-batch, has a batch of other
+        rows, lowers for other devices or for some, or shares nothing among them.
       TypeError: what is no function, or returns no lowered step.
       RuntimeError: the target's compiler is not installed, or tells nothing about memory.
 
