@@ -85,7 +85,7 @@ def found_of(name: str, model: Small) -> Found:
     number = lambda c: c.number if c else None
     answers, asked = [], []
     for budget in budgets:
-        measured = search.search(every, peaks.__getitem__, budget, None, lambda: least)
+        measured = search.search(every, peaks.__getitem__, budget, lambda: least)
         answers.append((number(search.best(peaks, budget)), number(search.best(measured, budget))))
         asked.append(len(measured))
     middle = len(budgets) // 2

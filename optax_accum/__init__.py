@@ -10,21 +10,21 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from optax_accum import accelerators, batching, checkpoint, sharding, statistics
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients, apply_gradients
 from optax_accum._core.ratio import Ratio
 from optax_accum._core.state import AccumulationState, from_multi_steps, has_updated
-from optax_accum._plan.planning import plan_microbatches
 from optax_accum._space.metrics import metrics
-from optax_accum._verify.verify import verify
-from optax_accum._verify.verify_step import verify_step
 from optax_accum._within.microbatched_apply import microbatched_apply
 from optax_accum._within.value_and_grad import value_and_grad
 
 if _TYPE_CHECKING:
+    from optax_accum import accelerators, batching, checkpoint, sharding, statistics
     from optax_accum import flax as flax
     from optax_accum import plan as plan
+    from optax_accum._plan.planning import plan_microbatches
+    from optax_accum._verify.verify import verify
+    from optax_accum._verify.verify_step import verify_step
 
 __version__ = "0.1.0"
 
@@ -50,15 +50,19 @@ __all__ = [
 ]
 
 
-_LATER = {"flax", "plan"}  # Flax takes a second, and need not be installed; `python -m` runs a module not yet loaded
+# Loaded when first asked for: a training run needs little of it, and Flax need not be installed.
+_FACES = {"accelerators", "batching", "checkpoint", "flax", "plan", "sharding", "statistics"}
+_FUNCTIONS = {"plan_microbatches": "_plan.planning", "verify": "_verify.verify", "verify_step": "_verify.verify_step"}
 
 
 def __getattr__(name: str) -> _Any:
-    """Loads `optax_accum.flax` and `optax_accum.plan` when they are first asked for."""
-    if name in _LATER:
+    """Loads a face, or a function, that is asked for the first time."""
+    if name in _FACES:
         return _importlib.import_module(f"optax_accum.{name}")
+    if name in _FUNCTIONS:
+        return globals().setdefault(name, getattr(_importlib.import_module(f"optax_accum.{_FUNCTIONS[name]}"), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", *_LATER])
+    return sorted([*__all__, "__version__", "flax", "plan"])

@@ -1,90 +1,48 @@
-"""Owns `python -m optax_accum`: what there is, and what a bug report needs to say about the machine."""
+"""Owns `python -m optax_accum`: which commands there are, and how they end. Each is a file of `_command`."""
 
-import importlib.metadata
+import argparse
 import inspect
-import os
-import platform
-import types
+import sys
+from collections.abc import Sequence
 
-import jax
+from optax_accum._command import info, plan, verify
 
-import optax_accum
-
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "optax",
-    "flax",
-    "orbax-checkpoint",
-    "numpy",
-    "libtpu",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-)
-VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "CUDA_VISIBLE_DEVICES", "TF_CPP_")
-OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_disable_jit")
+COMMANDS = {"info": info, "plan": plan, "verify": verify}
 
 
-def main() -> None:
-    """Prints both."""
-    commands = "\n".join(
-        [
-            "python -m optax_accum.plan --help: how many micro-batches fit, from the command line.",
-            "python -m optax_accum.verify --help: whether a train step accumulates as it should.",
-        ]
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command, and returns its exit status: 2 where it cannot do what it was asked, 130 after Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+    except (AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        print("\n".join([str(error), *getattr(error, "__notes__", ())]), file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    example = lambda command: f"example, from the folder of the repository:\n\n  {command}\n"
+    parser = argparse.ArgumentParser(
+        prog="python -m optax_accum",
+        description="What fits, what is right, and, without a command, what there is.",
+        epilog=example(f"{plan.EXAMPLE}\n  {verify.EXAMPLE}"),
+        formatter_class=form,
     )
-    print(f"{inspect.getdoc(optax_accum)}\n\n{_names()}\n\n{commands}\n\nFor a bug report:\n\n{_diagnostics()}")
-
-
-def _names() -> str:
-    """Returns every public name with the first sentence about it; those of a module are indented."""
-    about = lambda value: (inspect.getdoc(value) or "").split("\n")[0]
-    lines: list[tuple[str, str]] = []
-    for name in sorted({*dir(optax_accum)} - {"__version__"}):
-        try:
-            value = getattr(optax_accum, name)
-        except ImportError as error:  # Flax is not installed
-            lines.append((name, str(error)))
-            continue
-        lines.append((name, about(value)))
-        if isinstance(value, types.ModuleType):
-            lines += [(f"  {inner}", about(getattr(value, inner))) for inner in value.__all__]
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
-
-
-def _diagnostics() -> str:
-    versions = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
-    # All of JAX's variables, and no other: they go into a public report.
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
-    options = [f"{name}={getattr(jax.config, name, None)}" for name in OPTIONS]
-    lines = {
-        "optax_accum": optax_accum.__version__,
-        "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "packages": ", ".join(versions),
-        "devices": _devices(),
-        "options": ", ".join(options),
-        "variables": " ".join(variables) or "none",
-    }
-    return "\n".join(f"  {name}: {value}" for name, value in lines.items())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _devices() -> str:
-    """Returns what JAX runs on; or why it does not, which is what such a report is about."""
-    try:
-        kinds = [device.device_kind for device in jax.devices()]
-    except RuntimeError as error:
-        return str(error)
-    counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
-    return f"{jax.default_backend()}, {counted}; {jax.process_count()} process(es)"
+    parser.set_defaults(run=info.run)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        about = inspect.getdoc(command.run)
+        own = commands.add_parser(
+            name, help=about, description=about, epilog=example(command.EXAMPLE), formatter_class=form
+        )
+        command.add_arguments(own)
+        own.set_defaults(run=command.run)
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,18 +1,23 @@
-"""The sizes of batches: rows and tokens dealt out over micro-batches and devices, and windows that grow.
+"""The sizes of batches: rows and tokens dealt out over micro-batches and devices, how many pay, and windows that grow.
 
-* `split_global_batch`, `token_microbatches`: how the rows of one update are split, by rows or by tokens.
+* `split_global_batch(rows, most, devices)`, `token_microbatches(lengths, max_tokens)`: the split, by rows or by tokens.
 * `every_by_tokens({0: 768, 250e9: 1536})`, `every_by_noise(4, 64)`: windows that grow, for `every`.
+* `advise(...)`, `rescale_decay(b2, batch_from, batch_to)`: before you accumulate; experimental. docs/when_not.md.
 """
 
+from optax_accum._batches.advise import Advice, advise, rescale_decay
 from optax_accum._batches.packing import TokenPacking, token_microbatches
 from optax_accum._batches.rows import BatchSplit, split_global_batch
 from optax_accum._batches.schedules import every_by_noise, every_by_tokens
 
 __all__ = [
+    "Advice",
     "BatchSplit",
     "TokenPacking",
+    "advise",
     "every_by_noise",
     "every_by_tokens",
+    "rescale_decay",
     "split_global_batch",
     "token_microbatches",
 ]

@@ -2,16 +2,11 @@
 
 * `optax_accum.plan_microbatches(make_step, global_batch)`: the plan, of any step.
 * `of_loss(loss, tx, params, batch)`, `of_step(step, state, batch)`: the `make_step` of usual steps.
-* `python -m optax_accum.plan module:make_step --global-batch 256 --target h100`: the same, from the command line.
+* `python -m optax_accum plan module:make_step --global-batch 256 --target h100`: the same, from the command line.
 """
 
-from optax_accum._plan.plan import Plan
+from optax_accum._plan.plan import NothingFitsError, Plan
 from optax_accum._plan.planning import plan_microbatches
 from optax_accum._plan.steps import Builder, of_loss, of_step
 
-__all__ = ["Builder", "Plan", "of_loss", "of_step", "plan_microbatches"]
-
-if __name__ == "__main__":
-    from optax_accum._command import plan as _command
-
-    _command.main()
+__all__ = ["Builder", "NothingFitsError", "Plan", "of_loss", "of_step", "plan_microbatches"]

@@ -113,6 +113,11 @@ def test_texts_of_other_backends():
   ROOT %rs = bf16[1,128]{1,0} reduce-scatter(%p), replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
 }
 
+%fused_psum (q: f32[16]) -> f32[16] {
+  %q = f32[16]{0} parameter(0)
+  ROOT %psum = f32[16]{0} all-reduce(%q), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+
 ENTRY %main (x: f32[16], y: bf16[4,128]) -> f32[16] {
   %x = f32[16]{0:T(256)} parameter(0)
   %y = bf16[4,128]{1,0:T(8,128)(2,1)} parameter(1)
@@ -122,7 +127,8 @@ ENTRY %main (x: f32[16], y: bf16[4,128]) -> f32[16] {
   %agd = f32[64]{0} all-gather-done(%ags)
   %rss = ((bf16[4,128]{1,0}), bf16[1,128]{1,0}) async-start(%y), calls=%wrapped
   %rsd = bf16[1,128]{1,0} async-done(%rss)
-  ROOT %out = f32[16]{0} copy(%ard)
+  %fs = ((f32[16]{0}), f32[16]{0}) fusion-start(%ard), kind=kCustom, calls=%fused_psum
+  ROOT %out = f32[16]{0} fusion-done(%fs)
 }
 """
     counted = optax_accum.sharding.count_collectives(text)
@@ -130,6 +136,7 @@ ENTRY %main (x: f32[16], y: bf16[4,128]) -> f32[16] {
         ("all-reduce", 64, 2),
         ("all-gather", 256, 4),
         ("reduce-scatter", 1024, 4),
+        ("all-reduce", 64, 2),
     ]
     assert counted.operations[0].source == "jit(f)/psum"
 

@@ -1,5 +1,8 @@
-"""`python -m optax_accum`: what there is, and what a bug report needs."""
+"""`python -m optax_accum`: what there is and what a bug report needs, `plan`, `verify`."""
 
+import json
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -7,7 +10,28 @@ import jax
 import pytest
 
 import optax_accum
-from optax_accum import __main__ as command
+from optax_accum.__main__ import COMMANDS, main
+from optax_accum._command import info, named
+from optax_accum._command import plan as plan_command
+from tests.test_plan import ROW, ROWS
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    """What is loaded by name adds a folder to it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def raising(error):
+    def raises(*args, **options):
+        raise error
+
+    return raises
+
+
+# What there is.
 
 
 @pytest.fixture
@@ -15,14 +39,14 @@ def said(monkeypatch, capsys):
     jax.devices()  # which ends the process where XLA does not know a flag
     monkeypatch.setenv("XLA_FLAGS", "--xla_some_flag")
     monkeypatch.setenv("MY_SECRET", "hidden")
-    command.main()
+    assert main([]) == 0
     return capsys.readouterr().out
 
 
 def test_it_names_all_there_is(said):
     names, _ = said.split("For a bug report:")
-    assert "optax_accum.plan --help" in names
-    assert "optax_accum.verify --help" in names
+    assert "optax_accum plan --help" in names
+    assert "optax_accum verify --help" in names
     for name in (*dir(optax_accum), "Target", "shard_over"):
         assert name == "__version__" or f"{name} " in names, name
 
@@ -39,7 +63,7 @@ def test_devices_that_fail_are_what_it_tells(monkeypatch):
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
     monkeypatch.setattr(jax, "devices", devices)
-    assert "devices: Unable to initialize backend 'cuda'" in command._diagnostics()
+    assert "devices: Unable to initialize backend 'cuda'" in info._diagnostics()
 
 
 def test_it_runs_without_flax():
@@ -47,3 +71,141 @@ def test_it_runs_without_flax():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 'pip install "flax>=0.11.2"' in done.stdout
     assert "For a bug report:" in done.stdout
+
+
+# Commands.
+
+
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_each_help_shows_an_example_that_runs(name, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"] if name else ["--help"])
+    examples = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  python -m")]
+    assert len(examples) == (1 if name else 2)
+    for example in examples:
+        assert example[:3] == ["python", "-m", "optax_accum"]
+        quick = ["--candidates", "64"] if "plan" in example else []
+        assert main([*example[3:], *quick]) == 0
+        assert len(capsys.readouterr().out.splitlines()) > 4
+
+
+def test_it_is_called_without_a_warning():
+    call = [sys.executable, "-W", "error", "-m", "optax_accum", "verify", "examples.verified_step:make_step"]
+    done = subprocess.run(call, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.startswith("The law holds")
+
+
+def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "plan_microbatches", raising(KeyboardInterrupt()))
+    assert main(["plan", "tests.test_plan:lower", "--global-batch", "8"]) == 130
+    assert capsys.readouterr().err == "\nInterrupted.\n"
+
+
+def test_a_file_is_what_it_is_whatever_its_name(tmp_path):
+    """`types` is a module of Python, `talks` one of another folder."""
+    kept = {*sys.modules}
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for name in ("types", "steps"):
+            file = tmp_path / folder / f"{name}.py"
+            file.write_text(f"from tests.test_plan import *\nmine = lambda k: {folder!r}\n")
+            assert named.load(f"{file}:mine")(1) == folder
+            assert named.load(f"{file}:mine")(1) == folder
+    for name in {*sys.modules} - kept:
+        del sys.modules[name]
+    with pytest.raises(ValueError, match="There is no module 'gone'"):
+        named.load(f"{tmp_path}/gone.py:mine")
+
+
+# plan
+
+WORDS = ("plan", "tests.test_plan:lower", "--global-batch", "256", "--candidates", "1", "2", "--budget")
+
+
+def test_plan_prints_a_table_or_json(capsys):
+    assert main([*WORDS, "1GB"]) == 0
+    assert "1 micro-batch." in capsys.readouterr().out
+    assert main([*WORDS, "1GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_microbatches"], found["sizes"], found["budget"]) == (1, [256], 10**9)
+    assert found["rows"][0]["arguments"] == ROWS * ROW
+    assert found["peak"] == found["rows"][0]["peak"]
+
+
+def test_json_is_all_that_is_printed(capsys, tmp_path):
+    """Whatever the user's module prints; and where nothing fits, too."""
+    text = "print('hello')\nfrom tests.test_plan import lower\ndef make(k):\n    print(k)\n    return lower(k)\n"
+    (tmp_path / "talks.py").write_text(text)
+    words = [word.replace("tests.test_plan:lower", f"{tmp_path}/talks.py:make") for word in WORDS]
+    assert main([*words, "1GB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_microbatches"] == 1
+    assert main([*words, "220kB", "--json"]) == 1
+    said = capsys.readouterr()
+    assert "Nothing fits: the smallest peak is" in said.err
+    found = json.loads(said.out)
+    assert (found["num_microbatches"], found["sizes"], found["peak"]) == (None, None, None)
+    assert [row["fits"] for row in found["rows"]] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("tests.test_plan --global-batch 8", '"module:name".*Write train:make_step'),
+        ("no_such:make_step --global-batch 8", "There is no module 'no_such'.*PYTHONPATH"),
+        ("tests.test_plan:lowered --global-batch 8", "has no .lowered.*It has shape, lower, divisors, planned"),
+        ("examples.will_it_fit:step --global-batch 8", "has no .step.*It has params, loss, make_step, main\\."),
+        ("tests.test_plan:ROWS --global-batch 8", "make_step must be a function.*make_step=256"),
+        ("tests.test_plan:lower --global-batch 0", "global_batch must be an integer >= 1: global_batch=0"),
+        ("tests.test_plan:lower --global-batch 8 --budget=-3GB", "above zero: budget='-3GB'"),
+        ("tests.test_plan:raises --global-batch 8 --budget 1GB", "KeyError"),
+        ("tests.test_plan:lower --global-batch 8 --budget none", "The budget must be"),
+        ("tests.test_plan:lower --global-batch 8 --target h1000", "The target must be one of a100"),
+    ],
+)
+def test_plan_says_what_is_wrong(words, says, capsys):
+    assert main(["plan", *words.split()]) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+BROKEN = {
+    "x = (": r"broken \(of '.*broken.py:make_step'\) must be a module that Python can import: it raised SyntaxError: .*",
+    "raise KeyError('gone')": ".*it raised KeyError: 'gone'",
+    "import no_such_module": ".*it raised ModuleNotFoundError: No module named 'no_such_module'",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_module_that_is_broken_is_named(text, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(text)
+    assert main(["plan", f"{tmp_path}/broken.py:make_step", "--global-batch", "8"]) == 2
+    assert re.fullmatch(BROKEN[text], capsys.readouterr().err.rstrip())  # in one line
+
+
+# verify
+
+
+@pytest.mark.parametrize(("name", "status"), [("sound", 0), ("broken", 1), ("missing", 2)])
+def test_verify(name, status, tmp_path, monkeypatch, capsys):
+    (tmp_path / "steps_of_mine.py").write_text(
+        "from tests.test_verify_step import BATCH as batch, FAULTS, Loop\nsound, broken = Loop(), FAULTS['divided twice']"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "steps_of_mine", raising=False)
+    assert main(["verify", f"steps_of_mine:{name}", "--every", "3"]) == status
+    said = capsys.readouterr()
+    assert ("has no 'missing'" in said.err) == (status == 2)
+    assert ("Cause: divided twice" in said.out) == (status == 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("BATCH", "must be a function: tests.test_verify_step:BATCH is a dict. Name make_step."),
+        ("Loop --rtol nan", "rtol must be a finite number above 0: rtol=nan."),
+    ],
+)
+def test_verify_says_what_is_wrong(words, says, capsys):
+    step = f"tests.test_verify_step:{words}".split()
+    assert main(["verify", *step, "--batch", "tests.test_verify_step:BATCH"]) == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]

@@ -169,6 +169,9 @@ def test_a_micro_batch_too_many_is_not_taken_for_coarse_buckets():
     lengths = [2048 // 21] * (34 * 21)
     assert token_microbatches(lengths, 2048, buckets=coarse_buckets(2048)).num_microbatches == 36
     assert token_microbatches(lengths, 2048).num_microbatches == 34
+    for asked, used in ((40, 36), (35, 34)):  # unless they were allowed: shapes that are always the same are worth more
+        packing = token_microbatches(lengths, 2048, num_microbatches=asked)
+        assert (packing.num_microbatches, (packing.tokens.sum(-1) > 0).sum()) == (asked, used)
 
 
 def test_what_is_balanced_is_the_cost():

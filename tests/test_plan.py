@@ -1,12 +1,10 @@
-"""What fits: the search, the table and the command, against programs whose memory is known by hand."""
+"""What fits: the search and the table, against programs whose memory is known by hand."""
 
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 import re
-import subprocess
 import sys
 
 import jax
@@ -21,10 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum import plan
-from optax_accum._command import named
-from optax_accum._command import plan as plan_command
 from optax_accum._compiled import footprint
-from optax_accum._plan import budgets, planning, search, trials
+from optax_accum._plan import budgets, search, trials
 from tests import programs
 
 ROWS, WIDTH = 256, 128
@@ -90,7 +86,7 @@ def test_six_are_enough_for_1024_rows():
     every = search.candidates(1024)
     for limit in range(1025):
         for floor in (0, 1000):  # what is held at no rows may not be what it seems
-            peaks = search.search(every, lambda c: c.rows**0.5, limit**0.5, None, lambda floor=floor: -floor)
+            peaks = search.search(every, lambda c: c.rows**0.5, limit**0.5, lambda floor=floor: -floor)
             assert len(peaks) <= 6
             assert (found := search.best(peaks, limit**0.5)) == next((c for c in every if c.rows <= limit), None)
             assert found is None or found == every[0] or every[every.index(found) - 1] in peaks
@@ -110,7 +106,7 @@ def test_of_what_is_nearly_a_line_what_is_found_fits_and_was_measured(line, wher
     straight, every = peak_of(*of), search.candidates(rows)
     peak = lambda c: straight(c) ** bend * (whole if c.number == 1 else 1)
     limit = peak(every[-1]) + where * abs(peak(every[0]) - peak(every[-1]))
-    peaks = search.search(every, peak, limit, 6)
+    peaks = search.search(every, peak, limit)
     found = search.best(peaks, limit)
     assert len(peaks) <= 6
     assert found in peaks
@@ -146,16 +142,16 @@ def test_candidates_are_the_sizes_that_there_are():
 def test_memory_that_falls_with_the_rows_is_halved_and_said():
     """A loop unrolled: the more micro-batches, the more is kept."""
     every = search.candidates(64)
-    peaks = search.search(every, lambda c: 10.0 * c.number + (1e4 if c.number == 1 else 0), 100, 6)
+    peaks = search.search(every, lambda c: 10.0 * c.number + (1e4 if c.number == 1 else 0), 100)
     assert not search.grows(peaks)
     assert search.best(peaks, 100) is not None
     assert search.grows({c: c.rows for c in every})
 
 
 def test_where_nothing_fits_four_are_enough():
-    peaks = search.search(search.candidates(1024), peak_of(100, 1, 0), 50, None, lambda: 40)
+    peaks = search.search(search.candidates(1024), peak_of(100, 1, 0), 50, lambda: 40)
     assert [c.rows for c in peaks] == [1024, 8, 2, 1]
-    assert len(search.search(search.candidates(1024), peak_of(100, 1, 0), 50, None, lambda: 60)) == 1
+    assert len(search.search(search.candidates(1024), peak_of(100, 1, 0), 50, lambda: 60)) == 1
 
 
 def test_a_whole_batch_that_no_compiler_finishes_leaves_no_line():
@@ -175,7 +171,6 @@ def test_the_bytes_of_a_program_that_is_known():
     assert found["kept"] == WIDTH * ROW
     assert found["temporary"] == pytest.approx(ROWS * ROW, rel=0.1)  # sin(rows)
     assert found["peak"] == sum(found[kind] for kind in ("arguments", "kept", "temporary", "code"))
-    assert found["flops"] == 2 * ROWS * WIDTH**2
 
 
 def test_a_donated_argument_counts_once():
@@ -353,69 +348,37 @@ def test_rows_go_to_the_shards_of_the_batch():
         assert found.rows[0]["rows"] == 1
 
 
-def test_flops_are_those_of_all_devices():
-    """Inside `shard_map` the program has the shapes of one."""
-    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-    on = optax_accum.accelerators.target(None, 4)
-    of = lambda k, **options: footprint.count_flops(
-        plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(ROWS, WIDTH), **options)(k, on)
-    )
-    for k in (1, 2):
-        assert of(k) == of(k, reduce_axes="data") == 2 * 2 * ROWS * WIDTH**2
-    mesh = on.mesh("data", "model", shape=(2, 2))
-    product = lambda x, w: jax.lax.psum(x @ w, "model")
-    own = jax.shard_map(product, mesh=mesh, in_specs=(P("data", "model"), P("model")), out_specs=P("data"))
-    some = jax.shard_map(
-        lambda x, w: x @ w, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}
-    )
-    for step in (own, some):
-        lowered = jax.jit(step).lower(shape(ROWS, WIDTH), shape(WIDTH, WIDTH))
-        assert footprint.count_flops(lowered) == 2 * ROWS * WIDTH**2
-
-
-def test_flops_count_loops_and_what_is_recomputed():
-    """XLA counts a loop once."""
-    layers = shape(6, WIDTH, WIDTH)
-    layer = lambda x, w: (jnp.tanh(x @ w), None)
-
-    def flops(layer, **options):
-        loss = lambda w, x: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
-        step = optax_accum.value_and_grad(loss, num_microbatches=7, **options)
-        return footprint.count_flops(jax.jit(step).lower(layers, shape(ROWS, WIDTH)))
-
-    forward = 6 * 2 * ROWS * WIDTH**2
-    assert flops(layer) == 3 * forward
-    assert flops(jax.checkpoint(layer)) == 4 * forward
-    assert flops(layer, weight_fn=lambda x: x[:, 0].sum()) is None  # micro-batches of weight zero are not run
-    filters = shape(3, 3, 4, 8)
-    convolve = lambda x, w: jax.lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    lowered = jax.jit(convolve).lower(shape(2, 16, 16, 4), filters)
-    assert footprint.count_flops(lowered) == 2 * (2 * 16 * 16 * 8) * (3 * 3 * 4)
-
-
-def test_of_options_the_fewest_flops_win_then_the_fewest_micro_batches():
-    """Recomputing fits in fewer micro-batches, and costs more."""
+def test_of_options_the_first_that_fits_is_chosen():
+    """Whatever another would need; recomputing fits in fewer micro-batches, and is written second."""
 
     def make_step(k, option):
-        kept, again = {"keeps": (2, 1), "recomputes": (1, 2), "offloads": (1, 1)}[option]
+        def add(total, rows):
+            kept = [
+                jax.lax.optimization_barrier(jnp.sin(rows + i)) for i in range({"keeps": 3, "recomputes": 1}[option])
+            ]
+            return total + sum(w.T @ w for w in kept), None
 
-        def one(rows):
-            written = [jax.lax.optimization_barrier(jnp.sin(rows + i)) for i in range(kept)]
-            return sum(w.T @ w for w in written * again) / kept
+        step = lambda x: jax.lax.scan(add, jnp.zeros((WIDTH, WIDTH)), x.reshape(k, -1, WIDTH))[0]
+        return jax.jit(step).lower(shape(ROWS, WIDTH))
 
-        return jax.jit(lambda x: jax.lax.map(one, x.reshape(k, -1, WIDTH)).sum(0)).lower(shape(ROWS, WIDTH))
-
-    budget = 4 * ROWS * ROW
-    choose = lambda options: planned(make_step, budget=budget, options=options)
+    choose = lambda *options: planned(make_step, budget=3 * ROWS * ROW, options=options)
     with programs.as_shipped():
-        found = choose(["keeps", "recomputes", "offloads"])
-    assert found.option == "offloads"
-    assert "option" in str(found)
-    assert "recomputes" in str(found)
-    assert "the fewest FLOPs, then the fewest micro-batches" in str(found)
-    assert {row["option"] for row in found.rows} == {"keeps", "recomputes", "offloads"}
+        found, other = choose("keeps", "recomputes"), choose("recomputes", "keeps")
+    assert (found.option, other.option) == ("keeps", "recomputes")
+    assert found.num_microbatches > other.num_microbatches
+    assert "Chosen of the options: the first that fits." in str(found)
+    assert {row["option"] for row in found.rows} == {"keeps", "recomputes"}
+
+
+def test_the_largest_product_of_a_step():
+    """In a loop, a convolution, none."""
+    filters = shape(3, 3, 4, 8)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    convolve = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+    lowered = jax.jit(convolve).lower(shape(2, 16, 16, 4), filters)
+    assert footprint.largest_product(lowered) == 2 * (2 * 16 * 16 * 8) * (3 * 3 * 4)
+    assert footprint.largest_product(lower(4)) == 2 * (ROWS // 4) * WIDTH**2
+    assert footprint.largest_product(jax.jit(jnp.sin).lower(shape(8))) == 0
 
 
 def sums(option, rows=ROWS):
@@ -424,8 +387,9 @@ def sums(option, rows=ROWS):
     def make_step(k):
         def add(total, rows):
             written = jax.lax.optimization_barrier(jnp.sin(rows))
-            turns = written[0, 0].astype(int) if option.get("unknown") else option.get("turns", 1)
-            return jax.lax.fori_loop(0, turns, lambda _, total: total + written.T @ written, total), None
+            return jax.lax.fori_loop(
+                0, option.get("turns", 1), lambda _, total: total + written.T @ written, total
+            ), None
 
         start = jnp.zeros((WIDTH, WIDTH))
         step = lambda x, held=0.0: jax.lax.scan(add, start, x.reshape(k, -1, WIDTH))[0] + jnp.sum(held)
@@ -438,93 +402,9 @@ def chosen_of(*options, budget="1GB", candidates=(1, 2)):
     return planned(lambda k, option: sums(option)(k), budget=budget, options=options, candidates=candidates)
 
 
-def test_an_option_whose_flops_are_not_known_does_not_win():
-    unknown = {"unknown": True}
-    assert chosen_of(unknown, {"turns": 3}).option == chosen_of({"turns": 3}, unknown).option == {"turns": 3}
-    assert chosen_of(unknown).option == unknown
-
-
-def by_call(k, option=1, held=0, window=True):
-    """A step that takes one micro-batch, multiplies it so often, and holds so many copies of the batch at once."""
-
-    def step(x, total, flush):
-        written = [jax.lax.optimization_barrier(jnp.sin(x + i)) for i in range(1 + held)]
-        total = jax.lax.fori_loop(0, option, lambda _, total: total + sum(w.T @ w for w in written[:1]), total)
-        return jax.lax.cond(flush, lambda t: t @ t, lambda t: t, total) + sum(w.sum() for w in written)
-
-    total = () if window and k == 1 else shape(WIDTH, WIDTH)  # a window of one may hold no sum
-    step = step if total else lambda x, total, flush, step=step: step(x, jnp.zeros((WIDTH, WIDTH)), flush)
-    return jax.jit(step).lower(shape(-(-ROWS // k), WIDTH), total, shape(dtype=bool))
-
-
-PRODUCT, EMITTED = 2 * ROWS * WIDTH**2, 2 * WIDTH**3
-
-
-@pytest.mark.parametrize("candidates", [None, [2, 4, 256], [1, 3], [4, 2]], ids=str)
-def test_flops_of_a_step_that_takes_one_micro_batch_are_those_of_an_update(candidates):
-    """What a branch holds, such as the optimizer, runs in one of the calls."""
-    budget = 240_000 if candidates is None else "1GB"
-    found = planned(by_call, candidates=candidates, budget=budget)
-    assert {row["flops"] for row in found.rows} == {PRODUCT + EMITTED}
-    said = "A call takes one micro-batch: FLOPs are of all calls, and once of a branch that no row adds to."
-    assert (said in str(found)) == any(row["num_microbatches"] > 1 for row in found.rows)
-    assert said not in str(table())
-    if candidates is None:  # of 65.5 kB, of a sum that is written, beside the arguments, which do shrink
-        assert re.search(r"What does not shrink with the rows: [56]\d\.\d\d kB beside", str(found))
-
-
-@pytest.mark.parametrize("weight_fn", [None, lambda x: x[:, 0].sum()], ids=["rows", "weighed"])
-def test_flops_of_an_update_across_calls_are_those_within_a_call(weight_fn):
-    """Of a weighed micro-batch in a branch, too; and an optimizer with products, which is in one."""
-    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-
-    def multiplied(grads, state, params=None):
-        return jax.tree.map(lambda g: g @ g, grads), state
-
-    inner = optax.GradientTransformation(lambda params: (), multiplied)
-
-    def make_step(k):
-        tx = optax_accum.accumulate_gradients(inner, k)
-        step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=weight_fn)
-        return jax.jit(step).lower(w, jax.eval_shape(tx.init, w), shape(-(-ROWS // k), WIDTH))
-
-    w = shape(WIDTH, WIDTH)
-    for candidates in ([1, 2], [2, 4], [4, 8, 256]):
-        (row,) = planned(make_step, candidates=candidates, budget="1GB").rows
-        assert row["flops"] == 2 * 2 * ROWS * WIDTH**2 + EMITTED
-
-
-def test_a_batch_that_comes_cut_is_no_micro_batch():
-    """[k, b, ...], padded, has about as many rows whatever k is."""
-
-    def make_step(k):
-        of_one = lambda total, x: (total + jnp.sin(x).T @ jnp.sin(x), None)
-        step = lambda x: jax.lax.scan(of_one, jnp.zeros((WIDTH, WIDTH)), x)[0]
-        return jax.jit(step).lower(shape(k, -(-100 // k), WIDTH))
-
-    found = planned(make_step, 100, candidates=[3, 100], budget="1GB")
-    assert [row["flops"] for row in found.rows] == [2 * 102 * WIDTH**2]
-    assert [one.calls for one in found.compiled] == [1]
-
-
-def test_options_of_steps_that_take_one_micro_batch_are_compared_by_update():
-    """The dear one does not fit whole, and a call of a small micro-batch has fewer FLOPs than the cheap one's."""
-    cheap, dear = {"option": 1}, {"option": 2, "held": 4}
-    budget = 3 * ROWS * ROW + 6 * WIDTH * ROW
-    for options in ([cheap, dear], [dear, cheap]):
-        with programs.as_shipped():
-            found = planned(lambda k, option: by_call(k, **option), options=options, budget=budget)
-        assert found.option == cheap
-        numbers = lambda option, found=found: [r["num_microbatches"] for r in found.rows if r["option"] == option]
-        assert (len(numbers(cheap)), len(numbers(dear)) > 1) == (1, True)
-
-
-def test_of_options_that_take_other_shapes_the_first_that_fits_is_chosen():
-    """A shorter sequence always has fewer FLOPs, and is less work."""
+def test_options_may_take_other_shapes():
     long, short = {"length": 4}, {"length": 1}
-    found = chosen_of(long, short)
-    assert (found.option, found.comparable) == (long, False)
-    assert "The options take other shapes, so FLOPs are of other work. Chosen: the first that fits." in str(found)
+    assert chosen_of(long, short).option == long
     assert chosen_of(short, long).option == short
     with programs.as_shipped():
         assert chosen_of(long, short, budget=9 * ROWS * ROW // 2).option == short
@@ -888,8 +768,6 @@ def test_the_remedy_for_a_step_for_some_of_the_devices():
         ({"num_devices": 0}, ValueError, "num_devices must be an integer >= 1"),
         ({"num_devices": 99}, ValueError, "There are 8 devices here, not num_devices=99. Pass no more, or name an"),
         ({"target": "h1000"}, ValueError, "The target must be one of a100"),
-        ({"max_compilations": 0}, ValueError, "max_compilations must be an integer >= 1"),
-        ({"max_compilations": 1}, ValueError, "max_compilations must be at least 2.*max_compilations=1. Leave it"),
         ({"safety": "0.9"}, TypeError, "safety must be a number above 0 and at most 1: safety='0.9'. Pass 0.9"),
         ({"safety": math.nan}, ValueError, "safety must be a number above 0"),
     ],
@@ -958,15 +836,7 @@ def test_options_of_of_loss_that_are_its_own():
         plan.of_loss(lambda w, x: x @ w, optax.sgd(0.1), shape(3), shape(4, 3), num_microbatches=4)
 
 
-def test_when_compilations_are_spent_the_plan_says_so():
-    with programs.as_shipped():
-        found = planned(budget=ROWS * ROW + 2 * WIDTH * ROW + ROWS * ROW // 3, max_compilations=2)
-    assert (found.num_microbatches, found.open) == (ROWS, True)
-    assert "Fewer micro-batches may fit, too" in str(found)
-    assert not table().open
-
-
-# The picture, the bar, the command.
+# The picture, the bar.
 
 
 def test_a_picture():
@@ -1006,148 +876,3 @@ def test_without_tqdm_there_is_no_bar(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     planned(budget="1GB", progress=True)
     assert capsys.readouterr().err == ""
-
-
-def told(capsys, *words):
-    plan_command.main(words)
-    return capsys.readouterr().out
-
-
-def test_the_command(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "plan.png"
-    words = ("tests.test_plan:lower", "--global-batch", "256", "--budget", "1GB", "--candidates", "1", "2")
-    assert "1 micro-batch." in told(capsys, *words, "--plot", str(picture))
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    found = json.loads(told(capsys, *words, "--json"))
-    assert (found["num_microbatches"], found["sizes"], found["budget"]) == (1, [256], 10**9)
-    assert found["rows"][0]["arguments"] == ROWS * ROW
-    assert found["peak"] == found["rows"][0]["peak"]
-    assert "h100" in told(capsys, "--target")
-
-
-def test_json_is_all_that_is_printed(capsys, tmp_path, monkeypatch):
-    """Whatever the user's module prints; and where nothing fits, too."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    text = "print('hello')\nfrom tests.test_plan import lower\ndef make(k):\n    print(k)\n    return lower(k)\n"
-    (tmp_path / "talks.py").write_text(text)
-    words = (f"{tmp_path}/talks.py:make", "--global-batch", "256", "--candidates", "1", "2", "--json", "--budget")
-    assert json.loads(told(capsys, *words, "1GB"))["num_microbatches"] == 1
-    with pytest.raises(SystemExit, match="Nothing fits: the smallest peak is"):
-        plan_command.main([*words, "220kB"])
-    found = json.loads(capsys.readouterr().out)
-    assert (found["num_microbatches"], found["sizes"], found["peak"]) == (None, None, None)
-    assert [row["fits"] for row in found["rows"]] == [False, False]
-
-
-def test_a_file_is_what_it_is_whatever_its_name(tmp_path, monkeypatch, capsys):
-    """`types` is a module of Python, `talks` one of another folder."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    kept = {*sys.modules}
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        for name in ("types", "steps"):
-            file = tmp_path / folder / f"{name}.py"
-            file.write_text(f"from tests.test_plan import *\nmine = lambda k: {folder!r}\n")
-            assert named.load(f"{file}:mine")(1) == folder
-            assert named.load(f"{file}:mine")(1) == folder
-    for name in {*sys.modules} - kept:
-        del sys.modules[name]
-    with pytest.raises(ValueError, match="There is no module 'gone'"):
-        named.load(f"{tmp_path}/gone.py:mine")
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["tests.test_plan", "--global-batch", "8"], '"module:name".*Write train:make_step'),
-        (["no_such:make_step", "--global-batch", "8"], "There is no module 'no_such'.*PYTHONPATH"),
-        (["tests.test_plan:lowered", "--global-batch", "8"], "has no .lowered.*It has shape, lower, divisors, planned"),
-        (["examples.will_it_fit:step", "--global-batch", "8"], "has no .step.*It has params, loss, make_step, main\\."),
-        (["tests.test_plan:ROWS", "--global-batch", "8"], "make_step must be a function.*make_step=256"),
-        (["tests.test_plan:lower", "--global-batch", "0"], "global_batch must be an integer >= 1: global_batch=0"),
-        (["tests.test_plan:lower", "--global-batch", "8", "--budget", "-3GB"], "above zero: budget='-3GB'"),
-        (["tests.test_plan:raises", "--global-batch", "8", "--budget", "1GB"], "KeyError"),
-        (["tests.test_plan:lower", "--global-batch", "8", "--budget", "none"], "The budget must be"),
-    ],
-    ids=lambda words: words[0] if isinstance(words, list) else "",
-)
-def test_the_command_says_what_is_wrong(words, says):
-    with pytest.raises(SystemExit, match=says):
-        plan_command.main(words)
-
-
-BROKEN = {
-    "x = (": r"broken \(of '.*broken.py:make_step'\) must be a module that Python can import: it raised SyntaxError: .*",
-    "raise KeyError('gone')": ".*it raised KeyError: 'gone'",
-    "import no_such_module": ".*it raised ModuleNotFoundError: No module named 'no_such_module'",
-}
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_the_command_names_a_module_that_is_broken(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "broken.py").write_text(text)
-    with pytest.raises(SystemExit) as said:
-        plan_command.main([f"{tmp_path}/broken.py:make_step", "--global-batch", "8"])
-    assert re.fullmatch(BROKEN[text], said.value.code)  # in one line
-
-
-def compiles(k):
-    raise AssertionError("nothing may be compiled")
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("no/such/plan.png", "--plot must be a file that can be written"),
-        (".", "--plot must be a file"),
-        ("plan.gif2", "--plot must end in .*.png, .*: .*plan.gif2. Name it plan.png"),
-        ("plan", "--plot must end in"),
-    ],
-)
-def test_a_picture_that_cannot_be_drawn_is_refused_first(name, says, tmp_path):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(SystemExit, match=says):
-        plan_command.main(["tests.test_plan:compiles", "--global-batch", "8", "--plot", str(tmp_path / name)])
-
-
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (OSError(28, "No space left on device"), "plan.png cannot be written: No space left on device."),
-        (ValueError("too large"), "too large"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_where_drawing_fails_the_plan_is_printed(error, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pytest.importorskip("matplotlib.figure").Figure, "savefig", raising(error))
-    words = ["tests.test_plan:lower", "--global-batch", "256", "--budget", "1GB", "--candidates", "1"]
-    with pytest.raises(SystemExit, match=says):
-        plan_command.main([*words, "--plot", str(tmp_path / "plan.png")])
-    assert "1 micro-batch." in capsys.readouterr().out
-
-
-def raising(error):
-    def raises(*args, **options):
-        raise error
-
-    return raises
-
-
-def test_ctrl_c_ends_the_command_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(plan_command, "plan_microbatches", raising(KeyboardInterrupt()))
-    with pytest.raises(SystemExit) as end:
-        plan_command.main(["tests.test_plan:lower", "--global-batch", "8"])
-    assert end.value.code == 130
-    assert capsys.readouterr().err == "\nInterrupted.\n"
-
-
-def test_the_command_as_it_is_called(capsys):
-    """Its help shows an example that runs, and loading it warns of nothing."""
-    call = [sys.executable, "-W", "error", "-m", "optax_accum.plan"]
-    done = subprocess.run([*call, "--help"], capture_output=True, text=True, check=True)
-    (example,) = (line.split() for line in done.stdout.splitlines() if line.startswith("  python -m"))
-    assert example[:4] == ["python", "-m", "optax_accum.plan", "examples.will_it_fit:make_step"]
-    assert ": 64 micro-batches." in told(capsys, *example[3:], "--candidates", "64")
-    assert planning.plan_microbatches is optax_accum.plan_microbatches

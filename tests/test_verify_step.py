@@ -1,9 +1,6 @@
 """Is each planted fault of a step found and named, and is nothing found in sound steps, whoever wrote them?"""
 
 import dataclasses
-import importlib
-import subprocess
-import sys
 import threading
 
 import jax
@@ -601,66 +598,6 @@ def test_bad_input(name):
     make_step, options, message = BAD[name]
     with pytest.raises((TypeError, ValueError), match=message):
         verify_step(make_step, BATCH, **options)
-
-
-# The command.
-
-
-def test_the_function_stays_what_it_is_when_the_module_of_the_command_is_imported():
-    program = """
-import importlib, optax_accum
-function = optax_accum.verify
-import optax_accum.verify
-importlib.import_module("optax_accum.verify")
-print(optax_accum.verify is function, function.__name__)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "verify"]
-
-
-@pytest.mark.parametrize(("name", "status"), [("sound", 0), ("broken", 1), ("missing", 2)])
-def test_the_command(name, status, tmp_path, monkeypatch, capsys):
-    (tmp_path / "steps_of_mine.py").write_text(
-        "from tests.test_verify_step import BATCH as batch, FAULTS, Loop\nsound, broken = Loop(), FAULTS['divided twice']"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "steps_of_mine", raising=False)
-    main = importlib.import_module("optax_accum._command.verify").main
-    if status == 2:
-        with pytest.raises(SystemExit, match="2"):
-            main([f"steps_of_mine:{name}"])
-        assert "has no 'missing'" in capsys.readouterr().err
-        return
-    assert main([f"steps_of_mine:{name}", "--every", "3"]) == status
-    assert ("Cause: divided twice" in capsys.readouterr().out) == bool(status)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (
-            "tests.test_verify_step:BATCH",
-            2,
-            "must be a function: tests.test_verify_step:BATCH is a dict. Name make_step.",
-        ),
-        ("tests.test_verify_step:Loop --rtol nan", 2, "rtol must be a finite number above 0: rtol=nan."),
-        ("tests.test_verify_step:stopped", 130, "Interrupted: nothing was found out."),
-    ],
-)
-def test_what_ends_the_command_is_said_in_one_line(arguments, code, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    main = importlib.import_module("optax_accum._command.verify").main
-    try:
-        ended = main([*arguments.split(), "--batch", "tests.test_verify_step:BATCH"])
-    except SystemExit as error:
-        ended = error.code
-    assert ended == code
-    assert said in capsys.readouterr().err.splitlines()[-1]
-
-
-def stopped(every):
-    raise KeyboardInterrupt
 
 
 # The benchmark.

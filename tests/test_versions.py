@@ -12,6 +12,7 @@ import pytest
 
 import optax_accum
 from optax_accum import accelerators
+from optax_accum._compiled import absent
 from optax_accum._core import compilers
 from tests import programs
 
@@ -63,19 +64,19 @@ def test_a_libtpu_that_would_crash_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match=r"libtpu 0.0.21.1 is too old.*Run pip install libtpu==0.0.23"):
         accelerators.target("v5e:2x2")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.23")
-    assert compilers.too_old_libtpu() is None
+    assert absent.too_old_libtpu() is None
 
 
 @pytest.mark.parametrize("version", [(0, 7, 2), compilers.JAX])
 def test_a_nightly_libtpu_is_taken_as_it_is(version, monkeypatch):
     """It is distributed under another name."""
 
-    def absent(name):
+    def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(compilers, "JAX", version)
-    monkeypatch.setattr("importlib.metadata.version", absent)
-    assert compilers.too_old_libtpu() is None
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert absent.too_old_libtpu() is None
 
 
 def test_a_release_candidate_of_flax_is_taken():
@@ -118,6 +119,6 @@ def test_the_forms_for_an_older_jax_compute_the_same(monkeypatch):
 
 
 def test_the_text_of_a_program_that_has_none_is_read_from_what_its_compiler_wrote():
-    text = compilers.WithText(programs.compiled(jax.jit(jnp.sin).lower(1.0)), "HloModule m")
+    text = absent.WithText(programs.compiled(jax.jit(jnp.sin).lower(1.0)), "HloModule m")
     assert text.as_text() == "HloModule m"
     assert text.memory_analysis() is not None

@@ -74,7 +74,7 @@ def advise(
       | a noise scale of infinity | `max_every` |
 
     Example:
-      >>> from optax_accum.statistics import advise
+      >>> from optax_accum.batching import advise
       >>> print(advise(microbatch_size=8, micro_step=0.10, optimizer=0.02, noise_scale=32))
       every=1: do not accumulate. The optimizer is cheap, or the batch is near the noise scale.
       what happens once: 0.02 + 0 = 0.02, the time of 0.20 micro-steps
@@ -157,7 +157,7 @@ def rescale_decay(decay: float, batch_from: float, batch_to: float) -> float:
       ValueError: a decay outside [0, 1), or a batch that is not positive.
 
     Example:
-      >>> from optax_accum.statistics import rescale_decay
+      >>> from optax_accum.batching import rescale_decay
       >>> round(rescale_decay(0.95, batch_from=512, batch_to=1), 6)
       0.9999
 

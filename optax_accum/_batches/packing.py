@@ -50,7 +50,8 @@ def token_microbatches(
       group_size: so many consecutive rows stay together, on one device.
       buckets: the padded lengths: such integers; or how many to choose for these rows. By default those of which 1, 2,
         3, ... fit the budget, some 50 that are the same for all batches; more of them, where these make more than 2 %
-        too many micro-batches, or more than `num_microbatches`: beside that number one more may hold rows than without.
+        too many micro-batches. With `num_microbatches`, more of them only where these make more than that number:
+        shapes that are always the same are worth a micro-batch that would otherwise be spare.
 
     Returns:
       A `TokenPacking`. Its micro-batches may be added in any order, with their tokens as weights.
@@ -67,6 +68,7 @@ def token_microbatches(
       | several devices | rows of a micro-batch differ by at most one; costs of all, by at most those of one row |
       | `group_size` | the same of groups, which count as their longest row |
       | default buckets | the fewest micro-batches of any packing, or at most 2 % more: under 50, the fewest |
+      | `num_microbatches` above what is needed | maybe fewer buckets, and more micro-batches that hold rows |
       | buckets that another packing returned | its shapes, if its budget and devices were the same |
       | fewer rows than a micro-batch could take | one for as many, rounded up to a power of two |
       | fewer rows than devices | devices without a row have weight 0: guard a 0 / 0 in the loss with `jnp.maximum` |

@@ -1,15 +1,15 @@
-"""Owns what one step needs: the bytes that its compiler counts, the FLOPs of its products. Chooses nothing."""
+"""Owns what one step needs: the bytes that its compiler counts, its largest product. Chooses nothing."""
 
 import dataclasses
 import hashlib
 import math
 import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from optax_accum._compiled.programs import Program
+from optax_accum._compiled.programs import Computation, Instruction, Program
 from optax_accum._compiled.targets import Target, devices_of
 
 
@@ -145,51 +145,24 @@ def _parts(argument: str, sizes: dict[str, int]) -> list[int]:
 _IN_PARTS = r'<@\w+, \[[^\]]*"|manual_axes=\{"|"\{devices=\[|"\{manual\}"'
 
 
-class Flops(NamedTuple):
-    """FLOPs of one call."""
-
-    always: int
-    branches: int  # of conditionals
-    largest: int  # of one product
-
-    @property
-    def all(self) -> int:
-        """Those of all products."""
-        return self.always + self.branches
+def largest_product(lowered: jax.stages.Lowered) -> int:
+    """Returns the FLOPs of the largest matrix product or convolution of a step, 0 without any."""
+    computations = Program.read(lowered.as_text("hlo"), "largest_product").computations.values()
+    return max((_flops(lines, line) for lines in computations for line in lines.values()), default=0)
 
 
-def count_flops(lowered: jax.stages.Lowered) -> int | None:
-    """Returns the FLOPs of all matrix products and convolutions, as lowered, of all devices together.
-
-    None with a loop of unknown length.
-    """
-    return None if (found := flops_of(lowered)) is None else found.all
-
-
-def flops_of(lowered: jax.stages.Lowered) -> Flops | None:
-    """Returns the FLOPs of `count_flops`, of all devices, by whether they stand in a branch.
-
-    XLA's own `cost_analysis` counts a loop once, however often it turns, and is empty for a GPU.
-    """
-    found, largest = [0, 0], 0
-    for ran in Program.read(lowered.as_text("hlo"), "count_flops").run():
-        line = ran.instruction
-        if line.opcode not in ("dot", "convolution"):
-            continue
-        if not ran.known:
-            return None
-        left, right = (_dims(ran.computation[name].shape) for name in line.operands[:2])
-        if line.opcode == "dot":
-            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
-            inner = math.prod(left[int(axis)] for axis in contracted[1].split(",") if axis) if contracted else 1
-        else:
-            labels = re.search(r"dim_labels=\w+_(\w+)->", line.rest)
-            inner = math.prod(right) // right[labels[1].index("o")] if labels else 1
-        once = 2 * math.prod(_dims(line.shape)) * inner
-        largest = max(largest, once)
-        found[ran.in_branch] += once * ran.times * ran.devices
-    always, branches = found
-    return Flops(always, branches, largest)
+def _flops(computation: Computation, line: Instruction) -> int:
+    """Returns the FLOPs of a product, 0 of another instruction."""
+    if line.opcode not in ("dot", "convolution"):
+        return 0
+    left, right = (_dims(computation[name].shape) for name in line.operands[:2])
+    if line.opcode == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
+        inner = math.prod(left[int(axis)] for axis in contracted[1].split(",") if axis) if contracted else 1
+    else:
+        labels = re.search(r"dim_labels=\w+_(\w+)->", line.rest)
+        inner = math.prod(right) // right[labels[1].index("o")] if labels else 1
+    return 2 * math.prod(_dims(line.shape)) * inner
 
 
 def _dims(shape: str) -> list[int]:

@@ -47,6 +47,10 @@ class Computation(dict[str, Instruction]):
         """What it returns."""
         return next(reversed(self.values()))
 
+    def parameter(self, number: int) -> Instruction:
+        """Returns one of the values that it is given."""
+        return next(one for one in self.values() if one.opcode == "parameter" and one.rest.startswith(f"{number})"))
+
     def sizes(self, names: tuple[str, ...]) -> int:
         """Returns the bytes of what instructions return."""
         return sum(size_of(self[name].shape) for name in names)
@@ -70,6 +74,9 @@ class Computation(dict[str, Instruction]):
         return int(found[1]) if found else None
 
 
+FUSIONS = ("fusion", "fusion-start")  # and one that runs beside what comes before its `-done`
+
+
 class Ran(NamedTuple):
     """An instruction where it runs."""
 
@@ -78,7 +85,6 @@ class Ran(NamedTuple):
     within: tuple[str, ...]  # branches that must be taken and loops of unknown length that must turn, from outside
     in_loop: bool
     times: int  # the product of the trip counts of the loops around it; one that is not known is 1
-    devices: int = 1  # that run it with shapes of their own: those of `shard_map`, until it is compiled
 
     @property
     def in_branch(self) -> bool:
@@ -98,7 +104,6 @@ class Program:
     computations: dict[str, Computation]
     entry: str
     on_tpu: bool
-    axes: dict[str, int] = dataclasses.field(default_factory=dict)  # and the devices along each, until it is compiled
 
     @classmethod
     def read(cls, compiled: Any, reader: str) -> "Program":
@@ -116,42 +121,29 @@ class Program:
                 current[name] = Instruction(name, shape, opcode, tuple(word for word in words if word in current), rest)
         if not entry:
             raise ValueError(f"{reader} reads the text of a compiled program, which has an ENTRY: there is none.")
-        axes = {name: int(size) for name, size in re.findall(r'"([^"\\]+)\\?"=(\d+)', text.split("\n", 1)[0])}
-        return cls(computations, entry, ":T(" in text, axes)
+        return cls(computations, entry, ":T(" in text)
 
     def run(self, *, into_fusions: bool = False) -> Iterator[Ran]:
         """Yields what runs, from the first instruction to the last."""
-        return self._run(self.entry, into_fusions, (), False, 1, 1)
+        return self._run(self.entry, into_fusions, (), False, 1)
 
-    def _run(
-        self, name: str, into_fusions: bool, within: tuple[str, ...], in_loop: bool, times: int, devices: int
-    ) -> Iterator[Ran]:
+    def _run(self, name: str, into_fusions: bool, within: tuple[str, ...], in_loop: bool, times: int) -> Iterator[Ran]:
         computation = self.computations.get(name, Computation())
         for line in computation.values():
-            yield Ran(line, computation, within, in_loop, times, devices)
+            yield Ran(line, computation, within, in_loop, times)
             if line.opcode == "while":
                 trips = self._trips(computation, line)
                 place = (*within, f"turn of {line.name}") if trips is None else within
                 for inner in (*line.called.get("body", ()), *line.called.get("condition", ())):
                     turns = times * (1 if trips is None else trips)
-                    yield from self._run(inner, into_fusions, place, True, turns, devices)
+                    yield from self._run(inner, into_fusions, place, True, turns)
             elif line.opcode == "conditional":
                 for number, inner in enumerate(line.branches):
                     place = (*within, f"branch {number} of {line.name}")
-                    yield from self._run(inner, into_fusions, place, in_loop, times, devices)
-            elif line.opcode in ("call", "async-start", *_FUSED * into_fusions):
-                shards = devices * self._shards(computation, line)
+                    yield from self._run(inner, into_fusions, place, in_loop, times)
+            elif line.opcode in ("call", "async-start", *(*FUSIONS, "custom-call") * into_fusions):
                 for inner in line.inlined:
-                    yield from self._run(inner, into_fusions, within, in_loop, times, shards)
-
-    def _shards(self, computation: Computation, call: Instruction) -> int:
-        """Returns the devices of the `shard_map` that a call is: what it takes was cut, over axes that are named."""
-        for name in call.operands:
-            line = computation[name]
-            source = computation[line.operands[0]] if line.opcode == "get-tuple-element" and line.operands else line
-            if "GlobalToLocalShape" in source.rest and (named := re.search(r"manual_axes\{(.*?)\}", source.rest)):
-                return math.prod(self.axes.get(axis, 1) for axis in re.findall(r'"([^"\\]+)\\?"', named[1]))
-        return 1
+                    yield from self._run(inner, into_fusions, within, in_loop, times)
 
     def _trips(self, computation: Computation, loop: Instruction) -> int | None:
         """Returns how often a loop turns, or None: as the compiler notes it, or as its counter says (TPU)."""
@@ -187,7 +179,6 @@ def size_of(shape: str) -> int:
 
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
-_FUSED = ("fusion", "custom-call")
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-~]+)\s*(?:(?:\(.*)?->.*)?\{\s*$")  # before it is compiled: `name {`
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-~]+)\s*=\s*(\(.*?\)|\S+)\s+([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(

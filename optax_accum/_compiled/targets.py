@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_accum._core import checks, compilers
+from optax_accum._compiled import absent
+from optax_accum._core import checks
 from optax_accum._core.counted import counted, there_are
 
 Tree = Any
@@ -30,7 +31,7 @@ TPUS = {"v4": 32 * GIB, "v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB}  # of
 FLAT = ("v5e", "v6e")
 SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 
-_INSTALL = f"pip install --no-deps {compilers.NVIDIA}"
+_INSTALL = f"pip install --no-deps {absent.NVIDIA}"
 DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
@@ -52,7 +53,7 @@ class Target:
         """Returns its first device alone, to compile a program of one device."""
         return dataclasses.replace(self, devices=self.devices[:1])
 
-    def mesh(self, *names: str, shape: tuple[int, ...] | None = None, explicit: bool = False) -> Mesh:
+    def mesh(self, *names: str, shape: tuple[int, ...] | None = None) -> Mesh:
         """Returns a mesh of all devices, of one axis "data" unless other names and their sizes are given."""
         names = names or ("data",)
         shape = shape or (len(self.devices),)
@@ -61,8 +62,7 @@ class Target:
                 f"A mesh needs a size for each axis, and as many devices as {self.name} has: axes {names}, "
                 f"shape={shape}, {counted(len(self.devices), 'device')}."
             )
-        kind = AxisType.Explicit if explicit else AxisType.Auto
-        return Mesh(np.array(self.devices).reshape(shape), names, axis_types=(kind,) * len(names))
+        return Mesh(np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
     def shapes(self, tree: Tree, spec: PartitionSpec = PartitionSpec(), mesh: Mesh | None = None) -> Tree:  # noqa: B008
         """Returns arrays, or shapes of arrays, as shapes on this accelerator, to lower a function for it."""
@@ -75,10 +75,10 @@ class Target:
         Raises a ValueError for a program that was lowered for other devices, whose figures would be those of others.
         """
         platform = self.devices[0].platform
-        absent = not any(device in self.devices for device in jax.devices())
+        is_absent = not any(device in self.devices for device in jax.devices())
         # To choose among kernels by timing them, XLA would need the GPU.
-        untimed = {"xla_gpu_autotune_level": 0} if absent and platform in ("gpu", "cuda") else None
-        compiled = compilers.compiled(lowered, untimed) if absent else lowered.compile()
+        untimed = {"xla_gpu_autotune_level": 0} if is_absent and platform in ("gpu", "cuda") else None
+        compiled = absent.compiled(lowered, untimed) if is_absent else lowered.compile()
         devices = devices_of(compiled)
         if not devices <= set(self.devices):
             kinds = ", ".join(sorted({device.device_kind for device in devices}))
@@ -127,7 +127,7 @@ def target(name: str | None = None, num_devices: int | None = None) -> Target:
     if not isinstance(cast(Any, name), str):
         raise TypeError(f'The target must be named by text, such as "h100" or "v5e:4x4": name={name!r}. Pass its name.')
     kind, _, topology = name.lower().partition(":")
-    compilers.check_absent(name, kind in GPUS)
+    absent.check_absent(name, kind in GPUS)
     if kind in GPUS and not topology:
         return Target(name, _gpus(kind, num_devices or 1), GPUS[kind])
     if kind in TPUS:
@@ -178,19 +178,19 @@ def _gpus(kind: str, number: int) -> tuple[Any, ...]:
     if not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
         raise RuntimeError(
             f"NVIDIA's compiler is needed for {kind}, and is not installed: {_INSTALL}. (Or, where there is an NVIDIA "
-            f"driver, jax[cuda{compilers.CUDA}].)"
+            f"driver, jax[cuda{absent.CUDA}].)"
         )
     if not DRIVER.exists():  # else JAX, before its first use, wants the libraries to run programs with
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     text = (importlib.resources.files("optax_accum._compiled") / "gpus" / f"{kind}.txtpb").read_text()
-    config = compilers.known_fields(text)
+    config = absent.known_fields(text)
     return _compile_only("cuda", kind, target_config=config, topology=f"1 x 1 x {number}")
 
 
 def _tpus(name: str) -> tuple[Any, ...]:
     if not importlib.util.find_spec("libtpu"):
         raise RuntimeError(f"The compiler of TPUs is needed for {name}, and is not installed: {_libtpu()}.")
-    if installed := compilers.too_old_libtpu():
+    if installed := absent.too_old_libtpu():
         raise RuntimeError(
             f"libtpu {installed} is too old for JAX {jax.__version__}: compiling for {name} would crash Python. Run "
             f"{_libtpu()}."
@@ -201,7 +201,7 @@ def _tpus(name: str) -> tuple[Any, ...]:
 
 
 def _libtpu() -> str:
-    wanted = compilers.libtpu_of_jax()
+    wanted = absent.libtpu_of_jax()
     return "pip install libtpu" + (f"=={wanted}" if wanted else "")
 
 

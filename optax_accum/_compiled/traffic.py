@@ -2,10 +2,10 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from optax_accum._compiled.programs import Computation, Instruction, Program, Ran, size_of
+from optax_accum._compiled.programs import FUSIONS, Computation, Instruction, Program, Ran, size_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +106,8 @@ def count_traffic(compiled: Any, *, min_copy: int = 1 << 20) -> Traffic:
       | a loop of n steps | counts n times |
       | a loop whose length is known only when running | one turn is a part of its own |
       | a conditional inside a branch | a part of its own |
-      | a fusion | what goes in and comes out; a slice of an operand, if it reads only that |
-      | an update of a slice (`dynamic_update_slice`) | the slice, read and written |
+      | a fusion, also an asynchronous one | what goes in and comes out; a slice of an operand, if it reads only that |
+      | an update of a slice (`dynamic_update_slice`) | the slice, written, and what it is made of, read |
       | an array in a TPU's vector memory (VMEM) | free; its copies from and to the device's memory count once |
       | what the hardware's caches save | not known: it counts |
 
@@ -168,8 +168,8 @@ class _Cost:
             return 2 * self._size(self.line.shape)
         if opcode == "dynamic-update-slice":
             return 2 * self._of(self.line.operands[1])
-        if opcode == "fusion" and self.line.inlined:
-            return self._fused(self.program.computations[self.line.inlined[0]])
+        if fused := self._inside(self.line):
+            return self._fused(fused)
         taken, given = sum(map(self._of, self.line.operands)), self._size(self.line.shape)
         return max(given, taken) if opcode.endswith("-start") and given > taken else taken + given
 
@@ -181,11 +181,8 @@ class _Cost:
 
     def copies(self, least: int) -> int:
         """Returns 1 for a copy of at least so many bytes inside the device's memory."""
-        if self.line.opcode == "fusion" and self.line.inlined:
-            only = self.program.computations[self.line.inlined[0]]
-            is_copy = only.root.opcode == "copy"
-        else:
-            is_copy = self.line.opcode in ("copy", "copy-done")
+        line = fused.root if (fused := self._inside(self.line)) else self.line
+        is_copy = line.opcode in ("copy", "copy-done")
         return int(is_copy and all(self._size(shape) >= least for shape in self._ends()))
 
     def _ends(self) -> list[str]:
@@ -206,32 +203,41 @@ class _Cost:
     def _fused(self, inside: Computation) -> int:
         """Returns the bytes of a fusion: what it reads of its operands, what it writes of its results."""
         names = inside.root.operands if inside.root.opcode == "tuple" else (inside.root.name,)
-        written = sum(self._written(inside, inside.origin(name)) for name in names)
+        written = sum(self._written(inside, name) for name in names)
         return written + sum(self._taken(inside, number, name) for number, name in enumerate(self.line.operands))
 
-    def _written(self, inside: Computation, result: Instruction) -> int:
-        """Returns the bytes that a fusion writes of a result: a slice that it updates is read, too."""
-        updated = result.opcode == "dynamic-update-slice"
-        return 2 * inside.sizes(result.operands[1:2]) if updated else self._size(result.shape)
+    def _written(self, inside: Computation, name: str) -> int:
+        """Returns the bytes that a fusion writes of a result: of one that it updates in place, the slice."""
+        whole, result = self._size(inside[name].shape), inside.origin(name)
+        while fused := self._inside(result):
+            inside, result = fused, fused.origin(fused.root.name)
+        return inside.sizes(result.operands[1:2]) if whole and result.opcode == "dynamic-update-slice" else whole
 
     def _taken(self, inside: Computation, number: int, operand: str) -> int:
         """Returns the bytes that a fusion reads of an operand: all, unless it looks at slices of it only."""
         whole = self._of(operand)
-        is_it = lambda line: line.opcode == "parameter" and line.rest.startswith(f"{number})")
-        users = list(_users(inside, next(filter(is_it, inside.values()), None)))
-        if not whole or not users or any(at for _, at in users):  # not only the first operand of each
-            return whole
-        if all(line.opcode in (*_SLICES, "dynamic-update-slice") for line, _ in users):
-            return sum(size_of(line.shape) for line, _ in users if line.opcode in _SLICES)
-        return whole
+        slices = self._slices(inside, inside.parameter(number)) if whole else 0
+        return whole if slices is None else min(whole, slices)
 
+    def _slices(self, inside: Computation, value: Instruction) -> int | None:
+        """Returns the bytes of the slices that a fusion reads of a value, None where it reads all of it."""
+        users = [(line, at) for line in inside.values() for at, name in enumerate(line.operands) if name == value.name]
+        read = [self._slice(inside, user, at) for user, at in users]
+        return None if value is inside.root or None in read else sum(filter(None, read))
 
-def _users(computation: Computation, line: Instruction | None) -> Iterator[tuple[Instruction, int]]:
-    """Yields the instructions that read a value, behind bitcasts of it, and as which of their operands."""
-    for user in computation.values() if line else ():
-        for at, name in enumerate(user.operands):
-            if line and name == line.name:
-                yield from _users(computation, user) if user.opcode == "bitcast" else [(user, at)]
+    def _slice(self, inside: Computation, user: Instruction, at: int) -> int | None:
+        """Returns the bytes that an instruction in a fusion reads of its operand `at`, None for all."""
+        if user.opcode == "bitcast":
+            return self._slices(inside, user)
+        if fused := self._inside(user):
+            return self._slices(fused, fused.parameter(at))
+        if at == 0 and user.opcode in (*_SLICES, "dynamic-update-slice"):
+            return size_of(user.shape) if user.opcode in _SLICES else 0
+        return None
+
+    def _inside(self, line: Instruction) -> Computation | None:
+        """Returns the computation of a fusion, None for another instruction."""
+        return self.program.computations[line.inlined[0]] if line.opcode in FUSIONS and line.inlined else None
 
 
 _ARRAY = re.compile(r"\b[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?")

@@ -1,18 +1,13 @@
 """Owns what versions of JAX and compilers do differently: each difference once, and what is done instead.
 
-Nobody else compares a version or asks whether JAX has a name. Why each stands here is in `quirks`.
+Nobody else compares a version or asks whether JAX has a name, but who asks the compilers of absent accelerators
+(`_compiled.absent`). Why each stands here is in `quirks`.
 """
 
 import contextlib
-import importlib.metadata
-import importlib.util
 import math
-import pathlib
-import re
-import tempfile
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,74 +218,3 @@ def by_slices(reduce: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.
         return jax.lax.dynamic_update_slice_in_dim(leaf, part, index * size, axis=0)
 
     return reduce(leaf) if slices == 1 else jax.lax.fori_loop(0, slices, add, leaf)
-
-
-# Accelerators that are not here
-
-# Colab has CUDA 12 with JAX 0.7; who has its plugin is told of that.
-CUDA = "12" if JAX < (0, 8, 0) or importlib.util.find_spec("jax_cuda12_plugin") else "13"
-NVIDIA = f"jax-cuda{CUDA}-plugin=={jax.__version__} jax-cuda{CUDA}-pjrt=={jax.__version__} " + (
-    "nvidia-cuda-nvcc-cu12" if CUDA == "12" else "nvidia-cuda-nvcc nvidia-nvvm"
-)
-_YOUNG_FIELDS = r"\b(thread_dim_limit_\w|name): \S.*"  # of a GpuTargetConfigProto
-
-
-def check_absent(name: str, gpu: bool) -> None:
-    """Raises where JAX cannot compile for an accelerator that this machine lacks."""
-    if JAX < DEVICES or (gpu and (0, 8, 0) <= JAX < (0, 9, 0)):
-        raise NotImplementedError(
-            f"target({name!r}) compiles for an accelerator that this machine lacks. That needs JAX 0.7.2 or later, and "
-            f"for GPUs not 0.8: this is JAX {jax.__version__}. target() without a name takes this machine's devices."
-        )
-
-
-def known_fields(config: str) -> str:
-    """Returns the text of a GPU's configuration without the fields that an older compiler does not know."""
-    return config if JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)
-
-
-def libtpu_of_jax() -> str | None:
-    """Returns the version of libtpu that this JAX names, where an older one would end the process."""
-    named = [re.search(r"libtpu\s*==\s*([\d.]+\d)", line) for line in importlib.metadata.requires("jax") or ()]
-    return None if JAX >= (0, 10, 0) else next((match[1] for match in named if match), None)
-
-
-def too_old_libtpu() -> str | None:
-    """Returns the version of libtpu that is installed, if it is older than that."""
-    if (wanted := libtpu_of_jax()) is None:
-        return None
-    try:
-        installed = importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:  # a nightly one has another name
-        return None
-    parts = lambda version: [int(part) for part in re.findall(r"\d+", version)[:3]]
-    return installed if parts(installed) < parts(wanted) else None
-
-
-def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any:
-    """Compiles a program for an accelerator that is not here; `as_text` tells what it became."""
-    if JAX >= (0, 10, 0):
-        return lowered.compile(compiler_options=cast(Any, options))
-    with tempfile.TemporaryDirectory() as folder:
-        dumped = {**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Error writing persistent compilation cache")  # of absent devices
-            program = lowered.compile(compiler_options=cast(Any, dumped))
-        if program.as_text() is not None:
-            return program
-        texts = sorted(pathlib.Path(folder).glob("*gpu_after_optimizations.txt"))
-        return WithText(program, texts[-1].read_text()) if texts else program
-
-
-class WithText:
-    """A compiled program that cannot say what it is, and the text that its compiler wrote."""
-
-    def __init__(self, program: Any, text: str):
-        self.program, self.text = program, text
-
-    def as_text(self) -> str:
-        """Returns the optimized program."""
-        return self.text
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.program, name)

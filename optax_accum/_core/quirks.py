@@ -1,4 +1,4 @@
-"""Owns the list of what `compilers` does otherwise, and why: for the docs, and for tests that fail if one may go."""
+"""Owns the list of what versions and compilers get otherwise, for docs, and for tests that fail if one may go."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from optax_accum._core.compilers import DEVICES, HOST
 class Quirk(NamedTuple):
     """What versions of JAX do differently, or a compiler where one would not expect it."""
 
-    where: str  # what owns it, here or in the space, which alone names axes
+    where: str  # what owns it: of `compilers`, or a module and its name
     happens: str
     instead: str
     evidence: str  # a figure that a compiler gave, or a thread
@@ -70,29 +70,35 @@ QUIRKS = (
         until=(0, 8, 0),
     ),
     Quirk(
-        "check_absent",
+        "_compiled.absent.check_absent",
         "A program of one device cannot be compiled for a GPU that is not here",
         "it is refused",
         'JAX 0.8.3: "Could not find memory addressable by device"',
         until=(0, 9, 0),
     ),
     Quirk(
-        "known_fields",
+        "_compiled.absent.known_fields",
         "The description of a GPU that is not here has fewer fields",
         "the young ones are left out",
         'JAX 0.7.2: no field named "thread_dim_limit_x"',
         until=(0, 10, 0),
     ),
-    Quirk("CUDA", "Colab's image has CUDA 12", "its plugin is named in errors", "JAX 0.7.2", until=(0, 8, 0)),
     Quirk(
-        "compiled",
+        "_compiled.absent.CUDA",
+        "Colab's image has CUDA 12",
+        "its plugin is named in errors",
+        "JAX 0.7.2",
+        until=(0, 8, 0),
+    ),
+    Quirk(
+        "_compiled.absent.compiled",
         "A program that was compiled for a GPU that is not here has no text",
         "its compiler writes it to a file",
         "JAX 0.7.2: `as_text()` is None",
         until=(0, 10, 0),
     ),
     Quirk(
-        "libtpu_of_jax",
+        "_compiled.absent.libtpu_of_jax",
         "A libtpu that is older than the one that JAX names crashes Python as it compiles",
         "it is refused by name",
         "JAX 0.7.2 with libtpu 0.0.21.1: a segmentation fault; 0.0.23 works",

@@ -32,11 +32,6 @@ def draw(plan: Any) -> Any:
     return figure
 
 
-def kinds() -> list[str]:
-    """Returns the endings of files that pictures are saved to."""
-    return sorted(f".{kind}" for kind in _figure().canvas.get_supported_filetypes())
-
-
 def _figure() -> Any:
     try:
         from matplotlib.figure import Figure

@@ -14,20 +14,17 @@ KINDS = ("arguments", "kept", "temporary", "code")  # they add up to the peak
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One number of micro-batches that was compiled: with which option, at which place, and what it needs.
+    """One number of micro-batches that was compiled: with which option, and what it needs.
 
     Attributes:
-      flops: those of an update, None where they are not known.
-      calls: the calls of an update, of a step that takes one micro-batch.
+      place: that of the option among those given.
     """
 
     option: Any
     candidate: Candidate
     footprint: Footprint
     fits: bool
-    flops: int | None
     place: int = 0
-    calls: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,8 +42,6 @@ class Plan:
       compiled: what was compiled, by option and number.
       copy: the bytes of the parameters on one device, where the step's builder knows them.
       sum: those of the sum of their gradients, likewise.
-      comparable: whether the options that fit take the same shapes, so that the fewest FLOPs are the cheapest.
-      open: whether fewer micro-batches may fit, too, that were not compiled.
       monotone: whether, of what was compiled in a loop, larger micro-batches need more memory.
       shards: the parts into which the devices deal the rows, by default one for each device.
       skipped: what did not lower, and why.
@@ -63,8 +58,6 @@ class Plan:
     copy: int | None = None
     sum: int | None = None
     place: int = 0
-    comparable: bool = True
-    open: bool = False
     monotone: bool = True
     shards: int | None = None
     skipped: tuple[str, ...] = ()
@@ -101,7 +94,6 @@ class Plan:
                 "fits": one.fits,
                 "chosen": one is self._chosen_or_none,
                 "seconds": one.footprint.seconds,
-                "flops": one.flops,
             }
             for one in self.compiled
         ]
@@ -114,7 +106,7 @@ class Plan:
         return {place: f"{name} [{place}]" if names.count(name) > 1 else name for place, name in named.items()}
 
     def __str__(self) -> str:
-        head = ("micro-batches", "rows each", "arguments", "outputs", "temporary", "peak", "fits", "compiled", "FLOPs")
+        head = ("micro-batches", "rows each", "arguments", "outputs", "temporary", "peak", "fits", "compiled")
         table = [head, *map(self._cells, self.compiled)]
         if self._several:
             table = [("option", *head), *((self.labels[one.place], *self._cells(one)) for one in self.compiled)]
@@ -159,9 +151,7 @@ class Plan:
         sizes = [as_text(size) for size in (found.arguments, found.kept, found.temporary, found.peak)]
         if found.refused:
             sizes = ["", "", *(f">{size}" for size in sizes[2:])]
-        flops = "" if one.flops is None else f"{one.flops:.2e}"
-        fits = "yes" if one.fits else "no"
-        return f"{mark} {one.candidate.number}", rows, *sizes, fits, f"{found.seconds:.1f} s", flops
+        return f"{mark} {one.candidate.number}", rows, *sizes, "yes" if one.fits else "no", f"{found.seconds:.1f} s"
 
     def _grid(self) -> list[str]:
         """Returns the peaks of several options, side by side."""
@@ -177,19 +167,13 @@ class Plan:
         return f"{mark}{'>' * one.footprint.refused}{as_text(one.footprint.peak)}"
 
     def _notes(self) -> list[str]:
-        notes = ["Bytes on each device, as the compiler counts them; FLOPs of all products, as lowered."]
-        if any(one.calls > 1 for one in self.compiled):
-            notes.append(
-                "A call takes one micro-batch: FLOPs are of all calls, and once of a branch that no row adds to."
-            )
-        if len(self.labels) > 1 and self.comparable:
-            notes.append("Chosen of the options that fit: the fewest FLOPs, then the fewest micro-batches.")
-        elif len(self.labels) > 1:
-            notes.append("The options take other shapes, so FLOPs are of other work. Chosen: the first that fits.")
+        notes = ["Bytes on each device, as the compiler counts them."]
+        if len(self.labels) > 1:
+            notes.append("Chosen of the options: the first that fits.")
         if not self.monotone:
-            notes.append("Memory is not monotone: of what was compiled, some larger micro-batches need less.")
-        if self.open:
-            notes.append("Fewer micro-batches may fit, too: no more compilations were made (max_compilations).")
+            notes.append(
+                "Memory is not monotone: of what was compiled, some larger micro-batches need less. Fewer may fit, too."
+            )
         notes.extend(f"Not planned: {why.splitlines()[0]}" for why in self.skipped)
         if self.sum and self.copy and any(one.candidate.number > 1 for one in self.compiled):
             copies = f"{self.sum / self.copy:.3g} P = {as_text(self.sum)}"
@@ -221,7 +205,11 @@ class Plan:
 
 
 class NothingFitsError(ValueError):
-    """Nothing fits; `plan` has all that was compiled to know."""
+    """What `plan_microbatches` raises where nothing fits.
+
+    Attributes:
+      plan: all that was compiled to know, a `Plan` without a number of micro-batches.
+    """
 
     def __init__(self, says: str, plan: Plan):
         super().__init__(says)

@@ -1,7 +1,6 @@
 """Owns the plan: the fewest micro-batches that fit, of programs that are compiled and not run. Knows no model."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +29,6 @@ def plan_microbatches(
     options: Sequence[Any] | None = None,
     candidates: Iterable[int] | None = None,
     safety: float = 0.9,
-    max_compilations: int | None = None,
     progress: bool = True,
 ) -> Plan:
     """Returns the fewest micro-batches with which a step fits, before anything is allocated.
@@ -53,24 +51,23 @@ def plan_microbatches(
         is free.
       num_devices: how many devices share a micro-batch. None: those of a `Target` or a topology, else 1.
       options: the step is planned with each, as `make_step(num_microbatches, option)`: policies of `jax.checkpoint`,
-        offload, lengths. Of those that fit the one with the fewest FLOPs for an update is chosen (nothing computed
-        twice; one whose FLOPs are not known comes last), then the fewest micro-batches. Where options take other
-        shapes, such as lengths, their FLOPs are of other work: chosen is the first that fits, so pass the one that you
-        like best first.
+        offload, lengths. Chosen is the first that fits, in whatever number of micro-batches: pass the one that you like
+        best first, such as that which computes nothing twice.
       candidates: the numbers of micro-batches to choose from; by default the divisors of the rows. All of them are
         `range(1, rows + 1)`, for a step whose last micro-batch may be smaller. Of those of one micro-batch size, the
         smallest.
       safety: the part of the budget to use. The compiler does not count other processes, fragmentation, and what the
         runtime keeps for itself.
-      max_compilations: for each option, at least 2. By default as many as halving needs: 6 for up to 17 divisors (all
-        batches of up to 1024 rows that are a power of two), one more where there are twice as many.
       progress: whether to show a bar over the compilations, with tqdm if it is installed.
 
     Returns:
-      A `Plan`. Printed it is a table; it has `num_microbatches`, `sizes`, `option`, `rows` and `plot()`.
+      A `Plan`. Printed it is a table; it has `num_microbatches`, `sizes`, `option`, `rows` and `plot()`. To find it, 6
+      programs at most are compiled for each option that has up to 17 divisors to choose from (all batches of up to 1024
+      rows that are a power of two), one more where there are twice as many.
 
     Raises:
-      ValueError: nothing fits: the smallest peak, the budget, and the ways on. A budget or a number that cannot be; a
+      ValueError: nothing fits: the smallest peak, the budget, and the ways on; it is an
+        `optax_accum.plan.NothingFitsError`, whose `plan` says what was compiled. A budget or a number that cannot be; a
         builder that always raises, ignores its number, takes it for the rows of a micro-batch, has a batch of other
         rows, lowers for other devices or for some, or shares nothing among them.
       TypeError: what is no function, or returns no lowered step.
@@ -81,13 +78,12 @@ def plan_microbatches(
       |---|---|
       | the whole batch fits | one micro-batch, one compilation |
       | memory grows with the rows of a micro-batch | the next fewer candidate was compiled, and does not fit |
-      | it does not | what is left is halved while compilations are left; `Plan.monotone`, and the table says so |
+      | it does not | what is left is halved while compilations are left; the table says so, and `Plan.monotone` |
       | rows of one | asked last: their products are others, and so is their memory |
-      | `max_compilations` are spent | the fewest that were compiled and fit; `Plan.open`, and the table says so |
       | a number or an option that does not lower | the others are planned, and the table says so |
       | a compiler that stops for want of memory (TPU) | does not fit; its bytes are what it says |
       | an option whose arguments alone are more than the budget | one compilation; the others are planned |
-      | options that are equal | each is planned and shown; the first is chosen |
+      | several options | each is planned and shown; the first that fits is chosen |
       | several devices | bytes of one; rows of one shard of the batch, on a mesh of several axes, too |
       | a CPU | what is free, or its control groups leave; as several devices, each has its share |
 
@@ -107,7 +103,6 @@ def plan_microbatches(
     builder = make_step if isinstance(make_step, Builder) else None
     if builder:
         _check_builder(builder, rows, options)
-    most = _most(max_compilations)
     _check_safety(safety)
     on, devices = _target(target, num_devices)
     size = budgets.memory_of(on, here=target is None, devices=devices) if budget is None else budgets.as_bytes(budget)
@@ -117,13 +112,13 @@ def plan_microbatches(
     shards = _shards(trials, rows, min(numbers or [1])) if devices > 1 else 1
     own = -(-rows // shards)
     for trial in trials:  # all are lowered before one is compiled
-        trial.prepare(_candidates(own, numbers), own)
+        trial.prepare(_candidates(own, numbers))
     lowered = [trial for trial in trials if trial.every]
     if not lowered:
         raise next(iter(trials[0].errors.values()))
-    with _bar(progress, sum(most or search.enough(trial.every) for trial in lowered)) as advance:
+    with _bar(progress, sum(search.enough(trial.every) for trial in lowered)) as advance:
         for trial in lowered:
-            trial.search(limit, most, advance)
+            trial.search(limit, advance)
     copy, summed = (builder.copy, builder.sum) if builder else (None, None)
     skipped = tuple(why for trial in trials for why in trial.skipped)
     plan = Plan(None, None, rows, devices, on.name, size, limit, (), copy, summed, shards=shards, skipped=skipped)
@@ -141,24 +136,13 @@ _WAYS = (
 
 
 def _chosen(trials: Sequence[Trial], plan: Plan) -> Plan:
-    """Returns the plan with what was compiled, and the cheapest that fits."""
+    """Returns the plan with what was compiled, and the first option that fits."""
     compiled = tuple(one for trial in trials for one in trial.compiled(plan.limit))
     plan = dataclasses.replace(plan, compiled=compiled, monotone=all(search.grows(trial.peaks) for trial in trials))
-    fitting = {trial: fit for trial in trials if (fit := search.best(trial.peaks, plan.limit))}
-    if not fitting:
-        raise NothingFitsError(_nothing_fits(trials, plan), plan)
-    comparable = len({trial.takes for trial in fitting}) == 1
-    least = min((trial.cost for trial in fitting if trial.cost < math.inf), default=0) or 1.0
-    cheapest = lambda trial: (round(trial.cost / least, 2), fitting[trial])
-    trial = min(fitting, key=cheapest) if comparable else next(iter(fitting))
-    return dataclasses.replace(
-        plan,
-        num_microbatches=fitting[trial].number,
-        option=trial.option,
-        place=trial.place,
-        comparable=comparable,
-        open=search.proposed(trial.every, trial.peaks, plan.limit) is not None,
-    )
+    for trial in trials:
+        if fits := search.best(trial.peaks, plan.limit):
+            return dataclasses.replace(plan, num_microbatches=fits.number, option=trial.option, place=trial.place)
+    raise NothingFitsError(_nothing_fits(trials, plan), plan)
 
 
 def _nothing_fits(trials: Sequence[Trial], plan: Plan) -> str:
@@ -195,16 +179,6 @@ def _target(target: str | Target | None, num_devices: int | None) -> tuple[Targe
             f"{len(on.devices)}. Leave it out."
         )
     return on, len(on.devices)
-
-
-def _most(max_compilations: int | None) -> int | None:
-    most = checks.as_positive("max_compilations", max_compilations)
-    if most == 1:
-        raise ValueError(
-            "max_compilations must be at least 2, the whole batch and the smallest micro-batches: max_compilations="
-            f"{most}. Leave it out, or pass one number as candidates=."
-        )
-    return most
 
 
 def _check_safety(safety: Any) -> None:

@@ -30,7 +30,6 @@ def search(
     every: Sequence[Candidate],
     measure: Callable[[Candidate], float | None],
     limit: float,
-    most: int | None = None,
     at_no_rows: Callable[[], float] = lambda: 0.0,
 ) -> Peaks:
     """Measures candidates until the fewest that fits is among them, and returns what they need.
@@ -39,12 +38,11 @@ def search(
       every: what there is to choose from, fewest first.
       measure: returns the bytes of a candidate; None for one that is not to be had, which is left out.
       limit: what fits.
-      most: how many are measured at most; None for `enough`.
       at_no_rows: returns the bytes that every candidate holds at least; asked when something was measured.
     """
     peaks: Peaks = {}
-    every, most = [*every], most or enough(every)
-    while len(peaks) < most and (candidate := proposed(every, peaks, limit, most, at_no_rows)):
+    every, most = [*every], enough(every)
+    while len(peaks) < most and (candidate := proposed(every, peaks, limit, at_no_rows)):
         if (peak := measure(candidate)) is None:
             every.remove(candidate)
         else:
@@ -66,7 +64,6 @@ def proposed(
     every: Sequence[Candidate],
     peaks: Peaks,
     limit: float,
-    most: int | None = None,
     at_no_rows: Callable[[], float] = lambda: 0.0,
 ) -> Candidate | None:
     """Returns what to measure next, None when the fewest that fit are known: the whole batch first, one row last.
@@ -84,8 +81,8 @@ def proposed(
     if not between:  # what did not fit says nothing of other sizes where memory does not grow
         return None if grows(peaks) or not fewer else fewer[len(fewer) // 2]
     now, *later = _groups(between)
-    left = (most or enough(every)) - len(peaks) - _halvings(later)
-    if left < 1:  # too few were allowed: what needs least is the last
+    left = enough(every) - len(peaks) - _halvings(later)
+    if left < 1:  # where memory does not grow: what needs least is the last
         return between[-1] if fits is None else now[len(now) // 2]
     known = 2 ** (left - 1) - 1  # so many can be told apart after this one
     low, high = len(now) - 1 - known, known

@@ -1,0 +1,92 @@
+"""Owns `python -m optax_accum info`: what there is, and what a bug report needs to say about the machine."""
+
+import argparse
+import importlib.metadata
+import inspect
+import os
+import platform
+import types
+
+import jax
+
+import optax_accum
+
+EXAMPLE = "python -m optax_accum info"
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "orbax-checkpoint",
+    "numpy",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)
+VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "CUDA_VISIBLE_DEVICES", "TF_CPP_")
+OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_disable_jit")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Takes none."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Says what there is, and what a bug report needs."""
+    print(f"{inspect.getdoc(optax_accum)}\n\n{_names()}\n\n{_COMMANDS}\n\nFor a bug report:\n\n{_diagnostics()}")
+    return 0
+
+
+_COMMANDS = """\
+python -m optax_accum plan --help: how many micro-batches fit, from the command line.
+python -m optax_accum verify --help: whether a train step accumulates as it should."""
+
+
+def _names() -> str:
+    """Returns every public name with the first sentence about it; those of a module are indented."""
+    about = lambda value: (inspect.getdoc(value) or "").split("\n")[0]
+    lines: list[tuple[str, str]] = []
+    for name in sorted({*dir(optax_accum)} - {"__version__"}):
+        try:
+            value = getattr(optax_accum, name)
+        except ImportError as error:  # Flax is not installed
+            lines.append((name, str(error)))
+            continue
+        lines.append((name, about(value)))
+        if isinstance(value, types.ModuleType):
+            lines += [(f"  {inner}", about(getattr(value, inner))) for inner in value.__all__]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
+
+
+def _diagnostics() -> str:
+    versions = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
+    # All of JAX's variables, and no other: they go into a public report.
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    options = [f"{name}={getattr(jax.config, name, None)}" for name in OPTIONS]
+    lines = {
+        "optax_accum": optax_accum.__version__,
+        "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "packages": ", ".join(versions),
+        "devices": _devices(),
+        "options": ", ".join(options),
+        "variables": " ".join(variables) or "none",
+    }
+    return "\n".join(f"  {name}: {value}" for name, value in lines.items())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> str:
+    """Returns what JAX runs on; or why it does not, which is what such a report is about."""
+    try:
+        kinds = [device.device_kind for device in jax.devices()]
+    except RuntimeError as error:
+        return str(error)
+    counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    return f"{jax.default_backend()}, {counted}; {jax.process_count()} process(es)"
