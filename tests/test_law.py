@@ -193,7 +193,7 @@ WEIGHTS = {
     "ratio": (paths.ratio_over_mask, None),  # the mask, which only the loss counts
     "ratios": (paths.ratios, None),
 }
-by_weight = pytest.mark.parametrize("weight", ["rows", "mask"])
+by_weight = pytest.mark.parametrize("weight", ["rows", pytest.param("mask", marks=pytest.mark.quick)])
 TIES = ("ties",)
 TAKES_A_RATIO = ("value_and_grad", "value_and_apply_gradients")  # these see what the loss returns
 FEW = ("gathers", "slices", "ties", "takes the last")
@@ -214,7 +214,6 @@ def near(now, want, start):
         assert norm(leaf, right) <= 1e-6 * norm(right, before) + 1.2e-7 * norm(before), (leaf, right)
 
 
-@pytest.mark.quick
 @by_weight
 @pytest.mark.parametrize("path", paths.PATHS)
 def test_every_path_makes_the_update_of_the_whole_batch(path, weight):
