@@ -268,15 +268,24 @@ def test_computed_in_a_narrow_dtype(path, dtype):
     near(run(loss, paths.count, start, paths.rows()), paths.added(loss, paths.count, start, batches), start)
 
 
+def over(path, kind, **options):
+    """The path over devices. What it is compared with is made outside of their mesh."""
+
+    def run(*args):
+        mesh = paths.mesh_of(paths.KINDS[kind])
+        with jax.set_mesh(mesh):
+            return path(mesh, *args, **options)
+
+    return run
+
+
 @needs_devices
 @pytest.mark.parametrize("kind", [0, 1], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize("path", TAKES_A_RATIO)
 def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
-    mesh = paths.mesh_of(paths.KINDS[kind])
-    with jax.set_mesh(mesh):
-        check(functools.partial(paths.SHARDED[path], mesh), TIES, "ratio")
-        if kind == 0:
-            check(functools.partial(paths.MANUAL[path], mesh, check_vma=True), TIES, "ratio")
+    check(over(paths.SHARDED[path], kind), TIES, "ratio")
+    if kind == 0:
+        check(over(paths.MANUAL[path], kind, check_vma=True), TIES, "ratio")
 
 
 @needs_devices
@@ -285,9 +294,7 @@ def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
     "path", [paths.sharded_within, functools.partial(paths.manual_within, check_vma=True)], ids=["mesh", "shard_map"]
 )
 def test_several_terms_over_devices(path, kind):
-    mesh = paths.mesh_of(paths.KINDS[kind])
-    with jax.set_mesh(mesh):
-        check(functools.partial(path, mesh), TIES, "ratios")
+    check(over(path, kind), TIES, "ratios")
 
 
 @needs_devices
@@ -296,9 +303,7 @@ def test_several_terms_over_devices(path, kind):
 )
 @pytest.mark.parametrize("path", paths.SHARDED)
 def test_every_path_over_devices(path, kind, weight):
-    mesh = paths.mesh_of(paths.KINDS[kind])
-    with jax.set_mesh(mesh):
-        check(functools.partial(paths.SHARDED[path], mesh), FEW, weight)
+    check(over(paths.SHARDED[path], kind), FEW, weight)
 
 
 @needs_devices
@@ -306,7 +311,4 @@ def test_every_path_over_devices(path, kind, weight):
 @pytest.mark.parametrize("path", paths.MANUAL)
 def test_every_path_in_a_shard_map(path, check_vma, weight):
     # Half of the combinations on either kind of mesh.
-    mesh = paths.mesh_of(paths.KINDS[(weight == "mask") ^ check_vma])
-    with jax.set_mesh(mesh):
-        run = functools.partial(paths.MANUAL[path], mesh, check_vma=check_vma)
-        check(run, FEW, weight)
+    check(over(paths.MANUAL[path], (weight == "mask") ^ check_vma, check_vma=check_vma), FEW, weight)
