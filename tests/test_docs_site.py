@@ -14,7 +14,8 @@ import optax_accum
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 MODULES = re.findall(r"^   (optax_accum[\w.]*)$", (DOCS / "api.md").read_text(), re.MULTILINE)
 
 spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
@@ -138,5 +139,5 @@ def test_actions_and_hooks_are_pinned():
     ]
     assert len(uses) > 5
     assert [line for line in uses if not re.search(r"uses: (\./\S+|\S+@[0-9a-f]{40} # v[\d.]+)$", line)] == []
-    [ruff] = [each for each in PROJECT["optional-dependencies"]["lint"] if each.startswith("ruff")]
+    [ruff] = [each for each in PYPROJECT["dependency-groups"]["lint"] if each.startswith("ruff")]
     assert f"rev: v{ruff.removeprefix('ruff==')}\n" in (ROOT / ".pre-commit-config.yaml").read_text()

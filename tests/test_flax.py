@@ -496,7 +496,7 @@ def test_float16_with_a_dynamic_scale():
     assert int(empty.discarded) == 1
     assert accum.next_scale(scale, state, empty).scale == scale.scale  # nothing overflowed
     half, _ = accum.unscale().update({"w": jnp.float16(60000)}, None, scale=65536.0)  # more than float16 holds
-    assert_allclose(half["w"], 60000 / 65536, rtol=1e-3)
+    assert_allclose(half["w"], 60000 / 65536, rtol=1e-6)
     scales = []
     for x in (1e-4, 3e-4, 1e-4, 3e-4, 1e-4, 3e-4, 6e4, 1.0):  # the last window overflows in float16
         before = params
@@ -504,7 +504,7 @@ def test_float16_with_a_dynamic_scale():
         scales.append(float(scale.scale))
     assert scales == [1024] * 5 + [2048] * 2 + [1024]
     equal(params, before)
-    assert_allclose(params["w"], 1e-4 - 3 * 0.5 * 2e-4, rtol=1e-2)
+    assert_allclose(params["w"], 1e-4 - 3 * 0.5 * 2e-4, rtol=1e-3)
 
 
 # Checkpoints

@@ -193,7 +193,7 @@ WEIGHTS = {
     "ratio": (paths.ratio_over_mask, None),  # the mask, which only the loss counts
     "ratios": (paths.ratios, None),
 }
-by_weight = pytest.mark.parametrize("weight", ["rows", "mask"])
+by_weight = pytest.mark.parametrize("weight", ["rows", pytest.param("mask", marks=pytest.mark.quick)])
 TIES = ("ties",)
 TAKES_A_RATIO = ("value_and_grad", "value_and_apply_gradients")  # these see what the loss returns
 FEW = ("gathers", "slices", "ties", "takes the last")
@@ -214,7 +214,6 @@ def near(now, want, start):
         assert norm(leaf, right) <= 1e-6 * norm(right, before) + 1.2e-7 * norm(before), (leaf, right)
 
 
-@pytest.mark.quick
 @by_weight
 @pytest.mark.parametrize("path", paths.PATHS)
 def test_every_path_makes_the_update_of_the_whole_batch(path, weight):
@@ -269,15 +268,24 @@ def test_computed_in_a_narrow_dtype(path, dtype):
     near(run(loss, paths.count, start, paths.rows()), paths.added(loss, paths.count, start, batches), start)
 
 
+def over(path, kind, **options):
+    """The path over devices. What it is compared with is made outside of their mesh."""
+
+    def run(*args):
+        mesh = paths.mesh_of(paths.KINDS[kind])
+        with jax.set_mesh(mesh):
+            return path(mesh, *args, **options)
+
+    return run
+
+
 @needs_devices
 @pytest.mark.parametrize("kind", [0, 1], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize("path", TAKES_A_RATIO)
 def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
-    mesh = paths.mesh_of(paths.KINDS[kind])
-    with jax.set_mesh(mesh):
-        check(functools.partial(paths.SHARDED[path], mesh), TIES, "ratio")
-        if kind == 0:
-            check(functools.partial(paths.MANUAL[path], mesh, check_vma=True), TIES, "ratio")
+    check(over(paths.SHARDED[path], kind), TIES, "ratio")
+    if kind == 0:
+        check(over(paths.MANUAL[path], kind, check_vma=True), TIES, "ratio")
 
 
 @needs_devices
@@ -286,9 +294,7 @@ def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
     "path", [paths.sharded_within, functools.partial(paths.manual_within, check_vma=True)], ids=["mesh", "shard_map"]
 )
 def test_several_terms_over_devices(path, kind):
-    mesh = paths.mesh_of(paths.KINDS[kind])
-    with jax.set_mesh(mesh):
-        check(functools.partial(path, mesh), TIES, "ratios")
+    check(over(path, kind), TIES, "ratios")
 
 
 @needs_devices
@@ -297,9 +303,7 @@ def test_several_terms_over_devices(path, kind):
 )
 @pytest.mark.parametrize("path", paths.SHARDED)
 def test_every_path_over_devices(path, kind, weight):
-    mesh = paths.mesh_of(paths.KINDS[kind])
-    with jax.set_mesh(mesh):
-        check(functools.partial(paths.SHARDED[path], mesh), FEW, weight)
+    check(over(paths.SHARDED[path], kind), FEW, weight)
 
 
 @needs_devices
@@ -307,7 +311,4 @@ def test_every_path_over_devices(path, kind, weight):
 @pytest.mark.parametrize("path", paths.MANUAL)
 def test_every_path_in_a_shard_map(path, check_vma, weight):
     # Half of the combinations on either kind of mesh.
-    mesh = paths.mesh_of(paths.KINDS[(weight == "mask") ^ check_vma])
-    with jax.set_mesh(mesh):
-        run = functools.partial(paths.MANUAL[path], mesh, check_vma=check_vma)
-        check(run, FEW, weight)
+    check(over(paths.MANUAL[path], (weight == "mask") ^ check_vma, check_vma=check_vma), FEW, weight)

@@ -70,7 +70,7 @@ def test_any_weights(weights, in_place, size):
     if not mask.sum():
         close((value, grads), jax.tree.map(jnp.zeros_like, WHOLE), atol=0)
     else:
-        close((value, grads), MASKED(START, batch), rtol=1e-4, atol=1e-5)
+        close((value, grads), MASKED(START, batch))
 
 
 MASKED = jax.jit(jax.value_and_grad(masked_loss))
@@ -248,14 +248,15 @@ def test_dtypes(dtype):
     np.testing.assert_allclose(named.astype(dtype), grads)
     whole_value, whole = jax.value_and_grad(loss)(w, x)
     assert grads.dtype == whole.dtype == dtype
-    np.testing.assert_allclose(value, whole_value, rtol=1e-2)
-    np.testing.assert_allclose(grads, whole.astype(grads.dtype), rtol=3e-2, atol=1e-2)
+    np.testing.assert_allclose(value, whole_value, rtol=1e-6)
+    wide = np.complex64 if dtype == jnp.complex64 else np.float32
+    np.testing.assert_allclose(grads.astype(wide), whole.astype(wide), rtol=float(jnp.finfo(dtype).eps))
 
 
 def test_bfloat16_gradients_are_added_in_float32():
     loss = lambda w, x: jnp.sum(w.astype(jnp.float32) * x)
     f = lambda **o: optax_accum.value_and_grad(loss, num_microbatches=512, **o)(jnp.bfloat16(1), jnp.full(512, 5.12))[1]
-    np.testing.assert_allclose(f(), 5.12, rtol=4e-3)
+    assert f() == 5.125  # 5.12 in bfloat16
     assert abs(f(accumulator_dtype=jnp.bfloat16, in_place=False) - 5.12) > 0.5  # and it stalls where it is asked to
 
 
@@ -441,9 +442,7 @@ def test_outputs_come_in_the_order_of_the_rows_and_keys_are_replayed():
 def test_the_gradient_of_bfloat16_parameters_is_added_in_float32():
     w, x = jnp.ones(1, jnp.bfloat16), jnp.full((512, 1), 0.01, jnp.bfloat16)
     f = optax_accum.microbatched_apply(lambda w, x: x * w[None], 512)
-    np.testing.assert_allclose(
-        jax.grad(lambda w: jnp.sum(f(w, x).astype(jnp.float32)))(w).astype(float), 5.12, rtol=1e-2
-    )
+    np.testing.assert_allclose(jax.grad(lambda w: jnp.sum(f(w, x).astype(jnp.float32)))(w).astype(float), 512 * x[0, 0])
 
 
 def test_the_forward_pass_keeps_one_micro_batch():
