@@ -18,7 +18,7 @@ import optax_accum
 from benchmarks.verify_step import KINDS, sound_step
 from benchmarks.verify_step import fault as planted
 from optax_accum import verify_step
-from optax_accum._verify import carries
+from optax_accum._verify import step_params
 
 rng = np.random.default_rng(0)
 N, K, D = 12, 4, 3
@@ -301,7 +301,7 @@ def scanned(every):
 def test_the_parameters_of_a_module_are_its_params_alone():
     """And not the variances of BatchNorm, which are no zeros at first either."""
     model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
-    _, found = carries.params_of((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), None)
+    _, found = step_params.params_of((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), None)
     assert sorted(found) == ["0/bias", "0/kernel", "1/bias", "1/scale"]
 
 
