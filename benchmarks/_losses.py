@@ -1,4 +1,4 @@
-"""Owns what the losses of `benchmarks.verify` are made of: models, comparisons, noise, dtypes, sizes. Judges nothing."""
+"""Owns what the losses of `benchmarks.verify` are made of: models, comparisons, noise, dtypes, sizes. Runs nothing."""
 
 import dataclasses
 from collections.abc import Callable

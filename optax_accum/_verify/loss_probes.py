@@ -1,5 +1,7 @@
 """Owns one probe for each fault of a loss: each returns its evidence, or "". Runs what `loss_runs` offers."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,9 +84,9 @@ def coupled(runs: LossRuns) -> str:
     if _rows_added(runs):
         return ""
     if runs.factor is not None:
-        same = abs(runs.factor - 1) <= 0.01 and not runs.grows
+        row_by_row = abs(runs.factor - 1) > 0.01 or runs.grows or _rows_averaged(runs)
         says = "All rows count the same, the whole is not the mean over its parts, and each row twice gives the same."
-        return says if same else ""
+        return "" if row_by_row else says
     may_weigh = _weights(runs.batch)
     for path, terms in runs.alone.items():
         if path not in may_weigh and mixtures.couples(terms, runs.rtol):
@@ -109,10 +111,13 @@ def _normalised(runs: LossRuns) -> str:
     may be stretched, too: it has one sign.
     """
     run = runs.measure(jax.value_and_grad(runs.loss.total))
-    same = lambda batch: within(runs.differences(run(batch)))
+    of_gradients = lambda errors: {path: pair for path, pair in errors.items() if path != "loss"}  # that may cancel
+    same = lambda batch: within(of_gradients(runs.differences(run(batch))))
     for path, leaf, put in floats(runs.batch):
+        if not np.ptp(leaf):
+            continue  # weights that are all the same may be moved, too
         apart = np.random.default_rng(0).uniform(0.5, 2, (len(leaf), *[1] * (leaf.ndim - 1)))
-        moves = {"moved by a constant": lambda by, leaf=leaf: leaf + by * (np.std(leaf) or 1)}
+        moves = {"moved by a constant": lambda by, leaf=leaf: leaf + by * np.std(leaf)}
         if np.min(leaf) < 0 < np.max(leaf):
             moves["doubled"] = lambda by, leaf=leaf: leaf * by
         for how, move in moves.items():
@@ -127,20 +132,29 @@ def total(runs: LossRuns) -> str:
         return "The whole is its rows added up, where their mean was needed."
     alike = runs.factor is not None and abs(runs.factor - 1) <= 0.01
     says = "All rows count the same, and the whole is not the mean over its parts."
-    return says if alike and runs.loss.weight_fn is None else ""
+    return says if alike and runs.loss.weight_fn is None and not _rows_averaged(runs) else ""
 
 
 def _rows_added(runs: LossRuns) -> bool:
+    return _of_rows(runs, np.sum) and runs.grows
+
+
+def _rows_averaged(runs: LossRuns) -> bool:
+    return _of_rows(runs, np.mean)
+
+
+def _of_rows(runs: LossRuns, reduced: Callable[..., np.ndarray]) -> bool:
+    """Whether the whole is what its rows alone give, added or averaged."""
     if runs.rows is None:
         return False
     whole, rows = (
         scaled([leaf[None] for leaf in leaves], runs.scales)[0]
         for leaves in (
             [np.mean(leaf, 0) for leaf in runs.whole],
-            [np.sum(np.mean(leaf, 1), 0) for leaf in runs.rows],
+            [reduced(np.mean(leaf, 1), 0) for leaf in runs.rows],
         )
     )
-    return bool(np.linalg.norm(whole - rows) < 0.3 * np.linalg.norm(whole)) and runs.grows
+    return bool(np.linalg.norm(whole - rows) < 0.3 * np.linalg.norm(whole))
 
 
 def weights(runs: LossRuns) -> str:
@@ -149,4 +163,4 @@ def weights(runs: LossRuns) -> str:
         return "Examples act on the loss one by one, but no weight per micro-batch explains it: several denominators."
     if abs(runs.factor - 1) > 0.01:
         return f"With other rows in some places, the batch counts for {runs.factor:.2f} of what it did."
-    return "All rows count the same in the loss, but not in weight_fn."
+    return "All rows count the same in the loss, and micro-batches do not count by their rows."

@@ -16,6 +16,7 @@ from optax_accum._verify.loss import wide
 from optax_accum._verify.step_carries import Path, inside, is_inexact, leaves_of, named, plain, states
 
 Find = Callable[[Tree], Tree] | None  # where the parameters are, if a user says so
+AVERAGES = ("ema", "average", "avg", "shadow", "target")  # names of parts that begin as the parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,17 +181,31 @@ def _under_params(leaves: dict[Path, Any]) -> tuple[Path, list[Path]] | None:
 
 
 def _first_part(carry: Tree, leaves: dict[Path, Any]) -> tuple[Path, list[Path]]:
-    """Returns the first part of the carry that is not all zeros; of a dict all of those, of a dict of arrays all."""
+    """Returns the first part of the carry that is not all zeros; of a dict all but copies, of a dict of arrays all."""
     parts: dict[str, list[Path]] = {}
     for path in leaves:
         parts.setdefault(path[0] if path else "", []).append(path)
     filled = [paths for paths in parts.values() if any(np.any(wide(leaves[path])) for path in paths)]
     if not isinstance(carry, tuple | list) and all(len(path) <= 1 for path in leaves):
         return (), list(leaves)
-    if isinstance(carry, dict) and len(filled) > 1:
+    if isinstance(carry, dict):
+        filled = _without_copies(filled, leaves)
+    if len(filled) > 1 and isinstance(carry, dict):
         return (), [path for paths in filled for path in paths]
     first = next(iter([*filled, *parts.values()]), [])
     return (first[0][:1], first) if first else ((), [])
+
+
+def _without_copies(parts: list[list[Path]], leaves: dict[Path, Any]) -> list[list[Path]]:
+    """Returns the parts that hold more than zeros and what another part holds, as an average of parameters does."""
+    kept: list[list[Path]] = []
+    is_average = lambda part: any(word in part[0][0].lower() for word in AVERAGES)
+    for part in sorted(parts, key=lambda part: (is_average(part), len(part))):
+        known = [wide(leaves[path]) for paths in kept for path in paths]
+        values = [wide(leaves[path]) for path in part]
+        if any(np.any(value) and not any(np.array_equal(value, other) for other in known) for value in values):
+            kept.append(part)
+    return [part for part in parts if part in kept]
 
 
 def _lists(leaves: dict[Path, Any], shapes: Counter[Any]) -> set[Path]:

@@ -140,9 +140,8 @@ def _stays_open(o: Other) -> str:
 
 def by_the_full_k(o: Other) -> str:
     """A window that ends early gives a part of its mean."""
-    for slot in o.w.linear if o.last else ():
-        factor = o.w.e.factor(o.w.found, slot)
-        if factor and abs(factor * o.runs.cut.every / len(o.parts) - 1) < o.w.e.near:
+    for factor in o.w.multiples() if o.last else ():
+        if abs(factor * o.runs.cut.every / len(o.parts) - 1) < o.w.e.near:
             return f"A window that ends after {len(o.parts)} of {o.runs.cut.every} gives {factor:.3g} of its mean."
     return ""
 

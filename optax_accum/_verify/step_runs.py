@@ -206,8 +206,8 @@ class StepRuns:
             return bool(errors) and within(errors)
 
         for path, leaf, put in floats(self.of(rows)):
-            by = (np.std(leaf) or 1) * np.random.default_rng(0).uniform(1, 2, (len(leaf), *[1] * (leaf.ndim - 1)))
-            if same(put(leaf + 2 * np.std(leaf))) and not same(put(leaf + by)):
+            by = np.std(leaf) * np.random.default_rng(0).uniform(1, 2, (len(leaf), *[1] * (leaf.ndim - 1)))
+            if np.ptp(leaf) and same(put(leaf + 2 * np.std(leaf))) and not same(put(leaf + by)):
                 return path
         return ""
 

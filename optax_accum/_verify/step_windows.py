@@ -39,6 +39,25 @@ class Window:
         """Says that a leaf of the batch is normalised over its rows."""
         return self.normalised()
 
+    @functools.cached_property
+    def powers(self) -> dict[str, int]:
+        """The slots that change with a power of the gradient: those linear in it, or without them second moments."""
+        e = self.e
+        squares = [slot for slot in e.slots if slot not in ("params", *self.linear) and not e.falls(slot)]
+        return dict.fromkeys(self.linear, 1) or dict.fromkeys(squares, 2)
+
+    def far(self, change: Change, factor: float) -> float:
+        """Returns how far what came out is from a change by so many times its gradient."""
+        e = self.e
+        times = lambda slot: e.sum([change], factor ** self.powers[slot])
+        return max((e.distance(self.found, times(slot), slot) for slot in self.powers), default=1.0)
+
+    def multiples(self) -> Iterator[float]:
+        """Yields in each slot that tells which multiple of the whole batch's gradient came out, if one did."""
+        for slot, power in self.powers.items():
+            if factor := (self.e.factor(self.found, slot) or 0.0) ** (1 / power):
+                yield factor
+
     def plainest(self) -> str:
         """Returns the slot that tells most of a mean."""
         e = self.e
@@ -69,8 +88,7 @@ def _alone(w: Window, number: int) -> Foretold:
     k, part = len(w.e.parts), w.e.parts[number - 1]
     says = "Micro-batch {} of {} alone gives what came out{}: the others count for nothing."
     yield w.e.far(w.found, part, w.e.slots), says.format(number, k, "")
-    if w.linear:
-        yield w.e.far(w.found, w.e.sum([part], 1 / k), w.linear), says.format(number, k, f", divided by {k}")
+    yield w.far(part, 1 / k), says.format(number, k, f", divided by {k}")
 
 
 def one_after_another(w: Window) -> Foretold:
@@ -184,15 +202,8 @@ def less(w: Window) -> str:
 
 def _multiple(w: Window, of: Callable[[float], bool]) -> str:
     """Says that a change is a multiple of the whole batch's."""
-    if w.means:
-        return ""
-    squares = [slot for slot in w.e.slots if slot not in ("params", *w.linear) and not w.e.falls(slot)]
-    powers = dict.fromkeys(w.linear, 1) or dict.fromkeys(squares, 2)  # second moments tell where no first do
-    for slot, power in powers.items():
-        factor = (w.e.factor(w.found, slot) or 0.0) ** (1 / power)
-        if factor and abs(factor - 1) > w.e.near:
-            return f"What came out is {factor:.3g} times what the whole batch gives." if of(factor) else ""
-    return ""
+    factor = next((factor for factor in w.multiples() if abs(factor - 1) > w.e.near), 1.0)
+    return f"What came out is {factor:.3g} times what the whole batch gives." if of(factor) and not w.means else ""
 
 
 def weighed(w: Window) -> str:
