@@ -9,7 +9,7 @@ from optax_accum._core.arithmetic import Tree
 from optax_accum._core.tracing import inner_programs
 
 Shapes = list[tuple[int, ...]]
-LOOPS = {"scan": ("num_consts",), "while": ("cond_nconsts", "body_nconsts")}  # how many arguments stay as they are
+LOOPS = ("scan", "while")
 
 
 def hidden_draws(fun: Callable[..., Any], *args: Tree) -> Shapes:
@@ -28,18 +28,27 @@ def _draws(program: Any, of_arguments: Sequence[bool]) -> tuple[Shapes, list[boo
         if equation.primitive.name == "random_bits" and not any(depends):
             shapes.append(equation.outvars[0].aval.shape)
         for inner in inner_programs(equation):
-            found, after = _draws(inner, _inside(equation, inner, depends))
+            loops = equation.primitive.name in LOOPS
+            found, after = _around(inner, _last(depends, inner)) if loops else _draws(inner, _last(depends, inner))
             shapes += found
-            if equation.primitive.name not in LOOPS and len(after) == len(outputs):
+            if not loops and len(after) == len(outputs):
                 outputs = after
         known |= {id(var) for var, depends in zip(equation.outvars, outputs, strict=True) if depends}
     return shapes, [id(var) in known for var in program.outvars]
 
 
-def _inside(equation: Any, inner: Any, depends: list[bool]) -> list[bool]:
-    """Returns which inputs of a program inside an equation depend on the arguments; in loops what changes does."""
-    if equation.primitive.name in LOOPS:
-        constants = sum(equation.params[name] for name in LOOPS[equation.primitive.name])
-        depends = depends[:constants] + [any(depends)] * (len(depends) - constants)
-    missing = [any(depends)] * (len(inner.invars) - len(depends))
-    return (missing + depends)[len(missing) + len(depends) - len(inner.invars) :]
+def _around(body: Any, depends: list[bool]) -> tuple[Shapes, list[bool]]:
+    """Returns the same of the body of a loop: what it returns may be any of its inputs that looks like it."""
+    while True:
+        shapes, after = _draws(body, depends)
+        returned = [str(var.aval) for var, one in zip(body.outvars, after, strict=True) if one]
+        more = [one or str(var.aval) in returned for var, one in zip(body.invars, depends, strict=True)]
+        if more == depends:
+            return shapes, after
+        depends = more
+
+
+def _last(depends: list[bool], inner: Any) -> list[bool]:
+    """Returns which inputs of a program inside an equation depend on the arguments: they come last in it."""
+    missing = len(inner.invars) - len(depends)
+    return [any(depends)] * missing + depends[max(0, -missing) :]

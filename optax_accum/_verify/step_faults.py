@@ -59,7 +59,7 @@ FAULTS = (
         "divided by the full k",
         "Those of a window that ends early count too little.",
         "The part of the window that came is what came out of its mean.",
-        "Divide by the number of micro-batches that came (flush=True does), or by their weights.",
+        "Divide by the number of micro-batches that came, or by their weights: apply_gradients(..., flush=True) does.",
         {"other": probes.by_the_full_k},
     ),
     Fault(
@@ -114,8 +114,8 @@ FAULTS = (
         "mean of means",
         "Each counts the same, though they hold other numbers of rows or tokens.",
         "Their plain mean came out, and the whole batch's gradient is another mean of theirs.",
-        "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: weight= across calls, weight_fn "
-        "within. Where micro-batches are always equal, pass uneven=False.",
+        "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: apply_gradients(..., weight=w), "
+        "or value_and_grad(..., weight_fn=...) within a call. Where micro-batches are always equal, pass uneven=False.",
         {
             "foretold": windows.plain_mean(windows.unequal),
             "related": windows.mean_somewhere(windows.unequal),

@@ -81,11 +81,13 @@ def verify(
     Guarantees:
       | case | result | known when |
       |---|---|---|
+      | a `Ratio`, or a dict of them | compared as `value_and_grad` divides it | running |
       | a mean over unequal weights | `"weights"`: weights that make it a sum over rows are not those in use | running |
       | a sum over rows | `"sum"`: the whole is its rows added up | running |
       | example j changes example i's term | `"coupled examples"`: two sets of rows changed do not add up | running |
       | a loss that normalises a leaf of the batch over its rows | `"coupled examples"`, and which leaf | running |
       | a loss that changes with a key that `rng_argnum` does not name | `"shared key"` | running |
+      | rows drawn from a key that is no argument: `fun` closes over it, or makes it | `"shared key"` | tracing |
       | a narrow `accumulator_dtype` | `"low-precision accumulator"`: a wide one gives another gradient | running |
       | a loss that depends on the carry | `"mutable state"`: holding the carry fixed gives another gradient | running |
       | a loss that differs between equal calls | `"mutable state"`; nothing is compared | running |
