@@ -2,6 +2,7 @@
 
 Run `python -m benchmarks.verify`, or with `--losses 20 --faults 5` for a sample. Losses are drawn from a seed: a model,
 what its rows are compared with, how they are averaged, noise, dtype, scale, sizes. A fault is planted in such a loss.
+With `--rare` they are of the rarer kinds alone: `_rare_losses`.
 The exit status is 1 if there is a false alarm or a miss.
 """
 
