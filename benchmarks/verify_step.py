@@ -3,7 +3,8 @@
 Run `python -m benchmarks.verify_step`, or with `--steps 10 --faults 4` for a sample. Steps are drawn from a seed: a way
 to write the loop (compiled, on the host, a scan within the call, Flax Linen, NNX), an optimizer, sizes, a length of the
 window. A fault is planted in such a step. Beside them stand the steps of Optax and of this library. With `--few` models
-have four parameters, with `--rare` optimizers and losses are rarer ones. The exit status is 1 if there is a false alarm or a miss.
+have four parameters, with `--rare` optimizers and losses are rarer ones. The exit status is 1 if there is a false alarm
+or a miss.
 """
 
 import dataclasses
