@@ -1,7 +1,12 @@
-"""Owns the counts of verdicts: false alarms in what is sound, and misses among planted faults. Knows no problem."""
+"""Owns the counts of verdicts: false alarms in what is sound, and misses among planted faults. Knows no problem.
+
+`python -m benchmarks._verdicts` writes the tables of faults into docs/check_your_step.md.
+"""
 
 import argparse
 import collections
+import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +16,10 @@ import jax
 from tqdm import tqdm
 
 from benchmarks import _measure
+from optax_accum._verify import loss_faults, step_faults
 
+PAGE = pathlib.Path(__file__).parent.parent / "docs/check_your_step.md"
+TABLES = {"verify": loss_faults.FAULTS, "verify_step": step_faults.FAULTS}
 Styles = dict[str, collections.Counter[str]]
 
 
@@ -104,3 +112,19 @@ def _verdict(problem: Problem) -> tuple[bool, list[str]]:
     except (TypeError, ValueError) as error:
         return True, [repr(error)]
     return not report.holds, [cause.kind for cause in report.causes]
+
+
+def page(text: str) -> str:
+    """Returns a page with the tables of faults that it asks for as they are now."""
+
+    def table(name: str) -> str:
+        rows = [(f"`{fault.name}`", fault.makes, fault.told) for fault in TABLES[name]]
+        head = ("named", "what becomes of the micro-batches", "how it is told apart")
+        return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * 3, *rows))
+
+    of = lambda found: f"{found[1]}\n\n{table(found[2])}\n"
+    return re.sub(r"(<!-- faults: (\w+) -->)\n\n(?:\|.*\n)*", of, text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -3,7 +3,8 @@
 Run `python -m benchmarks.verify_step`, or with `--steps 10 --faults 4` for a sample. Steps are drawn from a seed: a way
 to write the loop (compiled, on the host, a scan within the call, Flax Linen, NNX), an optimizer, sizes, a length of the
 window. A fault is planted in such a step. Beside them stand the steps of Optax and of this library. With `--few` models
-have four parameters. The exit status is 1 if there is a false alarm or a miss.
+have four parameters, with `--rare` optimizers and losses are rarer ones. The exit status is 1 if there is a false alarm
+or a miss.
 """
 
 import dataclasses
@@ -21,26 +22,10 @@ from flax.training.train_state import TrainState
 import optax_accum
 from benchmarks import _measure, _verdicts
 from benchmarks._measure import Tree
+from optax_accum._verify import step_faults
 
 Random = np.random.Generator
-KINDS = (
-    "never closes",
-    "only the first gradient",
-    "only the last gradient",
-    "divided twice",
-    "divided by the full k",
-    "sum for a mean",
-    "mean of means",
-    "clipping at each micro-step",
-    "optimizer at each micro-step",
-    "moves while held",
-    "shared key",
-    "low-precision sum",
-    "NaN poison",
-    "coupled examples",
-    "not emptied",
-    "rows left out",
-)
+KINDS = tuple(fault.name for fault in step_faults.PLANTED)
 NOTES = """\
 Each step is run by `verify_step` as a user would run it. Found: the law is said not to hold. Named right: the first
 cause is the one that was planted."""
@@ -62,9 +47,10 @@ class Problem:
 
 def main() -> None:
     few = "models of four parameters, where a cause may be not known"
-    asked = _verdicts.options(__doc__, "verify_step", "steps", (50, 20), KINDS, few=few)
-    of = functools.partial(functools.partial, few=asked.few)
-    unnamed = "not known" if asked.few else None
+    rare = "rarer optimizers and losses alone: partial and factored states, a warm-up from 0, averages, advantages"
+    asked = _verdicts.options(__doc__, "verify_step", "steps", (50, 20), KINDS, few=few, rare=rare)
+    of = functools.partial(functools.partial, few=asked.few, rare=asked.rare)
+    unnamed = "not known" if asked.few else "another difference" if asked.rare else None  # an answer, and no wrong one
     _verdicts.count(asked, "verify_step", "steps", NOTES, of(sound_step), of(fault), "kinds of loop", unnamed)
 
 
@@ -84,18 +70,21 @@ class Setting:
     norm: bool = False
     rate: float | None = None  # of dropout
     dtype: Any = jnp.float32
+    kind: str = ""  # of a rarer loss
 
     def loss(self, params: Tree, batch: Tree, key: Any) -> jax.Array:
         """Returns the mean over the rows, or over those that count."""
         first, second = (params[layer] for layer in ("first", "second"))
         cast = lambda x: x.astype(self.dtype)
         h = jnp.tanh(cast(batch["x"]) @ cast(first["kernel"]) + cast(first["bias"])[None])
+        if self.kind == "straight-through":
+            h = h + jax.lax.stop_gradient(jnp.round(8 * h) / 8 - h)
         if self.norm:
             h = (h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-3)
         if self.rate is not None:
             h = jnp.where(jax.random.bernoulli(key, self.rate, h.shape), h / self.rate, 0)
         out = (h @ cast(second["kernel"]) + cast(second["bias"])[None]).astype(jnp.float32)
-        each = jnp.mean((out - batch["y"]) ** 2, 1)
+        each = RARE_TERMS[self.kind](params, batch, out) if self.kind in RARE_TERMS else _squares(batch, out)
         return jnp.sum(each * batch["mask"]) / jnp.sum(batch["mask"]) if self.masked else jnp.mean(each)
 
     def weight(self, batch: Tree) -> jax.Array:
@@ -103,6 +92,47 @@ class Setting:
         return jnp.sum(batch["mask"]) if self.masked else jnp.float32(len(batch["x"]))
 
 
+def _squares(batch: Tree, out: jax.Array) -> jax.Array:
+    return jnp.mean((out - batch["y"]) ** 2, 1)
+
+
+def _slopes(params: Tree, batch: Tree, out: jax.Array) -> jax.Array:
+    """Returns terms with a derivative in them: that of the first output by the inputs is to be of length 1."""
+    first, second = (params[layer] for layer in ("first", "second"))
+    value = lambda x: (jnp.tanh(x @ first["kernel"] + first["bias"]) @ second["kernel"])[0]
+    return _squares(batch, out) + (jnp.sum(jax.vmap(jax.grad(value))(batch["x"]) ** 2, 1) - 1) ** 2
+
+
+def _advantages(params: Tree, batch: Tree, out: jax.Array) -> jax.Array:
+    return -jax.nn.log_softmax(jnp.concatenate([out, jnp.zeros_like(out)], 1))[:, 0] * batch["gain"]
+
+
+def _normalised(params: Tree, batch: Tree, out: jax.Array) -> jax.Array:
+    gain = (batch["gain"] - batch["gain"].mean()) / (batch["gain"].std() + 1e-6)
+    return _advantages(params, batch | {"gain": gain}, out)
+
+
+def _messages(params: Tree, batch: Tree, out: jax.Array) -> jax.Array:
+    """Returns terms of graphs whose nodes are a row's numbers: each hears of its neighbours."""
+    x = batch["x"] + jnp.roll(batch["x"], 1, 1) * (batch["x"] > 0)
+    return _squares(batch, out + jnp.tanh(x @ params["first"]["kernel"]) @ params["second"]["kernel"])
+
+
+def _packed(params: Tree, batch: Tree, out: jax.Array) -> jax.Array:
+    """Returns terms of rows in which the numbers of two sequences stand: each is summed up to where it ends."""
+    ends = 1 + (batch["gain"] > 0)[:, None] < jnp.arange(batch["x"].shape[1])[None]
+    sums = jnp.where(ends, 0, jnp.cumsum(batch["x"], 1)) @ params["first"]["kernel"]
+    return _squares(batch, out + jnp.tanh(sums) @ params["second"]["kernel"])
+
+
+RARE_TERMS = {
+    "derivatives": _slopes,
+    "advantages": _advantages,
+    "normalised advantages": _normalised,
+    "graphs": _messages,
+    "packed": _packed,
+}
+RARE_LOSSES = ("derivatives", "advantages", "graphs", "packed", "straight-through", "")
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(0.1),
     "adam": lambda: optax.adam(1e-2),
@@ -112,6 +142,24 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "warm-up": lambda: optax.adam(optax.linear_schedule(1e-3, 1e-1, 20)),
     "clipped adam": lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2)),
     "decayed sgd": lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+}
+
+
+def _parts(params: Tree) -> Tree:
+    return {layer: jax.tree.map(lambda _, layer=layer: layer, leaves) for layer, leaves in params.items()}
+
+
+RARE_OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "partition": lambda: optax.partition({"first": optax.adam(1e-2), "second": optax.sgd(1e-2)}, _parts),
+    "multi_transform": lambda: optax.multi_transform({"first": optax.lion(1e-3), "second": optax.adam(1e-2)}, _parts),
+    "masked": lambda: optax.masked(optax.adam(1e-2), {"first": True, "second": False}),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "warm-up from 0": lambda: optax.adam(optax.linear_schedule(0.0, 1e-2, 4)),
+    "sgd, warm-up from 0": lambda: optax.sgd(optax.linear_schedule(0.0, 1e-2, 4)),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=3),
+    "novograd": lambda: optax.novograd(1e-2),
+    "sm3": lambda: optax.sm3(1e-2),
+    "rmsprop": lambda: optax.rmsprop(1e-2),
 }
 
 
@@ -131,7 +179,9 @@ def setting(
     batch = {"x": jnp.asarray(random.normal(size=(rows, width)), jnp.float32), "y": 2 * normal(rows, out)}
     batch["mask"] = jnp.asarray(random.uniform(0.2, 3, size=rows), jnp.float32)
     name = optimizers[number // len(STYLES) % len(optimizers)]
-    return Setting(params, batch, OPTIMIZERS[name](), every, name, **options)
+    if options.get("kind"):
+        batch["gain"] = jnp.asarray(random.normal(1, 2, size=rows), jnp.float32)
+    return Setting(params, batch, (OPTIMIZERS | RARE_OPTIMIZERS)[name](), every, name, **options)
 
 
 # The loop, as anyone writes it, and the places where it can go wrong.
@@ -156,16 +206,18 @@ class Loop:
     loses: bool = False  # whether the step returns the old carry
     dtype: Any = jnp.float32
     finite: bool = False  # whether an update that is not finite is left out
+    average: bool = False  # whether the window's state holds an average of the parameters
+    early: bool = False  # whether that moves at each micro-step
     cut: Callable[[Any, int], Any] = lambda x, k: x  # the rows of an array of the batch that a scan takes
 
     def start(self) -> Tree:
-        """Returns the accumulator, its weight, the number of the micro-step, and that of calls."""
+        """Returns the accumulator, its weight, the number of the micro-step, that of calls, and an average."""
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, self.dtype), self.s.params)
-        return zeros, jnp.float32(0), jnp.int32(0), jnp.int32(0)
+        return zeros, jnp.float32(0), jnp.int32(0), jnp.int32(0), self.s.params if self.average else None
 
     def micro_step(self, params: Tree, state: Tree, window: Tree, batch: Tree, key: Any, last: Any = False) -> Any:
         """Adds a gradient, and updates where the window closes."""
-        acc, total, n, calls = window
+        acc, total, n, calls, average = window
         update, before = self.s.optimizer.update, (params, state, window)
         grads = self.gradient(jax.grad(self.s.loss)(params, batch, self.key(key, n)))
         w = self.weight(self.s, batch)
@@ -181,7 +233,9 @@ class Loop:
         pick = lambda new, old: jax.tree.map(lambda a, b: jnp.where(emits, a, b), new, old)
         params = pick(optax.apply_updates(params, updates), self.held(params))
         state = state if self.each else pick(new, state)
-        window = self.empty(acc, closes), jnp.where(closes, 0, total), jnp.where(closes, 0, n + 1), calls + 1
+        moved = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, average, params if self.average else None)
+        average = jax.tree.map(lambda new, old: jnp.where(closes | self.early, new, old), moved, average)
+        window = self.empty(acc, closes), jnp.where(closes, 0, total), jnp.where(closes, 0, n + 1), calls + 1, average
         return before if self.loses else (params, state, window)
 
 
@@ -337,18 +391,28 @@ def planted(
     options: dict[str, Any] | None = None,
     of: dict[str, Any] | None = None,
     few: bool = False,
+    rare: bool = False,
     **fields: Any,
 ) -> Problem:
     """Returns a loop in one of the styles with these fields, of a setting with the options `of`.
 
     With windows of 1 the loop has the fields `one`, if it is given: a fault that shows in the reference, too, is none.
     """
-    s, style = setting(random, number, few=few, **(of or {})), styles[number % len(styles)]
+    of = rarely(random, of or {}) if rare else of or {}
+    s, style = setting(random, number, few=few, **of), styles[number % len(styles)]
+    what = ", ".join(part for part in (s.kind, what) if part)
     make = lambda every: Loop(s, every, **(fields if every > 1 or one is None else one))
     keywords = {"every": s.every, "within_call": style == "scan"} | (options or {})
     return Problem(f"{style}, {s.name}, k={s.every}, {what}", STYLES[style](make), s.batch, keywords)
 
 
+def rarely(random: Random, of: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a setting with a rarer optimizer and a rarer loss."""
+    names = WITH_MOMENTS if "rate" in of else tuple(RARE_OPTIMIZERS)  # a random step is judged by what is linear
+    return {"kind": str(random.choice(RARE_LOSSES)), **of, "optimizers": (str(random.choice(names)),)}
+
+
+WITH_MOMENTS = ("partition", "multi_transform", "masked", "muon", "warm-up from 0")
 ACROSS = ("compiled", "host", "Linen", "NNX")
 WITH_STATE = ("adam", "adamw", "lion", "warm-up", "clipped adam")
 CLIPS = {
@@ -360,10 +424,10 @@ CLIPS = {
 UNCLIPPED = tuple(name for name in OPTIMIZERS if name != "clipped adam")
 
 
-def fault(kind: str, number: int, *, few: bool = False) -> Problem:
+def fault(kind: str, number: int, *, few: bool = False, rare: bool = False) -> Problem:
     """Returns the step of that number with that fault."""
     random = np.random.default_rng([1 + KINDS.index(kind), number])
-    plant = functools.partial(planted, random, number, few=few)
+    plant = functools.partial(planted, random, number, few=few, rare=rare)
     turn = lambda *choices: choices[number // 2 % len(choices)]
     join = lambda function: lambda acc, g, n: jax.tree.map(lambda a, b: function(a, b, n), acc, g)
     match kind:
@@ -406,6 +470,8 @@ def fault(kind: str, number: int, *, few: bool = False) -> Problem:
             if how == "rate":
                 return plant(how, rate=lambda calls, k: 1 + 0.3 * calls, styles=ACROSS)
             return plant(how, closes=lambda n, k: jnp.bool_(True))
+        case "moves while held" if rare and number % 2:
+            return plant("an average", average=True, early=True, styles=ACROSS, one={"average": True})
         case "moves while held":
             scale = turn(lambda p: 0.99 * p, lambda p: p + 1e-3, lambda p: p.astype(jnp.bfloat16).astype(jnp.float32))
             return plant(held=lambda params: jax.tree.map(scale, params), styles=ACROSS)
@@ -417,21 +483,29 @@ def fault(kind: str, number: int, *, few: bool = False) -> Problem:
         case "NaN poison":
             empty = lambda acc, closes: jax.tree.map(lambda a: a * (1 - closes), acc)
             return plant(styles=ACROSS, one={"finite": True}, finite=True, empty=empty)
+        case "coupled examples" if number % 3 == 2 or (rare and number % 2):
+            return plant(of={"kind": "normalised advantages"}, options={"uneven": turn(False, True)})
         case "coupled examples":
             return plant(of={"norm": True}, options={"uneven": turn(False, True)})
         case "not emptied":
             return plant(styles=ACROSS, one={}, empty=lambda acc, closes: acc)
-        case _:
+        case "rows left out":
             trimmed = lambda x, k: x[: len(x) // k * k]
             return plant(styles=("scan",), cut=trimmed, of={"masked": turn(False, True)})
+        case _:
+            raise ValueError(f"Each row of the table must be planted: {kind!r} is not. Plant it here.")
 
 
 # Sound steps: the same loops without a fault, and the steps of Optax and of this library.
 
 
-def sound_step(number: int, *, few: bool = False) -> Problem:
+def sound_step(number: int, *, few: bool = False, rare: bool = False) -> Problem:
     """Returns the sound step of that number."""
     random = np.random.default_rng([0, number])
+    if rare:
+        of = ({}, {"masked": True}, {"rate": 0.7}, {})[number // 5 % 4]
+        average = number % 2 == 0
+        return planted(random, number, f"{list(of)}, average: {average}", of=of, average=average, rare=True)
     if number % 5 in (3, 4) and not few:
         libraries = list(LIBRARIES)
         return LIBRARIES[libraries[number // 5 * 2 % len(libraries) + number % 5 - 3]](random, number)

@@ -85,10 +85,11 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_plan": [{"search", "budgets", "picture", "steps"}, {"plan"}, {"trials"}, {"planning"}],
     "_verify": [
         {"loss", "report"},
-        {"mixtures", "carries", "explanations"},
-        {"probes", "train_steps"},
-        {"verify", "step_runs"},
-        {"step_probes"},
+        {"loss_draws", "loss_mixtures", "step_carries", "step_explanations"},
+        {"loss_runs", "step_calls", "step_params", "step_windows"},
+        {"loss_probes", "step_runs"},
+        {"loss_faults", "step_probes"},
+        {"step_faults", "verify"},
         {"verify_step"},
     ],
     "_command": [{"named", "info"}, {"plan", "verify"}],
@@ -249,7 +250,7 @@ ALSO = {  # that ask something else by the same name
     "_across/window": {"communicates"},  # whether the space does
     "_space/space": {"communicates"},
     "_space/several": {"is_staged"},  # whether a reduction can be in place
-    "_verify/verify": {"is_ratio"},  # of a loss that is not cut
+    "_verify/loss": {"is_ratio"},  # of a loss that is not cut
     "flax/_window": {"isinstance Ratio"},  # for the metrics of a train step
     "_space/partials": {"is_staged"},  # whether zeros can be placed
 }

@@ -219,9 +219,19 @@ def test_the_remedies_for_a_count_with_a_derivative():
 
 
 @pytest.mark.parametrize("loss", [passed, lambda w, x: {"a": passed(w, x)}], ids=["one", "a dict"])
-def test_verify_takes_no_ratio(loss):
-    with pytest.raises(TypeError, match="fun returned a Ratio.*total / count"):
-        optax_accum.verify(loss, W, X)
+def test_verify_takes_a_ratio(loss):
+    assert optax_accum.verify(loss, W, X).holds
+    with pytest.raises(ValueError, match="A Ratio brings its own denominator"):
+        optax_accum.verify(loss, W, X, weight_fn=lambda x: 1.0)
+
+
+def test_verify_finds_what_is_wrong_with_a_ratio():
+    """A count of the wrong thing, and rows that are compared with one another."""
+    mean = lambda w, x: passed(w, x).total / passed(w, x).count
+    normed = lambda w, x: passed(w, (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True))
+    kinds = lambda loss: [cause.kind for cause in optax_accum.verify(loss, W, X).causes]
+    assert kinds(lambda w, x: Ratio(mean(w, x), 1.0)) == ["weights"]
+    assert kinds(normed) == ["coupled examples"]
 
 
 # Leaves whose backward pass returns new values in the place of gradients.

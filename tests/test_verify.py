@@ -112,6 +112,32 @@ def normalised(how):
     return loss
 
 
+def advantages_and_values(params, batch):
+    """The rewards stand in a second term, too: moved by a constant, that changes."""
+    values = outputs(params, batch)[:, 0]
+    return normalised("normalised")(params, batch) + jnp.mean((values - batch["reward"]) ** 2)
+
+
+def closed_over(params, batch):
+    return dropout(params, batch, KEY)
+
+
+def in_a_loop(params, batch):
+    """The key is made inside, and used in a scan: no argument, and no constant of the program."""
+    key = jax.random.PRNGKey(3)
+    layer = lambda h, number: (
+        jnp.where(jax.random.bernoulli(jax.random.fold_in(key, number), 0.8, h.shape), h, 0),
+        None,
+    )
+    return mse(params, batch | {"x": jax.lax.scan(layer, batch["x"], jnp.arange(2))[0]})
+
+
+def fixed_noise(params, batch):
+    """Drawn from a key that is no argument, and not for rows."""
+    noise = jax.random.normal(jax.random.key(4), params["w"].shape)
+    return mse(params | {"w": params["w"] + 0.1 * noise}, batch)
+
+
 def class_weighted(params, batch, table):
     return jnp.mean(table[batch["label"]] * (outputs(params, batch) ** 2).sum(1))
 
@@ -137,8 +163,8 @@ TABLE = {"table": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)}
 ADVANTAGES = jnp.asarray((lambda a: (a - a.mean()) / a.std())(rng.normal(size=N)), jnp.float32)
 REWARDS = BATCH | {"reward": jnp.asarray(rng.normal(1, 2, size=N), jnp.float32)}
 NORMALISED = "normalised", "centred", "scaled"
-MANY = {name: jnp.concatenate([leaf] * 8) for name, leaf in BATCH.items()}
 KEY = jax.random.key(1)
+MANY = {name: jnp.concatenate([leaf] * 8) for name, leaf in BATCH.items()}
 
 PLANTED = {
     "masked mean": ("weights", masked, W, BATCH, (), {}),
@@ -159,6 +185,10 @@ PLANTED = {
     "masked mean in noise": ("weights", noisy_masked, W, BATCH, (KEY,), {"rng_argnum": 2}),
     "a table cut like rows": ("not rows", table_in_batch, W, BATCH | {"table": jnp.arange(1.0, 9.0)}, (), {}),
     **{f"{how} advantages": ("coupled examples", normalised(how), W, REWARDS, (), {}) for how in NORMALISED},
+    "advantages, and values of them": ("coupled examples", advantages_and_values, W, REWARDS, (), {}),
+    "a key in a closure": ("shared key", closed_over, W, BATCH, (), {}),
+    "a key that is made inside": ("shared key", in_a_loop, W, BATCH, (), {}),
+    "weights that are none": ("weights", mse, W, BATCH, (), {"weight_fn": lambda batch: 1.0}),
     "the largest row": ("coupled examples", largest_row, {"w": W["w"][:, 0]}, BATCH, (), {}),
     "neighbours": ("coupled examples", neighbours, W, BATCH, (), {}),
     "carry in the loss": ("mutable state", with_carry, W, BATCH, (jnp.float32(0.5),), {"carry_argnum": 2}),
@@ -235,6 +265,7 @@ SOUND = {
         {"rng_argnum": 2, "num_microbatches": 64},
     ),
     "rows dropped rarely": (drop_path, W, MANY, (KEY,), {"rng_argnum": 2, "num_microbatches": 64}),
+    "noise of no rows, of one key": (fixed_noise, W, BATCH, (), {}),
     "pairs": (group_relative, W, BATCH | {"advantage": ADVANTAGES}, (), {"group_size": 2}),
     "a table, whole": (class_weighted, W, BATCH, (jnp.arange(1.0, 9.0),), {"whole_argnums": "table"}),
     "one key, on purpose": (stochastic_depth(0.5), W, BATCH, (KEY,), {"whole_argnums": (2,)}),

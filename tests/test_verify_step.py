@@ -15,7 +15,7 @@ import optax_accum
 from benchmarks.verify_step import KINDS, sound_step
 from benchmarks.verify_step import fault as planted
 from optax_accum import verify_step
-from optax_accum._verify import carries
+from optax_accum._verify import step_params
 
 rng = np.random.default_rng(0)
 N, K, D = 12, 4, 3
@@ -298,7 +298,7 @@ def scanned(every):
 def test_the_parameters_of_a_module_are_its_params_alone():
     """And not the variances of BatchNorm, which are no zeros at first either."""
     model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
-    _, found = carries.params_of((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), None)
+    _, found = step_params.params_of((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), None)
     assert sorted(found) == ["0/bias", "0/kernel", "1/bias", "1/scale"]
 
 
@@ -508,6 +508,51 @@ def test_batch_norm_is_named_where_micro_batches_are_weighed():
     weighed = lambda w, batch, key: masked(w, batch | {"x": normalised_columns(batch["x"])}, key)
     report = verify_step(Loop(weighed, weight=lambda batch: np.asarray(batch["mask"]).sum()), BATCH, uneven=False)
     assert [cause.kind for cause in report.causes] == ["coupled examples"], str(report)
+
+
+def gained(w, batch, key):
+    """Advantages normalised in the loss: in a batch of a few rows one of them counts against the others."""
+    gain = np.asarray(batch["mask"])
+    gain = (gain - gain.mean()) / gain.std()
+    x = np.asarray(batch["x"])
+    return x.T @ (gain[:, None] * np.tanh(x @ w)) / len(x)
+
+
+@pytest.mark.parametrize("every", [2, 4])
+@pytest.mark.parametrize("columns", [1, D])
+def test_advantages_normalised_in_the_loss_are_coupled(columns, every):
+    """Also where fewer numbers move than micro-batches can be told apart."""
+    make_step = lambda every: narrow(Loop(gained)(every), columns)
+    report = verify_step(make_step, BATCH, every=every, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["coupled examples"], str(report)
+    assert "['mask'] of the batch is normalised over its rows" in str(report)
+    assert "before it is cut" in report.causes[0].remedy
+    fixed = (BATCH["mask"] - BATCH["mask"].mean()) / BATCH["mask"].std()  # the remedy
+    given = Loop(
+        lambda w, batch, key: (
+            np.asarray(batch["x"]).T @ (np.asarray(batch["mask"])[:, None] * np.tanh(batch["x"] @ w)) / len(batch["x"])
+        )
+    )
+    assert verify_step(given, BATCH | {"mask": fixed}, every=every, uneven=False).holds
+
+
+def narrow(made, columns):
+    """A model of fewer columns."""
+    step, carry, last = made
+    of = lambda tree: {
+        name: {"w": leaf["w"][:, :columns]} if isinstance(leaf, dict) else leaf for name, leaf in tree.items()
+    }
+    return step, of(carry) | {"acc": carry["acc"][:, :columns]}, last
+
+
+def test_an_average_beside_the_parameters_is_none_of_them():
+    """In a dict, where every part that is filled may hold parameters."""
+    w = {"w": np.ones((2, 3), np.float32) / 3}
+    carry = {"model": w, "ema": w, "optimizer": {"mu": {"w": np.zeros((2, 3))}}}
+    assert step_params.params_of(carry, None)[0] == ("model",)
+    assert step_params.params_of({"window": (w, {"w": 0 * w["w"]}), "model": w}, None)[0] == ("model",)
+    both = {"actor": w, "critic": {"w": 2 * w["w"]}}
+    assert sorted(step_params.params_of(both, None)[1]) == ["actor/w", "critic/w"]
 
 
 def normalised_columns(x):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_accum._core import ratio
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.leaves import is_key
 from optax_accum._core.signature import Name
@@ -35,9 +36,11 @@ class Loss:
         return out[0] if self.has_aux or self.carry_argnum is not None else out
 
     def total(self, params: Tree, batch: Tree, *args: Any, term: str | None = None) -> jax.Array:
-        """Returns the sum of all terms, or one of them."""
-        terms = self.terms(params, batch, *args)
-        return sum(jax.tree.leaves(terms)) if term is None else terms[term]  # type: ignore[return-value]
+        """Returns the sum of all terms, or one of them; a Ratio divided."""
+        terms = ratio.checked(self.terms(params, batch, *args))
+        terms = terms if term is None else terms[term]
+        divided = lambda part: ratio.divided(jnp.asarray(part.total), part.count) if ratio.is_ratio(part) else part
+        return sum(map(divided, jax.tree.leaves(terms, is_leaf=ratio.is_ratio)))  # type: ignore[return-value]
 
     def threaded(self, params: Tree, batch: Tree, *args: Any) -> Any:
         """Returns the loss, or the dict of its terms, with the carry beside it."""
@@ -48,9 +51,16 @@ class Loss:
         """Returns what `weight_fn` says that a batch counts."""
         return self.weight_fn(_flat(batch))  # type: ignore[misc]
 
-    def share(self, batch: Tree, of: Tree) -> Any:
+    def counts(self, params: Tree, batch: Tree, *args: Any) -> Any:
+        """Returns what a batch counts, or each of its terms: by its Ratio, or by `weight_fn`; or 1."""
+        if self.weight_fn is not None:
+            return self.weights(batch)
+        count = lambda term: jnp.asarray(term.count, float) if ratio.is_ratio(term) else 1.0
+        return jax.tree.map(count, self.terms(params, batch, *args), is_leaf=ratio.is_ratio)
+
+    def share(self, params: Tree, batch: Tree, of: Tree, *args: Any) -> Any:
         """Returns what a batch counts as a part of what another of as many rows counts."""
-        return 1.0 if self.weight_fn is None else jax.tree.map(jnp.divide, self.weights(batch), self.weights(of))
+        return jax.tree.map(jnp.divide, self.counts(params, batch, *args), self.counts(params, of, *args))
 
     def draw(self, number: Any, among: tuple[int, ...] | None = None) -> tuple[Any, ...]:
         """Returns the arguments with keys that are `number`'s own: all, or those of the arguments `among`."""
@@ -95,17 +105,6 @@ class Loss:
                 loss = self._with_leaf(number, _flat(leaf))
                 yield paths[number], loss, jax.tree.unflatten(treedef, rest)
 
-    def floats(self, batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray], Tree]]]:
-        """Yields for each leaf of real numbers in rows its path, its numbers, and what puts others in their place."""
-        leaves, treedef = jax.tree.flatten(batch)
-        for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(batch)):
-            dtype, before, after = jnp.result_type(leaf), leaves[:number], leaves[number + 1 :]
-            if splitting.is_split(leaf) and jnp.issubdtype(dtype, jnp.floating):
-                put = lambda new, dtype=dtype, before=before, after=after: jax.tree.unflatten(
-                    treedef, [*before, jnp.asarray(new, dtype), *after]
-                )
-                yield jax.tree_util.keystr(path), wide(leaf), put
-
     def _with_leaf(self, number: int, leaf: Any) -> "Loss":
         def put(batch: Tree) -> Tree:
             leaves, treedef = jax.tree.flatten(batch)
@@ -114,6 +113,18 @@ class Loss:
         fun = lambda params, batch, *args: self.fun(params, put(batch), *args)
         weight_fn = None if self.weight_fn is None else lambda batch: self.weight_fn(put(batch))  # type: ignore[misc]
         return dataclasses.replace(self, fun=fun, weight_fn=weight_fn)
+
+
+def floats(batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray], Tree]]]:
+    """Yields for each leaf of real numbers in rows its path, its numbers, and what puts others in their place."""
+    leaves, treedef = jax.tree.flatten(batch)
+    for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(batch)):
+        dtype, before, after = jnp.result_type(leaf), leaves[:number], leaves[number + 1 :]
+        if splitting.is_split(leaf) and jnp.issubdtype(dtype, jnp.floating):
+            put = lambda new, dtype=dtype, before=before, after=after: jax.tree.unflatten(
+                treedef, [*before, jnp.asarray(new, dtype), *after]
+            )
+            yield jax.tree_util.keystr(path), wide(leaf), put
 
 
 def take(batch: Tree, rows: Any) -> Tree:
@@ -145,3 +156,9 @@ def largest(leaf: np.ndarray) -> float:
 def uneven(rows: int, parts: int) -> int:
     """Returns the smallest size above that of `parts` equal micro-batches which leaves a remainder."""
     return next(size for size in range(-(-rows // parts) + 1, rows) if rows % size)
+
+
+def scaled(leaves: list[np.ndarray], scales: list[float]) -> np.ndarray:
+    """Returns the loss and the leaves of a gradient, one of each [m, ...], as one row of numbers [m, entries]."""
+    flat = [leaf.reshape(len(leaf), -1) / scale for leaf, scale in zip(leaves, scales, strict=True)]
+    return np.concatenate([part for leaf in flat for part in (leaf.real, leaf.imag)], axis=1)

@@ -1,64 +1,49 @@
-"""Owns what `verify` reports: the causes, their remedies, and how they print. Probes nothing."""
+"""Owns what `verify` reports: what a row of its tables of faults is, the causes found, how they print."""
 
 import dataclasses
 import math
 import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from optax_accum._core.counted import counted
 
 DRAWS = 128  # keys over which a random loss is averaged
-REMEDIES = {
-    "weights": "Pass weight_fn (weight= across calls): what each mean divides by, such as mask.sum(). For means "
-    "with their own denominators, return a dict of terms from fun and a dict with the same keys from weight_fn.",
-    "sum": "Return the mean over rows (divide by their number), or a mean over tokens with its weight_fn. Across "
-    'calls, accumulate_gradients(reduction="sum") adds as it is.',
-    "coupled examples": "Compute what is per example with microbatched_apply and put the loss on top of all its rows "
-    "(InfoNCE, ranking). Rows that belong together stay together with group_size. For BatchNorm use running statistics "
-    "through carry_argnum, or LayerNorm or GroupNorm. Normalise data, such as advantages, before the call.",
-    "shared key": "Pass rng_argnum, the key's position or name: each micro-batch then gets its own key. A key "
-    "that is shared on purpose goes into whole_argnums. In a step of your own use jax.random.fold_in(key, i).",
-    "low-precision accumulator": "Leave accumulator_dtype=None: at least float32, never narrower than the parameter.",
-    "not rows": "Pass that leaf as an argument of its own, and name that in whole_argnums.",
-    "never closes": "Return the new carry from the step, every time: what a jitted function keeps to itself is lost. "
-    "Count micro-steps in the carry, and update when as many as the window have come.",
-    "only the first gradient": "Add each micro-batch's gradient to the accumulator: acc + g, from zeros.",
-    "only the last gradient": "Add each micro-batch's gradient, acc + g. Empty the accumulator only after an update.",
-    "divided twice": "Divide once: either each loss, or the sum of the gradients. optax.MultiSteps divides, too.",
-    "sum for a mean": "Divide the sum by what the whole batch's mean divides by: by k for k equal micro-batches.",
-    "divided by the full k": "Divide by the number of micro-batches that came (flush=True does), or by their weights.",
-    "mean of means": "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: weight= across "
-    "calls, weight_fn within. Where micro-batches are always equal, pass uneven=False.",
-    "clipping at each micro-step": "Clip the mean: put clipping inside what accumulates, "
-    "accumulate_gradients(optax.chain(optax.clip_by_global_norm(1.0), optimizer), every).",
-    "optimizer at each micro-step": "Let optimizer and schedule see one gradient for each window: "
-    "accumulate_gradients(optimizer, every), with the schedule inside; apply_every comes first in a chain.",
-    "moves while held": "Change parameters only where the window closes: decay, averages and noise belong there, too.",
-    "low-precision sum": "Add gradients in float32: acc + g.astype(jnp.float32), from float32 zeros.",
-    "NaN poison": "Start each window from zeros by jnp.where, not by 0 * acc, and leave out what is not finite: "
-    'accumulate_gradients(..., nonfinite="skip").',
-    "rows left out": "Let the rows that are left be one smaller micro-batch, and weigh each by its rows, as "
-    "value_and_grad does. Where batches always divide, pass uneven=False.",
-    "not emptied": "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
-    "not known": "Check a model of more parameters, every + 4 or more of which the batch moves, or a smaller every: "
-    "then the cause is named.",
-    "another difference": "No probe explains it. For a plainer picture make the step with optax.sgd, and without what "
-    "is random.",
-    "mutable state": "Make fun pure: pass what changes as an argument, with carry_argnum, and let the loss of a "
-    "training step not depend on what earlier micro-batches put there.",
-}
+
+
+class Fault(NamedTuple):
+    """One way to break the law: a row that the report, docs/check_your_step.md, tests and benchmarks read."""
+
+    name: str
+    makes: str  # what it makes of the micro-batches
+    told: str  # how it is told apart from other faults
+    remedy: str  # what to change, in this library
+    probes: Mapping[str, Callable[..., Any]]  # what is asked, by when: each returns a sentence of evidence, or ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a loss changes when its batch is cut: its `kind`, what the probe saw, and what to do."""
+    """Why a loss changes when its batch is cut: the fault, and what its probe saw."""
 
-    kind: str
+    fault: Fault
     evidence: str
+
+    @property
+    def kind(self) -> str:
+        """The name of the fault."""
+        return self.fault.name
 
     @property
     def remedy(self) -> str:
         """What to change, in this library."""
-        return REMEDIES[self.kind]
+        return self.fault.remedy
+
+
+def found(faults: Iterable[Fault], when: str, *args: Any) -> Iterator[Cause]:
+    """Yields the causes that the faults' probes of that time find, in the order of the table."""
+    for fault in faults:
+        if when in fault.probes and (evidence := fault.probes[when](*args)):
+            yield Cause(fault, evidence)
 
 
 @dataclasses.dataclass(frozen=True)

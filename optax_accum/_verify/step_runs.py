@@ -1,4 +1,4 @@
-"""Owns the windows of a step, whole and cut, and how nearly they agree. Knows no cause."""
+"""Owns the windows of a step, whole and cut, and how nearly they agree. Knows no fault."""
 
 import dataclasses
 import functools
@@ -11,17 +11,20 @@ import numpy as np
 
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.leaves import is_key
-from optax_accum._verify import carries
-from optax_accum._verify.carries import Leaf, Numbers
-from optax_accum._verify.explanations import MORE, NEAR, Change, Explanations
-from optax_accum._verify.loss import largest
+from optax_accum._verify import step_carries as carries
+from optax_accum._verify.loss import floats, largest
 from optax_accum._verify.report import order
-from optax_accum._verify.train_steps import Steps, nudged
+from optax_accum._verify.step_calls import Steps, nudged
+from optax_accum._verify.step_carries import Numbers
+from optax_accum._verify.step_explanations import MORE, NEAR, Change, Explanations
+from optax_accum._verify.step_params import Leaf
 from optax_accum._within import splitting
 
 Rows = list[np.ndarray]  # the rows of each micro-batch of a window
 Errors = dict[str, tuple[float, float]]  # each leaf -> its relative error, and the largest allowed
 DRAWS = 64  # keys over which a random step is averaged
+LONG = 16  # a long window holds so many others
+SUMS = 2**-16  # the error beyond which sums have lost something: 128 roundings of float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +196,45 @@ class StepRuns:
         unions = lambda: [each[0], *between(), whole]
         return Explanations(self.slots, self.scales, drift, whole, each, unions, self.few, loose, fine)
 
+    @functools.cached_property
+    def normalised(self) -> str:
+        """The leaf of the batch that moved by a constant changes nothing, and row by row does; or ""."""
+        rows = self.even_rows[0]
+
+        def same(batch: Tree) -> bool:
+            errors = self.compared(self.changes(self.one, [batch]), [rows], self.ones[:1])
+            return bool(errors) and within(errors)
+
+        for path, leaf, put in floats(self.of(rows)):
+            by = np.std(leaf) * np.random.default_rng(0).uniform(1, 2, (len(leaf), *[1] * (leaf.ndim - 1)))
+            if np.ptp(leaf) and same(put(leaf + 2 * np.std(leaf))) and not same(put(leaf + by)):
+                return path
+        return ""
+
+    @functools.cached_property
+    def rounded(self) -> float:
+        """By how much a window of the same micro-batches again and again is off from what one round of them changes.
+
+        Of a loss that is a sum it is to change as much more as the reference does, for all but the decay.
+        """
+        e = self.explanations
+        if self.random or not e.rounds(mean(self.ends[0])):
+            return 0.0
+        slots = e.linear or list(e.slots)
+        names = [name for slot in slots for name in e.slots[slot]]
+        limits = {name: SUMS * self.scales[name] + slack for name, slack in self.slack(self.even_rows[:1])[0].items()}
+        beyond = lambda a, b: max(
+            (largest(np.maximum(np.abs(a[n] - b[n])[0] - limits[n], 0)) / self.scales[n] for n in names), default=0.0
+        )
+        if self.epsilon < 1e-6 and not beyond(self.ends[0], self.ones[0]):
+            return 0.0
+        many = self.even() * LONG
+        (again,) = self.changes(self.one, [self.of(np.concatenate(many))])
+        (found,) = self.changes(self.longer(), self.calls(many))
+        if max(e.fit(mean(again), slot)[0] for slot in slots) > LONG**0.5:
+            found = {name: _along(self.ends[0][name], leaf / LONG, e.drift[name]) for name, leaf in found.items()}
+        return beyond(found, self.ends[0])
+
     def settle(self) -> None:
         """Finds out for both steps whether they can be run again."""
         parts = self.even()
@@ -270,3 +312,8 @@ def within(errors: Errors) -> bool:
 def mean(change: Change) -> Change:
     """Returns the mean over draws."""
     return {name: np.mean(leaf, 0) for name, leaf in change.items()}
+
+
+def _along(goal: np.ndarray, found: np.ndarray, drift: np.ndarray) -> np.ndarray:
+    """Returns what was found, moved along the drift as near to a goal as that goes."""
+    return found + drift * np.sum((goal - found) * drift) / max(float(np.sum(drift * drift)), 1e-300)

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.callables import as_function, as_weight_fn
-from optax_accum._core.ratio import is_ratio
+from optax_accum._core.ratio import check_loss
 from optax_accum._core.roles import Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
 from optax_accum._verify.loss import Loss, grouped, uneven
-from optax_accum._verify.probes import Probes, within
+from optax_accum._verify.loss_faults import MUTABLE, causes
+from optax_accum._verify.loss_runs import LossRuns
 from optax_accum._verify.report import Cause, Report
 
 SUMS = 2**-16  # the error beyond which sums in another dtype have lost something: 128 roundings of float32
@@ -50,8 +50,8 @@ def verify(
     gradients that nearly cancel, are no cause for alarm.
 
     Args:
-      fun: the loss, called as `fun(params, batch, *args)`; what it returns is what `value_and_grad` takes,
-        but a `Ratio`, of which it says what to return instead.
+      fun: the loss, called as `fun(params, batch, *args)`; what it returns is what `value_and_grad` takes: a number,
+        a dict of terms, a `Ratio` or a dict of them.
       params: parameters at which the gradient is not zero; freshly initialised ones do.
       batch: a pytree of at least 4 rows, and of `num_microbatches` rows; so many groups with `group_size`. All of its
         arrays are cut along their first axis. What has no rows there, such as a table or the weights of classes, is not
@@ -82,11 +82,13 @@ def verify(
     Guarantees:
       | case | result | known when |
       |---|---|---|
+      | a `Ratio`, or a dict of them | compared as `value_and_grad` divides it | running |
       | a mean over unequal weights | `"weights"`: weights that make it a sum over rows are not those in use | running |
       | a sum over rows | `"sum"`: the whole is its rows added up | running |
       | example j changes example i's term | `"coupled examples"`: two sets of rows changed do not add up | running |
       | a loss that normalises a leaf of the batch over its rows | `"coupled examples"`, and which leaf | running |
       | a loss that changes with a key that `rng_argnum` does not name | `"shared key"` | running |
+      | rows drawn from a key that is no argument: `fun` closes over it, or makes it | `"shared key"` | tracing |
       | a narrow `accumulator_dtype` | `"low-precision accumulator"`: a wide one gives another gradient | running |
       | a loss that depends on the carry | `"mutable state"`: holding the carry fixed gives another gradient | running |
       | a loss that differs between equal calls | `"mutable state"`; nothing is compared | running |
@@ -125,12 +127,11 @@ def verify(
         return Report(False, {}, {}, (impure,), rows, num_microbatches, False)
     _check_sizes(loss, batch, rows // group_size, num_microbatches, group_size)
     limits = (_rounding(loss, batch), SUMS) if rtol is None else (rtol, rtol)
-    probes = Probes(loss, batch, rows // group_size, num_microbatches, accumulator_dtype, *limits)
-    causes = [*probes.shared_key(call.whole), *probes.low_precision(), *probes.state()]
-    sound = within(probes.as_asked) and not probes.broken
-    causes = causes if sound else [*causes, *probes.formula()]
-    errors, limits = ({path: pair[i] for path, pair in probes.as_asked.items()} for i in (0, 1))
-    return Report(sound and not causes, errors, limits, tuple(causes), rows, num_microbatches, probes.random)
+    count = rows // group_size
+    runs = LossRuns(loss, batch, count, num_microbatches, accumulator_dtype, *limits, call.whole)
+    found = tuple(causes(runs))
+    errors, limits = ({path: pair[i] for path, pair in runs.as_asked.items()} for i in (0, 1))
+    return Report(runs.holds and not found, errors, limits, found, rows, num_microbatches, runs.random)
 
 
 def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> int:
@@ -181,17 +182,11 @@ def _check_sizes(loss: Loss, batch: Tree, count: int, num_microbatches: int, gro
 
 def _impure(loss: Loss, batch: Tree) -> Cause | None:
     """Calls the loss three times with the same arguments, without compiling it."""
-    calls = [jax.tree.map(jnp.asarray, loss.terms(loss.params, batch, *loss.args)) for _ in range(3)]
-    if any(map(is_ratio, jax.tree.leaves(calls[0], is_leaf=is_ratio))):
-        raise TypeError(
-            "verify compares losses that are means: fun returned a Ratio, whose parts are divided once. Let fun return "
-            "total / count to see whether its denominator matters."
-        )
-    checks.check_loss(calls[0], None)
-    values = [float(sum(jax.tree.leaves(call))) for call in calls]
+    check_loss(loss.terms(loss.params, batch, *loss.args), None)  # beside a Ratio value_and_grad refuses weight_fn
+    values = [float(loss.total(loss.params, batch, *loss.args)) for _ in range(3)]
     if np.allclose(values, values[0], rtol=1e-5, atol=0, equal_nan=True):
         return None
-    return Cause("mutable state", f"Called three times with the same arguments, fun returned {values}.")
+    return Cause(MUTABLE, f"Called three times with the same arguments, fun returned {values}.")
 
 
 def _rounding(loss: Loss, batch: Tree) -> float:

@@ -10,11 +10,11 @@ import optax
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.rows import count_rows
-from optax_accum._verify import carries
+from optax_accum._verify import step_faults as faults
+from optax_accum._verify import step_params, step_probes
 from optax_accum._verify.report import Cause, Report, order
-from optax_accum._verify.step_probes import LONG, StepProbes
-from optax_accum._verify.step_runs import DRAWS, Errors
-from optax_accum._verify.train_steps import Steps, reference
+from optax_accum._verify.step_calls import Steps, reference
+from optax_accum._verify.step_runs import DRAWS, LONG, Errors, StepRuns
 
 LEAST = 3  # entries of the parameters that change
 OTHERS = 4  # windows of other micro-batches that a model of few parameters is given
@@ -109,60 +109,60 @@ def verify_step(
     rtol = checks.as_tolerance("rtol", rtol)
     cut, one = Steps(make_step, every), None if optimizer or loss else Steps(make_step, 1)
     if one is None:
-        one = Steps(_reference(optimizer, loss, carries.subtree(cut.carry, params)), 1)
-    leaves = carries.common(one.carry, cut.carry, params if one.make_step is make_step else None, params)
+        one = Steps(_reference(optimizer, loss, step_params.subtree(cut.carry, params)), 1)
+    leaves = step_params.common(one.carry, cut.carry, params if one.make_step is make_step else None, params)
     longer = lambda: Steps(make_step, LONG * every)
     epsilon = one.rounding(batch)
     limit = rtol or math.sqrt(epsilon)
-    probes = StepProbes(one, cut, longer, batch, count, group_size, within_call, epsilon, limit, leaves)
-    probes.settle()
+    runs = StepRuns(one, cut, longer, batch, count, group_size, within_call, epsilon, limit, leaves)
+    runs.settle()
     rows = count * group_size
-    if hidden := _check_reference(probes):
+    if hidden := _check_reference(runs):
         return Report(False, {}, {}, (hidden,), rows, every, True, "step")
-    causes, errors, notes = _compared(probes, uneven)
+    causes, errors, notes = _compared(runs, uneven)
     errors, limits = ({name: pair[i] for name, pair in errors.items()} for i in (0, 1))
-    return Report(not causes, errors, limits, tuple(causes), rows, every, probes.random, "step", DRAWS, tuple(notes))
+    return Report(not causes, errors, limits, tuple(causes), rows, every, runs.random, "step", DRAWS, tuple(notes))
 
 
-def _compared(probes: StepProbes, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
+def _compared(runs: StepRuns, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
     """Returns the causes, the errors, and what was not tried: where even windows are right, others are run."""
-    causes = probes.closing()
-    if not probes.moved:
+    causes = faults.causes_of_moves(runs)
+    if not runs.moved:
         return causes, {}, []
-    causes += [*probes.counters(), *probes.held()]
-    causes = causes or probes.window()
-    errors, notes = dict(probes.errors), [*probes.asked(), *probes.uncompared()]
+    causes = causes or faults.causes_of_a_window(runs)
+    errors, notes = dict(runs.errors), [*step_probes.asked(runs), *step_probes.uncompared(runs)]
     if not causes:
-        causes += [*probes.shared_key(), *probes.low_precision()]
-        for parts, last in _others(probes, uneven, notes):
+        causes = faults.causes_beside(runs)
+        for parts, last in _others(runs, uneven, notes):
             try:
-                more, found = probes.other(parts, last=last)
+                more, cause = faults.cause_of_another(runs, parts, last=last)
             except Exception as error:  # whatever a user's step raises for a size that it does not take
-                sizes = [len(part) * probes.group_size for part in parts]
+                sizes = [len(part) * runs.group_size for part in parts]
                 notes.append(f"micro-batches of {sizes} rows, which the step refuses: {str(error)[:100]!r}")
                 continue
-            causes += [cause for cause in found if cause.kind not in {other.kind for other in causes}]
+            if cause and cause.fault not in [other.fault for other in causes]:
+                causes.append(cause)
             for name, pair in more.items():
                 errors[name] = max(errors[name], pair, key=lambda pair: order(pair[0] / pair[1]))
-    return [*causes, *probes.poison()], errors, notes
+    return [*causes, *faults.causes_always(runs)], errors, notes
 
 
-def _others(probes: StepProbes, uneven: bool, notes: list[str]) -> Iterator[tuple[list[np.ndarray], bool]]:
+def _others(runs: StepRuns, uneven: bool, notes: list[str]) -> Iterator[tuple[list[np.ndarray], bool]]:
     """Yields windows of unequal micro-batches, and one that ends early."""
-    even, k = probes.even(), probes.cut.every
-    for seed in range(OTHERS if probes.few and not probes.random else 0):  # what one window hides may show in another
+    even, k = runs.even(), runs.cut.every
+    for seed in range(OTHERS if runs.few and not runs.random else 0):  # what one window hides may show in another
         yield np.split(np.random.default_rng(seed).permutation(np.concatenate(even)), k), False
     if not uneven:
         notes.append("micro-batches of unequal size (uneven=False)")
-    elif probes.within_call:
+    elif runs.within_call:
         yield np.array_split(np.concatenate(even)[:-1], k), False
     else:
         size, rows = len(even[0]), np.concatenate(even)
         ends = np.cumsum([size + (1, -1)[n % 2] for n in range(k // 2 * 2)])
         yield np.split(rows, ends[: k - 1]), False
-    if probes.cut.last is not None:
+    if runs.cut.last is not None:
         yield even[: -(-k // 2)], True
-    elif not probes.within_call:
+    elif not runs.within_call:
         notes.append("a window that ends early: make_step returns no last_step")
 
 
@@ -193,33 +193,33 @@ def _reference(optimizer: Any, loss: Any, params: Tree) -> Callable[[int], Any]:
     return reference(checks.as_transformation(optimizer), loss, params)
 
 
-def _check_reference(probes: StepProbes) -> Cause | None:
+def _check_reference(runs: StepRuns) -> Cause | None:
     """Raises for a reference that nothing can be compared with, or returns a key that it keeps to itself."""
-    ones = probes.ones[-1]
+    ones = runs.ones[-1]
     if not all(np.all(np.isfinite(change)) for change in ones.values()):
         raise ValueError("The whole batch must have a finite update to compare with. Look for the NaN.")
-    if not any(np.any(ones[name]) for name in probes.params):
+    if not any(np.any(ones[name]) for name in runs.params):
         raise ValueError(
             "The reference must move the parameters: two updates of make_step(1) with the whole batch did not. Return "
             "the new parameters from the step, in the carry: what a function under jax.jit changes in place is lost "
             "(for NNX modules take nnx.jit). Start from a learning rate and a gradient that are not 0."
         )
-    if probes.entries < LEAST:
+    if runs.entries < LEAST:
         raise ValueError(
             f"The batch must move {LEAST} numbers among the parameters, or more, to tell faults apart: it moves "
-            f"{probes.entries}. Pass a wider model."
+            f"{runs.entries}. Pass a wider model."
         )
-    if probes.random and not probes.judged:
+    if runs.random and not runs.judged:
         raise ValueError(
             "Of a random step what is linear in the gradient is compared, in the mean over keys: nothing in this carry "
             "is. Make the step with optax.sgd, or with an optimizer that keeps a first moment; if its examples are "
             "coupled, as by BatchNorm, without what is random."
         )
-    if probes.random or not probes.ordered():
+    if runs.random or not runs.ordered():
         return None
-    if probes.repeats():
+    if runs.repeats():
         says = "The update changes with the order of rows, as dropout makes it; equal micro-batches give the same."
-        return Cause("shared key", says)
+        return Cause(faults.SHARED_KEY, says)
     raise ValueError(
         "The update of the whole batch changes with the order of its rows. If that is by a random key, let make_step "
         "put the key into the carry, to be drawn anew. If rows belong together, pass group_size."

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 from optax_accum._core.arithmetic import Tree
-from optax_accum._verify import carries
-from optax_accum._verify.carries import Numbers
+from optax_accum._verify import step_carries as carries
 from optax_accum._verify.loss import wide
+from optax_accum._verify.step_carries import Numbers
 
 EPSILONS = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
 

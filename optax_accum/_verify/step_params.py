@@ -1,9 +1,9 @@
-"""Owns what a step carries: numbers, which are parameters, optimizer state, counters, keys. Compares nothing."""
+"""Owns which numbers of a carry are the parameters, and what in it mirrors them. Compares nothing."""
 
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,22 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.leaves import is_key
+from optax_accum._verify import step_carries as carries
 from optax_accum._verify.loss import wide
+from optax_accum._verify.step_carries import Path, inside, is_inexact, leaves_of, named, plain, states
 
-Path = tuple[str, ...]
-Numbers = dict[Path, np.ndarray]
 Find = Callable[[Tree], Tree] | None  # where the parameters are, if a user says so
-
-
-def numbers(carry: Tree) -> Numbers:
-    """Returns the numbers of a carry: its inexact arrays, and its signed integers of no axis, which may be counters."""
-    return {path: wide(leaf) for path, leaf in _leaves(carry) if _is_inexact(leaf) or _is_count(leaf)}
-
-
-def floats(carry: Tree) -> dict[Path, str]:
-    """Returns the paths of the inexact arrays of a carry, and their names."""
-    return {path: _named(path) for path, leaf in _leaves(carry) if _is_inexact(leaf)}
+AVERAGES = ("ema", "average", "avg", "shadow", "target")  # names of parts that begin as the parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +34,7 @@ class Leaf:
 def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Leaf]:
     """Returns what is compared, by name: all parameters, and what of the optimizer's state both carry."""
     (root, params), (other_root, others) = params_of(one, find_one), params_of(cut, find_cut)
-    start, then = numbers(one), numbers(cut)
+    start, then = carries.numbers(one), carries.numbers(cut)
     same = lambda name: np.array_equal(start[params[name]], then[others[name]], equal_nan=True)
     if params.keys() != others.keys() or not all(map(same, params)):
         what = f"other values of {_listed(params)}" if params.keys() == others.keys() else _listed(others)
@@ -52,15 +42,15 @@ def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Le
             f"make_step must begin with the same parameters whatever it is called with: 1 gives {_listed(params)}, the "
             f"window's length {what}. Make them once, or from the same seed; params=lambda carry: ... finds them."
         )
-    epsilons = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in _leaves(one) if _is_inexact(leaf)}
+    epsilons = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in leaves_of(one) if is_inexact(leaf)}
     leaf = lambda slot, path, other, drift: Leaf(slot, path, other, epsilons[path], start[path], drift)
     found = {name: leaf("params", path, others[name], start[path]) for name, path in params.items()}
-    for path, other in aligned(state_of(one, root, params), state_of(cut, other_root, others)).items():
+    for path, other in carries.aligned(state_of(one, root, params), state_of(cut, other_root, others)).items():
         if start[path].shape == then[other].shape:
-            stem, name = _owner(_plain(path), {name: _plain(of[len(root) :]) for name, of in params.items()})
+            stem, name = _owner(plain(path), {name: plain(of[len(root) :]) for name, of in params.items()})
             alike = name and start[path].shape == start[params[name]].shape
             drift = start[params[name]] if alike else np.zeros_like(start[path])
-            found[_named(path)] = leaf("/".join((*stem, "")), path, other, drift)
+            found[named(path)] = leaf("/".join((*stem, "")), path, other, drift)
     return found
 
 
@@ -70,7 +60,7 @@ def params_of(carry: Tree, find: Find) -> tuple[Path, dict[str, Path]]:
     They are what `find` returns; or all `nnx.Param`; or what stands under the name "params"; or the first part of the
     carry that is not all zeros, as optimizer states are at first; or the carry, where it has no parts.
     """
-    leaves = {path: leaf for path, leaf in _leaves(carry) if _is_inexact(leaf)}
+    leaves = {path: leaf for path, leaf in leaves_of(carry) if is_inexact(leaf)}
     root, found = _asked(carry, find) if find else _of_nnx(carry) or _under_params(leaves) or _first_part(carry, leaves)
     found = [path for path in found if path in leaves]
     if not found:
@@ -78,7 +68,7 @@ def params_of(carry: Tree, find: Find) -> tuple[Path, dict[str, Path]]:
             "The carry must hold the parameters: no inexact array was found in it. Return them from make_step, or say "
             "where they are, params=lambda carry: ..."
         )
-    return root, {_named(path[len(root) :]): path for path in found}
+    return root, {named(path[len(root) :]): path for path in found}
 
 
 def subtree(carry: Tree, find: Find) -> Tree:
@@ -88,7 +78,7 @@ def subtree(carry: Tree, find: Find) -> Tree:
         return find(carry)
     for key in root:
         children = jax.tree.leaves_with_path(tree, is_leaf=lambda node, above=tree: node is not above)
-        tree = next(child for (name, *_), child in children if _key(name) == key)
+        tree = next(child for (name, *_), child in children if carries.key_name(name) == key)
     return tree
 
 
@@ -97,113 +87,32 @@ def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
 
     Inside an optimizer's state also what belongs to one parameter alone, of any shape, as factored moments do.
     """
-    leaves = {path: leaf for path, leaf in _leaves(carry) if _is_inexact(leaf) and path not in params.values()}
-    ends = {name: _plain(path[len(root) :]) for name, path in params.items()}
-    shapes = {name: np.shape(dict(_leaves(carry))[path]) for name, path in params.items()}
+    leaves = {path: leaf for path, leaf in leaves_of(carry) if is_inexact(leaf) and path not in params.values()}
+    ends = {name: plain(path[len(root) :]) for name, path in params.items()}
+    shapes = {name: np.shape(dict(leaves_of(carry))[path]) for name, path in params.items()}
     found: set[Path] = set()
     for candidate in leaves:  # a leaf that ends like the first parameter starts a mirror
         first = next(iter(params))
-        stem = _stem(_plain(candidate), ends[first])
+        stem = _stem(plain(candidate), ends[first])
         if stem is None:
             continue
         mirror = {
             path
             for path, leaf in leaves.items()
             for name in params
-            if _plain(path) == stem + ends[name] and np.shape(leaf) == shapes[name]
+            if plain(path) == stem + ends[name] and np.shape(leaf) == shapes[name]
         }
         found |= mirror if len(mirror) == len(params) or not ends[first] else set()
     found |= _lists(leaves, Counter(shapes.values()))
-    starts = [wide(dict(_leaves(carry))[path]) for path in params.values()]
+    starts = [wide(dict(leaves_of(carry))[path]) for path in params.values()]
     begins = lambda leaf: not np.any(leaf) or any(np.array_equal(leaf, start) for start in starts)
-    owned = {path for path in _inside(leaves, _states(carry)) if _owner(_plain(path), ends)[1]}
+    owned = {path for path in inside(leaves, states(carry)) if _owner(plain(path), ends)[1]}
     return owned | {path for path in found if begins(wide(leaves[path]))}
-
-
-def aligned(paths: Iterable[Path], others: Iterable[Path]) -> dict[Path, Path]:
-    """Returns for each path the one of `others` that ends most like it, by two names at least, if there is one.
-
-    What stands in a list is counted from its end: Keras puts accumulators before the moments.
-    """
-    here, there, found = _from_end(paths), _from_end(others), dict[Path, Path]()
-    for path, end in here.items():
-        shared = {other: _common_end(end, other_end) for other, other_end in there.items()}
-        best = max(shared.values(), default=0)
-        if list(shared.values()).count(best) == 1 and best >= min(2, len(path)):
-            found[path] = next(other for other, length in shared.items() if length == best)
-    return found
-
-
-def counters(carry: Tree) -> list[Path]:
-    """Returns the paths of what Optax's transformations call `count`: in their states, for metrics count, too."""
-    found = [path for path, leaf in _leaves(carry) if _is_count(leaf) and _plain(path)[-1:] == ("count",)]
-    return _inside(found, _states(carry))
-
-
-def has_keys(tree: Tree) -> bool:
-    """Whether there is a random key in a tree."""
-    return any(is_key(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def redrawn(tree: Tree, number: int) -> Tree:
-    """Returns a tree whose keys are `number`'s own."""
-    return jax.tree.map(lambda leaf: _folded(leaf, number) if is_key(leaf) else leaf, tree)
-
-
-@jax.jit
-def _folded(key: Any, number: Any) -> Any:
-    """Returns a key, or an array of them, with a number folded in; one of the old style stays so."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), number))
-    return jax.vmap(lambda one: jax.random.fold_in(one, number))(key.reshape(-1)).reshape(key.shape)
-
-
-def _leaves(carry: Tree) -> list[tuple[Path, Any]]:
-    return [(tuple(map(_key, path)), leaf) for path, leaf in jax.tree.leaves_with_path(carry)]
-
-
-def _key(key: Any) -> str:
-    for attribute in ("name", "key", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def _named(path: Path) -> str:
-    return "/".join(_plain(path)) or "params"
 
 
 def _listed(params: dict[str, Path]) -> str:
     names = sorted(params)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _plain(path: Path) -> Path:
-    """Returns a path without the `value` in which a variable of NNX ends."""
-    return path[:-1] if path[-1:] == ("value",) else path
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and np.size(leaf) > 0
-
-
-def _is_count(leaf: Any) -> bool:
-    if isinstance(leaf, bool) or np.ndim(leaf) or is_key(leaf):
-        return False
-    return type(leaf) is int or (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.signedinteger))
-
-
-def _common_end(path: Path, other: Path) -> int:
-    pairs = zip(reversed(path), reversed(other), strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(path), len(other)))
-
-
-def _from_end(paths: Iterable[Path]) -> dict[Path, Path]:
-    """Returns for each path the same, plain, in which the last number counts from the end of its list."""
-    plain = {path: _plain(path) for path in paths}
-    last = lambda parent: max(int(path[-1]) for path in plain.values() if path[:-1] == parent and path[-1].isdigit())
-    end = lambda path: (*path[:-1], str(int(path[-1]) - last(path[:-1]))) if path and path[-1].isdigit() else path
-    return {path: end(of) for path, of in plain.items()}
 
 
 def _owner(path: Path, ends: dict[str, Path]) -> tuple[Path, str]:
@@ -226,7 +135,7 @@ def _stem(path: Path, end: Path) -> Path | None:
 def _asked(carry: Tree, find: Callable[[Tree], Tree]) -> tuple[Path, list[Path]]:
     """Returns the paths of the leaves that `find` returns, which are the carry's own."""
     own = {id(leaf) for leaf in jax.tree.leaves(find(carry))}
-    return _under_root([path for path, leaf in _leaves(carry) if id(leaf) in own])
+    return _under_root([path for path, leaf in leaves_of(carry) if id(leaf) in own])
 
 
 def _of_nnx(carry: Tree) -> tuple[Path, list[Path]] | None:
@@ -234,8 +143,8 @@ def _of_nnx(carry: Tree) -> tuple[Path, list[Path]] | None:
     if nnx is None:
         return None
     nodes = jax.tree.leaves_with_path(carry, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    starts = {tuple(map(_key, path)) for path, node in nodes if isinstance(node, nnx.Param)}
-    found = {path: leaf for path, leaf in _leaves(carry) if any(path[: len(start)] == start for start in starts)}
+    starts = {tuple(map(carries.key_name, path)) for path, node in nodes if isinstance(node, nnx.Param)}
+    found = {path: leaf for path, leaf in leaves_of(carry) if any(path[: len(start)] == start for start in starts)}
     return _under_root(_without_mirrors(carry, found)) if found else None
 
 
@@ -245,8 +154,8 @@ def _without_mirrors(carry: Tree, found: dict[Path, Any]) -> list[Path]:
     These stand in a NamedTuple inside the carry, as Optax's states are, or in a part of it that is all zeros and
     otherwise like another.
     """
-    inside = _inside(found, _states(carry))
-    outside = [path for path in found if path not in inside] or inside
+    kept = inside(found, states(carry))
+    outside = [path for path in found if path not in kept] or kept
     if not isinstance(carry, tuple | list | dict):
         return outside
     parts: dict[str, list[Path]] = {}
@@ -258,19 +167,9 @@ def _without_mirrors(carry: Tree, found: dict[Path, Any]) -> list[Path]:
     return [path for path in outside if path[0] not in mirrors]
 
 
-def _states(carry: Tree) -> list[Path]:
-    """Returns the paths of what an optimizer keeps: the NamedTuples inside a carry, as Optax's states are."""
-    nodes = jax.tree.leaves_with_path(carry, is_leaf=lambda node: node is not carry and hasattr(node, "_fields"))
-    return [tuple(map(_key, path)) for path, node in nodes if hasattr(node, "_fields")]
-
-
-def _inside(paths: Iterable[Path], roots: list[Path]) -> list[Path]:
-    return [path for path in paths if any(path[: len(root)] == root for root in roots)]
-
-
 def _under_root(paths: list[Path]) -> tuple[Path, list[Path]]:
     """Returns all that the paths start with, and the paths."""
-    columns = list(zip(*(path[:-1] for path in map(_plain, paths)), strict=False))
+    columns = list(zip(*(path[:-1] for path in map(plain, paths)), strict=False))
     shared = next((n for n, names in enumerate(columns) if len(set(names)) > 1), len(columns))
     return paths[0][:shared] if paths else (), paths
 
@@ -282,17 +181,31 @@ def _under_params(leaves: dict[Path, Any]) -> tuple[Path, list[Path]] | None:
 
 
 def _first_part(carry: Tree, leaves: dict[Path, Any]) -> tuple[Path, list[Path]]:
-    """Returns the first part of the carry that is not all zeros; of a dict all of those, of a dict of arrays all."""
+    """Returns the first part of the carry that is not all zeros; of a dict all but copies, of a dict of arrays all."""
     parts: dict[str, list[Path]] = {}
     for path in leaves:
         parts.setdefault(path[0] if path else "", []).append(path)
     filled = [paths for paths in parts.values() if any(np.any(wide(leaves[path])) for path in paths)]
     if not isinstance(carry, tuple | list) and all(len(path) <= 1 for path in leaves):
         return (), list(leaves)
-    if isinstance(carry, dict) and len(filled) > 1:
+    if isinstance(carry, dict):
+        filled = _without_copies(filled, leaves)
+    if len(filled) > 1 and isinstance(carry, dict):
         return (), [path for paths in filled for path in paths]
     first = next(iter([*filled, *parts.values()]), [])
     return (first[0][:1], first) if first else ((), [])
+
+
+def _without_copies(parts: list[list[Path]], leaves: dict[Path, Any]) -> list[list[Path]]:
+    """Returns the parts that hold more than zeros and what another part holds, as an average of parameters does."""
+    kept: list[list[Path]] = []
+    is_average = lambda part: any(word in part[0][0].lower() for word in AVERAGES)
+    for part in sorted(parts, key=lambda part: (is_average(part), len(part))):
+        known = [wide(leaves[path]) for paths in kept for path in paths]
+        values = [wide(leaves[path]) for path in part]
+        if any(np.any(value) and not any(np.array_equal(value, other) for other in known) for value in values):
+            kept.append(part)
+    return [part for part in parts if part in kept]
 
 
 def _lists(leaves: dict[Path, Any], shapes: Counter[Any]) -> set[Path]:

@@ -1,4 +1,4 @@
-"""Owns the runs that `verify` compares, and one probe for each cause. Draws no conclusion about the loss as a whole."""
+"""Owns the runs of a loss that `verify` compares, whole, cut, of rows and of mixed batches. Knows no fault."""
 
 import dataclasses
 import functools
@@ -13,9 +13,9 @@ import numpy as np
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.leaves import is_key
 from optax_accum._core.signature import Name
-from optax_accum._verify import mixtures
+from optax_accum._verify import loss_mixtures as mixtures
 from optax_accum._verify.loss import Loss, largest, take, uneven, wide
-from optax_accum._verify.report import DRAWS, Cause, order
+from optax_accum._verify.report import DRAWS, order
 from optax_accum._within import splitting
 
 APART = 1e3  # rows alone whose mean is so many times the whole are no terms of it: what one row is divided by is near 0
@@ -23,8 +23,8 @@ Errors = dict[str, tuple[float, float]]  # "loss" and each leaf's path -> the re
 
 
 @dataclasses.dataclass(frozen=True)
-class Probes:
-    """The runs that are compared, and one probe for each cause."""
+class LossRuns:
+    """The runs that are compared, each made when it is first asked for."""
 
     loss: Loss
     batch: Tree
@@ -33,44 +33,7 @@ class Probes:
     dtype: Any
     rtol: float
     sums_rtol: float  # the same between two accumulators, which differ in nothing else
-
-    def shared_key(self, whole_argnums: tuple[Name, ...]) -> list[Cause]:
-        """The loss changes with a key that all micro-batches get."""
-        roles = (self.loss.rng_argnum, self.loss.carry_argnum, *whole_argnums)
-        for number, arg in enumerate(self.loss.args, start=2):
-            if number in roles or not any(map(is_key, jax.tree.leaves(arg))):
-                continue
-            if self._changes_with(number):
-                says = f"The loss changes with the key in argument {number}, of which all micro-batches get the same."
-                return [Cause("shared key", says)]
-        return []
-
-    def _changes_with(self, number: int) -> bool:
-        """Whether the loss changes with the keys in an argument: an outcome may be rare, so many are drawn."""
-        loss = lambda n: self.loss.total(self.loss.params, self.batch, *self.loss.draw(n, (number,)))
-        losses = jax.jit(lambda draws: jax.lax.map(loss, draws))
-        return any(np.ptp(wide(losses(jnp.arange(draws)))) for draws in (DRAWS, 32 * DRAWS))
-
-    def low_precision(self) -> list[Cause]:
-        """The default accumulator gives another gradient than the one asked for."""
-        error = self._change(self.sound, self._held, self.sums_rtol) if self.dtype else 0.0
-        dtypes = " and ".join(sorted({str(jnp.dtype(dtype)) for dtype in jax.tree.leaves(self.dtype)}))
-        sums = f"Added in {dtypes}, the gradient is off by {error:.1e}; added in float32 it is not."
-        return [Cause("low-precision accumulator", sums)] if error else []
-
-    def state(self) -> list[Cause]:
-        """The gradient is another one when each micro-batch starts from the first carry."""
-        if self.loss.carry_argnum is None:
-            return []
-        error = self._change(self.sound, self._threaded, self.rtol)
-        says = f"What earlier micro-batches leave in the carry changes the gradient of later ones, by {error:.1e}."
-        return [Cause("mutable state", says)] if error else []
-
-    def formula(self) -> list[Cause]:
-        """What is wrong with a sound accumulator and a fixed carry lies in the formula of the loss."""
-        if within(self.as_sound) and not self.broken:
-            return []
-        return self._not_rows() or self._normalised() or self._sum() or self._weights() or self._coupled()
+    shared: tuple[Name, ...]  # the arguments that every micro-batch gets whole on purpose
 
     @functools.cached_property
     def as_asked(self) -> Errors:
@@ -93,6 +56,32 @@ class Probes:
         return mixtures.mixed(self.loss, self.batch, self.count, self.scales)
 
     @functools.cached_property
+    def alone(self) -> dict[str, list[mixtures.Mixtures]]:
+        """Batches that are mixed in one leaf alone, by its path."""
+        return mixtures.alone(self.loss, self.batch, self.count, self.scales)
+
+    @functools.cached_property
+    def factor(self) -> float | None:
+        """What a mixed batch counts, the batch counting 1, if some weights make the loss a sum over rows."""
+        return mixtures.reweighting(self.mixed.plain, self.rtol)
+
+    @functools.cached_property
+    def grows(self) -> bool:
+        """Whether the batch with each row twice gives more, as a sum does, and a mean or the largest row does not."""
+        twice = take(self.batch, np.tile(np.arange(self.count), 2))
+        return not within(self.differences(self.measure(jax.value_and_grad(self.loss.total))(twice)))
+
+    @property
+    def holds(self) -> bool:
+        """Whether the batch cut with the options asked for gives what the whole gives."""
+        return within(self.as_asked) and not self.broken
+
+    @property
+    def sound_formula(self) -> bool:
+        """Whether it does with a sound accumulator and a fixed carry: else the formula of the loss is wrong."""
+        return self.holds or (within(self.as_sound) and not self.broken)
+
+    @functools.cached_property
     def random(self) -> bool:
         """Whether the loss changes with a key among its arguments."""
         return any(np.ptp(run[0]) for run in (self.whole, *self.asked))
@@ -100,7 +89,7 @@ class Probes:
     @functools.cached_property
     def whole(self) -> list[np.ndarray]:
         """The loss and the gradient of the whole batch."""
-        found = self._measure(jax.value_and_grad(self.loss.total))(self.batch)
+        found = self.measure(jax.value_and_grad(self.loss.total))(self.batch)
         if not all(np.all(np.isfinite(leaf)) for leaf in found):
             raise ValueError("The whole batch must have a finite loss and gradient to compare with. Look for the NaN.")
         if not any(np.any(leaf) for leaf in found[1:]):
@@ -153,11 +142,13 @@ class Probes:
         return any(map(is_key, jax.tree.leaves(self.loss.args)))
 
     @property
-    def _held(self) -> list[list[np.ndarray]]:
+    def held(self) -> list[list[np.ndarray]]:
+        """The cut batch, with the accumulator asked for and the carry held fixed."""
         return self.asked if self.loss.carry_argnum is None else self._cut(self.dtype, held=True)
 
     @property
-    def _threaded(self) -> list[list[np.ndarray]]:
+    def threaded(self) -> list[list[np.ndarray]]:
+        """The cut batch, with the default accumulator and the carry threaded."""
         return self.asked if self.dtype is None else self._cut(None, held=False)
 
     @property
@@ -165,14 +156,15 @@ class Probes:
         return self.dtype is None and self.loss.carry_argnum is None
 
     @property
-    def _sizes(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def sizes(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options of the two cuts."""
         size = uneven(self.count, self.num_microbatches)
         return {"num_microbatches": self.num_microbatches}, {"microbatch_size": size}
 
     def _cut(self, dtype: Any, *, held: bool, own_keys: bool = True) -> list[list[np.ndarray]]:
         """Returns the loss and the gradient of the cut batch, of equal and of unequal micro-batches."""
         cut = lambda size: self.loss.accumulated(held=held, own_keys=own_keys, accumulator_dtype=dtype, **size)
-        return [self._measure(cut(size))(self.batch) for size in self._sizes]
+        return [self.measure(cut(size))(self.batch) for size in self.sizes]
 
     def _agreement(self, cuts: list[list[np.ndarray]], dtype: Any, *, held: bool) -> Errors:
         """Returns the errors of `cuts`; or, where these are too large, of cuts in which all draw what the whole drew.
@@ -188,10 +180,10 @@ class Probes:
 
     def _errors(self, cuts: list[list[np.ndarray]]) -> Errors:
         """Returns for the loss and each leaf the error of the worse of the cuts, and its limit."""
-        found = [self._differences(cut) for cut in cuts]
+        found = [self.differences(cut) for cut in cuts]
         return {path: max((errors[path] for errors in found), key=lambda e: order(e[0] / e[1])) for path in found[0]}
 
-    def _differences(self, cut: list[np.ndarray]) -> Errors:
+    def differences(self, cut: list[np.ndarray]) -> Errors:
         """Returns for the loss and each leaf its relative error and the largest that is rounding or noise."""
         found = {}
         leaves = jax.tree.leaves_with_path(self.loss.params)
@@ -202,105 +194,20 @@ class Probes:
             found[path] = (error / scale, self.rtol + float(np.nan_to_num(noise)) / scale)
         return found
 
-    def _change(self, before: list[list[np.ndarray]], after: list[list[np.ndarray]], rtol: float) -> float:
+    def change(self, before: list[list[np.ndarray]], after: list[list[np.ndarray]], rtol: float) -> float:
         """Returns by how much cuts that draw the same differ, or 0 where that is rounding."""
         runs = [zip(one, other, self.scales, strict=True) for one, other in zip(before, after, strict=True)]
         size = lambda a, b: largest(np.sqrt(np.mean(np.abs(b - a) ** 2, axis=0)))
         error = max((size(a, b) / scale for run in runs for a, b, scale in run), key=order)
         return 0.0 if error <= rtol else error
 
-    def _measure(self, function: Callable[..., tuple[Any, Any]]) -> Callable[[Tree], list[np.ndarray]]:
+    def measure(self, function: Callable[..., tuple[Any, Any]]) -> Callable[[Tree], list[np.ndarray]]:
         """Returns what measures a batch: the loss [draws] and the leaves of the gradient [draws, ...]."""
         draws = jnp.arange(DRAWS)
         run = jax.jit(lambda p, batch: jax.lax.map(lambda n: function(p, batch, *self.loss.draw(n)), draws))
         if not self.keyed:
             run = jax.jit(lambda p, batch: jax.tree.map(lambda leaf: leaf[None], function(p, batch, *self.loss.args)))
         return lambda batch: [wide(leaf) for leaf in jax.tree.leaves(run(self.loss.params, batch))]
-
-    def _not_rows(self) -> list[Cause]:
-        """A leaf of the batch kept whole gives the gradient of the whole batch, and a loss that has others."""
-        for path, loss, batch in self.loss.holding(self.batch):
-            if within(self.as_sound) or loss.refusal(batch, 2) or not self._depends(loss, batch):
-                continue
-            cuts = (loss.accumulated(held=True, own_keys=True, **size) for size in self._sizes)
-            if all(within(self._differences(self._measure(cut)(batch))) for cut in cuts):
-                says = (
-                    f"The leaf {path} of the batch is cut like rows. Kept whole, it gives the whole batch's gradient."
-                )
-                return [Cause("not rows", says)]
-        return []
-
-    def _normalised(self) -> list[Cause]:
-        """A leaf of the batch, moved or stretched as a whole, changes nothing; moved apart, row by row, it does.
-
-        What each row normalises, as LayerNorm does, or nobody reads, does not matter in either way. What weighs rows
-        may be stretched, too: it has one sign.
-        """
-        run = self._measure(jax.value_and_grad(self.loss.total))
-        same = lambda batch: within(self._differences(run(batch)))
-        for path, leaf, put in self.loss.floats(self.batch):
-            apart = np.random.default_rng(0).uniform(0.5, 2, (len(leaf), *[1] * (leaf.ndim - 1)))
-            moves = {"moved by a constant": lambda by, leaf=leaf: leaf + by * (np.std(leaf) or 1)}
-            if np.min(leaf) < 0 < np.max(leaf):
-                moves["doubled"] = lambda by, leaf=leaf: leaf * by
-            for how, move in moves.items():
-                if same(put(move(2))) and not same(put(move(apart))):
-                    says = f"The leaf {path} of the batch is normalised over its rows: {how}, it changes nothing."
-                    return [Cause("coupled examples", says)]
-        return []
-
-    def _depends(self, loss: Loss, batch: Tree) -> bool:
-        """Whether the loss changes with the rows of a batch."""
-        pairs = np.stack([np.arange(self.count), np.roll(np.arange(self.count), 1)], axis=1)  # [n, 2]
-        of = lambda rows: loss.total(loss.params, take(batch, rows), *loss.draw(0))
-        losses = jax.jit(lambda pairs: jax.lax.map(of, pairs))(pairs)
-        return bool(np.ptp(wide(losses)) > self.rtol * self.scales[0])
-
-    def _sum(self) -> list[Cause]:
-        """The whole is its rows added up, and not their mean."""
-        if self.rows is None:
-            return []
-        whole, total = (
-            mixtures.scaled([leaf[None] for leaf in leaves], self.scales)[0]
-            for leaves in (
-                [np.mean(leaf, 0) for leaf in self.whole],
-                [np.sum(np.mean(leaf, 1), 0) for leaf in self.rows],
-            )
-        )
-        if not np.linalg.norm(whole - total) < 0.3 * np.linalg.norm(whole) or not self._grows:
-            return []
-        return [Cause("sum", "The whole is its rows added up, where their mean was needed.")]
-
-    @functools.cached_property
-    def _grows(self) -> bool:
-        """Whether the batch with each row twice gives more, as a sum does, and a mean or the largest row does not."""
-        twice = take(self.batch, np.tile(np.arange(self.count), 2))
-        return not within(self._differences(self._measure(jax.value_and_grad(self.loss.total))(twice)))
-
-    def _weights(self) -> list[Cause]:
-        """Some weight for each batch makes a sum over rows of the loss times the weight."""
-        factor = mixtures.reweighting(self.mixed.plain, self.rtol)
-        if factor is None:
-            return []
-        if abs(factor - 1) > 0.01:
-            says = f"With other rows in some places, the batch counts for {factor:.2f} of what it did."
-            return [Cause("weights", says)]
-        if not self._grows:
-            says = (
-                "All rows count the same, the whole is not the mean over its parts, and each row twice gives the same."
-            )
-            return [Cause("coupled examples", says)]
-        if self.loss.weight_fn is None:
-            return [Cause("sum", "All rows count the same, and the whole is not the mean over its parts.")]
-        return [Cause("weights", "All rows count the same in the loss, but not in weight_fn.")]
-
-    def _coupled(self) -> list[Cause]:
-        """With the weights of all rows as they are, the changes of two sets of rows do not add up."""
-        if (defect := mixtures.defect(self.mixed.inputs)) > self.rtol:
-            says = "Other rows were put in some places, in the others, and in all: the changes do not add up, by"
-            return [Cause("coupled examples", f"{says} {defect:.1e}. One row's input changes another row's term.")]
-        says = "Examples act on the loss one by one, but no weight per micro-batch explains it: several denominators."
-        return [Cause("weights", says)]
 
 
 def within(errors: Errors) -> bool:

@@ -1,0 +1,121 @@
+"""Owns what a step carries: its numbers, by path, its counters and keys. Knows no parameters, and compares nothing."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.leaves import is_key
+from optax_accum._verify.loss import wide
+
+Path = tuple[str, ...]
+Numbers = dict[Path, np.ndarray]
+
+
+def numbers(carry: Tree) -> Numbers:
+    """Returns the numbers of a carry: its inexact arrays, and its signed integers of no axis, which may be counters."""
+    return {path: wide(leaf) for path, leaf in leaves_of(carry) if is_inexact(leaf) or _is_count(leaf)}
+
+
+def floats(carry: Tree) -> dict[Path, str]:
+    """Returns the paths of the inexact arrays of a carry, and their names."""
+    return {path: named(path) for path, leaf in leaves_of(carry) if is_inexact(leaf)}
+
+
+def aligned(paths: Iterable[Path], others: Iterable[Path]) -> dict[Path, Path]:
+    """Returns for each path the one of `others` that ends most like it, by two names at least, if there is one.
+
+    What stands in a list is counted from its end: Keras puts accumulators before the moments.
+    """
+    here, there, found = _from_end(paths), _from_end(others), dict[Path, Path]()
+    for path, end in here.items():
+        shared = {other: _common_end(end, other_end) for other, other_end in there.items()}
+        best = max(shared.values(), default=0)
+        if list(shared.values()).count(best) == 1 and best >= min(2, len(path)):
+            found[path] = next(other for other, length in shared.items() if length == best)
+    return found
+
+
+def counters(carry: Tree) -> list[Path]:
+    """Returns the paths of what Optax's transformations call `count`: in their states, for metrics count, too."""
+    found = [path for path, leaf in leaves_of(carry) if _is_count(leaf) and plain(path)[-1:] == ("count",)]
+    return inside(found, states(carry))
+
+
+def has_keys(tree: Tree) -> bool:
+    """Whether there is a random key in a tree."""
+    return any(is_key(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def redrawn(tree: Tree, number: int) -> Tree:
+    """Returns a tree whose keys are `number`'s own."""
+    return jax.tree.map(lambda leaf: _folded(leaf, number) if is_key(leaf) else leaf, tree)
+
+
+def leaves_of(carry: Tree) -> list[tuple[Path, Any]]:
+    """Returns the leaves of a carry, and their paths."""
+    return [(tuple(map(key_name, path)), leaf) for path, leaf in jax.tree.leaves_with_path(carry)]
+
+
+def states(carry: Tree) -> list[Path]:
+    """Returns the paths of what an optimizer keeps: the NamedTuples inside a carry, as Optax's states are."""
+    nodes = jax.tree.leaves_with_path(carry, is_leaf=lambda node: node is not carry and hasattr(node, "_fields"))
+    return [tuple(map(key_name, path)) for path, node in nodes if hasattr(node, "_fields")]
+
+
+def inside(paths: Iterable[Path], roots: list[Path]) -> list[Path]:
+    """Returns the paths that begin with one of the roots."""
+    return [path for path in paths if any(path[: len(root)] == root for root in roots)]
+
+
+def named(path: Path) -> str:
+    """Returns the name of a path, as a report shows it."""
+    return "/".join(plain(path)) or "params"
+
+
+def plain(path: Path) -> Path:
+    """Returns a path without the `value` in which a variable of NNX ends."""
+    return path[:-1] if path[-1:] == ("value",) else path
+
+
+def key_name(key: Any) -> str:
+    """Returns one key of a path as text."""
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is an array of real or complex numbers."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and np.size(leaf) > 0
+
+
+@jax.jit
+def _folded(key: Any, number: Any) -> Any:
+    """Returns a key, or an array of them, with a number folded in; one of the old style stays so."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), number))
+    return jax.vmap(lambda one: jax.random.fold_in(one, number))(key.reshape(-1)).reshape(key.shape)
+
+
+def _is_count(leaf: Any) -> bool:
+    if isinstance(leaf, bool) or np.ndim(leaf) or is_key(leaf):
+        return False
+    return type(leaf) is int or (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.signedinteger))
+
+
+def _common_end(path: Path, other: Path) -> int:
+    pairs = zip(reversed(path), reversed(other), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(path), len(other)))
+
+
+def _from_end(paths: Iterable[Path]) -> dict[Path, Path]:
+    """Returns for each path the same, plain, in which the last number counts from the end of its list."""
+    ends = {path: plain(path) for path in paths}
+    last = lambda parent: max(int(path[-1]) for path in ends.values() if path[:-1] == parent and path[-1].isdigit())
+    end = lambda path: (*path[:-1], str(int(path[-1]) - last(path[:-1]))) if path and path[-1].isdigit() else path
+    return {path: end(of) for path, of in ends.items()}

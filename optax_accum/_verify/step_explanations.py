@@ -1,0 +1,164 @@
+"""Owns how a window's change is made of what each of its micro-batches alone would have changed. Knows no fault."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from optax_accum._verify.loss import largest
+
+Change = dict[str, np.ndarray]  # what a run added to each leaf
+MORE = 3  # entries beyond the micro-batches, from which on these can be told apart
+NEAR = 0.02  # the relative distance within which one change explains another
+FINE = 0.01  # that beyond which nothing is said of a change of few entries
+EDGE = 1e-3  # the least that a micro-batch counts where it counts
+BFLOAT = 2**-7  # two roundings of bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanations:
+    """The changes of the whole window and of each micro-batch alone, by the reference, from the same beginning.
+
+    A slot is the parameters, or what mirrors them in the optimizer's state. Where the whole window's change is a linear
+    combination of those of the micro-batches, a slot is linear in the gradient: with SGD the parameters, with Adam the
+    first moment. There, sums and multiples can be foretold without knowing the optimizer.
+
+    Where fewer entries change than there are micro-batches, any change is some combination of theirs. There only what
+    is foretold to rounding is a cause, and a slot is linear if each union of micro-batches lies between its two parts.
+    """
+
+    slots: dict[str, list[str]]  # "params" and each mirror -> the leaves in it
+    scales: dict[str, float]  # of each leaf
+    drift: Change  # where each leaf's parameter began: decay moves it along this, whatever the gradient
+    whole: Change
+    parts: list[Change]
+    unions: Callable[[], list[Change]]  # of the first micro-batch, the first two, ..., all
+    few: bool  # whether too few entries change to tell one combination of micro-batches from another
+    loose: float = NEAR
+    fine: float = 0.0  # what rounding may do
+
+    @property
+    def near(self) -> float:
+        """The relative distance within which one change explains another."""
+        return self.fine if self.few else self.loose
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing can be said, of few entries that are only nearly known."""
+        return self.few and self.fine > FINE
+
+    @functools.cached_property
+    def linear(self) -> list[str]:
+        """The slots that are linear in the gradient: moments, or else the parameters."""
+        moves = [slot for slot in self.slots if np.any(self.vector(self.whole, slot))]
+        if self.few:
+            found = [slot for slot in moves if self._between(slot)]
+        else:
+            large = [slot for slot in moves if self.large(slot)] or moves  # a small one is always some combination
+            found = [slot for slot in large if self.combined(slot)[1] < self.near]
+        found = [slot for slot in found if slot != "params"] or found
+        return list(filter(self.falls, found)) or found
+
+    def factor(self, found: Change, slot: str) -> float | None:
+        """Returns which multiple of the whole batch's change was found, if it is one."""
+        factor, distance = self.fit(found, slot)
+        return factor if distance < self.near and not self.silent else None
+
+    def fit(self, found: Change, slot: str) -> tuple[float, float]:
+        """Returns the multiple of the whole batch's change that is nearest to what was found, and how far that is."""
+        a, b = self.vector(found, slot), self.vector(self.whole, slot)
+        factor = float(a @ b / max(b @ b, 1e-300))
+        return factor, self._off(a, factor * b, None)
+
+    def distance(self, found: Change, other: Change, slot: str) -> float:
+        """Returns how far two changes are from one another, relative to the larger."""
+        return self._off(self.vector(found, slot), self.vector(other, slot), self.vector(self.drift, slot))
+
+    def far(self, found: Change, other: Change, slots: Iterable[str]) -> float:
+        """Returns how far two changes are from one another in the worst of these slots."""
+        return max(self.distance(found, other, slot) for slot in slots)
+
+    def mean_slots(self, found: Change) -> list[str]:
+        """Returns the slots in which a plain mean came out, and not what the whole batch gives as well."""
+        mean = self.sum(self.parts, 1 / len(self.parts))
+        means = lambda slot: self.distance(found, mean, slot) < self.near <= self.distance(found, self.whole, slot)
+        return list(filter(means, self.slots))
+
+    def combined(
+        self, slot: str, names: list[str] | None = None, of: Change | None = None
+    ) -> tuple[list[float], float]:
+        """Returns how much each micro-batch counts in a change, the whole's by default, and how far that is from it."""
+        vector = lambda change: self.vector(change, slot, names)
+        columns = np.stack([*map(vector, self.parts), vector(self.drift)], axis=1)
+        if not np.all(np.isfinite(columns)):
+            return [], float("inf")
+        whole = vector(of or self.whole)
+        shares = np.linalg.lstsq(columns, whole, rcond=1e-6)[0]
+        return [float(share) for share in shares[:-1]], self._off(whole, columns @ shares, None)
+
+    def saturates(self, slot: str) -> bool:
+        """Whether many entries of several micro-batches' changes are the same, and the largest."""
+        values = np.abs([np.concatenate([part[name].reshape(-1) for name in self.slots[slot]]) for part in self.parts])
+        at_most = values > 0.999 * np.max(values)
+        return bool(np.sum(at_most) > (1 if self.few else 3) and np.sum(np.any(at_most, 1)) > 1)
+
+    def rounds(self, found: Change) -> bool:
+        """Whether a sum of these micro-batches in bfloat16 could be as far from the whole batch's."""
+        sizes = lambda slot: np.sum([np.abs(self.vector(part, slot)) for part in self.parts], axis=0)
+        off = lambda slot: np.abs(self.vector(found, slot) - self.vector(self.whole, slot))
+        slots = self.linear or [slot for slot in self.slots if slot != "params"] or ["params"]
+        return all(largest(off(slot)) <= BFLOAT * largest(sizes(slot)) for slot in slots)
+
+    def _between(self, slot: str) -> bool:
+        """Whether each union of micro-batches lies between those before it and the last one, or all are sums."""
+        unions = [self.vector(union, slot) for union in self.unions()]
+        steps = [
+            (before, self.vector(part, slot), union)
+            for before, part, union in zip(unions, self.parts[1:], unions[1:], strict=False)
+        ]
+
+        def between(before: np.ndarray, part: np.ndarray, union: np.ndarray) -> bool:
+            step = part - before
+            share = float((union - before) @ step / max(step @ step, 1e-300))
+            same = self._off(before, part, None) < self.near
+            return self._off(union, before + share * step, None) < self.near and (same or EDGE < share < 1 - EDGE)
+
+        drift = self.vector(self.drift, slot)
+        added = lambda before, part, union: self._off(union, before + part, drift) < self.near
+        return all(between(*step) for step in steps) or all(added(*step) for step in steps)
+
+    def falls(self, slot: str) -> bool:
+        """Whether some entry becomes less somewhere: second moments never do."""
+        return any(np.any(self.vector(change, slot) < 0) for change in (self.whole, *self.parts))
+
+    def unclipped(self) -> bool:
+        """Whether the whole batch's parameters change as a mean of what its micro-batches would change."""
+        return self.few or abs(sum(self.combined("params")[0]) - 1) < self.near
+
+    def size(self, name: str) -> int:
+        """Returns how many entries of a leaf change at all."""
+        return int(np.sum(np.any([change[name] != 0 for change in (self.whole, *self.parts)], axis=0)))
+
+    def large(self, slot: str) -> bool:
+        """Whether more entries of a slot change than tell the micro-batches apart."""
+        return sum(map(self.size, self.slots[slot])) > len(self.parts) + MORE
+
+    def vector(self, change: Change, slot: str, names: list[str] | None = None) -> np.ndarray:
+        """Returns a slot's entries, or those of some of its leaves, in units of their scales."""
+        leaves = [change[name].reshape(-1) / self.scales[name] for name in names or self.slots[slot]]
+        vector = np.concatenate(leaves)
+        return np.concatenate([vector.real, vector.imag]) if np.iscomplexobj(vector) else vector
+
+    @staticmethod
+    def sum(changes: list[Change], factor: float) -> Change:
+        """Returns the sum of some changes, times a factor."""
+        return {name: factor * np.sum([change[name] for change in changes], axis=0) for name in changes[0]}
+
+    @staticmethod
+    def _off(a: np.ndarray, b: np.ndarray, drift: np.ndarray | None) -> float:
+        """Returns the distance of two vectors relative to the larger, but for a multiple of the drift."""
+        off, size = a - b, max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
+        if drift is not None and largest(drift):
+            off = off - drift * (off @ drift) / (drift @ drift)
+        return 0.0 if not size else float(np.nan_to_num(np.linalg.norm(off) / size, nan=np.inf))

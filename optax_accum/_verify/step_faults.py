@@ -1,0 +1,264 @@
+"""Owns the table of the faults of a step, and the order in which they are asked for."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from optax_accum._verify import step_probes as probes
+from optax_accum._verify import step_windows as windows
+from optax_accum._verify.report import Cause, Fault, found
+from optax_accum._verify.step_explanations import Change
+from optax_accum._verify.step_probes import Off, Other, window_of
+from optax_accum._verify.step_runs import Errors, Rows, StepRuns, mean, within
+from optax_accum._verify.step_windows import Second, Window
+
+SHARED_KEY = Fault(
+    "shared key",
+    "All draw the same random numbers.",
+    "Equal micro-batches vary with the key as one of them does.",
+    "Give each micro-batch a key of its own: jax.random.fold_in(key, i). value_and_grad does it with rng_argnum, "
+    "value_and_apply_gradients, too.",
+    {"beside": probes.shared_key},
+)
+# Asked are "moves": of the calls at which parameters move; then of a wrong window "right" to "combined", of the second
+# one "second"; where even windows are right "beside", and of windows of others "other"; and "always".
+FAULTS = (
+    Fault(
+        "never closes",
+        "All of them change nothing, or not when the window ends.",
+        "The parameters do not move.",
+        "Return the new carry from the step, every time: what a jitted function keeps to itself is lost. Count "
+        "micro-steps in the carry, and update when as many as the window have come.",
+        {"moves": probes.stays, "other": probes.stays_open},
+    ),
+    Fault(
+        "optimizer at each micro-step",
+        "Each one is an update, or counts as one for the schedule.",
+        "A counter of Optax goes up too often; or as many updates came out; or the gradient is right and its update a "
+        "multiple.",
+        "Let optimizer and schedule see one gradient for each window: accumulate_gradients(optimizer, every), with the "
+        "schedule inside; apply_every comes first in a chain.",
+        {
+            "moves": probes.updates,
+            "right": windows.rate,
+            "foretold": windows.one_after_another,
+            "related": windows.rate_alone,
+            "second": windows.later_rate,
+        },
+    ),
+    Fault(
+        "moves while held",
+        "Each moves the parameters, or an average of them, before the window ends.",
+        "They change at a micro-step that holds.",
+        "Change parameters only where the window closes: decay, averages and noise belong there, too.",
+        {"moves": probes.moves},
+    ),
+    Fault(
+        "divided by the full k",
+        "Those of a window that ends early count too little.",
+        "The part of the window that came is what came out of its mean.",
+        "Divide by the number of micro-batches that came, or by their weights: apply_gradients(..., flush=True) does.",
+        {"other": probes.by_the_full_k},
+    ),
+    Fault(
+        "rows left out",
+        "The rows that `every` does not divide are in none.",
+        "The update of the other rows alone came out.",
+        "Let the rows that are left be one smaller micro-batch, and weigh each by its rows, as value_and_grad does. "
+        "Where batches always divide, pass uneven=False.",
+        {"other": probes.left_out},
+    ),
+    Fault(
+        "only the first gradient",
+        "The first one counts, the others do not.",
+        "Its update alone came out, or a part of it.",
+        "Add each micro-batch's gradient to the accumulator: acc + g, from zeros.",
+        {"foretold": windows.only_first},
+    ),
+    Fault(
+        "only the last gradient",
+        "The last one counts, the others do not.",
+        "Its update alone came out, or a part of it.",
+        "Add each micro-batch's gradient, acc + g. Empty the accumulator only after an update.",
+        {"foretold": windows.only_last},
+    ),
+    Fault(
+        "low-precision sum",
+        "Their gradients are added in few digits.",
+        "The same micro-batches many times over give another mean than once.",
+        "Add gradients in float32: acc + g.astype(jnp.float32), from float32 zeros.",
+        {
+            "right": lambda w: w.rounded(),
+            "foretold": windows.rounded_sum,
+            "beside": probes.rounded,
+            "unexplained": lambda off: probes.rounded(off.runs),
+        },
+    ),
+    Fault(
+        "sum for a mean",
+        "Their gradients are added and never divided.",
+        "A multiple of the whole batch's gradient came out.",
+        "Divide the sum by what the whole batch's mean divides by: by k for k equal micro-batches.",
+        {"foretold": windows.undivided, "related": windows.more},
+    ),
+    Fault(
+        "divided twice",
+        "The sum of their gradients is divided once too often.",
+        "A part of the whole batch's gradient came out.",
+        "Divide once: either each loss, or the sum of the gradients. optax.MultiSteps divides, too.",
+        {"foretold": windows.divided_again, "related": windows.less},
+    ),
+    Fault(
+        "mean of means",
+        "Each counts the same, though they hold other numbers of rows or tokens.",
+        "Their plain mean came out, and the whole batch's gradient is another mean of theirs.",
+        "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: apply_gradients(..., weight=w), "
+        "or value_and_grad(..., weight_fn=...) within a call. Where micro-batches are always equal, pass uneven=False.",
+        {
+            "foretold": windows.plain_mean(windows.unequal),
+            "related": windows.mean_somewhere(windows.unequal),
+            "weighed": windows.weighed,
+            "combined": windows.combined(windows.unequal),
+        },
+    ),
+    Fault(
+        "clipping at each micro-step",
+        "The gradient of each is clipped, not that of the window.",
+        "Their plain mean came out, and the whole batch's gradient is a multiple of a mean of theirs.",
+        "Clip the mean: put clipping inside what accumulates, "
+        "accumulate_gradients(optax.chain(optax.clip_by_global_norm(1.0), optimizer), every).",
+        {
+            "foretold": windows.plain_mean(windows.clipped),
+            "related": windows.mean_somewhere(windows.clipped),
+            "combined": windows.combined(windows.clipped),
+        },
+    ),
+    Fault(
+        "coupled examples",
+        "Each compares its rows with one another, not with those of the whole batch.",
+        "The whole batch's gradient is no combination of theirs; or a leaf moved by a constant changes nothing.",
+        "Normalise data, such as advantages, over the whole batch, before it is cut. Compute what is per example with "
+        "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
+        "together with group_size. For BatchNorm use running statistics, or LayerNorm or GroupNorm.",
+        {
+            "foretold": windows.plain_mean(windows.coupled),
+            "related": windows.mean_somewhere(windows.coupled),
+            "combined": windows.combined(windows.coupled),
+        },
+    ),
+    Fault(
+        "not emptied",
+        "Those of the last window count in the next one, too.",
+        "The first window is right, and its sum is on top of the second's.",
+        "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
+        {"second": windows.kept},
+    ),
+    SHARED_KEY,
+    Fault(
+        "NaN poison",
+        "One with a NaN spoils all windows after its own.",
+        "After it whole batches train, and windows do not.",
+        "Start each window from zeros by jnp.where, not by 0 * acc, and leave out what is not finite: "
+        'accumulate_gradients(..., nonfinite="skip").',
+        {"always": probes.poison},
+    ),
+    Fault(
+        "not known",
+        "Something else, or one of these: too few numbers change to tell.",
+        "The batch moves `every + 3` numbers or fewer.",
+        "Check a model of more parameters, every + 4 or more of which the batch moves, or a smaller every: then the "
+        "cause is named.",
+        {"moves": probes.moves_somehow, "other": probes.stays_open_somehow, "unexplained": probes.unknown},
+    ),
+    Fault(
+        "another difference",
+        "Something else.",
+        "No probe explains it.",
+        "For a plainer picture make the step with optax.sgd, and without what is random.",
+        {"unexplained": probes.unexplained},
+    ),
+)
+PLANTED = FAULTS[:-2]  # the others are what remains unnamed
+
+
+def causes_of_moves(runs: StepRuns) -> list[Cause]:
+    """Returns what is wrong with the calls at which the parameters move; without any there is nothing else to ask."""
+    causes = found(FAULTS, "moves", runs)
+    return list(causes) if runs.moved else [next(causes)]
+
+
+def causes_of_a_window(runs: StepRuns) -> list[Cause]:
+    """Returns why two even windows do not change what the whole batches do, if they do not."""
+    if within(runs.errors):
+        return []
+    first = runs.compared(runs.ends[:1], runs.even_rows[:1], runs.ones[:1])
+    cause, where = (_of_second(runs), "the second window") if within(first) else (_of_first(runs), "a window")
+    return [cause or _unexplained(runs, runs.errors, where)]
+
+
+def causes_beside(runs: StepRuns) -> list[Cause]:
+    """Returns what even windows do not show, though they are right."""
+    return list(found(FAULTS, "beside", runs))
+
+
+def causes_always(runs: StepRuns) -> list[Cause]:
+    """Returns what shows whatever else is wrong."""
+    return list(found(FAULTS, "always", runs))
+
+
+def cause_of_another(runs: StepRuns, parts: Rows, *, last: bool = False) -> tuple[Errors, Cause | None]:
+    """Returns the errors of a window of other micro-batches, and why it is wrong, if it is."""
+    (change,) = runs.changes(runs.cut, runs.calls(parts), last=last)
+    window = window_of(runs, runs.explained(parts), change, runs.explanations.linear)
+    other = Other(runs, parts, last, change, window)
+    errors = runs.compared([change], [np.concatenate(parts)]) if other.moved else {}
+    if other.moved and within(errors):
+        return errors, None
+    cause = next(found(FAULTS, "other", other), None) or _explained(window) or _dealt(runs, parts, change)
+    sizes = ", ".join(str(len(part) * runs.group_size) for part in parts)
+    return errors, cause or _unexplained(runs, errors, f"a window of micro-batches of {sizes} rows")
+
+
+def _of_first(runs: StepRuns) -> Cause | None:
+    window = window_of(runs, runs.explanations, runs.ends[0])
+    window = dataclasses.replace(window, one_by_one=runs.one_by_one)
+    return _explained(window) or _dealt(runs, runs.even(), runs.ends[0])
+
+
+def _of_second(runs: StepRuns) -> Cause | None:
+    later = lambda ends: {name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]}
+    second = Second(runs.explanations, later(runs.ends), mean(runs.ones[0]), later(runs.ones))
+    return _nearest("second", second, second.e.near) if not second.e.silent else None
+
+
+def _explained(window: Window) -> Cause | None:
+    """Returns the fault that explains a window best, if one does: what it foretells, or what else it says."""
+    if window.e.silent:
+        return None
+    if window.right:
+        return next(found(FAULTS, "right", window), None)
+    cause = _nearest("foretold", window, window.e.near)
+    others: Iterable[str] = ("related", "weighed", "combined")
+    return cause or next((cause for when in others for cause in found(FAULTS, when, window)), None)
+
+
+def _nearest(when: str, window: Any, near: float) -> Cause | None:
+    """Returns the fault whose foretold change is nearest to what came out."""
+    told = ((fault, fault.probes[when](window)) for fault in FAULTS if when in fault.probes)
+    all_of_them = [(distance, Cause(fault, says)) for fault, foretold in told for distance, says in foretold]
+    distance, cause = min(all_of_them, key=lambda one: one[0], default=(near, None))
+    return cause if distance < near else None
+
+
+def _dealt(runs: StepRuns, parts: Rows, change: Change) -> Cause | None:
+    """Returns what explains a step that deals out the rows of a batch to its micro-batches, one by one, as cards."""
+    if not runs.within_call:
+        return None
+    rows, k = np.concatenate(parts), len(parts)
+    return _explained(window_of(runs, runs.explained([rows[number::k] for number in range(k)]), change))
+
+
+def _unexplained(runs: StepRuns, errors: Errors, where: str) -> Cause:
+    return next(found(FAULTS, "unexplained", Off(runs, errors, where)))
