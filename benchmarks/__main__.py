@@ -32,7 +32,7 @@ QUICK = {  # options; the others are left out
     "sharded": ["--every", "2", "--seconds", "1", "--devices", "8"],
     "host_time": ["--turns", "5"],
 }
-FULL = {"accelerators": None, "features": ["--write"]}  # None: its facts come from a file, of many compilers
+FULL = {"accelerators": None, "notebooks": None, "features": ["--write"]}  # None: of compilers that are not here
 if jax.devices()[0].platform == "cpu":
     FULL["on_device"] = None
 KINDS = {

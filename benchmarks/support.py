@@ -71,7 +71,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def _row(version: str, facts: dict[str, Any]) -> list[str]:
-    of = lambda errors: f"{sum(error < RIGHT for error in errors.values())} of {len(errors)}" if errors else "no"
+    of = lambda errors: f"{sum(error < RIGHT for error in errors.values())}/{len(errors)}" if errors else "no"
     names = facts["added in place"]
     less = sorted(set(paths.USES) - set(names))
     in_place = "all" if not less else f"all but: {', '.join(less)}" if names else "no, after"

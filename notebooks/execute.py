@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("notebooks", nargs="*", type=pathlib.Path, help="by default all that are here")
     for path in tqdm(parser.parse_args().notebooks or sorted(HERE.glob("*.ipynb")), unit="notebook"):
         notebook = nbformat.read(path, as_version=4)
-        NotebookClient(notebook, timeout=600, record_timing=False, resources={"metadata": {"path": HERE}}).execute()
+        NotebookClient(notebook, timeout=1800, record_timing=False, resources={"metadata": {"path": HERE}}).execute()
         nbformat.write(cleaned(notebook), path)
 
 

@@ -31,7 +31,7 @@ def test_one_line_changes_and_the_update_is_that_of_the_whole_batch():
     for number, batch in enumerate(micro_batches(), start=1):
         value, grads = gradient(state, batch)
         state = state.apply_gradients(grads=grads, weight=len(batch[0]), metrics={"loss": value})
-        assert (int(state.step), int(state.micro_step)) == (number // 3, number)
+        assert (int(state.updates), int(state.step)) == (number // 3, number)
     close(state.params, whole.params, 1e-5)
     assert_allclose(state.window_metrics()["loss"], gradient(plain, (X, Y))[0], rtol=1e-6)
     state = state.apply_gradients(grads=gradient(state, (X, Y))[1], metrics={"loss": 7.0})
@@ -64,7 +64,7 @@ def test_an_optimizer_that_does_not_accumulate_works_and_says_so_once():
     assert ["this optimizer has none" in str(warning.message) for warning in caught] == [True]
     assert caught[0].filename == __file__
     equal(moved.params, plain.apply_gradients(grads=grads).apply_gradients(grads=grads).params)
-    assert moved.step == 2
+    assert (moved.step, moved.updates) == (2, 2)
 
 
 def test_batch_statistics_make_one_exact_step_for_each_update():
@@ -181,7 +181,7 @@ def test_the_train_state_of_an_example_of_flax_is_subclassed():
     state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), State, norm=True, dynamic_scale=None)
     grads, stats = normalised(state, (X, Y))
     state = state.apply_gradients(grads=grads, batch_stats=stats, dynamic_scale=jnp.ones([]))
-    assert (int(state.step), int(state.micro_step), float(state.dynamic_scale)) == (0, 1, 1.0)
+    assert (int(state.updates), int(state.step), float(state.dynamic_scale)) == (0, 1, 1.0)
     plain = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), train_state.TrainState)
     bare = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), State, batch_stats=None, dynamic_scale=None)
     equal(flax.serialization.from_bytes(bare, flax.serialization.to_bytes(plain)).params, plain.params)
@@ -275,7 +275,7 @@ def test_a_schedule_an_average_and_a_log_act_once_per_update():
             naive_logged.append(int(naive.step))
             if optax_accum.has_updated(state.opt_state):
                 average = optax.incremental_update(state.params, average, 0.1)
-                logged.append(int(state.step))
+                logged.append(int(state.updates))
     assert (logged, naive_logged) == ([1, 2], [1, 2, 3, 4, 5, 6])
     close(state.params, whole.params)
     close(average, wanted)
@@ -305,7 +305,7 @@ def test_train_step(norm):
     step = accum.linen.train_step(fun, num_microbatches=2)
     for rows in (slice(0, 8), slice(8, 12)):
         state, metrics = step(state, (X[rows], Y[rows]), jax.random.key(0))
-    assert (int(state.step), int(state.micro_step)) == (1, 2)
+    assert (int(state.updates), int(state.step)) == (1, 2)
     if norm:  # normalisation inside a micro-batch differs, as the docs say; its statistics do not
         close(state.batch_stats, stats)
     else:
@@ -350,7 +350,7 @@ def test_rows_that_are_not_run_do_not_count_in_statistics():
     step = accum.linen.train_step(fun, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
     for rows in (slice(0, 8), slice(8, 16)):
         state, _ = step(state, (x[rows], labels[rows], known[rows]), jax.random.key(0))
-    assert int(state.step) == 1
+    assert int(state.updates) == 1
     close(state.batch_stats, want)
 
 
@@ -419,7 +419,7 @@ def test_a_train_step_on_four_devices(kind, deferred, norm):
     reduced_always = found.select(place=("outside", "loop")).bytes
     assert reduced_always < size / 2 if deferred else reduced_always >= size
     assert found.select(place="loop").count == 0
-    assert int(state.step) == 1
+    assert int(state.updates) == 1
     assert 0 < float(metrics["label"]) <= 1
     close(state.batch_stats if norm else state.params, want)
 
@@ -439,7 +439,7 @@ def test_a_train_step_of_an_optimizer_that_does_not_accumulate(norm):
     state, metrics = accum.linen.train_step(fun, num_microbatches=3)(
         jax.tree.map(jnp.array, state), (X, Y), jax.random.key(0)
     )
-    assert int(state.step) == 1
+    assert int(state.updates) == 1
     if norm:
         close(state.batch_stats, normalised(whole, (X, Y))[1])
     else:
@@ -539,7 +539,7 @@ def test_checkpoints_of_others():
     plain = plain.apply_gradients(grads=gradient(plain, (X, Y))[1])
     ours = flax.serialization.from_bytes(created(optax.adam(0.1)), flax.serialization.to_bytes(plain))
     equal(ours.params, plain.params)
-    assert ours.step == 1
+    assert (ours.step, ours.updates) == (1, 1)
     multi = created(optax.MultiSteps(optax.adam(0.1), 3), train_state.TrainState)
     multi = multi.apply_gradients(grads=gradient(multi, (X, Y))[1])
     multi = flax.serialization.from_bytes(multi, flax.serialization.to_bytes(multi))
@@ -576,7 +576,7 @@ def test_a_checkpoint_of_flax_counted_micro_steps_and_other_metrics():
         plain = plain.apply_gradients(grads=gradient(plain, batch)[1])
     restore = lambda mine, saved: flax.serialization.from_bytes(mine, flax.serialization.to_bytes(saved))
     ours = restore(created(tx, metrics=("loss",)), plain)
-    assert (int(ours.step), int(ours.micro_step), ours.step.dtype) == (1, 4, jnp.int32)
+    assert (int(ours.updates), int(ours.step), ours.updates.dtype) == (1, 4, jnp.int32)
     ours = ours.apply_gradients(grads=gradient(ours, (X, Y))[1], metrics={"loss": 3.0})
     more = restore(created(tx, metrics=("accuracy", "loss")), ours)
     assert_allclose([more.window_metrics()[name] for name in ("accuracy", "loss")], [np.nan, 3])
@@ -592,7 +592,7 @@ def test_a_resumed_run_may_change_every():
     resumed = flax.serialization.from_bytes(created(wrapped(2)), flax.serialization.to_bytes(state))
     batch = micro_batches()[2]
     resumed = resumed.apply_gradients(grads=gradient(resumed, batch)[1], weight=len(batch[0]))
-    assert int(resumed.step) == 1
+    assert int(resumed.updates) == 1
     close(resumed.params, whole.apply_gradients(grads=gradient(whole, (X, Y))[1]).params)
 
 

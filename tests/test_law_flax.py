@@ -119,7 +119,7 @@ def linen_loss(params, batch, key, state):
 
 def linen_result(state, metrics):
     params = {name: state.params[name]["kernel"] for name in KERNELS}
-    return params, dict(state.batch_stats["BatchNorm_0"]), metrics, int(state.step)
+    return params, dict(state.batch_stats["BatchNorm_0"]), metrics, int(state.updates)
 
 
 def through_apply_gradients(sizes, weighted):
@@ -183,7 +183,7 @@ def nnx_loss(model, batch):
 
 def nnx_result(model, optimizer, metrics):
     params = {"inner": model.inner.kernel[...], "outer": model.outer.kernel[...]}
-    return params, {"mean": model.norm.mean[...], "var": model.norm.var[...]}, metrics, int(optimizer.step[...])
+    return params, {"mean": model.norm.mean[...], "var": model.norm.var[...]}, metrics, int(optimizer.updates[...])
 
 
 def nnx_optimizer(model, every):

@@ -103,7 +103,7 @@ def test_a_nan_that_is_left_out_stays_out_of_a_module():
         for batch in batches:
             value, grads = nnx.value_and_grad(loss)(module, batch)
             optimizer.update(module, grads, weight=len(batch[0]), metrics={"loss": value})
-        assert int(optimizer.step[...]) == 1
+        assert int(optimizer.updates[...]) == 1
         assert np.isfinite(optimizer.window_metrics()["loss"])
     equal(arrays(nnx.state(model)), arrays(nnx.state(clean)))
 
@@ -139,7 +139,7 @@ def test_rows_that_are_not_run_do_not_count_in_statistics():
     step = accum.nnx.train_step(loss, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
     for rows in (slice(0, 8), slice(8, 16)):
         step(model, optimizer, (x[rows], labels[rows], known[rows]))
-    assert int(optimizer.step[...]) == 1
+    assert int(optimizer.updates[...]) == 1
     loss(whole, (x[np.flatnonzero(known)], labels[np.flatnonzero(known)]))
     close(statistics(model), statistics(whole))
 
@@ -249,7 +249,7 @@ def test_the_train_step_over_devices(kind, deferred):
             step = accum.nnx.train_step(loss, **options)
             for part in (slice(0, 8), slice(8, 12)):
                 metrics = step(model, optimizer, jax.device_put((X[part], Y[part]), rows))
-            assert int(optimizer.step[...]) == 1
+            assert int(optimizer.updates[...]) == 1
             if loss is nnx_loss:
                 close(arrays(nnx.state(model, nnx.Param)), arrays(nnx.state(plain, nnx.Param)))
                 assert_allclose(metrics["loss"], plain_loss, rtol=1e-5)
@@ -264,7 +264,7 @@ def test_the_train_step_of_an_optimizer_that_does_not_accumulate():
     for number in (1, 2):
         metrics = step(model, optimizer, (X, Y))
         loss(whole, (X, Y))
-        assert (int(optimizer.step[...]), sorted(metrics)) == (number, ["loss"])
+        assert (int(optimizer.updates[...]), sorted(metrics)) == (number, ["loss"])
         close(statistics(model), statistics(whole))
 
 
@@ -317,7 +317,7 @@ def test_a_running_multi_steps_goes_on():
     nnx.update(new.opt_state, nnx.state(optax_accum.from_multi_steps(as_pure(old.opt_state))))
     for batch in cut[1:]:
         new.update(model, nnx.grad(nnx_loss)(model, batch))
-    assert int(new.step[...]) == 1
+    assert int(new.updates[...]) == 1
     close(arrays(nnx.state(model, nnx.Param)), arrays(nnx.state(whole, nnx.Param)))
 
 
@@ -368,7 +368,7 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     step = accum.nnx.train_step(nnx_loss, num_microbatches=2)
     given = as_pure(nnx.state((model, optimizer.opt_state), nnx.Any(nnx.Param, nnx.OptState)))
     step(model, optimizer, (X[:8], Y[:8]))
-    assert (int(optimizer.step[...]), int(optimizer.micro_step[...])) == (0, 1)
+    assert (int(optimizer.updates[...]), int(optimizer.step[...])) == (0, 1)
     donated = {leaf.shape for leaf in jax.tree.leaves(given) if leaf.is_deleted()}
     assert donated >= {(6, 8), (8, 3)}
     with ocp.StandardCheckpointer() as checkpointer:
@@ -385,7 +385,7 @@ def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
         checkpointer.restore(tmp_path / "c", nnx.state((again, wrong)))
     step(again, other, (X[8:], Y[8:]))
     equal(params(again), params(model))
-    assert int(other.step[...]) == 1
+    assert int(other.updates[...]) == 1
 
 
 # How a train step reaches the variables of its model

@@ -7,6 +7,8 @@ import tomllib
 
 import pytest
 
+from benchmarks import notebooks
+
 ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
@@ -73,3 +75,13 @@ def test_it_is_installed_from_the_one_address(path):
     """It is on no index yet. `.ci/in_colab.py` runs the cell in Colab's versions, of which none changes."""
     install = "".join(cells(path)[0]["source"])
     assert re.sub('optax_accum"( [a-z-]+)*$', 'optax_accum"EXTRAS', install, flags=re.MULTILINE) == INSTALL
+
+
+def test_the_table_of_compiled_steps_is_that_of_the_record():
+    """`python -m benchmarks.notebooks` makes it."""
+    record, text = json.loads(notebooks.FACTS.read_text()), (ROOT / "notebooks" / "README.md").read_text()
+    assert notebooks.page(text, record) == text
+    assert "T4: compiled, s" in text
+    assert max(facts["t4"]["bytes"] for facts in record.values()) / 320e9 < 6.1e-3  # as it says
+    assert list(record) == list(notebooks.STEPS)
+    assert set(record) < {path.stem for path in NOTEBOOKS}

@@ -31,10 +31,9 @@ def from_state_dict(state: Any, saved: dict[str, Any]) -> Any:
         saved = {**saved, "window": {**saved["window"], "metrics": metrics}}
     restored = {name: _restored(name, getattr(state, name), saved[name]) for name in mine if name in saved}
     window = find_window(restored["opt_state"])
-    if "micro_step" not in saved and window is not None:  # Flax's own counted micro-steps
-        restored |= {"step": window.gradient_step, "micro_step": restored["step"]}
-    counts = {name: jnp.asarray(restored[name], jnp.int32) for name in ("step", "micro_step") if name in restored}
-    return state.replace(**{**restored, **counts})
+    made = restored["step"] if window is None else window.gradient_step  # Flax's own counts calls alone
+    counts = {"step": restored["step"], "updates": restored.get("updates", made)}
+    return state.replace(**restored | {name: jnp.asarray(count, jnp.int32) for name, count in counts.items()})
 
 
 def _restored(field: str, mine: Tree, saved: Tree) -> Tree:

@@ -40,15 +40,15 @@ class Window(NamedTuple):
 
 
 class TrainState(train_state.TrainState, kw_only=True):
-    """`flax.training.train_state.TrainState` whose `step` counts updates, for an optimizer that accumulates.
+    """`flax.training.train_state.TrainState` for an optimizer that accumulates: `updates` counts its updates.
 
-    Change the import, and wrap the optimizer in `accumulate_gradients`; the train step stays as it is. Only a random
-    key that was folded with `state.step` is now folded with `state.micro_step`: else all micro-batches of a window
-    share it.
+    Change the import, and wrap the optimizer in `accumulate_gradients`; the train step stays as it is. `step` still
+    counts calls, so a dropout key that is folded with it differs for each micro-batch of a window. A schedule outside
+    the optimizer, a log or an evaluation that asked for `step` now asks for `updates`.
 
     Attributes:
-      step: int32 []. Updates made. Schedules, logs and evaluations that ask for it act once per update.
-      micro_step: int32 []. Calls of `apply_gradients`.
+      step: int32 []. Calls of `apply_gradients`, as in Flax: for random keys, the names of checkpoints, resumed loops.
+      updates: int32 []. Updates made: for learning rates, logs and evaluations.
       batch_stats: the running statistics of BatchNorm, or None. They stay what they are while a window is held, and
         make one momentum step when it emits, with the statistics of the whole window (see `merge_batch_stats`).
       window: the sums over the window so far: see `window_metrics`.
@@ -58,7 +58,7 @@ class TrainState(train_state.TrainState, kw_only=True):
       | case | result |
       |---|---|
       | an optimizer that does not accumulate | what Flax's own does; `weight`, `flush`, `metrics` warn once |
-      | the window is held | `step`, `params` and `batch_stats` are the same, bit for bit |
+      | the window is held | `updates`, `params` and `batch_stats` are the same, bit for bit |
       | the same, but part of an `optax.chain` stands outside the window | that part acts at every micro-step |
       | closed late, by `weight=0, flush=True` alone | the statistics of the window step, as they should |
       | the window is discarded | as if held, but the next micro-step begins anew |
@@ -66,7 +66,7 @@ class TrainState(train_state.TrainState, kw_only=True):
       | no micro-batch of the window has counted yet | `window_metrics` are NaN |
       | a subclass has a field `metrics` | it is replaced, as by Flax; the window averages none |
       | fp8 statistics beside the parameters | the maximum over the window overwrites them when it emits |
-      | a checkpoint of Flax's own `TrainState` | is restored; its `step` counted micro-steps, if it accumulated |
+      | a checkpoint of Flax's own `TrainState` | is restored; `updates` is read off its window, if it accumulated |
       | one of another model, optimizer or dtype | refused by `flax.serialization`, with the name of what differs |
       | one of other metrics | those of the same names go on |
 
@@ -82,11 +82,11 @@ class TrainState(train_state.TrainState, kw_only=True):
       ...     loss = lambda p: jnp.mean((state.apply_fn({"params": p}, jnp.full((1, 2), x)) - x) ** 2)
       ...     value, grads = jax.value_and_grad(loss)(state.params)
       ...     state = state.apply_gradients(grads=grads, weight=1.0, metrics={"loss": value})
-      >>> int(state.step), int(state.micro_step), sorted(state.window_metrics())
-      (1, 2, ['loss'])
+      >>> int(state.step), int(state.updates), sorted(state.window_metrics())
+      (2, 1, ['loss'])
     """
 
-    micro_step: Any = 0
+    updates: Any = 0
     batch_stats: Any = flax.struct.field(default_factory=lambda: None)  # a subclass may declare it without a default
     window: Any = flax.struct.field(default_factory=lambda: Window({}))
     momentum: Any = flax.struct.field(pytree_node=False, default=None)
@@ -136,7 +136,7 @@ class TrainState(train_state.TrainState, kw_only=True):
                 moments=_window.zero_sums(stats) if merges else None,
                 maxima=jax.tree.map(jnp.zeros_like, overwritten),
             )
-        counts = {name: jnp.asarray(getattr(state, name), jnp.int32) for name in ("step", "micro_step")}
+        counts = {name: jnp.asarray(getattr(state, name), jnp.int32) for name in ("step", "updates")}
         opt_state = _boxed(_window.own_buffers(state.opt_state, params), trained, axes_of(tx))
         return state.replace(window=window, opt_state=opt_state, **counts)
 
@@ -187,8 +187,8 @@ class TrainState(train_state.TrainState, kw_only=True):
             maxima, overwritten = self._overwrite(new, old, micro_step)
             params, window = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}, window._replace(maxima=maxima)
         made = {"params": params, "opt_state": opt_state, "window": window}
-        step = self.step + micro_step.emitted.astype(jnp.int32)
-        return self.replace(**{"step": step, "micro_step": self.micro_step + 1, **made, **replaced})
+        updates = self.updates + micro_step.emitted.astype(jnp.int32)
+        return self.replace(**{"step": self.step + 1, "updates": updates, **made, **replaced})
 
     def window_metrics(self) -> dict[str, jax.Array]:
         """Returns the weighted means of the metrics over the window so far, or over the one that has just closed."""

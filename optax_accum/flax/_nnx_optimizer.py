@@ -20,11 +20,11 @@ Tree = Any
 
 
 class Optimizer(nnx.Optimizer):
-    """`nnx.Optimizer` whose `step` counts updates, and whose `update` touches the model only when a window emits.
+    """`nnx.Optimizer` whose `update` touches the model only when a window emits; `updates` counts how often that was.
 
     Attributes:
-      step: uint32 []. Updates made.
-      micro_step: uint32 []. Calls of `update`.
+      step: uint32 []. Calls of `update`, as in Flax.
+      updates: uint32 []. Updates made: for learning rates, logs and evaluations.
       window: the sums over the window so far, and the running statistics before it.
 
     Guarantees:
@@ -48,8 +48,8 @@ class Optimizer(nnx.Optimizer):
       >>> for _ in range(2):
       ...     grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((1, 2))) ** 2))(model)
       ...     optimizer.update(model, grads, weight=3.0)
-      >>> int(optimizer.step[...]), int(optimizer.micro_step[...])
-      (1, 2)
+      >>> int(optimizer.step[...]), int(optimizer.updates[...])
+      (2, 1)
     """
 
     def __init__(self, model: Any, tx: Any, *, wrt: Any, metrics: tuple[str, ...] = (), **kwargs: Any):
@@ -59,7 +59,7 @@ class Optimizer(nnx.Optimizer):
         self.tx = tx
         own = _window.own_buffers(as_pure(self.opt_state), as_pure(nnx.state(model)))
         nnx.update(self.opt_state, nnx.state(own))
-        self.micro_step = nnx.OptState(jnp.array(0, dtype=jnp.uint32))
+        self.updates = nnx.OptState(jnp.array(0, dtype=jnp.uint32))
         window: dict[str, Any] = {"metrics": _window.zero_metrics(metrics or ())}
         stats, _ = running_stats(model)
         if jax.tree.leaves(stats) and _window.find_window(as_pure(self.opt_state)) is not None:
@@ -111,8 +111,8 @@ class Optimizer(nnx.Optimizer):
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state))
         nnx.update(self.window, nnx.state(window))
-        self.step[...] += micro_step.emitted.astype(jnp.uint32)
-        self.micro_step[...] += 1
+        self.step[...] += 1
+        self.updates[...] += micro_step.emitted.astype(jnp.uint32)
 
     def window_metrics(self) -> dict[str, jax.Array]:
         """Returns the weighted means of the metrics over the window so far, or over the one that has just closed."""

@@ -34,11 +34,11 @@ def train_step(state, images, labels):
 
 
 def main(batch_size):
-    """Trains for 16 batches of 64 rows, in steps of `batch_size`; returns the parameters and the steps counted."""
+    """Trains for 16 batches of 64 rows, in steps of `batch_size`; returns the parameters and the state."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images[:1024].reshape(-1, 8, 8, 1) / 16).astype(np.float32), labels[:1024]
     state = create_train_state(jax.random.key(0), 0.1, 0.9)
     for start in range(0, len(images), batch_size):
         rows = slice(start, start + batch_size)
         state, _ = train_step(state, images[rows], labels[rows])
-    return state.params, int(state.step)
+    return state.params, state

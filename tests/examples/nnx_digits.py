@@ -30,7 +30,7 @@ def train_step(model, optimizer, metrics, batch):
 
 
 def main(batch_size, learning_rate=5e-3):
-    """Trains for 16 batches of 64 rows, in steps of `batch_size`; returns the parameters and the steps counted."""
+    """Trains for 16 batches of 64 rows, in steps of `batch_size`; returns the parameters and the optimizer."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images[:1024].reshape(-1, 8, 8, 1) / 16).astype(np.float32), labels[:1024]
     model = CNN(nnx.Rngs(0))
@@ -39,4 +39,4 @@ def main(batch_size, learning_rate=5e-3):
     for start in range(0, len(images), batch_size):
         rows = slice(start, start + batch_size)
         train_step(model, optimizer, metrics, {"image": images[rows], "label": labels[rows]})
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param)), int(optimizer.step[...])
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param)), optimizer

@@ -1,0 +1,103 @@
+"""Owns what the compilers of accelerators make of the notebooks' train steps. Times no step.
+
+Run `python -m benchmarks.notebooks` in an environment that has the compilers of NVIDIA and of TPUs, as
+docs/accelerators.md says. It runs each notebook whose train step can be had by name, compiles that for a T4 and for a
+v5e, and writes benchmarks/notebooks.json. `--page notebooks/README.md` writes the table of that page and runs nothing.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import jax
+from tqdm import tqdm
+
+from benchmarks import _measure
+from optax_accum import accelerators
+
+ROOT = pathlib.Path(__file__).parent.parent
+FACTS = pathlib.Path(__file__).with_suffix(".json")
+TARGETS = {"t4": "T4", "v5e:1x1": "v5e"}
+Names = dict[str, Any]
+# What is compiled: (function, arguments, arguments by keyword), of the names that the notebook leaves.
+STEPS: dict[str, Callable[[Names], tuple[Any, Any, Names]]] = {
+    "01_quickstart": lambda n: (
+        n["micro_step"],
+        (n["shapes"], n["state"](n["tx"].init), n["rows"](n["BATCH"] // n["EVERY"])),
+        {"weight": 1.0},
+    ),
+    "04_speech": lambda n: (n["step"], (n["params"], n["state"], n["batch"]), {}),
+    "05_reinforcement_learning": lambda n: (n["step"], (n["params"], n["state"], n["episode"]), {"flush": True}),
+    "06_recommender": lambda n: (jax.jit(n["ways"]["microbatched_apply"]), (n["params"], n["batch"]), {}),
+}
+
+
+def main() -> None:
+    """Adds what the compilers say to the record, or writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=_measure.writable, help="a Markdown file whose table is to be that of the JSON")
+    options = parser.parse_args()
+    record = json.loads(FACTS.read_text()) if FACTS.exists() else {}
+    if options.page:
+        options.page.write_text(page(options.page.read_text(), record))
+        return
+    # Before JAX is used: it then asks for no library of a GPU.
+    targets = {name: accelerators.target(name).one() for name in TARGETS}
+    for name in tqdm(STEPS):
+        record.setdefault(name, {}).update(compiled(name, targets))
+        FACTS.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
+    print(table(record))
+
+
+def compiled(name: str, targets: dict[str, accelerators.Target]) -> dict[str, Any]:
+    """Returns what each compiler makes of a notebook's train step, and the seconds of one core that it took."""
+    fun, args, kwargs = STEPS[name](names_of(name))
+    found = {}
+    for target, on in targets.items():
+        start = time.process_time()
+        program = on.compile(fun.lower(*map(on.shapes, args), **kwargs))
+        seconds = time.process_time() - start
+        traffic = accelerators.count_traffic(program)
+        found[target] = {"seconds": round(seconds, 1), "bytes": traffic.most, "temporary": traffic.temporary}
+    return found
+
+
+def names_of(name: str) -> Names:
+    """Returns the names that a notebook leaves when it has run, here and without what only IPython knows."""
+    cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    names: Names = {"__name__": name}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            source = re.sub(r"^(\s*)%.*$", r"\1pass", "".join(cell["source"]), flags=re.MULTILINE)
+            exec(compile(source, name, "exec"), names)
+    return names
+
+
+def page(text: str, record: dict[str, Any]) -> str:
+    """Returns a page with the table after its mark."""
+    marked = re.compile(r"(<!-- compiled -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
+    return marked.sub(lambda found: f"{found[1]}\n{table(record)}\n", text)
+
+
+def table(record: dict[str, Any]) -> str:
+    """Returns a row for each notebook whose step was compiled."""
+    what = "compiled, s", "temporary, MB", "moves, MB"
+    head = ["notebook", *(f"{on}: {one}" for on in TARGETS.values() for one in what)]
+    rows = [[name, *(cell for on in TARGETS for cell in _cells(facts[on]))] for name, facts in record.items()]
+    return _measure.markdown([head, *rows])
+
+
+def _cells(facts: dict[str, Any]) -> list[str]:
+    megabytes = [_measure.digits(facts[what] / 1e6) for what in ("temporary", "bytes")]
+    return [f"{facts['seconds']:.1f}", *megabytes]
+
+
+if __name__ == "__main__":
+    main()
