@@ -90,7 +90,10 @@ def table(record: dict[str, Any]) -> str:
     """Returns a row for each notebook whose step was compiled."""
     what = "compiled, s", "temporary, MB", "moves, MB"
     head = ["notebook", *(f"{on}: {one}" for on in TARGETS.values() for one in what)]
-    rows = [[name, *(cell for on in TARGETS for cell in _cells(facts[on]))] for name, facts in record.items()]
+    rows = [
+        [name.replace("_", " "), *(cell for on in TARGETS for cell in _cells(facts[on]))]
+        for name, facts in record.items()
+    ]
     return _measure.markdown([head, *rows])
 
 
