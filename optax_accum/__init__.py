@@ -1,6 +1,6 @@
 """Gradient accumulation for JAX, Optax and Flax: the update equals the update of the whole batch.
 
-Here are the verbs of every day. On several devices see `optax_accum.sharding`, for runs that go on after a crash
+The functions most users need are here. On several devices see `optax_accum.sharding`, for runs that go on after a crash
 `optax_accum.checkpoint`, for the sizes of batches `optax_accum.batching`, for what gradients tell of them
 `optax_accum.statistics`, for what a program becomes on a GPU or a TPU `optax_accum.accelerators`, for what fits
 `optax_accum.plan`, with Flax `optax_accum.flax`.

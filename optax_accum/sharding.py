@@ -32,7 +32,7 @@ of each device, [d, ...] (inside `jax.shard_map` its own [...]), of which each c
 | parameters sharded over the axis (FSDP) | an error that says what it costs; gathered with `reduce_to` | tracing |
 | a mesh with Auto and Explicit axes | each axis is treated as what it is | tracing |
 | a step on Auto axes without `out_shardings` | results may move, and it compiles twice: pin them | running |
-| `fun` communicates, and devices weigh differently | all of them run it: guard a 0 / 0 | tracing |
+| `fun` communicates, and a device's weight is 0 | it runs too, as others wait: keep its loss finite | tracing |
 | the same with `reduce_to="partial"` | an error | tracing |
 """
 

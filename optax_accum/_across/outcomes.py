@@ -85,7 +85,7 @@ def kept_of(state: AccumulationState) -> Kept:
 
 
 def state_after(state: AccumulationState, closes: Flag, emits: Flag, kept: Kept) -> AccumulationState:
-    """Returns the state after the micro-step: the counters of a closed window start again, its sum is left to lie."""
+    """Returns the state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
     emitted = jnp.asarray(emits)
     reset = lambda total: jnp.where(closes, 0, total)
     return state._replace(

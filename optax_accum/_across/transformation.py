@@ -117,7 +117,8 @@ def accumulate_gradients(
       | `None`, `MaskedNode`, empty leaves, float0 | pass through; what is masked outside has no accumulator | tracing |
       | the state has sums of other `mean_args`, and one is given | an error | tracing |
       | the state of `inner`, or `info`, turns from integers into floats, or complex | an error | tracing |
-      | a mean argument is not given at some, or the closing, micro-step | the mean of the rest, or none | tracing |
+      | a mean argument is not given at some micro-steps | the mean of the others | tracing |
+      | the same at the closing one | `inner` does not get it | tracing |
       | a NaN in a mean argument | shows in its mean: policies look at gradients and weights | running |
       | under `jax.vmap` | a window for each member; the branch becomes a select, so `inner` always runs | tracing |
 

@@ -49,7 +49,7 @@ class Rules:
 class MicroBatch(NamedTuple):
     """What a micro-step is given, through the door of the space."""
 
-    grads: Tree  # the gradient; where it has been added, anything of its shapes and dtypes
+    grads: Tree  # the gradient, or, if `added` is given, a stand-in of its shapes and dtypes
     weight: Weight
     flush: Any
     extra_args: Mapping[str, Any]

@@ -47,7 +47,7 @@ class Footprint:
 
 
 def text_key(lowered: jax.stages.Lowered, target: Target) -> str:
-    """Returns a key that programs have in common which compute the same; options of a compiler are not in it."""
+    """Returns a hash of the lowered text and the target; a compiler's options are not in it."""
     of_target = [target.name, *map(str, target.devices)]
     return hashlib.sha256("\n".join([lowered.as_text(), *of_target]).encode()).hexdigest()
 

@@ -44,7 +44,10 @@ def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) 
 
 
 def returned(tree: Tree) -> Tree:
-    """Returns what a branch only reads as a result of that branch, where a TPU would read it early."""
+    """On a TPU, puts an optimization barrier around `tree`, so that a branch really returns what it only reads.
+
+    Without, XLA leaves the result out of the branch, reads it early, and keeps it in memory.
+    """
     return _returned(tree) if jax.tree.leaves(tree) else tree
 
 

@@ -54,8 +54,8 @@ def plan_microbatches(
         offload, lengths. Chosen is the first that fits, in whatever number of micro-batches: pass the one that you like
         best first, such as that which computes nothing twice.
       candidates: the numbers of micro-batches to choose from; by default the divisors of the rows. All of them are
-        `range(1, rows + 1)`, for a step whose last micro-batch may be smaller. Of those of one micro-batch size, the
-        smallest.
+        `range(1, rows + 1)`, for a step whose last micro-batch may be smaller. Numbers that give the same
+        micro-batch size are one candidate: the smallest is tried.
       safety: the part of the budget to use. The compiler does not count other processes, fragmentation, and what the
         runtime keeps for itself.
       progress: whether to show a bar over the compilations, with tqdm if it is installed.

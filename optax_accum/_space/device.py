@@ -68,9 +68,10 @@ class Device:
         return bool(self.axes) and mapped.communicates(program(), self.axes)
 
     def agreed(self, program: Callable[[], Any], alive: Tree) -> Tree:
-        """Returns which micro-batches are run: of such a loss, those that any device runs.
+        """Returns which micro-batches run: if the loss communicates, all devices run what any device runs.
 
-        Raises where the gradient of one device is asked for, and is none: a weight of its own does not scale it.
+        Raises if per-device gradients are asked of such a loss: it has one joint gradient, which no per-device weight
+        can scale.
         """
         if not self._couples(program):
             return alive
@@ -84,7 +85,7 @@ class Device:
         return jax.tree.map(any_of, alive)
 
     def even(self, program: Callable[[], Any]) -> Callable[[Weight], tuple[Weight, Weight]]:
-        """Returns what makes of a weight one that all devices have, and the factor of this device's loss beside it."""
+        """Returns what splits a weight into the mean over devices and the factor `weight / mean` of the loss."""
 
         def shared(weight: Weight) -> tuple[Weight, Weight]:
             mean = jax.lax.pmean(weight, self.axes)

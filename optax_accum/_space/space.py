@@ -51,14 +51,15 @@ class Space:
     # The sums of gradients.
 
     def reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
-        """Returns the sum over all devices, where it belongs: the one reduction of a window.
+        """Returns `(total, left)`: the sum over devices, placed as `reduce_to` asks.
 
-        Beside it comes what then lies where the partial sums lay, as a field of the state; none if these do.
+        A window's one reduction. `left` is the field of the state in which the accumulator lies, if the sum was written
+        into it; else it is empty.
         """
         return acc, {"acc_grads": acc}
 
     def held(self, acc: Tree) -> dict[str, Tree]:
-        """Returns the same field where nothing was reduced: the partial sums."""
+        """Returns the same field of a window that holds: its partial sums."""
         return {"acc_grads": acc}
 
     def like(self, grads: Tree) -> Tree:
@@ -104,7 +105,7 @@ class Space:
         return params
 
     def gather(self, updates: Tree, params: Tree) -> Tree:
-        """Returns what is sharded as the update is, as the parameters are."""
+        """Reshards `updates` from the sharding of the update to that of the parameters."""
         return updates
 
     def check_params(self, params: Tree) -> None:

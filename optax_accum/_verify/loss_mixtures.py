@@ -1,4 +1,4 @@
-"""Owns mixed batches: whether a loss is at one key a sum over rows, or times some weight. Runs no cut."""
+"""Owns mixed batches: with one random key, is `loss(batch)`, or `weight * loss`, a sum over rows? Runs no cut."""
 
 import functools
 import math

@@ -21,7 +21,7 @@ AVERAGES = ("ema", "average", "avg", "shadow", "target")  # names of parts that 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What two carries have in common: a parameter, or a leaf of the optimizer's state that is one's own."""
+    """One leaf to compare in two carries: a parameter, or a leaf of the optimizer's state that mirrors one."""
 
     slot: str  # "params", or which mirror of them, or of some of them
     one: Path

@@ -10,8 +10,8 @@ from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward
 from optax_accum._space.space import Space
 
-# What becomes of the gradients of a leaf. Those that are not added are new values, which a backward pass returns in the
-# place of gradients. `Leaves` are numbered as in the parameters; None stands where the other list has the leaf.
+# Some leaves (fp8 scales) get a new value from the backward pass, not a gradient: it is kept by max or last. Gradients
+# travel as two parallel lists, references and totals; each has None where the other has the leaf.
 KEPT = {"max": jnp.maximum, "last": lambda _, new: new}
 NAMES = ("mean", *KEPT)
 Leaves = list[Any]

@@ -226,7 +226,7 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
 
 
 def whole(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree:
-    """Returns sums, or what else, over all devices, where each device was left its own."""
+    """Reduces per-device outputs over all devices; does nothing unless `reduce_to="partial"`."""
     if options.get("reduce_to") != PARTIAL:
         return own
     space = here(as_axes(options.get("reduce_axes")))
