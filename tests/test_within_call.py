@@ -159,6 +159,25 @@ def test_in_place_what_a_scan_reads_has_its_gradient_in_order():
     np.testing.assert_allclose(state.acc_grads, numbers)
 
 
+@pytest.mark.parametrize(
+    ("weight", "right"), [(1e-37, True), (4e37, True), (2e38, False)], ids=["tiny", "beyond 1 / tiny", "overflow"]
+)
+def test_weights_as_large_as_any(weight, right):
+    """Shares are quotients, which nothing flushes to zero; a total that overflows shows as NaN, not as a zero."""
+    x = jnp.arange(12.0)
+    f = optax_accum.value_and_grad(lambda w, x: jnp.mean((w - x) ** 2), 4, weight_fn=lambda x: jnp.float32(weight))
+    value, grad = jax.jit(f)(1.0, x)
+    assert np.isfinite([value, grad]).all() == right
+    if right:
+        close((value, grad), jax.value_and_grad(lambda w: jnp.mean((w - x) ** 2))(1.0))
+
+
+def test_a_count_that_is_too_large_to_divide_by_shows():
+    loss = lambda w, x: optax_accum.Ratio(jnp.sum(w * x), jnp.float32(4e37))
+    value, grad = jax.jit(optax_accum.value_and_grad(loss, 4))(1.0, jnp.arange(12.0))
+    assert np.isnan([value, grad]).all()
+
+
 @pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["typed", "raw"])
 def test_every_micro_batch_has_a_key_of_its_own(key):
     def loss(w, x, key):
