@@ -243,7 +243,9 @@ def _normalised_inside(random: Random) -> Problem:
     """Advantages as PPO and GRPO normalise them, in the loss; with them there may be another term of the rewards."""
     model = policy(random)
     masked, centred = random.random() < 0.3, random.random() < 0.8
-    value = random.random() < 0.3 and np.ptp(model.batch["reward"]) > 1  # rewards of 0 and 1 might be a mask there
+    value = random.random() < 0.3 and bool(
+        np.ptp(model.batch["reward"]) > 1
+    )  # rewards of 0 and 1 might be a mask there
 
     def fun(params: Tree, batch: Tree) -> jax.Array:
         weights = batch["mask"] if masked else jnp.ones_like(batch["mask"])

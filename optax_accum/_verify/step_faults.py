@@ -143,6 +143,7 @@ FAULTS = (
         "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
         "together with group_size. For BatchNorm use running statistics, or LayerNorm or GroupNorm.",
         {
+            "right": windows.normalised_mean,
             "foretold": windows.plain_mean(windows.coupled),
             "related": windows.mean_somewhere(windows.coupled),
             "combined": windows.combined(windows.coupled),
@@ -238,7 +239,8 @@ def _explained(window: Window) -> Cause | None:
     if window.e.silent:
         return None
     if window.right:
-        return next(found(FAULTS, "right", window), None)
+        cause, nearer = next(found(FAULTS, "right", window), None), window.nearer()
+        return cause or (_explained(nearer) if nearer else None)
     cause = _nearest("foretold", window, window.e.near)
     others: Iterable[str] = ("related", "weighed", "combined")
     return cause or next((cause for when in others for cause in found(FAULTS, when, window)), None)

@@ -12,7 +12,7 @@ import numpy as np
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.roles import is_key
 from optax_accum._verify import step_carries as carries
-from optax_accum._verify.loss import floats, largest
+from optax_accum._verify.loss import floats, largest, moved, moved_apart
 from optax_accum._verify.report import order
 from optax_accum._verify.step_calls import Steps, nudged
 from optax_accum._verify.step_carries import Numbers
@@ -206,8 +206,7 @@ class StepRuns:
             return bool(errors) and within(errors)
 
         for path, leaf, put in floats(self.of(rows)):
-            by = np.std(leaf) * np.random.default_rng(0).uniform(1, 2, (len(leaf), *[1] * (leaf.ndim - 1)))
-            if np.ptp(leaf) and same(put(leaf + 2 * np.std(leaf))) and not same(put(leaf + by)):
+            if np.ptp(leaf) and all(same(put(new)) for new in moved(leaf)) and not same(put(moved_apart(leaf))):
                 return path
         return ""
 
