@@ -39,7 +39,9 @@ class Small:
     def problem(self, random: Random, name: str, fun: Callable[..., Any], **options: Any) -> Problem:
         """Returns the loss `fun` of this model."""
         many = int(random.integers(2, min(5, len(self.batch["mask"])) + 1))
-        return Problem(f"{name}: {self.name}", fun, self.params, self.batch, (), {"num_microbatches": many} | options)
+        numbers = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        says = f"{name}: {self.name}, {len(self.batch['mask'])} rows, {numbers} parameters, {many} micro-batches"
+        return Problem(says, fun, self.params, self.batch, (), {"num_microbatches": many} | options)
 
 
 def _normal(random: Random, *shape: int) -> jax.Array:
