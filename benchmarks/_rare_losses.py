@@ -39,7 +39,9 @@ class Small:
     def problem(self, random: Random, name: str, fun: Callable[..., Any], **options: Any) -> Problem:
         """Returns the loss `fun` of this model."""
         many = int(random.integers(2, min(5, len(self.batch["mask"])) + 1))
-        return Problem(f"{name}: {self.name}", fun, self.params, self.batch, (), {"num_microbatches": many} | options)
+        numbers = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        says = f"{name}: {self.name}, {len(self.batch['mask'])} rows, {numbers} parameters, {many} micro-batches"
+        return Problem(says, fun, self.params, self.batch, (), {"num_microbatches": many} | options)
 
 
 def _normal(random: Random, *shape: int) -> jax.Array:
@@ -243,7 +245,9 @@ def _normalised_inside(random: Random) -> Problem:
     """Advantages as PPO and GRPO normalise them, in the loss; with them there may be another term of the rewards."""
     model = policy(random)
     masked, centred = random.random() < 0.3, random.random() < 0.8
-    value = random.random() < 0.3 and np.ptp(model.batch["reward"]) > 1  # rewards of 0 and 1 might be a mask there
+    value = random.random() < 0.3 and bool(
+        np.ptp(model.batch["reward"]) > 1
+    )  # rewards of 0 and 1 might be a mask there
 
     def fun(params: Tree, batch: Tree) -> jax.Array:
         weights = batch["mask"] if masked else jnp.ones_like(batch["mask"])

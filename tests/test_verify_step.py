@@ -536,6 +536,14 @@ def test_advantages_normalised_in_the_loss_are_coupled(columns, every):
     assert verify_step(given, BATCH | {"mask": fixed}, every=every, uneven=False).holds
 
 
+def test_a_mean_near_the_whole_batchs_is_named_too():
+    """Within two in a hundred of it, where whatever is near might be called right."""
+    batch = BATCH | {"mask": 1 + np.float32(0.02) * (BATCH["mask"] > 1)}
+    report = verify_step(FAULTS["mean of means"], batch, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["mean of means"], str(report)
+    assert max(report.errors.values()) < 0.02
+
+
 def narrow(made, columns):
     """A model of fewer columns."""
     step, carry, last = made

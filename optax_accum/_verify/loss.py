@@ -127,6 +127,24 @@ def floats(batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray]
             yield jax.tree_util.keystr(path), wide(leaf), put
 
 
+def moved(leaf: np.ndarray) -> list[np.ndarray]:
+    """Returns a leaf moved by two constants, to means of one and three standard deviations.
+
+    There weights of rows, though nearly alike before, are not: moved they change what they weigh.
+    """
+    return [leaf - np.mean(leaf) + deviations * np.std(leaf) for deviations in (1, 3)]
+
+
+def moved_apart(leaf: np.ndarray) -> np.ndarray:
+    """Returns a leaf with each row moved by a number of its own."""
+    return leaf + np.std(leaf) * numbers_by_row(leaf)
+
+
+def numbers_by_row(leaf: np.ndarray) -> np.ndarray:
+    """Returns a number of its own for each row of a leaf."""
+    return np.random.default_rng(0).uniform(0.5, 2, (len(leaf), *[1] * (leaf.ndim - 1)))
+
+
 def take(batch: Tree, rows: Any) -> Tree:
     """Returns these rows of a batch."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows] if splitting.is_split(leaf) else leaf, batch)

@@ -9,7 +9,7 @@ import numpy as np
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.leaves import is_key
 from optax_accum._verify import loss_mixtures as mixtures
-from optax_accum._verify.loss import Loss, floats, scaled, take, wide
+from optax_accum._verify.loss import Loss, floats, moved, moved_apart, numbers_by_row, scaled, take, wide
 from optax_accum._verify.loss_draws import hidden_draws
 from optax_accum._verify.loss_runs import LossRuns, within
 from optax_accum._verify.report import DRAWS
@@ -116,13 +116,11 @@ def _normalised(runs: LossRuns) -> str:
     for path, leaf, put in floats(runs.batch):
         if not np.ptp(leaf):
             continue  # weights that are all the same may be moved, too
-        apart = np.random.default_rng(0).uniform(0.5, 2, (len(leaf), *[1] * (leaf.ndim - 1)))
-        moves = {"moved by a constant": lambda by, leaf=leaf: leaf + by * np.std(leaf)}
-        if np.min(leaf) < 0 < np.max(leaf):
-            moves["doubled"] = lambda by, leaf=leaf: leaf * by
-        for how, move in moves.items():
-            if same(put(move(2))) and not same(put(move(apart))):
-                return f"The leaf {path} of the batch is normalised over its rows: {how}, it changes nothing."
+        constant = all(same(put(new)) for new in moved(leaf)) and not same(put(moved_apart(leaf)))
+        signed, apart = np.min(leaf) < 0 < np.max(leaf), numbers_by_row(leaf)
+        if constant or (signed and same(put(2 * leaf)) and not same(put(apart * leaf))):
+            how = "moved by a constant" if constant else "doubled"
+            return f"The leaf {path} of the batch is normalised over its rows: {how}, it changes nothing."
     return ""
 
 

@@ -90,7 +90,8 @@ class Report:
         lines += [f"Not tried: {note}" for note in self.notes]
         for cause in self.causes:
             lines += [f"Cause: {cause.kind}. {cause.evidence}", f"Remedy: {cause.remedy}"]
-        return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ", replace_whitespace=False) for line in lines)
+        fill = textwrap.TextWrapper(100, subsequent_indent="  ", replace_whitespace=False, break_on_hyphens=False).fill
+        return "\n".join(map(fill, lines))
 
 
 def order(error: float) -> float:

@@ -9,9 +9,10 @@ import numpy as np
 from optax_accum._verify import step_probes as probes
 from optax_accum._verify import step_windows as windows
 from optax_accum._verify.report import Cause, Fault, found
+from optax_accum._verify.step_errors import Errors, StepErrors, within
 from optax_accum._verify.step_explanations import Change
 from optax_accum._verify.step_probes import Off, Other, window_of
-from optax_accum._verify.step_runs import Errors, Rows, StepRuns, mean, within
+from optax_accum._verify.step_runs import Rows, mean
 from optax_accum._verify.step_windows import Second, Window
 
 SHARED_KEY = Fault(
@@ -143,6 +144,7 @@ FAULTS = (
         "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
         "together with group_size. For BatchNorm use running statistics, or LayerNorm or GroupNorm.",
         {
+            "right": windows.normalised_mean,
             "foretold": windows.plain_mean(windows.coupled),
             "related": windows.mean_somewhere(windows.coupled),
             "combined": windows.combined(windows.coupled),
@@ -183,13 +185,13 @@ FAULTS = (
 PLANTED = FAULTS[:-2]  # the others are what remains unnamed
 
 
-def causes_of_moves(runs: StepRuns) -> list[Cause]:
+def causes_of_moves(runs: StepErrors) -> list[Cause]:
     """Returns what is wrong with the calls at which the parameters move; without any there is nothing else to ask."""
     causes = found(FAULTS, "moves", runs)
     return list(causes) if runs.moved else [next(causes)]
 
 
-def causes_of_a_window(runs: StepRuns) -> list[Cause]:
+def causes_of_a_window(runs: StepErrors) -> list[Cause]:
     """Returns why two even windows do not change what the whole batches do, if they do not."""
     if within(runs.errors):
         return []
@@ -198,17 +200,17 @@ def causes_of_a_window(runs: StepRuns) -> list[Cause]:
     return [cause or _unexplained(runs, runs.errors, where)]
 
 
-def causes_beside(runs: StepRuns) -> list[Cause]:
+def causes_beside(runs: StepErrors) -> list[Cause]:
     """Returns what even windows do not show, though they are right."""
     return list(found(FAULTS, "beside", runs))
 
 
-def causes_always(runs: StepRuns) -> list[Cause]:
+def causes_always(runs: StepErrors) -> list[Cause]:
     """Returns what shows whatever else is wrong."""
     return list(found(FAULTS, "always", runs))
 
 
-def cause_of_another(runs: StepRuns, parts: Rows, *, last: bool = False) -> tuple[Errors, Cause | None]:
+def cause_of_another(runs: StepErrors, parts: Rows, *, last: bool = False) -> tuple[Errors, Cause | None]:
     """Returns the errors of a window of other micro-batches, and why it is wrong, if it is."""
     (change,) = runs.changes(runs.cut, runs.calls(parts), last=last)
     window = window_of(runs, runs.explained(parts), change, runs.explanations.linear)
@@ -221,13 +223,13 @@ def cause_of_another(runs: StepRuns, parts: Rows, *, last: bool = False) -> tupl
     return errors, cause or _unexplained(runs, errors, f"a window of micro-batches of {sizes} rows")
 
 
-def _of_first(runs: StepRuns) -> Cause | None:
+def _of_first(runs: StepErrors) -> Cause | None:
     window = window_of(runs, runs.explanations, runs.ends[0])
     window = dataclasses.replace(window, one_by_one=runs.one_by_one)
     return _explained(window) or _dealt(runs, runs.even(), runs.ends[0])
 
 
-def _of_second(runs: StepRuns) -> Cause | None:
+def _of_second(runs: StepErrors) -> Cause | None:
     later = lambda ends: {name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]}
     second = Second(runs.explanations, later(runs.ends), mean(runs.ones[0]), later(runs.ones))
     return _nearest("second", second, second.e.near) if not second.e.silent else None
@@ -238,7 +240,8 @@ def _explained(window: Window) -> Cause | None:
     if window.e.silent:
         return None
     if window.right:
-        return next(found(FAULTS, "right", window), None)
+        cause, nearer = next(found(FAULTS, "right", window), None), window.nearer()
+        return cause or (_explained(nearer) if nearer else None)
     cause = _nearest("foretold", window, window.e.near)
     others: Iterable[str] = ("related", "weighed", "combined")
     return cause or next((cause for when in others for cause in found(FAULTS, when, window)), None)
@@ -252,7 +255,7 @@ def _nearest(when: str, window: Any, near: float) -> Cause | None:
     return cause if distance < near else None
 
 
-def _dealt(runs: StepRuns, parts: Rows, change: Change) -> Cause | None:
+def _dealt(runs: StepErrors, parts: Rows, change: Change) -> Cause | None:
     """Returns what explains a step that deals out the rows of a batch to its micro-batches, one by one, as cards."""
     if not runs.within_call:
         return None
@@ -260,5 +263,5 @@ def _dealt(runs: StepRuns, parts: Rows, change: Change) -> Cause | None:
     return _explained(window_of(runs, runs.explained([rows[number::k] for number in range(k)]), change))
 
 
-def _unexplained(runs: StepRuns, errors: Errors, where: str) -> Cause:
+def _unexplained(runs: StepErrors, errors: Errors, where: str) -> Cause:
     return next(found(FAULTS, "unexplained", Off(runs, errors, where)))

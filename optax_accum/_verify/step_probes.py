@@ -9,12 +9,13 @@ from optax_accum._verify import step_carries as carries
 from optax_accum._verify.report import order
 from optax_accum._verify.step_calls import spoilt
 from optax_accum._verify.step_carries import Numbers, Path
+from optax_accum._verify.step_errors import LONG, Errors, StepErrors
 from optax_accum._verify.step_explanations import Change, Explanations
-from optax_accum._verify.step_runs import DRAWS, LONG, Errors, Rows, StepRuns, mean
+from optax_accum._verify.step_runs import DRAWS, Rows, mean
 from optax_accum._verify.step_windows import Window, one_after_another
 
 
-def window_of(runs: StepRuns, e: Explanations, found: Change, linear: list[str] | None = None) -> Window:
+def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str] | None = None) -> Window:
     """Returns what a window changed, with what is asked of the runs."""
     return Window(
         e, mean(found), e.linear if linear is None else linear, lambda: normalised(runs), lambda: rounded(runs)
@@ -24,13 +25,13 @@ def window_of(runs: StepRuns, e: Explanations, found: Change, linear: list[str] 
 # At which calls the parameters move.
 
 
-def stays(runs: StepRuns) -> str:
+def stays(runs: StepErrors) -> str:
     """The parameters never move, or not when the window ends."""
     says = _stays(runs)
     return says if says and not _cancels(runs) else ""
 
 
-def _stays(runs: StepRuns) -> str:
+def _stays(runs: StepErrors) -> str:
     k = runs.cut.every
     if not runs.moved:
         return f"Two windows of {k} micro-batches changed no parameter; two updates with the whole batch did."
@@ -39,13 +40,13 @@ def _stays(runs: StepRuns) -> str:
     return f"A window of {k} is to move the parameters at micro-step {k}; they moved at {runs.moved} of {2 * k}."
 
 
-def _cancels(runs: StepRuns) -> bool:
+def _cancels(runs: StepErrors) -> bool:
     """Whether a window of equal micro-batches closes: where entries are few, updates of others may cancel."""
     equal = [runs.even()[0]] * runs.cut.every
     return runs.few and any(np.any(runs.changes(runs.cut, runs.calls(equal))[0][name]) for name in runs.params)
 
 
-def counts(runs: StepRuns) -> str:
+def counts(runs: StepErrors) -> str:
     """What transformations of Optax call `count` goes up by more than one in a window."""
     both = [runs.one.run(*([runs.of(rows)] for rows in runs.even_rows)), runs.seen]
     for path, other in carries.aligned(*(carries.counters(steps.carry) for steps in (runs.one, runs.cut))).items():
@@ -55,13 +56,13 @@ def counts(runs: StepRuns) -> str:
     return ""
 
 
-def _early(runs: StepRuns) -> list[int]:
+def _early(runs: StepErrors) -> list[int]:
     """Returns the micro-steps that hold at which the parameters move, where nothing else is wrong with these."""
     early = [] if runs.within_call else [n for n in runs.moved if n % runs.cut.every]
     return [] if early and (_stays(runs) or counts(runs)) else early
 
 
-def updates(runs: StepRuns) -> str:
+def updates(runs: StepErrors) -> str:
     """Each micro-step updates: its counters say so, or what came out."""
     if says := counts(runs):
         return says
@@ -72,7 +73,7 @@ def updates(runs: StepRuns) -> str:
     return next((says for distance, says in one_after_another(w) if distance < near), "")
 
 
-def moves(runs: StepRuns) -> str:
+def moves(runs: StepErrors) -> str:
     """The parameters move at micro-steps that hold, or an average of them does."""
     if early := _early(runs):
         says = f"The parameters moved at micro-steps {early} of {2 * runs.cut.every}."
@@ -80,7 +81,7 @@ def moves(runs: StepRuns) -> str:
     return _averages(runs)
 
 
-def _averages(runs: StepRuns) -> str:
+def _averages(runs: StepErrors) -> str:
     """What mirrors the parameters moves at a held micro-step, whatever the micro-batch: it is no sum of gradients.
 
     An average that starts as the parameters moves from the second window on.
@@ -96,7 +97,7 @@ def _averages(runs: StepRuns) -> str:
     return says if found else ""
 
 
-def moves_somehow(runs: StepRuns) -> str:
+def moves_somehow(runs: StepErrors) -> str:
     """The same where entries are too few to say more."""
     if (says := _stays(runs)) and _cancels(runs):
         return says
@@ -111,7 +112,7 @@ def moves_somehow(runs: StepRuns) -> str:
 class Other(NamedTuple):
     """A window of other micro-batches: of unequal ones, or fewer, of which the last one ends it."""
 
-    runs: StepRuns
+    runs: StepErrors
     parts: Rows
     last: bool
     found: Change
@@ -160,7 +161,7 @@ def left_out(o: Other) -> str:
     return f"What came out of {len(rows) * runs.group_size} rows is the update without the last {rest}."
 
 
-def shared_key(runs: StepRuns) -> str:
+def shared_key(runs: StepErrors) -> str:
     """A mean over k equal micro-batches varies with the key as one of them does, and not k times less.
 
     So does a sum, but for its size, which is that of the reference for k times the rows. Behind a clip what is
@@ -185,19 +186,19 @@ def shared_key(runs: StepRuns) -> str:
     return f"Over {draws} keys {k} equal micro-batches vary {after / before:.2f} times as much as one of them."
 
 
-def rounded(runs: StepRuns) -> str:
+def rounded(runs: StepErrors) -> str:
     """A window of the same micro-batches again and again does not change what one round of them does."""
     k, says = runs.cut.every, "micro-batches {} times over give another mean than once: it is off by"
     return f"The same {k} {says.format(LONG)} {runs.rounded:.1e}." if runs.rounded else ""
 
 
-def normalised(runs: StepRuns) -> str:
+def normalised(runs: StepErrors) -> str:
     """A leaf of the batch, moved by a constant, changes nothing in the reference; moved row by row, it does."""
     says = "of the batch is normalised over its rows: moved by a constant, it changes nothing."
     return f"The leaf {runs.normalised} {says}" if runs.normalised else ""
 
 
-def poison(runs: StepRuns) -> str:
+def poison(runs: StepErrors) -> str:
     """After a NaN whole batches go on training, and windows do not."""
     parts, at = runs.even(), runs.cut.every // 2
     calls, whole = runs.calls(parts), runs.of(np.concatenate(parts))
@@ -222,7 +223,7 @@ def poison(runs: StepRuns) -> str:
 class Off(NamedTuple):
     """Errors beyond their limits, and where they were seen."""
 
-    runs: StepRuns
+    runs: StepErrors
     errors: Errors
     where: str
 
@@ -247,7 +248,7 @@ def unknown(off: Off) -> str:
 # What was not tried.
 
 
-def uncompared(runs: StepRuns) -> list[str]:
+def uncompared(runs: StepErrors) -> list[str]:
     """What the reference changes, and nothing in the windows is compared with: sums, statistics, metrics."""
     compared = {runs.leaves[name].one for names in runs.slots.values() for name in names}
     seen = runs.one.run(*([runs.of(rows)] for rows in runs.even_rows))
@@ -257,7 +258,7 @@ def uncompared(runs: StepRuns) -> list[str]:
     return [f"{', '.join(found[:3])}{more} in the carry, which whole batches change"] if found else []
 
 
-def asked(runs: StepRuns) -> list[str]:
+def asked(runs: StepErrors) -> list[str]:
     """A step that updates at each call may be one that cuts the batch of a call itself."""
     if runs.within_call or runs.moved != list(range(1, 2 * runs.cut.every + 1)):
         return []

@@ -58,6 +58,14 @@ class Window:
             if factor := (self.e.factor(self.found, slot) or 0.0) ** (1 / power):
                 yield factor
 
+    def nearer(self) -> "Window | None":
+        """Returns the same, looked at from as near as tells it from the whole batch's, unless that is rounding."""
+        near = max(self.e.fine, self.e.far(self.found, self.e.whole, self.linear) / 4)
+        if self.e.few or near >= self.e.near:
+            return None
+        e = dataclasses.replace(self.e, loose=near)
+        return dataclasses.replace(self, e=e, linear=e.linear)
+
     def plainest(self) -> str:
         """Returns the slot that tells most of a mean."""
         e = self.e
@@ -167,6 +175,14 @@ def coupled(w: Window) -> str:
     if w.coupling or w.e.few or unequal(w) or clipped(w):
         return w.coupling
     return f"{MEAN}, and the whole batch's gradient is no combination of theirs."
+
+
+def normalised_mean(w: Window) -> str:
+    """A leaf is normalised over its rows, and the plain mean came out, though that is nearly the whole batch's."""
+    mean = w.e.sum(w.e.parts, 1 / len(w.e.parts))
+    far = lambda change, slot: w.e.distance(w.found, change, slot)
+    mean_came = any(far(mean, slot) < min(w.e.near, far(w.e.whole, slot) / 4) for slot in w.e.slots)
+    return w.coupling if mean_came else ""
 
 
 # What is said where nothing was foretold.

@@ -14,7 +14,8 @@ from optax_accum._verify import step_faults as faults
 from optax_accum._verify import step_params, step_probes
 from optax_accum._verify.report import Cause, Report, order
 from optax_accum._verify.step_calls import Steps, reference
-from optax_accum._verify.step_runs import DRAWS, LONG, Errors, StepRuns
+from optax_accum._verify.step_errors import LONG, Errors, StepErrors
+from optax_accum._verify.step_runs import DRAWS
 
 LEAST = 3  # entries of the parameters that change
 OTHERS = 4  # windows of other micro-batches that a model of few parameters is given
@@ -114,7 +115,7 @@ def verify_step(
     longer = lambda: Steps(make_step, LONG * every)
     epsilon = one.rounding(batch)
     limit = rtol or math.sqrt(epsilon)
-    runs = StepRuns(one, cut, longer, batch, count, group_size, within_call, epsilon, limit, leaves)
+    runs = StepErrors(one, cut, longer, batch, count, group_size, within_call, epsilon, limit, leaves)
     runs.settle()
     rows = count * group_size
     if hidden := _check_reference(runs):
@@ -124,7 +125,7 @@ def verify_step(
     return Report(not causes, errors, limits, tuple(causes), rows, every, runs.random, "step", DRAWS, tuple(notes))
 
 
-def _compared(runs: StepRuns, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
+def _compared(runs: StepErrors, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
     """Returns the causes, the errors, and what was not tried: where even windows are right, others are run."""
     causes = faults.causes_of_moves(runs)
     if not runs.moved:
@@ -147,7 +148,7 @@ def _compared(runs: StepRuns, uneven: bool) -> tuple[list[Cause], Errors, list[s
     return [*causes, *faults.causes_always(runs)], errors, notes
 
 
-def _others(runs: StepRuns, uneven: bool, notes: list[str]) -> Iterator[tuple[list[np.ndarray], bool]]:
+def _others(runs: StepErrors, uneven: bool, notes: list[str]) -> Iterator[tuple[list[np.ndarray], bool]]:
     """Yields windows of unequal micro-batches, and one that ends early."""
     even, k = runs.even(), runs.cut.every
     for seed in range(OTHERS if runs.few and not runs.random else 0):  # what one window hides may show in another
@@ -193,7 +194,7 @@ def _reference(optimizer: Any, loss: Any, params: Tree) -> Callable[[int], Any]:
     return reference(checks.as_transformation(optimizer), loss, params)
 
 
-def _check_reference(runs: StepRuns) -> Cause | None:
+def _check_reference(runs: StepErrors) -> Cause | None:
     """Raises for a reference that nothing can be compared with, or returns a key that it keeps to itself."""
     ones = runs.ones[-1]
     if not all(np.all(np.isfinite(change)) for change in ones.values()):

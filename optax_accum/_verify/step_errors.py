@@ -1,0 +1,138 @@
+"""Owns how nearly a step's windows agree with those of the reference, beside what rounding does. Knows no fault."""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from optax_accum._core.arithmetic import Tree
+from optax_accum._verify.loss import floats, largest, moved, moved_apart
+from optax_accum._verify.report import order
+from optax_accum._verify.step_calls import nudged
+from optax_accum._verify.step_explanations import Change
+from optax_accum._verify.step_runs import Rows, StepRuns, mean
+
+Errors = dict[str, tuple[float, float]]  # each leaf -> its relative error, and the largest allowed
+LONG = 16  # a long window holds so many others
+SUMS = 2**-16  # the error beyond which sums have lost something: 128 roundings of float32
+
+
+@dataclasses.dataclass(frozen=True)
+class StepErrors(StepRuns):
+    """The runs of a step, and how far they are from one another."""
+
+    @property
+    def judged(self) -> list[str]:
+        """The leaves in which whole and cut must agree; of means over keys those that are linear in the gradient."""
+        return [name for slot in (self.explanations.linear if self.random else self.slots) for name in self.slots[slot]]
+
+    @functools.cached_property
+    def normalised(self) -> str:
+        """The leaf of the batch that moved by a constant changes nothing, and row by row does; or ""."""
+        rows = self.even_rows[0]
+
+        def same(batch: Tree) -> bool:
+            errors = self.compared(self.changes(self.one, [batch]), [rows], self.ones[:1])
+            return bool(errors) and within(errors)
+
+        for path, leaf, put in floats(self.of(rows)):
+            if np.ptp(leaf) and all(same(put(new)) for new in moved(leaf)) and not same(put(moved_apart(leaf))):
+                return path
+        return ""
+
+    @functools.cached_property
+    def rounded(self) -> float:
+        """By how much a window of the same micro-batches again and again is off from what one round of them changes.
+
+        Of a loss that is a sum it is to change as much more as the reference does, for all but the decay.
+        """
+        e = self.explanations
+        if self.random or not e.rounds(mean(self.ends[0])):
+            return 0.0
+        slots = e.linear or list(e.slots)
+        names = [name for slot in slots for name in e.slots[slot]]
+        limits = {name: SUMS * self.scales[name] + slack for name, slack in self.slack(self.even_rows[:1])[0].items()}
+        beyond = lambda a, b: max(
+            (largest(np.maximum(np.abs(a[n] - b[n])[0] - limits[n], 0)) / self.scales[n] for n in names), default=0.0
+        )
+        if self.epsilon < 1e-6 and not beyond(self.ends[0], self.ones[0]):
+            return 0.0
+        many = self.even() * LONG
+        (again,) = self.changes(self.one, [self.of(np.concatenate(many))])
+        (found,) = self.changes(self.longer(), self.calls(many))
+        if max(e.fit(mean(again), slot)[0] for slot in slots) > LONG**0.5:
+            found = {name: _along(self.ends[0][name], leaf / LONG, e.drift[name]) for name, leaf in found.items()}
+        return beyond(found, self.ends[0])
+
+    def ordered(self) -> bool:
+        """Whether the update of the whole batch changes with the order of its rows."""
+        rows = np.concatenate(self.even())
+        other = mean(*self.changes(self.one, [self.of(np.random.default_rng(0).permutation(rows))]))
+        first, e = mean(self.ones[0]), self.explanations
+        return min(e.distance(other, first, slot) for slot in e.slots) > e.loose
+
+    def repeats(self) -> bool:
+        """Whether a window of equal micro-batches changes what one of them alone does."""
+        parts = [self.even()[0]] * self.cut.every
+        e, found = self.explanations, mean(*self.changes(self.cut, self.calls(parts)))
+        return all(e.distance(found, e.parts[0], slot) < e.loose for slot in e.slots)
+
+    @functools.cached_property
+    def errors(self) -> Errors:
+        """The error and the limit of each leaf, in two even windows."""
+        return self.compared(self.ends, self.even_rows, self.ones)
+
+    def compared(self, found: list[Change], windows: Rows, whole: list[Change] | None = None) -> Errors:
+        """Returns for each leaf its relative error and limit, where it is worst.
+
+        In the mean over keys an entry may be off by six standard errors, too.
+        """
+        errors: Errors = {}
+        whole = whole or self.changes(self.one, *([self.of(rows)] for rows in windows))
+        slacks = self.slack(windows)
+        for name in self.judged:
+            for one, cut, slack in zip(whole, found, slacks, strict=False):
+                with np.errstate(all="ignore"):
+                    spread = 6 * np.std(cut[name] - one[name], 0) / math.sqrt(len(one[name])) if self.random else 0.0
+                    off = np.nan_to_num(np.abs(np.mean(cut[name] - one[name], 0)), nan=np.inf) / self.scales[name]
+                limit = np.nan_to_num(self.rtol + (slack[name] + spread) / self.scales[name])
+                worst = np.unravel_index(np.argmax(off / limit), off.shape)
+                pair = (float(off[worst]), float(limit[worst]))
+                errors[name] = max(errors.get(name, pair), pair, key=lambda pair: order(pair[0] / pair[1]))
+        return errors
+
+    def slack(self, windows: Rows) -> list[Change]:
+        """Returns how far rounding moves each entry in the reference, window by window.
+
+        Inputs are nudged by a few last digits, and rows come in other orders: an entry may be off by ten times that,
+        and by four roundings of what it is.
+        """
+
+        def run(number: int) -> list[Change]:
+            random = np.random.default_rng(number)
+            orders = [rows if self.random or not number else random.permutation(rows) for rows in windows]
+            lead = self.lead(self.one)
+            nudges = [[nudged(self.of(rows), number)] for rows in orders]
+            start, *seen = self.one.run(*lead, *nudges, draw=1 if self.random else None)
+            change = lambda later: {n: later[leaf.one] - start[leaf.one] for n, leaf in self.leaves.items()}
+            return list(map(change, seen[len(lead) :]))
+
+        plain, *others = map(run, range(5))
+        slacks: list[Change] = [{} for _ in windows]
+        for at, slack in enumerate(slacks):
+            for name, leaf in self.leaves.items():
+                off = np.abs(np.stack([other[at][name] for other in others]) - plain[at][name])
+                size = np.abs(leaf.start) + np.abs(plain[at][name])
+                slack[name] = 10 * np.max(off, 0) + 3 * np.sqrt(np.mean(off**2)) + 4 * leaf.epsilon * size
+        return slacks
+
+
+def within(errors: Errors) -> bool:
+    """Returns whether no error is beyond its limit."""
+    return all(error <= limit for error, limit in errors.values())
+
+
+def _along(goal: np.ndarray, found: np.ndarray, drift: np.ndarray) -> np.ndarray:
+    """Returns what was found, moved along the drift as near to a goal as that goes."""
+    return found + drift * np.sum((goal - found) * drift) / max(float(np.sum(drift * drift)), 1e-300)
