@@ -186,7 +186,6 @@ def test_a_single_leaf_is_named_too():
         (1j, TypeError),
         (True, TypeError),
         ("3", TypeError),
-        (None, TypeError),
         ([1.0], TypeError),
     ],
     ids=repr,
