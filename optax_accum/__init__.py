@@ -12,8 +12,9 @@ from typing import Any as _Any
 
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients, apply_gradients
+from optax_accum._core.multi_steps import from_multi_steps
 from optax_accum._core.ratio import Ratio
-from optax_accum._core.state import AccumulationState, from_multi_steps, has_updated
+from optax_accum._core.state import AccumulationState, has_updated
 from optax_accum._space.metrics import metrics
 from optax_accum._within.microbatched_apply import microbatched_apply
 from optax_accum._within.value_and_grad import value_and_grad

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from optax_accum._across.schedules import Schedule
-from optax_accum._core import arithmetic, memory
+from optax_accum._core import arithmetic, matching, memory
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.state import AccumulationState, holds_sum
 from optax_accum._core.tracing import Flag
@@ -18,7 +18,7 @@ class Accumulator:
 
     def check(self, schedule: Schedule, state: AccumulationState, grads: Tree) -> None:
         """Raises for gradients that cannot be added."""
-        arithmetic.check(state.acc_grads, grads)
+        matching.check(state.acc_grads, grads)
 
     def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: jax.Array, skip: Flag) -> Tree:
         """Returns the sum with the gradient of a micro-batch in it."""

@@ -14,7 +14,7 @@ from optax_accum._across.divisor import Divisor
 from optax_accum._across.outcomes import Outcome
 from optax_accum._across.policy import Policy
 from optax_accum._across.schedules import Schedule
-from optax_accum._core import arithmetic, checks, sums
+from optax_accum._core import arithmetic, checks, matching, sums
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Meter
@@ -196,7 +196,7 @@ def checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationSt
     like = space.like(batch.grads)
     if params is not None:
         check_arrays("Parameters", params, NOT_ARRAYS)
-        arithmetic.check_params(params, like)
+        matching.check_params(params, like)
     names = set(batch.extra_args) - set(rules.mean_args)
     inner.check_extra_args(rules.inner, names, (like, state.inner_opt_state, params), batch.extra_args)
     return like

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import all_leaves, keystr
 
 from optax_accum._core import compilers, tracing
 
@@ -73,16 +72,6 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array, skip: t
     if acc is None:
         return jax.tree.map(lambda grad: add_leaf(grad, None), grads)
     return jax.tree.map(add_leaf, grads, acc)
-
-
-def narrower(params: Tree, acc: Tree) -> str | None:
-    """Returns the path of a parameter whose gradient has another dtype than its accumulator, if there is one."""
-    for path, leaf, total in _paired(
-        params, acc, "state", "Call init again with these parameters.", given="parameters"
-    ):
-        if hasattr(total, "dtype") and jnp.result_type(leaf) != total.dtype:
-            return path
-    return None
 
 
 def emitted(acc: Tree, grads: Tree, factor: Weight, dtype: jnp.dtype | str | None) -> Tree:
@@ -212,83 +201,6 @@ def same_dtypes(tree: Tree, other: Tree) -> bool:
 def is_float0(leaf: Leaf) -> bool:
     """Returns whether `leaf` is the gradient that JAX gives to an integer parameter."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
-
-
-def check_params(params: Tree, grads: Tree) -> None:
-    """Raises unless the gradients have the tree and the shapes of the parameters."""
-    _paired(grads, params, "parameters", "Pass the parameters that were differentiated.")
-
-
-def check(acc: Tree, grads: Tree) -> None:
-    """Raises unless every leaf of `grads` can be added to the leaf of `acc` at the same path."""
-    remedy = "Call init again with the parameters that these gradients belong to."
-    if isinstance(grads, tuple) and len(grads) == 2:
-        remedy += " jax.value_and_grad returns (value, grads): pass the second."
-    for path, grad, total in _paired(grads, acc, "state", remedy):
-        dtype = "float0" if is_float0(grad) else jnp.result_type(grad)
-        if isinstance(total, optax.MaskedNode):
-            if dtype != "float0":
-                raise TypeError(
-                    f"A gradient must belong to a floating-point parameter: the parameter at {path} had none when the "
-                    f"state was made, and its gradient has dtype {dtype}. Call init with parameters of a "
-                    "floating-point dtype, or leave this one out with optax.masked."
-                )
-        elif dtype == "float0" or not jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(
-                f"A gradient must have a floating-point dtype: at {path} it is {dtype} and the state accumulates "
-                f"{total.dtype}. {remedy}"
-            )
-        elif jnp.iscomplexobj(grad) and not jnp.iscomplexobj(total):
-            raise TypeError(
-                f"A complex gradient cannot be added to a real accumulator: at {path} the gradient has dtype {dtype} "
-                f"and shape {jnp.shape(grad)}, the state has {total.dtype} and {total.shape}. Make the state with "
-                "complex parameters."
-            )
-
-
-def _paired(
-    tree: Tree, others: Tree, name: str, remedy: str, *, given: str = "gradients"
-) -> list[tuple[str, Leaf, Leaf]]:
-    """Returns the leaves of two trees side by side, with their path; raises unless trees and shapes are the same.
-
-    A `MaskedNode` in a state stands for a leaf without a gradient.
-    """
-    leaves, treedef = jax.tree.flatten_with_path(tree)
-    mismatch = lambda: ValueError(_tree_mismatch(others, tree, name, remedy, given))
-    try:
-        beside = treedef.flatten_up_to(others)
-    except ValueError as error:
-        raise mismatch() from error
-    pairs = [(keystr(path) or "the only leaf", leaf, other) for (path, leaf), other in zip(leaves, beside, strict=True)]
-    for path, leaf, other in pairs:
-        if name == "state" and isinstance(other, optax.MaskedNode):
-            continue
-        if not all_leaves([other]):
-            raise mismatch()
-        if jnp.shape(leaf) != jnp.shape(other):
-            raise ValueError(
-                f"{given.capitalize()} must have the shapes of the {name}: at {path} the {given} have shape "
-                f"{jnp.shape(leaf)} and the {name} {jnp.shape(other)}. {remedy}"
-            )
-    return pairs
-
-
-def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str, given: str) -> str:
-    keep = lambda node: name == "state" and isinstance(node, optax.MaskedNode)
-    shapes = [
-        {keystr(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=keep)}
-        for tree in (grads, acc)
-    ]
-    rule = f"{given.capitalize()} must have the tree of the {name}"
-    if grads is None:
-        return f"{rule}: {given}=None. Pass {'what jax.grad returned' if given == 'gradients' else 'them'}."
-    has = "have" if name.endswith("s") else "has"
-    for path in [*shapes[0], *shapes[1]]:
-        found = [f"shape {shape[path]}" if path in shape else "no leaf" for shape in shapes]
-        if "no leaf" in found:
-            path = path or "the only leaf"
-            return f"{rule}: at {path} the {given} have {found[0]} and the {name} {has} {found[1]}. {remedy}"
-    return f"{rule}: they have {jax.tree.structure(grads)}, the {name} {has} {jax.tree.structure(acc)}. {remedy}"
 
 
 def _scale(grad: jax.Array, weight: Weight, counts: tracing.Flag) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers, ratio, tracing
+from optax_accum._core import arithmetic, compilers, matching, ratio, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.parts import Parts
 from optax_accum._core.weighing import Index, Weighing
@@ -104,7 +104,7 @@ def add_to(
 
 def adds_in_place(asked: bool | None, params: Tree, acc: Tree, differentiated: Callable[[], Backward]) -> bool:
     """Returns whether gradients are added inside the backward pass; raises where that is asked for in vain."""
-    path = arithmetic.narrower(params, acc)
+    path = matching.narrower(params, acc)
     if asked and path is not None:
         raise TypeError(
             "in_place=True needs accumulators in the dtype of the parameters, for JAX adds a gradient only into an "
