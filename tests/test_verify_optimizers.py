@@ -20,8 +20,8 @@ def loss(params, batch):
     return jnp.mean((batch["x"] @ params["a"]["w"] @ params["b"]["w"] - batch["y"]) ** 2)
 
 
-def loop(tx, factor=1.0, ema=None):
-    """Returns a sound `make_step`, but for a factor in windows, and an average that moves where `ema` says."""
+def loop(tx, factor=1.0, ema=None, rate=1.0, kept=False):
+    """Returns a sound `make_step`, but for factors in windows, an average that moves where `ema` says, sums that stay."""
 
     def make_step(every):
         @jax.jit
@@ -32,9 +32,11 @@ def loop(tx, factor=1.0, ema=None):
             closes = (n >= every) | last
             scale = (factor if every > 1 else 1.0) / total
             updates, state = tx.update(jax.tree.map(lambda a: scale * a, acc), carry["state"], carry["params"])
+            updates = jax.tree.map(lambda u: (rate if every > 1 else 1.0) * u, updates)
             new = {"params": optax.apply_updates(carry["params"], updates), "state": state}
             old = {"params": carry["params"], "state": carry["state"]}
-            new |= {"acc": jax.tree.map(jnp.zeros_like, acc), "n": 0 * n, "total": 0 * total}
+            emptied = acc if kept and every > 1 else jax.tree.map(jnp.zeros_like, acc)
+            new |= {"acc": emptied, "n": 0 * n, "total": 0 * total}
             out = jax.tree.map(lambda a, b: jnp.where(closes, a, b), new, old | {"acc": acc, "n": n, "total": total})
             if ema:
                 average = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, carry["ema"], out["params"])
@@ -72,6 +74,20 @@ def test_a_factor_is_found_in_what_decides_it(name):
     for factor, kind in ((K, "sum for a mean"), (1 / K, "divided twice")):
         report = verify_step(loop(tx, factor), BATCH, uneven=False)
         assert [cause.kind for cause in report.causes] == [kind], str(report)
+
+
+@pytest.mark.parametrize("name", ["SM3", "RMSProp", "Adafactor", "a warm-up from 0"])
+def test_another_rate_is_none_of_the_gradient(name):
+    """Second moments are right, where no first ones tell."""
+    report = verify_step(loop(OPTIMIZERS[name](), rate=1.6), BATCH, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["optimizer at each micro-step"], str(report)
+
+
+@pytest.mark.parametrize("name", ["a warm-up from 0", "a warm-up from 0 without moments", "masked"])
+def test_a_sum_that_stays_is_found_after_an_update_of_nothing(name):
+    """At a rate of 0 the first window changes no parameter, and its sum is in the second."""
+    report = verify_step(loop(OPTIMIZERS[name](), kept=True), BATCH, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["not emptied"], str(report)
 
 
 def test_an_average_that_moves_at_each_micro_step_moves_while_held():

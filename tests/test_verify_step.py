@@ -559,6 +559,8 @@ def test_an_average_beside_the_parameters_is_none_of_them():
     carry = {"model": w, "ema": w, "optimizer": {"mu": {"w": np.zeros((2, 3))}}}
     assert step_params.params_of(carry, None)[0] == ("model",)
     assert step_params.params_of({"window": (w, {"w": 0 * w["w"]}), "model": w}, None)[0] == ("model",)
+    counted = optax.ScaleByAdamState(jnp.int32(0), w, {"w": 0.5 * w["w"]})  # not zeros: as constants that Muon keeps
+    assert step_params.params_of({"optimizer": counted, "model": w}, None)[0] == ("model",)
     both = {"actor": w, "critic": {"w": 2 * w["w"]}}
     assert sorted(step_params.params_of(both, None)[1]) == ["actor/w", "critic/w"]
 

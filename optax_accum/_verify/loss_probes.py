@@ -83,15 +83,17 @@ def coupled(runs: LossRuns) -> str:
         return says
     if _rows_added(runs):
         return ""
-    if runs.factor is not None:
-        row_by_row = abs(runs.factor - 1) > 0.01 or runs.grows or _rows_averaged(runs)
+    weighed = runs.factor is not None and abs(runs.factor - 1) > 0.01
+    if runs.factor is not None and not weighed:
         says = "All rows count the same, the whole is not the mean over its parts, and each row twice gives the same."
-        return "" if row_by_row else says
-    may_weigh = _weights(runs.batch)
+        return "" if runs.grows or _rows_averaged(runs) else says
+    may_weigh = set() if weighed else _weights(runs.batch)  # what weighs rows together does so alone
     for path, terms in runs.alone.items():
         if path not in may_weigh and mixtures.couples(terms, runs.rtol):
             says = f"In the leaf {path} other rows were put in some places, in the others, and in all: the changes do"
             return f"{says} not add up, by {mixtures.defect(terms):.1e}. One row's input changes another row's term."
+    if weighed:
+        return ""
     if all(mixtures.defect(terms) <= runs.rtol for terms in runs.alone.values()):
         return "With other rows in one leaf the changes add up, in several they do not: one row's leaf meets another's."
     return ""
@@ -134,14 +136,14 @@ def total(runs: LossRuns) -> str:
 
 
 def _rows_added(runs: LossRuns) -> bool:
-    return _of_rows(runs, np.sum) and runs.grows
+    return _of_rows(runs, np.sum, 0.3) and runs.grows
 
 
 def _rows_averaged(runs: LossRuns) -> bool:
-    return _of_rows(runs, np.mean)
+    return _of_rows(runs, np.mean, 0.3 if runs.keyed else 10 * runs.rtol)  # rows alone draw other numbers
 
 
-def _of_rows(runs: LossRuns, reduced: Callable[..., np.ndarray]) -> bool:
+def _of_rows(runs: LossRuns, reduced: Callable[..., np.ndarray], near: float) -> bool:
     """Whether the whole is what its rows alone give, added or averaged."""
     if runs.rows is None:
         return False
@@ -152,7 +154,7 @@ def _of_rows(runs: LossRuns, reduced: Callable[..., np.ndarray]) -> bool:
             [reduced(np.mean(leaf, 1), 0) for leaf in runs.rows],
         )
     )
-    return bool(np.linalg.norm(whole - rows) < 0.3 * np.linalg.norm(whole))
+    return bool(np.linalg.norm(whole - rows) < near * np.linalg.norm(whole))
 
 
 def weights(runs: LossRuns) -> str:

@@ -50,8 +50,7 @@ class StepErrors(StepRuns):
         e = self.explanations
         if self.random or not e.rounds(mean(self.ends[0])):
             return 0.0
-        slots = e.linear or list(e.slots)
-        names = [name for slot in slots for name in e.slots[slot]]
+        names = [name for slot in e.sums for name in e.slots[slot]]
         limits = {name: SUMS * self.scales[name] + slack for name, slack in self.slack(self.even_rows[:1])[0].items()}
         beyond = lambda a, b: max(
             (largest(np.maximum(np.abs(a[n] - b[n])[0] - limits[n], 0)) / self.scales[n] for n in names), default=0.0
@@ -61,7 +60,7 @@ class StepErrors(StepRuns):
         many = self.even() * LONG
         (again,) = self.changes(self.one, [self.of(np.concatenate(many))])
         (found,) = self.changes(self.longer(), self.calls(many))
-        if max(e.fit(mean(again), slot)[0] for slot in slots) > LONG**0.5:
+        if max(e.fit(mean(again), slot)[0] for slot in e.sums) > LONG**0.5:
             found = {name: _along(self.ends[0][name], leaf / LONG, e.drift[name]) for name, leaf in found.items()}
         return beyond(found, self.ends[0])
 

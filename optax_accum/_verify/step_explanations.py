@@ -103,12 +103,16 @@ class Explanations:
         at_most = values > 0.999 * np.max(values)
         return bool(np.sum(at_most) > (1 if self.few else 3) and np.sum(np.any(at_most, 1)) > 1)
 
+    @property
+    def sums(self) -> list[str]:
+        """The slots that show a sum in few digits: linear ones, or what is kept beside the parameters, or these."""
+        return self.linear or [slot for slot in self.slots if slot != "params"] or ["params"]
+
     def rounds(self, found: Change) -> bool:
         """Whether a sum of these micro-batches in bfloat16 could be as far from the whole batch's."""
         sizes = lambda slot: np.sum([np.abs(self.vector(part, slot)) for part in self.parts], axis=0)
         off = lambda slot: np.abs(self.vector(found, slot) - self.vector(self.whole, slot))
-        slots = self.linear or [slot for slot in self.slots if slot != "params"] or ["params"]
-        return all(largest(off(slot)) <= BFLOAT * largest(sizes(slot)) for slot in slots)
+        return all(largest(off(slot)) <= BFLOAT * largest(sizes(slot)) for slot in self.sums)
 
     def _between(self, slot: str) -> bool:
         """Whether each union of micro-batches lies between those before it and the last one, or all are sums."""

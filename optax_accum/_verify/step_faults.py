@@ -155,7 +155,7 @@ FAULTS = (
         "Those of the last window count in the next one, too.",
         "The first window is right, and its sum is on top of the second's.",
         "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
-        {"second": windows.kept},
+        {"foretold": windows.kept_lead, "second": windows.kept},
     ),
     SHARED_KEY,
     Fault(

@@ -188,6 +188,8 @@ def _first_part(carry: Tree, leaves: dict[Path, Any]) -> tuple[Path, list[Path]]
     filled = [paths for paths in parts.values() if any(np.any(wide(leaves[path])) for path in paths)]
     if not isinstance(carry, tuple | list) and all(len(path) <= 1 for path in leaves):
         return (), list(leaves)
+    counted = {path[:1] for path in carries.counters(carry)}  # an optimizer's state, though it may hold constants
+    filled = [paths for paths in filled if paths[0][:1] not in counted] or filled
     if isinstance(carry, dict):
         filled = _without_copies(filled, leaves)
     if len(filled) > 1 and isinstance(carry, dict):

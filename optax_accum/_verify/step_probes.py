@@ -17,9 +17,8 @@ from optax_accum._verify.step_windows import Window, one_after_another
 
 def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str] | None = None) -> Window:
     """Returns what a window changed, with what is asked of the runs."""
-    return Window(
-        e, mean(found), e.linear if linear is None else linear, lambda: normalised(runs), lambda: rounded(runs)
-    )
+    linear = e.linear if linear is None else linear
+    return Window(e, mean(found), linear, lambda: normalised(runs), lambda: rounded(runs), runs.leads)
 
 
 # At which calls the parameters move.

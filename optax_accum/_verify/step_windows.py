@@ -22,6 +22,7 @@ class Window:
     linear: list[str]  # the slots known to be linear in the gradient
     normalised: Callable[[], str]  # says that a leaf of the batch is normalised over its rows
     rounded: Callable[[], str]  # says that sums are rounded
+    leads: bool = False  # whether a window of the first micro-batch, again and again, came before
     one_by_one: Change | None = None  # what the reference changes with each micro-batch, one after the other
 
     @property
@@ -127,6 +128,16 @@ def divided_again(w: Window) -> Foretold:
         yield w.e.far(w.found, change, w.linear), f"What came out is 1/{k} of what the whole batch gives."
 
 
+def kept_lead(w: Window) -> Foretold:
+    """Yields the sum of the window that came before on top of what the whole batch makes."""
+    off = w.e.sum([w.found, w.e.sum([w.e.whole], -1)], 1)
+    before = dataclasses.replace(w.e, whole=w.e.parts[0])
+    for slot in w.linear if w.leads else ():
+        factor, distance = before.fit(off, slot)
+        if factor > w.e.near:
+            yield distance, "The sum of the window before is in this one, too."
+
+
 def plain_mean(why: Callable[[Window], str]) -> Callable[[Window], Foretold]:
     """Returns what yields the plain mean over micro-batches, where `why` says whose fault that is."""
 
@@ -202,8 +213,11 @@ def rate(w: Window) -> str:
 
 
 def rate_alone(w: Window) -> str:
-    """The same without moments, which tell: sums and means have other factors."""
-    return rate(w) if w.linear == ["params"] and not w.means and w.e.unclipped() else ""
+    """The same without first moments, which tell: sums and means have other factors, and second moments are wrong."""
+    others = [slot for slot in w.e.slots if slot != "params"]
+    alone = w.e.unclipped() if w.linear == ["params"] else bool(others) and not w.linear
+    right = not others or w.linear or w.e.far(w.found, w.e.whole, others) < w.e.near
+    return rate(w) if alone and right and not w.means else ""
 
 
 def more(w: Window) -> str:
