@@ -178,7 +178,7 @@ class StepRuns:
 
     def explained(self, parts: Rows) -> Explanations:
         """Returns what some micro-batches would change, together and each alone."""
-        alone = lambda rows: mean(*self.changes(self.one, [self.of(rows)], draws=2 * DRAWS if self.few else DRAWS // 2))
+        alone = lambda rows: mean(*self.changes(self.one, [self.of(rows)], draws=2 * DRAWS if self.few else DRAWS))
         drift = {name: leaf.drift for name, leaf in self.leaves.items()}
         whole, each = alone(np.concatenate(parts)), list(map(alone, parts))
         between = lambda: [alone(np.concatenate(parts[:number])) for number in range(2, len(parts))]
