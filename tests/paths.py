@@ -90,10 +90,10 @@ def loss_of(uses, mean=mean_over_rows, dtype=None):
 
     def loss(params, batch):
         cast = lambda leaf: leaf.astype(dtype) if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-        p, b = jax.tree.map(cast, (params, batch))
+        b = jax.tree.map(cast, batch)
         x = b["x"]
         for use in uses:
-            x = jnp.tanh(USES[use](p, x, b))
+            x = jnp.tanh(USES[use](jax.tree.map(cast, params), x, b))
         return mean(jnp.sum((x - b["y"][:, None]) ** 2, 1).astype(batch["x"].dtype), batch)
 
     return loss

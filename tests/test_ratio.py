@@ -10,7 +10,7 @@ import optax_accum
 from optax_accum import Ratio
 from optax_accum._within.value_and_grad import keeping
 from tests import programs
-from tests.versions import in_places, needs_references_in_checkpoints
+from tests.versions import in_places, needs_references
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(10, 3)), jnp.float32)
 W = jnp.asarray([1.0, -0.5, 2.0])
@@ -140,7 +140,7 @@ def test_no_micro_batch_is_run_twice():
     assert len(calls) == 4
 
 
-@needs_references_in_checkpoints
+@needs_references
 def test_no_gradient_of_a_ratio_stands_beside_the_accumulator():
     def loss(w, x):
         h, _ = jax.lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, w)

@@ -20,6 +20,7 @@ from optax_accum._core import seen as counting
 from optax_accum._within.value_and_grad import keeping
 from optax_accum.accelerators import count_traffic
 from tests import programs
+from tests.versions import in_places
 
 SIZES = (1, 2, 5)
 GROUPS = statistics.Options(decay=0.5, groups={"a": "first", "b": "second"})
@@ -458,8 +459,10 @@ def test_a_callable_policy_is_given_what_it_returned_last():
         (lambda: statistics.gradient_noise_scale(accumulate(statistics=False).init(START)), "Pass statistics=True"),
         (lambda: statistics.gradient_noise_scale(accumulate().init(START), "first"), "group must be one of all"),
         (
-            lambda: optax_accum.value_and_grad(loss, num_microbatches=2, statistics=True, in_place=True),
-            "gradients that are written",
+            lambda: optax_accum.value_and_grad(
+                loss, num_microbatches=2, statistics=True, reduce_axes="x", reduce_to="partial"
+            ),
+            "Statistics take the sum",
         ),
         (
             lambda: optax_accum.value_and_grad(
@@ -477,15 +480,20 @@ def test_an_error_says_what_to_do(wrong, message):
         wrong()
 
 
-def test_in_place_says_which_path_can():
-    tx, w = accumulate(every=2), jnp.ones(3)
-    step = lambda in_place: optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place)
-    with pytest.raises(ValueError, match=r"statistics take the gradient.*Leave in_place=None"):
-        step(True)(w, tx.init(w), ROWS[0])
-    state = tx.init(w)
-    for rows in ROWS[:2]:
-        _, w, state = step(None)(w, state, rows)  # the remedy
-    assert jnp.isfinite(statistics.gradient_noise_scale(state).noise)
+@in_places
+def test_in_place_measures_what_is_measured_after(in_place):
+    """Also of a bfloat16 parameter, and one that is used twice."""
+    fun = lambda w, rows: jnp.mean((rows @ w["a"].astype(jnp.float32) + jnp.tanh(rows) @ w["a"] + w["b"]) ** 2)
+    tx, w = accumulate(every=2), {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones([])}
+    states = []
+    for flag in (in_place, False):
+        step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx, in_place=flag))
+        params, state = w, tx.init(w)
+        for rows in ROWS[:3]:
+            _, params, state = step(params, state, rows)
+        states.append((state.statistics, state.samples, params))
+    chex.assert_trees_all_close(*states, rtol=1e-6)
+    assert states[0][0].known > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"every": batching.every_by_tokens({0: 2}), "statistics": False}])

@@ -23,7 +23,6 @@ def since(*version, why):
 
 needs_devices = since(0, 7, 2, why="everything over devices")
 needs_references = since(0, 8, 1, why="gradients that are added inside the backward pass")
-needs_references_in_checkpoints = since(0, 10, why="the same through jax.checkpoint")
 in_places = pytest.mark.parametrize(
     "in_place", [pytest.param(True, marks=needs_references, id="in place"), pytest.param(False, id="scan")]
 )

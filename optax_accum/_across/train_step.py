@@ -15,9 +15,10 @@ from optax_accum._across.transformation import apply_gradients, rules_of
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
 from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.backward import Backward, add_to, adds_in_place, bends, contribution
+from optax_accum._core.backward import Backward, Inside, add_to, added_inside, at_leaves, bends, contribution
 from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
+from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Returns
 from optax_accum._core.ratio import Ratio, check_loss, check_single
 from optax_accum._core.roles import Call, Roles
@@ -146,8 +147,9 @@ class _Done(NamedTuple):
     loss: jax.Array  # []
     value: Any  # what `fun` returned
     weight: Weight
-    grads: Tree | None  # the gradient; None where the backward pass has added it
-    acc: Tree | None  # the accumulator with the gradient in it, then
+    grads: Tree | None = None  # the gradient; None where the backward pass has added it
+    acc: Tree | None = None  # the accumulator with the gradient in it, then
+    squares: Any = None  # what the meter has of it, then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +169,11 @@ class _MicroStep:
     def divisor(self) -> Divisor:
         """What a window is divided by; an optimizer that we cannot look into takes a mean."""
         return self.accumulation.divisor if self.accumulation else as_divisor("mean")
+
+    @property
+    def meter(self) -> Meter:
+        """What measures gradients."""
+        return self.accumulation.meter if self.accumulation else Meter()
 
     def step(
         self,
@@ -204,7 +211,7 @@ class _MicroStep:
         if "value" in rules.mean_args:
             extra_args = {"value": done.loss, **extra_args}
         weight = weighed(rules, space, done.weight, state) if weight is None else weight
-        batch = MicroBatch(done.grads, weight, flush, extra_args, done.acc)
+        batch = MicroBatch(done.grads, weight, flush, extra_args, done.acc, done.squares)
         if done.grads is None:
             batch = batch._replace(grads=arithmetic.like_gradients(params, state.acc_grads))
         return value, *micro_step(rules, space, batch, state, params, new_params(space, params))
@@ -250,26 +257,42 @@ class _MicroStep:
             check_groups(where, count_rows(call[call.batch]), self.group_size)
         call = device.own(call).own_key(index)
         fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
-        program, shapes = jax.make_jaxpr(lambda: fun(call.arguments[0]), return_shape=True)()
-        weighing = self._weighing(shapes.loss, call, weight, device.even(lambda: program.jaxpr))
+        params = call.arguments[0]
+        program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)
+        weighing = self._weighing(shapes.loss, call, weight, device.even(program.jaxpr))
+        inside = None if acc is None else self._inside(params, acc, program.jaxpr, weighing.weight)
+        if again or (self.meter.measures and not inside):
+            acc, inside = None, None  # what is measured after the backward pass is returned by it
 
         def run() -> tuple[Backward, Any]:
-            one = contribution(fun, call.arguments[0], weighing, 0, device.check_loss)
+            one = contribution(fun, params, weighing, 0, device.check_loss, inside)
             value = self.returns.joined(one.parts._replace(loss=weighing.value(one.parts.loss)))
             return one.backward, (one.loss, value, weighing.counted(one.parts.loss))
 
-        in_place = acc is not None and adds_in_place(self.in_place, call.arguments[0], acc, lambda: run()[0])
-        if in_place and self.in_place is None:
-            in_place = not bends(program.jaxpr)  # there a weight in the cotangent could matter
-        acc, in_place = (None, False) if again else (acc, in_place)
-        add = functools.partial(add_to, first=index == 0, in_place=in_place, vary=device.vary)
+        def done(acc: Tree, squares: Sequence[jax.Array], loss: Any, value: Any, weight: Weight) -> _Done:
+            measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
+            return _Done(loss, value, weight, None, acc, measured)
+
+        add = functools.partial(add_to, first=index == 0, inside=inside, vary=device.vary)
         if weighing.weight is not None and acc is not None:
-            acc, (loss, value, _) = add(acc, run, weight=weighing.weight)
-            return _Done(loss, value, weighing.weight, None, acc)
+            acc, squares, (loss, value, _) = add(acc, run, weight=weighing.weight)
+            return done(acc, squares, loss, value, weighing.weight)
         backward, (loss, value, weight) = run()  # a Ratio tells how much it counts when it has been run
-        if not in_place:
-            return _Done(loss, value, weight, backward.gradient(), None)
-        return _Done(loss, value, weight, None, add(acc, lambda: (backward, None), weight=weight)[0])
+        if not inside:
+            return _Done(loss, value, weight, backward.gradient())
+        acc, squares, _ = add(acc, lambda: (backward, None), weight=weight)
+        return done(acc, squares, loss, value, weight)
+
+    def _inside(self, params: Tree, acc: Tree, program: Any, weight: Weight | None) -> Inside | None:
+        """Returns how the gradient is added to the accumulator inside the backward pass, if it is.
+
+        Where a weight in the cotangent could matter, it is multiplied in where gradients arise: that of a Ratio is
+        not known by then.
+        """
+        squares, bent = self.meter.no_squares(params), bends(program)
+        if bent and weight is None and not self.in_place:
+            return None
+        return added_inside(self.in_place, params, acc, program, squares, weight if bent else None)
 
     def _weighing(self, loss: Any, call: Call, weight: Any, even: Even) -> ByWeight | ByCount:
         """Returns how the micro-batch is weighed, whose loss has these shapes."""

@@ -144,7 +144,7 @@ def accumulate_gradients(
             "A callable nonfinite looks at the gradient of a micro-batch, which reduce_axes does not reduce: "
             f'reduce_axes={rules.reduce_axes}. Take "skip", "omit" or "discard".'
         )
-    if not (divisor.is_mean or rules.meter.unseen):
+    if not (divisor.is_mean or not rules.meter.measures):
         raise ValueError(
             'Statistics compare means of micro-batches: reduction="sum" and statistics are given. Take "mean", with '
             "weights, or leave statistics out."

@@ -54,6 +54,7 @@ class MicroBatch(NamedTuple):
     flush: Any
     extra_args: Mapping[str, Any]
     added: Tree | None = None  # the accumulator with the gradient in it, if a backward pass has added it
+    squares: Any = None  # what the meter has of it, then
 
 
 class Window(NamedTuple):
@@ -115,7 +116,9 @@ def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState
     weight = arithmetic.unless(skip, batch.weight)
     first, accumulator = state.mini_step == 0, accumulator_of(state)
     total = batch.added
+    squares = batch.squares
     if total is None:
+        squares = rules.meter.squares(batch.grads, like=state.weight)
         total = accumulator.plus(state, batch.grads, batch.weight, first, skip)
     added = state._replace(
         mini_step=outcomes.count(state.mini_step, counts),
@@ -123,7 +126,7 @@ def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState
         mean_args={name: _add_arg(name, old, batch.extra_args, weight, first) for name, old in state.mean_args.items()},
         skipped=outcomes.count(state.skipped, skip),
         skip_state=info,
-        samples=rules.meter.sample(state.samples, batch.grads, weight, first, like=state.weight),
+        samples=rules.meter.sample(state.samples, squares, weight, first),
     )
     whole_weight = accumulator.weight(state, weight)
     return Window(accumulator.kept(added, total), accumulator, total, whole_weight, counts)
@@ -161,8 +164,6 @@ def update_inner(
 
 def why_not_in_place(rules: Rules, state: AccumulationState) -> str | None:
     """Returns what keeps a backward pass from adding to the accumulator, if something does."""
-    if not rules.meter.unseen:
-        return "statistics take the gradient of each micro-batch, which it does not write (statistics=...)"
     if not rules.policy.unseen:
         return f"a policy has to see the gradient before it is added (nonfinite={rules.policy.text})"
     return accumulator_of(state).why_not_in_place

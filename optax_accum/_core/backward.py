@@ -1,14 +1,16 @@
 """Owns the backward pass: a loss differentiated once, its gradient added inside that pass or after it."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers, matching, ratio, tracing
+from optax_accum._core import arithmetic, compilers, matching, ratio, sinks, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.parts import Parts
+from optax_accum._core.sinks import Lent, Sink
 from optax_accum._core.weighing import Index, Weighing
 
 
@@ -26,8 +28,12 @@ def contribution(
     weighing: Weighing,
     index: Index,
     check_loss: Callable[[jax.Array], None],
+    inside: "Inside | None" = None,
 ) -> Contribution:
-    """Differentiates a micro-batch: runs `fun(params)` forward, with its loss scaled as it is weighed."""
+    """Differentiates a micro-batch: runs `fun(params)` forward, with its loss scaled as it is weighed.
+
+    `inside` tells how gradients are added inside the backward pass, if they are.
+    """
 
     def scaled(params: Tree) -> tuple[jax.Array, Parts]:
         parts = fun(params)
@@ -35,15 +41,65 @@ def contribution(
         check_loss(jnp.asarray(sum(jax.tree.leaves(ratio.totals(parts.loss)))))
         return weighing.scaled(parts.loss, index), parts
 
-    loss, backward, parts = jax.vjp(scaled, params, has_aux=True)
-    return Contribution(loss, Backward(backward, loss, params), parts)
+    if inside is None:
+        loss, backward, parts = jax.vjp(scaled, params, has_aux=True)
+    else:
+        loss, backward, parts = jax.vjp(inside.through(scaled, params), inside.targets(params), has_aux=True)
+    return Contribution(loss, Backward(backward, loss, inside), parts)
+
+
+class Targets(NamedTuple):
+    """What a loss is differentiated by, so that its gradients can be added inside the backward pass."""
+
+    leaves: list[Any]  # of each inexact parameter: itself, or its sink
+    squares: list[jax.Array]  # what takes |g|^2 of each, or nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """How the gradients of a loss are added inside the backward pass.
+
+    Attributes:
+      sunk: for each inexact parameter the dtype of its sink, or None where it is differentiated itself.
+      squares: zeros for `|g|^2` of each: [], or [n] with one number for each slice; empty if nobody asks.
+      factor: what each gradient is multiplied by where it arises; None if the loss is scaled instead.
+    """
+
+    sunk: tuple[Any, ...]
+    squares: Sequence[jax.Array] = ()
+    factor: Weight | None = None
+
+    def targets(self, params: Tree) -> Targets:
+        """Returns what the loss is differentiated by."""
+        leaves = [
+            param if dtype is None else sinks.empty(param, jnp.shape(param), dtype)
+            for param, dtype in zip(_inexact(params), self.sunk, strict=True)
+        ]
+        return Targets(leaves, list(self.squares))
+
+    def through(self, fun: Callable[[Tree], Any], params: Tree) -> Callable[[Targets], Any]:
+        """Returns `fun(params)` as a function of the targets."""
+        program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)
+
+        def run(targets: Targets) -> Any:
+            squares = targets.squares or [None] * len(targets.leaves)
+            lent = iter(map(self._lent, _inexact(params), self.sunk, targets.leaves, squares))
+            values = [next(lent) if _is_inexact(leaf) else leaf for leaf in jax.tree.leaves(params)]
+            results = sinks.run(program.jaxpr, program.consts, values)
+            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+        return run
+
+    def _lent(self, param: Any, dtype: Any, target: Any, square: Any) -> Any:
+        factor = None if self.factor is None else jnp.asarray(self.factor)
+        return target if dtype is None else Lent(param, Sink(target, square, factor))
 
 
 class Backward:
-    """The backward pass of a loss, whose parameters may be integers: they get no reference, and a float0 gradient."""
+    """The backward pass of a loss: it returns the gradient, or adds it to references."""
 
-    def __init__(self, backward: Any, loss: jax.Array, params: Tree):
-        self.backward, self.one, self.params = backward, jnp.ones_like(loss), params
+    def __init__(self, backward: Any, loss: jax.Array, inside: Inside | None = None):
+        self.backward, self.one, self.inside = backward, jnp.ones_like(loss), inside
         self.grads: Tree | None = None  # once they are written
 
     def gradient(self) -> Tree:
@@ -52,13 +108,18 @@ class Backward:
             (self.grads,) = self.backward(self.one)
         return self.grads
 
-    def add_to(self, refs: Tree, weight: Weight = 1.0) -> None:
-        """Adds `weight` times the gradient to references, where each part of it arises.
+    def add_to(self, refs: Sequence[Any], weight: Weight = 1.0) -> list[jax.Array]:
+        """Adds `weight` times the gradient to the references of the inexact parameters, where each part of it arises.
 
-        An accumulator has one for each inexact parameter.
+        Returns `|g|^2` of each, without the weight, if somebody asked.
         """
-        refs = arithmetic.like_gradients(self.params, refs)
-        self.backward.with_refs(refs)(self.one * jnp.asarray(weight, self.one.dtype))
+        assert self.inside is not None
+        scales = self.inside.factor is None
+        one = self.one * jnp.asarray(weight, self.one.dtype) if scales else self.one
+        squares: list[Any] = list(map(jax.new_ref, self.inside.squares))
+        self.backward.with_refs(Targets(list(refs), squares))(one)
+        undone = arithmetic.reciprocal(weight) ** 2 if scales else 1.0
+        return [jax.freeze(square) * undone for square in squares]
 
 
 def add_to(
@@ -67,34 +128,34 @@ def add_to(
     weight: Weight,
     first: jax.Array,
     *,
-    in_place: bool,
+    inside: Inside | None,
     vary: Callable[[Tree], Tree],
-) -> tuple[Tree, Any]:
-    """Returns `acc + weight * gradient`, or `weight * gradient` where `first`, and what `run` gives beside it.
+) -> tuple[Tree, list[jax.Array], Any]:
+    """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and what `run` gives beside.
 
     What weighs nothing is not run, for its loss is often 0 / 0: what comes beside it is zeros. `vary` is that of the
     device.
     """
 
     def begun() -> Tree:
-        if in_place:
+        if inside:
             return compilers.zeroed(acc, first)
         return jax.tree.map(lambda total: jnp.where(first, jnp.zeros_like(total), total), acc)  # has a derivative
 
-    start = begun() if in_place else acc
+    start = begun() if inside else acc
 
-    def added() -> tuple[Tree, Any]:
+    def added() -> tuple[Tree, list[jax.Array], Any]:
         backward, beside = run()
-        if not in_place:
-            return arithmetic.add(start, backward.gradient(), weight, first), vary(beside)
+        if not inside:
+            return arithmetic.add(start, backward.gradient(), weight, first), [], vary(beside)
         backward.one, ready = compilers.ready_together(backward.one, start)
         refs = jax.tree.map(jax.new_ref, ready)
-        backward.add_to(refs, weight)
-        return jax.tree.map(jax.freeze, refs), vary(beside)
+        squares = backward.add_to(jax.tree.leaves(refs), weight)
+        return jax.tree.map(jax.freeze, refs), vary(squares), vary(beside)
 
-    def unrun() -> tuple[Tree, Any]:
+    def unrun() -> tuple[Tree, list[jax.Array], Any]:
         beside = arithmetic.zeros_of(jax.eval_shape(lambda: run()[1]))
-        return start if in_place else begun(), vary(beside)
+        return start if inside else begun(), vary(list(inside.squares) if inside else []), vary(beside)
 
     counts = tracing.known(weight != 0)
     if isinstance(counts, bool):
@@ -102,22 +163,50 @@ def add_to(
     return compilers.branch(counts, added, unrun)
 
 
-def adds_in_place(asked: bool | None, params: Tree, acc: Tree, differentiated: Callable[[], Backward]) -> bool:
-    """Returns whether gradients are added inside the backward pass; raises where that is asked for in vain."""
+def added_inside(
+    asked: bool | None,
+    params: Tree,
+    acc: Tree,
+    program: Any,
+    squares: Sequence[jax.Array] = (),
+    factor: Weight | None = None,
+) -> Inside | None:
+    """Returns how gradients are added inside the backward pass; None where they are not, an error where that is asked.
+
+    `program` is the loss, traced; `squares` and `factor` are as in `Inside`.
+    """
     path = matching.narrower(params, acc)
-    if asked and path is not None:
-        raise TypeError(
-            "in_place=True needs accumulators in the dtype of the parameters, for JAX adds a gradient only into an "
-            f"array of its own dtype: at {path} they differ (parameters {arithmetic.dtypes(params)}, accumulators "
-            f"{arithmetic.dtypes(acc)}). Leave in_place=None, or name the parameters' dtype as accumulator_dtype "
-            "(its sums stall)."
+    why_not = compilers.why_not_in_place()
+    if path is not None:
+        why_not = (
+            "needs accumulators at least as wide as the parameters, for a gradient is rounded before it is added: at "
+            f"{path} they are narrower (parameters {arithmetic.dtypes(params)}, accumulators {arithmetic.dtypes(acc)})"
         )
-    if asked is False or path is not None:
-        return False
-    why_not = compilers.why_not_in_place(lambda: differentiated().add_to(jax.tree.map(jax.new_ref, acc)))
     if asked and why_not:
         raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
-    return why_not is None
+    if asked is False or why_not:
+        return None
+    always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
+    leaves = [pair for pair in zip(jax.tree.leaves(params), sinks.casts(program), strict=True) if _is_inexact(pair[0])]
+    sunk = [
+        total.dtype if always or cast or total.dtype != jnp.result_type(leaf) else None
+        for (leaf, cast), total in zip(leaves, jax.tree.leaves(acc), strict=True)
+    ]
+    return Inside(tuple(sunk), squares, factor)
+
+
+def at_leaves(params: Tree, squares: Sequence[jax.Array]) -> Tree:
+    """Returns the tree of the parameters with these in the place of those that have a gradient."""
+    return tracing.parted(params, _is_inexact)[1](squares)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def _inexact(params: Tree) -> list[Any]:
+    """Returns the parameters that have a gradient."""
+    return [leaf for leaf in jax.tree.leaves(params) if _is_inexact(leaf)]
 
 
 def bends(jaxpr: Any) -> bool:

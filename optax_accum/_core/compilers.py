@@ -112,22 +112,46 @@ def extremes(real: jax.Array) -> list[jax.Array]:
 # References, for a gradient that is added where it arises
 
 
-def why_not_in_place(add: Callable[[], Any]) -> str | None:
-    """Returns why JAX cannot trace `add`, a backward pass that adds in place; None where it can."""
+def why_not_in_place() -> str | None:
+    """Returns why JAX cannot add a gradient inside the backward pass; None where it can."""
     if JAX < REFERENCES:
         return f"needs JAX {_text(REFERENCES)} or later: JAX {jax.__version__} has no `jax.vjp(...).with_refs`"
-    if JAX >= (0, 11, 0):
-        return None
-    try:
-        jax.eval_shape(add)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        # Or of the user's own: without in_place=True it comes again.
-        checkpoint = "" if JAX >= (0, 10, 0) else ", nor, before JAX 0.10, through jax.checkpoint"
-        return (
-            f"needs JAX 0.11 or later for this loss: JAX {jax.__version__} adds to no slice of a parameter (p[0] or "
-            f"p[:n]) inside the backward pass{checkpoint}. It said: {type(error).__name__}: {error}"
-        )
     return None
+
+
+ADDS_TO_SLICES = JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference
+ADDS_IN_CHECKPOINTS = JAX >= (0, 10, 0)  # and to references inside `jax.checkpoint`
+
+
+# Equations of traced programs
+
+
+def opened(program: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns the program inside an equation, and its constants."""
+    return (program.jaxpr, program.consts) if hasattr(program, "jaxpr") else (program, ())
+
+
+def sizes_of_scan(equation: Any) -> tuple[int, int]:
+    """Returns how many operands of a `scan` are constants, and how many are carried."""
+    if "num_consts" in equation.params:
+        return equation.params["num_consts"], equation.params["num_carry"]
+    consts, carry, _ = equation.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def is_plain_jit(equation: Any) -> bool:
+    """Returns whether a `jit` says nothing of shardings, so that what it calls may be called instead."""
+    named = (*equation.params["in_shardings"], *equation.params["out_shardings"])
+    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in named)
+
+
+def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates one equation of a traced program."""
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
+        results = equation.primitive.bind(*functions, *values, **params)
+    return results if equation.primitive.multiple_results else [results]
 
 
 # Types

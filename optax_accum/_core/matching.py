@@ -13,11 +13,11 @@ from optax_accum._core.arithmetic import Tree
 
 
 def narrower(params: Tree, acc: Tree) -> str | None:
-    """Returns the path of a parameter whose gradient has another dtype than its accumulator, if there is one."""
+    """Returns the path of a parameter whose accumulator is narrower than its gradient, if there is one."""
     for path, leaf, total in _paired(
         params, acc, "state", "Call init again with these parameters.", given="parameters"
     ):
-        if hasattr(total, "dtype") and jnp.result_type(leaf) != total.dtype:
+        if hasattr(total, "dtype") and jnp.promote_types(jnp.result_type(leaf), total.dtype) != total.dtype:
             return path
     return None
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic
+from optax_accum._core import arithmetic, sinks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.noise import ByGroup, Statistics, check_decay, smooth
 from optax_accum._core.seen import new_seen, see
-from optax_accum._core.state import AccumulationState
+from optax_accum._core.state import AccumulationState, default_float
 
 ALL = "all"  # the one group, where none are named
 
@@ -52,7 +52,7 @@ class Meter:
     """What is measured of gradients. This one measures nothing."""
 
     fields: tuple[str, ...] = ()  # of the state, that it fills
-    unseen = True  # whether a backward pass may add a gradient to the sum before it is measured
+    measures = False  # whether gradients are measured
 
     def samples(self, params: Tree, scalar: Callable[[], jax.Array]) -> Any:
         """Returns the sums before the first micro-batch; `scalar()` is an empty one."""
@@ -62,8 +62,20 @@ class Meter:
         """Returns what is known before the first window, by field of the state."""
         return {}
 
-    def sample(self, samples: Any, grads: Tree, weight: Any, first: Any, like: jax.Array) -> Any:
-        """Returns the sums with the gradient of a micro-batch in them, or of this alone where `first`."""
+    def no_squares(self, params: Tree) -> list[jax.Array]:
+        """Returns zeros for the squares of each leaf that has a gradient, where a backward pass is to take them."""
+        return []
+
+    def by_group(self, squares: Tree) -> Any:
+        """Returns the squares of groups, from those of leaves."""
+        return ()
+
+    def squares(self, grads: Tree, like: jax.Array) -> Any:
+        """Returns the squares of groups of a gradient that is written: [], or of partial sums like `like`, [d]."""
+        return ()
+
+    def sample(self, samples: Any, squares: Any, weight: Any, first: Any) -> Any:
+        """Returns the sums with the squares of a micro-batch's gradient in them, or only these where `first`."""
         return samples
 
     def learn(self, state: AccumulationState, samples: Any, total: Tree, weight: jax.Array) -> dict[str, Any]:
@@ -91,7 +103,7 @@ class Measuring(Counting):
     """Counts, and measures norms and noise, for which it reads each gradient once more."""
 
     fields = ("seen", "statistics")
-    unseen = False
+    measures = True
 
     def __init__(self, options: Options):
         self.options = options
@@ -105,8 +117,21 @@ class Measuring(Counting):
         statistics = Statistics(by_group(), by_group(), by_group(), jnp.zeros([]), jnp.zeros([]))
         return super().blank(params) | {"statistics": statistics}
 
-    def sample(self, samples: Samples, grads: Tree, weight: Any, first: Any, like: jax.Array) -> Samples:
-        return add(samples, squared_norms(self.options, grads, like), weight, first)
+    def no_squares(self, params: Tree) -> list[jax.Array]:
+        inexact = lambda leaf: jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        return [sinks.empty(leaf, (), default_float()) for leaf in jax.tree.leaves(params) if inexact(leaf)]
+
+    def by_group(self, squares: Tree) -> ByGroup:
+        found: ByGroup = {}
+        for name, square in _named(self.options, squares):
+            found[name] = found[name] + square if name in found else square
+        return found
+
+    def squares(self, grads: Tree, like: jax.Array) -> ByGroup:
+        return squared_norms(self.options, grads, like)
+
+    def sample(self, samples: Samples, squares: ByGroup, weight: Any, first: Any) -> Samples:
+        return add(samples, squares, weight, first)
 
     def learn(self, state: AccumulationState, samples: Samples, total: Tree, weight: jax.Array) -> dict[str, Any]:
         weight = jnp.asarray(weight, state.seen.rest.dtype)
@@ -151,7 +176,7 @@ def add(samples: Samples, squares: ByGroup, weight: Any, first: Any) -> Samples:
     return Samples(
         squares=arithmetic.add(samples.squares, squares, weight, first),
         number=arithmetic.add(samples.number, jnp.asarray(weight != 0), 1.0, first),
-        latest=squares,
+        latest=jax.tree.map(lambda new, old: new.astype(old.dtype), squares, samples.latest),
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from optax_accum._core.compilers import DEVICES, HOST
+from optax_accum._core.compilers import DEVICES, HOST, REFERENCES
 
 
 class Quirk(NamedTuple):
@@ -33,10 +33,31 @@ QUIRKS = (
     ),
     Quirk(
         "why_not_in_place",
-        "`jax.vjp(...).with_refs` came with 0.8.1, takes `jax.checkpoint` from 0.10 on and slices from 0.11 on",
+        "There is no `jax.vjp(...).with_refs`",
         "gradients are added after the backward pass",
         "the table of support",
+        until=REFERENCES,
+    ),
+    Quirk(
+        "ADDS_IN_CHECKPOINTS",
+        "A backward pass adds to no reference inside `jax.checkpoint`",
+        "a gradient is added where the checkpoint ends, inside the loop that it is in",
+        "JAX 0.9.2: a NotImplementedError",
+        until=(0, 10, 0),
+    ),
+    Quirk(
+        "ADDS_TO_SLICES",
+        "A backward pass adds to no slice of a reference",
+        "a gradient is added where all slices of the parameter come together",
+        "JAX 0.10.0: a NotImplementedError",
         until=(0, 11, 0),
+    ),
+    Quirk(
+        "sizes_of_scan",
+        "A `scan` has `num_consts` and `num_carry`, not `ft_in`",
+        "these are read",
+        "JAX 0.10.2",
+        until=(0, 11, 2),
     ),
     Quirk(
         "ready_together",

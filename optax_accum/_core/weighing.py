@@ -122,7 +122,7 @@ class Terms(ByShare):
         return jnp.ones([])  # there is no one weight, and none is asked for
 
     def check_meter(self, meter: Meter) -> None:
-        if not meter.unseen:
+        if meter.measures:
             raise ValueError(
                 "Statistics take one weight for each micro-batch: here each term of the loss has its own. Leave "
                 "statistics out, or return a loss of one term."

@@ -64,10 +64,10 @@ class Device:
 
     # A loss that takes something from other devices has one gradient with theirs, also where they weigh differently.
 
-    def _couples(self, program: Callable[[], Any]) -> bool:
-        return bool(self.axes) and mapped.communicates(program(), self.axes)
+    def _couples(self, program: Any) -> bool:
+        return bool(self.axes) and mapped.communicates(program, self.axes)
 
-    def agreed(self, program: Callable[[], Any], alive: Tree) -> Tree:
+    def agreed(self, program: Any, alive: Tree) -> Tree:
         """Returns which micro-batches run: if the loss communicates, all devices run what any device runs.
 
         Raises if per-device gradients are asked of such a loss: it has one joint gradient, which no per-device weight
@@ -84,7 +84,7 @@ class Device:
         any_of = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
         return jax.tree.map(any_of, alive)
 
-    def even(self, program: Callable[[], Any]) -> Callable[[Weight], tuple[Weight, Weight]]:
+    def even(self, program: Any) -> Callable[[Weight], tuple[Weight, Weight]]:
         """Returns what splits a weight into the mean over devices and the factor `weight / mean` of the loss."""
 
         def shared(weight: Weight) -> tuple[Weight, Weight]:

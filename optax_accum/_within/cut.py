@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks, ratio
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.backward import Contribution, adds_in_place, contribution
+from optax_accum._core.backward import Contribution, Inside, added_inside, at_leaves, contribution
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
@@ -80,6 +80,10 @@ class Rules:
         """Calls `fun` and takes apart what it returns."""
         return self.returns.parts(call.apply(self.fun))
 
+    def parts_of(self, call: Call, params: tuple[Tree, ...]) -> Parts:
+        """Does so with these in the place of the differentiated arguments."""
+        return self.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -92,7 +96,7 @@ class Cut:
     alive: Alive
     shapes: Parts  # that `fun` returns for a whole micro-batch
     static: bool  # whether all micro-batches have a turn, run or not
-    in_place: bool
+    inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
 
     def add_up(self) -> tuple[Sums, Tree]:
         """Adds up what the micro-batches contribute; beside the sums comes the last carry."""
@@ -104,7 +108,7 @@ class Cut:
 
     def start(self) -> tuple[Leaves, Totals]:
         """Returns the references that gradients are added to in place, if any, and the totals before the first."""
-        refs, grads = gradients.start(self.empty, self.kinds, in_place=self.in_place)
+        refs, grads = gradients.start(self.empty, self.kinds, in_place=self.inside is not None)
         start = lambda name, shape: REDUCTIONS[name].start(shape, self.micro_batches.split)
         outputs = jax.tree.map(start, self.reductions, self.shapes.aux)
         samples = self.rules.meter.samples(
@@ -118,8 +122,8 @@ class Cut:
         with jax.named_scope("optax_accum.micro_batch"):
             one = self.contribution(self.micro_batches.call_of(index, rows, totals.carry), index)
         with jax.named_scope("optax_accum.add"):
-            grads = gradients.add(refs, totals.grads, one.backward, self.kinds)
-            samples = self._sampled(totals.samples, one, index)
+            grads, squares = gradients.add(refs, totals.grads, one.backward, self.kinds)
+            samples = self._sampled(totals.samples, one, index, squares)
         if isinstance(index, int) and index == self.micro_batches.split.whole:
             reductions.check_rest(self.reductions, self.shapes.aux, one.parts.aux, self.micro_batches.split)
         share = self.weighing.of_output(index, rows)
@@ -140,8 +144,8 @@ class Cut:
 
     def contribution(self, call: Call, index: Index) -> Contribution:
         """Differentiates one micro-batch."""
-        fun = lambda params: self.rules.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
-        return contribution(fun, call[call.params], self.weighing, index, self.device.check_loss)
+        fun = functools.partial(self.rules.parts_of, call)
+        return contribution(fun, call[call.params], self.weighing, index, self.device.check_loss, self.inside)
 
     @property
     def params(self) -> tuple[Tree, ...]:
@@ -175,13 +179,16 @@ class Cut:
         """The dtype that the loss has."""
         return jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(ratio.totals(self.shapes.loss))))
 
-    def _sampled(self, samples: Any, one: Contribution, index: Index) -> Any:
+    def _sampled(self, samples: Any, one: Contribution, index: Index, squares: list[jax.Array]) -> Any:
         """Returns the sums of the meter with `w |g|^2` of a gradient in them, which came scaled."""
-        if self.rules.meter.unseen:
+        meter = self.rules.meter
+        if not meter.measures:
             return samples
-        grads = gradients.added(one.backward.gradient(), self.kinds)
-        weight = self.weighing.of_sample(one.parts.loss, index)
-        return self.rules.meter.sample(samples, grads, weight, False, like=samples.number)
+        if squares:
+            found = meter.by_group(gradients.added(at_leaves(self.params, squares), self.kinds))
+        else:
+            found = meter.squares(gradients.added(one.backward.gradient(), self.kinds), like=samples.number)
+        return meter.sample(samples, found, self.weighing.of_sample(one.parts.loss, index), False)
 
     def _varying(self, totals: Totals) -> Totals:
         """Returns the totals as values that differ between devices; the carry may not."""
@@ -195,26 +202,22 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     micro_batches = microbatches.cut(device.own(call), rules.sizes, device.count)
     static = again or rules.unroll or rules.in_place is False
     carry = None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
-    run_first = lambda: rules.parts(micro_batches.first(carry))
-    shapes = jax.eval_shape(run_first)
+    first = micro_batches.first(carry)
+    program, shapes = jax.make_jaxpr(functools.partial(rules.parts_of, first), return_shape=True)(first[first.params])
     checks.check_carry(carry, shapes.carry)
-    program = functools.cache(lambda: jax.make_jaxpr(run_first)().jaxpr)
     count = functools.partial(_counts, rules, device, micro_batches, carry, shapes, static)
-    weighing, alive = weigh(micro_batches, rules.weight_fn, device, shapes.loss, program, count)
+    weighing, alive = weigh(micro_batches, rules.weight_fn, device, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
-    made = Cut(rules, device, micro_batches, weighing, alive, shapes, static, in_place=False)
+    made = Cut(rules, device, micro_batches, weighing, alive, shapes, static)
     reductions.check(made.reductions, shapes.aux, micro_batches.split)
-    asks = rules.meter.unseen and not rules.unroll and (rules.in_place or not again)  # in vain, it is an error
-    in_place = asks and _adds_in_place(made) and not again
-    if in_place or (rules.weight_fn is not None and not static):
+    inside = None
+    if not rules.unroll and (rules.in_place or not again):  # in vain, it is an error
+        squares = rules.meter.no_squares(made.params)
+        inside = added_inside(rules.in_place, made.params, made.empty, program.jaxpr, squares)
+    inside = None if again else inside
+    if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
-    return dataclasses.replace(made, micro_batches=micro_batches, in_place=in_place)
-
-
-def _adds_in_place(made: Cut) -> bool:
-    """Returns whether gradients are added inside the backward pass."""
-    first = lambda: made.contribution(made.micro_batches.first(made.carry), 0).backward
-    return adds_in_place(made.rules.in_place, made.params, made.empty, first)
+    return dataclasses.replace(made, micro_batches=micro_batches, inside=inside)
 
 
 def _counts(

@@ -25,14 +25,14 @@ def start(acc: Tree, names: Tree, *, in_place: bool) -> tuple[Leaves, Leaves]:
     return refs, [empty(*pair) if ref is None else None for ref, pair in zip(refs, leaves, strict=True)]
 
 
-def add(refs: Leaves, totals: Leaves, backward: Backward, names: Tree) -> Leaves:
-    """Runs the backward pass, and returns the totals with its gradients."""
-    if all(ref is None for ref in refs):
+def add(refs: Leaves, totals: Leaves, backward: Backward, names: Tree) -> tuple[Leaves, list[jax.Array]]:
+    """Runs the backward pass; returns the totals with its gradients, and their `|g|^2` if that is taken inside it."""
+    squares: list[jax.Array] = []
+    if backward.inside is None:
         grads = jax.tree.leaves(backward.gradient())
     else:
         new = [None if total is None else jax.new_ref(jnp.zeros_like(total)) for total in totals]
-        all_refs = [own if ref is None else ref for ref, own in zip(refs, new, strict=True)]
-        backward.add_to(jax.tree.unflatten(jax.tree.structure(backward.params), all_refs))
+        squares = backward.add_to([own if ref is None else ref for ref, own in zip(refs, new, strict=True)])
         grads = [None if own is None else jax.freeze(own) for own in new]
     never = jnp.array(False)
 
@@ -41,7 +41,7 @@ def add(refs: Leaves, totals: Leaves, backward: Backward, names: Tree) -> Leaves
             return KEPT[name](total, grad.astype(total.dtype))
         return None if total is None else arithmetic.add(total, grad, 1.0, never)
 
-    return list(map(joined, jax.tree.leaves(names), totals, grads))
+    return list(map(joined, jax.tree.leaves(names), totals, grads)), squares
 
 
 def finish(refs: Leaves, totals: Leaves, acc: Tree) -> Tree:

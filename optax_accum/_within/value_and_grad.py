@@ -193,11 +193,8 @@ def _check_options(rules: Rules) -> None:
         raise ValueError(
             "in_place=True adds inside the backward pass, unroll=True after it: in_place=True, unroll=True. Pass one."
         )
-    if not rules.meter.unseen and (rules.in_place or rules.reduce_to == PARTIAL):
-        raise ValueError(
-            f"Statistics take gradients that are written, and their sum: in_place={rules.in_place}, "
-            f"reduce_to={rules.reduce_to!r}. Leave both out."
-        )
+    if rules.meter.measures and rules.reduce_to == PARTIAL:
+        raise ValueError('Statistics take the sum of gradients: reduce_to="partial" was asked for. Leave it out.')
 
 
 def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:

@@ -23,12 +23,12 @@ def weigh(
     weight_fn: Callable[..., Any] | None,
     device: Device,
     loss: Any,
-    program: Callable[[], Any],
+    program: Any,
     count: Callable[[Alive], dict[str, jax.Array]],
 ) -> tuple[ByShare, Alive]:
     """Returns how the micro-batches are weighed whose loss has these shapes, and which are run.
 
-    `program` is that of `fun`, traced; `count` runs those that are alive for the counts of a dict of `Ratio`s.
+    `program` is `fun`, traced; `count` runs those that are alive for the counts of a dict of `Ratio`s.
     """
     whole, rest, total = _shares(micro_batches, weight_fn, device.whole)
     ratio.check_loss(loss, None if weight_fn is None else whole)

@@ -1,0 +1,200 @@
+"""Owns sinks: what goes through a traced loss beside a parameter, unread, and takes its gradient where that arises.
+
+A sink goes through loops and functions as its parameter does, one slice beside each slice. Where the parameter is used,
+the backward pass hands over what its gradient is there, in the dtype of the sink. So a bfloat16 parameter has a float32
+sink, to which JAX can add in place; and the square of a gradient can be read as it passes.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from optax_accum._core import compilers
+
+Tree = Any
+
+
+class Sink(NamedTuple):
+    """What takes the gradient of a parameter.
+
+    Attributes:
+      grad: takes the gradient: of the shape of the parameter.
+      square: takes `|g|^2`: [], or [n] with one number for each slice along the first axis; or None.
+      factor: [], what the gradient is multiplied by; or None.
+    """
+
+    grad: jax.Array
+    square: jax.Array | None = None
+    factor: jax.Array | None = None
+
+
+class Lent(NamedTuple):
+    """A parameter, or a part of one, with its sink."""
+
+    param: jax.Array
+    sink: Sink
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the sink must have the whole gradient at once: a square of a sum is no sum of squares."""
+        return self.sink.square is not None or not compilers.ADDS_TO_SLICES
+
+    def turned(self, length: int) -> "Lent":
+        """Returns this as a scan takes it, slice by slice."""
+        one_each = lambda leaf: leaf if leaf is None or leaf.ndim else jnp.broadcast_to(leaf, (length,))
+        _, square, factor = self.sink
+        return self._replace(sink=self.sink._replace(square=one_each(square), factor=one_each(factor)))
+
+
+@jax.custom_vjp
+def _use(param: jax.Array, sink: Sink) -> jax.Array:
+    return param
+
+
+def _taken(sink: Sink, cotangent: jax.Array) -> tuple[jax.Array, Sink]:
+    grad = cotangent.astype(sink.grad.dtype)
+    square = None if sink.square is None else _square(cotangent, sink.square)
+    if sink.factor is None:
+        return jnp.zeros_like(cotangent), Sink(grad, square)
+    return jnp.zeros_like(cotangent), Sink(grad * sink.factor.astype(grad.dtype), square, jnp.zeros_like(sink.factor))
+
+
+_use.defvjp(lambda param, sink: (param, sink), _taken)
+
+
+def _square(cotangent: jax.Array, like: jax.Array) -> jax.Array:
+    parts = (cotangent.real, cotangent.imag) if jnp.iscomplexobj(cotangent) else (cotangent,)
+    axes = tuple(range(like.ndim, cotangent.ndim))
+    return sum(jnp.sum(jnp.square(part.astype(like.dtype)), axes) for part in parts)  # type: ignore[return-value]
+
+
+def empty(param: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Returns zeros for a sink of a parameter, which differ between devices where it does."""
+    zeros = jnp.zeros_like(param, dtype=dtype) if shape == jnp.shape(param) else jnp.zeros(shape, dtype)
+    missing = compilers.varying_axes(param) - compilers.varying_axes(zeros)
+    return compilers.as_varying(zeros, sorted(missing)) if missing else zeros
+
+
+def used(value: Any) -> Any:
+    """Returns a value as an equation takes it: a parameter is used here."""
+    return _use(*value) if isinstance(value, Lent) else value
+
+
+def run(program: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Evaluates a traced program, of which some values are `Lent`."""
+    uses = collections.Counter(
+        var for atoms in (*(equation.invars for equation in program.eqns), program.outvars) for var in _vars(atoms)
+    )
+    env: dict[Any, Any] = {}
+
+    def write(var: Any, value: Any) -> None:
+        once_more = isinstance(value, Lent) and value.at_once and uses[var] > 1
+        env[var] = used(value) if once_more else value
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for var, value in zip((*program.constvars, *program.invars), (*consts, *values), strict=True):
+        write(var, value)
+    for equation in program.eqns:
+        given = [read(atom) for atom in equation.invars]
+        follow = FOLLOW.get(equation.primitive.name) if any(isinstance(value, Lent) for value in given) else None
+        results = (follow or _end)(equation, given)
+        for var, value in zip(equation.outvars, results, strict=True):
+            write(var, value)
+    return [used(read(atom)) for atom in program.outvars]
+
+
+def _vars(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+
+
+def casts(program: Any) -> list[bool]:
+    """Returns which of the inputs of a traced program are cast down before it comes to a loop."""
+    found: set[Any] = set()
+    for equation in program.eqns:
+        if equation.primitive.name == "convert_element_type" and _is_down(equation):
+            found.update(_vars(equation.invars))
+        elif equation.primitive.name in ("jit", "pjit", "checkpoint", "remat2"):
+            inner = casts(compilers.opened(equation.params["jaxpr"])[0])
+            found.update(_vars([atom for atom, cast in zip(equation.invars, inner, strict=True) if cast]))
+    return [var in found for var in program.invars]
+
+
+# What is known of equations. Where an equation is unknown, the parameter is used there: that is always right.
+
+
+def _end(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    return compilers.bind(equation, [used(value) for value in values])
+
+
+def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    num_consts, num_carry = compilers.sizes_of_scan(equation)
+    params, first = equation.params, num_consts + num_carry
+    consts = [used(value) if isinstance(value, Lent) and value.at_once else value for value in values[:num_consts]]
+    carry = [used(value) for value in values[num_consts:first]]
+    length = params["length"]
+    slices = [value.turned(length) if isinstance(value, Lent) else value for value in values[first:]]
+
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = run(*compilers.opened(params["jaxpr"]), [*consts, *carry, *slices])
+        return results[:num_carry], results[num_carry:]
+
+    carry, stacked = jax.lax.scan(
+        step, carry, slices, length=length, reverse=params["reverse"], unroll=params["unroll"]
+    )
+    return [*carry, *stacked]
+
+
+def _jit(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    if not compilers.is_plain_jit(equation):
+        return _end(equation, values)
+    return run(*compilers.opened(equation.params["jaxpr"]), values)
+
+
+def _checkpoint(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    if not compilers.ADDS_IN_CHECKPOINTS:
+        return _end(equation, values)
+    params = equation.params
+    again = lambda values: run(*compilers.opened(params["jaxpr"]), values)
+    return jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])(list(values))
+
+
+def _cast(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """A cast down is followed: the gradient of what is cast, cast up, is that of the parameter."""
+    if not _is_down(equation):
+        return _end(equation, values)
+    (value,) = values
+    return [value._replace(param=compilers.bind(equation, [value.param])[0])]
+
+
+def _is_down(equation: Any) -> bool:
+    own, to = equation.invars[0].aval.dtype, equation.params["new_dtype"]
+    floating = jnp.issubdtype(own, jnp.inexact) and jnp.issubdtype(to, jnp.inexact)
+    return floating and jnp.finfo(to).bits < jnp.finfo(own).bits
+
+
+def _slice(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """A slice is followed where JAX adds to a slice of a reference."""
+    value, *where = values
+    if not isinstance(value, Lent) or value.at_once:
+        return _end(equation, values)
+    part = lambda leaf: compilers.bind(equation, [leaf, *where])[0]
+    return [Lent(part(value.param), value.sink._replace(grad=part(value.sink.grad)))]
+
+
+FOLLOW: dict[str, Callable[[Any, Sequence[Any]], Sequence[Any]]] = {
+    "scan": _scan,
+    "jit": _jit,
+    "pjit": _jit,
+    "checkpoint": _checkpoint,
+    "remat2": _checkpoint,
+    "convert_element_type": _cast,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "squeeze": _slice,
+}

@@ -1,0 +1,168 @@
+"""Gradients that are added inside the backward pass: those that are added after it, bit for bit, of any loss and dtype."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_accum
+from optax_accum import statistics
+from optax_accum._core import sinks
+from tests.versions import needs_references
+
+pytestmark = needs_references
+
+LAYERS, WIDTH, WORDS = 3, 8, 5
+KEYS = jax.random.split(jax.random.key(0), 6)
+TOKENS = jax.random.randint(KEYS[0], (12, 4), 0, WORDS)
+
+
+def params(dtype):
+    normal = lambda key, *shape: (jax.random.normal(key, shape) / shape[-1] ** 0.5).astype(dtype)
+    return {
+        "table": normal(KEYS[1], WORDS, WIDTH),
+        "up": normal(KEYS[2], LAYERS, WIDTH, 2 * WIDTH),
+        "down": normal(KEYS[3], LAYERS, 2 * WIDTH, WIDTH),
+        "gate": normal(KEYS[4], WIDTH),
+        "out": normal(KEYS[5], WIDTH, WORDS),
+    }
+
+
+def gate(p):
+    return p["gate"][None, None]
+
+
+def block(x, layer):
+    return x + jax.nn.gelu(x @ layer[0]) @ layer[1]
+
+
+def scanned(run, x, p, **options):
+    return jax.lax.scan(lambda x, layer: (run(x, layer), None), x, (p["up"], p["down"]), **options)[0]
+
+
+@jax.custom_vjp
+def clipped(w):
+    return w
+
+
+clipped.defvjp(lambda w: (w, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
+
+BODIES = {
+    "scan": lambda x, p: scanned(block, x, p),
+    "scan from the end, unrolled": lambda x, p: scanned(block, x, p, reverse=True, unroll=2),
+    "checkpoint in a scan": lambda x, p: scanned(jax.checkpoint(block), x, p),
+    "scan in a checkpoint": lambda x, p: jax.checkpoint(functools.partial(scanned, block))(x, p),
+    "jit in a scan": lambda x, p: scanned(jax.jit(block), x, p),
+    "layers one by one": lambda x, p: functools.reduce(
+        lambda x, n: block(x, (p["up"][n], p["down"][n])), range(LAYERS), x
+    ),
+    "of two layers at a time": lambda x, p: jax.lax.scan(
+        lambda x, layer: (functools.reduce(block, zip(*layer, strict=True), x), None),
+        x,
+        (p["up"][:2][None], p["down"][:2][None]),
+    )[0],
+    "a branch": lambda x, p: jax.lax.cond(
+        jnp.sum(x) > 0, lambda x: block(x, (p["up"][0], p["down"][0])), lambda x: x * gate(p), x
+    ),
+    "a rule of the user": lambda x, p: x @ clipped(p["up"][0]) @ p["down"][0],
+    "a function with a derivative of its own": lambda x, p: x * jax.nn.relu(gate(p)) + jax.nn.silu(gate(p)),
+    "what has no derivative": lambda x, p: x * gate(p) + jax.lax.stop_gradient(gate(p)),
+    "a loop around all": lambda x, p: jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ p["up"][0] @ p["down"][0]), x),
+}
+TWICE = {"a function with a derivative of its own", "a loop around all"}  # each part is added to the sum by itself
+CASTS = {
+    "float32": (jnp.float32, None),
+    "bfloat16": (jnp.bfloat16, None),
+    "cast before": (jnp.float32, jnp.bfloat16),
+}
+
+
+def loss_of(body, cast=None):
+    def loss(p, tokens):
+        p = p if cast is None else jax.tree.map(lambda leaf: leaf.astype(cast), p)
+        logits = BODIES[body](p["table"][tokens], p) @ p["out"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens)
+        return jnp.mean(losses)
+
+    return loss
+
+
+def cut(body, cast):
+    dtype, inner = CASTS[cast]
+    return params(dtype), functools.partial(
+        optax_accum.value_and_grad, loss_of(body, inner), microbatch_size=5, accumulator_dtype=jnp.float32
+    )
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("body", BODIES)
+def test_the_gradient_is_that_which_is_added_after_bit_for_bit(body, cast):
+    p, f = cut(body, cast)
+    inside, after = (jax.jit(f(in_place=flag))(p, TOKENS) for flag in (True, False))
+    for name, leaf in after[1].items():
+        rounding = 0 if body not in TWICE else 1e-6 if cast == "float32" else 2**-7
+        np.testing.assert_allclose(inside[1][name], leaf, rtol=0, atol=rounding * np.max(np.abs(leaf)))
+    assert inside[0] == after[0]
+    assert np.any(after[1]["table"])
+
+
+@pytest.mark.parametrize("cast", ["float32", "cast before"])
+@pytest.mark.parametrize("body", ["checkpoint in a scan", "layers one by one", *sorted(TWICE)])
+def test_norms_are_those_of_the_gradients_that_are_written(body, cast):
+    p, f = cut(body, cast)
+    groups = statistics.Options(groups={"table": "a", "up": "b", "down": "b", "gate": "c", "out": "c"})
+    (inside, _), (after, _) = (jax.jit(f(in_place=flag, statistics=groups))(p, TOKENS) for flag in (True, False))
+    chex.assert_trees_all_close(inside[1], after[1], rtol=1e-4)
+    assert inside[1].known > 0
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("body", ["scan", "a rule of the user"])  # one that a weight in the cotangent would change
+def test_a_micro_step_weighs_gradients_where_they_arise(body, cast):
+    dtype, inner = CASTS[cast]
+    tx, p = optax_accum.accumulate_gradients(optax.sgd(1.0), every=2), params(dtype)
+    states = []
+    for flag in (True, False):
+        step = jax.jit(optax_accum.value_and_apply_gradients(loss_of(body, inner), tx, in_place=flag))
+        states.append(step(p, tx.init(p), TOKENS[:8])[2].acc_grads)  # a power of two is exact anywhere
+    chex.assert_trees_all_equal(*states)
+
+
+def test_what_is_not_known_of_an_equation_is_no_matter(monkeypatch):
+    """Where nothing is followed, each parameter is used where the loss takes it in."""
+    p, f = cut("checkpoint in a scan", "bfloat16")
+    known = jax.jit(f(in_place=True))(p, TOKENS)
+    monkeypatch.setattr(sinks, "FOLLOW", {})
+    chex.assert_trees_all_equal(jax.jit(f(in_place=True))(p, TOKENS), known)
+
+
+def test_an_integer_has_no_sink_and_a_complex_number_has():
+    def loss(p, x):
+        return jnp.mean(jnp.abs(p["c"] * x * p["n"] + p["h"]) ** 2).astype(jnp.float32)
+
+    p = {"c": jnp.complex64(1 + 2j), "n": jnp.int32(3), "h": jnp.float16(0.5)}
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every=2)
+    tx = optax.masked(tx, {"c": True, "n": False, "h": True})
+    x = jnp.arange(4.0)
+    states = [
+        jax.jit(optax_accum.value_and_apply_gradients(loss, tx, in_place=flag))(p, tx.init(p), x)[2]
+        for flag in (None, False)
+    ]
+    chex.assert_trees_all_close(*states, rtol=1e-6)
+
+
+def test_a_parameter_that_is_returned_or_printed_is_no_matter(capfd):
+    def loss(p, x):
+        jax.debug.print("{}", p[0, 0])
+        return jnp.mean((p.astype(jnp.float32) - x) ** 2), p
+
+    p, x = jnp.ones((1, 3), jnp.bfloat16), jnp.arange(12.0).reshape(4, 3)
+    f = functools.partial(optax_accum.value_and_grad, loss, num_microbatches=2, has_aux=True, aux_reduction="last")
+    inside, after = (jax.jit(f(in_place=flag))(p, x) for flag in (True, False))
+    chex.assert_trees_all_equal(inside, after)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["1"] * 4
