@@ -1,6 +1,5 @@
 """Owns the question whether a train step that accumulates keeps the law, and why not. Knows no framework."""
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,11 +9,11 @@ import optax
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.rows import count_rows
+from optax_accum._verify import foreign, step_params, step_probes
 from optax_accum._verify import step_faults as faults
-from optax_accum._verify import step_params, step_probes
 from optax_accum._verify.report import Cause, Report, order
 from optax_accum._verify.step_calls import Steps, reference
-from optax_accum._verify.step_errors import LONG, Errors, StepErrors
+from optax_accum._verify.step_errors import Errors, StepErrors
 from optax_accum._verify.step_runs import DRAWS
 
 LEAST = 3  # entries of the parameters that change
@@ -106,16 +105,16 @@ def verify_step(
       >>> [cause.kind for cause in optax_accum.verify_step(make_step, batch).causes]
       ['sum for a mean']
     """
-    every, count = _check(batch, every, group_size)
+    arrays = foreign.opened("batch", batch)
+    every, count = _check(arrays, every, group_size)
     rtol = checks.as_tolerance("rtol", rtol)
-    cut, one = Steps(make_step, every), None if optimizer or loss else Steps(make_step, 1)
+    cut, one = Steps(make_step, batch, every), None if optimizer or loss else Steps(make_step, batch, 1)
+    finds = params, params
     if one is None:
-        one = Steps(_reference(optimizer, loss, step_params.subtree(cut.carry, params)), 1)
-    leaves = step_params.common(one.carry, cut.carry, params if one.make_step is make_step else None, params)
-    longer = lambda: Steps(make_step, LONG * every)
-    epsilon = one.rounding(batch)
-    limit = rtol or math.sqrt(epsilon)
-    runs = StepErrors(one, cut, longer, batch, count, group_size, within_call, epsilon, limit, leaves)
+        one = Steps(_reference(optimizer, loss, step_params.subtree(cut.carry, params)), batch, 1)
+        finds = None, params
+    runs = StepErrors(one, cut, foreign.cuttable(arrays, one.is_jax), count, group_size, within_call, rtol, finds)
+    step_params.check(one.carry, cut.carry, *finds)
     runs.settle()
     rows = count * group_size
     if hidden := _check_reference(runs):
