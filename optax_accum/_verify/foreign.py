@@ -115,9 +115,8 @@ def _as(array: Any, like: Any) -> Any:
 
 def _numbers(tensor: Any) -> np.ndarray:
     """Returns a copy of a tensor in NumPy, in JAX's dtype of that name where NumPy has none."""
-    tensor, name = tensor.detach().cpu(), str(tensor.dtype).removeprefix("torch.")
-    known = hasattr(np, name)
-    return np.array(tensor if known else tensor.float(), None if known else getattr(jnp, name))
+    dtype = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+    return np.array((tensor if dtype.isbuiltin == 1 else tensor.float()).numpy(force=True), dtype)
 
 
 def _of_module(module: Any, _: dict[int, str]) -> Tree:

@@ -1,0 +1,224 @@
+"""Is each planted fault found and named in loops of PyTorch and accelerate, and is nothing found in sound ones?"""
+
+import copy
+import dataclasses
+import functools
+import warnings
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from benchmarks.verify_step import KINDS  # noqa: E402
+from optax_accum import verify_step  # noqa: E402
+
+K, N = 4, 16
+torch.set_num_threads(1)
+draw = np.random.default_rng(0)
+BATCH = {
+    "x": torch.tensor(draw.normal(size=(N, 6)), dtype=torch.float32),
+    "y": torch.tensor(draw.normal(size=(N, 3)), dtype=torch.float32),
+    "mask": torch.tensor(draw.uniform(0.2, 3, size=N), dtype=torch.float32),
+}
+
+
+def rows_of(batch):
+    return len(batch["x"])
+
+
+def tokens_of(batch):
+    return batch["mask"].sum()
+
+
+def squares(model, batch):
+    """Returns the mean over rows."""
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def masked(model, batch):
+    """Returns the mean over tokens."""
+    each = ((model(batch["x"]) - batch["y"]) ** 2).mean(1)
+    return (batch["mask"] * each).sum() / batch["mask"].sum()
+
+
+def normalised(model, batch):
+    """Returns a loss with advantages that are normalised in it."""
+    gain = (batch["mask"] - batch["mask"].mean()) / batch["mask"].std()
+    return (gain * model(batch["x"]).tanh().mean(1)).mean()
+
+
+def multilayer(*between):
+    return nn.Sequential(nn.Linear(6, 5), *between, nn.Tanh(), nn.Linear(5, 3))
+
+
+def momentum(params):
+    return torch.optim.SGD(params, 0.1, momentum=0.9)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, 1e-2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop of PyTorch as one writes it by hand, and the places where it can go wrong."""
+
+    loss: object = squares
+    between: tuple = ()  # layers between the first two
+    optimizer: object = momentum
+    weight: object = rows_of
+    divisor: object = lambda n, total, k: total
+    due: object = lambda n, k: n == k
+    clip: object = lambda model: None  # at the window's end
+    each: object = lambda model, grads: grads  # of each micro-batch's gradients
+    join: object = torch.add
+    dtype: object = torch.float32  # of sums
+    held: object = lambda model: None
+    empties: object = lambda model: model.zero_grad()
+    guarded: bool = False
+    scheduled: str = ""  # when the schedule steps: at each "micro-step", at each "update"
+    seeded: bool = False  # whether each micro-batch draws what the first one does
+
+    def __call__(self, every):
+        torch.manual_seed(0)
+        model = multilayer(*copy.deepcopy(self.between))
+        optimizer = self.optimizer(model.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        n, total, seed = 0, 0.0, 0
+
+        def step(carry, batch, last=False):
+            nonlocal n, total, seed
+            if self.seeded and n == 0:
+                seed = int(torch.randint(2**31, ()))
+            if self.seeded:
+                torch.manual_seed(seed)
+            n, total = n + 1, total + self.weight(batch)
+            loss = self.loss(model, batch) * self.weight(batch)
+            grads = self.each(model, torch.autograd.grad(loss, list(model.parameters())))
+            for p, g in zip(model.parameters(), grads, strict=True):
+                old = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = self.join(old.to(self.dtype), g.to(self.dtype)).to(p.dtype)
+            if self.scheduled == "micro-step":  # PyTorch warns of the first one, which is right; later it says nothing
+                with warnings.catch_warnings(action="ignore"):
+                    schedule.step()
+            if not (self.due(n, every) or last):
+                self.held(model)
+                return carry
+            for p in model.parameters():
+                p.grad = p.grad / self.divisor(n, total, every)
+            self.clip(model)
+            if not self.guarded or all(p.grad.isfinite().all() for p in model.parameters()):
+                optimizer.step()
+                self.empties(model)
+            if self.scheduled == "update":
+                schedule.step()
+            n, total = 0, 0.0
+            return carry
+
+        carry = (model, optimizer, schedule, torch.default_generator)
+        return step, carry if self.between or self.seeded else carry[:3], functools.partial(step, last=True)
+
+
+def in_windows(**fields):
+    """A fault that make_step(1) has not."""
+    return lambda every: (Loop(**fields) if every > 1 else Loop())(every)
+
+
+def sliced(every):
+    """A step that cuts its batch into slices of as many rows, and forgets what is left."""
+    step, carry, _ = Loop()(every)
+
+    def whole(carry, batch):
+        size = rows_of(batch) // every
+        for n in range(every):
+            carry = step(carry, {name: leaf[n * size : (n + 1) * size] for name, leaf in batch.items()})
+        return carry
+
+    return whole, carry
+
+
+@torch.no_grad()
+def decay(model):
+    for p in model.parameters():
+        p *= 0.99
+
+
+def clip_each(model, grads):
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    return [g / norm for g in grads]
+
+
+def zeroed_when_it_steps(every):
+    """A NaN stays in `.grad`: what is not finite is skipped, and never zeroed."""
+    empties = lambda model: model.zero_grad()
+    if every > 1:
+        return Loop(guarded=True, empties=empties)(every)
+    return Loop(guarded=True, join=lambda old, new: new)(every)
+
+
+FAULTS = {
+    "never closes": in_windows(due=lambda n, k: n > k),
+    "only the first gradient": Loop(join=lambda old, new: old if old.any() else new),
+    "only the last gradient": Loop(join=lambda old, new: new, divisor=lambda n, total, k: total / n),
+    "divided twice": Loop(divisor=lambda n, total, k: n * total),
+    "divided by the full k": Loop(divisor=lambda n, total, k: total / n * k),
+    "sum for a mean": Loop(divisor=lambda n, total, k: total / n),
+    "mean of means": Loop(masked, weight=lambda batch: 1.0),
+    "clipping at each micro-step": Loop(each=clip_each),
+    "optimizer at each micro-step": Loop(due=lambda n, k: True),
+    "moves while held": Loop(held=decay),
+    "shared key": Loop(between=(nn.Dropout(0.5),), seeded=True),
+    "low-precision sum": Loop(dtype=torch.bfloat16),
+    "NaN poison": zeroed_when_it_steps,
+    "coupled examples": Loop(between=(nn.BatchNorm1d(5),)),
+    "not emptied": in_windows(empties=lambda model: None, divisor=lambda n, total, k: total),
+    "rows left out": sliced,
+}
+OPTIONS = {"rows left out": {"within_call": True}}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_each_planted_fault_is_named(kind):
+    report = verify_step(FAULTS[kind], BATCH, **OPTIONS.get(kind, {}))
+    assert [cause.kind for cause in report.causes] == [kind], str(report)
+    assert not report.holds
+
+
+def test_every_kind_is_planted():
+    assert sorted(FAULTS) == sorted(KINDS)
+
+
+AGAIN = {
+    "a schedule that counts micro-steps": (Loop(scheduled="micro-step"), "optimizer at each micro-step"),
+    "advantages": (Loop(normalised), "coupled examples"),
+    "a sum under Adam": (Loop(optimizer=adamw, divisor=lambda n, total, k: total / n), "sum for a mean"),
+    "tokens under Adam": (Loop(masked, optimizer=adamw, weight=lambda batch: 1.0), "mean of means"),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_other_ways_to_a_fault(name):
+    make_step, kind = AGAIN[name]
+    report = verify_step(make_step, BATCH, uneven=False)
+    assert [cause.kind for cause in report.causes] == [kind], str(report)
+
+
+SOUND = {
+    "momentum": Loop(),
+    "AdamW, tokens": Loop(masked, optimizer=adamw, weight=tokens_of),
+    "Adafactor": Loop(optimizer=lambda params: torch.optim.Adafactor(params, 1e-2)),
+    "NAdam, a schedule": Loop(optimizer=lambda params: torch.optim.NAdam(params, 1e-2), scheduled="update"),
+    "clipped": Loop(clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05)),
+    "dropout": Loop(between=(nn.Dropout(0.5),)),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_nothing_is_found_in_a_sound_loop(name):
+    report = verify_step(SOUND[name], BATCH)
+    report.check()
+    assert report.random == (name == "dropout")
+    assert any("state/" in path for path in report.errors)  # moments, which AdamW makes at its first update
