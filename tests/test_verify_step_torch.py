@@ -222,3 +222,149 @@ def test_nothing_is_found_in_a_sound_loop(name):
     report.check()
     assert report.random == (name == "dropout")
     assert any("state/" in path for path in report.errors)  # moments, which AdamW makes at its first update
+
+
+# Other ways to write a loop.
+
+
+def of_state_dicts(every):
+    """A carry of tensors, as from `model.state_dict()`, and a step that puts them into the model and returns new ones."""
+    torch.manual_seed(0)
+    model = multilayer()
+    zeros = {name: torch.zeros_like(of) for name, of in model.state_dict().items()}
+
+    def step(carry, batch):
+        model.load_state_dict(carry["params"])
+        grads = torch.autograd.grad(squares(model, batch) * rows_of(batch), list(model.parameters()))
+        acc = {name: old + new for (name, old), new in zip(carry["acc"].items(), grads, strict=True)}
+        n, rows = carry["n"] + 1, carry["rows"] + rows_of(batch)
+        if n < every:
+            return carry | {"acc": acc, "n": n, "rows": rows}
+        params = {name: of - 0.1 * acc[name] / rows for name, of in carry["params"].items()}
+        return {"params": params, "acc": zeros, "n": 0, "rows": 0}
+
+    params = {name: of.clone() for name, of in model.state_dict().items()}
+    return step, {"params": params, "acc": zeros, "n": 0, "rows": 0}
+
+
+def in_bfloat16(every):
+    """A model of narrow parameters, whose gradients PyTorch adds in its dtype."""
+    torch.manual_seed(0)
+    model = multilayer().to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    n = 0
+
+    def step(carry, batch):
+        nonlocal n
+        n += 1
+        (squares(model, {name: of.to(torch.bfloat16) for name, of in batch.items()}) / every).backward()
+        if n % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        return carry
+
+    return step, (model, optimizer)
+
+
+@pytest.mark.parametrize("make_step", [of_state_dicts, in_bfloat16])
+def test_a_sound_loop_in_other_words(make_step):
+    report = verify_step(make_step, BATCH, uneven=make_step is of_state_dicts)
+    assert report.holds, str(report)
+
+
+@pytest.mark.usefixtures("rank_promotion")
+def test_the_loss_may_be_written_in_jax_instead():
+    """Then make_step(1) is not asked."""
+    import jax.numpy as jnp
+    import optax
+
+    def loss(params, batch):
+        h = jnp.tanh(batch["x"] @ params["0.weight"].T + params["0.bias"])
+        return jnp.mean((h @ params["2.weight"].T + params["2.bias"] - batch["y"]) ** 2)
+
+    options = {"optimizer": optax.sgd(0.1, 0.9), "loss": loss, "uneven": False}
+    assert verify_step(Loop(), BATCH, **options).holds
+    report = verify_step(Loop(divisor=lambda n, total, k: total / k), BATCH, **options)
+    assert [cause.kind for cause in report.causes] == ["sum for a mean"], str(report)
+
+
+def test_a_tensor_that_requires_a_gradient_is_refused():
+    """Gradients stand in its `.grad`, which is not carried. The remedies work."""
+    step, (model, *_), _ = Loop()(K)
+    named = lambda every: (step, {"params": dict(model.named_parameters())})
+    with pytest.raises(ValueError, match=r"the carry must not require a gradient: \['params'\]\['0.bias'\] does.*detach"):
+        verify_step(named, BATCH)
+    with pytest.raises(ValueError, match=r"the batch must not require a gradient: \['x'\]"):
+        verify_step(Loop(), BATCH | {"x": torch.ones(N, 6, requires_grad=True)})
+
+    def detached(every):
+        step, carry, _ = Loop()(every)
+        seen = lambda: {"params": {name: of.detach() for name, of in carry[0].named_parameters()}}
+        return lambda _, batch: (step(carry, batch), seen())[1], seen()
+
+    assert verify_step(detached, BATCH, uneven=False).holds
+
+
+def test_a_step_that_returns_nothing_is_told_what_to_return():
+    with pytest.raises(TypeError, match="it returned None.*as NNX and PyTorch do, return that"):
+        verify_step(lambda every: (lambda *_: None, Loop()(every)[1]), BATCH)
+
+
+# accelerate.
+
+
+def usual(loss):
+    """The loop of the documentation of accelerate."""
+
+    def make_step(every):
+        accelerate = pytest.importorskip("accelerate")
+        torch.manual_seed(0)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=every)
+        model = multilayer()
+        optimizer = adamw(model.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        model, optimizer, _ = accelerator.prepare(model, optimizer, schedule)
+
+        def step(carry, batch):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            return carry
+
+        return step, (model, optimizer)
+
+    return make_step
+
+
+def token_weighted(every):
+    """That of its guide for sequences of unequal length: the tokens of all micro-batches are counted beforehand."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=every)
+    model, optimizer = accelerator.prepare(multilayer(), None)[0], None
+    optimizer = accelerator.prepare(adamw(model.parameters()))
+
+    def step(carry, batch):
+        parts = [{name: of for name, of in zip(batch, cut)} for cut in zip(*(of.tensor_split(every) for of in batch.values()))]
+        tokens = sum(tokens_of(part) for part in parts)
+        for part in parts:
+            with accelerator.accumulate(model):
+                each = ((model(part["x"]) - part["y"]) ** 2).mean(1)
+                accelerator.backward((part["mask"] * each).sum() * accelerator.gradient_accumulation_steps / tokens)
+                optimizer.step()
+                optimizer.zero_grad()
+        return carry
+
+    return step, (model, optimizer)
+
+
+def test_the_usual_loop_of_accelerate():
+    assert verify_step(usual(squares), BATCH, uneven=False).holds
+    report = verify_step(usual(masked), BATCH, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["mean of means"], str(report)
+
+
+def test_the_token_weighted_loop_of_accelerate():
+    report = verify_step(token_weighted, BATCH, within_call=True)
+    assert report.holds, str(report)

@@ -92,7 +92,16 @@ def cuttable(batch: Tree, of_jax: bool) -> Tree:
 
 def given(batch: Tree, like: Tree) -> Tree:
     """Returns a batch of NumPy arrays as arrays of the kinds and dtypes of another."""
-    return jax.tree.map(_as, batch, like)
+    return in_order(jax.tree.map(_as, batch, like), like)
+
+
+def in_order(tree: Tree, like: Tree) -> Tree:
+    """Returns a tree whose dicts have the order of another: JAX sorts them, and others unpack `batch.values()`."""
+    if type(like) is dict:
+        return {key: in_order(tree[key], node) for key, node in like.items()}
+    if type(like) in (list, tuple):
+        return type(like)(map(in_order, tree, like))
+    return tree
 
 
 def as_jax(tree: Tree) -> Tree:
