@@ -292,7 +292,9 @@ def test_a_tensor_that_requires_a_gradient_is_refused():
     """Gradients stand in its `.grad`, which is not carried. The remedies work."""
     step, (model, *_), _ = Loop()(K)
     named = lambda every: (step, {"params": dict(model.named_parameters())})
-    with pytest.raises(ValueError, match=r"the carry must not require a gradient: \['params'\]\['0.bias'\] does.*detach"):
+    with pytest.raises(
+        ValueError, match=r"the carry must not require a gradient: \['params'\]\['0.bias'\] does.*detach"
+    ):
         verify_step(named, BATCH)
     with pytest.raises(ValueError, match=r"the batch must not require a gradient: \['x'\]"):
         verify_step(Loop(), BATCH | {"x": torch.ones(N, 6, requires_grad=True)})
@@ -346,7 +348,8 @@ def token_weighted(every):
     optimizer = accelerator.prepare(adamw(model.parameters()))
 
     def step(carry, batch):
-        parts = [{name: of for name, of in zip(batch, cut)} for cut in zip(*(of.tensor_split(every) for of in batch.values()))]
+        cuts = zip(*(of.tensor_split(every) for of in batch.values()), strict=True)
+        parts = [dict(zip(batch, cut, strict=True)) for cut in cuts]
         tokens = sum(tokens_of(part) for part in parts)
         for part in parts:
             with accelerator.accumulate(model):

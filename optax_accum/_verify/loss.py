@@ -29,6 +29,7 @@ class Loss:
     weight_fn: Callable[..., Any] | None
     rng_argnum: Name | None
     carry_argnum: Name | None
+    argnums: tuple[Name, ...]  # where the user's function takes `args`
 
     def terms(self, params: Tree, batch: Tree, *args: Any) -> Any:
         """Returns the loss, or the dict of its terms."""

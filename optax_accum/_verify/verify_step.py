@@ -8,6 +8,8 @@ import optax
 
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.callables import as_function
+from optax_accum._core.leaves import short
 from optax_accum._core.rows import count_rows
 from optax_accum._verify import foreign, step_params, step_probes
 from optax_accum._verify import step_faults as faults
@@ -190,7 +192,12 @@ def _reference(optimizer: Any, loss: Any, params: Tree) -> Callable[[int], Any]:
     if optimizer is None or loss is None:
         given, other = ("loss", "optimizer") if optimizer is None else ("optimizer", "loss")
         raise TypeError(f"A reference needs both: {given}= was given, {other}= was not. Pass both, or neither.")
-    return reference(checks.as_transformation(optimizer), loss, params)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizer must be an optax.GradientTransformation: optimizer={short(optimizer)}. Pass what a factory "
+            "returned, such as optax.adam(1e-3)."
+        )
+    return reference(optimizer, as_function(loss, "loss"), params)
 
 
 def _check_reference(runs: StepErrors) -> Cause | None:
