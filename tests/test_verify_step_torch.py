@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import functools
+import pathlib
+import re
 import warnings
 
 import numpy as np
@@ -371,3 +373,13 @@ def test_the_usual_loop_of_accelerate():
 def test_the_token_weighted_loop_of_accelerate():
     report = verify_step(token_weighted, BATCH, within_call=True)
     assert report.holds, str(report)
+
+
+def test_the_page_of_the_docs_runs():
+    pytest.importorskip("accelerate")
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "check_a_pytorch_loop.md").read_text()
+    blocks = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    torch.manual_seed(0)
+    exec(compile("\n".join(blocks), "check_a_pytorch_loop.md", "exec"), {})
+    assert len(blocks) == 3
+    assert all(f"`{kind}`" in page for kind in KINDS)

@@ -13,7 +13,7 @@ from optax_accum._core.arithmetic import Tree
 class Kept(NamedTuple):
     """What an optimizer or a schedule of PyTorch keeps: a NamedTuple with a `count`, as Optax's states are."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # not of a tuple: of updates
     state: dict[str, dict[str, np.ndarray]]  # "exp_avg", say -> name of the parameter -> as the parameter
 
 

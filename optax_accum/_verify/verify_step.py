@@ -35,7 +35,7 @@ def verify_step(
     group_size: int = 1,
     rtol: float | None = None,
 ) -> Report:
-    """Tells whether a train step accumulates as it should, and if not, why, and what to do. The step may be anyone's.
+    """Tells whether a train step accumulates as it should, and if not, why, and what to do. It need not be JAX's.
 
         step, carry = make_step(every)        carry = step(carry, micro_batch), as often as there are micro-batches
 
@@ -47,8 +47,11 @@ def verify_step(
     Args:
       make_step: called with the length of a window, returns `(step, carry)`, the same carry each time. Where a window
         may end early, it returns `(step, carry, last_step)`; the last micro-batch of the data is given to `last_step`.
-        A carry is a pytree: of arrays, a Flax TrainState, NNX modules, the lists of Keras' stateless calls.
-      batch: a pytree of arrays with rows, `2 * every` of them or more. Scalars and keys in it are not cut.
+        A carry is a pytree: of arrays, a Flax TrainState, NNX modules, the lists of Keras' stateless calls, modules
+        and optimizers of PyTorch. If it holds JAX's arrays alone, the step is JAX's: it gets JAX's arrays, and is
+        traced once, to see its dtypes. Any other runs as it is, and gets what the batch is made of.
+      batch: a pytree of arrays with rows, JAX's, NumPy's or PyTorch's, `2 * every` of them or more. Scalars and keys in
+        it are not cut.
       every: the length of the window, 2 or more.
       within_call: whether one call of `step` gets the whole batch and cuts it into `every` micro-batches itself.
       uneven: whether micro-batches may have unequal numbers of rows, as at the end of an epoch.
@@ -66,10 +69,11 @@ def verify_step(
       A `Report`, as from `verify`. In a test write `verify_step(...).check()`.
 
     Raises:
-      TypeError, ValueError: a batch too small to cut; an `rtol` that is not above 0; a `make_step` that returns
-        something else, or other parameters each time; a step that returns nothing; a carry without parameters; a
-        reference whose update is zero, or not finite, or moves one or two numbers only; a random step whose key is
-        neither in the carry nor in the batch, or of which nothing is linear in the gradient.
+      TypeError, ValueError: a tensor that requires a gradient in the carry; a batch too small to cut; an `rtol` that is
+        not above 0; a `make_step` that returns something else, or other parameters each time; a step that returns
+        nothing; a carry without parameters; a reference whose update is zero, or not finite, or moves one or two
+        numbers only; a random step whose key is neither in the carry nor in the batch, or of which nothing is linear in
+        the gradient.
 
     Guarantees:
       | case | result | known when |
