@@ -309,6 +309,14 @@ def test_a_tensor_that_requires_a_gradient_is_refused():
     assert verify_step(detached, BATCH, uneven=False).holds
 
 
+def test_dropout_without_a_generator_is_told_where_to_put_one():
+    without = lambda every: (lambda step, carry, last: (step, carry[:3], last))(
+        *Loop(between=(nn.Dropout(0.5),))(every)
+    )
+    with pytest.raises(ValueError, match="put the key into the carry.*of PyTorch, torch.default_generator"):
+        verify_step(without, BATCH)
+
+
 def test_a_step_that_returns_nothing_is_told_what_to_return():
     with pytest.raises(TypeError, match="it returned None.*as NNX and PyTorch do, return that"):
         verify_step(lambda every: (lambda *_: None, Loop()(every)[1]), BATCH)

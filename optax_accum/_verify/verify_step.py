@@ -233,5 +233,6 @@ def _check_reference(runs: StepErrors) -> Cause | None:
         return Cause(faults.SHARED_KEY, says)
     raise ValueError(
         "The update of the whole batch changes with the order of its rows. If that is by a random key, let make_step "
-        "put the key into the carry, to be drawn anew. If rows belong together, pass group_size."
+        "put the key into the carry, to be drawn anew; of PyTorch, torch.default_generator. If rows belong together, "
+        "pass group_size."
     )
