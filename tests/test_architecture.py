@@ -84,7 +84,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_compiled": [{"absent", "programs"}, {"targets"}, {"collectives", "traffic", "footprint"}],
     "_plan": [{"search", "budgets", "picture", "steps"}, {"plan"}, {"trials"}, {"planning"}],
     "_verify": [
-        {"loss", "report"},
+        {"foreign", "loss", "report"},
         {"loss_draws", "loss_mixtures", "step_carries", "step_explanations"},
         {"loss_runs", "step_calls", "step_params", "step_windows"},
         {"loss_probes", "step_runs"},

@@ -398,3 +398,53 @@ def test_a_report_shows_the_eight_leaves_that_are_farthest(leaves, says):
     lines = str(Report(True, errors, dict.fromkeys(errors, 1.0), (), 8, 2, False)).splitlines()
     assert [line.split()[-1] for line in lines[2:10]] == [str(number) for number in range(leaves)][:-9:-1]
     assert [line.strip() for line in lines[10:]] == [says] * (says is not None)
+
+
+# Several arguments that hold the batch.
+
+
+def of_two(params, x, key, target):
+    return dropout(params, {"x": x, "y": target["y"]}, key)
+
+
+def masked_of_two(params, x, target):
+    return masked(params, {"x": x} | target)
+
+
+TARGET = {name: BATCH[name] for name in ("y", "mask")}
+SEVERAL = {
+    "a key between them": (of_two, (KEY, TARGET), {"batch_argnums": (1, "target"), "rng_argnum": "key"}, []),
+    "a key for all": (of_two, (KEY, TARGET), {"batch_argnums": (1, 3)}, ["shared key"]),
+    "a mean of means": (masked_of_two, (TARGET,), {"batch_argnums": (1, 2)}, ["weights"]),
+    "weighed": (
+        masked_of_two,
+        (TARGET,),
+        {"batch_argnums": (1, 2), "weight_fn": lambda x, target: target["mask"].sum()},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_arguments_may_hold_the_batch(name):
+    fun, args, options, kinds = SEVERAL[name]
+    report = verify(fun, W, BATCH["x"], *args, **options)
+    assert [cause.kind for cause in report.causes] == kinds, str(report)
+    assert ("the key in argument 2" in str(report)) == (kinds == ["shared key"])
+
+
+def test_a_leaf_of_one_of_them_is_named():
+    def loss(params, x, target):
+        reward = (target["reward"] - target["reward"].mean()) / target["reward"].std()
+        return policy_gradient(params, REWARDS | {"x": x, "advantage": reward} | target)
+
+    target = {name: REWARDS[name] for name in ("reward", "label")}
+    report = verify(loss, W, REWARDS["x"], target, batch_argnums=(1, 2))
+    assert "The leaf ['target']['reward'] of the batch is normalised over its rows" in str(report)
+
+
+def test_messages_name_options_that_verify_has():
+    with pytest.raises(ValueError, match=r"argument 2 has shape \(8, 3\).*batch_argnums.*whole_argnums=2"):
+        verify(lambda params, x, y: mse(params, {"x": x, "y": y}), W, BATCH["x"], BATCH["y"])
+    with pytest.raises(TypeError, match=r"params must be of floating point.*\['n'\] there is int32\[\]. Pass it in"):
+        verify(mse, W | {"n": jnp.int32(3)}, BATCH)

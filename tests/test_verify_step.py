@@ -620,7 +620,11 @@ BAD = {
     "no pair": (lambda every: W, {}, r"must return \(step, carry\).*make_step\(4\) returned array"),
     "no last step": (lambda every: (*Loop()(every)[:2], 3), {}, "last_step must be a function"),
     "no parameters": (lambda every: (lambda c, b: c, {"n": 1}), {}, "must hold the parameters.*params=lambda carry"),
-    "nothing returned": (lambda every: (lambda c, b: None, (W,)), {}, "it returned None.*in place, as NNX does"),
+    "nothing returned": (
+        lambda every: (lambda c, b: None, (W,)),
+        {},
+        "it returned None.*in place, as NNX and PyTorch do",
+    ),
     "more than the carry": (lambda every: (lambda c, b: (c, 0.5), {"w": W}), {}, r"a tuple that begins with it.*\[0\]"),
     "a step that does nothing": (lambda every: (lambda c, b: c, (W,)), {}, "must move the parameters.*take nnx.jit"),
     "random and linear in nothing": (
@@ -636,6 +640,7 @@ BAD = {
     ),
     "no tolerance": (Loop(), {"rtol": np.nan}, "rtol must be a finite number above 0: rtol=nan. Leave it out"),
     "a loss alone": (Loop(), {"loss": loss}, "loss= was given, optimizer= was not"),
+    "no optimizer": (Loop(), {"optimizer": optax.sgd, "loss": loss}, "^optimizer must be an optax.Gr.*optax.adam"),
     "an optimizer alone": (Loop(), {"optimizer": optax.sgd(0.1)}, "optimizer= was given, loss= was not"),
     "a hidden key": (
         lambda every: (

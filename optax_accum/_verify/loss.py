@@ -29,6 +29,7 @@ class Loss:
     weight_fn: Callable[..., Any] | None
     rng_argnum: Name | None
     carry_argnum: Name | None
+    argnums: tuple[Name, ...]  # where the user's function takes `args`
 
     def terms(self, params: Tree, batch: Tree, *args: Any) -> Any:
         """Returns the loss, or the dict of its terms."""
@@ -119,10 +120,11 @@ def floats(batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray]
     """Yields for each leaf of real numbers in rows its path, its numbers, and what puts others in their place."""
     leaves, treedef = jax.tree.flatten(batch)
     for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(batch)):
-        dtype, before, after = jnp.result_type(leaf), leaves[:number], leaves[number + 1 :]
+        dtype, before, after = getattr(leaf, "dtype", jnp.result_type(leaf)), leaves[:number], leaves[number + 1 :]
         if splitting.is_split(leaf) and jnp.issubdtype(dtype, jnp.floating):
-            put = lambda new, dtype=dtype, before=before, after=after: jax.tree.unflatten(
-                treedef, [*before, jnp.asarray(new, dtype), *after]
+            kind = np if isinstance(leaf, np.ndarray) else jnp  # as it came: float64 stays so in NumPy alone
+            put = lambda new, kind=kind, dtype=dtype, before=before, after=after: jax.tree.unflatten(
+                treedef, [*before, kind.asarray(new, dtype), *after]
             )
             yield jax.tree_util.keystr(path), wide(leaf), put
 

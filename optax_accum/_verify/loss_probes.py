@@ -20,7 +20,8 @@ def shared_key(runs: LossRuns) -> str:
     roles = (runs.loss.rng_argnum, runs.loss.carry_argnum, *runs.shared)
     for number, arg in enumerate(runs.loss.args, start=2):
         if number not in roles and any(map(is_key, jax.tree.leaves(arg))) and _changes_with(runs, number):
-            return f"The loss changes with the key in argument {number}, of which all micro-batches get the same."
+            name = runs.loss.argnums[number - 2]
+            return f"The loss changes with the key in argument {name!r}, of which all micro-batches get the same."
     return ""
 
 

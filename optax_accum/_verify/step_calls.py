@@ -12,9 +12,10 @@ import numpy as np
 import optax
 
 from optax_accum._core.arithmetic import Tree
+from optax_accum._verify import foreign
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify.loss import wide
-from optax_accum._verify.step_carries import Numbers
+from optax_accum._verify.step_carries import Numbers, is_inexact
 
 EPSILONS = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
 
@@ -22,23 +23,25 @@ EPSILONS = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 
 class Steps:
     """What `make_step(every)` returns, run as often as one likes from the carry that it begins with."""
 
-    def __init__(self, make_step: Callable[[int], Any], every: int) -> None:
-        self.make_step, self.every = make_step, every
-        self.step, self.carry, self.last = self._made()
-        arrays = jax.Array | np.ndarray | np.generic | bool | int | float | complex
-        self._fresh = not all(isinstance(leaf, arrays) or callable(leaf) for leaf in jax.tree.leaves(self.carry))
+    def __init__(self, make_step: Callable[[int], Any], batch: Tree, every: int) -> None:
+        """Takes a batch to know what arrays the step is to be given."""
+        self.make_step, self.every, self._batch = make_step, every, batch
+        self.step, self._carry, self.last = self._made()
+        self.is_jax = foreign.is_jax(self._carry)
+        self.carry = self._end = foreign.opened("carry", self._carry)
+        self._later: Numbers = {}  # zeros for what is carried from the first update on
+        self._fresh = not all(map(_is_copied, jax.tree.leaves(self._carry)))
 
     def run(self, *windows: Sequence[Tree], last: bool = False, draw: int | None = None) -> list[Numbers]:
         """Returns the numbers of the carry at first and after each window; `last` is the step for the last call."""
-        step, carry, last_step = self._made() if self._fresh else (self.step, _copied(self.carry), self.last)
-        carry = carry if draw is None else carries.redrawn(carry, draw)
-        seen = [carries.numbers(carry)]
+        step, carry, last_step = self._made() if self._fresh else (self.step, _copied(self._carry), self.last)
+        carry = foreign.in_order(carries.redrawn(carry, draw), self._carry)
+        seen = [self._numbers(carry if self.is_jax else self.carry)]  # which has the dtypes that its numbers get later
         for window in windows:
             for number, batch in enumerate(window, start=1):
-                batch = batch if draw is None else carries.redrawn(batch, draw)
                 take = last_step if last and number == len(window) else step
-                carry = self._checked(take(carry, batch))  # type: ignore[misc]
-            seen.append(carries.numbers(carry))
+                carry = self._checked(take(carry, self._given(carries.redrawn(batch, draw))))  # type: ignore[misc]
+            seen.append(self._numbers(carry))
         return seen
 
     def settle(self, batches: Sequence[Tree]) -> None:
@@ -46,14 +49,37 @@ class Steps:
         runs = [self.run(*([batch] for batch in (*batches, batches[0]))) for _ in range(2)]
         same = lambda a, b: a.keys() == b.keys() and all(np.array_equal(a[path], b[path], equal_nan=True) for path in a)
         self._fresh = self._fresh or not all(map(same, *runs))
+        if not self.is_jax:
+            self.carry = foreign.begun(self.carry, self._end)
+            began = carries.numbers(self.carry)
+            self._later = {path: leaf for path, leaf in began.items() if path not in runs[0][0]}
 
     def rounding(self, batch: Tree) -> float:
-        """Returns the machine epsilon of the narrowest float in the step, or in its carry where it cannot be traced."""
+        """Returns the machine epsilon of the narrowest float in the step, or in its arguments if it is not traced.
+
+        A step of JAX is, this once; any other runs as it is.
+        """
+        given = [float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves((self.carry, batch)) if is_inexact(leaf)]
         try:
-            text = str(jax.make_jaxpr(self.step)(_copied(self.carry), batch))
+            text = str(jax.make_jaxpr(self.step)(_copied(self._carry), self._given(batch))) if self.is_jax else ""
         except Exception:  # a step may be a loop on the host
-            text = str(jax.make_jaxpr(lambda *leaves: leaves)(*_arrays((self.carry, batch))))
-        return max((EPSILONS.get(name, 0) for name in re.findall(r"\b(\w+)\[", text)), default=0) or EPSILONS["f32"]
+            text = ""
+        traced = [EPSILONS[name] for name in re.findall(r"\b(\w+)\[", text) if name in EPSILONS]
+        return max(traced or given, default=EPSILONS["f32"])
+
+    def longer(self, times: int) -> "Steps":
+        """Returns the same for windows so many times as long."""
+        steps = Steps(self.make_step, self._batch, times * self.every)
+        steps._later = self._later
+        return steps
+
+    def _given(self, batch: Tree) -> Tree:
+        """Returns what the step gets: JAX's arrays if it is JAX's, otherwise such as the user's batch has."""
+        return foreign.as_jax(batch) if self.is_jax else foreign.given(batch, self._batch)
+
+    def _numbers(self, carry: Tree) -> Numbers:
+        self._end = foreign.opened("carry", carry)
+        return self._later | carries.numbers(self._end)
 
     def _made(self) -> tuple[Callable[..., Any], Tree, Callable[..., Any] | None]:
         made = self.make_step(self.every)
@@ -70,10 +96,10 @@ class Steps:
     def _checked(self, new: Tree) -> Tree:
         if new is None:
             raise TypeError(
-                "step must return the next carry: it returned None. Where it changes the carry in place, as NNX does, "
-                "return that."
+                "step must return the next carry: it returned None. Where it changes the carry in place, as NNX and "
+                "PyTorch do, return that."
             )
-        own = jax.tree.structure(self.carry)
+        own = jax.tree.structure(self._carry)
         if isinstance(new, tuple) and new and jax.tree.structure(new) != own == jax.tree.structure(new[0]):
             raise TypeError(
                 "step must return the next carry alone: it returned a tuple that begins with it. Pass "
@@ -84,6 +110,7 @@ class Steps:
 
 def reference(optimizer: optax.GradientTransformation, loss: Callable[..., Any], params: Tree) -> Callable[[int], Any]:
     """Returns the `make_step` of a plain step on the whole batch."""
+    params = foreign.as_jax(params)
 
     @jax.jit
     def step(carry: Tree, batch: Tree) -> Tree:
@@ -104,7 +131,7 @@ def nudged(batch: Tree, number: int) -> Tree:
 
     def nudge(leaf: Any) -> Any:
         by = 4 * float(jnp.finfo(leaf.dtype).eps) * random.uniform(-1, 1, np.shape(leaf))
-        return jnp.asarray(wide(leaf) * (1 + by), leaf.dtype)
+        return (wide(leaf) * (1 + by)).astype(leaf.dtype)
 
     fine = lambda leaf: number and _is_float(leaf) and leaf.dtype.itemsize >= 4
     return jax.tree.map(lambda leaf: nudge(leaf) if fine(leaf) else leaf, batch)
@@ -112,7 +139,13 @@ def nudged(batch: Tree, number: int) -> Tree:
 
 def spoilt(batch: Tree, rows: slice) -> Tree:
     """Returns a batch with NaN in all floats of some rows."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf).at[rows].set(math.nan) if _is_float(leaf) else leaf, batch)
+
+    def spoil(leaf: Any) -> Any:
+        leaf = leaf.copy()
+        leaf[rows] = math.nan
+        return leaf
+
+    return jax.tree.map(lambda leaf: spoil(leaf) if _is_float(leaf) else leaf, batch)
 
 
 def _is_float(leaf: Any) -> bool:
@@ -134,8 +167,7 @@ def _with_own_arrays(carry: Tree) -> Tree:
     leaves, treedef = jax.tree.flatten(carry)
     at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     copies = dict(zip(at, _copies([leaves[n] for n in at]), strict=True))
-    own = lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-    return jax.tree.unflatten(treedef, [copies.get(n, own(leaf)) for n, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(treedef, [copies.get(n, foreign.copied(leaf)) for n, leaf in enumerate(leaves)])
 
 
 @jax.jit
@@ -143,8 +175,10 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
     return [array.copy() for array in arrays]
 
 
-def _arrays(tree: Tree) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array | np.ndarray)]
+def _is_copied(leaf: Any) -> bool:
+    """Returns whether a run may begin with a copy of a leaf, or with the leaf itself, which does not change."""
+    numbers = np.generic | bool | int | float | complex
+    return foreign.is_array(leaf) or isinstance(leaf, numbers) or (callable(leaf) and not foreign.is_held(leaf))
 
 
 def _short(value: Any) -> str:

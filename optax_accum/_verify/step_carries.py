@@ -9,6 +9,7 @@ import numpy as np
 
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.leaves import is_key
+from optax_accum._verify import foreign
 from optax_accum._verify.loss import wide
 
 Path = tuple[str, ...]
@@ -46,13 +47,19 @@ def counters(carry: Tree) -> list[Path]:
 
 
 def has_keys(tree: Tree) -> bool:
-    """Whether there is a random key in a tree."""
-    return any(is_key(leaf) for leaf in jax.tree.leaves(tree))
+    """Whether there is a random key in a tree, or a generator of random numbers."""
+    return any(is_key(leaf) or foreign.is_generator(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def redrawn(tree: Tree, number: int) -> Tree:
-    """Returns a tree whose keys are `number`'s own."""
-    return jax.tree.map(lambda leaf: _folded(leaf, number) if is_key(leaf) else leaf, tree)
+def redrawn(tree: Tree, number: int | None) -> Tree:
+    """Returns a tree whose keys are `number`'s own, or the same for None; generators begin anew in either case."""
+
+    def draw(leaf: Any) -> Any:
+        if foreign.is_generator(leaf):
+            return foreign.seeded(leaf, number or 0)
+        return leaf if number is None or foreign.is_tensor(leaf) or not is_key(leaf) else _folded(leaf, number)
+
+    return jax.tree.map(draw, tree)
 
 
 def leaves_of(carry: Tree) -> list[tuple[Path, Any]]:

@@ -59,7 +59,7 @@ class StepErrors(StepRuns):
             return 0.0
         many = self.even() * LONG
         (again,) = self.changes(self.one, [self.of(np.concatenate(many))])
-        (found,) = self.changes(self.longer(), self.calls(many))
+        (found,) = self.changes(self.cut.longer(LONG), self.calls(many))
         if max(e.fit(mean(again), slot)[0] for slot in e.sums) > LONG**0.5:
             found = {name: _along(self.ends[0][name], leaf / LONG, e.drift[name]) for name, leaf in found.items()}
         return beyond(found, self.ends[0])

@@ -35,13 +35,6 @@ def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Le
     """Returns what is compared, by name: all parameters, and what of the optimizer's state both carry."""
     (root, params), (other_root, others) = params_of(one, find_one), params_of(cut, find_cut)
     start, then = carries.numbers(one), carries.numbers(cut)
-    same = lambda name: np.array_equal(start[params[name]], then[others[name]], equal_nan=True)
-    if params.keys() != others.keys() or not all(map(same, params)):
-        what = f"other values of {_listed(params)}" if params.keys() == others.keys() else _listed(others)
-        raise ValueError(
-            f"make_step must begin with the same parameters whatever it is called with: 1 gives {_listed(params)}, the "
-            f"window's length {what}. Make them once, or from the same seed; params=lambda carry: ... finds them."
-        )
     epsilons = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in leaves_of(one) if is_inexact(leaf)}
     leaf = lambda slot, path, other, drift: Leaf(slot, path, other, epsilons[path], start[path], drift)
     found = {name: leaf("params", path, others[name], start[path]) for name, path in params.items()}
@@ -52,6 +45,19 @@ def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Le
             drift = start[params[name]] if alike else np.zeros_like(start[path])
             found[named(path)] = leaf("/".join((*stem, "")), path, other, drift)
     return found
+
+
+def check(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> None:
+    """Raises unless both carries begin with the same parameters."""
+    (_, params), (_, others) = params_of(one, find_one), params_of(cut, find_cut)
+    start, then = carries.numbers(one), carries.numbers(cut)
+    same = lambda name: np.array_equal(start[params[name]], then[others[name]], equal_nan=True)
+    if params.keys() != others.keys() or not all(map(same, params)):
+        what = f"other values of {_listed(params)}" if params.keys() == others.keys() else _listed(others)
+        raise ValueError(
+            f"make_step must begin with the same parameters whatever it is called with: 1 gives {_listed(params)}, the "
+            f"window's length {what}. Make them once, or from the same seed; params=lambda carry: ... finds them."
+        )
 
 
 def params_of(carry: Tree, find: Find) -> tuple[Path, dict[str, Path]]:

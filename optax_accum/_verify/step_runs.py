@@ -2,20 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.leaves import is_key
 from optax_accum._verify import step_carries as carries
+from optax_accum._verify import step_params
 from optax_accum._verify.loss import largest
 from optax_accum._verify.step_calls import Steps
 from optax_accum._verify.step_carries import Numbers
 from optax_accum._verify.step_explanations import MORE, NEAR, Change, Explanations
-from optax_accum._verify.step_params import Leaf
+from optax_accum._verify.step_params import Find, Leaf
 from optax_accum._within import splitting
 
 Rows = list[np.ndarray]  # the rows of each micro-batch of a window
@@ -28,14 +27,12 @@ class StepRuns:
 
     one: Steps
     cut: Steps
-    longer: Callable[[], Steps]
-    batch: Tree
+    batch: Tree  # of NumPy arrays, and keys
     count: int  # rows, or groups of them
     group_size: int
     within_call: bool
-    epsilon: float  # of the narrowest float in the step
-    rtol: float
-    leaves: dict[str, Leaf]
+    given_rtol: float | None
+    finds: tuple[Find, Find]  # where the parameters are in the carry of each, if a user says so
 
     def even(self, number: int = 0) -> Rows:
         """The rows of a window of equal micro-batches; in the next window others stand together."""
@@ -45,8 +42,7 @@ class StepRuns:
     def of(self, rows: np.ndarray) -> Tree:
         """Returns rows of the batch; where a row is a group, all that are in it."""
         rows = (rows[:, None] * self.group_size + np.arange(self.group_size)[None]).reshape(-1)
-        cut = lambda leaf: leaf[rows] if is_key(leaf) else jnp.asarray(np.asarray(leaf)[rows])
-        return jax.tree.map(lambda leaf: cut(leaf) if splitting.is_split(leaf) else leaf, self.batch)
+        return jax.tree.map(lambda leaf: leaf[rows] if splitting.is_split(leaf) else leaf, self.batch)
 
     def calls(self, parts: Rows) -> list[Tree]:
         """Returns what the step is called with in a window."""
@@ -75,6 +71,21 @@ class StepRuns:
         if steps is self.one:
             return [[self.of(np.concatenate(parts))]]
         return [self.calls(parts * (steps.every // len(parts)))]
+
+    @functools.cached_property
+    def epsilon(self) -> float:
+        """The machine epsilon of the narrowest float in the reference."""
+        return self.one.rounding(self.batch)
+
+    @property
+    def rtol(self) -> float:
+        """The largest relative error that counts as rounding."""
+        return self.given_rtol or math.sqrt(self.epsilon)
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """What is compared."""
+        return step_params.common(self.one.carry, self.cut.carry, *self.finds)
 
     @functools.cached_property
     def leads(self) -> bool:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.callables import as_function, as_weight_fn
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, short
 from optax_accum._core.ratio import check_loss
-from optax_accum._core.roles import Roles
+from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
 from optax_accum._verify.loss import Loss, grouped, uneven
@@ -35,6 +37,7 @@ def verify(
     carry_argnum: Name | None = None,
     accumulator_dtype: Any = None,
     group_size: int = 1,
+    batch_argnums: Name | Sequence[Name] = 1,
     whole_argnums: Name | Sequence[Name] = (),
     rtol: float | None = None,
 ) -> Report:
@@ -64,6 +67,8 @@ def verify(
       carry_argnum: the argument that is threaded through the micro-batches, by position or name.
       accumulator_dtype: the dtype in which gradients are added, or a prefix of `params` with several.
       group_size: how many consecutive rows belong together: the answers to one prompt, say, or pairs.
+      batch_argnums: the arguments that hold the batch, by position or name, as `value_and_grad` takes them: with (1, 2)
+        the first of `*args` does, too. `weight_fn` takes each of them.
       whole_argnums: the argument, or several, by position or name, that every micro-batch gets whole on purpose, though
         it has as many rows as the batch, or is a key.
       rtol: the largest relative error that counts as rounding. By default the square root of the machine epsilon of
@@ -75,8 +80,8 @@ def verify(
 
     Raises:
       TypeError, ValueError: too few rows, groups or micro-batches; an `rtol` that is not above 0; an argument with as
-        many rows as the batch that is neither in it nor in `whole_argnums`; a loss that is no scalar, or that cannot
-        take a micro-batch; a loss or gradient of the whole batch that is not finite; a gradient that is zero
+        many rows as the batch that is in neither `batch_argnums` nor `whole_argnums`; a loss that is no scalar, or that
+        cannot take a micro-batch; a loss or gradient of the whole batch that is not finite; a gradient that is zero
         everywhere, for then nothing would be compared.
 
     Guarantees:
@@ -115,23 +120,47 @@ def verify(
       Mean of means: the gradient accumulation bug found in 2024 in several trainers (unsloth.ai/blog/gradient).
     """
     roles: dict[str, Any] = {"rng_argnum": rng_argnum, "carry_argnum": carry_argnum, "whole_argnums": whole_argnums}
-    named = Roles(fun, **roles)
+    named = Roles(fun, batch_argnums=batch_argnums, **roles)
     fun, weight_fn = as_function(fun), as_weight_fn(weight_fn, named)
     call = named.of((params, batch, *args), {})
-    loss = Loss(fun, params, args, has_aux, weight_fn, call.rng, call.carry)
+    loss, batch, whole = _gathered(fun, weight_fn, has_aux, call, named)
     rows = _check(loss, batch, num_microbatches, group_size)
     rtol = checks.as_tolerance("rtol", rtol)
-    call.check_shared(rows, keys=False, named=False)  # a probe looks for those
+    call.check_shared(rows, keys=False)  # a probe looks for those
     batch = grouped(batch, group_size)
     if impure := _impure(loss, batch):
         return Report(False, {}, {}, (impure,), rows, num_microbatches, False)
     _check_sizes(loss, batch, rows // group_size, num_microbatches, group_size)
     limits = (_rounding(loss, batch), SUMS) if rtol is None else (rtol, rtol)
     count = rows // group_size
-    runs = LossRuns(loss, batch, count, num_microbatches, accumulator_dtype, *limits, call.whole)
+    runs = LossRuns(loss, batch, count, num_microbatches, accumulator_dtype, *limits, whole)
     found = tuple(causes(runs))
     errors, limits = ({path: pair[i] for path, pair in runs.as_asked.items()} for i in (0, 1))
     return Report(runs.holds and not found, errors, limits, found, rows, num_microbatches, runs.random)
+
+
+def _gathered(
+    fun: Callable[..., Any], weight_fn: Callable[..., Any] | None, has_aux: bool, call: Call, roles: Roles
+) -> tuple[Loss, Tree, tuple[Name, ...]]:
+    """Returns the loss as a function of one batch, that batch, and which of the other arguments stay whole.
+
+    Several arguments that hold the batch are one dict, by the names of their parameters.
+    """
+    (params,), batches = call[call.params], call[call.batch]
+    rest = tuple(n for n in call.arguments if n not in (*call.params, *call.batch))
+    place: dict[Name | None, Name] = {n: at for at, n in enumerate(rest, start=2)}
+    names = [str(roles.signature.parameter(n)) for n in call.batch]
+    one = len(names) == 1
+    parts = lambda batch: (batch,) if one else tuple(batch[name] for name in names)
+
+    def of_one(params: Tree, batch: Tree, *args: Any) -> Any:
+        given = dict(zip((*call.params, *call.batch, *rest), (params, *parts(batch), *args), strict=True))
+        return call.with_arguments(given).apply(fun)
+
+    weigh = None if weight_fn is None else lambda batch: weight_fn(*parts(batch))
+    loss = Loss(of_one, params, call[rest], has_aux, weigh, place.get(call.rng), place.get(call.carry), rest)
+    batch = batches[0] if one else dict(zip(names, batches, strict=True))
+    return loss, batch, tuple(place[n] for n in call.whole if n in place)
 
 
 def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> int:
@@ -139,8 +168,15 @@ def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> i
     if (checks.as_positive("num_microbatches", num_microbatches) or 0) < 2:
         raise ValueError(f"There must be a cut to compare: num_microbatches={num_microbatches}. Pass 2 or more.")
     checks.as_positive("group_size", group_size)
-    checks.check_differentiable(loss.params)
-    rows, needed = count_rows(batch, named=False), group_size * max(4, num_microbatches)
+    check_arrays("params", loss.params, NOT_ARRAYS)
+    for path, leaf in jax.tree.leaves_with_path(loss.params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            where = jax.tree_util.keystr(path) or "the only leaf"
+            raise TypeError(
+                f"params must be of floating point, to be differentiated: at {where} there is {short(leaf)}. Pass it "
+                "in *args."
+            )
+    rows, needed = count_rows(batch), group_size * max(4, num_microbatches)
     of_groups = "" if group_size == 1 else f" of group_size={group_size}, {needed // group_size} groups"
     if rows < needed:
         raise ValueError(

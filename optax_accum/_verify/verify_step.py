@@ -1,6 +1,5 @@
 """Owns the question whether a train step that accumulates keeps the law, and why not. Knows no framework."""
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,12 +8,14 @@ import optax
 
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.callables import as_function
+from optax_accum._core.leaves import short
 from optax_accum._core.rows import count_rows
+from optax_accum._verify import foreign, step_params, step_probes
 from optax_accum._verify import step_faults as faults
-from optax_accum._verify import step_params, step_probes
 from optax_accum._verify.report import Cause, Report, order
 from optax_accum._verify.step_calls import Steps, reference
-from optax_accum._verify.step_errors import LONG, Errors, StepErrors
+from optax_accum._verify.step_errors import Errors, StepErrors
 from optax_accum._verify.step_runs import DRAWS
 
 LEAST = 3  # entries of the parameters that change
@@ -34,7 +35,7 @@ def verify_step(
     group_size: int = 1,
     rtol: float | None = None,
 ) -> Report:
-    """Tells whether a train step accumulates as it should, and if not, why, and what to do. The step may be anyone's.
+    """Tells whether a train step accumulates as it should, and if not, why, and what to do. It need not be JAX's.
 
         step, carry = make_step(every)        carry = step(carry, micro_batch), as often as there are micro-batches
 
@@ -46,8 +47,11 @@ def verify_step(
     Args:
       make_step: called with the length of a window, returns `(step, carry)`, the same carry each time. Where a window
         may end early, it returns `(step, carry, last_step)`; the last micro-batch of the data is given to `last_step`.
-        A carry is a pytree: of arrays, a Flax TrainState, NNX modules, the lists of Keras' stateless calls.
-      batch: a pytree of arrays with rows, `2 * every` of them or more. Scalars and keys in it are not cut.
+        A carry is a pytree: of arrays, a Flax TrainState, NNX modules, the lists of Keras' stateless calls, modules
+        and optimizers of PyTorch. If it holds JAX's arrays alone, the step is JAX's: it gets JAX's arrays, and is
+        traced once, to see its dtypes. Any other runs as it is, and gets what the batch is made of.
+      batch: a pytree of arrays with rows, JAX's, NumPy's or PyTorch's, `2 * every` of them or more. Scalars and keys in
+        it are not cut.
       every: the length of the window, 2 or more.
       within_call: whether one call of `step` gets the whole batch and cuts it into `every` micro-batches itself.
       uneven: whether micro-batches may have unequal numbers of rows, as at the end of an epoch.
@@ -65,10 +69,11 @@ def verify_step(
       A `Report`, as from `verify`. In a test write `verify_step(...).check()`.
 
     Raises:
-      TypeError, ValueError: a batch too small to cut; an `rtol` that is not above 0; a `make_step` that returns
-        something else, or other parameters each time; a step that returns nothing; a carry without parameters; a
-        reference whose update is zero, or not finite, or moves one or two numbers only; a random step whose key is
-        neither in the carry nor in the batch, or of which nothing is linear in the gradient.
+      TypeError, ValueError: a tensor that requires a gradient in the carry; a batch too small to cut; an `rtol` that is
+        not above 0; a `make_step` that returns something else, or other parameters each time; a step that returns
+        nothing; a carry without parameters; a reference whose update is zero, or not finite, or moves one or two
+        numbers only; a random step whose key is neither in the carry nor in the batch, or of which nothing is linear in
+        the gradient.
 
     Guarantees:
       | case | result | known when |
@@ -106,16 +111,16 @@ def verify_step(
       >>> [cause.kind for cause in optax_accum.verify_step(make_step, batch).causes]
       ['sum for a mean']
     """
-    every, count = _check(batch, every, group_size)
+    arrays = foreign.opened("batch", batch)
+    every, count = _check(arrays, every, group_size)
     rtol = checks.as_tolerance("rtol", rtol)
-    cut, one = Steps(make_step, every), None if optimizer or loss else Steps(make_step, 1)
+    cut, one = Steps(make_step, batch, every), None if optimizer or loss else Steps(make_step, batch, 1)
+    finds = params, params
     if one is None:
-        one = Steps(_reference(optimizer, loss, step_params.subtree(cut.carry, params)), 1)
-    leaves = step_params.common(one.carry, cut.carry, params if one.make_step is make_step else None, params)
-    longer = lambda: Steps(make_step, LONG * every)
-    epsilon = one.rounding(batch)
-    limit = rtol or math.sqrt(epsilon)
-    runs = StepErrors(one, cut, longer, batch, count, group_size, within_call, epsilon, limit, leaves)
+        one = Steps(_reference(optimizer, loss, step_params.subtree(cut.carry, params)), batch, 1)
+        finds = None, params
+    runs = StepErrors(one, cut, foreign.cuttable(arrays, one.is_jax), count, group_size, within_call, rtol, finds)
+    step_params.check(one.carry, cut.carry, *finds)
     runs.settle()
     rows = count * group_size
     if hidden := _check_reference(runs):
@@ -191,7 +196,12 @@ def _reference(optimizer: Any, loss: Any, params: Tree) -> Callable[[int], Any]:
     if optimizer is None or loss is None:
         given, other = ("loss", "optimizer") if optimizer is None else ("optimizer", "loss")
         raise TypeError(f"A reference needs both: {given}= was given, {other}= was not. Pass both, or neither.")
-    return reference(checks.as_transformation(optimizer), loss, params)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizer must be an optax.GradientTransformation: optimizer={short(optimizer)}. Pass what a factory "
+            "returned, such as optax.adam(1e-3)."
+        )
+    return reference(optimizer, as_function(loss, "loss"), params)
 
 
 def _check_reference(runs: StepErrors) -> Cause | None:
@@ -223,5 +233,6 @@ def _check_reference(runs: StepErrors) -> Cause | None:
         return Cause(faults.SHARED_KEY, says)
     raise ValueError(
         "The update of the whole batch changes with the order of its rows. If that is by a random key, let make_step "
-        "put the key into the carry, to be drawn anew. If rows belong together, pass group_size."
+        "put the key into the carry, to be drawn anew; of PyTorch, torch.default_generator. If rows belong together, "
+        "pass group_size."
     )

@@ -1,0 +1,176 @@
+"""Owns what a step may carry that is not JAX's: NumPy's arrays, PyTorch's tensors and objects. Runs no step."""
+
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_accum._core.arithmetic import Tree
+
+
+class Kept(NamedTuple):
+    """What an optimizer or a schedule of PyTorch keeps: a NamedTuple with a `count`, as Optax's states are."""
+
+    count: int  # type: ignore[assignment]  # not of a tuple: of updates
+    state: dict[str, dict[str, np.ndarray]]  # "exp_avg", say -> name of the parameter -> as the parameter
+
+
+def is_jax(carry: Tree) -> bool:
+    """Returns whether a step is JAX's, by what it carries: no array of NumPy's, nothing of PyTorch's."""
+    foreign = lambda leaf: isinstance(leaf, np.ndarray) or is_tensor(leaf) or is_held(leaf)
+    return not any(map(foreign, jax.tree.leaves(carry)))
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, whoever made it."""
+    return isinstance(leaf, jax.Array | np.ndarray) or is_tensor(leaf)
+
+
+def is_held(leaf: Any) -> bool:
+    """Returns whether a leaf is an object that changes in place: a module, an optimizer, a schedule, a generator."""
+    return is_generator(leaf) or _is_module(leaf) or _is_optimizer(leaf) or _is_schedule(leaf)
+
+
+def is_generator(leaf: Any) -> bool:
+    """Returns whether a leaf is a source of random numbers that changes in place."""
+    return isinstance(leaf, np.random.Generator) or _is_of(leaf, lambda torch: torch.Generator)
+
+
+def seeded(generator: Any, number: int) -> Any:
+    """Returns a generator, which begins with this seed from now on: whoever else holds it draws from it, too."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(number).state
+        return generator
+    return generator.manual_seed(number)
+
+
+def opened(what: str, tree: Tree) -> Tree:
+    """Returns a carry or a batch with copies in NumPy of arrays that are not JAX's, also of what objects hold.
+
+    A module becomes its "params" and "buffers", by name, an optimizer what it keeps for each parameter, by that name.
+    """
+    modules = filter(_is_module, jax.tree.leaves(tree))
+    names = {id(of): name for module in modules for name, of in module.named_parameters()}
+
+    def open_(path: Any, leaf: Any) -> Any:
+        if is_tensor(leaf) and leaf.requires_grad:
+            raise ValueError(
+                f"A tensor in the {what} must not require a gradient: {jax.tree_util.keystr(path) or 'it'} does, and "
+                "what stands in its .grad is not carried. Return tensor.detach(), or the module itself, as in "
+                "(model, optimizer)."
+            )
+        return next((opens(leaf, names) for of, opens in _OPENS if of(leaf)), leaf)
+
+    return jax.tree.map_with_path(open_, tree)
+
+
+def begun(first: Tree, later: Tree) -> Tree:
+    """Returns what an opened carry began with, in its later dtypes; zeros for what came later, as PyTorch's moments."""
+    known, found = (dict(jax.tree.leaves_with_path(tree)) for tree in (first, later))
+    if not known.keys() <= found.keys():
+        return first
+
+    def put(path: Any, leaf: Any) -> Any:
+        began = known[path] if path in known else np.zeros_like(leaf) if isinstance(leaf, np.ndarray) else leaf
+        return np.asarray(began, leaf.dtype) if isinstance(began, np.ndarray) and is_array(leaf) else began
+
+    return jax.tree.map_with_path(put, later)
+
+
+def cuttable(batch: Tree, of_jax: bool) -> Tree:
+    """Returns an opened batch all in NumPy, but for keys; `of_jax`: in the dtypes that JAX has."""
+
+    def cut(leaf: Any) -> Any:
+        if (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)) or not is_array(leaf):
+            return leaf
+        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype) if of_jax else leaf.dtype)
+
+    return jax.tree.map(cut, batch)
+
+
+def given(batch: Tree, like: Tree) -> Tree:
+    """Returns a batch of NumPy arrays as arrays of the kinds and dtypes of another."""
+    return in_order(jax.tree.map(_as, batch, like), like)
+
+
+def in_order(tree: Tree, like: Tree) -> Tree:
+    """Returns a tree whose dicts have the order of another: JAX sorts them, and others unpack `batch.values()`."""
+    if type(like) is dict:
+        return {key: in_order(tree[key], node) for key, node in like.items()}
+    if type(like) in (list, tuple):
+        return type(like)(map(in_order, tree, like))
+    return tree
+
+
+def as_jax(tree: Tree) -> Tree:
+    """Returns a tree of NumPy arrays as JAX's."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
+def copied(leaf: Any) -> Any:
+    """Returns an array with numbers of its own."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf.clone() if is_tensor(leaf) else leaf
+
+
+def _as(array: Any, like: Any) -> Any:
+    if is_tensor(like):  # PyTorch knows not all of NumPy's dtypes, and none of JAX's
+        return like.new_tensor(array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array)
+    if isinstance(like, jax.Array) and isinstance(array, np.ndarray):
+        return jnp.asarray(array, like.dtype)
+    return np.asarray(array, like.dtype) if isinstance(like, np.ndarray) else array
+
+
+def _numbers(tensor: Any) -> np.ndarray:
+    """Returns a copy of a tensor in NumPy, in JAX's dtype of that name where NumPy has none."""
+    dtype = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+    return np.array((tensor if dtype.isbuiltin == 1 else tensor.float()).numpy(force=True), dtype)
+
+
+def _of_module(module: Any, _: dict[int, str]) -> Tree:
+    of = lambda pairs: {name: _numbers(tensor) for name, tensor in pairs}
+    return {"params": of(module.named_parameters()), "buffers": of(module.named_buffers())}
+
+
+def _of_optimizer(optimizer: Any, names: dict[int, str]) -> Kept:
+    """Returns the moments of an optimizer, by parameter, and the number of its updates, if it counts them."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    kept: dict[str, dict[str, np.ndarray]] = {}
+    for number, param in enumerate(params):
+        for key, value in optimizer.state.get(param, {}).items():
+            if is_tensor(value) and value.ndim:
+                kept.setdefault(key, {})[names.get(id(param), str(number))] = _numbers(value)
+    return Kept(max((int(optimizer.state.get(param, {}).get("step", 0)) for param in params), default=0), kept)
+
+
+def _is_of(leaf: Any, kind: Any) -> bool:
+    """Returns whether a leaf is of a kind of PyTorch's, which is not imported here: who has one has imported it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(leaf, kind(torch))
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Returns whether a leaf is a tensor of PyTorch's."""
+    return _is_of(leaf, lambda torch: torch.Tensor)
+
+
+def _is_module(leaf: Any) -> bool:
+    return _is_of(leaf, lambda torch: torch.nn.Module)
+
+
+def _is_optimizer(leaf: Any) -> bool:
+    return _is_of(leaf, lambda torch: torch.optim.Optimizer)
+
+
+def _is_schedule(leaf: Any) -> bool:
+    return _is_of(leaf, lambda torch: torch.optim.lr_scheduler.LRScheduler)
+
+
+_OPENS = (  # what a leaf may be, and what is seen of it
+    (lambda leaf: isinstance(leaf, np.ndarray), lambda array, _: array.copy()),
+    (is_tensor, lambda tensor, _: _numbers(tensor)),
+    (_is_module, _of_module),
+    (_is_optimizer, _of_optimizer),
+    (_is_schedule, lambda schedule, _: Kept(schedule.last_epoch, {})),
+)
