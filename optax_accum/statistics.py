@@ -12,10 +12,11 @@ sources and examples. What to make of it: `optax_accum.batching`.
 """
 
 from optax_accum._across.noise_scale import gradient_noise_scale
-from optax_accum._core.meter import Options
+from optax_accum._core.meter import Layers, Options
 from optax_accum._core.noise import NoiseScale, Statistics, smooth
 
 __all__ = [
+    "Layers",
     "NoiseScale",
     "Options",
     "Statistics",
