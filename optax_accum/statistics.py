@@ -1,7 +1,7 @@
 """Experimental: what the gradients of a window tell.
 
-* `accumulate_gradients(..., statistics=True)`, or `statistics=Options(decay, groups)`: `metrics(state)` has norms, noise
-  and signal by name. `Layers` measures stacked layers one by one.
+* `accumulate_gradients(..., statistics=True)`, or `statistics=Options(decay, groups)`: `metrics(state)` has norms,
+  noise and signal by name. `Layers` measures stacked layers one by one.
 * `value_and_grad(..., statistics=True)` returns `((value, statistics), gradient)`, where `value` is what it is without;
   `smooth(old, new, decay)` smooths statistics from one call to the next.
 * `gradient_noise_scale(state_or_statistics)`: noise, signal and their ratio, in examples or tokens.
