@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, compilers, matching, ratio, sinks, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.parts import Parts
-from optax_accum._core.sinks import Lent, Sink
+from optax_accum._core.sinks import Lent, Sink, Total
 from optax_accum._core.weighing import Index, Weighing
 
 
@@ -63,16 +63,24 @@ class Inside:
       sunk: for each inexact parameter the dtype of its sink, or None where it is differentiated itself.
       squares: zeros for `|g|^2` of each: [], or [n] with one number for each slice; empty if nobody asks.
       factor: what each gradient is multiplied by where it arises; None if the loss is scaled instead.
+      totals: the accumulators, if this is their last gradient.
     """
 
     sunk: tuple[Any, ...]
     squares: Sequence[jax.Array] = ()
     factor: Weight | None = None
+    totals: Sequence[Total] = ()
+
+    def last(self, refs: Sequence[Any], finish: Callable[[jax.Array], jax.Array]) -> "Inside":
+        """Returns how the last gradient is added: each accumulator, or slice of one, is finished where it arises."""
+        dtypes = tuple(jnp.dtype(ref.dtype) for ref in refs)
+        return dataclasses.replace(self, sunk=dtypes, totals=[Total(ref, finish) for ref in refs])
 
     def targets(self, params: Tree) -> Targets:
         """Returns what the loss is differentiated by."""
+        shape = lambda param: () if self.totals else jnp.shape(param)
         leaves = [
-            param if dtype is None else sinks.empty(param, jnp.shape(param), dtype)
+            param if dtype is None else sinks.empty(param, shape(param), dtype)
             for param, dtype in zip(_inexact(params), self.sunk, strict=True)
         ]
         return Targets(leaves, list(self.squares))
@@ -82,17 +90,18 @@ class Inside:
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)
 
         def run(targets: Targets) -> Any:
-            squares = targets.squares or [None] * len(targets.leaves)
-            lent = iter(map(self._lent, _inexact(params), self.sunk, targets.leaves, squares))
+            none = [None] * len(targets.leaves)
+            squares, totals = targets.squares or none, self.totals or none
+            lent = iter(map(self._lent, _inexact(params), self.sunk, targets.leaves, squares, totals))
             values = [next(lent) if _is_inexact(leaf) else leaf for leaf in jax.tree.leaves(params)]
             results = sinks.run(program.jaxpr, program.consts, values)
             return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
         return run
 
-    def _lent(self, param: Any, dtype: Any, target: Any, square: Any) -> Any:
+    def _lent(self, param: Any, dtype: Any, target: Any, square: Any, total: Total | None) -> Any:
         factor = None if self.factor is None else jnp.asarray(self.factor)
-        return target if dtype is None else Lent(param, Sink(target, square, factor))
+        return target if dtype is None else Lent(param, Sink(target, square, factor), total)
 
 
 class Backward:
@@ -116,6 +125,8 @@ class Backward:
         assert self.inside is not None
         scales = self.inside.factor is None
         one = self.one * jnp.asarray(weight, self.one.dtype) if scales else self.one
+        if self.inside.totals:  # they have them already
+            return self.backward(one)[0].squares
         squares: list[Any] = list(map(jax.new_ref, self.inside.squares))
         self.backward.with_refs(Targets(list(refs), squares))(one)
         undone = arithmetic.reciprocal(weight) ** 2 if scales else 1.0

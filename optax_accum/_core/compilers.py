@@ -216,6 +216,7 @@ def moved(leaf: Any, *, to_host: bool) -> Any:
 # Collectives
 
 CHIPS = 8  # of a TPU, over which one reduce-scatter is one
+WORTH_HIDING = 64 << 20  # bytes
 SLICES, LARGE = 16, 32 << 20  # bytes; an all-reduce of less is mostly waiting
 
 

@@ -6,6 +6,7 @@ sink, to which JAX can add in place; and the square of a gradient can be read as
 """
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,16 +33,38 @@ class Sink(NamedTuple):
     factor: jax.Array | None = None
 
 
+@jax.tree_util.register_static
+class Total:
+    """An accumulator that takes its last gradient.
+
+    Attributes:
+      ref: holds the sum so far: of the parameter's shape.
+      finish: makes of the whole sum what is to be in its place, a slice at a time: adds it over devices.
+    """
+
+    def __init__(self, ref: Any, finish: Callable[[jax.Array], jax.Array]):
+        self.ref, self.finish = ref, finish
+
+
 class Lent(NamedTuple):
-    """A parameter, or a part of one, with its sink."""
+    """A parameter, or a part of one, with its sink.
+
+    If it has a `total`, its gradient goes there, to the slice `at`, and the sink gets zeros.
+    """
 
     param: jax.Array
     sink: Sink
+    total: Total | None = None
+    at: tuple[jax.Array, ...] = ()
 
     @property
     def at_once(self) -> bool:
-        """Whether the sink must have the whole gradient at once: a square of a sum is no sum of squares."""
-        return self.sink.square is not None or not compilers.ADDS_TO_SLICES
+        """Whether the whole gradient is wanted at once: a square of a sum is no sum of squares."""
+        return self.sink.square is not None or self.total is not None or not compilers.ADDS_TO_SLICES
+
+    def turned(self, length: int) -> "Lent":
+        """Returns this as a scan of so many turns takes it."""
+        return self._replace(at=(*self.at, jnp.arange(length))) if self.total else self
 
 
 @jax.custom_vjp
@@ -60,6 +83,25 @@ def _taken(sink: Sink, cotangent: jax.Array) -> tuple[jax.Array, Sink]:
 _use.defvjp(lambda param, sink: (param, sink), _taken)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _use_last(finish: Any, param: jax.Array, sink: Sink, ref: Any, at: tuple[jax.Array, ...]) -> jax.Array:
+    return param
+
+
+def _used_last(finish: Any, param: jax.Array, sink: Sink, ref: Any, at: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    return param, (sink, ref, at)
+
+
+def _totalled(finish: Any, kept: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    sink, ref, at = kept
+    ref[at or ...] = finish(ref[at or ...] + cotangent.astype(ref.dtype))
+    square = None if sink.square is None else _square(cotangent, sink.square)
+    return jnp.zeros_like(cotangent), Sink(jnp.zeros_like(sink.grad), square), None, None
+
+
+_use_last.defvjp(_used_last, _totalled)
+
+
 def _square(cotangent: jax.Array, like: jax.Array) -> jax.Array:
     parts = (cotangent.real, cotangent.imag) if jnp.iscomplexobj(cotangent) else (cotangent,)
     axes = tuple(range(like.ndim, cotangent.ndim))
@@ -75,7 +117,10 @@ def empty(param: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def used(value: Any) -> Any:
     """Returns a value as an equation takes it: a parameter is used here."""
-    return _use(*value) if isinstance(value, Lent) else value
+    if not isinstance(value, Lent):
+        return value
+    param, sink, total, at = value
+    return _use_last(total.finish, param, sink, total.ref, at) if total else _use(param, sink)
 
 
 def run(program: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -131,7 +176,8 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     params, first = equation.params, num_consts + num_carry
     consts = [used(value) if isinstance(value, Lent) and value.at_once else value for value in values[:num_consts]]
     carry = [used(value) for value in values[num_consts:first]]
-    slices, whole = tracing.parted(list(values[first:]), lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all turns
+    turned = [value.turned(params["length"]) if isinstance(value, Lent) else value for value in values[first:]]
+    slices, whole = tracing.parted(turned, lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all turns
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         results = run(*compilers.opened(params["jaxpr"]), [*consts, *carry, *whole(slices)])

@@ -21,11 +21,12 @@ class Device:
     """One of the devices along the axes, seen from inside what a space runs; without axes the only one.
 
     `one_batch` says that their examples are those of one batch, `shards` how arguments are sharded of which each has
-    a shard.
+    a shard, `adds_up` that what they have is added to one sum, which all get.
     """
 
     axes: Axes = ()
     one_batch: bool = True
+    adds_up: bool = False
     shards: Mapping[Name, Tree] = dataclasses.field(default_factory=dict)
 
     @property
@@ -57,6 +58,10 @@ class Device:
             return jax.tree.map(lambda _: self.vary, arg)
         whole = lambda _, to: functools.partial(mapped.whole, to=to, axes=self.axes)
         return jax.tree.map(whole, arg, self.shards[name])
+
+    def add_up(self, leaf: jax.Array) -> jax.Array:
+        """Returns the sum of a leaf over all devices, as their own."""
+        return self.vary(jax.lax.psum(leaf, self.axes))
 
     def whole(self, value: Any) -> Any:
         """Adds a value over the devices that share one batch."""

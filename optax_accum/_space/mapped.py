@@ -82,6 +82,13 @@ def over_axes(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -
     return run_explicit
 
 
+def alike(rows: Tree, axes: Axes) -> Tree:
+    """Returns rows [d, ...] that are all alike, each on its device, as the one [...] that all devices have."""
+    specs = jax.tree.map(lambda _: PartitionSpec(axes), rows)
+    options = {"in_specs": (specs,), "out_specs": PartitionSpec(), "check_vma": False}  # types know of no such rows
+    return over_axes(as_own, meshes.mesh_of(axes, rows), axes, **options)(rows)
+
+
 def varying(tree: Tree, axes: Axes) -> Tree:
     """Returns `tree` as values that may differ between devices, inside `jax.shard_map`."""
 

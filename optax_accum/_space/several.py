@@ -4,6 +4,7 @@ A tree of them has leaves [d, ...], one partial sum for each of the d devices al
 `jax.shard_map` [1, ...], this device's own.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -89,11 +90,14 @@ class OverMesh(Several):
             return self.total(acc), {}
         return jax.tree.map(lambda leaf, to: partials.scatter(leaf, to, self.axes), acc, self._shardings(acc)), {}
 
+    def alike(self, own: Tree) -> Tree:
+        return mapped.alike(own, self.axes)
+
     def held(self, acc: Tree) -> dict[str, Tree]:
         return {"acc_grads": acc} if self._is_in_place(acc) else {}
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
-        device, names, shards = self.device, tuple(call.arguments), {}
+        device, names, shards = self._device, tuple(call.arguments), {}
         if sharded is not None and self.to is not None:
             to = self._shardings(call.arguments[sharded])
             meshes.check_shards(to, call.arguments[sharded], self.axes)
@@ -114,6 +118,11 @@ class OverMesh(Several):
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
+
+    @property
+    def _device(self) -> Device:
+        everywhere = self.to is None and not self.keeps and tracing.is_staged()
+        return dataclasses.replace(self.device, adds_up=everywhere)
 
     def _shardings(self, params: Tree) -> Tree:
         """Returns how the sum of their gradients is sharded."""

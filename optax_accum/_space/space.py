@@ -58,6 +58,10 @@ class Space:
         """
         return acc, {"acc_grads": acc}
 
+    def alike(self, own: Tree) -> Tree:
+        """Returns what each device has, if all have the same."""
+        return own
+
     def held(self, acc: Tree) -> dict[str, Tree]:
         """Returns the same field of a window that holds: its partial sums."""
         return {"acc_grads": acc}

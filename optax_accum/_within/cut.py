@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, ratio
+from optax_accum._core import arithmetic, checks, compilers, ratio
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Contribution, Inside, added_inside, at_leaves, contribution
 from optax_accum._core.meter import Meter
@@ -20,7 +20,7 @@ from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
 from optax_accum._space.space import PARTIAL
 from optax_accum._within import gradients, microbatches, reductions, splitting
-from optax_accum._within.gradients import Leaves
+from optax_accum._within.gradients import Leaves, Reduced
 from optax_accum._within.microbatches import MicroBatches
 from optax_accum._within.reductions import REDUCTIONS
 from optax_accum._within.weights import Alive, weigh
@@ -68,6 +68,7 @@ class Rules:
     accumulator_dtype: Tree
     in_place: bool | None
     unroll: bool
+    overlap: bool | None
     meter: Meter
     reduce_axes: Axes
     reduce_to: Tree
@@ -97,12 +98,13 @@ class Cut:
     shapes: Parts  # that `fun` returns for a whole micro-batch
     static: bool  # whether all micro-batches have a turn, run or not
     inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
+    overlaps: bool = False  # whether that of the last micro-batch adds them over the devices, too
 
     def add_up(self) -> tuple[Sums, Tree]:
         """Adds up what the micro-batches contribute; beside the sums comes the last carry."""
         refs, totals = self.start()
         add = functools.partial(self.add, refs)
-        order = {"unroll": self.rules.unroll, "static": self.static}
+        order = {"unroll": self.rules.unroll, "static": self.static, "last_apart": self.overlaps}
         totals = self.micro_batches.in_order(add, totals, self.alive, **order)
         return self.finish(refs, totals), totals.carry
 
@@ -120,7 +122,7 @@ class Cut:
     def add(self, refs: Leaves, totals: Totals, index: Index, rows: Any) -> Totals:
         """Adds a micro-batch."""
         with jax.named_scope("optax_accum.micro_batch"):
-            one = self.contribution(self.micro_batches.call_of(index, rows, totals.carry), index)
+            one = self.contribution(self.micro_batches.call_of(index, rows, totals.carry), index, refs)
         with jax.named_scope("optax_accum.add"):
             grads, squares = gradients.add(refs, totals.grads, one.backward, self.kinds)
             samples = self._sampled(totals.samples, one, index, squares)
@@ -140,12 +142,15 @@ class Cut:
         outputs = jax.tree.map(finished, self.reductions, totals.outputs, self.shapes.aux)
         loss = self.weighing.finished(totals.loss, self.loss_dtype)
         weight = self.weighing.weight_of(totals.counted, self.device.count)
+        grads = Reduced(grads) if self.overlaps else grads
         return Sums(loss, totals.counted, grads, outputs, totals.samples, weight)
 
-    def contribution(self, call: Call, index: Index) -> Contribution:
-        """Differentiates one micro-batch."""
-        fun = functools.partial(self.rules.parts_of, call)
-        return contribution(fun, call[call.params], self.weighing, index, self.device.check_loss, self.inside)
+    def contribution(self, call: Call, index: Index, refs: Leaves) -> Contribution:
+        """Differentiates one micro-batch, whose gradient is added to references, if any."""
+        fun, inside = functools.partial(self.rules.parts_of, call), self.inside
+        if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
+            inside = inside.last(refs, self.device.add_up)
+        return contribution(fun, call[call.params], self.weighing, index, self.device.check_loss, inside)
 
     @property
     def params(self) -> tuple[Tree, ...]:
@@ -217,7 +222,23 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     inside = None if again else inside
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
-    return dataclasses.replace(made, micro_batches=micro_batches, inside=inside)
+    overlaps = _overlaps(made, inside)
+    return dataclasses.replace(made, micro_batches=micro_batches, inside=inside, overlaps=overlaps)
+
+
+def _overlaps(made: Cut, inside: Inside | None) -> bool:
+    """Returns whether the last backward pass adds over the devices, too; raises where that is asked for in vain."""
+    rules, size = made.rules, sum(leaf.nbytes for leaf in jax.tree.leaves(made.empty))
+    why_not = None
+    if not made.device.adds_up:
+        why_not = "one reduction to all devices of a mesh (reduce_axes, without reduce_to, not inside jax.shard_map)"
+    elif inside is None or set(jax.tree.leaves(made.kinds)) != {"mean"}:
+        why_not = "gradients that are added inside the backward pass"
+    elif not (made.alive[0] is True and isinstance(made.alive[1], bool)):
+        why_not = "to know the last micro-batch when tracing: with weight_fn, each may weigh nothing"
+    if rules.overlap and why_not:
+        raise ValueError(f"overlap=True needs {why_not}. Leave overlap=None.")
+    return not why_not and (size >= compilers.WORTH_HIDING if rules.overlap is None else rules.overlap)
 
 
 def _counts(

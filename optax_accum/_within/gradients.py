@@ -1,5 +1,6 @@
 """Owns the gradients of micro-batches on their way into one tree: added, in place or not; of some leaves kept."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -50,13 +51,28 @@ def finish(refs: Leaves, totals: Leaves, acc: Tree) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(acc), leaves)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """Gradients that were added over the devices already: each device has the sum."""
+
+    grads: Tree
+
+
+def total(space: Space, own: Tree | Reduced) -> Tree:
+    """Returns the gradients of the whole batch, of what each device has."""
+    return space.alike(own.grads) if isinstance(own, Reduced) else space.reduced(own)[0]
+
+
 def added(tree: Tree, names: Tree) -> Tree:
     """Returns a tree with the leaves that are added, and not kept."""
     return jax.tree.map(lambda leaf, name: None if name in KEPT else leaf, tree, names)
 
 
-def over_devices(names: Tree, space: Space, own: Tree, grads: Tree, params: Tree) -> Tree:
+def over_devices(names: Tree, space: Space, own: Tree | Reduced, grads: Tree, params: Tree) -> Tree:
     """Returns the gradients of the whole batch, with what was kept of all devices; parameters where nothing was run."""
+    if isinstance(own, Reduced):
+        return grads
 
     def leaf(name: str, own: Any, grad: Any, param: Any) -> Any:
         if name == "mean":

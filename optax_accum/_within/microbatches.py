@@ -1,6 +1,7 @@
 """Owns the micro-batches of one call: the call of `fun` for each, in their order. Differentiates nothing."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,18 +50,23 @@ class MicroBatches:
         *,
         unroll: bool,
         static: bool,
+        last_apart: bool = False,
     ) -> Any:
-        """Runs `totals = add(totals, index, rows)` for the micro-batches that are `alive`, the remainder last."""
+        """Runs `totals = add(totals, index, rows)` for the micro-batches that are `alive`, the remainder last.
 
-        def whole(index: Any, totals: Any) -> Any:
+        With `last_apart` the last of them is in no loop.
+        """
+
+        def one(index: Any, totals: Any, *, after: bool = unroll) -> Any:
             rows = self.rows(index)
-            if unroll:
+            if after:  # else compilers begin with it at once, and keep what it needs
                 rows, totals = compilers.ready_together(rows, totals)
             return add(totals, index, rows)
 
-        rest = lambda totals: add(totals, self.split.whole, self.rest)
-        totals = loops.in_order(self.split.whole, alive[0], whole, totals, unroll=unroll, static=static)
-        return loops.if_alive(alive[1], rest, totals, static=static)
+        apart = last_apart and not self.split.rest
+        totals = loops.in_order(self.split.whole - apart, alive[0], one, totals, unroll=unroll, static=static)
+        last = functools.partial(one, self.split.last, after=last_apart)
+        return last(totals) if apart else loops.if_alive(alive[1], last, totals, static=static)
 
     def undifferentiable(self, message: str) -> "MicroBatches":
         """Returns the same; whoever differentiates what is made of it, through a `jit` between, gets the message."""

@@ -31,6 +31,11 @@ class Split(NamedTuple):
         """The number of micro-batches."""
         return self.whole + (self.rest > 0)
 
+    @property
+    def last(self) -> int:
+        """The index of the last micro-batch."""
+        return self.parts - 1
+
 
 class Sizes(NamedTuple):
     """What was asked for: so many micro-batches, or so many rows in each; and so many rows that stay together."""

@@ -40,6 +40,7 @@ def value_and_grad(
     accumulator_dtype: Any = None,
     in_place: bool | None = None,
     unroll: bool = False,
+    overlap: bool | None = None,
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
     statistics: bool | Options = False,
@@ -102,6 +103,8 @@ def value_and_grad(
         loop (jax-ml/jax#12868). Compile time grows with k; before JAX 0.12 several micro-batches are kept at once.
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per call: `optax_accum.sharding`.
       reduce_to: where the sum over them goes: likewise.
+      overlap: whether gradients are added over the devices inside the last micro-batch's backward pass, each behind the
+        products that follow it. That micro-batch is compiled apart. By default where there are 64 MiB or more to add.
       statistics: whether to measure gradients: what comes back is `((value, statistics), gradient)`.
         `optax_accum.statistics`.
 
@@ -161,6 +164,7 @@ def value_and_grad(
         accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
         in_place=in_place,
         unroll=unroll,
+        overlap=overlap,
         meter=as_meter(statistics),
         reduce_axes=checked_axes(reduce_axes, reduce_to, partial=True),
         reduce_to=reduce_to if reduce_to is None or reduce_to == PARTIAL else of_params(reduce_to),
@@ -207,7 +211,7 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
 
     own, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)
     outputs = jax.tree.map(space.output, reductions.names_of(rules.aux_reduction, own.outputs), own.outputs)
-    loss, grads = space.total(own.loss), space.reduced(own.grads)[0]
+    loss, grads = space.total(own.loss), gradients.total(space, own.grads)
     loss, grads = divided((loss, grads), space.total(own.counted))
     kinds = rules.kinds(call[call.params])
     value = rules.returns.joined(Parts(loss, outputs, carry))
