@@ -121,6 +121,7 @@ def why_not_in_place() -> str | None:
 
 ADDS_TO_SLICES = JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference
 ADDS_IN_CHECKPOINTS = JAX >= (0, 10, 0)  # and to references inside `jax.checkpoint`
+OVERLAPS = JAX >= (0, 11, 0)  # whether a `custom_vjp` that writes to a reference may have other arguments before it
 
 
 # Equations of traced programs
@@ -223,6 +224,11 @@ SLICES, LARGE = 16, 32 << 20  # bytes; an all-reduce of less is mostly waiting
 def is_tpu(device_kind: str) -> bool:
     """Returns whether the kind of a device is a TPU, whose compiler wants other forms of some collectives."""
     return device_kind.startswith("TPU")  # an abstract device has no `platform` before JAX 0.10.2
+
+
+def is_gpu(device_kind: str) -> bool:
+    """Returns whether the kind of a device is a GPU, whose compiler runs collectives beside products."""
+    return not is_tpu(device_kind) and device_kind != "cpu"
 
 
 def scatter_stages(size: int) -> list[list[list[int]] | None]:

@@ -53,6 +53,13 @@ QUIRKS = (
         until=(0, 11, 0),
     ),
     Quirk(
+        "OVERLAPS",
+        "A `custom_vjp` that takes a reference mixes up the cotangents of its other arguments",
+        "gradients are added over the devices after the backward pass",
+        "JAX 0.10.0: Expected cotangent type float32[], but got float32[16]",
+        until=(0, 11, 0),
+    ),
+    Quirk(
         "sizes_of_scan",
         "A `scan` has `num_consts` and `num_carry`, not `ft_in`",
         "these are read",

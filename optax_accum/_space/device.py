@@ -21,12 +21,14 @@ class Device:
     """One of the devices along the axes, seen from inside what a space runs; without axes the only one.
 
     `one_batch` says that their examples are those of one batch, `shards` how arguments are sharded of which each has
-    a shard, `adds_up` that what they have is added to one sum, which all get.
+    a shard, `adds_up` that what they have is added to one sum, which all get, and `hides` that they do so beside other
+    work.
     """
 
     axes: Axes = ()
     one_batch: bool = True
     adds_up: bool = False
+    hides: bool = False
     shards: Mapping[Name, Tree] = dataclasses.field(default_factory=dict)
 
     @property

@@ -79,6 +79,12 @@ def on_tpu(mesh: Mesh) -> bool:
     return device is not None and compilers.is_tpu(device.device_kind)
 
 
+def on_gpu(mesh: Mesh) -> bool:
+    """Returns whether the devices of a mesh are GPUs."""
+    device = mesh.abstract_mesh.abstract_device
+    return device is not None and compilers.is_gpu(device.device_kind)
+
+
 def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
     """Returns the axes, and groups of devices along them, over which to scatter one after the other.
 

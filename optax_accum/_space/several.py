@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, tracing
+from optax_accum._core import arithmetic, checks, compilers, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
@@ -97,7 +97,7 @@ class OverMesh(Several):
         return {"acc_grads": acc} if self._is_in_place(acc) else {}
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
-        device, names, shards = self._device, tuple(call.arguments), {}
+        device, names, shards = self._device(call), tuple(call.arguments), {}
         if sharded is not None and self.to is not None:
             to = self._shardings(call.arguments[sharded])
             meshes.check_shards(to, call.arguments[sharded], self.axes)
@@ -119,10 +119,10 @@ class OverMesh(Several):
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
 
-    @property
-    def _device(self) -> Device:
-        everywhere = self.to is None and not self.keeps and tracing.is_staged()
-        return dataclasses.replace(self.device, adds_up=everywhere)
+    def _device(self, call: Call) -> Device:
+        everywhere = self.to is None and not self.keeps and tracing.is_staged() and compilers.OVERLAPS
+        hides = everywhere and meshes.on_gpu(meshes.mesh_of(self.axes, call[tuple(call.arguments)]))
+        return dataclasses.replace(self.device, adds_up=everywhere, hides=hides)
 
     def _shardings(self, params: Tree) -> Tree:
         """Returns how the sum of their gradients is sharded."""

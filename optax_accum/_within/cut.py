@@ -231,14 +231,15 @@ def _overlaps(made: Cut, inside: Inside | None) -> bool:
     rules, size = made.rules, sum(leaf.nbytes for leaf in jax.tree.leaves(made.empty))
     why_not = None
     if not made.device.adds_up:
-        why_not = "one reduction to all devices of a mesh (reduce_axes, without reduce_to, not inside jax.shard_map)"
+        why_not = "JAX 0.11 and one sum for all devices of a mesh (reduce_axes, no reduce_to, not inside jax.shard_map)"
     elif inside is None or set(jax.tree.leaves(made.kinds)) != {"mean"}:
         why_not = "gradients that are added inside the backward pass"
     elif not (made.alive[0] is True and isinstance(made.alive[1], bool)):
         why_not = "to know the last micro-batch when tracing: with weight_fn, each may weigh nothing"
     if rules.overlap and why_not:
         raise ValueError(f"overlap=True needs {why_not}. Leave overlap=None.")
-    return not why_not and (size >= compilers.WORTH_HIDING if rules.overlap is None else rules.overlap)
+    worth = made.device.hides and size >= compilers.WORTH_HIDING
+    return not why_not and (worth if rules.overlap is None else rules.overlap)
 
 
 def _counts(

@@ -104,7 +104,7 @@ def value_and_grad(
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per call: `optax_accum.sharding`.
       reduce_to: where the sum over them goes: likewise.
       overlap: whether gradients are added over the devices inside the last micro-batch's backward pass, each behind the
-        products that follow it. That micro-batch is compiled apart. By default where there are 64 MiB or more to add.
+        products that follow it. That micro-batch is compiled apart. By default on GPUs, for 64 MiB or more.
       statistics: whether to measure gradients: what comes back is `((value, statistics), gradient)`.
         `optax_accum.statistics`.
 
