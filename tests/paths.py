@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
+from optax_accum._core import compilers
 from tests import programs
 
 LR, ROWS, SIZES = 0.1, 12, (2, 8, 2)  # few sizes: each is compiled
@@ -240,8 +241,8 @@ def sharded_state(tx, start):
     return jax.jit(tx.init, out_shardings=where)(start), where
 
 
-def sharded_within(mesh, loss, weigh, start, batch):
-    options = {} if weigh is None else {"weight_fn": weigh}
+def sharded_within(mesh, loss, weigh, start, batch, **options):
+    options = options if weigh is None else {"weight_fn": weigh, **options}
     grad = jax.jit(optax_accum.value_and_grad(loss, microbatch_size=4, reduce_axes="data", **options))
     start = on_mesh(mesh, start, P())
     return moved(start, grad(start, on_mesh(mesh, batch, P("data")))[1])
@@ -352,6 +353,8 @@ SHARDED = {
     "both, skip": functools.partial(sharded_both, nonfinite="skip"),
     "both, discard": functools.partial(sharded_both, nonfinite="discard"),
 }
+if compilers.OVERLAPS:
+    SHARDED["value_and_grad, overlapping"] = functools.partial(sharded_within, overlap=True)
 MANUAL = {
     "value_and_grad": manual_within,
     "value_and_apply_gradients": manual_micro_steps,

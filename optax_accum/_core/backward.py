@@ -71,10 +71,12 @@ class Inside:
     factor: Weight | None = None
     totals: Sequence[Total] = ()
 
-    def last(self, refs: Sequence[Any], finish: Callable[[jax.Array], jax.Array]) -> "Inside":
-        """Returns how the last gradient is added: each accumulator, or slice of one, is finished where it arises."""
+    def last(
+        self, refs: Sequence[Any], finish: Callable[[jax.Array], jax.Array], counts: tracing.Flag = True
+    ) -> "Inside":
+        """Returns how the last gradient is added, if it counts: where it arises, the sum is finished."""
         dtypes = tuple(jnp.dtype(ref.dtype) for ref in refs)
-        return dataclasses.replace(self, sunk=dtypes, totals=[Total(ref, finish) for ref in refs])
+        return dataclasses.replace(self, sunk=dtypes, totals=[Total(ref, finish, counts) for ref in refs])
 
     def targets(self, params: Tree) -> Targets:
         """Returns what the loss is differentiated by."""

@@ -40,10 +40,11 @@ class Total:
     Attributes:
       ref: holds the sum so far: of the parameter's shape.
       finish: makes of the whole sum what is to be in its place, a slice at a time: adds it over devices.
+      counts: whether the gradient is added.
     """
 
-    def __init__(self, ref: Any, finish: Callable[[jax.Array], jax.Array]):
-        self.ref, self.finish = ref, finish
+    def __init__(self, ref: Any, finish: Callable[[jax.Array], jax.Array], counts: tracing.Flag = True):
+        self.ref, self.finish, self.counts = ref, finish, counts
 
 
 class Lent(NamedTuple):
@@ -83,23 +84,28 @@ def _taken(sink: Sink, cotangent: jax.Array) -> tuple[jax.Array, Sink]:
 _use.defvjp(lambda param, sink: (param, sink), _taken)
 
 
+class _Place(NamedTuple):
+    """Where in an accumulator a gradient goes."""
+
+    ref: Any
+    at: tuple[jax.Array, ...]
+    counts: tracing.Flag
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _use_last(finish: Any, param: jax.Array, sink: Sink, ref: Any, at: tuple[jax.Array, ...]) -> jax.Array:
+def _use_last(finish: Callable[[jax.Array], jax.Array], param: jax.Array, sink: Sink, place: _Place) -> jax.Array:
     return param
 
 
-def _used_last(finish: Any, param: jax.Array, sink: Sink, ref: Any, at: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-    return param, (sink, ref, at)
-
-
-def _totalled(finish: Any, kept: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    sink, ref, at = kept
-    ref[at or ...] = finish(ref[at or ...] + cotangent.astype(ref.dtype))
+def _totalled(finish: Any, kept: tuple[Sink, _Place], cotangent: jax.Array) -> tuple[Any, ...]:
+    sink, (ref, at, counts) = kept
+    own = tracing.selected(counts, cotangent, jnp.zeros_like(cotangent)).astype(ref.dtype)
+    ref[at or ...] = finish(ref[at or ...] + own)
     square = None if sink.square is None else _square(cotangent, sink.square)
-    return jnp.zeros_like(cotangent), Sink(jnp.zeros_like(sink.grad), square), None, None
+    return jnp.zeros_like(cotangent), Sink(jnp.zeros_like(sink.grad), square), None
 
 
-_use_last.defvjp(_used_last, _totalled)
+_use_last.defvjp(lambda finish, param, sink, place: (param, (sink, place)), _totalled)
 
 
 def _square(cotangent: jax.Array, like: jax.Array) -> jax.Array:
@@ -120,7 +126,7 @@ def used(value: Any) -> Any:
     if not isinstance(value, Lent):
         return value
     param, sink, total, at = value
-    return _use_last(total.finish, param, sink, total.ref, at) if total else _use(param, sink)
+    return _use_last(total.finish, param, sink, _Place(total.ref, at, total.counts)) if total else _use(param, sink)
 
 
 def run(program: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:

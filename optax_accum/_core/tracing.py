@@ -83,6 +83,13 @@ def negated(flag: Flag) -> Flag:
     return not flag if isinstance(flag, bool) else jnp.logical_not(flag)
 
 
+def selected(flag: Flag, one: Tree, other: Tree) -> Tree:
+    """Returns one of two trees: the first where the flag is set."""
+    if isinstance(flag, bool):
+        return one if flag else other
+    return jax.tree.map(lambda one, other: jnp.where(flag, one, other), one, other)
+
+
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array that JAX can hold: NumPy has arrays of strings and of objects, too."""
     if isinstance(leaf, np.ndarray | np.generic):

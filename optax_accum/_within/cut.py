@@ -149,7 +149,7 @@ class Cut:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         fun, inside = functools.partial(self.rules.parts_of, call), self.inside
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
-            inside = inside.last(refs, self.device.add_up)
+            inside = inside.last(refs, self.device.add_up, self.micro_batches.last_of(self.alive))
         return contribution(fun, call[call.params], self.weighing, index, self.device.check_loss, inside)
 
     @property
@@ -231,11 +231,11 @@ def _overlaps(made: Cut, inside: Inside | None) -> bool:
     rules, size = made.rules, sum(leaf.nbytes for leaf in jax.tree.leaves(made.empty))
     why_not = None
     if not made.device.adds_up:
-        why_not = "JAX 0.11 and one sum for all devices of a mesh (reduce_axes, no reduce_to, not inside jax.shard_map)"
+        why_not = (
+            "jax.jit, JAX 0.11, and one sum for all devices of a mesh: reduce_axes, no reduce_to, no jax.shard_map"
+        )
     elif inside is None or set(jax.tree.leaves(made.kinds)) != {"mean"}:
         why_not = "gradients that are added inside the backward pass"
-    elif not (made.alive[0] is True and isinstance(made.alive[1], bool)):
-        why_not = "to know the last micro-batch when tracing: with weight_fn, each may weigh nothing"
     if rules.overlap and why_not:
         raise ValueError(f"overlap=True needs {why_not}. Leave overlap=None.")
     worth = made.device.hides and size >= compilers.WORTH_HIDING

@@ -54,7 +54,7 @@ class MicroBatches:
     ) -> Any:
         """Runs `totals = add(totals, index, rows)` for the micro-batches that are `alive`, the remainder last.
 
-        With `last_apart` the last of them is in no loop.
+        With `last_apart` the last of all is in no loop, and is run, alive or not; in the end it counts if it is.
         """
 
         def one(index: Any, totals: Any, *, after: bool = unroll) -> Any:
@@ -63,10 +63,20 @@ class MicroBatches:
                 rows, totals = compilers.ready_together(rows, totals)
             return add(totals, index, rows)
 
-        apart = last_apart and not self.split.rest
-        totals = loops.in_order(self.split.whole - apart, alive[0], one, totals, unroll=unroll, static=static)
-        last = functools.partial(one, self.split.last, after=last_apart)
-        return last(totals) if apart else loops.if_alive(alive[1], last, totals, static=static)
+        whole, last = self.split.whole, functools.partial(one, self.split.last, after=last_apart)
+        order = functools.partial(loops.in_order, add=one, unroll=unroll, static=static)
+        if not last_apart:
+            return loops.if_alive(alive[1], last, order(whole, alive[0], totals=totals), static=static)
+        if not self.split.rest:
+            whole, alive = whole - 1, (alive[0] if isinstance(alive[0], bool) else alive[0][:-1], self.last_of(alive))
+        totals = order(whole, alive[0], totals=totals)
+        return tracing.selected(alive[1], last(totals), totals)
+
+    def last_of(self, alive: tuple[Flag, Flag]) -> Flag:
+        """Returns whether the last micro-batch is alive."""
+        if self.split.rest or isinstance(alive[0], bool):
+            return alive[bool(self.split.rest)]
+        return alive[0][-1]
 
     def undifferentiable(self, message: str) -> "MicroBatches":
         """Returns the same; whoever differentiates what is made of it, through a `jit` between, gets the message."""

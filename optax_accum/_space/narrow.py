@@ -1,0 +1,46 @@
+"""Owns sums over devices that cross the network in a narrow dtype: rounded once by each, added in their own dtype."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._space.meshes import Axes
+
+
+def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
+    """Returns the sum of a leaf over devices, for all of them, inside `jax.shard_map`.
+
+    With a dtype each device rounds its own to it and sends each other one its part, adds the parts that it gets in the
+    dtype of the leaf, and sends that sum, rounded, to all. A leaf of which no dimension can be dealt out is added as it
+    is.
+    """
+    dim = next((dim for dim, size in enumerate(leaf.shape) if size and size % jax.lax.psum(1, axes) == 0), None)
+    if dim is None or not _is_wider(leaf, dtype):
+        return jax.lax.psum(leaf, axes)
+    part = scatter(leaf, axes, dim, dtype)
+    return jax.lax.all_gather(part.astype(dtype), axes, axis=dim, tiled=True).astype(leaf.dtype)
+
+
+def scatter(leaf: jax.Array, axes: Axes, dim: int, dtype: Any = None) -> jax.Array:
+    """Returns this device's part, along a dimension, of the sum of a leaf over devices."""
+    if not _is_wider(leaf, dtype):
+        return jax.lax.psum_scatter(leaf, axes, scatter_dimension=dim, tiled=True)
+    parts = jax.lax.all_to_all(leaf.astype(dtype), axes, split_axis=dim, concat_axis=dim, tiled=True)
+    parts = parts.reshape(*leaf.shape[:dim], jax.lax.psum(1, axes), -1, *leaf.shape[dim + 1 :])
+    return jnp.sum(parts.astype(leaf.dtype), axis=dim)
+
+
+def check(dtype: Any, acc: Any) -> None:
+    """Raises unless sums of this tree are wider than the dtype that they are to cross the network in."""
+    for leaf in jax.tree.leaves(acc):
+        if dtype is not None and jnp.finfo(leaf.dtype).bits < jnp.finfo(dtype).bits:
+            raise ValueError(
+                f"reduce_dtype must not be wider than the sums: reduce_dtype={jnp.dtype(dtype).name}, and sums are in "
+                f"{leaf.dtype.name}. Leave it out."
+            )
+
+
+def _is_wider(leaf: jax.Array, dtype: Any) -> bool:
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return dtype is not None and floating and jnp.finfo(leaf.dtype).bits > jnp.finfo(dtype).bits

@@ -1,0 +1,151 @@
+"""The last micro-batch's gradient, added over the devices where it arises: the same numbers, in one reduction."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_accum
+from optax_accum.sharding import count_collectives
+from tests.versions import since
+
+pytestmark = since(0, 11, why="overlapping")
+
+LAYERS, WIDTH, ROWS = 3, 8, 32
+KEYS = jax.random.split(jax.random.key(0), 3)
+PARAMS = {
+    "layers": jax.random.normal(KEYS[0], (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5,
+    "shared": jax.random.normal(KEYS[1], (WIDTH,)),
+}
+BATCH = {"x": jax.random.normal(KEYS[2], (ROWS, WIDTH)), "mask": jnp.arange(ROWS) % 3 > 0}
+MESHES = {
+    "Auto": ((4,), (AxisType.Auto,)),
+    "Explicit": ((4,), (AxisType.Explicit,)),
+    "Auto beside Explicit": ((4, 2), (AxisType.Auto, AxisType.Explicit)),
+    "Explicit beside Auto": ((4, 2), (AxisType.Explicit, AxisType.Auto)),
+    "beside Auto": ((4, 2), (AxisType.Auto, AxisType.Auto)),
+}
+SIZES = [{"num_microbatches": 4}, {"microbatch_size": 12}, {"num_microbatches": 1}]
+
+
+def errors(params, batch):
+    def layer(x, w):
+        return jnp.tanh(x @ w + params["shared"][None]), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer), batch["x"], params["layers"])
+    return jnp.sum((x * params["shared"][None]) ** 2, 1)
+
+
+def mean(params, batch):
+    return jnp.mean(errors(params, batch))
+
+
+def over_mask(params, batch):
+    return jnp.sum(batch["mask"] * errors(params, batch)) / jnp.sum(batch["mask"])  # 0 / 0 where nothing counts
+
+
+def ratio(params, batch):
+    return optax_accum.Ratio(jnp.sum(batch["mask"] * errors(params, batch)), jnp.sum(batch["mask"]))
+
+
+LOSSES = {
+    "mean": (mean, {}),
+    "weights": (over_mask, {"weight_fn": lambda batch: batch["mask"].sum()}),
+    "Ratio": (ratio, {}),
+    "Ratios": (lambda *args: {"a": ratio(*args), "b": optax_accum.Ratio(mean(*args) * 2.0, 2.0)}, {}),
+    "terms": (
+        lambda *args: {"a": over_mask(*args), "b": mean(*args)},
+        {"weight_fn": lambda batch: {"a": batch["mask"].sum(), "b": len(batch["mask"])}},
+    ),
+}
+
+
+def compiled(loss, mesh, batch=BATCH, **options):
+    """The call, compiled, and its arguments."""
+    shape, types = MESHES[mesh]
+    mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=types)
+    with jax.set_mesh(mesh):
+        args = (
+            jax.device_put(PARAMS, NamedSharding(mesh, P())),
+            jax.device_put(batch, NamedSharding(mesh, P("data"))),
+        )
+        return jax.jit(optax_accum.value_and_grad(loss, reduce_axes="data", **options)).lower(*args).compile(), args
+
+
+def both(loss, batch=BATCH, **options):
+    """What it returns with and without."""
+    results = []
+    for overlap in (True, False):
+        run, args = compiled(loss, "Auto", batch, overlap=overlap, **options)
+        results.append(jax.device_get(run(*args)))
+    return results
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_gradient_is_that_of_the_whole_batch(mesh, size):
+    run, args = compiled(mean, mesh, overlap=True, **size)
+    want = jax.value_and_grad(mean)(PARAMS, BATCH)
+    chex.assert_trees_all_close(jax.device_get(run(*args)), want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", SIZES[:2], ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_whatever_a_loss_counts(loss, size):
+    fun, options = LOSSES[loss]
+    chex.assert_trees_all_close(*both(fun, **options, **size), rtol=1e-5, atol=1e-7)
+
+
+def test_the_last_micro_batch_may_weigh_nothing():
+    """It is run all the same, its loss is 0 / 0, and nothing comes of it: on one device, and on all."""
+    last, device = np.arange(ROWS) % 4 == 3, np.arange(ROWS) // 8
+    fun, options = LOSSES["weights"]
+    for live in (~last | (device > 0), ~last, last & (device == 0)):
+        now, want = both(fun, batch={**BATCH, "mask": jnp.asarray(live)}, num_microbatches=4, **options)
+        chex.assert_tree_all_finite(now)
+        chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-7)
+
+
+def test_keys_outputs_carries_and_statistics():
+    def loss(params, batch, key, carry):
+        kept = jax.random.bernoulli(key, 0.8, batch["x"].shape)
+        value = mean(params, {**batch, "x": jnp.where(kept, batch["x"], 0)})
+        return value, ({"rows": errors(params, batch), "largest": jnp.max(batch["x"])}, carry + 1)
+
+    options = {"rng_argnum": 2, "carry_argnum": 3, "has_aux": True, "statistics": True, "num_microbatches": 4}
+    reductions = {"rows": "concat", "largest": "max"}
+    fun = functools.partial(optax_accum.value_and_grad, loss, aux_reduction=reductions, **options)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        args = PARAMS, jax.device_put(BATCH, NamedSharding(mesh, P("data"))), jax.random.key(1), jnp.int32(0)
+        now, want = (jax.jit(fun(reduce_axes="data", overlap=flag))(*args) for flag in (True, False))
+    chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-7)
+    ((_, (_, carry)), told), _ = now
+    assert carry == 4
+    assert told.known > 0
+
+
+def test_each_layer_is_reduced_once_inside_the_last_backward_pass():
+    inside = count_collectives(compiled(mean, "Auto", overlap=True, num_microbatches=4)[0])
+    after = count_collectives(compiled(mean, "Auto", overlap=False, num_microbatches=4)[0])
+    (layer,) = inside.select(place="loop").operations
+    assert (layer.times, layer.bytes) == (LAYERS, 4 * WIDTH * WIDTH)
+    assert not after.select(place="loop").operations
+    assert inside.bytes == after.bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"reduce_axes": None}, {"reduce_to": "partial"}, {"in_place": False}, {"unroll": True}],
+    ids=str,
+)
+def test_where_it_cannot_be_an_error_says_what_it_needs(options):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    call = optax_accum.value_and_grad(mean, 2, **{"reduce_axes": "data", "overlap": True, **options})
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"overlap=True needs .*\. Leave overlap=None"):
+        jax.jit(call)(PARAMS, BATCH)
