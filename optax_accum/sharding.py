@@ -20,6 +20,16 @@ it names a reduced axis, the reduction is a reduce-scatter, the optimizer works 
 gathered afterwards (ZeRO-1); or, of `value_and_grad`, `"partial"`: nowhere, and loss, gradients and outputs are those
 of each device, [d, ...] (inside `jax.shard_map` its own [...]), of which each counts by its weight.
 
+`reduce_dtype=jnp.bfloat16` sends half the bytes: each device rounds its sum once, receives the others' (all-to-all) and
+adds them in the dtype of the sums; where the sum goes to all, it is rounded once more on the way. With `u = 2**-8` the
+error is at most `u (sum_i |p_i| + |sum_i p_i|)` for partial sums `p_i`. Off by default. A leaf with no dimension that
+the devices divide is added as it is.
+
+`overlap=True` of `value_and_grad` adds gradients over the devices inside the backward pass of the last micro-batch, each
+where it arises, also layer by layer inside a scan, so that the reduction runs beside the products that follow. That
+micro-batch is compiled apart and run on all devices, also where it weighs nothing. By default it is so on GPUs from
+64 MiB of sums on: docs/many_devices.md.
+
 | case | result | known when |
 |---|---|---|
 | a held micro-step | no collective at all | compiling |

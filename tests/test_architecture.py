@@ -57,7 +57,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     ],
     "_space": [
         {"meshes"},
-        {"mapped"},
+        {"mapped", "narrow"},
         {"metrics"},
         {"partials"},
         {"mismatch", "device"},

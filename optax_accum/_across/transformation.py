@@ -20,7 +20,7 @@ from optax_accum._core.callables import as_optimizer, renamed
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state
-from optax_accum._space.here import checked_axes
+from optax_accum._space.here import as_reduction
 from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Space
 
@@ -41,6 +41,7 @@ def accumulate_gradients(
     mean_args: tuple[str, ...] = ("value",),
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
+    reduce_dtype: Any = None,
     statistics: bool | Options = False,
 ) -> "Accumulating":
     """Wraps an optimizer so that it updates once per window of micro-steps, with the gradient of the whole batch.
@@ -86,6 +87,7 @@ def accumulate_gradients(
       mean_args: names of scalar extra arguments which `inner` gets as their weighted mean over the window.
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per window: `optax_accum.sharding`.
       reduce_to: with `reduce_axes`, how the sum is to be sharded: likewise.
+      reduce_dtype: with `reduce_axes`, the dtype in which gradients cross the network: likewise.
       statistics: whether to measure gradients: their norms, and the noise in them. `optax_accum.statistics`.
 
     Returns:
@@ -136,13 +138,12 @@ def accumulate_gradients(
         accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
         emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),
         mean_args=as_mean_args(mean_args),
-        reduce_axes=checked_axes(reduce_axes, reduce_to, partial=False),
-        reduce_to=reduce_to,
+        over=as_reduction(reduce_axes, reduce_to, reduce_dtype),
     )
-    if callable(nonfinite) and rules.reduce_axes:
+    if callable(nonfinite) and rules.over.axes:
         raise ValueError(
             "A callable nonfinite looks at the gradient of a micro-batch, which reduce_axes does not reduce: "
-            f'reduce_axes={rules.reduce_axes}. Take "skip", "omit" or "discard".'
+            f'reduce_axes={rules.over.axes}. Take "skip", "omit" or "discard".'
         )
     if not (divisor.is_mean or not rules.meter.measures):
         raise ValueError(
@@ -179,7 +180,7 @@ def rules_of(tx: Any) -> Rules | None:
 def axes_of(tx: Any) -> Axes:
     """Returns the axes over which this transformation reduces, as far as it tells: a chain does not."""
     rules = rules_of(tx)
-    return rules.reduce_axes if rules else ()
+    return rules.over.axes if rules else ()
 
 
 def _init(rules: Rules, params: Tree) -> AccumulationState:

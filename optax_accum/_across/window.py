@@ -22,8 +22,7 @@ from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag, negated
 from optax_accum._space.here import here
-from optax_accum._space.meshes import Axes
-from optax_accum._space.space import Space
+from optax_accum._space.space import Reduction, Space
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +37,11 @@ class Rules:
     accumulator_dtype: Tree
     emit_dtype: jnp.dtype | str | None
     mean_args: tuple[str, ...]
-    reduce_axes: Axes = ()
-    reduce_to: Tree = None
+    over: Reduction
 
     def here(self) -> Space:
         """Returns where the partial sums of this trace live."""
-        return here(self.reduce_axes, self.reduce_to)
+        return here(self.over)
 
 
 class MicroBatch(NamedTuple):

@@ -68,8 +68,8 @@ def state_sharding(
       'data'
     """
     rules = rules_of(tx)
-    axes = meshes.as_axes(reduce_axes) or (rules.reduce_axes if rules else ())
-    reduce_to = rules.reduce_to if rules and reduce_to is None else reduce_to
+    axes = meshes.as_axes(reduce_axes) or (rules.over.axes if rules else ())
+    reduce_to = rules.over.to if rules and reduce_to is None else reduce_to
     offload = (offload,) if isinstance(offload, str) else tuple(offload)
     for name in offload:
         if name not in OFFLOADABLE:

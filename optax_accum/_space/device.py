@@ -12,7 +12,7 @@ from optax_accum._core import arithmetic
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
-from optax_accum._space import mapped
+from optax_accum._space import mapped, narrow
 from optax_accum._space.meshes import Axes
 
 
@@ -21,12 +21,13 @@ class Device:
     """One of the devices along the axes, seen from inside what a space runs; without axes the only one.
 
     `one_batch` says that their examples are those of one batch, `shards` how arguments are sharded of which each has
-    a shard, `adds_up` that what they have is added to one sum, which all get, and `hides` that they do so beside other
-    work.
+    a shard, `dtype` in which gradients cross the network, `adds_up` that what devices have is added to one sum, which
+    all get, and `hides` that this goes on beside other work.
     """
 
     axes: Axes = ()
     one_batch: bool = True
+    dtype: Any = None
     adds_up: bool = False
     hides: bool = False
     shards: Mapping[Name, Tree] = dataclasses.field(default_factory=dict)
@@ -63,7 +64,7 @@ class Device:
 
     def add_up(self, leaf: jax.Array) -> jax.Array:
         """Returns the sum of a leaf over all devices, as their own."""
-        return self.vary(jax.lax.psum(leaf, self.axes))
+        return self.vary(narrow.add_up(leaf, self.axes, self.dtype))
 
     def whole(self, value: Any) -> Any:
         """Adds a value over the devices that share one batch."""

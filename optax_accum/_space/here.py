@@ -2,29 +2,30 @@
 
 from typing import Any
 
+from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._space import meshes
-from optax_accum._space.meshes import Axes
 from optax_accum._space.several import InShardMap, OverMesh
-from optax_accum._space.space import PARTIAL, Space
+from optax_accum._space.space import PARTIAL, Reduction, Space
 
 
-def here(axes: Axes, to: Tree = None) -> Space:
-    """Returns the space of this trace: `to` says where a sum of gradients goes, everywhere unless it is given."""
+def here(reduction: Reduction) -> Space:
+    """Returns the space of this trace."""
+    axes, to, _ = reduction
     if not axes:
         return Space()
     if not meshes.is_manual(axes):
-        return OverMesh(axes, to)
+        return OverMesh(reduction)
     if to is not None and to != PARTIAL:
         raise ValueError(
             f"Inside jax.shard_map over {axes} the sum goes everywhere: reduce_to={to!r}. Leave it out; gather there "
             "what came in sharded (jax.lax.all_gather), and shard what comes out of the shard_map."
         )
-    return InShardMap(axes, to)
+    return InShardMap(reduction)
 
 
-def checked_axes(reduce_axes: Any, to: Tree, *, partial: bool) -> Axes:
-    """Returns the names of the axes, if `to` fits them; `partial` says whether sums may stay where they are."""
+def as_reduction(reduce_axes: Any, to: Tree, dtype: Any = None, *, partial: bool = False) -> Reduction:
+    """Returns what was asked for, if it fits together; `partial` says whether sums may stay where they are."""
     axes = meshes.as_axes(reduce_axes)
     if to is not None and not axes:
         raise ValueError(
@@ -34,4 +35,9 @@ def checked_axes(reduce_axes: Any, to: Tree, *, partial: bool) -> Axes:
     if isinstance(to, str) and (to != PARTIAL or not partial):
         allowed = f' or "{PARTIAL}"' if partial else ""
         raise ValueError(f"reduce_to must be None, specs for the tree of the parameters{allowed}: reduce_to={to!r}.")
-    return axes
+    if dtype is not None and (not axes or to == PARTIAL):
+        raise ValueError(
+            "reduce_dtype is the dtype in which gradients are added over reduce_axes: "
+            f"reduce_dtype={dtype!r}, reduce_axes={reduce_axes!r}, reduce_to={to!r}. Leave it out."
+        )
+    return Reduction(axes, to, checks.as_float_dtype("reduce_dtype", dtype))

@@ -19,16 +19,16 @@ def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
     if dim is None or not _is_wider(leaf, dtype):
         return jax.lax.psum(leaf, axes)
     part = scatter(leaf, axes, dim, dtype)
-    return jax.lax.all_gather(part.astype(dtype), axes, axis=dim, tiled=True).astype(leaf.dtype)
+    return _read(jax.lax.all_gather(_sent(part, dtype), axes, axis=dim, tiled=True), leaf.dtype, dtype)
 
 
 def scatter(leaf: jax.Array, axes: Axes, dim: int, dtype: Any = None) -> jax.Array:
     """Returns this device's part, along a dimension, of the sum of a leaf over devices."""
     if not _is_wider(leaf, dtype):
         return jax.lax.psum_scatter(leaf, axes, scatter_dimension=dim, tiled=True)
-    parts = jax.lax.all_to_all(leaf.astype(dtype), axes, split_axis=dim, concat_axis=dim, tiled=True)
+    parts = jax.lax.all_to_all(_sent(leaf, dtype), axes, split_axis=dim, concat_axis=dim, tiled=True)
     parts = parts.reshape(*leaf.shape[:dim], jax.lax.psum(1, axes), -1, *leaf.shape[dim + 1 :])
-    return jnp.sum(parts.astype(leaf.dtype), axis=dim)
+    return jnp.sum(_read(parts, leaf.dtype, dtype), axis=dim)
 
 
 def check(dtype: Any, acc: Any) -> None:
@@ -39,6 +39,17 @@ def check(dtype: Any, acc: Any) -> None:
                 f"reduce_dtype must not be wider than the sums: reduce_dtype={jnp.dtype(dtype).name}, and sums are in "
                 f"{leaf.dtype.name}. Leave it out."
             )
+
+
+# As integers: a compiler may send a narrow float as a wide one, or move the rounding behind the network.
+
+
+def _sent(leaf: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(leaf.astype(dtype), f"uint{jnp.finfo(dtype).bits}")
+
+
+def _read(bits: jax.Array, wide: Any, dtype: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, dtype).astype(wide)
 
 
 def _is_wider(leaf: jax.Array, dtype: Any) -> bool:

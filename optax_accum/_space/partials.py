@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_accum._core import compilers, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.state import default_float
-from optax_accum._space import mapped, meshes
+from optax_accum._space import mapped, meshes, narrow
 from optax_accum._space.meshes import Axes, Mesh
 
 
@@ -85,16 +85,17 @@ def beside(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
     return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else sums
 
 
-def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
+def sum_in_place(acc: Tree, axes: Axes, dtype: Any = None) -> tuple[Tree, Tree]:
     """Adds the partial sums [d, ...] of each leaf, everywhere: the sums [...], and the same on each device [d, ...].
 
     Whoever keeps the latter in the place of the partial sums lets the all-reduce write where it reads.
     """
     mesh = meshes.mesh_of(axes, acc)
-    sliced = meshes.on_tpu(mesh) and set(mesh.axis_names) == set(axes)  # no other axis shards what is sliced
+    # No other axis shards what is sliced.
+    sliced = meshes.on_tpu(mesh) and set(mesh.axis_names) == set(axes) and dtype is None
 
     def sum_leaf(own: jax.Array) -> jax.Array:
-        sum_up = lambda leaf: jax.lax.psum(leaf, axes)
+        sum_up = lambda leaf: narrow.add_up(leaf, axes, dtype)
         return compilers.by_slices(sum_up, own[0]) if sliced else sum_up(own[0])
 
     def add(acc: Tree) -> tuple[Tree, Tree]:
@@ -107,13 +108,17 @@ def sum_in_place(acc: Tree, axes: Axes) -> tuple[Tree, Tree]:
         axes,
         in_specs=(jax.tree.map(lambda _: PartitionSpec(axes), acc),),
         out_specs=(PartitionSpec(), PartitionSpec(axes)),
-        check_vma=not sliced,  # there is no type of an array that is the same everywhere so far as it has been added
+        # There is no type of an array that is the same everywhere so far as it has been added, or gathered.
+        check_vma=not sliced and dtype is None,
     )
     return run(acc)
 
 
-def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
-    """Adds rows [d, ...] into a leaf that is sharded as `to`: each device gets the part that it keeps."""
+def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -> jax.Array:
+    """Adds rows [d, ...] into a leaf that is sharded as `to`: each device gets the part that it keeps.
+
+    A `dtype` is that in which they cross the network, where one dimension is scattered over all axes.
+    """
     spec, scattered = (list(map(meshes.names_of, entries)) for entries in (to.spec, meshes.only(to.spec, axes)))
     whole = tuple(axis for axis in axes if not any(axis in names for names in scattered))
     if any(names[len(names) - len(mine) :] != mine for names, mine in zip(spec, scattered, strict=True)):
@@ -122,6 +127,9 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes) -> jax.Array:
         )
 
     def add(own: jax.Array) -> jax.Array:
+        dims = [dim for dim, names in enumerate(scattered) if names]
+        if dtype is not None and len(dims) == 1 and not whole:
+            return narrow.scatter(own[0], scattered[dims[0]], dims[0], dtype)
         total = jax.lax.psum(own[0], whole) if whole else own[0]
         for dim, names in enumerate(scattered):
             for name, groups in meshes.stages(to.mesh, names):

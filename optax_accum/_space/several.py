@@ -15,10 +15,10 @@ from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
 from optax_accum._core.state import default_float
-from optax_accum._space import mapped, meshes, mismatch, partials
+from optax_accum._space import mapped, meshes, mismatch, narrow, partials
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
-from optax_accum._space.space import Local, Space
+from optax_accum._space.space import Local, Reduction, Space
 
 
 class Several(Space):
@@ -83,12 +83,14 @@ class OverMesh(Several):
         return partials.beside(super().weight(weight, like, share=share), like, self.axes)
 
     def reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
+        narrow.check(self.dtype, acc)
         if self._is_in_place(acc):
-            total, left = partials.sum_in_place(acc, self.axes)
+            total, left = partials.sum_in_place(acc, self.axes, self.dtype)
             return total, {"acc_grads": left}
         if self.to is None:
             return self.total(acc), {}
-        return jax.tree.map(lambda leaf, to: partials.scatter(leaf, to, self.axes), acc, self._shardings(acc)), {}
+        scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes, self.dtype)
+        return jax.tree.map(scatter, acc, self._shardings(acc)), {}
 
     def alike(self, own: Tree) -> Tree:
         return mapped.alike(own, self.axes)
@@ -131,15 +133,15 @@ class OverMesh(Several):
     def _is_in_place(self, acc: Tree) -> bool:
         """Returns whether a sum that belongs with every device is written where the partial sums lie."""
         everywhere = self.to is None and not self.keeps
-        return everywhere and tracing.is_staged() and meshes.in_reach(acc) is not None
+        return everywhere and (self.dtype is not None or (tracing.is_staged() and meshes.in_reach(acc) is not None))
 
 
 class InShardMap(Several):
     """Partial sums in a user's `jax.shard_map` over the axes: leaves [1, ...], this device's own."""
 
-    def __init__(self, axes: Axes, to: Tree):
-        super().__init__(axes, to)
-        self.inside = axes
+    def __init__(self, reduction: Reduction):
+        super().__init__(reduction)
+        self.inside = reduction.axes
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
         shapes = jax.eval_shape(lambda: arithmetic.zeros(params, dtype))
@@ -153,7 +155,9 @@ class InShardMap(Several):
         return self.as_partial(grads)
 
     def reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
-        total = self.total(acc)
+        narrow.check(self.dtype, acc)
+        add = lambda leaf: leaf if arithmetic.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)
+        total = self.total(acc) if self.keeps else jax.tree.map(add, acc)
         return total, {"acc_grads": mapped.varying(mapped.as_row(total), self.axes)}
 
     def as_own(self, sums: Tree) -> Tree:

@@ -4,7 +4,7 @@ A *partial sum* is what one device has of a sum.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,22 @@ PARTIAL = "partial"  # as `reduce_to`: the sum goes nowhere
 Local = Callable[..., tuple[Tree, Tree]]
 
 
+class Reduction(NamedTuple):
+    """How gradients are added over devices."""
+
+    axes: Axes = ()
+    to: Tree = None  # how the sum is to be sharded; to all by default, and `PARTIAL` for nowhere
+    dtype: Any = None  # in which it crosses the network
+
+
 class Space:
     """Where partial sums live. On one device nothing is partial: it answers with what it was given."""
 
-    def __init__(self, axes: Axes = (), to: Tree = None):
-        self.axes, self.communicates, self.keeps = axes, bool(axes), to == PARTIAL
+    def __init__(self, reduction: Reduction = Reduction()):  # noqa: B008
+        self.axes, to, self.dtype = reduction
+        self.communicates, self.keeps = bool(self.axes), to == PARTIAL
         self.to = None if self.keeps else to
-        self.device = Device(axes, one_batch=not self.keeps)
+        self.device = Device(self.axes, one_batch=not self.keeps, dtype=self.dtype)
 
     # The doors: what is empty, and what is to be added, as it is added.
 

@@ -17,8 +17,7 @@ from optax_accum._core.roles import Call, Roles
 from optax_accum._core.state import default_float
 from optax_accum._core.weighing import ByShare, Index
 from optax_accum._space.device import Device
-from optax_accum._space.meshes import Axes
-from optax_accum._space.space import PARTIAL
+from optax_accum._space.space import PARTIAL, Reduction
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.gradients import Leaves, Reduced
 from optax_accum._within.microbatches import MicroBatches
@@ -70,8 +69,7 @@ class Rules:
     unroll: bool
     overlap: bool | None
     meter: Meter
-    reduce_axes: Axes
-    reduce_to: Tree
+    over: Reduction
 
     def kinds(self, params: Tree) -> Tree:
         """Returns what becomes of the gradients of each leaf of the differentiated arguments."""
@@ -246,7 +244,7 @@ def _counts(
     rules: Rules, device: Device, micro_batches: MicroBatches, carry: Tree, shapes: Parts, static: bool, alive: Alive
 ) -> dict[str, jax.Array]:
     """Runs the micro-batches forward for what the terms of a loss count, and returns this device's sums."""
-    if rules.reduce_to == PARTIAL:
+    if rules.over.to == PARTIAL:
         raise ValueError(
             "A loss of several Ratios is divided by what all devices count, and its gradient is whole: "
             'reduce_to="partial" was asked for. Leave reduce_to out; or return one Ratio.'

@@ -13,7 +13,7 @@ from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
 from optax_accum._space.device import Device
-from optax_accum._space.here import checked_axes, here
+from optax_accum._space.here import as_reduction, here
 from optax_accum._within import loops, splitting
 
 Tree = Any
@@ -99,10 +99,10 @@ def microbatched_apply(
     """
     as_function(fun)
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
-    axes = checked_axes(reduce_axes, reduce_to, partial=False)
+    over = as_reduction(reduce_axes, reduce_to)
     roles = Roles(
         fun,
-        argnums=0 if axes else None,
+        argnums=0 if over.axes else None,
         batch_argnums=batch_argnums,
         whole_argnums=whole_argnums,
         rng_argnum=rng_argnum,
@@ -112,7 +112,7 @@ def microbatched_apply(
     def outputs(*args: Any, **kwargs: Any) -> Any:
         call = roles.of(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
-        space = here(axes, reduce_to)
+        space = here(over)
         space.check_params(call[call.params])
         local = lambda device, call: (_on_device(fun, sizes, device, call), None)
         own, _ = space.run(local, call, sharded=next(iter(call.params), None))

@@ -17,7 +17,7 @@ from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
 from optax_accum._core.weighing import divided
-from optax_accum._space.here import checked_axes, here
+from optax_accum._space.here import as_reduction, here
 from optax_accum._space.space import PARTIAL
 from optax_accum._within import gradients, reductions, splitting
 from optax_accum._within.cut import Rules, cut
@@ -43,6 +43,7 @@ def value_and_grad(
     overlap: bool | None = None,
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
+    reduce_dtype: Any = None,
     statistics: bool | Options = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Does what `jax.value_and_grad` does, one micro-batch after the other: same call, same return, less memory.
@@ -103,6 +104,7 @@ def value_and_grad(
         loop (jax-ml/jax#12868). Compile time grows with k; before JAX 0.12 several micro-batches are kept at once.
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per call: `optax_accum.sharding`.
       reduce_to: where the sum over them goes: likewise.
+      reduce_dtype: the dtype in which gradients cross the network: likewise.
       overlap: whether gradients are added over the devices inside the last micro-batch's backward pass, each behind the
         products that follow it. That micro-batch is compiled apart. By default on GPUs, for 64 MiB or more.
       statistics: whether to measure gradients: what comes back is `((value, statistics), gradient)`.
@@ -152,6 +154,7 @@ def value_and_grad(
         rng_argnum=rng_argnum,
         carry_argnum=carry_argnum,
     )
+    over = as_reduction(reduce_axes, reduce_to, reduce_dtype, partial=True)
     rules = Rules(
         fun=as_function(fun),
         roles=roles,
@@ -166,8 +169,7 @@ def value_and_grad(
         unroll=unroll,
         overlap=overlap,
         meter=as_meter(statistics),
-        reduce_axes=checked_axes(reduce_axes, reduce_to, partial=True),
-        reduce_to=reduce_to if reduce_to is None or reduce_to == PARTIAL else of_params(reduce_to),
+        over=over._replace(to=reduce_to if reduce_to is None or reduce_to == PARTIAL else of_params(reduce_to)),
     )
     _check_options(rules)
     return _computing(rules)
@@ -198,7 +200,7 @@ def _check_options(rules: Rules) -> None:
         raise ValueError(
             "in_place=True adds inside the backward pass, unroll=True after it: in_place=True, unroll=True. Pass one."
         )
-    if rules.meter.measures and rules.reduce_to == PARTIAL:
+    if rules.meter.measures and rules.over.to == PARTIAL:
         raise ValueError('Statistics take the sum of gradients: reduce_to="partial" was asked for. Leave it out.')
 
 
@@ -206,7 +208,7 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
     again = tracing.is_again(list(call.arguments.values()))
     call.check_shared(count_rows(call[call.batch]))
-    space = here(rules.reduce_axes, rules.reduce_to)
+    space = here(rules.over)
     space.check_params(call[call.params])
 
     own, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)

@@ -18,7 +18,7 @@ from optax_accum._core.state import AccumulationState, holds_partial_sums, holds
 from optax_accum._core.sums import WeightedSum
 from optax_accum._space.here import here
 from optax_accum._space.meshes import as_axes
-from optax_accum._space.space import PARTIAL
+from optax_accum._space.space import PARTIAL, Reduction
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 
 Tree = Any
@@ -229,7 +229,7 @@ def whole(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree
     """Reduces per-device outputs over all devices; does nothing unless `reduce_to="partial"`."""
     if options.get("reduce_to") != PARTIAL:
         return own
-    space = here(as_axes(options.get("reduce_axes")))
+    space = here(Reduction(as_axes(options.get("reduce_axes"))))
     return jax.tree.map(lambda leaf: space.output(reduction, space.as_partial(leaf)), own)
 
 

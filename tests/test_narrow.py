@@ -1,0 +1,128 @@
+"""`reduce_dtype`: half the bytes through the network, and one rounding of each device's sum."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_accum
+from optax_accum._space import narrow
+from optax_accum.sharding import count_collectives
+from tests.versions import needs_devices, since
+
+pytestmark = needs_devices
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+PARAMS = {"w": jax.random.normal(KEYS[0], (16, 8)), "b": jax.random.normal(KEYS[1], (3,))}
+X = jax.random.normal(KEYS[2], (32, 16))
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"]) ** 2) + jnp.mean(x[:, :3] * params["b"][None])
+
+
+def mesh_of(kind=AxisType.Auto):
+    return jax.make_mesh((4,), ("data",), axis_types=(kind,))
+
+
+def placed(mesh):
+    return jax.device_put(PARAMS, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("data")))
+
+
+def bound(leaves):
+    """What rounding each part, and the sum, can do: `u (sum |part| + |sum|)`, with the unit `u` of bfloat16."""
+    leaves = np.asarray(leaves, np.float64)
+    return 2.0**-8 * (np.sum(np.abs(leaves), 0) + np.abs(np.sum(leaves, 0)))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30], ids=str)
+@pytest.mark.parametrize("axes", [("data",), ("data", "model")], ids=str)
+def test_each_part_is_rounded_once_and_added_in_float32(axes, scale):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    devices = int(np.prod([mesh.shape[axis] for axis in axes]))
+    parts = scale * jax.random.normal(jax.random.key(3), (devices, 5, 16))
+    run = lambda own: narrow.add_up(own[0], axes, jnp.bfloat16)[None]
+    added = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes), check_vma=False)
+    )(parts)
+    np.testing.assert_array_equal(added, np.broadcast_to(added[0], added.shape))
+    want = np.sum(np.asarray(parts, np.float64), 0)
+    assert np.all(np.abs(added[0] - want) <= bound(parts))
+    rounded = np.sum(np.asarray(parts.astype(jnp.bfloat16), np.float64), 0)  # no sum is rounded before it is complete
+    np.testing.assert_allclose(added[0], np.asarray(jnp.asarray(rounded).astype(jnp.bfloat16), np.float64), rtol=2**-7)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("to", [None, {"w": P("data"), "b": P()}], ids=["everywhere", "scattered"])
+def test_half_the_bytes_through_the_network(kind, to):
+    mesh = mesh_of(kind)
+    found = {}
+    with jax.set_mesh(mesh):
+        args = placed(mesh)
+        for dtype in (None, jnp.bfloat16):
+            call = optax_accum.value_and_grad(loss, 4, reduce_axes="data", reduce_to=to, reduce_dtype=dtype)
+            run = jax.jit(call).lower(*args).compile()
+            found[dtype] = count_collectives(run).select(min_bytes=64), jax.device_get(run(*args)[1])
+    size = PARAMS["w"].size
+    kinds = lambda dtype: {op.kind: op.bytes & ~63 for op in found[dtype][0].operations}  # some bring small ones along
+    assert kinds(None) == {"all-reduce" if to is None else "reduce-scatter": 4 * size}
+    assert kinds(jnp.bfloat16) == {"all-to-all": 2 * size} | ({"all-gather": 2 * size} if to is None else {})
+    want = jax.grad(loss)(PARAMS, X)
+    parts = jnp.stack([jax.grad(loss)(PARAMS, rows)["w"] / 4 for rows in jnp.split(X, 4)])
+    assert np.all(np.abs(found[jnp.bfloat16][1]["w"] - want["w"]) <= bound(parts))
+    assert np.any(found[jnp.bfloat16][1]["w"] != found[None][1]["w"])
+    np.testing.assert_allclose(found[jnp.bfloat16][1]["b"], want["b"], rtol=1e-5)  # 3 do not divide: float32
+
+
+@pytest.mark.parametrize("how", ["jit", "eager", "shard_map", pytest.param("overlap", marks=since(0, 11, why="that"))])
+def test_within_a_call_however_it_is_made(how):
+    mesh = mesh_of()
+    options = {"overlap": True} if how == "overlap" else {}
+    call = optax_accum.value_and_grad(loss, 4, reduce_axes="data", reduce_dtype=jnp.bfloat16, **options)
+    if how == "shard_map":
+        call = jax.shard_map(call, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    with jax.set_mesh(mesh):
+        value, grads = (call if how == "eager" else jax.jit(call))(*placed(mesh))
+    want, exact = jax.value_and_grad(loss)(PARAMS, X)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(grads), exact, rtol=0.02, atol=0.01)
+    assert np.any(np.asarray(grads["w"]) != np.asarray(exact["w"]))
+
+
+@pytest.mark.parametrize("to", [None, {"w": P("data"), "b": P()}], ids=["everywhere", "scattered"])
+def test_across_calls(to):
+    mesh = mesh_of()
+    options = {"reduce_axes": "data", "reduce_to": to, "reduce_dtype": jnp.bfloat16}
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, **options)
+    with jax.set_mesh(mesh):
+        params, x = placed(mesh)
+        state = jax.jit(tx.init, out_shardings=optax_accum.sharding.state_sharding(tx, params))(params)
+        step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx))
+        for rows in (x, x):
+            _, params, state = step(params, state, rows)
+    want = jax.tree.map(jnp.subtract, PARAMS, jax.grad(loss)(PARAMS, X))
+    chex.assert_trees_all_close(jax.device_get(params), want, rtol=0.02, atol=0.01)
+    np.testing.assert_allclose(params["b"], want["b"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduce_dtype": jnp.bfloat16}, "Leave it out"),
+        ({"reduce_axes": "data", "reduce_dtype": jnp.int8}, "floating"),
+        ({"reduce_axes": "data", "reduce_to": "partial", "reduce_dtype": jnp.bfloat16}, "Leave it out"),
+        (
+            {"reduce_axes": "data", "reduce_dtype": jnp.float32, "accumulator_dtype": jnp.bfloat16},
+            "must not be wider than the sums",
+        ),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    mesh = mesh_of()
+    with jax.set_mesh(mesh), pytest.raises((TypeError, ValueError), match=message):
+        jax.jit(optax_accum.value_and_grad(loss, 4, **options))(*placed(mesh))
