@@ -211,8 +211,8 @@ def test_axes_are_asked_for_at_the_doors_alone():
         if "axes" in test
     }
     assert asked == {
-        ("_across/transformation", "callable(nonfinite) and rules.reduce_axes"),
-        ("_within/microbatched_apply", "axes"),  # with them, argument 0 holds parameters
+        ("_across/transformation", "callable(nonfinite) and rules.over.axes"),
+        ("_within/microbatched_apply", "over.axes"),  # with them, argument 0 holds parameters
     }
 
 
