@@ -16,6 +16,7 @@ from optax_accum._core.multi_steps import from_multi_steps
 from optax_accum._core.ratio import Ratio
 from optax_accum._core.state import AccumulationState, has_updated
 from optax_accum._space.metrics import metrics
+from optax_accum._within.accumulate import accumulate
 from optax_accum._within.microbatched_apply import microbatched_apply
 from optax_accum._within.value_and_grad import value_and_grad
 
@@ -33,6 +34,7 @@ __all__ = [
     "AccumulationState",
     "Ratio",
     "accelerators",
+    "accumulate",
     "accumulate_gradients",
     "apply_gradients",
     "batching",

@@ -25,10 +25,10 @@ adds them in the dtype of the sums; where the sum goes to all, it is rounded onc
 error is at most `u (sum_i |p_i| + |sum_i p_i|)` for partial sums `p_i`. Off by default. A leaf with no dimension that
 the devices divide is added as it is.
 
-`overlap=True` of `value_and_grad` adds gradients over the devices inside the backward pass of the last micro-batch, each
-where it arises, also layer by layer inside a scan, so that the reduction runs beside the products that follow. That
-micro-batch is compiled apart and run on all devices, also where it weighs nothing. By default it is so on GPUs from
-64 MiB of sums on: docs/many_devices.md.
+`overlap=True` of `value_and_grad` adds gradients over the devices inside the backward pass of the last micro-batch,
+each where it arises, also layer by layer inside a scan, so that the reduction runs beside the products that follow.
+That micro-batch is compiled apart and run on all devices, also where it weighs nothing. By default it is so on GPUs
+from 64 MiB of sums on: docs/many_devices.md.
 
 | case | result | known when |
 |---|---|---|

@@ -50,9 +50,9 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"sums", "noise", "seen", "matching"},
         {"state"},
         {"meter", "multi_steps"},
-        {"checks", "callables", "spelling", "parts"},
+        {"checks", "callables", "spelling"},
         {"ratio"},
-        {"weighing"},
+        {"weighing", "parts"},
         {"backward"},
     ],
     "_space": [
@@ -76,7 +76,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"splitting", "loops"},
         {"reductions", "gradients", "microbatched_apply", "microbatches"},
         {"weights"},
-        {"cut"},
+        {"cut", "accumulate"},
         {"value_and_grad"},
     ],
     "_batches": [{"rows", "packed", "advise", "schedules"}, {"packing"}],
@@ -244,7 +244,7 @@ ASKED = {
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/mapped _space/device"),
     "does it run outside jit": (
         {"is_staged", "is_again"},
-        "_core/tracing _within/loops _within/value_and_grad _across/train_step",
+        "_core/tracing _within/loops _within/value_and_grad _within/accumulate _across/train_step",
     ),
 }
 ALSO = {  # that ask something else by the same name

@@ -16,7 +16,7 @@ from optax_accum._across.window import MicroBatch, Rules, check_state, micro_ste
 from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.backward import Backward, Inside, add_to, added_inside, at_leaves, bends, contribution
-from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn
+from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn, as_weight_of
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Returns
@@ -39,6 +39,7 @@ def value_and_apply_gradients(
     whole_argnums: Name | Sequence[Name] = (),
     group_size: int = 1,
     weight_fn: Callable[..., Any] | None = None,
+    weight_of: Callable[[Any, Any], Any] | None = None,
     rng_argnum: Name | None = None,
     in_place: bool | None = None,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
@@ -59,6 +60,8 @@ def value_and_apply_gradients(
       group_size: so many consecutive rows belong together; it must divide the rows of each device.
       weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such as `batch["mask"].sum()`. By default the
         number of its rows, and 1 if `tx` takes a sum.
+      weight_of: `weight_of(value, aux)`, where only what `fun` returned tells how much the micro-batch counts (`aux` is
+        None without `has_aux`): losses times weights are added, and divided by the sum of weights, as with a `Ratio`.
       rng_argnum: an argument that is a key, or a tree of keys: micro-step i of a window gets
         `jax.random.fold_in(key, i)`, with `reduce_axes` of a key of the device's own. Pass another key in each window.
       in_place: whether to add inside the backward pass. By default wherever that gives the same gradient.
@@ -122,7 +125,7 @@ def value_and_apply_gradients(
         fun=as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx)."),
         tx=as_optimizer(tx),
         accumulation=rules_of(tx),
-        returns=Returns(has_aux),
+        returns=Returns(has_aux, weight_of=as_weight_of(weight_of, weight_fn)),
         roles=roles,
         group_size=checks.as_positive("group_size", group_size) or 1,
         weight_fn=as_weight_fn(weight_fn, roles),

@@ -71,3 +71,15 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def as_weight_of(weight_of: Any, weight_fn: Any) -> Any:
+    """Returns what tells the weight from what `fun` returned, if nothing else tells it."""
+    if weight_of is not None and weight_fn is not None:
+        raise ValueError(
+            "A micro-batch has one weight: weight_fn knows it from the batch, weight_of from what fun returned, and "
+            "both are given. Pass one."
+        )
+    if not (weight_of is None or callable(weight_of)):
+        raise TypeError(f"weight_of must be a function of what fun returned: weight_of={weight_of!r}. Pass one.")
+    return weight_of

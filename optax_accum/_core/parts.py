@@ -1,7 +1,9 @@
 """Owns what a loss returns beside the loss: what is auxiliary, and what it hands on. Differentiates nothing."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from optax_accum._core import ratio
 from optax_accum._core.leaves import Tree
 
 
@@ -18,9 +20,17 @@ class Returns(NamedTuple):
 
     has_aux: bool = False
     has_carry: bool = False
+    weight_of: Callable[[Any, Any], Any] | None = None  # the weight of a mean, of the loss and the aux
 
     def parts(self, out: Any) -> Parts:
-        """Takes apart what `fun` returned."""
+        """Takes apart what `fun` returned; a loss that comes with its weight is a `Ratio`."""
+        parts = self._taken_apart(out)
+        loss = ratio.as_ratio(parts.loss)
+        if self.weight_of is not None:
+            loss = ratio.of_mean(loss, self.weight_of(loss, parts.aux))
+        return parts._replace(loss=loss)
+
+    def _taken_apart(self, out: Any) -> Parts:
         if not (self.has_aux or self.has_carry):
             return Parts(out)
         if not isinstance(out, tuple) or len(out) != 2:

@@ -70,10 +70,61 @@ class Ratio:
     total: Any
     count: Any
 
+    @staticmethod
+    def register(kind: Any, total: str, count: str) -> None:
+        """Makes records of another class count as a `Ratio`, wherever a loss may return one.
+
+        Args:
+          kind: the class, such as a `WeightedMetric` of a trainer.
+          total: the name of its attribute that holds the sum.
+          count: the name of the one that holds how much was added up.
+
+        Raises:
+          TypeError: `kind` is no class.
+
+        Example:
+          >>> import typing, jax.numpy as jnp, optax_accum
+          >>> class Metric(typing.NamedTuple):
+          ...     unreduced: typing.Any
+          ...     weight: typing.Any
+          >>> optax_accum.Ratio.register(Metric, total="unreduced", count="weight")
+          >>> loss = lambda w, x: Metric(jnp.sum(x > 2) * w, jnp.sum(x > 2))
+          >>> value, grad = optax_accum.value_and_grad(loss, 2)(3.0, jnp.arange(8.0))
+          >>> print(value, grad)
+          3.0 1.0
+        """
+        if not isinstance(kind, type):
+            raise TypeError(f"A class is registered, not one of its records: kind={kind!r}. Pass its type.")
+        _RECORDS[kind] = total, count
+
     def checked(self) -> "Ratio":
         """Returns it with a count of the default float dtype, which nobody can differentiate."""
         count = jnp.asarray(checks.as_weight(self.count, name="the count of a Ratio"), checks.default_float())
         return Ratio(self.total, tracing.refuse_differentiation(count, _CONSTANT))
+
+
+_RECORDS: dict[type, tuple[str, str]] = {}  # classes that count as a Ratio, and their attributes
+
+
+def as_ratio(loss: Any) -> Any:
+    """Returns a loss in which records of a registered class, one or in a dict, are each a Ratio."""
+    if type(loss) is dict:
+        return {name: as_ratio(term) for name, term in loss.items()}
+    if type(loss) not in _RECORDS:
+        return loss
+    return Ratio(*(getattr(loss, name) for name in _RECORDS[type(loss)]))
+
+
+def of_mean(loss: Any, weight: Any) -> Ratio:
+    """Returns a mean with its weight."""
+    if isinstance(loss, dict) or is_ratio(loss):
+        raise TypeError(
+            "weight_of weighs a loss that is one mean: fun returned a dict, or a Ratio, which says itself what it "
+            "counts. Leave weight_of out."
+        )
+    weight = jax.lax.stop_gradient(jnp.asarray(checks.as_weight(weight, name="weight_of's result")))
+    loss = jnp.asarray(loss)
+    return Ratio(loss * weight.astype(arithmetic.accumulator_dtype(loss.dtype, None)), weight)
 
 
 def check_loss(loss: Any, shares: Any) -> None:

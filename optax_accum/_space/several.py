@@ -20,6 +20,8 @@ from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Local, Reduction, Space
 
+_EXTREMES = {"max": (jnp.max, jax.lax.pmax), "min": (jnp.min, jax.lax.pmin)}
+
 
 class Several(Space):
     """Partial sums on several devices. Below are those of a mesh, and those inside a `jax.shard_map`."""
@@ -40,15 +42,16 @@ class Several(Space):
         return self.as_own(sums) if self.keeps else self._sum(sums)
 
     def output(self, reduction: str, leaf: Any) -> Any:
-        if reduction not in ("mean", "sum", "max", "concat"):
+        if reduction not in ("mean", "sum", *_EXTREMES, "concat"):
             raise ValueError(
-                f'With reduce_axes, each device has micro-batches of its own, and "{reduction}" of them is not one '
-                'output. Take "mean", "sum", "max" or "concat".'
+                f"With reduce_axes, each device has micro-batches of its own, and {reduction!r} of them is not one "
+                'output. Take "mean", "sum", "max", "min" or "concat".'
             )
         if reduction == "concat":
             return jax.lax.collapse(leaf, 0, 2)
-        if reduction == "max" and not self.keeps:
-            return jax.lax.pmax(jnp.max(leaf, axis=0), self.inside)
+        if reduction in _EXTREMES and not self.keeps:
+            extreme, over = _EXTREMES[reduction]
+            return over(extreme(leaf, axis=0), self.inside)
         return self.total(leaf)
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:

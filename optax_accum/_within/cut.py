@@ -21,7 +21,7 @@ from optax_accum._space.space import PARTIAL, Reduction
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.gradients import Leaves, Reduced
 from optax_accum._within.microbatches import MicroBatches
-from optax_accum._within.reductions import REDUCTIONS
+from optax_accum._within.reductions import Outputs, outputs_of
 from optax_accum._within.weights import Alive, weigh
 
 _AGAIN = (
@@ -109,13 +109,13 @@ class Cut:
     def start(self) -> tuple[Leaves, Totals]:
         """Returns the references that gradients are added to in place, if any, and the totals before the first."""
         refs, grads = gradients.start(self.empty, self.kinds, in_place=self.inside is not None)
-        start = lambda name, shape: REDUCTIONS[name].start(shape, self.micro_batches.split)
-        outputs = jax.tree.map(start, self.reductions, self.shapes.aux)
         samples = self.rules.meter.samples(
             gradients.added(self.params, self.kinds), lambda: jnp.zeros([], default_float())
         )
         loss = jnp.zeros([], arithmetic.accumulator_dtype(self.loss_dtype, None))
-        return refs, self._varying(Totals(loss, self.weighing.nothing, grads, self.carry, outputs, samples))
+        return refs, self._varying(
+            Totals(loss, self.weighing.nothing, grads, self.carry, self.outputs.start(), samples)
+        )
 
     def add(self, refs: Leaves, totals: Totals, index: Index, rows: Any) -> Totals:
         """Adds a micro-batch."""
@@ -124,11 +124,7 @@ class Cut:
         with jax.named_scope("optax_accum.add"):
             grads, squares = gradients.add(refs, totals.grads, one.backward, self.kinds)
             samples = self._sampled(totals.samples, one, index, squares)
-        if isinstance(index, int) and index == self.micro_batches.split.whole:
-            reductions.check_rest(self.reductions, self.shapes.aux, one.parts.aux, self.micro_batches.split)
-        share = self.weighing.of_output(index, rows)
-        added = lambda name, total, output: REDUCTIONS[name].add(total, jnp.asarray(output), index, share)
-        outputs = jax.tree.map(added, self.reductions, totals.outputs, one.parts.aux)
+        outputs = self.outputs.add(totals.outputs, one.parts.aux, index, self.weighing.of_output(index, rows))
         counted = jax.tree.map(jnp.add, totals.counted, self.weighing.counted(one.parts.loss))
         carry = arithmetic.strong(one.parts.carry)
         return self._varying(Totals(totals.loss + one.loss, counted, grads, carry, outputs, samples))
@@ -136,12 +132,10 @@ class Cut:
     def finish(self, refs: Leaves, totals: Totals) -> Sums:
         """Returns the sums, the outputs of the batch among them."""
         grads = gradients.finish(refs, totals.grads, self.empty)
-        finished = lambda name, total, shape: REDUCTIONS[name].finish(total, shape)
-        outputs = jax.tree.map(finished, self.reductions, totals.outputs, self.shapes.aux)
         loss = self.weighing.finished(totals.loss, self.loss_dtype)
         weight = self.weighing.weight_of(totals.counted, self.device.count)
         grads = Reduced(grads) if self.overlaps else grads
-        return Sums(loss, totals.counted, grads, outputs, totals.samples, weight)
+        return Sums(loss, totals.counted, grads, self.outputs.finish(totals.outputs), totals.samples, weight)
 
     def contribution(self, call: Call, index: Index, refs: Leaves) -> Contribution:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
@@ -173,9 +167,9 @@ class Cut:
         return self.rules.kinds(self.params)
 
     @functools.cached_property
-    def reductions(self) -> Tree:
+    def outputs(self) -> Outputs:
         """What becomes of each auxiliary output."""
-        return reductions.names_of(self.rules.aux_reduction, self.shapes.aux)
+        return outputs_of(self.rules.aux_reduction, self.shapes.aux, self.micro_batches.split)
 
     @property
     def loss_dtype(self) -> Any:
@@ -212,7 +206,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     weighing, alive = weigh(micro_batches, rules.weight_fn, device, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
     made = Cut(rules, device, micro_batches, weighing, alive, shapes, static)
-    reductions.check(made.reductions, shapes.aux, micro_batches.split)
+    made.outputs.start()  # raises where a reduction does not fit
     inside = None
     if not rules.unroll and (rules.in_place or not again):  # in vain, it is an error
         squares = rules.meter.no_squares(made.params)

@@ -1,4 +1,4 @@
-"""Owns auxiliary outputs: how those of the micro-batches become those of the batch. Knows no losses, no gradients."""
+"""Owns outputs: how those of the micro-batches become those of the batch. Knows no losses, no gradients."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -20,6 +20,44 @@ class Reduction(NamedTuple):
     start: Callable[[jax.ShapeDtypeStruct, Split], Any]
     add: Callable[[Any, jax.Array, Index, Any], Any]  # state, output, index, share
     finish: Callable[[Any, jax.ShapeDtypeStruct], jax.Array]
+
+
+class Outputs(NamedTuple):
+    """What a function returns for each micro-batch, on its way to what it returns for the batch."""
+
+    names: Tree  # of the reduction of each leaf, or a function that merges two
+    shapes: Tree  # for a whole micro-batch
+    split: Split
+
+    def start(self) -> Tree:
+        """Returns the outputs of no micro-batch."""
+        start = lambda name, shape: reduction(name).start(shape, self.split)
+        return jax.tree.map(start, self.names, self.shapes)
+
+    def add(self, totals: Tree, outputs: Tree, index: Index, share: Any) -> Tree:
+        """Returns the outputs with those of a micro-batch among them, whose share in a mean is given."""
+        if isinstance(index, int) and index == self.split.whole:
+            check_rest(self.names, self.shapes, outputs, self.split)
+        add = lambda name, total, output: reduction(name).add(total, jnp.asarray(output), index, share)
+        return jax.tree.map(add, self.names, totals, outputs)
+
+    def finish(self, totals: Tree) -> Tree:
+        """Returns the outputs of the batch, or of one device's part of it."""
+        return jax.tree.map(
+            lambda name, total, shape: reduction(name).finish(total, shape), self.names, totals, self.shapes
+        )
+
+
+def outputs_of(names: Tree, shapes: Tree, split: Split, option: str = "aux_reduction") -> Outputs:
+    """Returns how outputs of these shapes are reduced; raises where a reduction does not fit."""
+    made = Outputs(names_of(names, shapes, option), shapes, split)
+    check(made.names, shapes, split)
+    return made
+
+
+def reduction(name: str | Callable[[Any, Any], Any]) -> Reduction:
+    """Returns the reduction of that name, or by that function."""
+    return _merging(name) if callable(name) else REDUCTIONS[name]
 
 
 def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "the output") -> Tree:
@@ -52,8 +90,10 @@ def check_rest(names: Tree, shapes: Tree, outputs: Tree, split: Split) -> None:
 def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:
     """Raises unless every leaf of `names` names a reduction."""
     for name in jax.tree.leaves(names, is_leaf=lambda node: node is None):
-        if name not in allowed:
-            raise ValueError(f"{option} must be one of {', '.join(allowed)}: {name!r}. Choose one of these.")
+        if not callable(name) and name not in allowed:
+            raise ValueError(
+                f"{option} must be one of {', '.join(allowed)}, or a function that merges two: {name!r}. Choose one."
+            )
 
 
 def _where(path: Any) -> str:
@@ -71,8 +111,17 @@ def _check(name: str, where: str, shape: jax.ShapeDtypeStruct, split: Split) -> 
             'aux_reduction="sum" (or a prefix of the output, {"count": "sum", "loss": "mean"}) for counts; cast it to '
             "float32 for a mean."
         )
-    if name == "max" and jnp.issubdtype(shape.dtype, jnp.complexfloating):
-        raise TypeError(f'"max" needs numbers that are ordered: {where} has dtype {shape.dtype}. Take "mean" or "sum".')
+    if callable(name):
+        merged = jax.eval_shape(name, shape, shape)
+        if (jnp.shape(merged), jnp.result_type(merged)) != (shape.shape, shape.dtype):
+            raise TypeError(
+                f"A function that merges two outputs returns one like them: of {shape.dtype}{list(shape.shape)} it "
+                f"makes {merged}, for {where}. Cast or reshape what it returns."
+            )
+    if name in ("max", "min") and jnp.issubdtype(shape.dtype, jnp.complexfloating):
+        raise TypeError(
+            f'"{name}" needs numbers that are ordered: {where} has dtype {shape.dtype}. Take "mean" or "sum".'
+        )
     if name == "concat" and (not shape.ndim or shape.shape[0] != split.size):
         raise ValueError(
             f'"concat" needs one row for each example: {where} has shape {shape.shape} for a micro-batch of '
@@ -91,18 +140,38 @@ def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
 
 
 def _lowest(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
+    return _extreme(shape, -1)
+
+
+def _highest(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
+    return _extreme(shape, 1)
+
+
+def _extreme(shape: jax.ShapeDtypeStruct, sign: int) -> jax.Array:
     if jnp.issubdtype(shape.dtype, jnp.bool_):
-        return jnp.zeros(shape.shape, bool)
+        return jnp.full(shape.shape, sign > 0)
     if jnp.issubdtype(shape.dtype, jnp.floating):
         infinite = not np.isnan(np.asarray(-np.inf).astype(shape.dtype))  # or a float8 that has no infinity
-        lowest = -jnp.inf if infinite else jnp.finfo(shape.dtype).min
+        extreme = sign * jnp.inf if infinite else sign * jnp.finfo(shape.dtype).max
     else:
-        lowest = jnp.iinfo(shape.dtype).min
-    return jnp.full(shape.shape, lowest, shape.dtype)
+        limits = jnp.iinfo(shape.dtype)
+        extreme = limits.max if sign > 0 else limits.min
+    return jnp.full(shape.shape, extreme, shape.dtype)
 
 
 def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any) -> jax.Array:
     return total + output.astype(total.dtype) * jnp.asarray(share, total.dtype)
+
+
+def _merging(merge: Callable[[Any, Any], Any]) -> Reduction:
+    """Returns the reduction by a function that merges two outputs: that of the first micro-batch begins."""
+
+    def add(total: tuple[jax.Array, jax.Array], output: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
+        begun, value = total
+        return jnp.array(True), jnp.where(begun, merge(value, output), output)
+
+    start = lambda shape, _: (jnp.array(False), jnp.zeros(shape.shape, shape.dtype))
+    return Reduction(start, add, lambda total, _: total[1])
 
 
 def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:
@@ -134,6 +203,7 @@ REDUCTIONS = {
     "mean": Reduction(_zeros, _scaled, _cast),
     "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype), _cast),
     "max": Reduction(_lowest, lambda total, output, *_: jnp.maximum(total, output), _cast),
+    "min": Reduction(_highest, lambda total, output, *_: jnp.minimum(total, output), _cast),
     "last": Reduction(lambda shape, _: jnp.zeros(shape.shape, shape.dtype), lambda _, output, *__: output, _cast),
     "stack": Reduction(
         lambda shape, split: jnp.zeros((split.parts, *shape.shape), shape.dtype),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.callables import as_function, as_weight_fn
+from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
@@ -34,6 +34,7 @@ def value_and_grad(
     whole_argnums: Name | Sequence[Name] = (),
     group_size: int = 1,
     weight_fn: Callable[..., Any] | None = None,
+    weight_of: Callable[[Any, Any], Any] | None = None,
     rng_argnum: Name | None = None,
     carry_argnum: Name | None = None,
     aux_reduction: Tree = "mean",
@@ -91,6 +92,8 @@ def value_and_grad(
       weight_fn: `weight_fn(micro_batch)`, or of several arguments in the order of `batch_argnums`, returns how much it
         counts: a real scalar of at least 32 bits, such as
         `mask.sum()`, or a dict with one for each term of the loss. By default the rows. It is traced under `jax.vmap`.
+      weight_of: `weight_of(value, aux)`, where only what `fun` returned tells how much the micro-batch counts (`aux` is
+        None without `has_aux`): losses times weights are added, and divided by the sum of weights, as with a `Ratio`.
       rng_argnum: an argument that is a key, or a tree of keys: micro-batch i gets `jax.random.fold_in(key, i)`.
       carry_argnum: an argument that each micro-batch hands to the next (statistics of BatchNorm): `fun` returns
         `(loss, carry)`, or `(loss, (aux, carry))` with `has_aux`.
@@ -158,7 +161,7 @@ def value_and_grad(
     rules = Rules(
         fun=as_function(fun),
         roles=roles,
-        returns=Returns(has_aux, carry_argnum is not None),
+        returns=Returns(has_aux, carry_argnum is not None, as_weight_of(weight_of, weight_fn)),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size),
         single=single,
         weight_fn=as_weight_fn(weight_fn, roles),

@@ -1,0 +1,258 @@
+"""Owns any function of a batch, run one micro-batch after the other. Differentiates nothing."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import arithmetic, checks, ratio, tracing
+from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
+from optax_accum._core.leaves import Tree
+from optax_accum._core.parts import Parts, Returns
+from optax_accum._core.roles import Call, Roles
+from optax_accum._core.rows import count_rows
+from optax_accum._core.signature import Name
+from optax_accum._core.state import default_float
+from optax_accum._core.weighing import ByShare, Index
+from optax_accum._space.device import Device
+from optax_accum._space.here import as_reduction, here
+from optax_accum._space.space import Reduction, Space
+from optax_accum._within import microbatches, reductions, splitting
+from optax_accum._within.microbatches import MicroBatches
+from optax_accum._within.reductions import Outputs
+from optax_accum._within.weights import Alive, weigh
+
+_SUMS = ("mean", "sum")
+_AGAIN = (
+    "What accumulate returns is not differentiated through jit where the number of micro-batches is traced "
+    "(weight_fn). Differentiate inside fun, or take value_and_grad."
+)
+
+
+def accumulate(
+    fun: Callable[..., Any],
+    num_microbatches: int | None = None,
+    *,
+    microbatch_size: int | None = None,
+    batch_argnums: Name | Sequence[Name] = 1,
+    whole_argnums: Name | Sequence[Name] = (),
+    group_size: int = 1,
+    weight_fn: Callable[..., Any] | None = None,
+    weight_of: Callable[[Any], Any] | None = None,
+    rng_argnum: Name | None = None,
+    carry_argnum: Name | None = None,
+    reduction: Tree = "mean",
+    reduce_axes: str | Sequence[str] | None = None,
+    reduce_to: Tree = None,
+) -> Callable[..., Any]:
+    """Runs any function of a batch one micro-batch after the other: a gradient function, an evaluation, metrics.
+
+    What `fun` returns for micro-batches with weights `w_i` becomes what it returns for the batch, leaf by leaf:
+
+        mean:  sum_i s_i x_i,  s_i = w_i / sum_j w_j        sum:  sum_i x_i        max, min, concat, stack, last
+
+    Sums are in at least float32. For a gradient function this costs one tree of gradients beside the sum, which
+    `value_and_grad`, given the loss, does without.
+
+    Args:
+      fun: any function of a batch, such as `jax.value_and_grad(loss, has_aux=True)`.
+      num_microbatches: the largest number of micro-batches; or
+      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      batch_argnums: the argument, or several, that hold the batch, by position or name; see `value_and_grad`, also for
+        the next two.
+      whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.
+      group_size: so many consecutive rows stay together in one micro-batch.
+      weight_fn: `weight_fn(batch)`, how much a micro-batch counts in a mean. By default the number of its rows.
+      weight_of: `weight_of(result)`, where only what `fun` returned tells how much the micro-batch counts.
+      rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`.
+      carry_argnum: an argument that each micro-batch hands on to the next: `fun` returns `(result, carry)`.
+      reduction: what becomes of each leaf of the result, a prefix of its tree: `"mean"`, `"sum"`, `"max"`, `"min"`,
+        `"concat"` (rows, in their order), `"stack"` (one for each micro-batch), `"last"`, or a function `(a, b) -> c`
+        that merges two.
+      reduce_axes: the mesh axes over which the batch is sharded: the results are reduced once, at the end.
+      reduce_to: where means and sums go: `optax_accum.sharding`, for the tree of the result.
+
+    Returns:
+      A function of the arguments of `fun`, which returns what `fun` does.
+
+    Raises:
+      TypeError, ValueError: a reduction that does not fit; arguments whose roles do not. Otherwise as `value_and_grad`.
+
+    Guarantees:
+      | case | result | known when |
+      |---|---|---|
+      | the rows do not divide | one smaller micro-batch; nothing is padded or dropped | tracing |
+      | a weight of zero | its micro-batch is not run; with `weight_of` it is, and adds nothing to a mean | running |
+      | weights that add to zero | zeros for a mean | running |
+      | a batch without rows (Poisson sampling) | the same, zero sums, no rows; `fun` is not run | tracing |
+      | a mean of integers; `"concat"` of what has no rows; a merge to another shape or dtype | an error | tracing |
+      | `weight_of` beside `weight_fn` | an error | building |
+      | `reduce_axes` with `"stack"`, `"last"` or a function that merges | an error | tracing |
+
+    Example:
+      A ready gradient function, whose micro-batches have masks of different lengths:
+
+      >>> import jax, jax.numpy as jnp, optax_accum
+      >>> def loss(w, batch):
+      ...     return jnp.sum(batch["mask"] * (batch["x"] * w - 1) ** 2) / jnp.sum(batch["mask"])
+      >>> grad_fn = optax_accum.accumulate(
+      ...     jax.value_and_grad(loss), microbatch_size=4, weight_fn=lambda batch: batch["mask"].sum())
+      >>> batch = {"x": jnp.arange(10.0), "mask": jnp.arange(10) < 7}
+      >>> value, grad = jax.jit(grad_fn)(0.0, batch)
+      >>> print(value, grad)
+      1.0 -6.0
+    """
+    reductions.check_names("reduction", reduction, reductions.REDUCTIONS)
+    is_batch = batch_argnums == 0 or (isinstance(batch_argnums, tuple | list) and 0 in batch_argnums)
+    roles = Roles(
+        fun,
+        argnums=None if is_batch or 0 in (rng_argnum, carry_argnum) else 0,
+        batch_argnums=batch_argnums,
+        whole_argnums=whole_argnums,
+        rng_argnum=rng_argnum,
+        carry_argnum=carry_argnum,
+    )
+    rules = _Rules(
+        fun=as_function(fun),
+        returns=Returns(has_aux=False, has_carry=carry_argnum is not None),
+        sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size),
+        weight_fn=as_weight_fn(weight_fn, roles),
+        weight_of=as_weight_of(weight_of, weight_fn),
+        reduction=reduction,
+        over=as_reduction(reduce_axes, reduce_to, partial=True),
+    )
+
+    @functools.wraps(fun)
+    def accumulated(*args: Any, **kwargs: Any) -> Any:
+        return _accumulate(rules, roles.of(args, kwargs))
+
+    return accumulated
+
+
+class _Rules(NamedTuple):
+    """What `accumulate` was asked for."""
+
+    fun: Callable[..., Any]
+    returns: Returns
+    sizes: splitting.Sizes
+    weight_fn: Callable[..., Any] | None
+    weight_of: Callable[[Any], Any] | None
+    reduction: Tree
+    over: Reduction
+
+
+class _Sums(NamedTuple):
+    """What has come of some micro-batches."""
+
+    outputs: Tree
+    weight: jax.Array  # [], what they said that they count
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The micro-batches of one device."""
+
+    rules: _Rules
+    device: Device
+    micro_batches: MicroBatches
+    weighing: ByShare
+    alive: Alive
+    outputs: Outputs
+
+    def run(self, *, static: bool) -> tuple[_Sums, Tree]:
+        """Runs them in order, and returns what came of them, and the last carry."""
+        start = self._varying(_Sums(self.outputs.start(), jnp.zeros([], default_float())))
+        totals = start, _carry_of(self.micro_batches.call)
+        sums, carry = self.micro_batches.in_order(self.add, totals, self.alive, unroll=False, static=static)
+        return sums._replace(outputs=self.outputs.finish(sums.outputs)), carry
+
+    def add(self, totals: tuple[_Sums, Tree], index: Index, rows: Any) -> tuple[_Sums, Tree]:
+        """Adds what comes of a micro-batch."""
+        sums, carry = totals
+        with jax.named_scope("optax_accum.micro_batch"):
+            parts = _parts(self.rules, self.micro_batches.call_of(index, rows, carry))
+        share, weight, result = self.weighing.share(index), jnp.zeros_like(sums.weight), parts.loss
+        if self.rules.weight_of is not None:
+            share = weight = checks.as_weight(self.rules.weight_of(result), name="weight_of's result")
+            counted = lambda name, leaf: _unless_nothing(leaf, weight) if name == "mean" else leaf
+            result = jax.tree.map(counted, self.outputs.names, result)
+        outputs = self.outputs.add(sums.outputs, result, index, share)
+        return self._varying(_Sums(outputs, sums.weight + weight)), arithmetic.strong(parts.carry)
+
+    def _varying(self, sums: _Sums) -> _Sums:
+        return self.device.vary(sums)
+
+
+def _accumulate(rules: _Rules, call: Call) -> Any:
+    """Runs the micro-batches of the batch, on all devices, and returns what `fun` would."""
+    batch = call[call.batch]
+    if _is_empty(batch):
+        return _of_no_rows(rules, call)
+    call.check_shared(count_rows(batch))
+    static = tracing.is_again(list(call.arguments.values()))
+    space = here(rules.over)
+    own, carry = space.run(lambda device, call: _part(rules, device, call, static).run(static=static), call)
+    outputs = _over_devices(rules, space, own.outputs)
+    if rules.weight_of is not None:
+        weight = space.total(own.weight)
+        mean = lambda name, leaf: ratio.divided(leaf, weight) if name == "mean" else leaf
+        outputs = jax.tree.map(mean, reductions.names_of(rules.reduction, outputs, "reduction"), outputs)
+    return rules.returns.joined(Parts(outputs, carry=carry))
+
+
+def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
+    """Cuts what one device has of the batch."""
+    arrays, filled = tracing.parted(call.arguments, tracing.is_array)
+    call = device.own_key(call.with_arguments(filled(device.vary(arrays))))
+    micro_batches = microbatches.cut(call, rules.sizes, device.count)
+    carry = _carry_of(call)
+    program, shapes = jax.make_jaxpr(lambda: _parts(rules, micro_batches.first(carry)), return_shape=True)()
+    checks.check_carry(carry, shapes.carry)
+    one = jax.ShapeDtypeStruct((), default_float())
+    weighing, alive = weigh(micro_batches, rules.weight_fn, device, one, program.jaxpr, lambda _: {})
+    outputs = reductions.outputs_of(rules.reduction, shapes.loss, micro_batches.split, "reduction")
+    if rules.weight_fn is not None and not static:
+        micro_batches = micro_batches.undifferentiable(_AGAIN)
+    return _Part(rules, device, micro_batches, weighing, alive, outputs)
+
+
+def _parts(rules: _Rules, call: Call) -> Parts:
+    """Calls `fun`: what it returns stands where a loss does."""
+    return rules.returns.parts(call.apply(rules.fun))
+
+
+def _over_devices(rules: _Rules, space: Space, own: Tree) -> Tree:
+    """Returns the outputs of the batch, of what each device has of it: sums are reduced once, together."""
+    names = reductions.names_of(rules.reduction, own, "reduction")
+    if space.to is None:
+        return jax.tree.map(space.output, names, own)
+    added = space.reduced(jax.tree.map(lambda name, leaf: leaf if name in _SUMS else None, names, own))[0]
+    others = jax.tree.map(lambda name, leaf: None if name in _SUMS else space.output(name, leaf), names, own)
+    return jax.tree.map(lambda one, other: other if one is None else one, added, others, is_leaf=lambda x: x is None)
+
+
+def _of_no_rows(rules: _Rules, call: Call) -> Any:
+    """Returns what comes of no rows: `fun` is traced for a few, and not run."""
+    rows = rules.sizes.group
+    some = lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype) if jnp.ndim(leaf) else leaf
+    few = jax.tree.map(some, call[call.batch])
+    call = call.with_arguments(dict(zip(call.batch, few, strict=True)))
+    shapes = jax.eval_shape(lambda: _parts(rules, call))
+    outputs = reductions.outputs_of(rules.reduction, shapes.loss, splitting.Split(0, rows, 0, 0), "reduction")
+    return rules.returns.joined(Parts(outputs.finish(outputs.start()), carry=_carry_of(call)))
+
+
+def _is_empty(batch: Tree) -> bool:
+    return any(jnp.ndim(leaf) and not leaf.shape[0] for leaf in jax.tree.leaves(batch))
+
+
+def _carry_of(call: Call) -> Tree:
+    return None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
+
+
+def _unless_nothing(leaf: Any, weight: Any) -> Any:
+    """Returns a leaf, and zeros where its micro-batch weighs nothing: its mean is often 0 / 0."""
+    return jnp.where(weight == 0, jnp.zeros_like(leaf), leaf)

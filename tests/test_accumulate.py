@@ -1,0 +1,203 @@
+"""`accumulate`: any function of a batch, cut, is that of the whole batch."""
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_accum
+from optax_accum._core import ratio
+from optax_accum.sharding import count_collectives
+from tests.versions import needs_devices
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+PARAMS = {"w": jax.random.normal(KEYS[0], (8, 4)), "b": jnp.zeros(4)}
+BATCH = {"x": jax.random.normal(KEYS[1], (32, 8)), "mask": jnp.arange(32) % 3 > 0}
+SIZES = [{"num_microbatches": 4}, {"microbatch_size": 12}, {"num_microbatches": 1}]
+COUNT = lambda batch: batch["mask"].sum()
+
+
+def loss(params, batch):
+    errors = jnp.sum(jnp.tanh(batch["x"] @ params["w"] + params["b"][None]) ** 2, 1)
+    tokens = batch["mask"].sum()
+    mean = jnp.sum(batch["mask"] * errors) / tokens
+    return mean, {"tokens": tokens, "errors": errors, "largest": errors.max(), "smallest": errors.min(), "mean": mean}
+
+
+GRADIENT = jax.value_and_grad(loss, has_aux=True)
+AUX = {"tokens": "sum", "errors": "concat", "largest": "max", "smallest": "min", "mean": "mean"}
+REDUCTION = (("mean", AUX), "mean")
+WEIGHTS = {"weight_fn": {"weight_fn": COUNT}, "weight_of": {"weight_of": lambda result: result[0][1]["tokens"]}}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_gradient_function_with_all_that_it_returns(size, weight):
+    f = optax_accum.accumulate(GRADIENT, reduction=REDUCTION, **size, **WEIGHTS[weight])
+    for run in (jax.jit(f), f):
+        chex.assert_trees_all_close(run(PARAMS, BATCH), GRADIENT(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
+
+
+@needs_devices
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("size", SIZES[:2], ids=str)
+def test_over_devices_all_is_reduced_once(size, weight, kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    f = optax_accum.accumulate(GRADIENT, reduction=REDUCTION, reduce_axes="data", **size, **WEIGHTS[weight])
+    with jax.set_mesh(mesh):
+        args = jax.device_put(PARAMS, NamedSharding(mesh, P())), jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+        run = jax.jit(f).lower(*args).compile()
+    got, want = jax.device_get(run(*args)), GRADIENT(PARAMS, BATCH)
+    order = lambda tree: ((tree[0][0], {**tree[0][1], "errors": np.sort(tree[0][1]["errors"])}), tree[1])
+    chex.assert_trees_all_close(order(got), order(want), rtol=1e-5, atol=1e-6)
+    assert not count_collectives(run).select(place="loop").operations
+
+
+@needs_devices
+def test_a_gradient_goes_where_it_is_to_be():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    to = (P(), {"w": P("data"), "b": P()})
+    gradient = jax.value_and_grad(lambda *args: loss(*args)[0])
+    f = optax_accum.accumulate(gradient, 4, weight_fn=COUNT, reduce_axes="data", reduce_to=to)
+    with jax.set_mesh(mesh):
+        args = jax.device_put(PARAMS, NamedSharding(mesh, P())), jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+        run = jax.jit(f).lower(*args).compile()
+    value, grads = run(*args)
+    chex.assert_trees_all_close(jax.device_get((value, grads)), gradient(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
+    assert grads["w"].sharding.spec == P("data")
+    assert count_collectives(run).select("reduce-scatter").count == 1
+
+
+def test_keys_carries_stacks_and_merges():
+    def fun(batch, key, carry):
+        noise = jax.random.normal(key)
+        return {"noise": noise, "last": noise, "stack": carry, "merged": batch.sum(0)}, carry + 1
+
+    names = {"noise": "mean", "last": "last", "stack": "stack", "merged": jnp.maximum}
+    options = {"batch_argnums": 0, "rng_argnum": 1, "carry_argnum": 2, "reduction": names}
+    out, carry = jax.jit(optax_accum.accumulate(fun, 4, **options))(BATCH["x"], KEYS[2], 0)
+    noise = [jax.random.normal(jax.random.fold_in(KEYS[2], i)) for i in range(4)]
+    sums = jnp.stack([BATCH["x"][i::4].sum(0) for i in range(4)])
+    want = {"noise": sum(noise) / 4, "last": noise[-1], "stack": jnp.arange(4), "merged": sums.max(0)}
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), out, want)
+    assert carry == 4
+
+
+def test_what_weighs_nothing_does_not_count():
+    """0 / 0 among them; all of nothing is zeros."""
+    mask = jnp.arange(32) % 4 == 1
+    batch = {**BATCH, "mask": mask}
+    want = GRADIENT(PARAMS, batch)
+    for weight in WEIGHTS.values():
+        f = jax.jit(optax_accum.accumulate(GRADIENT, 4, reduction=REDUCTION, **weight))
+        (value, aux), grads = f(PARAMS, batch)
+        chex.assert_trees_all_close((value, grads), (want[0][0], want[1]), rtol=1e-5, atol=1e-6)
+        assert aux["tokens"] == 8
+        (value, _), grads = f(PARAMS, {**BATCH, "mask": jnp.zeros(32, bool)})
+        chex.assert_trees_all_equal((value, grads), jax.tree.map(jnp.zeros_like, (value, grads)))
+
+
+def test_a_batch_without_rows():
+    """As Poisson sampling makes: zero sums, no rows, and a mean of nothing."""
+    empty = jax.tree.map(lambda leaf: leaf[:0], BATCH)
+    f = optax_accum.accumulate(GRADIENT, microbatch_size=4, reduction=REDUCTION)
+    (value, aux), grads = jax.jit(f)(PARAMS, empty)
+    chex.assert_trees_all_equal((value, grads), jax.tree.map(jnp.zeros_like, (value, grads)))
+    assert aux["errors"].shape == (0,)
+    assert aux["tokens"] == 0
+    assert aux["largest"] == -jnp.inf
+
+
+def test_sums_are_in_float32():
+    gradient = lambda w, x: jnp.ones_like(w) * x.mean().astype(w.dtype)
+    w, x = jnp.ones(3, jnp.bfloat16), jnp.full(4096, 0.01)
+    f = jax.jit(optax_accum.accumulate(gradient, 512, reduction="sum"))
+    np.testing.assert_allclose(f(w, x).astype(jnp.float32), 5.12, rtol=1e-2)
+
+
+def test_clipped_gradients_of_single_examples():
+    """Those of DP-SGD: each is clipped by itself, so cutting changes nothing."""
+
+    def clipped(params, batch):
+        one = jax.grad(lambda params, x: jnp.sum(jnp.tanh(x @ params["w"] + params["b"]) ** 2))
+        grads = jax.vmap(one, (None, 0))(params, batch["x"])
+        norms = jax.vmap(optax.tree.norm)(grads)
+        scale = jnp.minimum(1, 0.5 / norms)
+        return jax.tree.map(lambda leaf: jnp.tensordot(scale, leaf, 1), grads)
+
+    got = jax.jit(optax_accum.accumulate(clipped, microbatch_size=6, reduction="sum"))(PARAMS, BATCH)
+    chex.assert_trees_all_close(got, clipped(PARAMS, BATCH), rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_differentiated():
+    f = optax_accum.accumulate(lambda p, b: loss(p, b)[0], 4, weight_fn=COUNT)
+    want = jax.grad(lambda p: loss(p, BATCH)[0])(PARAMS)
+    chex.assert_trees_all_close(jax.grad(lambda p: f(p, BATCH))(PARAMS), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"reduction": "median"}, ValueError, "reduction must be one of mean, .* or a function"),
+        ({"reduction": lambda a, b: (a + b).astype(jnp.float16)}, TypeError, "returns one like them"),
+        ({"reduction": lambda a, b: jnp.stack([a, b])}, TypeError, "returns one like them"),
+        ({"weight_fn": COUNT, "weight_of": COUNT}, ValueError, "has one weight"),
+        ({"weight_of": lambda value: "many"}, TypeError, "weight_of's result"),
+        ({"num_microbatches": 33}, ValueError, "Pass num_microbatches=32 at most"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        optax_accum.accumulate(lambda p, b: loss(p, b)[0], **{"num_microbatches": 4, **options})(PARAMS, BATCH)
+
+
+def test_the_weight_comes_out_of_the_loss():
+    """Within a call and across calls: the mean over tokens that only the loss counts."""
+    (value, _), want = GRADIENT(PARAMS, BATCH)
+    options = {"has_aux": True, "weight_of": lambda value, aux: aux["tokens"]}
+    f = jax.jit(optax_accum.value_and_grad(loss, microbatch_size=12, aux_reduction=AUX, **options))
+    (found, aux), grads = f(PARAMS, BATCH)
+    chex.assert_trees_all_close((found, grads), (value, want), rtol=1e-5, atol=1e-6)
+    assert aux["tokens"] == COUNT(BATCH)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 3)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **options))
+    params, state = PARAMS, tx.init(PARAMS)
+    for rows in (slice(0, 5), slice(5, 20), slice(20, 32)):
+        (found, _), params, state = step(params, state, jax.tree.map(lambda leaf: leaf[rows], BATCH))  # noqa: B023
+    chex.assert_trees_all_close(params, jax.tree.map(jnp.subtract, PARAMS, want), rtol=1e-5, atol=1e-6)
+    assert jnp.ndim(found) == 0
+
+
+class Metric(NamedTuple):
+    """A record such as trainers have."""
+
+    unreduced: jax.Array
+    weight: jax.Array
+
+
+def test_a_record_of_a_trainer_is_a_ratio(monkeypatch):
+    monkeypatch.setattr(ratio, "_RECORDS", {})
+    optax_accum.Ratio.register(Metric, total="unreduced", count="weight")
+    metric = lambda p, b: Metric(loss(p, b)[0] * COUNT(b), COUNT(b))
+    want = jax.value_and_grad(lambda p: loss(p, BATCH)[0])(PARAMS)
+    got = jax.jit(optax_accum.value_and_grad(metric, microbatch_size=12))(PARAMS, BATCH)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+    both = jax.jit(optax_accum.value_and_grad(lambda *args: {"a": metric(*args), "b": metric(*args)}, 4))
+    chex.assert_trees_all_close(both(PARAMS, BATCH), jax.tree.map(lambda x: 2 * x, want), rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="Pass its type"):
+        optax_accum.Ratio.register(Metric(0, 1), "unreduced", "weight")
+
+
+def test_weight_of_weighs_one_mean():
+    for fun in (lambda p, b: {"a": loss(p, b)[0]}, lambda p, b: optax_accum.Ratio(loss(p, b)[0], 1)):
+        with pytest.raises(TypeError, match="weighs a loss that is one mean"):
+            optax_accum.value_and_grad(fun, 4, weight_of=lambda value, aux: 1)(PARAMS, BATCH)
