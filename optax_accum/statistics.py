@@ -1,21 +1,22 @@
 """Experimental: what the gradients of a window tell.
 
-* `accumulate_gradients(..., statistics=True)`, or `statistics=Options(decay, groups)`: each micro-step reads its
-  gradient once more, and each update. `metrics(state)` has norms, noise and signal by name.
+* `accumulate_gradients(..., statistics=True)`, or `statistics=Options(decay, groups)`: `metrics(state)` has norms,
+  noise and signal by name. `Layers` measures stacked layers one by one.
 * `value_and_grad(..., statistics=True)` returns `((value, statistics), gradient)`, where `value` is what it is without;
   `smooth(old, new, decay)` smooths statistics from one call to the next.
 * `gradient_noise_scale(state_or_statistics)`: noise, signal and their ratio, in examples or tokens.
 
-A backward pass that adds in place writes no gradient that could be measured: with statistics, `value_and_grad` and
-`value_and_apply_gradients` add after it. docs/noise_scale.md and docs/growing_batches.md have
-sources and examples. What to make of it: `optax_accum.batching`.
+`value_and_grad` and `value_and_apply_gradients` measure each gradient inside the backward pass, where it is added;
+`tx.update` and `apply_gradients` read it once more. docs/noise_scale.md and docs/growing_batches.md have sources and
+examples. What to make of it: `optax_accum.batching`.
 """
 
 from optax_accum._across.noise_scale import gradient_noise_scale
-from optax_accum._core.meter import Options
+from optax_accum._core.meter import Layers, Options
 from optax_accum._core.noise import NoiseScale, Statistics, smooth
 
 __all__ = [
+    "Layers",
     "NoiseScale",
     "Options",
     "Statistics",

@@ -114,10 +114,12 @@ def test_the_gradient_is_that_which_is_added_after_bit_for_bit(body, cast):
 @pytest.mark.parametrize("body", ["scan", "checkpoint in a scan", "layers one by one", *sorted(TWICE)])
 def test_norms_are_those_of_the_gradients_that_are_written(body, cast):
     p, f = cut(body, cast)
-    groups = statistics.Options(groups={"table": "a", "up": "b", "down": "b", "gate": "c", "out": "c"})
+    block_of = statistics.Layers("block")
+    groups = statistics.Options(groups={"table": "a", "up": block_of, "down": block_of, "gate": "c", "out": "c"})
     (inside, _), (after, _) = (jax.jit(f(in_place=flag, statistics=groups))(p, TOKENS) for flag in (True, False))
     chex.assert_trees_all_close(inside[1], after[1], rtol=1e-4)
     assert inside[1].known > 0
+    assert set(inside[1].noise) == {"a", "block/0", "block/1", "block/2", "c"}
 
 
 @pytest.mark.parametrize("cast", CASTS)
@@ -165,4 +167,4 @@ def test_a_parameter_that_is_returned_or_printed_is_no_matter(capfd):
     inside, after = (jax.jit(f(in_place=flag))(p, x) for flag in (True, False))
     chex.assert_trees_all_equal(inside, after)
     jax.effects_barrier()
-    assert capfd.readouterr().out.split() == ["1"] * 4
+    assert list(map(float, capfd.readouterr().out.split())) == [1] * 4

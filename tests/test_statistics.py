@@ -20,7 +20,7 @@ from optax_accum._core import seen as counting
 from optax_accum._within.value_and_grad import keeping
 from optax_accum.accelerators import count_traffic
 from tests import programs
-from tests.versions import in_places
+from tests.versions import in_places, needs_devices
 
 SIZES = (1, 2, 5)
 GROUPS = statistics.Options(decay=0.5, groups={"a": "first", "b": "second"})
@@ -518,3 +518,26 @@ def test_a_state_of_other_groups():
     new = tx.init(params)
     _, state = tx.update(params, state._replace(samples=new.samples, statistics=new.statistics), params)  # the remedy
     assert state.samples.number == 1
+
+
+@pytest.mark.parametrize("devices", [False, pytest.param(True, marks=needs_devices)], ids=["one device", "several"])
+def test_layers_that_are_stacked_are_measured_as_those_that_are_not(devices):
+    """By both mechanisms, and for the state of each, whose names they are."""
+    first, second = (jax.random.normal(jax.random.key(i), (3, 3)) for i in range(2))
+    of = lambda layers, rows: jnp.mean((jnp.tanh(rows @ layers[0]) @ layers[1]) ** 2)
+    stacked = statistics.Options(groups=statistics.Layers("layer"))
+    apart = statistics.Options(groups=["layer/0", "layer/1"])
+    over = {"reduce_axes": "data"} if devices else {}
+    rows = jnp.tile(ROWS[0], (8, 1)) + jnp.arange(8 * len(ROWS[0]))[:, None]
+    found = []
+    with jax.set_mesh(jax.make_mesh((4,), ("data",))) if devices else contextlib.nullcontext():
+        for params, options in ((jnp.stack([first, second]), stacked), ([first, second], apart)):
+            tx = accumulate(every=2, statistics=options, **over)
+            step = jax.jit(optax_accum.value_and_apply_gradients(of, tx))
+            w, state = params, tx.init(params)
+            for _ in range(3):
+                _, w, state = step(w, state, rows)
+            call = jax.jit(optax_accum.value_and_grad(of, num_microbatches=2, statistics=options, **over))
+            found.append((state.statistics, state.samples, call(params, rows)[0][1], optax_accum.metrics(state)))
+    chex.assert_trees_all_close(*found, rtol=1e-4)
+    assert {"noise_scale/layer/0", "noise_scale/layer/1"} <= found[0][-1].keys()

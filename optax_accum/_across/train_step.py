@@ -81,13 +81,11 @@ def value_and_apply_gradients(
 
       | case | result | known when |
       |---|---|---|
-      | parameters in the dtype of their accumulators | added in place | tracing |
-      | a bfloat16 parameter with a float32 accumulator | the gradient is written, then added | tracing |
-      | `"skip"`, `"omit"`, a callable, `statistics`: they must see the gradient | as above | tracing |
-      | float16 or float8 in `fun`, whose range a weight may leave | as above, unless `in_place=True` | tracing |
-      | a `jax.custom_vjp` in `fun`, which need not be linear (a clip) | as above, unless `in_place=True` | tracing |
-      | before JAX 0.11, a slice of a parameter (`p[0]`, `p[:n]`) | as above | tracing |
-      | before JAX 0.10, a loss with `jax.checkpoint`; before 0.8.1, any | as above | tracing |
+      | parameters of any dtype, whatever `fun` casts them to | added in place | tracing |
+      | a jax.custom_vjp, float16 or float8 in `fun` | the weight is multiplied in where gradients arise | tracing |
+      | the same with a `Ratio`, whose weight is known too late | the gradient is written, then added | tracing |
+      | `"skip"`, `"omit"`, a callable: they must see the gradient | as above | tracing |
+      | accumulators narrower than the parameters; before JAX 0.8.1 | as above | tracing |
       | differentiated again, with no `jit` between; called outside `jit` | as above | tracing |
       | `every=1`, or another optimizer | as above; nothing is accumulated | tracing |
       | `in_place=True` where it cannot be | an error | tracing |

@@ -1,7 +1,7 @@
 """Owns what is measured of gradients: nothing, the weight of windows, or norms and noise. Knows no window or device."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,16 @@ ALL = "all"  # the one group, where none are named
 
 
 @dataclasses.dataclass(frozen=True)
+class Layers:
+    """A group for leaves that stack layers along their first axis: layer i is measured apart, as `name/i`."""
+
+    name: str
+
+
+Group = str | Layers
+
+
+@dataclasses.dataclass(frozen=True)
 class Options:
     """What `statistics=` asks for.
 
@@ -24,7 +34,8 @@ class Options:
       decay: of the noise and the signal from one window to the next, each smoothed for itself: 0.99 is a mean over
         about the last 100 windows.
       groups: names for groups of leaves, which are measured apart: a prefix of the tree of the parameters with strings
-        as leaves, as `optax.partition` takes. By default all leaves are one group.
+        as leaves, as `optax.partition` takes, or `Layers("block")` where a leaf stacks layers, each of which is then a
+        group. By default all leaves are one group.
 
     Raises:
       ValueError: a decay outside [0, 1).
@@ -118,14 +129,11 @@ class Measuring(Counting):
         return super().blank(params) | {"statistics": statistics}
 
     def no_squares(self, params: Tree) -> list[jax.Array]:
-        inexact = lambda leaf: jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        return [sinks.empty(leaf, (), default_float()) for leaf in jax.tree.leaves(params) if inexact(leaf)]
+        axes = lambda group, leaf: jnp.shape(leaf)[:1] if isinstance(group, Layers) else ()
+        return [sinks.empty(leaf, axes(group, leaf), default_float()) for group, leaf in _named(self.options, params)]
 
     def by_group(self, squares: Tree) -> ByGroup:
-        found: ByGroup = {}
-        for name, square in _named(self.options, squares):
-            found[name] = found[name] + square if name in found else square
-        return found
+        return _added(_named(self.options, squares))
 
     def squares(self, grads: Tree, like: jax.Array) -> ByGroup:
         return squared_norms(self.options, grads, like)
@@ -159,10 +167,7 @@ def as_meter(statistics: Any, needs: tuple[str, ...] = ()) -> Meter:
 
 def squared_norms(options: Options, tree: Tree, like: jax.Array) -> ByGroup:
     """Returns `|g|^2` of each group: one number, or one for each row where `like` is [d], of leaves [d, ...]."""
-    found: ByGroup = {}
-    for name, leaf in _named(options, tree):
-        found[name] = found.get(name, jnp.zeros_like(like)) + _squared_norm(leaf, like)
-    return found
+    return _added((group, _squared_norm(leaf, like, group)) for group, leaf in _named(options, tree))
 
 
 def add(samples: Samples, squares: ByGroup, weight: Any, first: Any) -> Samples:
@@ -203,23 +208,40 @@ def _groups(options: Options, params: Tree) -> list[str]:
     """Returns the names of the groups; of all where parameters have no leaves, as those that Optax's tools make."""
     if not jax.tree.leaves(params):
         return [ALL] if options.groups is None else jax.tree.leaves(options.groups)
-    return [name for name, _ in _named(options, params)]
+    return [name for group, leaf in _named(options, params) for name in _names(group, jnp.shape(leaf))]
 
 
-def _named(options: Options, tree: Tree) -> list[tuple[str, Any]]:
-    """Returns each leaf that has a gradient with the name of its group."""
+def _names(group: Group, shape: tuple[int, ...]) -> list[str]:
+    """Returns the names of the groups that a leaf belongs to: one, or one for each of its layers."""
+    return [f"{group.name}/{layer}" for layer in range(shape[0])] if isinstance(group, Layers) else [group]
+
+
+def _added(squares: Iterable[tuple[Group, jax.Array]]) -> ByGroup:
+    """Returns the squares of leaves, added by group: [], or [d]; of layers they come with one more axis, the last."""
+    found: ByGroup = {}
+    for group, square in squares:
+        layered = isinstance(group, Layers)
+        for layer, name in enumerate(_names(group, square.shape[-1:])):
+            part = square[..., layer] if layered else square
+            found[name] = found[name] + part if name in found else part
+    return found
+
+
+def _named(options: Options, tree: Tree) -> list[tuple[Group, Any]]:
+    """Returns each leaf that has a gradient with its group."""
     groups = ALL if options.groups is None else options.groups
     names = jax.tree.leaves(arithmetic.for_each_leaf("groups", groups, tree, "Name one group for each branch."))
     for name in names:
-        if not isinstance(name, str):
+        if not isinstance(name, Group):
             raise TypeError(f'groups must have strings as leaves: {name!r}. Name a group, such as "embedding".')
     pairs = zip(names, jax.tree.leaves(tree), strict=True)
     return [(name, leaf) for name, leaf in pairs if jnp.issubdtype(getattr(leaf, "dtype", float), jnp.inexact)]
 
 
-def _squared_norm(leaf: Any, like: jax.Array) -> jax.Array:
-    """Returns the sum of squares of a leaf, in the dtype of `like`, whose axes it leaves."""
+def _squared_norm(leaf: Any, like: jax.Array, group: Group) -> jax.Array:
+    """Returns the sum of squares of a leaf, in the dtype of `like`, whose axes it leaves, and that of layers."""
     leaf = jnp.asarray(leaf)
     parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
     wide = [part.astype(like.dtype) for part in parts]
-    return sum(jnp.sum(part * part, axis=tuple(range(like.ndim, part.ndim))) for part in wide)  # type: ignore[return-value]
+    left = like.ndim + isinstance(group, Layers)
+    return sum(jnp.sum(part * part, axis=tuple(range(left, part.ndim))) for part in wide)  # type: ignore[return-value]

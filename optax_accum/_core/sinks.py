@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from optax_accum._core import compilers
+from optax_accum._core import compilers, tracing
 
 Tree = Any
 
@@ -42,12 +42,6 @@ class Lent(NamedTuple):
     def at_once(self) -> bool:
         """Whether the sink must have the whole gradient at once: a square of a sum is no sum of squares."""
         return self.sink.square is not None or not compilers.ADDS_TO_SLICES
-
-    def turned(self, length: int) -> "Lent":
-        """Returns this as a scan takes it, slice by slice."""
-        one_each = lambda leaf: leaf if leaf is None or leaf.ndim else jnp.broadcast_to(leaf, (length,))
-        _, square, factor = self.sink
-        return self._replace(sink=self.sink._replace(square=one_each(square), factor=one_each(factor)))
 
 
 @jax.custom_vjp
@@ -137,16 +131,14 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     params, first = equation.params, num_consts + num_carry
     consts = [used(value) if isinstance(value, Lent) and value.at_once else value for value in values[:num_consts]]
     carry = [used(value) for value in values[num_consts:first]]
-    length = params["length"]
-    slices = [value.turned(length) if isinstance(value, Lent) else value for value in values[first:]]
+    slices, whole = tracing.parted(list(values[first:]), lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all turns
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = run(*compilers.opened(params["jaxpr"]), [*consts, *carry, *slices])
+        results = run(*compilers.opened(params["jaxpr"]), [*consts, *carry, *whole(slices)])
         return results[:num_carry], results[num_carry:]
 
-    carry, stacked = jax.lax.scan(
-        step, carry, slices, length=length, reverse=params["reverse"], unroll=params["unroll"]
-    )
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = jax.lax.scan(step, carry, slices, **options)
     return [*carry, *stacked]
 
 

@@ -51,7 +51,7 @@ def value_and_grad(
         loss = sum_i s_i l_i,    gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
 
     The shares `s_i` come from the data before the first forward pass and scale the cotangents, so gradients are only
-    added: where dtypes allow inside the backward pass, where none ever stands beside the accumulator. Of n rows in k
+    added: inside the backward pass, where no tree of gradients ever stands beside the accumulator. Of n rows in k
     micro-batches, row r is in `r mod k`, which leaves a sharded batch where it is; what k does not divide is one
     smaller micro-batch.
 
@@ -96,14 +96,14 @@ def value_and_grad(
         `"sum"`, `"max"`, `"concat"` (rows, in their order), `"stack"` (one for each micro-batch) or `"last"`.
       accumulator_dtype: the dtype to add in, and to return, or a prefix of what is differentiated with several. By
         default, and where it is None, sums are in at least float32, and gradients come back in the parameters' dtypes.
-      in_place: whether to add inside the backward pass: by default wherever accumulator and parameters have the same
-        dtypes. With False, what is returned can be differentiated again in every way.
+      in_place: whether to add inside the backward pass: by default wherever JAX can. With False, what is returned can
+        be differentiated again in every way.
       unroll: compile each micro-batch for itself, for convolutions on CPU, which XLA runs many times slower inside any
         loop (jax-ml/jax#12868). Compile time grows with k; before JAX 0.12 several micro-batches are kept at once.
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per call: `optax_accum.sharding`.
       reduce_to: where the sum over them goes: likewise.
-      statistics: whether to measure gradients, which are then added after the backward pass: what comes back is
-        `((value, statistics), gradient)`. `optax_accum.statistics`.
+      statistics: whether to measure gradients: what comes back is `((value, statistics), gradient)`.
+        `optax_accum.statistics`.
 
     Returns:
       A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
@@ -124,9 +124,10 @@ def value_and_grad(
       | the same: `"max"` of nothing | the lowest number of its dtype: `-inf`, False of bools | running |
       | a weight of zero for one term only | its value is left out; guard a 0 / 0 in it with `jnp.maximum` | running |
       | a loss below 32 bits | its cotangent rounds the shares; return `loss.astype(jnp.float32)` | tracing |
-      | a bfloat16 parameter, a float32 accumulator | added after the backward pass, not inside | tracing |
-      | the same: differentiated again (`hessian`); before JAX 0.11 a slice of a parameter | as above | tracing |
-      | the same: before JAX 0.10 a loss with `jax.checkpoint`, before 0.8.1 any | as above | tracing |
+      | bfloat16 parameters, or float32 ones that `fun` casts | added inside the backward pass, in float32 | tracing |
+      | a parameter that is used twice | each part of its gradient is added by itself, to rounding | tracing |
+      | differentiated again (`hessian`); before JAX 0.8.1 | added after the backward pass | tracing |
+      | `accumulator_dtype` narrower than the parameters | as above | tracing |
       | differentiated again through a `jit` or `jax.checkpoint` | an error: pass `in_place=False` | tracing |
       | called outside `jit` | nothing is compiled: one after the other, added after the backward pass | running |
 
