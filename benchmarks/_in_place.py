@@ -15,7 +15,9 @@ from optax_accum.accelerators import Target
 
 DEPTH, WIDTH, WORDS, EXPERTS, RANK = 8, 1024, 4096, 4, 64
 ROWS, LENGTH = 8, 4  # of a micro-batch: few, so that P is more than what is kept of them
-Shapes = dict[str, tuple[int, ...]]
+
+
+FOUR = "tied embedding, bfloat16, k = 4"
 
 
 class Mixture(NamedTuple):
@@ -104,21 +106,21 @@ EACH = {
     "down": (DEPTH, EXPERTS, WIDTH, WIDTH),
 }
 CASES = {
-    "stacked": Case(stacked, STACK),
-    "unrolled": Case(unrolled, [{"up": UP, "down": DOWN}] * DEPTH),
-    "checkpointed": Case(functools.partial(stacked, layer=jax.checkpoint(block)), STACK),
-    "tied": Case(tied, {"table": (WORDS, WIDTH), "layers": STACK}, words=True),
+    "scan": Case(stacked, STACK),
+    "tied embedding": Case(tied, {"table": (WORDS, WIDTH), "layers": STACK}, words=True),
+    "checkpointed scan": Case(functools.partial(stacked, layer=jax.checkpoint(block)), STACK),
+    "one by one": Case(unrolled, [{"up": UP, "down": DOWN}] * DEPTH),
     "LoRA": Case(adapted, FACTORS, frozen=STACK),
     "MoE": Case(routed, EACH),
 }
 
 
-def added(on: Target) -> Iterator[tuple[str, Facts]]:
+def memory(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields the temporary memory of each loss in each mixture; its gradient, which comes out, is not in it."""
     for name, case in CASES.items():
         for mixture in MIXTURES:
             yield f"{name}, {mixture}", Ways(on, case, MIXTURES[mixture]).facts()
-    yield "tied, bfloat16, k = 4", Ways(on, CASES["tied"], MIXTURES["bfloat16"], count=4).facts()
+    yield FOUR, Ways(on, CASES["tied embedding"], MIXTURES["bfloat16"], count=4).facts()
 
 
 class Ways(NamedTuple):
@@ -132,16 +134,16 @@ class Ways(NamedTuple):
     def facts(self) -> Facts:
         """Returns what each way needs, and how many of its products add to what they write."""
         ways = {
-            "one micro-batch, P": self.compiled(self.ours(), 1),
-            "in place, P": (inside := self.compiled(self.ours())),
-            "with statistics, P": self.compiled(self.ours(statistics=True)),
-            "added after, P": (after := self.compiled(self.ours(in_place=False))),
-            "by hand, P": self.compiled(self.by_hand),
+            "one micro-batch": self.compiled(self.ours(), 1),
+            "in place": self.compiled(self.ours()),
+            "with statistics": self.compiled(self.ours(statistics=True)),
+            "added after": self.compiled(self.ours(in_place=False)),
+            "by hand": self.compiled(self.by_hand),
         }
-        found = {way: self.temporary(program) for way, program in ways.items()}
-        if not is_gpu(self.on):
-            return found
-        return found | {"beta = 1, in place": sums_in_products(inside), "beta = 1, after": sums_in_products(after)}
+        found = {f"{way}, P": self.temporary(program) for way, program in ways.items()}
+        if is_gpu(self.on):
+            found |= {f"beta = 1, {way}": sums_in_products(ways[way]) for way in ("in place", "added after")}
+        return found
 
     def ours(self, **options: Any) -> Callable[..., Any]:
         """Returns the gradient by the library."""
@@ -178,5 +180,5 @@ class Ways(NamedTuple):
 
     def shapes(self, tree: Tree, dtype: Any = jnp.bfloat16) -> Tree:
         """Returns arrays of these shapes."""
-        is_shape = lambda node: isinstance(node, tuple) and all(isinstance(size, int) for size in node) and node
-        return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), tree, is_leaf=lambda n: bool(is_shape(n)))
+        is_shape = lambda node: isinstance(node, tuple) and bool(node) and all(isinstance(n, int) for n in node)
+        return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), tree, is_leaf=is_shape)

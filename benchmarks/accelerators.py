@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "update": _one_device.wrappers,
     "offload": _one_device.offloaded,
     "decoder": _decoder.decoders,
-    "added inside": _in_place.added,
+    "in place": _in_place.memory,
     "cut": _one_device.cuts,
     "matrix products": _one_device.products,
     "data parallel": _many_devices.parallel,
@@ -97,9 +97,9 @@ def targets(record: dict[str, Any]) -> str:
     memory = lambda case: read("decoder", case, "memory, P")
     flow = [read("FSDP", f"by layer, k = {k}", fact) for k in (2, 32) for fact in ("gathered, P", "reduced, P")]
     through = [{name: flow[i][name] + flow[i + 1][name] for name in record} for i in (0, 2)]
-    inside = {name: list(facts["added inside"].values()) for name, facts in record.items()}
+    inside = {name: list(facts["in place"].values()) for name, facts in record.items()}
     beyond = lambda base, way: {name: max(row[way] - row[base] for row in rows) for name, rows in inside.items()}
-    four = read("added inside", "tied, bfloat16, k = 4", "in place, P")
+    four = read("in place", _in_place.FOUR, "in place, P")
     adamw = lambda fact: read("apply_gradients, by optimizer", "AdamW", fact)
     verdicts = [
         ("held apply_gradients, AdamW, moves, P", adamw("held, P"), 3),
