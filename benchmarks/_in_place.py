@@ -1,4 +1,4 @@
-"""Owns what gradients cost that are added inside the backward pass: memory of six losses, in three mixtures of dtypes."""
+"""Owns what it takes to add inside the backward pass: the memory of six losses, each in three mixtures of dtypes."""
 
 import functools
 from collections.abc import Callable, Iterator

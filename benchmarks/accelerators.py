@@ -111,7 +111,7 @@ def targets(record: dict[str, Any]) -> str:
             ratio(memory(IN_PLACE), memory("optax.microbatch")),
             0.9,
         ),
-        ("in place, temporary memory beyond that of one micro-batch, P", beyond("one micro-batch, P", "in place, P"), 0.05),
+        ("in place, temporary memory beyond one micro-batch's, P", beyond("one micro-batch, P", "in place, P"), 0.05),
         ("statistics, beyond that, P", beyond("in place, P", "with statistics, P"), 0.02),
         ("bfloat16 parameters, float32 sums, tied and checkpointed, k = 4: temporary memory, P", four, 0.55),
         ("FSDP by layer, bytes through the network, k = 32, P", through[1], 5),

@@ -117,7 +117,7 @@ def _in_place(leaves: int, turns: int) -> str:
 def _compilations(
     of: str, compiled: Callable[[str], tuple[float, Any]], ways: tuple[str, ...], most: float, turns: int
 ) -> str:
-    """Returns the time that each way takes to trace and compile, as a multiple of the first; the second has a target."""
+    """Returns the time that each way takes to trace and compile, as a multiple of the first; the second has a goal."""
     results = [compiled(way)[1] for way in ways]  # compiles what a process compiles once, too
     assert all(_measure.relative_difference(each, results[0]) == 0 for each in results), f"of {ways} one is wrong"
     times = np.array([[compiled(way)[0] for way in ways] for _ in range(turns)])

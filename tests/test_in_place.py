@@ -119,7 +119,9 @@ def test_the_gradient_is_that_which_is_added_after_bit_for_bit(body, cast):
 
 
 @pytest.mark.parametrize("cast", ["float32", "cast before"])
-@pytest.mark.parametrize("body", ["scan", "checkpoint in a scan of what else has a gradient", "layers one by one", *sorted(TWICE)])
+@pytest.mark.parametrize(
+    "body", ["scan", "checkpoint in a scan of what else has a gradient", "layers one by one", *sorted(TWICE)]
+)
 def test_norms_are_those_of_the_gradients_that_are_written(body, cast):
     p, f = cut(body, cast)
     block_of = statistics.Layers("block")
