@@ -1,4 +1,4 @@
-"""Owns what a decoder's step holds at its peak: with each mechanism and peer, and in bfloat16."""
+"""Owns what a decoder's step holds at its peak: with each mechanism and peer."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -101,37 +101,3 @@ def decoders(on: Target) -> Iterator[tuple[str, Facts]]:
     # Above is what tests/test_facts.py asks; each takes a TPU's compiler half a minute.
     yield "value_and_grad, in a scan", memory(update(ours(in_place=False)), inner, 8)
     yield "whole batch", memory(update(jax.value_and_grad(loss)), inner, 8)
-
-
-def narrow(on: Target) -> Iterator[tuple[str, Facts]]:
-    """Yields the memory of float32 sums beside a decoder that computes in bfloat16: temporary, and the gradient."""
-    to = lambda dtype: lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
-    loss, wide = decoder()
-    low = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), wide)
-    tokens = jax.ShapeDtypeStruct((8, LENGTH + 1), jnp.int32)
-    ours = functools.partial(optax_accum.value_and_grad, num_microbatches=8, accumulator_dtype=jnp.float32)
-
-    @jax.custom_vjp
-    def door(like: jax.Array, leaf: jax.Array) -> jax.Array:  # its gradient is float32, and goes to `like`
-        return leaf
-
-    door.defvjp(lambda like, leaf: (leaf, None), lambda _, grad: (grad.astype(jnp.float32), jnp.zeros_like(grad)))
-
-    def doored(params: Tree, tokens: jax.Array) -> Any:
-        like = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
-        through = lambda like, tokens, params: loss(jax.tree.map(door, like, params), tokens)
-        return ours(through, in_place=True)(like, tokens, params)
-
-    for name, step, params in (
-        ("bfloat16 parameters, added after", ours(loss), low),
-        ("bfloat16 parameters, in place through a custom_vjp", doored, low),
-        ("float32 parameters, cast in each layer, in place", ours(decoder(to(jnp.bfloat16))[0]), wide),
-        (
-            "float32 parameters, cast before, in place",
-            ours(lambda *args: loss(to(jnp.bfloat16)(args[0]), args[1])),
-            wide,
-        ),
-    ):
-        stats = compiled(on, step, params, tokens, donate=()).memory_analysis()
-        memory = stats.temp_size_in_bytes + stats.output_size_in_bytes
-        yield name, {"memory beside the parameters, P": memory / size(wide)}

@@ -214,7 +214,7 @@ def cuts(on: Target) -> Iterator[tuple[str, Facts]]:
 
 def products(on: Target) -> Iterator[tuple[str, Facts]]:
     """Yields the products of 4 checkpointed layers by cuBLAS; one with beta = 1 adds to what it writes."""
-    if on.devices[0].platform not in ("gpu", "cuda"):
+    if not is_gpu(on):
         return
     layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
 
@@ -230,20 +230,38 @@ def products(on: Target) -> Iterator[tuple[str, Facts]]:
     for name, loss, params in (("a scan over layers", stacked, stack), ("layers one by one", unrolled, matrices)):
         for in_place in (True, False):
             step = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=8, in_place=in_place))
-            lowered = step.lower(*map(on.one().shapes, (params, batch)))
-            # Which kernels are best is found by timing, on a GPU: here those of cuBLAS, whose text says beta.
-            options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-            program = lowered.compile(compiler_options=options)  # type: ignore[arg-type]
-            gemms = [line for line in program.as_text().splitlines() if '"__cublas$' in line]
+            program = by_cublas(on, step.lower(*map(on.one().shapes, (params, batch))))
             found = count_traffic(program)
             yield (
                 f"{name}, {'in place' if in_place else 'added after'}",
                 {
-                    "products": len(gemms),
-                    "with beta = 1, in place": sum(
-                        '"beta":1' in line and "output_to_operand_aliasing" in line for line in gemms
-                    ),
+                    "products": len(_gemms(program)),
+                    "with beta = 1, in place": sums_in_products(program),
                     "moved, P": found.most / size(params),
                     "temporary, P": (found.temporary or 0) / size(params),
                 },
             )
+
+
+def is_gpu(on: Target) -> bool:
+    """Returns whether an accelerator is a GPU."""
+    return on.devices[0].platform in ("gpu", "cuda")
+
+
+def by_cublas(on: Target, lowered: Any) -> Any:
+    """Compiles for an accelerator; a GPU multiplies by cuBLAS alone, whose text says beta.
+
+    Which kernels are best a GPU finds by timing them.
+    """
+    if not is_gpu(on):
+        return on.compile(lowered)
+    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
+
+
+def sums_in_products(program: Any) -> int:
+    """Returns how many products of cuBLAS add to what they write."""
+    return sum('"beta":1' in line and "output_to_operand_aliasing" in line for line in _gemms(program))
+
+
+def _gemms(program: Any) -> list[str]:
+    return [line for line in program.as_text().splitlines() if '"__cublas$' in line]

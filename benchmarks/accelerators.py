@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from benchmarks import _decoder, _many_devices, _measure, _one_device
+from benchmarks import _decoder, _in_place, _many_devices, _measure, _one_device
 from benchmarks._one_device import Facts
 from optax_accum.accelerators import Target, target
 
@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "update": _one_device.wrappers,
     "offload": _one_device.offloaded,
     "decoder": _decoder.decoders,
-    "bfloat16": _decoder.narrow,
+    "in place": _in_place.memory,
     "cut": _one_device.cuts,
     "matrix products": _one_device.products,
     "data parallel": _many_devices.parallel,
@@ -97,6 +97,9 @@ def targets(record: dict[str, Any]) -> str:
     memory = lambda case: read("decoder", case, "memory, P")
     flow = [read("FSDP", f"by layer, k = {k}", fact) for k in (2, 32) for fact in ("gathered, P", "reduced, P")]
     through = [{name: flow[i][name] + flow[i + 1][name] for name in record} for i in (0, 2)]
+    inside = {name: list(facts["in place"].values()) for name, facts in record.items()}
+    beyond = lambda base, way: {name: max(row[way] - row[base] for row in rows) for name, rows in inside.items()}
+    four = read("in place", _in_place.FOUR, "in place, P")
     adamw = lambda fact: read("apply_gradients, by optimizer", "AdamW", fact)
     verdicts = [
         ("held apply_gradients, AdamW, moves, P", adamw("held, P"), 3),
@@ -108,6 +111,9 @@ def targets(record: dict[str, Any]) -> str:
             ratio(memory(IN_PLACE), memory("optax.microbatch")),
             0.9,
         ),
+        ("in place, temporary memory beyond one micro-batch's, P", beyond("one micro-batch, P", "in place, P"), 0.05),
+        ("statistics, beyond that, P", beyond("in place, P", "with statistics, P"), 0.02),
+        ("bfloat16 parameters, float32 sums, tied and checkpointed, k = 4: temporary memory, P", four, 0.55),
         ("FSDP by layer, bytes through the network, k = 32, P", through[1], 5),
         ("the same, k = 32 / k = 2", ratio(through[1], through[0]), 1),
     ]

@@ -25,12 +25,13 @@ Call = Callable[[], Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=500, help="calls over which memory is watched")
-    parser.add_argument("--leaves", type=int, default=600, help="leaves of the parameters whose policies are compiled")
-    parser.add_argument("--turns", type=int, default=7, help="how often each policy is compiled")
+    parser.add_argument("--leaves", type=int, default=600, help="leaves of the parameters of what is compiled")
+    parser.add_argument("--turns", type=int, default=7, help="how often each is compiled")
     options = parser.parse_args()
     print(_measure.header("Calls outside jit, and compilations", "Times of one run on this machine."))
     print(_eager(options.calls))
     print(_policies(options.leaves, options.turns))
+    print(_in_place(options.leaves, options.turns))
 
 
 def _eager(calls: int) -> str:
@@ -87,26 +88,50 @@ def _window(step: Callable[..., Any], params: Any, state: Any, parts: list[Any])
 def _policies(leaves: int, turns: int) -> str:
     """Returns the time that each policy takes to compile over many small leaves, as a multiple of "propagate"."""
     params = {str(i): jnp.ones((8, 8)) for i in range(leaves)}
-    policies = ("propagate", "skip", "omit", "discard")
 
     def compiled(nonfinite: str) -> tuple[float, Any]:
         tx = optax_accum.accumulate_gradients(optax.adam(1e-3), 4, nonfinite=nonfinite)
         state = tx.init(params)
         step = jax.jit(lambda p, s, g: optax_accum.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
-        start = time.process_time()
-        program = step.lower(params, state, params).compile()
-        seconds = time.process_time() - start
+        seconds, program = _compiled(step, params, state, params)
         return seconds, program(*jax.tree.map(jnp.copy, (params, state)), params)[1].acc_grads
 
-    sums = [compiled(name)[1] for name in policies]  # compiles what a process compiles once, too
-    assert all(_measure.relative_difference(each, sums[0]) == 0 for each in sums), "policies differ on finite gradients"
-    times = np.array([[compiled(name)[0] for name in policies] for _ in range(turns)])
-    rows = [("nonfinite", '/ "propagate"', "quartiles of the turns", "ms"), *_measure.by_turns(policies, times)]
-    skip = float(np.median(times[:, policies.index("skip")] / times[:, 0]))
-    where = f"{leaves} leaves, median of {turns} turns"
-    reached = _measure.verdict('to trace and compile, "skip" / "propagate"', skip, 1.3, where)
-    table = _measure.markdown(rows)
-    return f"### To trace and compile: {leaves} leaves, adam\n\n{table}\n\n{_measure.targets_text([reached])}"
+    return _compilations(f"{leaves} leaves, adam", compiled, ("propagate", "skip", "omit", "discard"), 1.3, turns)
+
+
+def _in_place(leaves: int, turns: int) -> str:
+    """Returns the time that a gradient takes to compile which is added in place, as a multiple of one added after."""
+    random = np.random.default_rng(0)
+    params = [jnp.asarray(random.normal(size=(8, 8)) / 3, jnp.bfloat16) for _ in range(leaves)]
+    batch = jnp.asarray(random.normal(size=(8, 8)), jnp.bfloat16)
+    loss = lambda params, x: jnp.mean(functools.reduce(lambda x, w: x + jnp.tanh(x @ w), params, x).astype("f") ** 2)
+
+    def compiled(way: str) -> tuple[float, Any]:
+        options = {"num_microbatches": 4, "accumulator_dtype": jnp.float32, "in_place": way == "in place"}
+        seconds, program = _compiled(jax.jit(optax_accum.value_and_grad(loss, **options)), params, batch)
+        return seconds, program(params, batch)
+
+    return _compilations(f"{leaves} bfloat16 leaves, float32 sums", compiled, ("added after", "in place"), 1.2, turns)
+
+
+def _compilations(
+    of: str, compiled: Callable[[str], tuple[float, Any]], ways: tuple[str, ...], most: float, turns: int
+) -> str:
+    """Returns the time that each way takes to trace and compile, as a multiple of the first; the second has a goal."""
+    results = [compiled(way)[1] for way in ways]  # compiles what a process compiles once, too
+    assert all(_measure.relative_difference(each, results[0]) == 0 for each in results), f"of {ways} one is wrong"
+    times = np.array([[compiled(way)[0] for way in ways] for _ in range(turns)])
+    rows = [("way", f'/ "{ways[0]}"', "quartiles of the turns", "ms"), *_measure.by_turns(ways, times)]
+    ratio = float(np.median(times[:, 1] / times[:, 0]))
+    where = f"{of}, median of {turns} turns"
+    reached = _measure.verdict(f'to trace and compile, "{ways[1]}" / "{ways[0]}"', ratio, most, where)
+    return f"### To trace and compile: {of}\n\n{_measure.markdown(rows)}\n\n{_measure.targets_text([reached])}\n"
+
+
+def _compiled(step: Any, *args: Any) -> tuple[float, Any]:
+    start = time.process_time()
+    program = step.lower(*args).compile()
+    return time.process_time() - start, program
 
 
 def _seconds(call: Call, calls: int) -> float:

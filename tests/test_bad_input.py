@@ -536,9 +536,14 @@ def test_the_inner_state_of_other_parameters():
 @pytest.mark.parametrize(
     ("batch", "args", "options", "message"),
     [
-        ({"x": X, "y": X[:6]}, (), {}, "Pass what is not cut as another argument\\.$"),
-        ({"x": 1.0}, (), {}, "Pass arrays with a row for each example"),
-        ({"x": X}, (X,), {}, "Put it into the batch; if every micro-batch needs all of it, pass whole_argnums=2"),
+        ({"x": X, "y": X[:6]}, (), {}, "Pass what is not cut as another argument"),
+        ({"x": 1.0}, (), {}, "Check batch_argnums"),
+        (
+            {"x": X},
+            (X,),
+            {},
+            "Put it into the batch .batch_argnums.; if every micro-batch needs all of it, pass whole_argnums=2",
+        ),
         ({"x": X}, (), {"rng_argnum": 2}, "Pass that argument, or name another\\.$"),
     ],
     ids=["rows", "scalars", "shared", "position"],

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_accum
+from benchmarks import _in_place
 from tests import programs
 from tests.versions import needs_references
 
@@ -123,6 +124,16 @@ def test_a_window_begins_in_place_without_a_select_over_the_accumulator():
 
     assert not select.search(traced(True))
     assert select.search(traced(False))
+
+
+@needs_references
+def test_in_place_float32_sums_of_bfloat16_parameters_need_half_a_copy():
+    """A checkpointed stack with a tied embedding: what is added after has its gradients beside the sum."""
+    ways = _in_place.Ways(programs.target("cpu"), _in_place.CASES["tied embedding"], _in_place.MIXTURES["bfloat16"], 4)
+    with programs.as_shipped():
+        inside, after = (ways.temporary(ways.compiled(ways.ours(in_place=flag))) for flag in (True, False))
+    assert inside <= 0.5
+    assert inside <= after - 0.25
 
 
 def test_only_a_closing_window_asks_whether_it_is_finite():

@@ -44,6 +44,12 @@ def scanned(run, x, p, **options):
     return jax.lax.scan(lambda x, layer: (run(x, layer), None), x, (p["up"], p["down"]), **options)[0]
 
 
+def gated(run, x, p):
+    gates = jnp.tanh(jnp.broadcast_to(gate(p)[0], (LAYERS, WIDTH)))
+    step = lambda x, of: (run(x * of[0][None, None], of[1:]), None)
+    return jax.lax.scan(step, x, (gates, p["up"], p["down"]))[0]
+
+
 @jax.custom_vjp
 def clipped(w):
     return w
@@ -53,6 +59,8 @@ clipped.defvjp(lambda w: (w, None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
 
 BODIES = {
     "scan": lambda x, p: scanned(block, x, p),
+    "scan of what else has a gradient": lambda x, p: gated(block, x, p),
+    "checkpoint in a scan of what else has a gradient": lambda x, p: gated(jax.checkpoint(block), x, p),
     "scan from the end, unrolled": lambda x, p: scanned(block, x, p, reverse=True, unroll=2),
     "checkpoint in a scan": lambda x, p: scanned(jax.checkpoint(block), x, p),
     "scan in a checkpoint": lambda x, p: jax.checkpoint(functools.partial(scanned, block))(x, p),
@@ -111,7 +119,9 @@ def test_the_gradient_is_that_which_is_added_after_bit_for_bit(body, cast):
 
 
 @pytest.mark.parametrize("cast", ["float32", "cast before"])
-@pytest.mark.parametrize("body", ["checkpoint in a scan", "layers one by one", *sorted(TWICE)])
+@pytest.mark.parametrize(
+    "body", ["scan", "checkpoint in a scan of what else has a gradient", "layers one by one", *sorted(TWICE)]
+)
 def test_norms_are_those_of_the_gradients_that_are_written(body, cast):
     p, f = cut(body, cast)
     block_of = statistics.Layers("block")

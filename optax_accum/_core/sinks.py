@@ -183,10 +183,13 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     consts = [used(value) if isinstance(value, Lent) and value.at_once else value for value in values[:num_consts]]
     carry = [used(value) for value in values[num_consts:first]]
     turned = [value.turned(params["length"]) if isinstance(value, Lent) else value for value in values[first:]]
-    slices, whole = tracing.parted(turned, lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all turns
+    # Before JAX 0.11, of what has a gradient that which has a reference must come first: as this dict is sorted.
+    each = {(not isinstance(value, Lent), index): value for index, value in enumerate(turned)}
+    slices, whole = tracing.parted(each, lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all turns
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = run(*compilers.opened(params["jaxpr"]), [*consts, *carry, *whole(slices)])
+        turn = whole(slices)
+        results = run(*compilers.opened(params["jaxpr"]), [*consts, *carry, *(turn[key] for key in each)])
         return results[:num_carry], results[num_carry:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}

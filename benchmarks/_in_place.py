@@ -1,0 +1,184 @@
+"""Owns what it takes to add inside the backward pass: the memory of six losses, each in three mixtures of dtypes."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_accum
+from benchmarks._measure import Tree
+from benchmarks._one_device import Facts, by_cublas, is_gpu, sums_in_products
+from optax_accum.accelerators import Target
+
+DEPTH, WIDTH, WORDS, EXPERTS, RANK = 8, 1024, 4096, 4, 64
+ROWS, LENGTH = 8, 4  # of a micro-batch: few, so that P is more than what is kept of them
+
+
+FOUR = "tied embedding, bfloat16, k = 4"
+
+
+class Mixture(NamedTuple):
+    """The dtype of the parameters, whose sums are float32, and what the loss casts them to before its layers."""
+
+    of_params: Any
+    inside: Any
+
+
+class Case(NamedTuple):
+    """A loss `(params, batch, frozen)`, and the shapes of what it is differentiated by, and of what it is not."""
+
+    loss: Callable[[Tree, jax.Array, Tree], jax.Array]
+    params: Tree
+    frozen: Tree = ()
+    words: bool = False
+
+
+MIXTURES = {
+    "float32": Mixture(jnp.float32, jnp.float32),
+    "bfloat16": Mixture(jnp.bfloat16, jnp.bfloat16),
+    "cast before": Mixture(jnp.float32, jnp.bfloat16),
+}
+
+
+def block(x: jax.Array, w: Tree) -> jax.Array:
+    """Returns what a layer makes of rows."""
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def through(layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Tree) -> jax.Array:
+    """Returns what stacked layers make of rows."""
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, layers)[0]
+
+
+def stacked(params: Tree, x: jax.Array, _: Tree, layer: Callable[..., Any] = block) -> jax.Array:
+    return _mean(through(layer, x.astype(params["up"].dtype), params))
+
+
+def unrolled(params: Tree, x: jax.Array, _: Tree) -> jax.Array:
+    return _mean(functools.reduce(block, params, x.astype(params[0]["up"].dtype)))
+
+
+def tied(params: Tree, words: jax.Array, _: Tree) -> jax.Array:
+    x = through(jax.checkpoint(block), params["table"][words[..., :-1]], params["layers"])
+    logits = (x @ params["table"].T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, words[..., 1:]).mean()
+
+
+def adapted(params: Tree, x: jax.Array, frozen: Tree) -> jax.Array:
+    def times(x: jax.Array, w: jax.Array, factors: Tree) -> jax.Array:
+        low, high = factors
+        return x @ w + (x.astype(low.dtype) @ low @ high).astype(x.dtype)
+
+    def layer(x: jax.Array, of: tuple[Tree, Tree]) -> jax.Array:
+        w, factors = of
+        return x + times(jax.nn.gelu(times(x, w["up"], factors["up"])), w["down"], factors["down"])
+
+    return _mean(through(layer, x.astype(jnp.bfloat16), (frozen, params)))
+
+
+def routed(params: Tree, x: jax.Array, _: Tree) -> jax.Array:
+    def layer(x: jax.Array, w: Tree) -> jax.Array:
+        gates = jax.nn.softmax((x @ w["router"]).astype(jnp.float32))
+        chosen = jax.nn.one_hot(jnp.argmax(gates, axis=-1), EXPERTS) * gates  # of each row one expert
+        each = jnp.einsum("ble,bld->ebld", chosen.astype(x.dtype), x)
+        hidden = jax.nn.gelu(jnp.einsum("ebld,edf->eblf", each, w["up"]))
+        return x + jnp.einsum("eblf,efd->bld", hidden, w["down"])
+
+    return _mean(through(layer, x.astype(params["up"].dtype), params))
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+UP, DOWN = (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)
+STACK = {"up": (DEPTH, *UP), "down": (DEPTH, *DOWN)}
+FACTORS = {
+    "up": ((DEPTH, WIDTH, RANK), (DEPTH, RANK, 4 * WIDTH)),
+    "down": ((DEPTH, 4 * WIDTH, RANK), (DEPTH, RANK, WIDTH)),
+}
+EACH = {
+    "router": (DEPTH, WIDTH, EXPERTS),
+    "up": (DEPTH, EXPERTS, WIDTH, WIDTH),
+    "down": (DEPTH, EXPERTS, WIDTH, WIDTH),
+}
+CASES = {
+    "scan": Case(stacked, STACK),
+    "tied embedding": Case(tied, {"table": (WORDS, WIDTH), "layers": STACK}, words=True),
+    "checkpointed scan": Case(functools.partial(stacked, layer=jax.checkpoint(block)), STACK),
+    "one by one": Case(unrolled, [{"up": UP, "down": DOWN}] * DEPTH),
+    "LoRA": Case(adapted, FACTORS, frozen=STACK),
+    "MoE": Case(routed, EACH),
+}
+
+
+def memory(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields the temporary memory of each loss in each mixture; its gradient, which comes out, is not in it."""
+    for name, case in CASES.items():
+        for mixture in MIXTURES:
+            yield f"{name}, {mixture}", Ways(on, case, MIXTURES[mixture]).facts()
+    yield FOUR, Ways(on, CASES["tied embedding"], MIXTURES["bfloat16"], count=4).facts()
+
+
+class Ways(NamedTuple):
+    """A loss in a mixture of dtypes, and the ways to its gradient over a batch of so many micro-batches."""
+
+    on: Target
+    case: Case
+    mixture: Mixture
+    count: int = 8
+
+    def facts(self) -> Facts:
+        """Returns what each way needs, and how many of its products add to what they write."""
+        ways = {
+            "one micro-batch": self.compiled(self.ours(), 1),
+            "in place": self.compiled(self.ours()),
+            "with statistics": self.compiled(self.ours(statistics=True)),
+            "added after": self.compiled(self.ours(in_place=False)),
+            "by hand": self.compiled(self.by_hand),
+        }
+        found = {f"{way}, P": self.temporary(program) for way, program in ways.items()}
+        if is_gpu(self.on):
+            found |= {f"beta = 1, {way}": sums_in_products(ways[way]) for way in ("in place", "added after")}
+        return found
+
+    def ours(self, **options: Any) -> Callable[..., Any]:
+        """Returns the gradient by the library."""
+        size = {"microbatch_size": ROWS, "whole_argnums": 2, "accumulator_dtype": jnp.float32}
+        return optax_accum.value_and_grad(self.loss, **size, **options)
+
+    def by_hand(self, params: Tree, batch: jax.Array, frozen: Tree) -> tuple[jax.Array, Tree]:
+        """Returns the gradient as one writes it."""
+
+        def add(total: Tree, rows: jax.Array) -> tuple[Tree, None]:
+            found = jax.value_and_grad(self.loss)(params, rows, frozen)
+            return jax.tree.map(lambda total, one: total + one.astype(jnp.float32), total, found), None
+
+        start = (jnp.zeros([]), optax.tree.zeros_like(params, dtype=jnp.float32))
+        return jax.lax.scan(add, start, batch.reshape(-1, ROWS, *batch.shape[1:]))[0]
+
+    def loss(self, params: Tree, batch: jax.Array, frozen: Tree) -> jax.Array:
+        """Returns the loss of parameters that are cast before it, where they are."""
+        return self.case.loss(optax.tree.cast(params, self.mixture.inside), batch, frozen)
+
+    def compiled(self, step: Callable[..., Any], count: int | None = None) -> Any:
+        """Returns the program of a step over a batch of so many micro-batches."""
+        rows = ROWS * (self.count if count is None else count)
+        words = jax.ShapeDtypeStruct((rows, LENGTH + 1), jnp.int32)
+        batch = words if self.case.words else jax.ShapeDtypeStruct((rows, LENGTH, WIDTH), jnp.float32)
+        args = (self.shapes(self.case.params, self.mixture.of_params), batch, self.shapes(self.case.frozen))
+        return by_cublas(self.on, jax.jit(step).lower(*map(self.on.one().shapes, args)))
+
+    def temporary(self, program: Any) -> float:
+        """Returns its temporary memory, in float32 copies of the parameters, those that are frozen among them."""
+        all_of_them = (self.shapes(self.case.params), self.shapes(self.case.frozen))
+        size = sum(4 * leaf.size for leaf in jax.tree.leaves(all_of_them))
+        return program.memory_analysis().temp_size_in_bytes / size
+
+    def shapes(self, tree: Tree, dtype: Any = jnp.bfloat16) -> Tree:
+        """Returns arrays of these shapes."""
+        is_shape = lambda node: isinstance(node, tuple) and bool(node) and all(isinstance(n, int) for n in node)
+        return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), tree, is_leaf=is_shape)
