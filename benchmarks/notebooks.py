@@ -19,6 +19,7 @@ os.environ.setdefault("MPLBACKEND", "agg")
 import jax
 from tqdm import tqdm
 
+import optax_accum
 from benchmarks import _measure
 from optax_accum import accelerators
 
@@ -33,9 +34,16 @@ STEPS: dict[str, Callable[[Names], tuple[Any, Any, Names]]] = {
         (n["shapes"], n["state"](n["tx"].init), n["rows"](n["BATCH"] // n["EVERY"])),
         {"weight": 1.0},
     ),
+    "02_language_model": lambda n: (
+        jax.jit(optax_accum.value_and_grad(n["loss_of"], num_microbatches=2, weight_fn=n["count"])),
+        (n["weights"], (n["tokens"][: n["BATCH"]], n["mask"][: n["BATCH"]])),
+        {},
+    ),
+    "03_large_images": lambda n: (n["train_step"], (n["state"], n["crops"](n["rng"], n["ROWS"])), {}),
     "04_speech": lambda n: (n["step"], (n["params"], n["state"], n["batch"]), {}),
     "05_reinforcement_learning": lambda n: (n["step"], (n["params"], n["state"], n["episode"]), {"flush": True}),
     "06_recommender": lambda n: (jax.jit(n["ways"]["microbatched_apply"]), (n["params"], n["batch"]), {}),
+    "08_mixture_of_experts": lambda n: (jax.jit(n["WAYS"]["the whole batch"]), (n["params"], n["tokens"]), {}),
 }
 
 
