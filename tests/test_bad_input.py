@@ -552,7 +552,7 @@ def test_verify_recommends_only_what_it_takes(batch, args, options, message):
     rows = lambda w, batch, *args: jnp.mean((batch["x"] @ w) ** 2)
     with pytest.raises(ValueError, match=message) as caught:
         optax_accum.verify(rows, W, batch, *args, **options)
-    assert "batch_arg" not in str(caught.value)
+    assert "argnums=" not in str(caught.value).replace("whole_argnums=", "")
     if args:
         assert optax_accum.verify(rows, W, batch, *args, whole_argnums=2).holds  # the remedy
 

@@ -834,3 +834,20 @@ def test_partial_sums_of_partitioned_variables_lie_over_the_devices(chained):
 def test_the_number_of_micro_batches_may_stand_second():
     named = accum.nnx.value_and_grad(nnx_loss, num_microbatches=2)(Net(nnx.Rngs(0)), (X, Y))
     equal(*map(arrays, (accum.nnx.value_and_grad(nnx_loss, 2)(Net(nnx.Rngs(0)), (X, Y))[1], named[1])))
+
+
+def test_statistics_and_weights_of_a_module():
+    """The noise comes beside the value; `weight_of` sees what the loss returned."""
+    model = Net(nnx.Rngs(0))
+    measured = accum.nnx.value_and_grad(nnx_loss, num_microbatches=4, statistics=True)
+    (value, told), grads = nnx.jit(lambda model, batch: measured(model, batch))(model, (X, Y))
+    want_value, want = nnx.value_and_grad(nnx_loss)(model, (X, Y))
+    assert_allclose(value, want_value, rtol=1e-6)
+    close(arrays(grads), arrays(want))
+    assert told.known > 0
+    counted = lambda model, batch: (nnx_loss(model, batch), {"rows": batch[0].shape[0]})
+    options = {"has_aux": True, "aux_reduction": "sum", "weight_of": lambda value, aux: aux["rows"]}
+    (value, aux), grads = accum.nnx.value_and_grad(counted, microbatch_size=5, **options)(model, (X, Y))
+    assert_allclose(value, want_value, rtol=1e-6)
+    close(arrays(grads), arrays(want))
+    assert aux["rows"] == len(X)

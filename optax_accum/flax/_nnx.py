@@ -75,6 +75,8 @@ def value_and_grad(
     _window.check_options("optax_accum.flax.nnx.value_and_grad", options, _OWN_OPTIONS)
     reduction, axes = options.pop("aux_reduction", "mean"), as_axes(options.get("reduce_axes"))
     options |= {"num_microbatches": num_microbatches, "has_aux": True, "aux_reduction": ("sum", reduction)}
+    if weight_of := options.get("weight_of"):
+        options["weight_of"] = lambda value, aux: weight_of(value, aux[1])
     optax_accum.value_and_grad(fun, **options)  # its errors come when this is built
     roles = Roles(fun, **{name: options[name] for name in _ROLES & options.keys()})
 
@@ -111,11 +113,14 @@ def value_and_grad(
         placed: dict[str, Any] = {"batch_argnums": call.batch, "rng_argnum": call.rng, "carry_argnum": -1}
         placed["whole_argnums"] = (*call.whole, 1 + len(by_position))  # the running statistics
         cut = optax_accum.value_and_grad(pure, **{**options, **placed})
-        (loss, ((sums, aux), rest)), grads = cut(params, *by_position, stats, rest, **by_keyword)
+        value, grads = cut(params, *by_position, stats, rest, **by_keyword)
+        value, measured = value if options.get("statistics") else (value, None)
+        loss, ((sums, aux), rest) = value
         old, moments = nnx.to_pure_dict(stats), weighted_mean(_window.whole(sums, options))
         nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, momenta(old)))
         nnx.update(model, stats, rest)
-        return ((loss, aux) if has_aux else loss), grads
+        value = (loss, aux) if has_aux else loss
+        return (value if measured is None else (value, measured)), grads
 
     return run
 
