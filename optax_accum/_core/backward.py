@@ -89,6 +89,9 @@ class Inside:
 
     def through(self, fun: Callable[[Tree], Any], params: Tree) -> Callable[[Targets], Any]:
         """Returns `fun(params)` as a function of the targets."""
+        if all(dtype is None for dtype in self.sunk):
+            filled = tracing.parted(params, _is_inexact)[1]
+            return lambda targets: fun(filled(targets.leaves))
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)
 
         def run(targets: Targets) -> Any:
