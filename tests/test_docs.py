@@ -61,7 +61,7 @@ def blocks(language, text=README):
 
 
 def test_the_readme_has_code_of_each_kind():
-    assert len(blocks("python")) >= 2
+    assert len(blocks("python")) >= 1
     assert len(blocks("bash")) >= 2
     assert set(re.findall(r"^```(\w+)", README, re.MULTILINE)) <= {"python", "bash", "bibtex", "diff"}
 
@@ -185,7 +185,7 @@ def test_the_example_of_contributing_works(tmp_path):
 
 
 def test_the_readme_is_read_in_minutes():
-    assert len(README.split()) <= 1068  # half of what it once had
+    assert len(README.replace("|", " ").split()) <= 700
 
 
 @pytest.mark.parametrize(("name", "tables"), [("accelerators.md", 12), ("fsdp.md", 1)])
