@@ -201,3 +201,61 @@ def test_weight_of_weighs_one_mean():
     for fun in (lambda p, b: {"a": loss(p, b)[0]}, lambda p, b: optax_accum.Ratio(loss(p, b)[0], 1)):
         with pytest.raises(TypeError, match="weighs a loss that is one mean"):
             optax_accum.value_and_grad(fun, 4, weight_of=lambda value, aux: 1)(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("cut", [optax_accum.value_and_grad, optax_accum.accumulate], ids=["loss", "gradient"])
+def test_a_batch_that_comes_cut(cut):
+    fun = loss if cut is optax_accum.value_and_grad else GRADIENT
+    names = {**AUX, "errors": "stack"}
+    options = {"aux_reduction": names, "has_aux": True} if fun is loss else {"reduction": (("mean", names), "mean")}
+    stacked = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), BATCH)
+    (value, aux), grads = jax.jit(cut(fun, stacked=True, weight_fn=COUNT, **options))(PARAMS, stacked)
+    (want, one), gradient = GRADIENT(PARAMS, BATCH)
+    chex.assert_trees_all_close((value, grads), (want, gradient), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(aux["errors"], one["errors"].reshape(4, 8), rtol=1e-5)
+
+
+@needs_devices
+def test_a_batch_that_comes_cut_over_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    stacked = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), BATCH)
+    f = optax_accum.accumulate(lambda *args: GRADIENT(*args)[1], stacked=True, weight_fn=COUNT, reduce_axes="data")
+    with jax.set_mesh(mesh):
+        args = (
+            jax.device_put(PARAMS, NamedSharding(mesh, P())),
+            jax.device_put(stacked, NamedSharding(mesh, P(None, "data"))),
+        )
+        chex.assert_trees_all_close(jax.device_get(jax.jit(f)(*args)), GRADIENT(PARAMS, BATCH)[1], rtol=1e-5, atol=1e-6)
+
+
+def test_graphs_have_as_many_nodes_as_they_like():
+    """Padded graphs [k, nodes, ...] and [k, edges], weighed by the nodes that are real."""
+    nodes, edges = jax.random.normal(KEYS[0], (3, 5, 8)), jax.random.randint(KEYS[1], (3, 7), 0, 5)
+    real = jnp.arange(5)[None] < jnp.array([[5], [3], [2]])
+
+    def energy(params, graph):
+        sent = jax.ops.segment_sum(graph["nodes"][graph["edges"]], graph["edges"], 5)
+        values = jnp.sum((sent @ params["w"] + params["b"][None]) ** 2, 1)
+        return jnp.sum(graph["real"] * values) / graph["real"].sum()
+
+    graphs = {"nodes": nodes, "edges": edges, "real": real}
+    f = optax_accum.value_and_grad(energy, stacked=True, weight_fn=lambda graph: graph["real"].sum())
+    one = lambda j: jax.tree.map(lambda leaf: leaf[j], graphs)
+    whole = lambda p: sum(energy(p, one(j)) * real[j].sum() for j in range(3)) / real.sum()
+    chex.assert_trees_all_close(jax.jit(f)(PARAMS, graphs), jax.value_and_grad(whole)(PARAMS), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "batch", "message"),
+    [
+        ({"num_microbatches": 4}, BATCH, "is cut already"),
+        ({}, {"x": jnp.ones((4, 2, 3)), "y": jnp.ones((3, 2))}, r"have one k: they have \[3, 4\]"),
+        ({}, {"x": jnp.ones((4, 2, 3)), "y": jnp.ones(4)}, r"has shape \(4,\)"),
+        ({"has_aux": True, "aux_reduction": "concat"}, {"x": jnp.ones((4, 2, 8))}, 'Take "stack"'),
+    ],
+    ids=str,
+)
+def test_what_is_no_stack_is_refused(options, batch, message):
+    fun = lambda p, b: (jnp.mean(b["x"]) * p["w"].sum(), b["x"]) if "has_aux" in options else jnp.mean(b["x"])
+    with pytest.raises(ValueError, match=message):
+        optax_accum.value_and_grad(fun, stacked=True, **options)(PARAMS, batch)

@@ -13,7 +13,6 @@ from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
 from optax_accum._core.leaves import Tree
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
-from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
 from optax_accum._core.state import default_float
 from optax_accum._core.weighing import ByShare, Index
@@ -40,6 +39,7 @@ def accumulate(
     batch_argnums: Name | Sequence[Name] = 1,
     whole_argnums: Name | Sequence[Name] = (),
     group_size: int = 1,
+    stacked: bool = False,
     weight_fn: Callable[..., Any] | None = None,
     weight_of: Callable[[Any], Any] | None = None,
     rng_argnum: Name | None = None,
@@ -65,6 +65,7 @@ def accumulate(
         the next two.
       whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.
       group_size: so many consecutive rows stay together in one micro-batch.
+      stacked: the batch comes cut, [k, m, ...]: micro-batch j is `leaf[j]`. Leaves may differ in m, as graphs have it.
       weight_fn: `weight_fn(batch)`, how much a micro-batch counts in a mean. By default the number of its rows.
       weight_of: `weight_of(result)`, where only what `fun` returned tells how much the micro-batch counts.
       rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`.
@@ -118,7 +119,7 @@ def accumulate(
     rules = _Rules(
         fun=as_function(fun),
         returns=Returns(has_aux=False, has_carry=carry_argnum is not None),
-        sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size),
+        sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size, stacked),
         weight_fn=as_weight_fn(weight_fn, roles),
         weight_of=as_weight_of(weight_of, weight_fn),
         reduction=reduction,
@@ -191,7 +192,7 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
     batch = call[call.batch]
     if _is_empty(batch):
         return _of_no_rows(rules, call)
-    call.check_shared(count_rows(batch))
+    call = microbatches.whole_batch(call, rules.sizes)
     static = tracing.is_again(list(call.arguments.values()))
     space = here(rules.over)
     own, carry = space.run(lambda device, call: _part(rules, device, call, static).run(static=static), call)

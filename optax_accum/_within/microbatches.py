@@ -10,6 +10,7 @@ import jax
 from optax_accum._core import compilers, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.roles import Call
+from optax_accum._core.rows import count_rows
 from optax_accum._core.tracing import Flag
 from optax_accum._core.weighing import Index
 from optax_accum._within import loops, splitting
@@ -91,4 +92,16 @@ def cut(call: Call, sizes: splitting.Sizes, devices: int) -> MicroBatches:
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, devices)
     rest = splitting.remainder(split, batches) if split.rest else None
-    return MicroBatches(call, split, splitting.stacked(split, batches), rest)
+    stacked = batches if sizes.stacked else splitting.stacked(split, batches)
+    return MicroBatches(call, split, stacked, rest)
+
+
+def whole_batch(call: Call, sizes: splitting.Sizes) -> Call:
+    """Returns the call with a batch whose rows come first, checked: nothing that has as many is shared unasked."""
+    if sizes.stacked:
+        batch = splitting.rows_first(list(call[call.batch]))
+        call = call.with_arguments(dict(zip(call.batch, batch, strict=True)))
+        call.check_shared(None)
+    else:
+        call.check_shared(count_rows(call[call.batch]))
+    return call

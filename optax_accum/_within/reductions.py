@@ -122,6 +122,8 @@ def _check(name: str, where: str, shape: jax.ShapeDtypeStruct, split: Split) -> 
         raise TypeError(
             f'"{name}" needs numbers that are ordered: {where} has dtype {shape.dtype}. Take "mean" or "sum".'
         )
+    if name == "concat" and split.stacked:
+        raise ValueError(f'A stacked batch has outputs "stack"ed: "concat" was asked for {where}. Take "stack".')
     if name == "concat" and (not shape.ndim or shape.shape[0] != split.size):
         raise ValueError(
             f'"concat" needs one row for each example: {where} has shape {shape.shape} for a micro-batch of '

@@ -25,6 +25,7 @@ class Split(NamedTuple):
     whole: int
     rest: int
     group: int = 1
+    stacked: bool = False  # the batch came cut
 
     @property
     def parts(self) -> int:
@@ -38,15 +39,26 @@ class Split(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What was asked for: so many micro-batches, or so many rows in each; and so many rows that stay together."""
+    """What was asked for: so many micro-batches, or so many rows in each; and so many rows that stay together.
+
+    If `stacked`, the batch comes cut: [k, m, ...].
+    """
 
     num_microbatches: int | None
     microbatch_size: int | None
     group: int
+    stacked: bool = False
 
 
-def as_sizes(num_microbatches: Any, microbatch_size: Any, group_size: Any) -> Sizes:
-    """Returns what was asked for, if that is one of the two."""
+def as_sizes(num_microbatches: Any, microbatch_size: Any, group_size: Any, stacked: bool = False) -> Sizes:
+    """Returns what was asked for, if that is one of the two, or nothing for a batch that comes cut."""
+    if stacked:
+        if (num_microbatches, microbatch_size, group_size) != (None, None, 1):
+            raise ValueError(
+                "A stacked batch is cut already: stacked=True, and num_microbatches, microbatch_size or group_size is "
+                "given. Leave those out."
+            )
+        return Sizes(None, None, 1, stacked=True)
     if (num_microbatches is None) == (microbatch_size is None):
         raise ValueError(
             "Exactly one of num_microbatches and microbatch_size must be given: "
@@ -57,9 +69,33 @@ def as_sizes(num_microbatches: Any, microbatch_size: Any, group_size: Any) -> Si
     return Sizes(number, size, checks.as_positive("group_size", group_size) or 1)
 
 
+def rows_first(batch: Tree) -> Tree:
+    """Returns a stacked batch [k, m, ...] as [m, k, ...], whose rows can be dealt out to devices.
+
+    Graphs have as many nodes, edges and so on in each micro-batch as they like, if all micro-batches have as many.
+    """
+    counts = set()
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if jnp.ndim(leaf) < 2:
+            raise ValueError(
+                "A stacked batch has leaves [k, m, ...], m rows for each of k micro-batches: "
+                f"{jax.tree_util.keystr(path) or 'it'} has shape {jnp.shape(leaf)}. Give it a second axis, of 1."
+            )
+        counts.add(leaf.shape[0])
+    if len(counts) != 1:
+        raise ValueError(
+            f"The leaves of a stacked batch [k, m, ...] have one k: they have {sorted(counts)}. Stack as many "
+            "micro-batches in each."
+        )
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), batch)
+
+
 def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
     """Returns how the rows of `batch` are cut, from its shapes alone: those of one of the `devices`."""
-    rows, (num_microbatches, microbatch_size, group) = count_rows(batch), sizes
+    if sizes.stacked:
+        size, whole, *_ = jax.tree.leaves(batch)[0].shape
+        return Split(size * whole, size, whole, 0, stacked=True)
+    rows, (num_microbatches, microbatch_size, group, _) = count_rows(batch), sizes
     where = "the batch has" if devices == 1 else f"each of {devices} devices has"
     check_groups(where, rows, group)
     if num_microbatches is not None and num_microbatches > rows // group:

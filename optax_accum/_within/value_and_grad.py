@@ -14,12 +14,11 @@ from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
-from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
 from optax_accum._core.weighing import divided
 from optax_accum._space.here import as_reduction, here
 from optax_accum._space.space import PARTIAL
-from optax_accum._within import gradients, reductions, splitting
+from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.cut import Rules, cut
 
 
@@ -33,6 +32,7 @@ def value_and_grad(
     batch_argnums: Name | Sequence[Name] = 1,
     whole_argnums: Name | Sequence[Name] = (),
     group_size: int = 1,
+    stacked: bool = False,
     weight_fn: Callable[..., Any] | None = None,
     weight_of: Callable[[Any, Any], Any] | None = None,
     rng_argnum: Name | None = None,
@@ -89,6 +89,8 @@ def value_and_grad(
       whole_argnums: arguments that all micro-batches get whole though they have as many rows, and keys that they share
         on purpose. Other arguments stay whole unasked.
       group_size: so many consecutive rows stay together (pairs, the completions of one prompt).
+      stacked: the batch comes cut, [k, m, ...]: micro-batch j is `leaf[j]`, and no number or size is given. Leaves may
+        differ in m, as those of graphs do; outputs are "stack"ed, not "concat"enated.
       weight_fn: `weight_fn(micro_batch)`, or of several arguments in the order of `batch_argnums`, returns how much it
         counts: a real scalar of at least 32 bits, such as
         `mask.sum()`, or a dict with one for each term of the loss. By default the rows. It is traced under `jax.vmap`.
@@ -162,7 +164,7 @@ def value_and_grad(
         fun=as_function(fun),
         roles=roles,
         returns=Returns(has_aux, carry_argnum is not None, as_weight_of(weight_of, weight_fn)),
-        sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size),
+        sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size, stacked),
         single=single,
         weight_fn=as_weight_fn(weight_fn, roles),
         aux_reduction=aux_reduction,
@@ -210,7 +212,7 @@ def _check_options(rules: Rules) -> None:
 def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
     again = tracing.is_again(list(call.arguments.values()))
-    call.check_shared(count_rows(call[call.batch]))
+    call = microbatches.whole_batch(call, rules.sizes)
     space = here(rules.over)
     space.check_params(call[call.params])
 
