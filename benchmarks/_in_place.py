@@ -13,7 +13,7 @@ from benchmarks._measure import Tree
 from benchmarks._one_device import Facts, by_cublas, is_gpu, sums_in_products
 from optax_accum.accelerators import Target
 
-DEPTH, WIDTH, WORDS, EXPERTS, RANK = 8, 1024, 4096, 4, 64
+DEPTH, WIDTH, WORDS, EXPERTS, RANK = 16, 1024, 4096, 4, 64  # no stack fits in the 128 MiB of a TPU's vector memory
 ROWS, LENGTH = 8, 4  # of a micro-batch: few, so that P is more than what is kept of them
 
 

@@ -139,9 +139,9 @@ def test_in_place_the_weight_gradient_is_added_by_the_product_that_makes_it(name
 def test_in_place_micro_batches_need_the_memory_of_one(name):
     """Beside it lies one gradient of an embedding: before JAX 0.11, of one that is tied, two."""
     for case, row in read("in place", name, cases=6).items():
-        embedding = 0.05 * ("tied" in case) * (1 if JAX >= (0, 11) else 2)
+        embedding = 0.04 * ("tied" in case) * (1 if JAX >= (0, 11) else 2)
         assert row["in place, P"] <= row["one micro-batch, P"] + 0.02 + embedding, case
-        assert row["in place, P"] <= row["added after, P"] - 0.2, case
+        assert row["in place, P"] <= row["added after, P"] - 0.35, case
     assert read("in place", name, cases=6)["tied embedding, bfloat16"]["in place, P"] <= 0.55
 
 
@@ -150,7 +150,7 @@ def test_in_place_micro_batches_need_the_memory_of_one(name):
 def test_norms_are_taken_where_gradients_are_added(name):
     """On a GPU a float32 gradient is added by the product that makes it, but for its norm a layer's is written."""
     for case, row in read("in place", name, cases=6).items():
-        written = 0.25 if name == "h100" and "float32" in case else 0
+        written = 0.12 if name == "h100" and "float32" in case else 0
         assert row["with statistics, P"] <= row["in place, P"] + 0.02 + written, case
 
 
