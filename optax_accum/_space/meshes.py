@@ -63,7 +63,7 @@ def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
 
 def in_reach(*trees: Tree) -> Mesh | None:
     """Returns the mesh on which the arrays of `trees` lie, or that of `jax.set_mesh`, if there is one."""
-    meshes = [getattr(getattr(_type(leaf), "sharding", None), "mesh", None) for leaf in jax.tree.leaves(trees)]
+    meshes = [getattr(sharding_of(leaf), "mesh", None) for leaf in jax.tree.leaves(trees)]
     meshes.append(jax.sharding.get_abstract_mesh())
     return next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
 
@@ -127,11 +127,20 @@ def check_shards(to: Tree, params: Tree, axes: Axes) -> None:
             )
 
 
+def evenly(leaf: jax.Array, rows: int) -> jax.Array:
+    """Returns a leaf of a batch of which so many rows are taken together: JAX cuts no rows unevenly over Explicit axes."""
+    spec = spec_of(leaf)
+    if not spec or spec[0] is None or rows % num_devices(sharding_of(leaf).mesh, names_of(spec[0])) == 0:
+        return leaf
+    whole = over(NamedSharding(sharding_of(leaf).mesh, PartitionSpec(None, *spec[1:])), AxisType.Explicit)
+    return leaf if whole is None else jax.sharding.reshard(leaf, whole)
+
+
 def place(tree: Tree, to: Tree) -> Tree:
     """Returns `tree` in the given shardings, inside or outside jit, on either kind of mesh."""
 
     def move(leaf: Any, sharding: NamedSharding) -> Any:
-        auto, explicit = (_over(sharding, kind) for kind in (AxisType.Auto, AxisType.Explicit))
+        auto, explicit = (over(sharding, kind) for kind in (AxisType.Auto, AxisType.Explicit))
         if explicit is not None:
             leaf = jax.sharding.reshard(leaf, explicit)
         return leaf if auto is None else jax.lax.with_sharding_constraint(leaf, auto)
@@ -144,7 +153,7 @@ def explicit_axes(mesh: Mesh) -> Axes:
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 
-def _over(sharding: NamedSharding, kind: AxisType) -> NamedSharding | None:
+def over(sharding: NamedSharding, kind: AxisType) -> NamedSharding | None:
     """Returns the part of a sharding that is over the axes of one kind, if the mesh has some."""
     mesh = sharding.mesh
     others = tuple(name for name, other in zip(mesh.axis_names, mesh.axis_types, strict=True) if other != kind)
@@ -168,7 +177,7 @@ def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
 
 def spec_of(leaf: Any) -> PartitionSpec | None:
     """Returns how a leaf is sharded, where that is known."""
-    sharding = getattr(_type(leaf), "sharding", None)
+    sharding = sharding_of(leaf)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
     unknown = isinstance(leaf, Tracer) and not explicit_axes(sharding.mesh)
@@ -202,6 +211,6 @@ def without(entry: Any, axes: Axes) -> Any:
     return kept if len(kept) > 1 else (kept[0] if kept else None)
 
 
-def _type(leaf: Any) -> Any:
-    """Returns what tells the sharding of an array: itself, or while tracing its type."""
-    return jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
+def sharding_of(leaf: Any) -> Any:
+    """Returns the sharding of an array: its own, or while tracing that of its type."""
+    return getattr(jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf, "sharding", None)
