@@ -128,7 +128,7 @@ def check_shards(to: Tree, params: Tree, axes: Axes) -> None:
 
 
 def evenly(leaf: jax.Array, rows: int) -> jax.Array:
-    """Returns a leaf of a batch of which so many rows are taken together: JAX cuts no rows unevenly over Explicit axes."""
+    """Returns a leaf of a batch, to take so many rows of it: over Explicit axes JAX cuts none unevenly."""
     spec = spec_of(leaf)
     if not spec or spec[0] is None or rows % num_devices(sharding_of(leaf).mesh, names_of(spec[0])) == 0:
         return leaf
