@@ -1,6 +1,9 @@
 """Parameters sharded inside each replica (HSDP): one reduction of a shard between replicas for a window, on every mesh."""
 
 import functools
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -194,3 +197,11 @@ def test_by_layer_a_layer_is_gathered_inside_its_replica_and_its_shard_exchanged
     inside = optax_accum.sharding.count_collectives(programs.compiled(jitted.lower(params, h)))
     assert inside.select("all-gather", min_bytes=64).bytes == 2 * LAYERS * COPY  # in both passes
     assert inside.select("reduce-scatter").bytes == LAYERS * COPY
+
+
+def test_the_example_trains_as_the_whole_batch_does():
+    root = pathlib.Path(__file__).parent.parent
+    command = [sys.executable, "-m", "examples.hsdp"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "equals the whole batch" in done.stdout
