@@ -151,7 +151,9 @@ def test_replicas_exchange_one_shard_whatever_k_is(name):
     """As in no loop over micro-batches: where layers are stacked, a scan exchanges it for each."""
     on = programs.target(name)
     with programs.as_shipped():
-        between = lambda way, k: _many_devices.between_replicas(on, way, k, fsdp.Sizes(layers=4))
+        between = lambda way, k: _many_devices.between_replicas(
+            on, way, k, fsdp.Sizes(layers=4, width=1024, hidden=4096)
+        )
         ours = [between(way, k) for way in (_many_devices.ONCE, _many_devices.BY_LAYER) for k in (2, 8)]
         scan = between(fsdp.SCAN, 8)
     shard = _many_devices.REPLICAS / len(on.devices)

@@ -107,23 +107,27 @@ def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
     return jax.tree.map(named, each, is_leaf=is_spec)
 
 
-def check_shards(to: Tree, params: Tree, axes: Axes) -> None:
-    """Raises unless `params` can be sharded over the axes as `to` says, and some are."""
+def check_shards(to: Tree, axes: Axes) -> None:
+    """Raises unless `to` shards some parameters over the axes."""
     parts = [only(sharding.spec, axes) for sharding in jax.tree.leaves(to, is_leaf=is_spec)]
     if not any(names_of(entry) for spec in parts for entry in spec):
         raise ValueError(
             f"reduce_to must shard parameters over reduce_axes: reduce_axes={axes}, and no spec names them. Pass "
             "shard_over(params, reduce_axes), or leave out reduce_to where parameters are replicated."
         )
-    mesh = mesh_of(axes, params)
-    for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), parts, strict=True):
-        shape = jnp.shape(leaf)
-        counts = [num_devices(mesh, names_of(entry)) for entry in spec]
+
+
+def check_even(to: Tree, params: Tree) -> None:
+    """Raises unless `params` can be sharded as `to` says."""
+    for (path, leaf), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(to), strict=True):
+        shape, spec = jnp.shape(leaf), sharding.spec
+        counts = [num_devices(sharding.mesh, names_of(entry)) for entry in spec]
         if len(counts) > len(shape) or any(size % count for size, count in zip(shape, counts, strict=False)):
             raise ValueError(
                 f"reduce_to must shard each parameter evenly: at {jax.tree_util.keystr(path) or 'the only leaf'} the "
-                f"shape is {shape}, and reduce_to says {spec} over {counts} devices. Inside a scan over layers, give "
-                "the specs of one layer, without the axis of the layers."
+                f"shape is {shape}, and reduce_to says {spec} over {counts} devices. shard_over(params, reduce_axes) "
+                "leaves such a parameter whole. Inside a scan over layers, give the specs of one layer, without the "
+                "axis of the layers."
             )
 
 
@@ -213,4 +217,5 @@ def without(entry: Any, axes: Axes) -> Any:
 
 def sharding_of(leaf: Any) -> Any:
     """Returns the sharding of an array: its own, or while tracing that of its type."""
-    return getattr(jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf, "sharding", None)
+    told_by = jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
+    return getattr(told_by, "sharding", None)

@@ -59,6 +59,8 @@ class Several(Space):
     def check_params(self, params: Tree) -> None:
         if self.to is None:
             mismatch.check_replicated(params, self.axes)
+        else:
+            meshes.check_even(self._shardings(params), params)
 
     def _sum(self, sums: Tree) -> Tree:
         """Adds partial sums, everywhere: an all-reduce."""
@@ -75,8 +77,11 @@ class OverMesh(Several):
     def scalar(self, params: Tree) -> jax.Array:
         return partials.zero_scalars(params, self.axes)
 
-    def grads(self, grads: Tree, acc: Tree) -> Tree:
-        mismatch.check_partials(grads, acc)
+    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
+        devices = meshes.num_devices(meshes.mesh_of(self.axes, acc, grads), self.axes)
+        row = lambda param: jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
+        sums = jax.tree.map(row, params) if acc == () else acc
+        mismatch.check_partials(grads, sums, self.axes, devices)
         return grads
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
@@ -100,7 +105,7 @@ class OverMesh(Several):
         device, names, shards = self._device(call), tuple(call.arguments), {}
         if sharded is not None and self.to is not None:
             to = self._shardings(call.arguments[sharded])
-            meshes.check_shards(to, call.arguments[sharded], self.axes)
+            meshes.check_shards(to, self.axes)
             device, shards = Device(self.axes, shards={sharded: to}), {names.index(sharded): to}
 
         def local(*args: Any) -> tuple[Tree, Tree]:
@@ -148,7 +153,7 @@ class InShardMap(Several):
     def scalar(self, params: Tree) -> jax.Array:
         return mapped.varying(jnp.zeros([1], default_float()), self.axes)
 
-    def grads(self, grads: Tree, acc: Tree) -> Tree:
+    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
         mismatch.check_own(grads, self.axes)
         return self.as_partial(grads)
 
