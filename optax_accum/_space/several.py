@@ -57,10 +57,7 @@ class Several(Space):
         return self._sum(flags.astype(jnp.int32)) > 0  # one number from each device
 
     def check_params(self, params: Tree) -> None:
-        if self.to is None:
-            mismatch.check_replicated(params, self.axes)
-        else:
-            meshes.check_even(self._shardings(params), params)
+        mismatch.check_replicated(params, self.axes)
 
     def _sum(self, sums: Tree) -> Tree:
         """Adds partial sums, everywhere: an all-reduce."""
@@ -120,6 +117,12 @@ class OverMesh(Several):
 
     def gather(self, updates: Tree, params: Tree) -> Tree:
         return updates if self.to is None else meshes.gather(updates, self._shardings(params), params, self.axes)
+
+    def check_params(self, params: Tree) -> None:
+        if self.to is None:
+            super().check_params(params)
+        else:
+            meshes.check_even(self._shardings(params), params)
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
