@@ -1,11 +1,12 @@
 """Owns what a window over several devices becomes: what they say to each other, and the memory of one."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 import optax_accum
 from benchmarks import fsdp
@@ -86,3 +87,53 @@ def sharded(on: Target) -> Iterator[tuple[str, Facts]]:
         for k in (2, 32):
             found = fsdp.cost(on, way, k, fsdp.Sizes())
             yield f"{way}, k = {k}", {f"{name}, P": value for name, value in found._asdict().items()}
+
+
+# Replicas of sharded parameters: half of the devices are one replica.
+
+REPLICAS, REPLICA_SPECS = 2, {"up": jax.P("shard"), "down": jax.P(None, "shard")}  # of one layer
+
+
+def replicated(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what a window over sharded parameters says between replicas, and inside one."""
+    for way in REPLICATED if len(on.devices) > 1 else ():
+        for k in (2, 8):
+            yield f"{way}, k = {k}", between_replicas(on, way, k, fsdp.Sizes())
+
+
+def between_replicas(on: Target, way: str, k: int, sizes: fsdp.Sizes) -> Facts:
+    """Compiles the gradient of a window, and reads what it costs."""
+    count = len(on.devices)
+    mesh = on.mesh("replica", "shard", shape=(REPLICAS, count // REPLICAS))
+    shape = lambda spec, *dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
+    dims = {"up": (sizes.width, sizes.hidden), "down": (sizes.hidden, sizes.width)}
+    params = {name: shape(jax.P(None, *spec), sizes.layers, *dims[name]) for name, spec in REPLICA_SPECS.items()}
+    batch = shape(jax.P(("replica", "shard")), count * sizes.rows, sizes.length, sizes.width)
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(REPLICATED[way](k), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
+        compiled = on.compile(jitted.lower(params, batch))
+    found = count_collectives(compiled).select(min_bytes=1024)
+    between = sum(op.times * op.bytes for op in found if op.group == REPLICAS)
+    return {
+        "between replicas, P": between / sizes.copy,
+        "inside, P": (found.bytes - between) / sizes.copy,
+        "temporary, P": compiled.memory_analysis().temp_size_in_bytes / sizes.copy,
+    }
+
+
+def _once(k: int) -> Callable[[Tree, Any], Tree]:
+    """Shards are left to the partitioner; replicas exchange theirs after the window."""
+    loss = lambda params, batch: fsdp.loss_of(params, batch, jax.checkpoint(fsdp.block_of))
+    f = optax_accum.value_and_grad(loss, num_microbatches=k, reduce_axes="replica")
+    return lambda params, batch: f(params, batch)[1]
+
+
+def _by_layer(k: int) -> Callable[[Tree, Any], Tree]:
+    """Each layer is gathered twice for all its micro-batches, its gradient scattered and exchanged once."""
+    both = ("replica", "shard")
+    block = optax_accum.microbatched_apply(fsdp.block_of, k, reduce_axes=both, reduce_to=REPLICA_SPECS)
+    return jax.grad(lambda params, batch: fsdp.loss_of(params, batch, block))
+
+
+ONCE, BY_LAYER = 'value_and_grad(reduce_axes="replica")', "by layer"
+REPLICATED = {fsdp.SCAN: fsdp.scan, ONCE: _once, BY_LAYER: _by_layer}

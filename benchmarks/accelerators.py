@@ -2,7 +2,7 @@
 
 Run `python -m benchmarks.accelerators --targets h100`; no accelerator is needed, but its compiler is. `--facts FILE`
 adds them to a JSON of targets and versions of JAX, where a change shows as a diff; with `--pages docs/accelerators.md
-docs/fsdp.md` nothing is compiled, and the tables of those pages become those of the JSON.
+docs/fsdp.md docs/hsdp.md` nothing is compiled, and the tables of those pages become those of the JSON.
 """
 
 import argparse
@@ -40,6 +40,7 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "data parallel": _many_devices.parallel,
     "data parallel, summed by JAX": _many_devices.by_jax,
     "FSDP": _many_devices.sharded,
+    "HSDP": _many_devices.replicated,
 }
 
 

@@ -104,13 +104,13 @@ def cost(on: Target, way: str, k: int, sizes: Sizes) -> Cost:
 # The ways, each `way(k)(params, batch) -> gradient`.
 
 
-def _scan(k: int) -> Callable[[Tree, Any], Tree]:
+def scan(k: int) -> Callable[[Tree, Any], Tree]:
     """Every micro-batch gathers the parameters layer by layer, twice, and scatters its gradient."""
 
     def gradient(params: Tree, batch: Any) -> Tree:
         micro_batches = batch.reshape(-1, k, *batch.shape[1:]).swapaxes(0, 1)
         add = lambda acc, rows: (
-            jax.tree.map(jnp.add, acc, jax.grad(_loss)(params, rows, jax.checkpoint(_block))),
+            jax.tree.map(jnp.add, acc, jax.grad(loss_of)(params, rows, jax.checkpoint(block_of))),
             None,
         )
         acc, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micro_batches)
@@ -121,7 +121,7 @@ def _scan(k: int) -> Callable[[Tree, Any], Tree]:
 
 def _once(k: int) -> Callable[[Tree, Any], Tree]:
     """All parameters are gathered before the window, and all gradients scattered after it."""
-    loss = lambda params, batch: _loss(params, batch, jax.checkpoint(_block))
+    loss = lambda params, batch: loss_of(params, batch, jax.checkpoint(block_of))
     to = {name: P(None, *spec) for name, spec in SPECS.items()}
     f = optax_accum.value_and_grad(loss, num_microbatches=k, reduce_axes="data", reduce_to=to)
     return lambda params, batch: f(params, batch)[1]
@@ -129,13 +129,13 @@ def _once(k: int) -> Callable[[Tree, Any], Tree]:
 
 def _by_layer(k: int) -> Callable[[Tree, Any], Tree]:
     """Each layer is gathered twice for all its micro-batches, and its gradient scattered once."""
-    block = optax_accum.microbatched_apply(_block, k, reduce_axes="data", reduce_to=SPECS)
-    return jax.grad(lambda params, batch: _loss(params, batch, block))
+    block = optax_accum.microbatched_apply(block_of, k, reduce_axes="data", reduce_to=SPECS)
+    return jax.grad(lambda params, batch: loss_of(params, batch, block))
 
 
 def _on_host(k: int) -> Callable[[Tree, Any], Tree]:
     """As by layer, with the activations between layers in the host's memory until the backward pass."""
-    block = optax_accum.microbatched_apply(_block, k, reduce_axes="data", reduce_to=SPECS)
+    block = optax_accum.microbatched_apply(block_of, k, reduce_axes="data", reduce_to=SPECS)
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["boundary"],
@@ -143,22 +143,22 @@ def _on_host(k: int) -> Callable[[Tree, Any], Tree]:
         offload_dst="pinned_host",
     )
     named = lambda layer, h: block(layer, checkpoint_name(h, "boundary"))
-    return jax.grad(lambda params, batch: _loss(params, batch, jax.checkpoint(named, policy=policy)))
+    return jax.grad(lambda params, batch: loss_of(params, batch, jax.checkpoint(named, policy=policy)))
 
 
 WAYS: dict[str, Callable[[int], Callable[[Tree, Any], Tree]]] = {
-    SCAN: _scan,
+    SCAN: scan,
     ONCE: _once,
     LAYER: _by_layer,
     HOST: _on_host,
 }
 
 
-def _block(layer: Tree, h: jax.Array) -> jax.Array:
+def block_of(layer: Tree, h: jax.Array) -> jax.Array:
     return h + jnp.tanh(h @ layer["up"]) @ layer["down"]
 
 
-def _loss(params: Tree, batch: jax.Array, block: Callable[[Tree, jax.Array], jax.Array]) -> jax.Array:
+def loss_of(params: Tree, batch: jax.Array, block: Callable[[Tree, jax.Array], jax.Array]) -> jax.Array:
     h, _ = jax.lax.scan(lambda h, layer: (block(layer, h), None), batch, params)
     return jnp.mean(h**2)
 

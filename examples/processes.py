@@ -355,13 +355,15 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self.ocp, self.folder = ocp, pathlib.Path(settings.checkpoints).resolve()
+        self.global_batch = settings.global_batch
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, seen: int, params: Tree, state: Tree, devices: int) -> None:
         """Writes a checkpoint of which every process has a part."""
         args, tree = self.ocp.args, {"params": params, "state": state}
-        both = args.Composite(run=args.StandardSave(tree), info=args.JsonSave({"devices": devices}))
+        info = {"devices": devices, "global_batch": self.global_batch}
+        both = args.Composite(run=args.StandardSave(tree), info=args.JsonSave(info))
         self.manager.save(seen, args=both)
         if jax.process_index() == 0:
             note = self._note(seen)
@@ -373,7 +375,14 @@ class Checkpoints:
         if (seen := self._newest_whole()) is None:
             return None
         args = self.ocp.args
-        devices = self.manager.restore(seen, args=args.Composite(info=args.JsonRestore()))["info"]["devices"]
+        info = self.manager.restore(seen, args=args.Composite(info=args.JsonRestore()))["info"]
+        if info["global_batch"] != self.global_batch:  # the rows seen say where in its window a run is
+            raise ValueError(
+                f"A run must go on with the global batch that it began with: --global-batch={self.global_batch}, and "
+                f"the checkpoint of row {seen} in {self.folder} has {info['global_batch']}. Pass that, or another "
+                "folder to --checkpoints."
+            )
+        devices = info["devices"]
         params, state = target(devices)
         tree = args.StandardRestore({"params": params, "state": state})
         run = self.manager.restore(seen, args=args.Composite(run=tree))["run"]

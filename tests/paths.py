@@ -204,6 +204,12 @@ def within_and_across(loss, weigh, start, batch):
     return now
 
 
+def accumulated(loss, weigh, start, batch):
+    """A ready gradient function."""
+    grad = optax_accum.accumulate(jax.grad(loss), microbatch_size=4, weight_fn=weigh)
+    return moved(start, jax.jit(grad)(start, batch))
+
+
 PATHS = {
     "update": functools.partial(gradients, apply=False),
     "apply_gradients": gradients,
@@ -221,8 +227,9 @@ PATHS = {
     "value_and_grad, unrolled": functools.partial(within, unroll=True),
     "value_and_grad, number": functools.partial(within, microbatch_size=None, num_microbatches=5),
     "both": within_and_across,
+    "accumulate": accumulated,
 }
-TAKES_NO_INTEGERS = [name for name in PATHS if name.startswith("value_and_grad") or name == "both"]
+TAKES_NO_INTEGERS = [name for name in PATHS if name.startswith("value_and_grad") or name in ("both", "accumulate")]
 
 
 # Over devices: a mesh of two axes, so that what is not named is left alone.
@@ -246,6 +253,12 @@ def sharded_within(mesh, loss, weigh, start, batch, **options):
     grad = jax.jit(optax_accum.value_and_grad(loss, microbatch_size=4, reduce_axes="data", **options))
     start = on_mesh(mesh, start, P())
     return moved(start, grad(start, on_mesh(mesh, batch, P("data")))[1])
+
+
+def sharded_accumulated(mesh, loss, weigh, start, batch):
+    grad = optax_accum.accumulate(jax.grad(loss), microbatch_size=4, weight_fn=weigh, reduce_axes="data")
+    start = on_mesh(mesh, start, P())
+    return moved(start, jax.jit(grad)(start, on_mesh(mesh, batch, P("data"))))
 
 
 def sharded_micro_steps(mesh, loss, weigh, start, batch, **options):
@@ -347,14 +360,16 @@ def manual_within(mesh, loss, weigh, start, batch, *, check_vma):
 
 SHARDED = {
     "value_and_grad": sharded_within,
+    "accumulate": sharded_accumulated,
     "value_and_apply_gradients": sharded_micro_steps,
     "value_and_apply_gradients, not in place": functools.partial(sharded_micro_steps, in_place=False),
     "both": sharded_both,
     "both, skip": functools.partial(sharded_both, nonfinite="skip"),
     "both, discard": functools.partial(sharded_both, nonfinite="discard"),
 }
-if compilers.OVERLAPS:
-    SHARDED["value_and_grad, overlapping"] = functools.partial(sharded_within, overlap=True)
+OVERLAPPING = (
+    {"value_and_grad, overlapping": functools.partial(sharded_within, overlap=True)} if compilers.OVERLAPS else {}
+)
 MANUAL = {
     "value_and_grad": manual_within,
     "value_and_apply_gradients": manual_micro_steps,

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_accum
-from benchmarks import _one_device, fsdp
+from benchmarks import _many_devices, _one_device, fsdp
 from benchmarks import accelerators as facts
 from optax_accum._core import compilers
 from tests import programs
@@ -164,6 +164,22 @@ def test_by_layer_the_traffic_of_sharded_parameters_does_not_grow(name):
     assert sum(many[:3]) <= 5
     assert sum(scan[:3]) > 10 * sum(many[:3])
     assert many.temporary < 1.1
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_replicas_exchange_one_shard_whatever_k_is(name):
+    """As in no loop over micro-batches: where layers are stacked, a scan exchanges it for each."""
+    on = programs.target(name)
+    with programs.as_shipped():
+        between = lambda way, k: _many_devices.between_replicas(
+            on, way, k, fsdp.Sizes(layers=4, width=1024, hidden=4096)
+        )
+        ours = [between(way, k) for way in (_many_devices.ONCE, _many_devices.BY_LAYER) for k in (2, 8)]
+        scan = between(fsdp.SCAN, 8)
+    shard = _many_devices.REPLICAS / len(on.devices)
+    assert [row["between replicas, P"] for row in ours] == pytest.approx([shard] * 4, rel=0.01)
+    assert scan["between replicas, P"] == pytest.approx(8 * shard, rel=0.01)
+    assert ours[1]["temporary, P"] <= scan["temporary, P"] + 0.02
 
 
 # What compilers still do, so that something else is done instead: a test that fails says that a quirk may go.

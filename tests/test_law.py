@@ -304,9 +304,9 @@ def test_several_terms_over_devices(path, kind):
 @pytest.mark.parametrize(
     ("kind", "weight"), [(0, "rows"), (0, "mask"), pytest.param(1, "mask", marks=pytest.mark.quick)], ids=str
 )
-@pytest.mark.parametrize("path", paths.SHARDED)
+@pytest.mark.parametrize("path", paths.SHARDED | paths.OVERLAPPING)
 def test_every_path_over_devices(path, kind, weight):
-    check(over(paths.SHARDED[path], kind), FEW, weight)
+    check(over((paths.SHARDED | paths.OVERLAPPING)[path], kind), FEW, weight)
 
 
 @needs_devices

@@ -274,6 +274,16 @@ def test_a_checkpoint_that_was_cut_is_not_picked_up(tmp_path):
     assert_array_equal(restored["w"], params["w"])
 
 
+def test_a_run_goes_on_with_the_global_batch_that_it_began_with(tmp_path):
+    tree = {"w": jnp.ones(3)}
+    manager = processes.Checkpoints(Settings(checkpoints=str(tmp_path), global_batch=200))
+    manager.save(100, tree, tree, 1)
+    manager.close()
+    other = processes.Checkpoints(Settings(checkpoints=str(tmp_path), global_batch=100))
+    with pytest.raises(ValueError, match="--global-batch=100, and the checkpoint of row 100 in .* has 200. Pass that"):
+        other.restore(lambda devices: (tree, tree))
+
+
 def test_a_checkpoint_without_a_note_is_taken_where_no_other_has_one(tmp_path):
     """A crash between a checkpoint and the note of its digests: nobody knows what the disk has lost of it."""
     params, state = {"w": jnp.ones(3)}, {"s": jnp.zeros(3)}

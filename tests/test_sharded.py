@@ -644,6 +644,160 @@ def test_a_state_for_other_devices_or_another_tree(data_mesh):
         wrong.init(params)
 
 
+def test_gradients_that_are_partial_sums_over_other_axes():
+    mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=(AxisType.Auto,) * 2)
+    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes=("pod", "data"))
+    with jax.set_mesh(mesh):
+        params = place(mesh, host_params(), P())
+        state, rows = tx.init(params), jax.tree.map(lambda leaf: jnp.ones((4, *leaf.shape)), params)
+        with pytest.raises(
+            ValueError, match=r"they are of 4 devices, and there are 8.*Pass reduce_axes=\('pod', 'data'"
+        ):
+            tx.update(rows, state, params)
+
+
+@pytest.mark.parametrize("params", [{"s": np.float32(1)}, host_params()], ids=["a scalar", "matrices"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradients_that_are_whole(data_mesh, every, params):
+    params = place(data_mesh, params, P())
+    tx = optax_accum.accumulate_gradients(INNER, every, reduce_axes="data")
+    for step in (tx.update, functools.partial(optax_accum.apply_gradients, tx)):
+        with pytest.raises(ValueError, match=r'reduced already.*reduce_to="partial"'):
+            step(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("to", [P("data"), P(None, "data"), P(None, None, "data")], ids=str)
+def test_a_reduce_to_that_does_not_divide(data_mesh, to):
+    params, x = place(data_mesh, {"w": np.ones((12, 4), "f")}, P()), place(data_mesh, np.ones((16, 12), "f"), P("data"))
+    fun = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data", reduce_to=to)
+    run = optax_accum.value_and_grad(fun, num_microbatches=2, reduce_axes="data", reduce_to=to)
+    message = r"evenly: at .*\['w'\] the shape is \(12, 4\).*shard_over\(params, reduce_axes\) leaves"
+    for call in (run, jax.jit(run)):
+        with pytest.raises(ValueError, match=message):
+            call(params, x)
+    for call in (tx.init, functools.partial(optax_accum.sharding.state_sharding, tx)):
+        with pytest.raises(ValueError, match=message):
+            call(params)
+    whole = optax_accum.sharding.shard_over(params, "data")  # the remedy
+    run = optax_accum.value_and_grad(fun, num_microbatches=2, reduce_axes="data", reduce_to=whole)
+    close(run(params, x), jax.value_and_grad(fun)(params, x))
+
+
+def test_where_it_can_be_seen_that_parameters_are_sharded_over_the_reduced_axis(data_mesh):
+    """Inside jit, on an Auto mesh, it cannot: `state_sharding` sees it before."""
+    params = place(data_mesh, host_params(), P("data"))
+    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    for call in (tx.init, functools.partial(optax_accum.sharding.state_sharding, tx)):
+        with pytest.raises(ValueError, match=r"replicated over reduce_axes.*reduce_to=shard_over"):
+            call(params)
+
+
+@pytest.mark.parametrize("to", [P("tensor"), P("data", "tensor"), P(("tensor", "data"))], ids=str)
+def test_a_sum_goes_over_axes_that_parameters_are_whole_over(mesh, to):
+    if "tensor" not in mesh.axis_names:
+        return
+    params, batch = place(mesh, {"w": host_params()["w"]}, P()), place(mesh, host_batch()["x"], P("data"))
+    fun = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+    run = optax_accum.value_and_grad(fun, num_microbatches=2, reduce_axes="data", reduce_to=to)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduce_axes="data", reduce_to=to)
+    step = optax_accum.value_and_apply_gradients(fun, tx)
+    whole = jax.value_and_grad(fun)({"w": host_params()["w"]}, host_batch()["x"])
+    for ours in (run, jax.jit(run)):
+        close(ours(params, batch), whole)
+    _, new, _ = jax.jit(step)(params, tx.init(params), batch)
+    close(new["w"], params["w"] - whole[1]["w"])
+
+
+@pytest.mark.parametrize("kinds", ["Auto+Explicit", "Explicit+Auto"])
+def test_outside_jit_over_axes_of_two_kinds(kinds):
+    types = tuple(TYPES[kind] for kind in kinds.split("+"))
+    mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=types)
+    with jax.set_mesh(mesh):
+        params, batch = place(mesh, host_params(), P()), place(mesh, host_batch(), P(("pod", "data")))
+        run = optax_accum.value_and_grad(loss, num_microbatches=2, weight_fn=tokens, reduce_axes=("pod", "data"))
+        close(run(params, batch), whole_gradient())
+        tx = optax_accum.accumulate_gradients(INNER, 1, reduce_axes=("pod", "data"))
+        _, new, _ = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)(params, tx.init(params), batch)
+        close(new, whole_update(host_params(), host_batch()))
+
+
+@pytest.mark.parametrize("overlap", [True, None])
+@pytest.mark.parametrize("kinds", ["Auto+Auto", "Explicit+Explicit", *(kinds for kinds, _ in MIXED)])
+def test_a_reduction_over_one_device_is_none(kinds, overlap):
+    """Of parameters that are sharded over others; XLA partitions no all-reduce of groups of one (JAX 0.12)."""
+    mesh = jax.make_mesh((1, 8), ("data", "fsdp"), axis_types=tuple(TYPES[kind] for kind in kinds.split("+")))
+    if overlap and not compilers.OVERLAPS:
+        return
+    with jax.set_mesh(mesh):
+        params = place(mesh, host_params(), {"w": P("fsdp"), "b": P(), "v": P()})
+        batch = place(mesh, host_batch(), P(("data", "fsdp")))
+        tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+        close(train_with(tx, mesh, params), whole_update(host_params(), JOINED))
+        weigh = {} if overlap else {"weight_fn": tokens}
+        run = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data", overlap=overlap, **weigh)
+        alone = optax_accum.value_and_grad(loss, num_microbatches=2, **weigh)
+        want = alone(host_params(), host_batch())
+        for ours in (jax.jit(run),) if overlap else (run, jax.jit(run)):
+            close(ours(params, batch), want)
+        found = collectives(jax.jit(run), params, batch)
+        assert not [op for op in found.select(min_bytes=64) if op.group == 1]
+
+
+def train_with(tx, mesh, params):
+    state, where = made(tx, params)
+    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
+    step = jax.jit(step, out_shardings=(None, *where))
+    for batch in BATCHES:
+        _, params, state = step(params, state, place(mesh, batch, P(("data", "fsdp"))))
+    return params
+
+
+def test_one_device_says_nothing():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        run = optax_accum.value_and_grad(loss, num_microbatches=2, weight_fn=tokens, reduce_axes="data")
+        params, batch = place(mesh, host_params(), P()), place(mesh, host_batch(), P("data"))
+        assert not collectives(jax.jit(run), params, batch).select(min_bytes=64)
+
+
+def test_inside_a_shard_map_a_loss_of_own_rows_needs_reduce_axes(data_mesh):
+    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
+    everywhere = {"in_specs": (P(), P("data")), "out_specs": P()}
+    for k in (1, 2):
+        run = optax_accum.value_and_grad(loss, num_microbatches=k)
+        with pytest.raises(ValueError, match=r"differs over \('data',\).*Pass reduce_axes=\('data',\).*pmean"):
+            jax.jit(jax.shard_map(run, **everywhere))(params, batch)
+    averaged = lambda params, batch: jax.lax.pmean(jnp.mean(jnp.tanh(batch["x"] @ params["w"]) ** 2), "data")
+    whole = lambda params, batch: jnp.mean(jnp.tanh(batch["x"] @ params["w"]) ** 2)
+    run = optax_accum.value_and_grad(averaged, num_microbatches=2)  # a remedy
+    close(jax.jit(jax.shard_map(run, **everywhere))(params, batch), jax.value_and_grad(whole)(params, batch))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_loss_that_communicates_and_a_carry_that_was_reduced(data_mesh, overlap):
+    """Also where the last micro-batch's gradient is added over the devices in its backward pass."""
+    if overlap and not compilers.OVERLAPS:
+        return
+    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
+
+    def coupled(params, batch, carry, mean=lambda x: jax.lax.pmean(x, "data")):
+        x = batch["x"] - mean(batch["x"].mean(0))[None]
+        value = jnp.mean(jnp.tanh(x @ params["w"]) ** 2) + 0.1 * carry
+        return value, mean(value)
+
+    def whole(params):
+        total, carry = 0.0, 1.0
+        for part in range(2):
+            x = {"x": host_batch()["x"][part::2]}
+            value, carry = coupled(params, x, jax.lax.stop_gradient(carry), lambda x: x)
+            total += value / 2
+        return total, carry
+
+    run = optax_accum.value_and_grad(coupled, num_microbatches=2, carry_argnum=2, reduce_axes="data", overlap=overlap)
+    close(jax.jit(run)(params, batch, jnp.float32(1)), jax.value_and_grad(whole, has_aux=True)(host_params()))
+
+
 def test_a_state_of_one_device_and_one_made_in_jit_on_mixed_axes():
     tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
     step = optax_accum.value_and_apply_gradients(loss, tx)

@@ -186,6 +186,7 @@ def axes_of(tx: Any) -> Axes:
 def _init(rules: Rules, params: Tree) -> AccumulationState:
     check_arrays("Parameters", params, NOT_ARRAYS)
     space = rules.here()
+    space.check_params(params)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = arithmetic.strong(rules.inner.init(space.shard(params)))
     scalar = lambda: space.scalar(params)
@@ -215,7 +216,7 @@ def _update(
 ) -> tuple[Tree, AccumulationState]:
     """Takes a gradient, and what else a micro-step is given, through the door of the space, and does the step."""
     space = rules.here()
-    grads = space.grads(grads, getattr(state, "acc_grads", ()))
+    grads = space.grads(grads, getattr(state, "acc_grads", ()), params)
     weight = rules.divisor.unweighed(rows) if weight is None else weight
     batch = MicroBatch(grads, weighed(rules, space, weight, state), flush, extra_args)
     return micro_step(rules, space, batch, state, params, outcome(space, params))

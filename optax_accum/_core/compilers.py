@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 
 from optax_accum._core.tracing import Flag, Tree
@@ -162,7 +163,7 @@ def varying_axes(leaf: Any) -> frozenset[str]:
     """Returns the axes over which a value inside `jax.shard_map` may differ between devices."""
     if JAX < DEVICES:
         return frozenset()
-    kind = jax.typeof(leaf)
+    kind: Any = leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)
     return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
 
 

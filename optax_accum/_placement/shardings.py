@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_accum._across.transformation import rules_of
 from optax_accum._core import compilers
 from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
-from optax_accum._space import meshes
+from optax_accum._space import meshes, mismatch
 from optax_accum._space.meshes import Axes
 
 Tree = Any
@@ -44,8 +44,8 @@ def state_sharding(
       A tree of `NamedSharding`s like the state. Its `.spec`s serve as specs of a `jax.shard_map` as well.
 
     Raises:
-      ValueError: no parameter lies on a mesh; the state has partial sums and `reduce_axes` is not known; another name
-        in `offload`.
+      ValueError: no parameter lies on a mesh; the state has partial sums and `reduce_axes` is not known; a parameter is
+        sharded over them and there is no `reduce_to`; another name in `offload`.
 
     Guarantees:
       | case | result |
@@ -77,6 +77,8 @@ def state_sharding(
         compilers.require("offload", compilers.HOST, "Leave out offload.")
     mesh = meshes.mesh_of(axes, params)
     compilers.check_concrete(mesh)
+    if axes and reduce_to is None:
+        mismatch.check_replicated(params, axes)  # inside jit, nobody sees it on an Auto mesh
     with compilers.tracing_on(getattr(mesh, "abstract_mesh", mesh)):
         state = jax.eval_shape(tx.init, params)
         to = None if reduce_to is None else meshes.shardings(reduce_to, params, axes)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic
+from optax_accum._core import arithmetic, compilers
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
@@ -64,7 +64,7 @@ class Device:
 
     def add_up(self, leaf: jax.Array) -> jax.Array:
         """Returns the sum of a leaf over all devices, as their own."""
-        return self.vary(narrow.add_up(leaf, self.axes, self.dtype))
+        return leaf if self.count == 1 else self.vary(narrow.add_up(leaf, self.axes, self.dtype))
 
     def whole(self, value: Any) -> Any:
         """Adds a value over the devices that share one batch."""
@@ -110,6 +110,18 @@ class Device:
             raise ValueError(
                 f"With reduce_axes, the loss must be that of each device's own rows: here it is the same on all "
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."
+            )
+
+    def check_alone(self, program: Any) -> None:
+        """Raises where this is one of several devices in a `jax.shard_map`, and nobody says what becomes of theirs."""
+        axes = frozenset(self.axes).union(*map(compilers.varying_axes, program.out_avals))
+        if axes > set(self.axes):
+            named = tuple(sorted(axes))
+            raise ValueError(
+                "Inside jax.shard_map, a loss or an output that differs between devices needs reduce_axes: it differs "
+                f"over {named}, and reduce_axes={self.axes or None}. Pass reduce_axes={named} for the gradient of all "
+                f'their rows, with reduce_to="partial" for that of each device\'s own; or return jax.lax.pmean(loss, '
+                f"{named})."
             )
 
     def check_carry(self, carry: Tree) -> None:

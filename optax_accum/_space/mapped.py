@@ -44,8 +44,7 @@ def per_device(
     for leaf in jax.tree.leaves([args[number] for number in split]):
         if jnp.ndim(leaf):
             _check_divides(axes, mesh, leaf.shape[0])
-    if explicit := tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh)):
-        given = [_placed(leaf, spec, mesh, explicit) for leaf, spec in zip(given, in_specs, strict=True)]
+    explicit = tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh))
 
     with_integers: list[Any] = []  # what puts back the gradients of integer parameters, which no array can hold
 
@@ -58,8 +57,14 @@ def per_device(
     out_specs = PartitionSpec(axes), PartitionSpec()
     run = over_axes(local, mesh, axes, in_specs=in_specs, out_specs=out_specs)
     run = jax.checkpoint(run) if shards else run
+
+    def run_placed(*given: Any) -> tuple[Tree, Tree]:
+        placed = lambda leaf, spec: _placed(leaf, spec, mesh, explicit) if explicit else leaf
+        return run(*map(placed, given, in_specs))
+
     traced = any(isinstance(leaf, Tracer) for leaf in given)
-    own, same = run(*given) if traced else jax.jit(run)(*given)  # outside jit, shard_map knows no references
+    # Outside jit, shard_map knows no references, and an array tells how it is sharded over Auto axes, too.
+    own, same = run_placed(*given) if traced else jax.jit(run_placed)(*given)
     return with_integers[-1](own), same
 
 

@@ -63,7 +63,7 @@ def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
 
 def in_reach(*trees: Tree) -> Mesh | None:
     """Returns the mesh on which the arrays of `trees` lie, or that of `jax.set_mesh`, if there is one."""
-    meshes = [getattr(getattr(_type(leaf), "sharding", None), "mesh", None) for leaf in jax.tree.leaves(trees)]
+    meshes = [getattr(sharding_of(leaf), "mesh", None) for leaf in jax.tree.leaves(trees)]
     meshes.append(jax.sharding.get_abstract_mesh())
     return next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
 
@@ -107,31 +107,44 @@ def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
     return jax.tree.map(named, each, is_leaf=is_spec)
 
 
-def check_shards(to: Tree, params: Tree, axes: Axes) -> None:
-    """Raises unless `params` can be sharded over the axes as `to` says, and some are."""
+def check_shards(to: Tree, axes: Axes) -> None:
+    """Raises unless `to` shards some parameters over the axes."""
     parts = [only(sharding.spec, axes) for sharding in jax.tree.leaves(to, is_leaf=is_spec)]
     if not any(names_of(entry) for spec in parts for entry in spec):
         raise ValueError(
             f"reduce_to must shard parameters over reduce_axes: reduce_axes={axes}, and no spec names them. Pass "
             "shard_over(params, reduce_axes), or leave out reduce_to where parameters are replicated."
         )
-    mesh = mesh_of(axes, params)
-    for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), parts, strict=True):
-        shape = jnp.shape(leaf)
-        counts = [num_devices(mesh, names_of(entry)) for entry in spec]
+
+
+def check_even(to: Tree, params: Tree) -> None:
+    """Raises unless `params` can be sharded as `to` says."""
+    for (path, leaf), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(to), strict=True):
+        shape, spec = jnp.shape(leaf), sharding.spec
+        counts = [num_devices(sharding.mesh, names_of(entry)) for entry in spec]
         if len(counts) > len(shape) or any(size % count for size, count in zip(shape, counts, strict=False)):
             raise ValueError(
                 f"reduce_to must shard each parameter evenly: at {jax.tree_util.keystr(path) or 'the only leaf'} the "
-                f"shape is {shape}, and reduce_to says {spec} over {counts} devices. Inside a scan over layers, give "
-                "the specs of one layer, without the axis of the layers."
+                f"shape is {shape}, and reduce_to says {spec} over {counts} devices. shard_over(params, reduce_axes) "
+                "leaves such a parameter whole. Inside a scan over layers, give the specs of one layer, without the "
+                "axis of the layers."
             )
+
+
+def evenly(leaf: jax.Array, rows: int) -> jax.Array:
+    """Returns a leaf of a batch, to take so many rows of it: over Explicit axes JAX cuts none unevenly."""
+    spec = spec_of(leaf)
+    if not spec or spec[0] is None or rows % num_devices(sharding_of(leaf).mesh, names_of(spec[0])) == 0:
+        return leaf
+    whole = over(NamedSharding(sharding_of(leaf).mesh, PartitionSpec(None, *spec[1:])), AxisType.Explicit)
+    return leaf if whole is None else jax.sharding.reshard(leaf, whole)
 
 
 def place(tree: Tree, to: Tree) -> Tree:
     """Returns `tree` in the given shardings, inside or outside jit, on either kind of mesh."""
 
     def move(leaf: Any, sharding: NamedSharding) -> Any:
-        auto, explicit = (_over(sharding, kind) for kind in (AxisType.Auto, AxisType.Explicit))
+        auto, explicit = (over(sharding, kind) for kind in (AxisType.Auto, AxisType.Explicit))
         if explicit is not None:
             leaf = jax.sharding.reshard(leaf, explicit)
         return leaf if auto is None else jax.lax.with_sharding_constraint(leaf, auto)
@@ -144,7 +157,7 @@ def explicit_axes(mesh: Mesh) -> Axes:
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 
-def _over(sharding: NamedSharding, kind: AxisType) -> NamedSharding | None:
+def over(sharding: NamedSharding, kind: AxisType) -> NamedSharding | None:
     """Returns the part of a sharding that is over the axes of one kind, if the mesh has some."""
     mesh = sharding.mesh
     others = tuple(name for name, other in zip(mesh.axis_names, mesh.axis_types, strict=True) if other != kind)
@@ -168,7 +181,7 @@ def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
 
 def spec_of(leaf: Any) -> PartitionSpec | None:
     """Returns how a leaf is sharded, where that is known."""
-    sharding = getattr(_type(leaf), "sharding", None)
+    sharding = sharding_of(leaf)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
     unknown = isinstance(leaf, Tracer) and not explicit_axes(sharding.mesh)
@@ -202,6 +215,7 @@ def without(entry: Any, axes: Axes) -> Any:
     return kept if len(kept) > 1 else (kept[0] if kept else None)
 
 
-def _type(leaf: Any) -> Any:
-    """Returns what tells the sharding of an array: itself, or while tracing its type."""
-    return jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
+def sharding_of(leaf: Any) -> Any:
+    """Returns the sharding of an array: its own, or while tracing that of its type."""
+    told_by = jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
+    return getattr(told_by, "sharding", None)

@@ -50,20 +50,26 @@ def _other_devices(had: tuple[int, ...], devices: int | None) -> str:
     )
 
 
-def check_partials(grads: Tree, acc: Tree) -> None:
-    """Raises where gradients are whole, or partial sums of other devices than the accumulator's."""
+def check_partials(grads: Tree, sums: Tree, axes: Axes, devices: int) -> None:
+    """Raises where gradients are whole, or partial sums of other devices than `sums`, or than there are."""
     try:
-        totals = jax.tree.structure(grads).flatten_up_to(acc)
+        totals = jax.tree.structure(grads).flatten_up_to(sums)
     except ValueError:
         return
     for (path, grad), total in zip(jax.tree.leaves_with_path(grads), totals, strict=True):
         old, new = getattr(total, "shape", ()), jnp.shape(grad)
+        at = jax.tree_util.keystr(path) or "the only leaf"
         if len(old) == len(new) and old[1:] == new[1:] and old != new:
-            raise ValueError(_other_devices(old[:1], new[0]))
+            if old[:1] != (devices,):
+                raise ValueError(_other_devices(old[:1], devices))
+            raise ValueError(
+                f"Gradients must be partial sums over the reduce_axes of the optimizer, {axes}: at {at} they are of "
+                f"{new[0]} devices, and there are {devices} along these axes. Pass reduce_axes={axes} to "
+                "value_and_grad, too."
+            )
         if old != new and new == old[1:]:
             raise ValueError(
-                f"With reduce_axes, gradients come as partial sums [d, ...]: at "
-                f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient has shape {new} and the state {old}, so "
-                'it has been reduced already. Take it from value_and_grad(..., reduce_axes=..., reduce_to="partial"), '
-                "or call value_and_apply_gradients."
+                f"With reduce_axes, gradients come as partial sums [d, ...]: at {at} the gradient has shape {new}, and "
+                f"partial sums have {old}, so it has been reduced already. Take it from value_and_grad(..., "
+                'reduce_axes=..., reduce_to="partial"), or call value_and_apply_gradients.'
             )

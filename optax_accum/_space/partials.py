@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers, tracing
 from optax_accum._core.arithmetic import Tree
@@ -91,6 +91,8 @@ def sum_in_place(acc: Tree, axes: Axes, dtype: Any = None) -> tuple[Tree, Tree]:
     Whoever keeps the latter in the place of the partial sums lets the all-reduce write where it reads.
     """
     mesh = meshes.mesh_of(axes, acc)
+    if meshes.num_devices(mesh, axes) == 1:
+        return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), acc), acc  # XLA partitions no all-reduce of one device
     # No other axis shards what is sliced.
     sliced = meshes.on_tpu(mesh) and set(mesh.axis_names) == set(axes) and dtype is None
 
@@ -137,6 +139,8 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -
         return total
 
     in_specs = PartitionSpec(*meshes.names_over_devices(axes, to.spec))
+    explicit = meshes.over(NamedSharding(to.mesh, in_specs), AxisType.Explicit)
+    leaf = leaf if explicit is None else jax.sharding.reshard(leaf, explicit)  # parameters may be whole over the others
     return jax.shard_map(add, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec)(leaf)
 
 

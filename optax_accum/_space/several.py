@@ -60,8 +60,7 @@ class Several(Space):
         return self._sum(flags.astype(jnp.int32)) > 0  # one number from each device
 
     def check_params(self, params: Tree) -> None:
-        if self.to is None:
-            mismatch.check_replicated(params, self.axes)
+        mismatch.check_replicated(params, self.axes)
 
     def _sum(self, sums: Tree) -> Tree:
         """Adds partial sums, everywhere: an all-reduce."""
@@ -78,8 +77,11 @@ class OverMesh(Several):
     def scalar(self, params: Tree) -> jax.Array:
         return partials.zero_scalars(params, self.axes)
 
-    def grads(self, grads: Tree, acc: Tree) -> Tree:
-        mismatch.check_partials(grads, acc)
+    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
+        devices = meshes.num_devices(meshes.mesh_of(self.axes, acc, grads), self.axes)
+        row = lambda param: jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
+        sums = jax.tree.map(row, params) if acc == () else acc
+        mismatch.check_partials(grads, sums, self.axes, devices)
         return grads
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
@@ -105,7 +107,7 @@ class OverMesh(Several):
         device, names, shards = self._device(call), tuple(call.arguments), {}
         if sharded is not None and self.to is not None:
             to = self._shardings(call.arguments[sharded])
-            meshes.check_shards(to, call.arguments[sharded], self.axes)
+            meshes.check_shards(to, self.axes)
             device, shards = Device(self.axes, shards={sharded: to}), {names.index(sharded): to}
 
         def local(*args: Any) -> tuple[Tree, Tree]:
@@ -120,6 +122,12 @@ class OverMesh(Several):
 
     def gather(self, updates: Tree, params: Tree) -> Tree:
         return updates if self.to is None else meshes.gather(updates, self._shardings(params), params, self.axes)
+
+    def check_params(self, params: Tree) -> None:
+        if self.to is None:
+            super().check_params(params)
+        else:
+            meshes.check_even(self._shardings(params), params)
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
@@ -153,7 +161,7 @@ class InShardMap(Several):
     def scalar(self, params: Tree) -> jax.Array:
         return mapped.varying(jnp.zeros([1], default_float()), self.axes)
 
-    def grads(self, grads: Tree, acc: Tree) -> Tree:
+    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
         mismatch.check_own(grads, self.axes)
         return self.as_partial(grads)
 

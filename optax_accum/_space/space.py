@@ -48,8 +48,8 @@ class Space:
         """Returns an empty sum of weights."""
         return jnp.zeros([], default_float())
 
-    def grads(self, grads: Tree, acc: Tree) -> Tree:
-        """Returns the gradients of a micro-batch as they are added to `acc`."""
+    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
+        """Returns the gradients of a micro-batch as they are added to `acc`, or, if it is (), as they are the sum."""
         return grads
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:

@@ -201,6 +201,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     carry = None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
     first = micro_batches.first(carry)
     program, shapes = jax.make_jaxpr(functools.partial(rules.parts_of, first), return_shape=True)(first[first.params])
+    device.check_alone(program)
     checks.check_carry(carry, shapes.carry)
     count = functools.partial(_counts, rules, device, micro_batches, carry, shapes, static)
     weighing, alive = weigh(micro_batches, rules.weight_fn, device, shapes.loss, program.jaxpr, count)

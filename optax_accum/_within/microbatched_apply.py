@@ -113,7 +113,8 @@ def microbatched_apply(
         call = roles.of(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
         space = here(over)
-        space.check_params(call[call.params])
+        for name in call.params:
+            space.check_params(call.arguments[name])
         local = lambda device, call: (_on_device(fun, sizes, device, call), None)
         own, _ = space.run(local, call, sharded=next(iter(call.params), None))
         return jax.tree.map(functools.partial(space.output, "concat"), own)

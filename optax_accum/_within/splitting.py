@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import checks
 from optax_accum._core.rows import check_groups, count_rows, is_split
+from optax_accum._space import meshes
 
 Tree = Any
 
@@ -126,7 +127,8 @@ def stacked(split: Split, batch: Tree) -> Tree:
     count, together = split.size // split.group, () if split.group == 1 else (split.group,)
 
     def stack(leaf: jax.Array) -> jax.Array:
-        rows = leaf if not split.rest else leaf[: split.whole * split.size]
+        rows = meshes.evenly(leaf, count)
+        rows = rows if not split.rest else rows[: split.whole * split.size]
         return rows.reshape(count, split.whole, *together, *leaf.shape[1:])
 
     return _of_rows(stack, _arrays(batch))
@@ -153,7 +155,7 @@ def in_order(split: Split, rows: jax.Array) -> jax.Array:
 
 def remainder(split: Split, batch: Tree) -> Tree:
     """Returns the micro-batch of the rows that are left: leaves [r, ...]."""
-    return _of_rows(lambda leaf: leaf[split.rows - split.rest :], _arrays(batch))
+    return _of_rows(lambda leaf: meshes.evenly(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
 
 
 def _of_rows(fun: Callable[[jax.Array], jax.Array], batch: Tree) -> Tree:
