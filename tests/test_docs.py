@@ -154,10 +154,10 @@ def test_kinds_of_blocks():
 
 
 def test_the_first_page_shows_the_first_diff_of_the_readme():
-    """tests/test_flax_examples.py applies it, and those of docs/flax.md."""
+    """tests/test_flax_examples.py applies it, and those of docs/flax.md; tests/test_trainers.py those of its page."""
     assert blocks("diff", (ROOT / "docs/index.md").read_text()) == blocks("diff")[:1]
     with_diffs = {page.name for page in WRITTEN if blocks("diff", page.read_text())}
-    assert with_diffs == {"README.md", "CONTRIBUTING.md", "index.md", "flax.md"}
+    assert with_diffs == {"README.md", "CONTRIBUTING.md", "index.md", "flax.md", "in_a_trainer.md"}
 
 
 def test_the_example_of_contributing_works(tmp_path):

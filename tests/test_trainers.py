@@ -1,0 +1,127 @@
+"""The diffs of docs/in_a_trainer.md, applied to small trainers: checked before and after, and against the whole batch."""
+
+import functools
+import pathlib
+import re
+from typing import NamedTuple
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import optax_accum
+from tests.examples import ppo, rows
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGE = (ROOT / "docs/in_a_trainer.md").read_text()
+
+pytestmark = pytest.mark.usefixtures("rank_promotion")
+
+
+class Trainer(NamedTuple):
+    """A script, the heading of its diff, and how `verify_step` is to see it."""
+
+    name: str
+    heading: str
+    says: str  # what verify_step says before
+    step: object  # (module, carry, batch) -> carry
+    within: tuple = (False, False)  # whether a call is an update: before, after
+    whole: tuple = ()  # what makes it the trainer of the whole batch
+    before: tuple = ()  # what makes it accumulate without the diff
+    init: object = lambda module: module["init"]()
+
+    @property
+    def without(self):
+        """What takes its dropout away."""
+        return [] if self.name == "ppo" else [("DROPOUT = 0.3", "DROPOUT = 0.0")]
+
+
+def from_carry(module, carry, batch):
+    return module["train_step"](carry, batch)[0]
+
+
+def with_key(module, carry, batch):
+    state, key = carry
+    return module["train_step"](key, state, batch)[0], key
+
+
+def in_place(module, carry, batch):
+    module["train_step"](*carry, batch)
+    return carry
+
+
+ONE = ("MICRO_BATCHES = 4", "MICRO_BATCHES = 1")
+WRAPPED = ("tx = optax.adamw(schedule)", "tx = optax.MultiSteps(optax.adamw(schedule), 4)")
+BARE = ("optax.MultiSteps(optax.adamw(schedule), MICRO_BATCHES)", "optax.adamw(schedule)")
+CUT = ("jax.value_and_grad(loss_fn)", "optax_accum.value_and_grad(loss_fn, MICRO_BATCHES)")
+KEY = lambda module: (module["init"](), jax.random.key(1))
+CONFIG = ('{"accumulate": 4}', '{"accumulate": 1}')
+TRAINERS = [
+    Trainer("nnx_script", "Flax NNX", "mean of means", in_place, before=(WRAPPED,)),
+    Trainer("host_loop", "A host loop", "moves while held", with_key, before=(WRAPPED,), init=KEY),
+    Trainer("multi_steps", "`optax.MultiSteps`", "mean of means", from_carry, whole=(CONFIG,)),
+    Trainer("minibatch_call", "A function that calls", "mean of means", from_carry, (True, True), (ONE,)),
+    Trainer("equinox_trainer", "Equinox", "mean of means", from_carry, (True, True), (ONE,)),
+    Trainer("context", "A whole context", "moves while held", from_carry, (False, True), (BARE,)),
+    Trainer("ppo", "PPO", "coupled examples", from_carry, (True, True), before=(CUT,)),
+]
+all_trainers = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+
+
+def diff(trainer):
+    """The pairs (old lines, new lines) of the diff under its heading."""
+    section = PAGE.split(f"\n## {trainer.heading}")[1].split("\n## ")[0]
+    (lines,) = re.findall(r"^```diff\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    pairs = re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", lines, re.MULTILINE)
+    return [tuple(re.sub(r"^[-+]", "", side, flags=re.MULTILINE) for side in pair) for pair in pairs]
+
+
+def script(trainer, *changes):
+    """What the module has once the changes are made."""
+    if trainer.name == "equinox_trainer":
+        pytest.importorskip("equinox", reason="pip install --group ecosystem")
+    source = f"import optax_accum.flax\n{(ROOT / 'tests/examples' / f'{trainer.name}.py').read_text()}"
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    module = {"__name__": trainer.name}
+    exec(compile(source, trainer.name, "exec"), module)
+    return module
+
+
+@all_trainers
+def test_after_the_diff_it_trains_and_logs_as_with_the_whole_batch(trainer):
+    """The average of the parameters, and each line of the log: its number, loss and rate."""
+    whole, log = script(trainer, *trainer.without, *trainer.whole)["main"](16)
+    cut, own = script(trainer, *trainer.without, *diff(trainer))["main"](16 if trainer.within[1] else 4)
+    chex.assert_trees_all_close(cut, whole, atol=1e-6)
+    np.testing.assert_allclose(own, log, rtol=1e-5)
+    assert len(log) >= 4
+
+
+def reported(trainer, changes, within_call, without=()):
+    batch = (ppo.minibatches() if trainer.name == "ppo" else rows.batches(16))[0]
+
+    def make_step(every):
+        module = script(trainer, *without, *(changes if every > 1 else trainer.whole))
+        return functools.partial(trainer.step, module), trainer.init(module)
+
+    return optax_accum.verify_step(make_step, batch, within_call=within_call)
+
+
+@all_trainers
+def test_verify_step_names_the_fault_before_and_finds_none_after(trainer):
+    report = reported(trainer, trainer.before, trainer.within[0], trainer.without)
+    assert [cause.kind for cause in report.causes] == [trainer.says], str(report)
+    reported(trainer, diff(trainer), trainer.within[1], trainer.without).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", TRAINERS[:-1], ids=lambda trainer: trainer.name)
+def test_with_dropout_it_finds_none_after(trainer):
+    """Means over keys are compared. Before, one key for all micro-batches is what they show."""
+    reported(trainer, diff(trainer), trainer.within[1]).check()
+    if all(trainer.within):
+        report = reported(trainer, trainer.before, within_call=True)
+        assert [cause.kind for cause in report.causes] == ["shared key"], str(report)
