@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from tests import programs
+from tests.versions import since
 
 BYTES = 4 * 8 * 16
 
@@ -174,3 +175,94 @@ ENTRY %main (x: f32[64]) -> f32[16] {
 }
 """)
     assert (found.kind, found.bytes, found.group) == ("reduce-scatter", 256, 4)
+
+
+HIDDEN = """HloModule m
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%gemm (l: f32[8,8], r: f32[8,8]) -> f32[8,8] {
+  %l = f32[8,8] parameter(0)
+  %r = f32[8,8] parameter(1)
+  ROOT %dot = f32[8,8] dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%wrapped (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8] parameter(0)
+  ROOT %psum = f32[8,8] all-reduce(%p), replica_groups={}, to_apply=%add
+}
+
+%body (s: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %s = (s32[], f32[8,8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8,8] get-tuple-element(%s), index=1
+  %start = f32[8,8] all-reduce-start(%x), replica_groups={}, to_apply=%add
+  %y = f32[8,8] fusion(%x, %x), kind=kCustom, calls=%gemm
+  %z = f32[8,8] custom-call(%x, %y), custom_call_target="__cublas$gemm"
+  %sorted = f32[8,8] custom-call(%z), custom_call_target="__cub$DeviceRadixSort"
+  %done = f32[8,8] all-reduce-done(%start)
+  %again = f32[8,8] fusion(%x, %x), kind=kCustom, calls=%gemm
+  ROOT %t = (s32[], f32[8,8]) tuple(%i, %done)
+}
+
+%condition (s: (s32[], f32[8,8])) -> pred[] {
+  %s = (s32[], f32[8,8]) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8] parameter(0)
+  %zero = s32[] constant(0)
+  %start = ((f32[8,8]), f32[8,8]) async-start(%x), calls=%wrapped
+  %tuple = (s32[], f32[8,8]) tuple(%zero, %x)
+  %update = ((f32[8,8]), f32[8,8]) async-update(%start)
+  %while = (s32[], f32[8,8]) while(%tuple), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %done = f32[8,8] async-done(%update)
+  %waited = ((f32[8,8]), f32[8,8]) fusion-start(%done), kind=kCustom, calls=%wrapped
+  %got = f32[8,8] fusion-done(%waited)
+  %last = f32[8,8] convolution(%got, %got), dim_labels=bf_io->bf
+  %alone = f32[8,8] all-reduce(%last), replica_groups={}, to_apply=%add
+  ROOT %never = f32[8,8] all-reduce-start(%alone), replica_groups={}, to_apply=%add
+}
+"""
+
+
+def test_behind_how_many_products_a_collective_runs():
+    counted = optax_accum.sharding.count_collectives(HIDDEN)
+    assert [(op.place, op.behind) for op in counted] == [
+        ("outside", 1),  # the loop
+        ("loop", 2),  # a fusion and a call of cuBLAS, not the sort
+        ("outside", 0),  # awaited at once
+        ("outside", 0),  # not asynchronous
+        ("outside", 0),  # nothing follows
+    ]
+    assert (counted.hidden, counted.exposed) == (4 * 256, 3 * 256)
+    assert counted.hidden + counted.exposed == counted.bytes
+    first, second, third = str(counted).splitlines()
+    assert "behind" not in first
+    assert second.split() == ["all-reduce", "outside", "1", "runs", "256", "bytes,", "behind", "1", "product"]
+    assert third.endswith("768 bytes, behind 2 products")
+
+
+def test_one_that_ends_in_the_next_turn_has_the_rest_of_its_own():
+    text = HIDDEN.replace("%done = f32[8,8] all-reduce-done(%start)\n", "").replace("(%i, %done)", "(%i, %start)")
+    (op,) = optax_accum.sharding.count_collectives(text).select(place="loop")
+    assert op.behind == 3
+
+
+@since(0, 11, why="overlapping")
+@pytest.mark.parametrize("name", programs.installed("h100"))
+def test_what_a_gpu_starts_early(name):
+    """Its compiler awaits a reduction behind a product that does not need the sum; without one, at once."""
+    on = programs.target(name)
+    x = jax.ShapeDtypeStruct((8 * 2048, 2048), jnp.float32, sharding=NamedSharding(on.mesh(), P("data")))
+    for products in (1, 0):
+        local = lambda x: (psum(x.T @ x), jnp.tanh(x @ x) @ x if products else x)  # noqa: B023
+        fun = jax.shard_map(local, mesh=on.mesh(), in_specs=P("data"), out_specs=(P(), P("data")), check_vma=False)
+        with programs.as_shipped():
+            (op,) = optax_accum.sharding.count_collectives(on.compile(jax.jit(fun).lower(x)))
+        assert (op.bytes, op.behind) == (4 * 2048**2, products)

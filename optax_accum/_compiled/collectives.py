@@ -8,6 +8,7 @@ from typing import Any
 
 from optax_accum._compiled import programs
 from optax_accum._compiled.programs import Computation, Instruction
+from optax_accum._core.counted import counted
 
 KINDS = (
     "all-reduce",
@@ -32,6 +33,8 @@ class Collective:
       bytes: of one run, on one device: the larger of what goes in and what comes out.
       group: how many devices take part, or None where the program does not say.
       source: the operation of the user's program that it came from, as the compiler names it.
+      behind: how many products stand between its start and its end, of matrices or convolutions; a loop that holds
+        some is one. 0 for a collective that is awaited at once: nothing hides it.
     """
 
     kind: str
@@ -41,6 +44,7 @@ class Collective:
     bytes: int
     group: int | None
     source: str
+    behind: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Collectives:
       operations: the collective operations, in the order of the program.
       count: how many run, trip counts included.
       bytes: how many bytes they move on one device, trip counts included.
+      hidden: those of them that move while products run.
+      exposed: the others.
     """
 
     operations: tuple[Collective, ...]
@@ -73,6 +79,16 @@ class Collectives:
         """How many bytes they move on one device, trip counts included."""
         return sum(op.times * op.bytes for op in self.operations)
 
+    @property
+    def hidden(self) -> int:
+        """How many of the bytes move beside a product, so that they may cost no time."""
+        return self.bytes - self.exposed
+
+    @property
+    def exposed(self) -> int:
+        """How many of the bytes move while no product runs."""
+        return sum(op.times * op.bytes for op in self.operations if not op.behind)
+
     def __len__(self) -> int:
         return len(self.operations)
 
@@ -86,11 +102,12 @@ class Collectives:
         lines = []
         for place in places:
             here = self.select(place=place)
-            for kind in sorted({op.kind for op in here}):
-                some = here.select(kind)
+            for kind, behind in sorted({(op.kind, op.behind) for op in here}):
+                some = Collectives(tuple(op for op in here.select(kind) if op.behind == behind))
+                hidden = f", behind {counted(behind, 'product')}" if behind else ""
                 unknown = "" if all(op.known for op in some) else ", in loops of unknown length counted once"
                 where = {"outside": "outside", "branch": "in branches", "loop": "in loops"}[place]
-                lines.append(f"{kind:<20} {where:<12} {some.count:>6} runs {some.bytes:>14,} bytes{unknown}")
+                lines.append(f"{kind:<20} {where:<12} {some.count:>6} runs {some.bytes:>14,} bytes{hidden}{unknown}")
         return "\n".join(lines)
 
 
@@ -114,7 +131,8 @@ def count_collectives(compiled: Any) -> Collectives:
       | a loop whose length is known only when running | `times` is 1, `known` is False |
       | a collective in a branch, in a loop too | `place` is `"branch"`: it may not run |
       | several arrays in one operation, as the compiler combines them | one operation, the bytes of all |
-      | an asynchronous pair (`-start`, `-done`) | one operation |
+      | an asynchronous pair (`-start`, `-done`) | one operation; `behind` counts the products between them |
+      | a TPU's, which is not split in its text | `behind` is 0, whatever the chip does beside it |
       | a TPU's fusion of an all-reduce and the slice that is kept | a reduce-scatter |
       | a function that is called from several places | its collectives, for each of them |
 
@@ -126,8 +144,14 @@ def count_collectives(compiled: Any) -> Collectives:
     References:
       The text is XLA's HLO (https://openxla.org/xla/operation_semantics).
     """
-    found = []
-    for ran in programs.Program.read(compiled, "count_collectives").run(into_fusions=True):
+    found: list[Collective] = []
+    program = programs.Program.read(compiled, "count_collectives")
+    behind: dict[str, int] = {}  # of what started, by the computation that it runs
+    for ran in program.run(into_fusions=True):
+        beside = behind.get(ran.computation.name, 0)
+        if ran.instruction.opcode.endswith("-start"):
+            beside = program.behind(ran.computation, ran.instruction)
+        behind.update(dict.fromkeys(ran.instruction.inlined, beside))
         kind = ran.instruction.opcode.removesuffix("-start")
         if ran.computation.name.startswith("all-reduce-scatter"):  # a TPU's, fused: an all-reduce and a slice
             kind = kind.replace("all-reduce", "reduce-scatter")
@@ -135,7 +159,8 @@ def count_collectives(compiled: Any) -> Collectives:
             place = "branch" if ran.in_branch else "loop" if ran.in_loop else "outside"
             source = re.search(r'op_name="([^"]*)"', ran.instruction.rest)
             group, moved = _group(ran.instruction.rest), _moved(ran.computation, ran.instruction)
-            found.append(Collective(kind, place, ran.times, ran.known, moved, group, source[1] if source else ""))
+            name = source[1] if source else ""
+            found.append(Collective(kind, place, ran.times, ran.known, moved, group, name, beside))
     return Collectives(tuple(found))
 
 

@@ -34,6 +34,17 @@ class Instruction:
         """The computations of a call or a fusion."""
         return [name for key in ("to_apply", "calls", "called_computations") for name in self.called.get(key, ())]
 
+    @property
+    def runs(self) -> list[str]:
+        """All computations that it calls."""
+        return [name for names in self.called.values() for name in names]
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a matrix product or a convolution, or a kernel in the place of one."""
+        kernel = self.opcode == "custom-call" and re.search(_KERNELS, self.rest)
+        return self.opcode in ("dot", "convolution") or bool(kernel)
+
 
 class Computation(dict[str, Instruction]):
     """Instructions by name, in their order; the last is what it returns."""
@@ -123,6 +134,30 @@ class Program:
             raise ValueError(f"{reader} reads the text of a compiled program, which has an ENTRY: there is none.")
         return cls(computations, entry, ":T(" in text)
 
+    @functools.cached_property
+    def multiplying(self) -> frozenset[str]:
+        """The computations that hold a matrix product or a convolution, or run one that does."""
+        found: set[str] = set()
+        for name, computation in self.computations.items():  # those that are called stand first
+            if any(line.is_product or not found.isdisjoint(line.runs) for line in computation.values()):
+                found.add(name)
+        return frozenset(found)
+
+    def behind(self, computation: Computation, start: Instruction) -> int:
+        """Returns the products between a `-start` and its `-done`; a loop, branch or fusion that holds some is one.
+
+        One whose `-done` stands in the next turn of a loop has the products up to the end of its turn.
+        """
+        lines = list(computation.values())
+        after, pending, count = lines[lines.index(start) + 1 :], {start.name}, 0
+        for line in after:
+            if not pending.isdisjoint(line.operands):
+                if line.opcode.endswith("-done"):
+                    break
+                pending |= {line.name} if line.opcode.endswith("-update") else set()
+            count += line.is_product or not self.multiplying.isdisjoint(line.runs)
+        return count
+
     def run(self, *, into_fusions: bool = False) -> Iterator[Ran]:
         """Yields what runs, from the first instruction to the last."""
         return self._run(self.entry, into_fusions, (), False, 1)
@@ -181,6 +216,8 @@ def size_of(shape: str) -> int:
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-~]+)\s*(?:(?:\(.*)?->.*)?\{\s*$")  # before it is compiled: `name {`
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-~]+)\s*=\s*(\(.*?\)|\S+)\s+([a-z][\w\-]*)\((.*)$")
+# Libraries of products, and kernels that users write.
+_KERNELS = r'custom_call_target="[^"]*(?:cublas|cudnn|onednn|triton|mosaic|tpu_custom_call)'
 _CALLED = re.compile(
     r"\b(body|condition|to_apply|calls|called_computations|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%?[\w.\-~]+)"
