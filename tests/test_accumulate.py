@@ -153,7 +153,7 @@ def test_it_is_differentiated():
         ({"weight_of": lambda value: "many"}, TypeError, "weight_of's result"),
         ({"num_microbatches": 33}, ValueError, "Pass num_microbatches=32 at most"),
     ],
-    ids=str,
+    ids=["name", "dtype", "shape", "two weights", "no weight", "too many"],
 )
 def test_what_does_not_fit_is_refused(options, error, message):
     with pytest.raises(error, match=message):
