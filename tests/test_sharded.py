@@ -857,3 +857,13 @@ def test_a_shard_map_still_scatters_nothing_beside_explicit_axes():
     np.testing.assert_allclose(gradient(lambda w: mapped.whole(w, to, ("data",))), 8 * np.ones((8, 8)))
     with pytest.raises(ValueError, match="sharding"):
         gradient(lambda w: jax.lax.all_gather(w, "data", axis=0, tiled=True))
+
+
+@since(0, 12, why="what it does decides whether a quirk may go")
+def test_an_all_reduce_of_one_device_is_still_not_partitioned():
+    mesh = jax.make_mesh((1, 8), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    rows = jax.device_put(jnp.ones((1, 8)), NamedSharding(mesh, P("data", "fsdp")))
+    total = lambda rows: jax.lax.psum(rows[0], "data")
+    run = jax.shard_map(total, mesh=mesh, axis_names={"data"}, in_specs=P("data"), out_specs=P())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="manual partitioning"):
+        jax.jit(run).lower(rows).compile()
