@@ -56,7 +56,7 @@ def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
 
 
 def _overflowed(opt_state: Tree) -> jax.Array:
-    """Returns whether the window that has just closed holds what is not finite; its sum is left to lie."""
+    """Is there a NaN in the window that just closed? Its sum is not cleared: the next micro-step overwrites it."""
     window = find_window(opt_state)
     sums = jax.tree.leaves(window.acc_grads if window else ())
     # every=1 keeps no sum: an empty window of one micro-batch is not told apart
