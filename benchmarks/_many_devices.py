@@ -1,6 +1,7 @@
 """Owns what a window over several devices becomes: what they say to each other, and the memory of one."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +26,8 @@ def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
 
     def across(every: int, to: Tree) -> Any:
         tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), every, reduce_axes="data", reduce_to=to)
-        placed = state_sharding(tx, given)
-        make = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
-        state = jax.tree.map(make, jax.eval_shape(tx.init, given), placed)
+        state, out = _placed(tx, given)
         step = optax_accum.value_and_apply_gradients(_dense, tx)
-        out = (jax.tree.map(lambda leaf: leaf.sharding, given), placed)
         jitted = jax.jit(lambda *args: step(*args)[1:], donate_argnums=(0, 1), out_shardings=out)
         return on.compile(jitted.lower(given, state, rows(1)))
 
@@ -42,6 +40,14 @@ def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
         for way, make in (("across calls", across), ("within a call", within)):
             for name, every, to in (("", 2, None), ("", 8, None), (", ZeRO-1", 8, jax.P("data"))):
                 yield f"{way}{name}, k = {every}", _window(make(every, to), size(params))
+
+
+def _placed(tx: Any, params: Tree) -> tuple[Tree, Tree]:
+    """Returns the shapes of a state where it belongs, and where a step returns parameters and state."""
+    placed = state_sharding(tx, params)
+    make = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+    state = jax.tree.map(make, jax.eval_shape(tx.init, params), placed)
+    return state, (jax.tree.map(lambda leaf: leaf.sharding, params), placed)
 
 
 def by_jax(on: Target) -> Iterator[tuple[str, Facts]]:
@@ -63,10 +69,111 @@ def by_jax(on: Target) -> Iterator[tuple[str, Facts]]:
             )
 
 
+WIRES = {"": None, ", bfloat16 wire": jnp.bfloat16}
+RING = {"all-reduce": 2}  # how often a part goes around: an all-reduce adds up and tells, others do one of the two
+
+
+def overlap(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what a window sends, and how much of it beside products: 8 layers, k = 8, 512 rows a device each."""
+    if len(on.devices) == 1:
+        return
+    mesh, layer = on.mesh(), jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    models = {
+        "stacked": (_scanned, jax.ShapeDtypeStruct((8, *layer.shape), layer.dtype)),
+        "unrolled": (_dense, {f"layer {i}": layer for i in range(8)}),
+    }
+    rows = lambda k: on.shapes(jax.ShapeDtypeStruct((k * 512 * mesh.size, 2048), jnp.float32), jax.P("data"), mesh)
+    with jax.set_mesh(mesh):
+        for name, (loss, params) in models.items():
+            given = on.shapes(params, mesh=mesh)
+            compiled = lambda step, k=8, given=given: on.compile(jax.jit(step).lower(given, rows(k)))
+            yield f"{name}, a scan by hand", _sent(compiled(_by_hand(loss, mesh)), params)
+            for (wire, dtype), flag in itertools.product(WIRES.items(), (False, True)):
+                step = optax_accum.value_and_grad(loss, 8, reduce_axes="data", reduce_dtype=dtype, overlap=flag)
+                yield f"{name}, overlap={flag}{wire}", _sent(compiled(step), params)
+            yield f"{name}, across calls, static flush", _sent(_closing(on, loss, given, rows(1)), params)
+
+
+ON = "COLLECTIVE_PIPELINING_MODE_ON"
+FUSED = "xla_tpu_enable_async_collective_fusion"
+FLAGS: dict[bool, list[dict[str, Any]]] = {  # whether they are of TPUs; of `jax.jit(..., compiler_options=)`
+    False: [
+        {},
+        {"xla_gpu_enable_latency_hiding_scheduler": False},
+        {"xla_gpu_disable_async_collectives": "ALLREDUCE"},
+        {"xla_gpu_pipeline_all_reduce": ON},
+        {"xla_gpu_pipeline_reduce_scatter": ON},
+        {"xla_gpu_all_reduce_combine_threshold_bytes": 0},
+    ],
+    True: [
+        {},
+        {FUSED: True, f"{FUSED}_fuse_all_reduce": True},
+        {"xla_enable_async_all_reduce": True},
+        {"xla_tpu_enable_data_parallel_all_reduce_opt": True, "xla_tpu_data_parallel_opt_different_sized_ops": True},
+    ],
+}
+
+
+def flags(on: Target) -> Iterator[tuple[str, Facts]]:
+    """Yields what flags change of that, for layers in a scan."""
+    if len(on.devices) == 1:
+        return
+    mesh, shape = on.mesh(), (8, 2048, 2048)
+    params, rows = (jax.ShapeDtypeStruct(of, jnp.float32) for of in (shape, (8 * 512 * mesh.size, 2048)))
+    step = optax_accum.value_and_grad(_scanned, 8, reduce_axes="data", overlap=True)
+    with jax.set_mesh(mesh):
+        args = on.shapes(params, mesh=mesh), on.shapes(rows, jax.P("data"), mesh)
+        for options in FLAGS[on.devices[0].platform == "tpu"]:
+            program = on.compile(jax.jit(step, compiler_options=options).lower(*args))
+            said = ", ".join(f"`{name}={value}`" for name, value in options.items())
+            yield said or "none", _sent(program, params)
+
+
+def _by_hand(loss: Any, mesh: Any) -> Any:
+    """Returns the gradients of 8 micro-batches as many write them: a scan over micro-batches of all devices."""
+
+    def step(params: Tree, batch: jax.Array) -> Tree:
+        micro_batches = jax.lax.with_sharding_constraint(
+            batch.reshape(-1, 8, batch.shape[-1]).swapaxes(0, 1), jax.NamedSharding(mesh, jax.P(None, "data"))
+        )
+        add = lambda sums, rows: (jax.tree.map(jnp.add, sums, jax.grad(loss)(params, rows)), None)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micro_batches)[0]
+
+    return step
+
+
+def _closing(on: Target, loss: Any, params: Tree, rows: Tree) -> Any:
+    """Compiles the micro-step that closes a window, as a static `flush` says."""
+    tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), None, reduce_axes="data")
+    step = optax_accum.value_and_apply_gradients(loss, tx)
+    state, out = _placed(tx, params)
+    jitted = jax.jit(lambda *args: step(*args, flush=True)[1:], donate_argnums=(0, 1), out_shardings=out)
+    return on.compile(jitted.lower(params, state, rows))
+
+
+def _sent(program: Any, params: Tree) -> Facts:
+    """Returns what a device sends, in copies of the parameters, each part to its neighbour."""
+    copy, large = size(params), count_collectives(program).select(min_bytes=1024)
+    sent = [
+        (op.behind, op.times * op.bytes * RING.get(op.kind, 1) * (1 - 1 / op.group))
+        for op in large.operations
+        if op.group
+    ]
+    return {
+        "sent, P": sum(moved for _, moved in sent) / copy,
+        "of it hidden, P": sum(moved for behind, moved in sent if behind) / copy,
+        "temporary, P": program.memory_analysis().temp_size_in_bytes / copy,
+    }
+
+
 def _dense(params: Tree, x: jax.Array) -> jax.Array:
     for w in params.values():
         x = jnp.tanh(x @ w)
     return jnp.mean(x**2)
+
+
+def _scanned(params: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0] ** 2)
 
 
 def _window(program: Any, copy: int) -> Facts:

@@ -2,7 +2,8 @@
 
 Run `python -m benchmarks.accelerators --targets h100`; no accelerator is needed, but its compiler is. `--facts FILE`
 adds them to a JSON of targets and versions of JAX, where a change shows as a diff; with `--pages docs/accelerators.md
-docs/fsdp.md docs/hsdp.md` nothing is compiled, and the tables of those pages become those of the JSON.
+docs/fsdp.md docs/hsdp.md docs/many_devices.md` nothing is compiled, and the tables of those pages become those of the
+JSON.
 """
 
 import argparse
@@ -39,6 +40,8 @@ KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "matrix products": _one_device.products,
     "data parallel": _many_devices.parallel,
     "data parallel, summed by JAX": _many_devices.by_jax,
+    "overlap": _many_devices.overlap,
+    "overlap, by flag": _many_devices.flags,
     "FSDP": _many_devices.sharded,
     "HSDP": _many_devices.replicated,
 }

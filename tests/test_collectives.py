@@ -254,6 +254,12 @@ def test_one_that_ends_in_the_next_turn_has_the_rest_of_its_own():
     assert op.behind == 3
 
 
+def test_one_that_a_gpu_is_told_to_await_hides_nothing():
+    start = "%start = f32[8,8] all-reduce-start(%x), replica_groups={}, to_apply=%add"
+    sync = ', backend_config={"collective_backend_config":{"is_sync":true}}'
+    assert not optax_accum.sharding.count_collectives(HIDDEN.replace(start, start + sync)).select(place="loop").hidden
+
+
 @since(0, 11, why="overlapping")
 @pytest.mark.parametrize("name", programs.installed("h100"))
 def test_what_a_gpu_starts_early(name):
@@ -266,3 +272,42 @@ def test_what_a_gpu_starts_early(name):
         with programs.as_shipped():
             (op,) = optax_accum.sharding.count_collectives(on.compile(jax.jit(fun).lower(x)))
         assert (op.bytes, op.behind) == (4 * 2048**2, products)
+
+
+def test_a_tpu_names_a_collective_in_each_stage_and_it_is_one():
+    """As its compiler writes it: a fusion that starts it, one that multiplies meanwhile, and one that ends it."""
+    text = """HloModule m
+%begin (p: u16[8]) -> (u16[8], u16[64]) {
+  %p = u16[8] parameter(0)
+  %gather.1 = u16[64] all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %started = (u16[8], u16[64]) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.2 (a: u16[8], b: f32[8,8]) -> (f32[8,8], u16[64]) {
+  %a = u16[8] parameter(0)
+  %b = f32[8,8] parameter(1)
+  %product = f32[8,8] convolution(%b, %b), dim_labels=bf_io->bf
+  %gather.2 = u16[64] all-gather(%a), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %both = (f32[8,8], u16[64]) tuple(%product, %gather.2)
+}
+
+%end (q: u16[64]) -> u16[64] {
+  %q = u16[64] parameter(0)
+  %gather.3 = u16[64] all-gather(%q), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %ended = u16[64] custom-call(%gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: u16[8], w: f32[8,8]) -> u16[64] {
+  %x = u16[8]{0:T(256)} parameter(0)
+  %w = f32[8,8] parameter(1)
+  %start = (u16[8], u16[64]) fusion(%x), kind=kCustom, calls=%begin
+  %part = u16[8] get-tuple-element(%start), index=0
+  %step = (f32[8,8], u16[64]) fusion(%part, %w), kind=kOutput, calls=%async_collective_fusion.2
+  %rest = u16[64] get-tuple-element(%step), index=1
+  %done = u16[64] fusion(%rest), kind=kCustom, calls=%end
+  %after = f32[8,8] convolution(%w, %w), dim_labels=bf_io->bf
+  ROOT %again = u16[64] copy(%done)
+}
+"""
+    (op,) = optax_accum.sharding.count_collectives(text)
+    assert (op.kind, op.bytes, op.group, op.behind) == ("all-gather", 128, 8, 1)

@@ -188,9 +188,11 @@ def test_the_readme_is_read_in_minutes():
     assert len(README.replace("|", " ").split()) <= 700
 
 
-@pytest.mark.parametrize(("name", "tables"), [("accelerators.md", 12), ("fsdp.md", 1), ("hsdp.md", 1)])
+@pytest.mark.parametrize(
+    ("name", "tables"), [("accelerators.md", 12), ("fsdp.md", 1), ("hsdp.md", 1), ("many_devices.md", 2)]
+)
 def test_the_tables_of_a_page_are_those_of_the_facts(name, tables):
-    """`python -m benchmarks.accelerators --pages docs/accelerators.md docs/fsdp.md docs/hsdp.md` writes them."""
+    """`python -m benchmarks.accelerators --pages docs/accelerators.md ...` writes them."""
     text, record = (ROOT / "docs" / name).read_text(), json.loads(accelerators.FACTS.read_text())
     assert accelerators.page(text, record) == text
     assert len(re.findall(r"<!-- facts: .* -->\n\n\|", text)) == text.count("<!-- facts") == tables

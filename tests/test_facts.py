@@ -120,6 +120,34 @@ def test_zero_one_is_a_reduce_scatter(name):
             assert row["temporary, P"] <= 1.02, case
 
 
+@since(0, 11, why="overlapping")
+@pytest.mark.parametrize("name", programs.installed("h100"))
+def test_the_reduction_is_hidden_behind_the_last_backward_pass(name):
+    """In the same memory for layers in a scan; unrolled, one is reduced with the loss, and copied for that."""
+    rows = read("overlap", name)
+    for model, more in (("stacked", 0.1), ("unrolled", 0.3)):
+        before, now = (rows[f"{model}, overlap={flag}"] for flag in (False, True))
+        assert before["of it hidden, P"] == 0, model
+        assert now["sent, P"] == pytest.approx(before["sent, P"], rel=1e-3), model
+        assert now["of it hidden, P"] >= 0.8 * now["sent, P"], model
+        assert now["temporary, P"] <= before["temporary, P"] + more, model
+    closing = {model: rows[f"{model}, across calls, static flush"] for model in ("stacked", "unrolled")}
+    assert closing["unrolled"]["of it hidden, P"] >= 0.8 * closing["unrolled"]["sent, P"]
+    assert closing["stacked"]["of it hidden, P"] == 0
+
+
+@since(0, 11, why="overlapping")
+@pytest.mark.parametrize("name", programs.installed("h100"))
+def test_a_narrow_wire_halves_what_is_sent(name):
+    """Two collectives come one after the other for each layer: one has a product beside it."""
+    rows = read("overlap", name)
+    for model, flag in itertools.product(("stacked", "unrolled"), (False, True)):
+        wide, narrow = (rows[f"{model}, overlap={flag}{wire}"] for wire in ("", ", bfloat16 wire"))
+        assert narrow["sent, P"] == pytest.approx(wide["sent, P"] / 2, rel=1e-3), (model, flag)
+        assert narrow["of it hidden, P"] >= 0.4 * narrow["sent, P"] * flag, (model, flag)
+        assert narrow["temporary, P"] <= wide["temporary, P"] + 0.05, (model, flag)
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_batch_is_cut_without_a_copy(name):
     rows = read("cut", name, cases=1)

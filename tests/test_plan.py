@@ -476,6 +476,14 @@ def test_several_devices_share_a_micro_batch():
     assert (found.num_devices, found.sizes, found.rows[0]["rows"]) == (4, (128, 128), 32)
     assert found.rows[0]["arguments"] == WIDTH * ROW + ROWS // 4 * ROW  # those of one device
     assert "32 a device" in str(found)
+    moved = found.rows[0]["network"]
+    assert WIDTH * ROW <= moved <= WIDTH * ROW + 64  # the sum of the gradients, and the loss
+    assert found.rows[0]["exposed"] == moved  # on a CPU
+    assert str(found).splitlines()[1].split()[-4:] == ["network", "exposed", "fits", "compiled"]
+
+
+def test_one_device_has_no_network():
+    assert "network" not in str(planned(budget="1GB"))
 
 
 @pytest.mark.parametrize("name", ["h100", "v5e:2x4"])

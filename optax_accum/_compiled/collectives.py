@@ -132,7 +132,7 @@ def count_collectives(compiled: Any) -> Collectives:
       | a collective in a branch, in a loop too | `place` is `"branch"`: it may not run |
       | several arrays in one operation, as the compiler combines them | one operation, the bytes of all |
       | an asynchronous pair (`-start`, `-done`) | one operation; `behind` counts the products between them |
-      | a TPU's, which is not split in its text | `behind` is 0, whatever the chip does beside it |
+      | a TPU's, fused with what it runs beside (`AsyncCollectiveStart`, `...Done`) | likewise |
       | a TPU's fusion of an all-reduce and the slice that is kept | a reduce-scatter |
       | a function that is called from several places | its collectives, for each of them |
 
@@ -149,13 +149,13 @@ def count_collectives(compiled: Any) -> Collectives:
     behind: dict[str, int] = {}  # of what started, by the computation that it runs
     for ran in program.run(into_fusions=True):
         beside = behind.get(ran.computation.name, 0)
-        if ran.instruction.opcode.endswith("-start"):
+        if program.stage(ran.instruction) == "Start" and '"is_sync":true' not in ran.instruction.rest:
             beside = program.behind(ran.computation, ran.instruction)
         behind.update(dict.fromkeys(ran.instruction.inlined, beside))
         kind = ran.instruction.opcode.removesuffix("-start")
         if ran.computation.name.startswith("all-reduce-scatter"):  # a TPU's, fused: an all-reduce and a slice
             kind = kind.replace("all-reduce", "reduce-scatter")
-        if kind in KINDS:
+        if kind in KINDS and program.stages.get(ran.computation.name) not in ("Step", "Done"):  # they name it again
             place = "branch" if ran.in_branch else "loop" if ran.in_loop else "outside"
             source = re.search(r'op_name="([^"]*)"', ran.instruction.rest)
             group, moved = _group(ran.instruction.rest), _moved(ran.computation, ran.instruction)

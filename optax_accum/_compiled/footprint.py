@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from optax_accum._compiled.collectives import Collectives, count_collectives
 from optax_accum._compiled.programs import Computation, Instruction, Program
 from optax_accum._compiled.targets import Target, devices_of
 
@@ -24,6 +25,8 @@ class Footprint:
       temporary: everything between; activations, gradients, their sum.
       code: the program itself.
       seconds: to compile it.
+      network: what passes between devices in a step; a loop of unknown length counts once.
+      exposed: those of it that no product runs beside.
       refused: the compiler stopped: it is more than the accelerator has. Then `temporary` is all that is known.
     """
 
@@ -33,6 +36,8 @@ class Footprint:
     temporary: float
     code: int
     seconds: float
+    network: int = 0
+    exposed: int = 0
     refused: bool = False
 
     @property
@@ -65,6 +70,8 @@ def footprint(lowered: jax.stages.Lowered, target: Target) -> Footprint:
     _check_devices(compiled, target)
     _check_shared(lowered, target)
     memory = _memory(compiled, target)
+    text = compiled.as_text() if len(target.devices) > 1 else None  # some compilers give none
+    moved = count_collectives(text) if text else Collectives(())
     return Footprint(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
@@ -72,6 +79,8 @@ def footprint(lowered: jax.stages.Lowered, target: Target) -> Footprint:
         temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
         seconds=seconds,
+        network=moved.bytes,
+        exposed=moved.exposed,
     )
 
 

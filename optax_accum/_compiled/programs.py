@@ -143,18 +143,35 @@ class Program:
                 found.add(name)
         return frozenset(found)
 
-    def behind(self, computation: Computation, start: Instruction) -> int:
-        """Returns the products between a `-start` and its `-done`; a loop, branch or fusion that holds some is one.
+    @functools.cached_property
+    def stages(self) -> dict[str, str]:
+        """Of TPUs, computations that are a `"Start"`, a `"Step"` or a `"Done"` of one collective that each names."""
+        found = {name: "Step" for name in self.computations if name.startswith("async_collective_fusion")}
+        for name, computation in self.computations.items():
+            for line in computation.values():
+                if end := re.search(r'custom_call_target="AsyncCollective(Start|Done)"', line.rest):
+                    found[name] = end[1]
+        return found
 
-        One whose `-done` stands in the next turn of a loop has the products up to the end of its turn.
+    def stage(self, line: Instruction) -> str:
+        """Returns which stage of an asynchronous operation an instruction is: "Start", "Step", "Done", or none, ""."""
+        by_opcode = {"start": "Start", "update": "Step", "done": "Done"}.get(line.opcode.rsplit("-", 1)[-1], "")
+        return by_opcode or next((self.stages[name] for name in line.inlined if name in self.stages), "")
+
+    def behind(self, computation: Computation, start: Instruction) -> int:
+        """Returns the products between a start and its end; a loop, branch or fusion that holds some is one.
+
+        One that ends in the next turn of a loop has the products up to the end of its own.
         """
         lines = list(computation.values())
-        after, pending, count = lines[lines.index(start) + 1 :], {start.name}, 0
-        for line in after:
-            if not pending.isdisjoint(line.operands):
-                if line.opcode.endswith("-done"):
+        handed, count = {start.name}, 0
+        for line in lines[lines.index(start) + 1 :]:
+            if not handed.isdisjoint(line.operands):
+                stage = self.stage(line)
+                if stage == "Done":
                     break
-                pending |= {line.name} if line.opcode.endswith("-update") else set()
+                if stage == "Step" or line.opcode == "get-tuple-element":
+                    handed.add(line.name)
             count += line.is_product or not self.multiplying.isdisjoint(line.runs)
         return count
 

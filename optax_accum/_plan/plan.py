@@ -10,6 +10,7 @@ from optax_accum._plan.budgets import as_text
 from optax_accum._plan.search import Candidate
 
 KINDS = ("arguments", "kept", "temporary", "code")  # they add up to the peak
+NETWORK = ("network", "exposed")  # of several devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Plan:
                 "rows": one.candidate.rows,
                 **{kind: getattr(one.footprint, kind) for kind in KINDS},
                 "peak": one.footprint.peak,
+                **{kind: getattr(one.footprint, kind) for kind in NETWORK},
                 "refused": one.footprint.refused,
                 "fits": one.fits,
                 "chosen": one is self._chosen_or_none,
@@ -106,7 +108,8 @@ class Plan:
         return {place: f"{name} [{place}]" if names.count(name) > 1 else name for place, name in named.items()}
 
     def __str__(self) -> str:
-        head = ("micro-batches", "rows each", "arguments", "outputs", "temporary", "peak", "fits", "compiled")
+        memory = ("arguments", "outputs", "temporary", "peak")
+        head = ("micro-batches", "rows each", *memory, *self._network, "fits", "compiled")
         table = [head, *map(self._cells, self.compiled)]
         if self._several:
             table = [("option", *head), *((self.labels[one.place], *self._cells(one)) for one in self.compiled)]
@@ -119,6 +122,10 @@ class Plan:
         from optax_accum._plan import picture
 
         return picture.draw(self)
+
+    @property
+    def _network(self) -> tuple[str, ...]:
+        return NETWORK if self.num_devices > 1 else ()
 
     @property
     def _several(self) -> bool:
@@ -149,9 +156,11 @@ class Plan:
         found, mark = one.footprint, "*" if one is self._chosen_or_none else " "
         rows = f"{one.candidate.rows}{' a device' if self.num_devices > 1 else ''}"
         sizes = [as_text(size) for size in (found.arguments, found.kept, found.temporary, found.peak)]
+        moved = [as_text(getattr(found, kind)) for kind in self._network]
         if found.refused:
-            sizes = ["", "", *(f">{size}" for size in sizes[2:])]
-        return f"{mark} {one.candidate.number}", rows, *sizes, "yes" if one.fits else "no", f"{found.seconds:.1f} s"
+            sizes, moved = ["", "", *(f">{size}" for size in sizes[2:])], ["" for _ in moved]
+        fits = "yes" if one.fits else "no"
+        return f"{mark} {one.candidate.number}", rows, *sizes, *moved, fits, f"{found.seconds:.1f} s"
 
     def _grid(self) -> list[str]:
         """Returns the peaks of several options, side by side."""
@@ -168,6 +177,8 @@ class Plan:
 
     def _notes(self) -> list[str]:
         notes = ["Bytes on each device, as the compiler counts them."]
+        if self._network:
+            notes.append("Network: bytes that collectives move in a step; exposed: those beside which no product runs.")
         if len(self.labels) > 1:
             notes.append("Chosen of the options: the first that fits.")
         if not self.monotone:
