@@ -39,6 +39,7 @@ KINDS = {
     "fsdp": "compiled",
     "plan_search": "counts",
     "features": "counts",
+    "loops": "counts",
     "verify": "counts",
     "verify_step": "counts",
 }  # all else is timed
