@@ -81,7 +81,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     ],
     "_batches": [{"rows", "packed", "advise", "schedules"}, {"packing"}],
     "_placement": [{"shardings"}, {"resume"}],
-    "_compiled": [{"absent", "programs"}, {"targets"}, {"collectives", "traffic", "footprint"}],
+    "_compiled": [{"absent", "programs"}, {"targets"}, {"collectives", "traffic"}, {"footprint"}],
     "_plan": [{"search", "budgets", "picture", "steps"}, {"plan"}, {"trials"}, {"planning"}],
     "_verify": [
         {"foreign", "loss", "report"},
