@@ -122,6 +122,21 @@ def test_verify_step_names_the_fault_before_and_finds_none_after(trainer):
     reported(trainer, diff(trainer), trainer.within[1], trainer.without).check()
 
 
+def test_a_script_like_lm1b_before():
+    """After: tests/test_flax_examples.py."""
+    wrapped = ("optax.sgd(learning_rate_fn, momentum=0.9)", "optax.MultiSteps(optax.sgd(learning_rate_fn, 0.9), 4)")
+    linen = Trainer("text_language_model", "", "", None, before=(wrapped,))
+    key, tokens = jax.random.key(1), script(linen)["sentences"]()[:16]
+
+    def make_step(every):
+        module = script(linen, *(linen.before if every > 1 else ()))
+        step = lambda state, tokens: module["train_step"](state, tokens, key)[0]
+        return step, module["create_train_state"](jax.random.key(0), 0.0)
+
+    report = optax_accum.verify_step(make_step, tokens)
+    assert [cause.kind for cause in report.causes] == ["mean of means"], str(report)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", TRAINERS[:-1], ids=lambda trainer: trainer.name)
 def test_with_dropout_it_finds_none_after(trainer):
