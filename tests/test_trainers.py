@@ -7,11 +7,16 @@ from typing import NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_accum
+from optax_accum.sharding import count_collectives
 from tests.examples import ppo, rows
+from tests.versions import needs_devices
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs/in_a_trainer.md").read_text()
@@ -117,6 +122,21 @@ def test_verify_step_names_the_fault_before_and_finds_none_after(trainer):
     reported(trainer, diff(trainer), trainer.within[1], trainer.without).check()
 
 
+def test_a_script_like_lm1b_before():
+    """After: tests/test_flax_examples.py."""
+    wrapped = ("optax.sgd(learning_rate_fn, momentum=0.9)", "optax.MultiSteps(optax.sgd(learning_rate_fn, 0.9), 4)")
+    linen = Trainer("text_language_model", "", "", None, before=(wrapped,))
+    key, tokens = jax.random.key(1), script(linen)["sentences"]()[:16]
+
+    def make_step(every):
+        module = script(linen, *(linen.before if every > 1 else ()))
+        step = lambda state, tokens: module["train_step"](state, tokens, key)[0]
+        return step, module["create_train_state"](jax.random.key(0), 0.0)
+
+    report = optax_accum.verify_step(make_step, tokens)
+    assert [cause.kind for cause in report.causes] == ["mean of means"], str(report)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", TRAINERS[:-1], ids=lambda trainer: trainer.name)
 def test_with_dropout_it_finds_none_after(trainer):
@@ -125,3 +145,19 @@ def test_with_dropout_it_finds_none_after(trainer):
     if all(trainer.within):
         report = reported(trainer, trainer.before, within_call=True)
         assert [cause.kind for cause in report.causes] == ["shared key"], str(report)
+
+
+@needs_devices
+def test_rows_of_a_stack_stay_on_their_devices():
+    """The page's `of_rows`: the one thing that goes over devices is the sum of the gradient."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    of_rows = lambda leaf: leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[2:])
+    gradient = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+    cut = optax_accum.accumulate(gradient, 4, reduce_axes="data")
+    stack, w = jax.random.normal(jax.random.key(0), (4, 16, 6)), jnp.ones(6)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(stack, NamedSharding(mesh, P(None, "data")))
+        run = jax.jit(lambda w, stack: cut(w, of_rows(stack))).lower(w, sharded).compile()
+        got = run(w, sharded)
+    chex.assert_trees_all_close(jax.device_get(got), gradient(w, stack.reshape(-1, 6)), rtol=1e-5)
+    assert count_collectives(run).count == 1
