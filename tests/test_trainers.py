@@ -149,15 +149,14 @@ def test_with_dropout_it_finds_none_after(trainer):
 
 @needs_devices
 def test_rows_of_a_stack_stay_on_their_devices():
-    """The page's `of_rows`: the one thing that goes over devices is the sum of the gradient."""
+    """The one thing that goes over devices is the sum of the gradient."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    of_rows = lambda leaf: leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[2:])
     gradient = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
-    cut = optax_accum.accumulate(gradient, 4, reduce_axes="data")
+    cut = optax_accum.accumulate(gradient, stacked=True, reduce_axes="data")
     stack, w = jax.random.normal(jax.random.key(0), (4, 16, 6)), jnp.ones(6)
     with jax.set_mesh(mesh):
         sharded = jax.device_put(stack, NamedSharding(mesh, P(None, "data")))
-        run = jax.jit(lambda w, stack: cut(w, of_rows(stack))).lower(w, sharded).compile()
+        run = jax.jit(cut).lower(w, sharded).compile()
         got = run(w, sharded)
     chex.assert_trees_all_close(jax.device_get(got), gradient(w, stack.reshape(-1, 6)), rtol=1e-5)
     assert count_collectives(run).count == 1
