@@ -1,5 +1,6 @@
 """What `python -m benchmarks` says and refuses. It times nothing here."""
 
+import contextlib
 import math
 import os
 import signal
@@ -190,9 +191,12 @@ def test_an_output_that_cannot_be_written_after_all_is_one_line(tmp_path):
 def test_ctrl_c_ends_in_one_line():
     process = run("benchmarks.peers", "--models", "--every", "--widths", "1024")  # minutes, if nobody stops it
     assert "Side by side" in process.stdout.readline()
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    for _ in range(20):  # Python may be where it ignores one, in a destructor: people press it again
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _, errors = process.communicate(timeout=10)
+            break
     assert process.returncode == 1
     assert errors.strip().splitlines()[-1] == "Interrupted."
     assert "Traceback" not in errors
