@@ -44,7 +44,7 @@ class Several(Space):
     def output(self, reduction: str, leaf: Any) -> Any:
         if reduction not in ("mean", "sum", *_EXTREMES, "concat"):
             raise ValueError(
-                f"With reduce_axes, each device has micro-batches of its own, and {reduction!r} of them is not one "
+                f'With reduce_axes, each device has micro-batches of its own, and "{reduction}" of them is not one '
                 'output. Take "mean", "sum", "max", "min" or "concat".'
             )
         if reduction == "concat":

@@ -90,10 +90,10 @@ def check_rest(names: Tree, shapes: Tree, outputs: Tree, split: Split) -> None:
 def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:
     """Raises unless every leaf of `names` names a reduction."""
     for name in jax.tree.leaves(names, is_leaf=lambda node: node is None):
-        if not callable(name) and name not in allowed:
-            raise ValueError(
-                f"{option} must be one of {', '.join(allowed)}, or a function that merges two: {name!r}. Choose one."
-            )
+        merges = callable(name) and allowed is REDUCTIONS
+        if not merges and name not in list(allowed):
+            also = ", or a function that merges two" if allowed is REDUCTIONS else ""
+            raise ValueError(f"{option} must be one of {', '.join(allowed)}{also}: {name!r}. Choose one of these.")
 
 
 def _where(path: Any) -> str:
