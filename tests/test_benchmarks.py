@@ -1,6 +1,5 @@
 """What `python -m benchmarks` says and refuses. It times nothing here."""
 
-import functools
 import math
 import os
 import signal
@@ -189,9 +188,11 @@ def test_an_output_that_cannot_be_written_after_all_is_one_line(tmp_path):
 
 
 def test_ctrl_c_ends_in_one_line():
-    heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
-    work = ("--models", "--every", "--widths", "1024")  # minutes, if nobody stops it
-    process = run("benchmarks.peers", *work, preexec_fn=heeded)
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it, as its own do
+    process = run("benchmarks.peers", "--models", "--every", "--widths", "1024")  # minutes, if nobody stops it
+    signal.signal(signal.SIGINT, before)
     assert "Side by side" in process.stdout.readline()
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
