@@ -188,9 +188,8 @@ def test_an_output_that_cannot_be_written_after_all_is_one_line(tmp_path):
 
 
 def test_ctrl_c_ends_in_one_line():
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores it, as its own do
+    # A shell's background job ignores it, and so do those that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = run("benchmarks.peers", "--models", "--every", "--widths", "1024")  # minutes, if nobody stops it
     signal.signal(signal.SIGINT, before)
     assert "Side by side" in process.stdout.readline()
