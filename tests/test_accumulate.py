@@ -259,3 +259,18 @@ def test_what_is_no_stack_is_refused(options, batch, message):
     fun = lambda p, b: (jnp.mean(b["x"]) * p["w"].sum(), b["x"]) if "has_aux" in options else jnp.mean(b["x"])
     with pytest.raises(ValueError, match=message):
         optax_accum.value_and_grad(fun, stacked=True, **options)(PARAMS, batch)
+
+
+@needs_devices
+def test_a_carry_is_the_same_on_all_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    fun = lambda x, carry: (jnp.mean(x), carry + 1)
+    options = {"batch_argnums": 0, "carry_argnum": 1, "reduce_axes": "data"}
+    with jax.set_mesh(mesh):
+        x = jax.device_put(BATCH["x"], NamedSharding(mesh, P("data")))
+        mean, carry = jax.jit(optax_accum.accumulate(fun, 4, **options))(x, 0)
+        np.testing.assert_allclose(mean, np.mean(BATCH["x"]), atol=1e-6)
+        assert carry == 4
+        differs = lambda x, carry: (jnp.mean(x), carry + jnp.sum(x))
+        with pytest.raises(ValueError, match="the carry must be the same on all devices"):
+            jax.jit(optax_accum.accumulate(differs, 4, **options))(x, jnp.float32(0))

@@ -149,3 +149,14 @@ def test_where_it_cannot_be_an_error_says_what_it_needs(options):
     call = optax_accum.value_and_grad(mean, 2, **{"reduce_axes": "data", "overlap": True, **options})
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"overlap=True needs .*\. Leave overlap=None"):
         jax.jit(call)(PARAMS, BATCH)
+
+
+def test_a_parameter_that_only_other_micro_batches_use():
+    """Its sum goes over the devices, too, though the smaller last micro-batch has no gradient for it."""
+
+    def loss(params, batch):
+        value = jnp.mean((batch["x"] @ params["layers"][0]) ** 2)
+        return value + jnp.mean(jnp.tanh(batch["x"] * params["shared"][None])) if len(batch["x"]) > 1 else value
+
+    batch = {"x": jnp.tile(BATCH["x"], (2, 1))[:36]}  # 9 rows a device: 4 + 4 + 1
+    chex.assert_trees_all_close(*both(loss, batch=batch, microbatch_size=16), rtol=1e-5, atol=1e-7)

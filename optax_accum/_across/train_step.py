@@ -94,6 +94,7 @@ def value_and_apply_gradients(
       | `in_place=True` where it cannot be | an error | tracing |
       | `weight` or `weight_fn` gives 0 | the micro-batch is not run: zeros for what `fun` returned | running |
       | the same where the gradient must be seen (above), or `in_place=False` | it is run, and adds nothing | running |
+      | `weight_of` gives 0 | the micro-batch is run: guard a 0 / 0 in its loss with `jnp.maximum` | running |
       | `fun` takes something from the other devices of `reduce_axes` | one number is added over them, too | running |
       | an integer parameter | stays, where `tx` leaves it out (`optax.masked`); else an error says how | tracing |
       | a key that no role names; an argument with as many rows as the batch | an error | tracing |

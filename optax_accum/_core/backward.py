@@ -131,7 +131,10 @@ class Backward:
         scales = self.inside.factor is None
         one = self.one * jnp.asarray(weight, self.one.dtype) if scales else self.one
         if self.inside.totals:  # they have them already
-            return self.backward(one)[0].squares
+            (targets,) = self.backward(one)
+            for total in self.inside.totals:
+                total.finish_unused()
+            return targets.squares
         squares: list[Any] = list(map(jax.new_ref, self.inside.squares))
         self.backward.with_refs(Targets(list(refs), squares))(one)
         undone = arithmetic.reciprocal(weight) ** 2 if scales else 1.0

@@ -39,12 +39,23 @@ class Total:
 
     Attributes:
       ref: holds the sum so far: of the parameter's shape.
-      finish: makes of the whole sum what is to be in its place, a slice at a time: adds it over devices.
+      finish: makes of the whole sum what is to be in its place, a slice at a time, such as its sum over devices.
       counts: whether the gradient is added.
+      is_finished: whether a backward pass has been traced that does.
     """
 
     def __init__(self, ref: Any, finish: Callable[[jax.Array], jax.Array], counts: tracing.Flag = True):
-        self.ref, self.finish, self.counts = ref, finish, counts
+        self.ref, self._finish, self.counts, self.is_finished = ref, finish, counts, False
+
+    def finish(self, total: jax.Array) -> jax.Array:
+        """Returns the whole sum, or a slice of it, finished."""
+        self.is_finished = True
+        return self._finish(total)
+
+    def finish_unused(self) -> None:
+        """Finishes the sum of a parameter that the last micro-batch has no gradient for."""
+        if not self.is_finished:
+            self.ref[...] = self.finish(self.ref[...])
 
 
 class Lent(NamedTuple):

@@ -181,6 +181,7 @@ class _Part:
             counted = lambda name, leaf: _unless_nothing(leaf, weight) if name == "mean" else leaf
             result = jax.tree.map(counted, self.outputs.names, result)
         outputs = self.outputs.add(sums.outputs, result, index, share)
+        self.device.check_carry(parts.carry)
         return self._varying(_Sums(outputs, sums.weight + weight)), arithmetic.strong(parts.carry)
 
     def _varying(self, sums: _Sums) -> _Sums:
@@ -206,7 +207,8 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
 
 def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
     """Cuts what one device has of the batch."""
-    arrays, filled = tracing.parted(call.arguments, tracing.is_array)
+    own = {name: arg for name, arg in call.arguments.items() if name != call.carry}  # that is the same on all devices
+    arrays, filled = tracing.parted(own, tracing.is_array)
     call = device.own_key(call.with_arguments(filled(device.vary(arrays))))
     micro_batches = microbatches.cut(call, rules.sizes, device.count)
     carry = _carry_of(call)

@@ -130,6 +130,7 @@ def value_and_grad(
       | another shape in the remainder than in the others; in `"concat"`, other rows than its own | an error | tracing |
       | a weight of zero | its micro-batch is not run: their number may vary without a new compilation | running |
       | outputs of one that is not run | zeros in `"concat"` and `"stack"`, nothing elsewhere | running |
+      | `weight_of` gives 0 | the micro-batch is run: guard a 0 / 0 in its loss with `jnp.maximum` | running |
       | the weights add to zero | a zero loss and a zero gradient | running |
       | the same: `"max"` of nothing | the lowest number of its dtype: `-inf`, False of bools | running |
       | a weight of zero for one term only | its value is left out; guard a 0 / 0 in it with `jnp.maximum` | running |
