@@ -114,6 +114,9 @@ def test_a_batch_without_rows():
     assert aux["errors"].shape == (0,)
     assert aux["tokens"] == 0
     assert aux["largest"] == -jnp.inf
+    stack = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:])[:0], BATCH)
+    f = optax_accum.accumulate(lambda *args: GRADIENT(*args)[1], stacked=True)
+    chex.assert_trees_all_equal(f(PARAMS, stack), jax.tree.map(jnp.zeros_like, PARAMS))
 
 
 def test_sums_are_in_float32():
@@ -251,6 +254,7 @@ def test_graphs_have_as_many_nodes_as_they_like():
         ({"num_microbatches": 4}, BATCH, "is cut already"),
         ({}, {"x": jnp.ones((4, 2, 3)), "y": jnp.ones((3, 2))}, r"have one k: they have \[3, 4\]"),
         ({}, {"x": jnp.ones((4, 2, 3)), "y": jnp.ones(4)}, r"has shape \(4,\)"),
+        ({}, {"x": jnp.ones((0, 2, 3))}, "must hold a micro-batch"),
         ({"has_aux": True, "aux_reduction": "concat"}, {"x": jnp.ones((4, 2, 8))}, 'Take "stack"'),
     ],
     ids=str,

@@ -240,7 +240,8 @@ def _over_devices(rules: _Rules, space: Space, own: Tree) -> Tree:
 def _of_no_rows(rules: _Rules, call: Call) -> Any:
     """Returns what comes of no rows: `fun` is traced for a few, and not run."""
     rows = rules.sizes.group
-    some = lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype) if jnp.ndim(leaf) else leaf
+    first = () if rules.sizes.stacked else (rows,)
+    some = lambda leaf: jnp.zeros((*first, *leaf.shape[1:]), leaf.dtype) if jnp.ndim(leaf) else leaf
     few = jax.tree.map(some, call[call.batch])
     call = call.with_arguments(dict(zip(call.batch, few, strict=True)))
     shapes = jax.eval_shape(lambda: _parts(rules, call))

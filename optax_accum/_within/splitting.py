@@ -83,6 +83,8 @@ def rows_first(batch: Tree) -> Tree:
                 f"{jax.tree_util.keystr(path) or 'it'} has shape {jnp.shape(leaf)}. Give it a second axis, of 1."
             )
         counts.add(leaf.shape[0])
+    if counts == {0}:
+        raise ValueError("A stacked batch must hold a micro-batch: k=0 in [k, m, ...]. Skip empty batches.")
     if len(counts) != 1:
         raise ValueError(
             f"The leaves of a stacked batch [k, m, ...] have one k: they have {sorted(counts)}. Stack as many "
