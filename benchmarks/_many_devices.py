@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from benchmarks import fsdp
@@ -22,7 +23,7 @@ def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
     if len(on.devices) == 1:
         return
     params, mesh = layers(), on.mesh()
-    rows = lambda k: on.shapes(jax.ShapeDtypeStruct((k * mesh.size, WIDTH), jnp.float32), jax.P("data"), mesh)
+    rows = lambda k: on.shapes(jax.ShapeDtypeStruct((k * mesh.size, WIDTH), jnp.float32), P("data"), mesh)
 
     def across(every: int, to: Tree) -> Any:
         tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), every, reduce_axes="data", reduce_to=to)
@@ -38,7 +39,7 @@ def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
     with jax.set_mesh(mesh):
         given = on.shapes(params, mesh=mesh)
         for way, make in (("across calls", across), ("within a call", within)):
-            for name, every, to in (("", 2, None), ("", 8, None), (", ZeRO-1", 8, jax.P("data"))):
+            for name, every, to in (("", 2, None), ("", 8, None), (", ZeRO-1", 8, P("data"))):
                 yield f"{way}{name}, k = {every}", _window(make(every, to), size(params))
 
 
@@ -55,12 +56,12 @@ def by_jax(on: Target) -> Iterator[tuple[str, Facts]]:
     if len(on.devices) == 1:
         return
     params, mesh = layers(), on.mesh()
-    batch = on.shapes(jax.ShapeDtypeStruct((8 * mesh.size, WIDTH), jnp.float32), jax.P("data"), mesh)
+    batch = on.shapes(jax.ShapeDtypeStruct((8 * mesh.size, WIDTH), jnp.float32), P("data"), mesh)
     gradients = optax_accum.value_and_grad(_dense, num_microbatches=8, reduce_axes="data", reduce_to="partial")
     scatter = functools.partial(jax.lax.psum_scatter, tiled=True)
-    for name, add, to in (("psum", jax.lax.psum, jax.P()), ("psum_scatter", scatter, jax.P("data"))):
+    for name, add, to in (("psum", jax.lax.psum, P()), ("psum_scatter", scatter, P("data"))):
         each = lambda rows: jax.tree.map(lambda row: add(row[0], "data"), rows)  # noqa: B023
-        summed = jax.shard_map(each, mesh=mesh, in_specs=jax.P("data"), out_specs=to)
+        summed = jax.shard_map(each, mesh=mesh, in_specs=P("data"), out_specs=to)
         step = lambda *args: summed(gradients(*args)[1])  # noqa: B023
         with jax.set_mesh(mesh):
             yield (
@@ -82,7 +83,7 @@ def overlap(on: Target) -> Iterator[tuple[str, Facts]]:
         "stacked": (_scanned, jax.ShapeDtypeStruct((8, *layer.shape), layer.dtype)),
         "unrolled": (_dense, {f"layer {i}": layer for i in range(8)}),
     }
-    rows = lambda k: on.shapes(jax.ShapeDtypeStruct((k * 512 * mesh.size, 2048), jnp.float32), jax.P("data"), mesh)
+    rows = lambda k: on.shapes(jax.ShapeDtypeStruct((k * 512 * mesh.size, 2048), jnp.float32), P("data"), mesh)
     with jax.set_mesh(mesh):
         for name, (loss, params) in models.items():
             given = on.shapes(params, mesh=mesh)
@@ -122,7 +123,7 @@ def flags(on: Target) -> Iterator[tuple[str, Facts]]:
     params, rows = (jax.ShapeDtypeStruct(of, jnp.float32) for of in (shape, (8 * 512 * mesh.size, 2048)))
     step = optax_accum.value_and_grad(_scanned, 8, reduce_axes="data", overlap=True)
     with jax.set_mesh(mesh):
-        args = on.shapes(params, mesh=mesh), on.shapes(rows, jax.P("data"), mesh)
+        args = on.shapes(params, mesh=mesh), on.shapes(rows, P("data"), mesh)
         for options in FLAGS[on.devices[0].platform == "tpu"]:
             program = on.compile(jax.jit(step, compiler_options=options).lower(*args))
             said = ", ".join(f"`{name}={value}`" for name, value in options.items())
@@ -134,7 +135,7 @@ def _by_hand(loss: Any, mesh: Any) -> Any:
 
     def step(params: Tree, batch: jax.Array) -> Tree:
         micro_batches = jax.lax.with_sharding_constraint(
-            batch.reshape(-1, 8, batch.shape[-1]).swapaxes(0, 1), jax.NamedSharding(mesh, jax.P(None, "data"))
+            batch.reshape(-1, 8, batch.shape[-1]).swapaxes(0, 1), jax.NamedSharding(mesh, P(None, "data"))
         )
         add = lambda sums, rows: (jax.tree.map(jnp.add, sums, jax.grad(loss)(params, rows)), None)
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micro_batches)[0]
@@ -198,7 +199,7 @@ def sharded(on: Target) -> Iterator[tuple[str, Facts]]:
 
 # Replicas of sharded parameters: half of the devices are one replica.
 
-REPLICAS, REPLICA_SPECS = 2, {"up": jax.P("shard"), "down": jax.P(None, "shard")}  # of one layer
+REPLICAS, REPLICA_SPECS = 2, {"up": P("shard"), "down": P(None, "shard")}  # of one layer
 
 
 def replicated(on: Target) -> Iterator[tuple[str, Facts]]:
@@ -214,8 +215,8 @@ def between_replicas(on: Target, way: str, k: int, sizes: fsdp.Sizes) -> Facts:
     mesh = on.mesh("replica", "shard", shape=(REPLICAS, count // REPLICAS))
     shape = lambda spec, *dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec))
     dims = {"up": (sizes.width, sizes.hidden), "down": (sizes.hidden, sizes.width)}
-    params = {name: shape(jax.P(None, *spec), sizes.layers, *dims[name]) for name, spec in REPLICA_SPECS.items()}
-    batch = shape(jax.P(("replica", "shard")), count * sizes.rows, sizes.length, sizes.width)
+    params = {name: shape(P(None, *spec), sizes.layers, *dims[name]) for name, spec in REPLICA_SPECS.items()}
+    batch = shape(P(("replica", "shard")), count * sizes.rows, sizes.length, sizes.width)
     with jax.set_mesh(mesh):
         jitted = jax.jit(REPLICATED[way](k), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
         compiled = on.compile(jitted.lower(params, batch))
