@@ -184,3 +184,30 @@ def test_a_parameter_that_is_returned_or_printed_is_no_matter(capfd):
     chex.assert_trees_all_equal(inside, after)
     jax.effects_barrier()
     assert list(map(float, capfd.readouterr().out.split())) == [1] * 4
+
+
+def looked_up(p, batch):
+    index = jnp.int32(batch.sum() > 0)
+    routed = jax.lax.cond(index > 0, lambda w: jnp.tanh(batch @ w), lambda w: batch @ w, p["routed"])
+    layers = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), routed, p["layers"])[0]
+    return jnp.mean((layers @ p["out"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+
+def told(caplog, fun, *args):
+    caplog.clear()
+    with caplog.at_level("INFO", logger="optax_accum"):
+        jax.jit(fun).lower(*args)
+    return " ".join(record.getMessage() for record in caplog.records)
+
+
+def test_the_log_tells_where_gradients_are_added_and_why(caplog):
+    p = {"layers": jnp.ones((2, 4, 4)), "out": jnp.ones((4, 3)), "routed": jnp.ones((4, 4))}
+    x = jnp.ones((8, 4))
+    found = told(caplog, optax_accum.value_and_grad(looked_up, 2), p, x)
+    assert "inside the backward pass" in found
+    assert found.endswith("by the function in brackets: [0]['routed'] (`cond`).")
+    assert "unroll=True" in told(caplog, optax_accum.value_and_grad(looked_up, 2, unroll=True), p, x)
+    assert "in_place=False" in told(caplog, optax_accum.value_and_grad(looked_up, 2, in_place=False), p, x)
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite="skip")
+    step = optax_accum.value_and_apply_gradients(looked_up, tx)
+    assert "nonfinite=" in told(caplog, step, p, tx.init(p), x)

@@ -15,7 +15,17 @@ from optax_accum._across.transformation import apply_gradients, rules_of
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
 from optax_accum._core import arithmetic, checks, memory, tracing
 from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.backward import Backward, Inside, add_to, added_inside, at_leaves, bends, contribution
+from optax_accum._core.backward import (
+    MAY_BE_AGAIN,
+    Backward,
+    Inside,
+    add_to,
+    added_inside,
+    at_leaves,
+    bends,
+    contribution,
+    log_after,
+)
 from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn, as_weight_of
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Meter
@@ -247,7 +257,10 @@ class _MicroStep:
         why_not = why_not_in_place(self.accumulation, state) if self.accumulation else "it does not accumulate"
         if self.in_place and why_not:
             raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
-        return None if why_not or self.in_place is False else memory.to_device(state.acc_grads)
+        if why_not or self.in_place is False:
+            log_after(why_not or "in_place=False")
+            return None
+        return memory.to_device(state.acc_grads)
 
     def _run(self, again: bool, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any) -> _Done:
         """Differentiates the micro-batch on one device: its own examples, added to its own partial sum.
@@ -262,9 +275,9 @@ class _MicroStep:
         params = call.arguments[0]
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)
         weighing = self._weighing(shapes.loss, call, weight, device.even(program.jaxpr))
-        inside = None if acc is None else self._inside(params, acc, program.jaxpr, weighing.weight)
+        inside = None if acc is None else self._inside(params, acc, program.jaxpr, weighing.weight, again)
         if again or (self.meter.measures and not inside):
-            acc, inside = None, None  # what is measured after the backward pass is returned by it
+            acc = None  # what is measured after the backward pass is returned by it
 
         def run() -> tuple[Backward, Any]:
             one = contribution(fun, params, weighing, 0, device.check_loss, inside)
@@ -285,16 +298,18 @@ class _MicroStep:
         acc, squares, _ = add(acc, lambda: (backward, None), weight=weight)
         return done(acc, squares, loss, value, weight)
 
-    def _inside(self, params: Tree, acc: Tree, program: Any, weight: Weight | None) -> Inside | None:
+    def _inside(self, params: Tree, acc: Tree, program: Any, weight: Weight | None, again: bool) -> Inside | None:
         """Returns how the gradient is added to the accumulator inside the backward pass, if it is.
 
         Where a weight in the cotangent could matter, it is multiplied in where gradients arise: that of a Ratio is
         not known by then.
         """
         squares, bent = self.meter.no_squares(params), bends(program)
+        unless = MAY_BE_AGAIN if again else None
         if bent and weight is None and not self.in_place:
-            return None
-        return added_inside(self.in_place, params, acc, program, squares, weight if bent else None)
+            unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
+        factor = weight if bent else None
+        return added_inside(self.in_place, params, acc, program, squares, factor, unless)
 
     def _weighing(self, loss: Any, call: Call, weight: Any, even: Even) -> ByWeight | ByCount:
         """Returns how the micro-batch is weighed, whose loss has these shapes."""

@@ -1,6 +1,7 @@
 """Owns the backward pass: a loss differentiated once, its gradient added inside that pass or after it."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,10 @@ from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.parts import Parts
 from optax_accum._core.sinks import Lent, Sink, Total
 from optax_accum._core.weighing import Index, Weighing
+
+MAY_BE_AGAIN = "what is returned may be differentiated again; outside jax.jit, it always may"
+
+_log = logging.getLogger("optax_accum")
 
 
 class Contribution(NamedTuple):
@@ -189,10 +194,11 @@ def added_inside(
     program: Any,
     squares: Sequence[jax.Array] = (),
     factor: Weight | None = None,
+    unless: str | None = None,
 ) -> Inside | None:
     """Returns how gradients are added inside the backward pass; None where they are not, an error where that is asked.
 
-    `program` is the loss, traced; `squares` and `factor` are as in `Inside`.
+    `program` is the loss, traced; `squares` and `factor` are as in `Inside`; `unless` is why they are not to be.
     """
     path = matching.narrower(params, acc)
     why_not = compilers.why_not_in_place()
@@ -203,8 +209,10 @@ def added_inside(
         )
     if asked and why_not:
         raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
-    if asked is False or why_not:
+    if unless or why_not or asked is False:
+        log_after(unless or why_not or "in_place=False")
         return None
+    _log_inside(params, program)
     always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
     leaves = [pair for pair in zip(jax.tree.leaves(params), sinks.casts(program), strict=True) if _is_inexact(pair[0])]
     sunk = [
@@ -212,6 +220,21 @@ def added_inside(
         for (leaf, cast), total in zip(leaves, jax.tree.leaves(acc), strict=True)
     ]
     return Inside(tuple(sunk), squares, factor)
+
+
+def log_after(reason: str) -> None:
+    """Tells who asks why gradients are added after the backward pass."""
+    _log.info("Gradients are added after the backward pass, as a tree: %s.", reason)
+
+
+def _log_inside(params: Tree, program: Any) -> None:
+    """Tells who asks where gradients are added inside the backward pass."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    pairs = zip(jax.tree.leaves_with_path(params), sinks.leave_whole(program), strict=True)
+    whole = [f"{jax.tree_util.keystr(path)} (`{function}`)" for (path, _), function in pairs if function]
+    but = f" Some are written first, by the function in brackets: {', '.join(whole)}." if whole else ""
+    _log.info("Gradients are added inside the backward pass.%s", but)
 
 
 def at_leaves(params: Tree, squares: Sequence[jax.Array]) -> Tree:

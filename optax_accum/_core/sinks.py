@@ -181,6 +181,25 @@ def casts(program: Any) -> list[bool]:
     return [var in found for var in program.invars]
 
 
+def leave_whole(program: Any) -> list[str | None]:
+    """Returns for each input of a traced program the function that its gradient leaves as a whole, if there is one.
+
+    That is one that takes a function, and that sinks do not go into.
+    """
+    found: dict[Any, str | None] = {}
+    for equation in reversed(program.eqns):
+        name, programs = equation.primitive.name, list(tracing.inner_programs(equation))
+        if name in FOLLOW and programs:
+            by_operand = leave_whole(programs[0])
+        elif name in FOLLOW:  # what goes in is what comes out
+            by_operand = [found.get(equation.outvars[0]), *[None] * (len(equation.invars) - 1)]
+        else:
+            by_operand = [name if programs else None] * len(equation.invars)
+        pairs = zip(equation.invars, by_operand, strict=True)
+        found.update((atom, function) for atom, function in pairs if function and not isinstance(atom, core.Literal))
+    return [found.get(var) for var in program.invars]
+
+
 # What is known of equations. Where an equation is unknown, the parameter is used there: that is always right.
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks, compilers, ratio
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.backward import Contribution, Inside, added_inside, at_leaves, contribution
+from optax_accum._core.backward import MAY_BE_AGAIN, Contribution, Inside, added_inside, at_leaves, contribution
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
@@ -208,11 +208,9 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     weighing.check_meter(rules.meter)
     made = Cut(rules, device, micro_batches, weighing, alive, shapes, static)
     made.outputs.start()  # raises where a reduction does not fit
-    inside = None
-    if not rules.unroll and (rules.in_place or not again):  # in vain, it is an error
-        squares = rules.meter.no_squares(made.params)
-        inside = added_inside(rules.in_place, made.params, made.empty, program.jaxpr, squares)
-    inside = None if again else inside
+    unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
+    squares = () if unless else rules.meter.no_squares(made.params)
+    inside = added_inside(rules.in_place, made.params, made.empty, program.jaxpr, squares, unless=unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
     overlaps = _overlaps(made, inside)

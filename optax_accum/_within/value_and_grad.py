@@ -104,7 +104,8 @@ def value_and_grad(
       accumulator_dtype: the dtype to add in, and to return, or a prefix of what is differentiated with several. By
         default, and where it is None, sums are in at least float32, and gradients come back in the parameters' dtypes.
       in_place: whether to add inside the backward pass: by default wherever JAX can. With False, what is returned can
-        be differentiated again in every way.
+        be differentiated again in every way. `logging.getLogger("optax_accum")` tells, at level INFO, which parameters'
+        gradients are added there, and why others are not.
       unroll: compile each micro-batch for itself, for convolutions on CPU, which XLA runs many times slower inside any
         loop (jax-ml/jax#12868). Compile time grows with k; before JAX 0.12 several micro-batches are kept at once.
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per call: `optax_accum.sharding`.
