@@ -284,6 +284,19 @@ def test_functions_of_every_kind(kind):
     tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 1)
     step = optax_accum.value_and_apply_gradients(fun, tx, batch_argnums=batch)
     np.testing.assert_allclose(step(W, tx.init(W), *args, **kwargs)[1], W - 0.5 * want, rtol=1e-5)
+    cut = optax_accum.accumulate(jax.grad(fun), microbatch_size=5, batch_argnums=batch)
+    np.testing.assert_allclose(cut(W, *args, **kwargs), want, rtol=1e-5)
+
+
+def test_what_is_accumulated_needs_no_parameters():
+    """A call with some by position and some by keyword ended in an error of JAX; names of all arguments did, too."""
+    fun = lambda *args, **kwargs: sum(map(jnp.sum, (*args, *kwargs.values())))
+    calls = {("x", "y"): ((), {"x": X, "y": Y}), (0, "y"): ((X,), {"y": Y}), (0, 1): ((X, Y), {})}
+    for batch, (args, kwargs) in calls.items():
+        cut = optax_accum.accumulate(fun, 3, batch_argnums=batch, reduction="sum")
+        np.testing.assert_allclose(cut(*args, **kwargs), X.sum() + Y.sum(), rtol=1e-5)
+    named = optax_accum.accumulate(lambda x, y: jnp.sum(x) + jnp.sum(y), 3, batch_argnums=("x", "y"), reduction="sum")
+    np.testing.assert_allclose(named(X, Y), X.sum() + Y.sum(), rtol=1e-5)
 
 
 def test_fun_is_called_as_the_user_does():

@@ -28,9 +28,13 @@ class Roles:
         carry_argnum: Any = None,
         whole_argnums: Any = (),
         needs_batch: bool = True,
+        needs_params: bool = True,
     ):
-        """Takes the roles as users name them, each argument in one at most."""
-        self.signature = signature_of(fun)
+        """Takes the roles as users name them, each argument in one at most.
+
+        Where `fun` need not have parameters, those of `argnums` are what is there and has no other role.
+        """
+        self.signature, self._needs_params = signature_of(fun), needs_params
         self.named: Names = {
             "argnums": () if argnums is None else _as_names("argnums", argnums, empty=False),
             "batch_argnums": _as_names("batch_argnums", batch_argnums, empty=not needs_batch),
@@ -44,6 +48,10 @@ class Roles:
                     f"{role} must name a parameter of fun: {role}={name!r}, and fun takes {self.signature}. Pass its "
                     "position, counted from 0, or its name."
                 )
+        if not needs_params:
+            others = {self.signature.parameter(name) for role, name in self._pairs() if role != "argnums"}
+            free = (name for name in self.named["argnums"] if self.signature.parameter(name) not in others)
+            self.named["argnums"] = tuple(free)
         _check_apart((role, name, self.signature.parameter(name)) for role, name in self._pairs())
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Call":
@@ -68,6 +76,8 @@ class Roles:
         passed: list[tuple[str, Name, Name]] = []
         for role, name in self._pairs():
             key = self.signature.passed_as(name, count, keywords)
+            if key is None and role == "argnums" and not self._needs_params:
+                continue
             if key is None:
                 raise ValueError(
                     f"{role} must name an argument that is passed: {role}={name!r} is not, in a call with {count} by "

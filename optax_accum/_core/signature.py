@@ -53,8 +53,9 @@ def signature_of(fun: Callable[..., Any]) -> Signature:
     """Returns what a function takes; of a wrapper that takes anything, what it wraps."""
     try:
         parameters = inspect.signature(fun, follow_wrapped=False).parameters.values()
-        if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
-            parameters = inspect.signature(fun).parameters.values()
+        wrapped = getattr(fun, "__wrapped__", None)
+        if wrapped and any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
+            return signature_of(wrapped)
     except (TypeError, ValueError):  # it does not tell
         return Signature()
     of_kind = lambda *kinds: tuple(one.name for one in parameters if one.kind in kinds)

@@ -107,10 +107,9 @@ def accumulate(
       1.0 -6.0
     """
     reductions.check_names("reduction", reduction, reductions.REDUCTIONS)
-    is_batch = batch_argnums == 0 or (isinstance(batch_argnums, tuple | list) and 0 in batch_argnums)
     roles = Roles(
         fun,
-        argnums=None if is_batch or 0 in (rng_argnum, carry_argnum) else 0,
+        needs_params=False,
         batch_argnums=batch_argnums,
         whole_argnums=whole_argnums,
         rng_argnum=rng_argnum,
@@ -207,9 +206,10 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
 
 def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
     """Cuts what one device has of the batch."""
-    own = {name: arg for name, arg in call.arguments.items() if name != call.carry}  # that is the same on all devices
-    arrays, filled = tracing.parted(own, tracing.is_array)
-    call = device.own_key(call.with_arguments(filled(device.vary(arrays))))
+    own = tuple(name for name in call.arguments if name != call.carry)  # that is the same on all devices
+    arrays, filled = tracing.parted(call[own], tracing.is_array)
+    call = call.with_arguments(dict(zip(own, filled(device.vary(arrays)), strict=True)))
+    call = device.own_key(call)
     micro_batches = microbatches.cut(call, rules.sizes, device.count)
     carry = _carry_of(call)
     program, shapes = jax.make_jaxpr(lambda: _parts(rules, micro_batches.first(carry)), return_shape=True)()
