@@ -14,15 +14,16 @@ MUTABLE = Fault(
     "depend on what earlier micro-batches put there.",
     {"options": probes.state},
 )
+SHARED_KEY = Fault(
+    "shared key",
+    "All draw the same random numbers.",
+    "The loss changes with a key that `rng_argnum` does not name, or draws from one that is no argument.",
+    "Make the key an argument of fun, and name it with rng_argnum: each micro-batch then gets its own key. A key that "
+    "is shared on purpose goes into whole_argnums.",
+    {"options": probes.shared_key},
+)
 FAULTS = (  # options are asked all; of a wrong formula the first that shows is the cause
-    Fault(
-        "shared key",
-        "All draw the same random numbers.",
-        "The loss changes with a key that `rng_argnum` does not name, or draws from one that is no argument.",
-        "Pass rng_argnum, the key's position or name: each micro-batch then gets its own key. A key that is "
-        "shared on purpose goes into whole_argnums.",
-        {"options": probes.shared_key, "formula": probes.hidden_key},
-    ),
+    SHARED_KEY,
     Fault(
         "low-precision accumulator",
         "Their gradients are added in few digits.",

@@ -18,7 +18,8 @@ from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
 from optax_accum._verify.loss import Loss, grouped, uneven
-from optax_accum._verify.loss_faults import MUTABLE, causes
+from optax_accum._verify.loss_faults import MUTABLE, SHARED_KEY, causes
+from optax_accum._verify.loss_probes import hidden_key
 from optax_accum._verify.loss_runs import LossRuns
 from optax_accum._verify.report import Cause, Report
 
@@ -134,6 +135,8 @@ def verify(
     limits = (_rounding(loss, batch), SUMS) if rtol is None else (rtol, rtol)
     count = rows // group_size
     runs = LossRuns(loss, batch, count, num_microbatches, accumulator_dtype, *limits, whole)
+    if hidden := hidden_key(runs):  # value_and_grad refuses it
+        return Report(False, {}, {}, (Cause(SHARED_KEY, hidden),), rows, num_microbatches, False)
     found = tuple(causes(runs))
     errors, limits = ({path: pair[i] for path, pair in runs.as_asked.items()} for i in (0, 1))
     return Report(runs.holds and not found, errors, limits, found, rows, num_microbatches, runs.random)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, ratio, tracing
+from optax_accum._core import arithmetic, checks, draws, ratio, tracing
 from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
 from optax_accum._core.leaves import Tree
 from optax_accum._core.parts import Parts, Returns
@@ -213,6 +213,8 @@ def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
     micro_batches = microbatches.cut(call, rules.sizes, device.count)
     carry = _carry_of(call)
     program, shapes = jax.make_jaxpr(lambda: _parts(rules, micro_batches.first(carry)), return_shape=True)()
+    if draws.may_hide(program, micro_batches.first(carry)):
+        draws.check_keys(functools.partial(_parts, rules), micro_batches.first(carry), call)
     checks.check_carry(carry, shapes.carry)
     one = jax.ShapeDtypeStruct((), default_float())
     weighing, alive = weigh(micro_batches, rules.weight_fn, device, one, program.jaxpr, lambda _: {})

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, compilers, ratio
+from optax_accum._core import arithmetic, checks, compilers, draws, ratio
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import MAY_BE_AGAIN, Contribution, Inside, added_inside, at_leaves, contribution
 from optax_accum._core.meter import Meter
@@ -201,6 +201,8 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     carry = None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
     first = micro_batches.first(carry)
     program, shapes = jax.make_jaxpr(functools.partial(rules.parts_of, first), return_shape=True)(first[first.params])
+    if draws.may_hide(program, first):
+        draws.check_keys(rules.parts, first, micro_batches.call)
     device.check_alone(program)
     checks.check_carry(carry, shapes.carry)
     count = functools.partial(_counts, rules, device, micro_batches, carry, shapes, static)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, tracing
+from optax_accum._core import arithmetic, checks, draws, tracing
 from optax_accum._core.callables import as_function
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
@@ -112,6 +112,7 @@ def microbatched_apply(
     def outputs(*args: Any, **kwargs: Any) -> Any:
         call = roles.of(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
+        draws.check_keys(lambda call: call.apply(fun), _of_rows(call, sizes.group), call)
         space = here(over)
         for name in call.params:
             space.check_params(call.arguments[name])
@@ -120,6 +121,12 @@ def microbatched_apply(
         return jax.tree.map(functools.partial(space.output, "concat"), own)
 
     return outputs
+
+
+def _of_rows(call: Call, rows: int) -> Call:
+    """Returns the shapes of a call with so many rows."""
+    shape = lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) if splitting.is_split(leaf) else leaf
+    return call.with_arguments({name: jax.tree.map(shape, call.arguments[name]) for name in call.batch})
 
 
 def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, call: Call) -> Any:

@@ -1,0 +1,89 @@
+"""Owns which random numbers a function draws from a key that is not among its arguments. Runs nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from optax_accum._core.roles import Call
+from optax_accum._core.tracing import inner_programs, is_array, parted
+
+Shapes = list[tuple[int, ...]]
+LOOPS = ("scan", "while")
+
+
+def may_hide(program: Any, call: Call) -> bool:
+    """Returns whether a traced `fun(call)` may draw from a key that is not an argument, as far as identity tells."""
+    arguments = set(map(id, jax.tree.leaves(call[tuple(call.arguments)])))
+    constants = [id(const) in arguments for const in program.consts]
+    return bool(_draws(program.jaxpr, [True] * len(program.jaxpr.invars), constants)[0])
+
+
+def check_keys(fun: Callable[[Call], Any], part: Call, whole: Call) -> None:
+    """Raises where `fun` draws numbers for each row from a key that is not an argument: all micro-batches get the same.
+
+    `part` is the call for some rows, `whole` for all.
+    """
+    try:
+        of_part = hidden_draws(*_of_arrays(fun, part))
+        of_whole = hidden_draws(*_of_arrays(fun, whole)) if of_part else []
+    except (TypeError, ValueError, NameError):
+        return  # fun takes batches of one size only, or an axis that is not here: nothing tells draws by row
+    for shape, of_all in zip(of_part, of_whole, strict=False):
+        if shape != of_all:
+            raise ValueError(
+                "A random key must be an argument of fun, or every micro-batch would draw the same numbers: fun draws "
+                f"{list(shape)} from a key that it closes over, or makes. Pass the key as an argument and name it with "
+                "rng_argnum; to share it on purpose, with whole_argnums."
+            )
+
+
+def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], Any], Any]:
+    """Returns `fun(call)` as a function of the arrays among its arguments, and these."""
+    names = tuple(call.arguments)
+    arrays, filled = parted(call[names], lambda leaf: is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+    given = lambda arrays: call.with_arguments(dict(zip(names, filled(arrays), strict=True)))
+    return lambda arrays: fun(given(arrays)), arrays
+
+
+def hidden_draws(fun: Callable[..., Any], *args: Any) -> Shapes:
+    """Returns the shapes of what is drawn, whatever the arguments: from a key that `fun` closes over, or makes."""
+    traced = jax.make_jaxpr(fun)(*args)
+    return _draws(traced.jaxpr, [True] * len(traced.jaxpr.invars))[0]
+
+
+def _draws(program: Any, of_arguments: Sequence[bool], of_constants: Sequence[bool] = ()) -> tuple[Shapes, list[bool]]:
+    """Returns the shapes of hidden draws in a program, and which of its outputs depend on the arguments."""
+    known = {id(var) for var, depends in zip(program.invars, of_arguments, strict=True) if depends}
+    known |= {id(var) for var, depends in zip(program.constvars, of_constants, strict=False) if depends}
+    shapes: Shapes = []
+    for equation in program.eqns:
+        depends = [id(var) in known for var in equation.invars]
+        outputs = [any(depends)] * len(equation.outvars)
+        if equation.primitive.name == "random_bits" and not any(depends):
+            shapes.append(equation.outvars[0].aval.shape)
+        for inner in inner_programs(equation):
+            loops = equation.primitive.name in LOOPS
+            found, after = _around(inner, _last(depends, inner)) if loops else _draws(inner, _last(depends, inner))
+            shapes += found
+            if not loops and len(after) == len(outputs):
+                outputs = after
+        known |= {id(var) for var, depends in zip(equation.outvars, outputs, strict=True) if depends}
+    return shapes, [id(var) in known for var in program.outvars]
+
+
+def _around(body: Any, depends: list[bool]) -> tuple[Shapes, list[bool]]:
+    """Returns the same of the body of a loop: what it returns may be any of its inputs that looks like it."""
+    while True:
+        shapes, after = _draws(body, depends)
+        returned = [str(var.aval) for var, one in zip(body.outvars, after, strict=True) if one]
+        more = [one or str(var.aval) in returned for var, one in zip(body.invars, depends, strict=True)]
+        if more == depends:
+            return shapes, after
+        depends = more
+
+
+def _last(depends: list[bool], inner: Any) -> list[bool]:
+    """Returns which inputs of a program inside an equation depend on the arguments: they come last in it."""
+    missing = len(inner.invars) - len(depends)
+    return [any(depends)] * missing + depends[max(0, -missing) :]
