@@ -507,3 +507,45 @@ def test_flags_names_and_functions_stay_what_they_are():
 
     got = optax_accum.microbatched_apply(encode, 3)(W, X, True, "tower", jnp.tanh)
     np.testing.assert_allclose(got, jnp.tanh(X @ W), rtol=1e-6)
+
+
+# A key that fun closes over, or makes.
+
+DROPS = jax.random.key(3)
+
+
+def dropped(w, x, y, key=None):
+    kept = jax.random.bernoulli(DROPS if key is None else key, 0.9, x.shape)
+    return squares(w, jnp.where(kept, x, 0), y)
+
+
+METHODS = {
+    "value_and_grad": lambda fun, **roles: optax_accum.value_and_grad(fun, 3, batch_argnums=(1, 2), **roles),
+    "accumulate": lambda fun, **roles: optax_accum.accumulate(jax.grad(fun), 3, batch_argnums=(1, 2), **roles),
+    "microbatched_apply": lambda fun, **roles: optax_accum.microbatched_apply(
+        lambda w, x, y, **key: fun(w, x, y, **key)[None] * jnp.ones(len(x)), 3, batch_argnums=(1, 2), **roles
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_key_that_no_argument_holds_is_refused(method, jit):
+    """Every micro-batch drew the same mask, without a word."""
+    make, message = METHODS[method], "A random key must be an argument of fun"
+    with pytest.raises(ValueError, match=message):
+        jit(make(lambda w, x, y: dropped(w, x, y)))(W, X, Y)
+    with pytest.raises(ValueError, match=message):  # a key of the step
+        jit(lambda w, x, y, key: make(lambda w, x, y: dropped(w, x, y, key))(w, x, y))(W, X, Y, DROPS)
+    jit(make(dropped, rng_argnum="key"))(W, X, Y, key=DROPS)
+    jit(make(dropped, whole_argnums="key"))(W, X, Y, key=DROPS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_drawn_for_all_rows_alike_may_come_from_any_key(method):
+    """Random features; and a loss that only takes micro-batches of one size tells nothing."""
+    features = lambda w, x, y: squares(w, x * jax.random.normal(DROPS, x.shape[1:])[None], y)
+    METHODS[method](features)(W, X, Y)
+    if method != "microbatched_apply":
+        size = len(X) // 3
+        METHODS[method](lambda w, x, y: dropped(w, x.reshape(size, -1), y.reshape(size, -1)[:, 0]))(W, X, Y)

@@ -119,9 +119,8 @@ def value_and_grad(
     Returns:
       A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
 
-    Raises:
-      TypeError, ValueError: what cannot be right, when building or tracing: an argument that is a key and that no role
-        names, another with as many rows as the batch, and the like. What `fun` closes over is not seen.
+    Raises: TypeError, ValueError: what cannot be right, when building or tracing: an argument that is a key and that no
+      role names, a key that `fun` closes over, another argument with as many rows as the batch, and the like.
 
     Guarantees:
       | case | result | known when |
