@@ -102,7 +102,7 @@ def test_the_other_arguments_of_the_factory(options, error, message):
 
 @pytest.mark.parametrize("inner", [optax.sgd, None, 0.1, optax.MultiSteps(optax.sgd(0.1), 2)])
 def test_inner_that_is_no_transformation(inner):
-    with pytest.raises(TypeError, match=r"inner must be an optax.GradientTransformation: inner=.*Pass"):
+    with pytest.raises(TypeError, match=r"inner must be an optax.GradientTransformation: inner=.*(Pass|Call)"):
         optax_accum.accumulate_gradients(inner, 2)
 
 
@@ -203,7 +203,7 @@ MISSPELT = {
 
 @pytest.mark.parametrize(("name", "meant"), [(name, meant) for meant, names in MISSPELT.items() for name in names])
 def test_a_misspelt_weight_does_not_get_lost(name, meant):
-    with pytest.raises(TypeError, match=f"mistaken for '{meant}': '{name}'.*Pass {meant}="):
+    with pytest.raises(TypeError, match=f"{name}= looks like a misspelt {meant}=.*Pass {meant}="):
         update(build(), **{name: 1.0})
     named = lambda grads, state, params=None, *, weights=None, **_: (jax.tree.map(lambda g: g * weights, grads), state)
     inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), named)
@@ -429,7 +429,7 @@ def test_the_number_of_micro_batches_may_stand_second():
 )
 def test_the_names_of_multi_steps(name, value, remedy):
     *_, mine = remedy
-    with pytest.raises(TypeError, match=f"other names than optax.MultiSteps: {name}=.*Pass .*{mine}="):
+    with pytest.raises(TypeError, match=f"another name for {name}: {name}=.*Pass .*{mine}="):
         optax_accum.accumulate_gradients(optax.sgd(0.1), **{"every": 4, name: value})
     assert optax_accum.accumulate_gradients(optax.sgd(0.1), **remedy).init(W).mini_step == 0
 
@@ -444,7 +444,7 @@ def test_what_is_no_function(cut):
 @pytest.mark.parametrize("weight_fn", [3.0, lambda: 1.0, lambda w, x: 1.0], ids=["number", "none", "two"])
 def test_a_weight_fn_that_does_not_take_the_batch(cut, weight_fn):
     with pytest.raises(
-        TypeError, match=r"weight_fn must (be a function|take each argument.*takes \(.* 1 holds).*batch"
+        TypeError, match=r"weight_fn (must be a function|is called with the 1 argument.*takes \().*batch"
     ):
         CUTS[cut](loss, weight_fn=weight_fn)
 
@@ -459,7 +459,7 @@ def test_a_weight_fn_of_several_arguments():
         return jnp.mean((x @ w - y - z) ** 2)
 
     options = {"batch_argnums": (1, 2, "z")}
-    with pytest.raises(TypeError, match=r"takes \(x\), and 3 hold the batch"):
+    with pytest.raises(TypeError, match=r"the 3 arguments of fun in batch_argnums.*takes \(x\)"):
         optax_accum.value_and_grad(loss, 2, weight_fn=lambda x: x.sum(), **options)
     remedy = optax_accum.value_and_grad(loss, 2, weight_fn=lambda x, y, z: 1.0, **options)
     assert jnp.isfinite(remedy(W, X, X[:, 0], z=X[:, 0])[0])
@@ -481,7 +481,7 @@ def test_a_factory_in_the_place_of_an_optimizer():
 def test_the_optimizer_in_the_place_of_the_loss():
     with pytest.raises(TypeError, match=r"fun must be a function: fun=.*value_and_apply_gradients\(fun, tx\)"):
         optax_accum.value_and_apply_gradients(build(), loss)
-    with pytest.raises(TypeError, match="tx must be an optimizer.*tx=3. Pass what a factory returned"):
+    with pytest.raises(TypeError, match="tx must be an optimizer.*tx=3. Pass an optimizer, such as"):
         optax_accum.value_and_apply_gradients(loss, 3)
 
 
@@ -536,13 +536,13 @@ def test_the_inner_state_of_other_parameters():
 @pytest.mark.parametrize(
     ("batch", "args", "options", "message"),
     [
-        ({"x": X, "y": X[:6]}, (), {}, "Pass what is not cut as another argument"),
+        ({"x": X, "y": X[:6]}, (), {}, "pass what has no rows as another argument"),
         ({"x": 1.0}, (), {}, "Check batch_argnums"),
         (
             {"x": X},
             (X,),
             {},
-            "Put it into the batch .batch_argnums.; if every micro-batch needs all of it, pass whole_argnums=2",
+            "Add 2 to batch_argnums; if every micro-batch needs all of it, pass whole_argnums=2",
         ),
         ({"x": X}, (), {"rng_argnum": 2}, "Pass that argument, or name another\\.$"),
     ],
@@ -558,7 +558,7 @@ def test_verify_recommends_only_what_it_takes(batch, args, options, message):
 
 
 def test_value_and_grad_still_names_the_role():
-    with pytest.raises(ValueError, match=r"Put it into the batch \(batch_argnums\)"):
+    with pytest.raises(ValueError, match="to batch_argnums; if every"):
         optax_accum.value_and_grad(lambda w, x, y: loss(w, x), 2)(W, X, X)
     with pytest.raises(ValueError, match="outside batch_argnums"):
         optax_accum.value_and_grad(loss, 2)(W, (X, X[:6]))
@@ -574,11 +574,9 @@ def test_who_is_asked_whether_an_update_was_made():
     assert not optax_accum.has_updated(tx.init(W))  # the remedy
 
 
-def test_only_arguments_are_looked_at_for_keys():
+def test_a_key_that_no_role_names():
     key, x = jax.random.key(0), jnp.ones((8, 3))
     rows = lambda w, x, key: jax.random.normal(key, x.shape[:1]) + x @ w
-    closed = optax_accum.microbatched_apply(lambda w, x: rows(w, x, key), 2)(W, x)
-    np.testing.assert_array_equal(closed[::2], closed[1::2])  # as docs/faq.md says: one for all
     with pytest.raises(ValueError, match="A random key must be named.*Pass rng_argnum=2"):
         optax_accum.microbatched_apply(rows, 2)(W, x, key)
     named = optax_accum.microbatched_apply(rows, 2, rng_argnum=2)(W, x, key)  # the remedy

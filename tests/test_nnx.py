@@ -122,7 +122,7 @@ def test_the_train_step_steps_statistics_once_and_averages_metrics():
     close(statistics(model), statistics(whole))
     means = [np.average([X[rows, 0].mean() for rows in cut], weights=w) for cut, w in zip(CUTS, parts, strict=True)]
     assert_allclose(metrics["first"], np.average(means, weights=np.sum(parts, axis=1)), rtol=1e-5)
-    with pytest.raises(ValueError, match=r"names that were announced: \[\], and \['first', 'loss'\] came"):
+    with pytest.raises(ValueError, match=r"was given: those are \[\], and \['first', 'loss'\] came"):
         step(model, accum.nnx.Optimizer(model, tx, wrt=nnx.Param), (X, Y))
 
 
@@ -335,7 +335,9 @@ def test_bad_input():
     )
     with pytest.raises(ValueError, match=r"metrics has a 'loss', too"):
         step(model, optimizer, (X, Y))
-    with pytest.raises(TypeError, match=r"optimizer=Optimizer. Create it with optax_accum.flax.nnx.Optimizer"):
+    with pytest.raises(
+        TypeError, match=r"must be an optax_accum.flax.nnx.Optimizer: it is a flax.nnx.*Create it with that"
+    ):
         step(model, nnx.Optimizer(model, tx, wrt=nnx.Param), (X, Y))
     model.norms.append(nnx.BatchNorm(4, use_bias=False, use_scale=False, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="must keep their tree and shapes"):
@@ -779,7 +781,7 @@ def test_a_gradient_of_nothing_is_refused():
     optimizer = accum.nnx.Optimizer(model, optax_accum.accumulate_gradients(optax.sgd(0.1), 2), wrt=nnx.Param)
     with pytest.raises(ValueError, match=r"there is none at \['bias'\], \['kernel'\]. Pass the State that nnx.grad"):
         optimizer.update(model, {"kernel": jnp.ones((6, 3)), "bias": jnp.ones(3)})
-    with pytest.raises(TypeError, match="must not be mistaken for 'metrics': 'metric' would go to the optimizer"):
+    with pytest.raises(TypeError, match="metric= looks like a misspelt metrics=, and would go to the optimizer"):
         optimizer.update(model, nnx.state(model, nnx.Param), metric={})
 
 

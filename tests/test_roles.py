@@ -317,7 +317,7 @@ def test_a_keyword_that_is_none_goes_to_fun():
 
 
 def test_an_argument_that_no_role_names():
-    with pytest.raises(ValueError, match=r"argument 'y' has shape.*\(batch_argnums\).*pass whole_argnums='y'"):
+    with pytest.raises(ValueError, match=r"argument 'y' has shape.*Add 'y' to batch_argnums.*pass whole_argnums='y'"):
         optax_accum.value_and_grad(squares, num_microbatches=2)(W, X, y=Y)
     with pytest.raises(ValueError, match="argument 'key' is a key. Pass rng_argnum='key'.*whole_argnums='key'"):
         optax_accum.value_and_grad(noisy, num_microbatches=2)(W, X, key=KEY)

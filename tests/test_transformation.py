@@ -449,7 +449,9 @@ def test_a_member_of_a_chain_may_take_weights():
         close(updates, [jax.tree.map(lambda g: 2 * g, GRADS[0])])
     tx = optax_accum.accumulate_gradients(optax.chain(optax.identity(), SGD), 1)
     for value in (2.0, np.ones(3), {"a": jnp.ones(3)}, "all"):
-        with pytest.raises(TypeError, match="does not read it. Pass weight=, or put what reads it inside"):
+        with pytest.raises(
+            TypeError, match="does not read it: 'weights'. Pass weight=, or put what reads weights inside"
+        ):
             tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weights=value)
 
 

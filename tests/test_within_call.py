@@ -509,7 +509,13 @@ def loss_with(value):
 @pytest.mark.parametrize(
     ("fun", "options", "batch", "error", "message"),
     [
-        (MEAN, {}, {"a": X, "b": jnp.ones(4)}, ValueError, r"as many rows: the leaf \[0\]\['a'\] has 6.*\['b'\] has 4"),
+        (
+            MEAN,
+            {},
+            {"a": X, "b": jnp.ones(4)},
+            ValueError,
+            r"same number of rows: the leaf \[0\]\['a'\] has 6.*\['b'\] has 4",
+        ),
         (MEAN, {"num_microbatches": 7}, X, ValueError, "num_microbatches=7, and the batch has 6 rows"),
         (MEAN, {}, jnp.ones(0), ValueError, r"must have rows.*shape\[0\]=0"),
         (MEAN, {}, 3.0, ValueError, "must have a leaf with rows"),

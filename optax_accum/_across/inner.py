@@ -71,11 +71,15 @@ def check_kept(inner: Inner, new: Tree, old: Tree, params: Tree) -> None:
     if not keeps(new, old):
         check_own(inner, old, params)
         raise ValueError(
-            "The inner optimizer must keep the tree of its state, or a window that holds and one that emits would end "
-            f"in different ones: init gave {jax.tree.structure(old)}, update {jax.tree.structure(new)}. What only "
-            "watches (optax.monitor, optax.snapshot) goes behind: optax.chain(accumulate_gradients(...), "
-            "optax.monitor(...))."
+            "The inner optimizer must keep the tree of its state, or micro-steps with and without an update would "
+            f"return different ones: init gave {_beginning(old)}, update {_beginning(new)}. optax.monitor goes behind: "
+            "optax.chain(accumulate_gradients(...), optax.monitor(...))."
         )
+
+
+def _beginning(state: Tree) -> str:
+    text = str(jax.tree.structure(state)).removeprefix("PyTreeDef")
+    return text if len(text) < 80 else f"{text[:77]}..."
 
 
 def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> None:
@@ -84,8 +88,8 @@ def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra
         others = {other: value for other, value in extra_args.items() if other != name}
         if not _reads(inner, name, extra_args[name], args, others):
             raise TypeError(
-                f"An extra argument must not be mistaken for {meant!r}: {name!r} would go to the inner optimizer, "
-                f"which does not read it. Pass {meant}=, or put what reads it inside accumulate_gradients."
+                f"{name}= looks like a misspelt {meant}=, and the inner optimizer does not read it: {name!r}. Pass "
+                f"{meant}=, or put what reads {name} inside accumulate_gradients."
             )
 
 

@@ -197,6 +197,7 @@ class _MicroStep:
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, adds its gradient to the window, and applies what comes out."""
+        checks.check_no_module([params])
         check_arrays("Parameters", params, NOT_ARRAYS)
         params, rules = jax.tree.map(jnp.asarray, params), self.accumulation
         given = {name for name, arg in (("weight", weight), ("flush", flush)) if arg is not None}

@@ -27,6 +27,9 @@ from optax_accum._space.space import Space
 
 @renamed(
     every_k_schedule="Pass it as every=, an integer or a callable.",
+    gradient_accumulation_steps="Pass it as every=.",
+    accumulation_steps="Pass it as every=.",
+    accum_steps="Pass it as every=.",
     use_grad_mean='Pass reduction="sum" for False; "mean" is the default.',
     should_skip_update_fn="Pass it as nonfinite=.",
 )

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from optax_accum._core.counted import counted
 from optax_accum._core.leaves import short
 from optax_accum._core.roles import Roles
 
@@ -22,9 +23,9 @@ def as_function(fun: Any, name: str = "fun", remedy: str = "Pass the function it
 def as_optimizer(tx: Any) -> Any:
     """Returns `tx` if it has what an optimizer has."""
     if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-        remedy = "Pass what a factory returned, such as optax.adam(1e-3)."
+        remedy = "Pass an optimizer, such as optax.adam(1e-3)."
         if callable(tx):
-            remedy = "Call it: optax.adam(1e-3), say, returns an optimizer, and optax.adam is none."
+            remedy = "Call it: optax.adam(1e-3), say, returns an optimizer."
         raise TypeError(f"tx must be an optimizer, with init and update: tx={short(tx)}. {remedy}")
     return tx
 
@@ -41,9 +42,9 @@ def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
     count = len(roles.named["batch_argnums"])
     if not _binds(signature, count):
         raise TypeError(
-            f"weight_fn must take each argument of fun that holds the batch, and no other: weight_fn takes {signature},"
-            f" and {count} hold{'s' * (count == 1)} the batch. Give it one parameter for each: weight_fn=lambda batch: "
-            'batch["mask"].sum(), say.'
+            f"weight_fn is called with the {counted(count, 'argument')} of fun in batch_argnums, and no other: "
+            f"weight_fn takes {signature}. Give it {counted(count, 'parameter')}, as in weight_fn=lambda "
+            f"{', '.join(['batch', 'mask', *map('x{}'.format, range(3, count + 1))][:count])}: ...sum()."
         )
     return weight_fn
 
@@ -56,7 +57,7 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in names.keys() & kwargs.keys():
                 raise TypeError(
-                    f"{fun.__name__} has other names than optax.MultiSteps: {name}={short(kwargs[name])}. {names[name]}"
+                    f"{fun.__name__} has another name for {name}: {name}={short(kwargs[name])}. {names[name]}"
                 )
             return fun(*args, **kwargs)
 

@@ -2,6 +2,8 @@
 
 import math
 import operator
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +19,20 @@ from optax_accum._core.state import default_float
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` with support for extra arguments."""
     if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            f"inner must be an optax.GradientTransformation: inner={inner!r}. Pass what a factory returned, such as "
-            "optax.adam(1e-3); for optax.MultiSteps, the optimizer that it wraps."
-        )
+        raise TypeError(f"inner must be an optax.GradientTransformation: inner={short(inner)}. {_remedy(inner)}")
     return optax.with_extra_args_support(inner)
+
+
+def _remedy(inner: Any) -> str:
+    if isinstance(inner, int):
+        return "The optimizer comes first: accumulate_gradients(optax.adam(1e-3), every=4)."
+    if isinstance(inner, optax.MultiSteps):
+        return "Pass the optimizer that optax.MultiSteps wraps."
+    if isinstance(getattr(inner, "tx", None), optax.GradientTransformation):
+        return "Pass its tx."
+    if callable(inner):
+        return "Call it: optax.adam(1e-3), say, returns an optimizer."
+    return "Pass an optimizer, such as optax.adam(1e-3)."
 
 
 def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Weight:
@@ -84,7 +95,7 @@ def as_float_dtypes(name: str, dtypes: Any) -> Any:
 def as_positive(name: str, count: Any) -> int | None:
     """Returns `count` as a Python integer >= 1, or None."""
     rule = f"{name} must be an integer >= 1"
-    return None if count is None else as_integer(rule, name, count, "Pass 1 for the smallest.")
+    return None if count is None else as_integer(rule, name, count, "Pass 1 or more.")
 
 
 def as_tolerance(name: str, tolerance: Any) -> float | None:
@@ -100,6 +111,18 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "")
         words = ", ".join(f'"{word}"' for word in allowed)
         raise ValueError(f"{name} must be one of {words}{otherwise}: {name}={value!r}. Choose one of these.")
     return value
+
+
+def check_no_module(params: Sequence[Any]) -> None:
+    """Raises for a module of NNX: as a tree, it loses what a loss changes in it, such as running statistics."""
+    nnx = sys.modules.get("flax.nnx")
+    for param in params:
+        if nnx is not None and isinstance(param, nnx.Module):
+            raise TypeError(
+                "Parameters must be a tree of arrays, and a module of NNX also holds what a loss changes (BatchNorm's "
+                f"statistics, counts of random streams): the first argument is a {type(param).__name__}. For the "
+                "gradient use optax_accum.flax.nnx.value_and_grad; to check a train step, verify_step."
+            )
 
 
 def check_differentiable(params: Any) -> None:

@@ -215,8 +215,9 @@ def _unnamed_key(name: Name, where: str) -> str:
 def _check_rows(name: Name, where: str, leaf: Any, rows: int | None, *, named: bool) -> None:
     shape = getattr(leaf, "shape", ())
     if rows is not None and rows > 1 and shape and shape[0] == rows:
+        remedy = f"Add {name!r} to batch_argnums" if named else "Put it into the batch"
         raise ValueError(
             f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
-            f"{shape}, the batch {rows} rows. Put it into the batch{' (batch_argnums)' * named}; if every micro-batch "
-            f"needs all of it, pass whole_argnums={name!r}."
+            f"{shape}, the batch {rows} rows. {remedy}; if every micro-batch needs all of it, pass "
+            f"whole_argnums={name!r}."
         )

@@ -30,8 +30,9 @@ def count_rows(batch: Tree, *, named: bool = True) -> int:
     for path, size in others:
         if size != rows:
             raise ValueError(
-                f"The leaves of a batch must have as many rows: {_named(first)} has {rows}, {_named(path)} has {size}. "
-                f"Pass what is not cut as another argument{', outside batch_argnums' if named else ''}."
+                f"All leaves of a batch must have the same number of rows: {_named(first)} has {rows}, {_named(path)} "
+                f"has {size}. If that is meant, pass what has no rows as another argument"
+                f"{', outside batch_argnums' if named else ''}."
             )
     if not rows:
         raise ValueError(f"A batch must have rows: {_named(first)} has shape[0]=0. Skip empty batches.")

@@ -250,7 +250,7 @@ def _check_builder(builder: Builder, rows: int, options: Sequence[Any] | None) -
 def _positive(name: str, value: Any) -> int:
     number = checks.as_positive(name, value)
     if number is None:
-        raise TypeError(f"{name} must be an integer >= 1: {name}=None. Pass 1 for the smallest.")
+        raise TypeError(f"{name} must be an integer >= 1: {name}=None. Pass 1 or more.")
     return number
 
 

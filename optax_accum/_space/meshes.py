@@ -50,8 +50,8 @@ def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
     if mesh is None:
         needs = f"reduce_axes needs a mesh in reach: reduce_axes={axes}" if axes else "Parameters must lie on a mesh"
         raise ValueError(
-            f"{needs}, and inside jit arrays do not tell theirs. Place them on one, or call it under `with "
-            "jax.set_mesh(mesh):`."
+            f"{needs}, and the arguments are on none (inside jit, JAX does not tell). Place them on one, or call it "
+            "under `with jax.set_mesh(mesh):`."
         )
     missing = [axis for axis in axes if axis not in mesh.axis_names]
     if missing:

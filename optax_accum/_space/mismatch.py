@@ -70,6 +70,6 @@ def check_partials(grads: Tree, sums: Tree, axes: Axes, devices: int) -> None:
         if old != new and new == old[1:]:
             raise ValueError(
                 f"With reduce_axes, gradients come as partial sums [d, ...]: at {at} the gradient has shape {new}, and "
-                f"partial sums have {old}, so it has been reduced already. Take it from value_and_grad(..., "
-                'reduce_axes=..., reduce_to="partial"), or call value_and_apply_gradients.'
+                f"partial sums have {old}, so it has been reduced already. Take it from value_and_grad or "
+                'accumulate with reduce_axes=..., reduce_to="partial", or call value_and_apply_gradients.'
             )

@@ -8,16 +8,16 @@ from optax_accum._verify.report import Cause, Fault, found
 
 MUTABLE = Fault(
     "mutable state",
-    "Later ones depend on earlier ones, through the carry or a variable.",
-    "Another gradient comes out if each starts from the first carry; or `fun` differs between equal calls.",
+    "Later micro-batches depend on earlier ones, through the carry or a variable.",
+    "The gradient changes if each micro-batch starts from the first carry; or equal calls of `fun` differ.",
     "Make fun pure: pass what changes as an argument, with carry_argnum, and let the loss of a training step not "
     "depend on what earlier micro-batches put there.",
     {"options": probes.state},
 )
 SHARED_KEY = Fault(
     "shared key",
-    "All draw the same random numbers.",
-    "The loss changes with a key that `rng_argnum` does not name, or draws from one that is no argument.",
+    "All micro-batches draw the same random numbers.",
+    "The loss changes with a key that `rng_argnum` does not name, or draws from a key that is not an argument.",
     "Make the key an argument of fun, and name it with rng_argnum: each micro-batch then gets its own key. A key that "
     "is shared on purpose goes into whole_argnums.",
     {"options": probes.shared_key},
@@ -26,24 +26,24 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
     SHARED_KEY,
     Fault(
         "low-precision accumulator",
-        "Their gradients are added in few digits.",
-        "The default accumulator gives another gradient.",
+        "Their gradients are added in bfloat16 or float16.",
+        "With the default accumulator the gradient is another one.",
         "Leave accumulator_dtype=None: at least float32, never narrower than the parameter.",
         {"options": probes.low_precision},
     ),
     MUTABLE,
     Fault(
         "not rows",
-        "Each gets a part of a table that it needs whole.",
-        "With that leaf kept whole the law holds.",
+        "Each micro-batch gets a part of a table that it needs whole.",
+        "If that leaf is not split, the gradients agree.",
         "Pass that leaf as an argument of its own, and name that in whole_argnums.",
         {"formula": probes.not_rows},
     ),
     Fault(
         "coupled examples",
-        "Each compares its rows with one another, not with those of the whole batch.",
-        "A leaf moved by a constant changes nothing; or with other rows in a leaf changes do not add up, whatever "
-        "the weights.",
+        "Each micro-batch compares its rows with one another, not with those of the whole batch.",
+        "A constant added to a leaf changes nothing; or the changes from replacing some rows, others, and all of them "
+        "do not add up for any weights.",
         "Normalise data, such as advantages, over the whole batch, before the call. Compute what is per example with "
         "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
         "together with group_size. For BatchNorm use running statistics through carry_argnum, or LayerNorm or "
@@ -52,16 +52,16 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
     ),
     Fault(
         "sum",
-        "Each gives its sum; their mean is too small.",
-        "The whole is its rows added up.",
+        "Each micro-batch returns a sum; the mean of the sums is too small.",
+        "The loss of the batch is the sum of the losses of its rows.",
         "Return the mean over rows (divide by their number), or a mean over tokens with its weight_fn. Across calls, "
         'accumulate_gradients(reduction="sum") adds as it is.',
         {"formula": probes.total},
     ),
     Fault(
         "weights",
-        "Each divides by its own tokens, and counts as much as one with more of them.",
-        "Weights that make it a sum over rows are not those in use.",
+        "Each micro-batch divides by its own tokens, and counts as much as one with more of them.",
+        "Other weights than those in use make the loss a sum over rows.",
         "Pass weight_fn (value_and_apply_gradients takes it, too): what each mean divides by, such as mask.sum(). For "
         "means with their own denominators, return a dict of terms from fun and a dict with the same keys from "
         "weight_fn. A denominator that only fun knows is the count of a Ratio.",

@@ -163,5 +163,8 @@ def weights(runs: LossRuns) -> str:
     if runs.factor is None:
         return "Examples act on the loss one by one, but no weight per micro-batch explains it: several denominators."
     if abs(runs.factor - 1) > 0.01:
-        return f"With other rows in some places, the batch counts for {runs.factor:.2f} of what it did."
+        return (
+            "The loss divides by a number that depends on its rows, and micro-batches are not weighed by it: with "
+            f"other rows in some places it was {runs.factor:.2f} times as large."
+        )
     return "All rows count the same in the loss, and micro-batches do not count by their rows."

@@ -74,17 +74,15 @@ class Report:
 
     def __str__(self) -> str:
         same = "gradient" if self.subject == "loss" else "update"
-        says = (
-            f"holds: cut or whole, the {same} is the same" if self.holds else f"does NOT hold for this {self.subject}"
-        )
-        cuts = ", even and uneven" if self.subject == "loss" else ""  # of a step the notes say what was not tried
-        lines = [f"The law {says} ({self.rows} rows, {self.num_microbatches} micro-batches{cuts})."]
+        says = f"has the {same} of the whole batch" if self.holds else f"has another {same} than the whole batch"
+        counts = f"{self.rows} rows, {self.num_microbatches} micro-batches"
+        lines = [f"{'Holds' if self.holds else 'Differs'}: in micro-batches this {self.subject} {says} ({counts})."]
         if self.random:
             lines.append(
                 f"The {self.subject} is random: means over {self.draws} keys were compared, within six standard errors."
             )
         worst = sorted(self.errors, key=lambda path: -order(self.errors[path] / self.limits[path]))
-        lines += [f"  {'error':>9}  {'limit':>9}  (relative to the largest entry of what is averaged)"] if worst else []
+        lines += [f"  {'error':>9}  {'limit':>9}  (relative to the largest entry)"] if worst else []
         lines += [f"  {self.errors[path]:9.1e}  {self.limits[path]:9.1e}  {path}" for path in worst[:8]]
         lines += [f"  and {counted(len(worst) - 8, 'other')}, nearer"] if len(worst) > 8 else []
         lines += [f"Not tried: {note}" for note in self.notes]

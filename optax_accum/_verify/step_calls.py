@@ -1,5 +1,6 @@
 """Owns the runs of a train step, each from the same carry, and what is seen of them. Judges nothing."""
 
+import inspect
 import math
 import re
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.callables import as_function
 from optax_accum._verify import foreign
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify.loss import wide
@@ -25,6 +27,7 @@ class Steps:
 
     def __init__(self, make_step: Callable[[int], Any], batch: Tree, every: int) -> None:
         """Takes a batch to know what arrays the step is to be given."""
+        _check_make_step(make_step, every)
         self.make_step, self.every, self._batch = make_step, every, batch
         self.step, self._carry, self.last = self._made()
         self.is_jax = foreign.is_jax(self._carry)
@@ -106,6 +109,18 @@ class Steps:
                 "lambda carry, micro_batch: step(carry, micro_batch)[0]."
             )
         return new
+
+
+def _check_make_step(make_step: Any, every: int) -> None:
+    """Raises for a step, or what `make_step` returns, in its place."""
+    remedy = "Pass make_step itself: make_step(every) returns (step, carry)."
+    as_function(make_step, "make_step", remedy)
+    try:
+        inspect.signature(make_step).bind(every)
+    except TypeError as error:
+        raise TypeError(f"make_step is called with the length of a window: {error}. {remedy}") from None
+    except ValueError:
+        return  # it does not tell what it takes
 
 
 def reference(optimizer: optax.GradientTransformation, loss: Callable[..., Any], params: Tree) -> Callable[[int], Any]:

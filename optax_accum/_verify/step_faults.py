@@ -17,8 +17,8 @@ from optax_accum._verify.step_windows import Second, Window
 
 SHARED_KEY = Fault(
     "shared key",
-    "All draw the same random numbers.",
-    "Equal micro-batches vary with the key as one of them does.",
+    "All micro-batches draw the same random numbers.",
+    "Over many keys, a window of equal micro-batches varies as much as a single one.",
     "Give each micro-batch a key of its own: jax.random.fold_in(key, i). value_and_grad does it with rng_argnum, "
     "value_and_apply_gradients, too.",
     {"beside": probes.shared_key},
@@ -28,17 +28,18 @@ SHARED_KEY = Fault(
 FAULTS = (
     Fault(
         "never closes",
-        "All of them change nothing, or not when the window ends.",
+        "None of them makes an update, or none at the end of the window.",
         "The parameters do not move.",
         "Return the new carry from the step, every time: what a jitted function keeps to itself is lost. Count "
-        "micro-steps in the carry, and update when as many as the window have come.",
+        "micro-steps in the carry, and update when as many as the window have come. Pass within_call=True only if the "
+        "step takes the whole batch and splits it.",
         {"moves": probes.stays, "other": probes.stays_open},
     ),
     Fault(
         "optimizer at each micro-step",
-        "Each one is an update, or counts as one for the schedule.",
-        "A counter of Optax goes up too often; or as many updates came out; or the gradient is right and its update a "
-        "multiple.",
+        "Each micro-batch makes an update, or counts as one for the schedule.",
+        "A counter of Optax goes up too often; or the parameters moved by several updates; or the gradient is right, "
+        "and its update is a multiple of the right one.",
         "Let optimizer and schedule see one gradient for each window: accumulate_gradients(optimizer, every), with the "
         "schedule inside; apply_every comes first in a chain.",
         {
@@ -51,44 +52,44 @@ FAULTS = (
     ),
     Fault(
         "moves while held",
-        "Each moves the parameters, or an average of them, before the window ends.",
-        "They change at a micro-step that holds.",
+        "Each micro-batch moves the parameters, or an average of them, before the window ends.",
+        "They change at a micro-step that should only accumulate.",
         "Change parameters only where the window closes: decay, averages and noise belong there, too.",
         {"moves": probes.moves},
     ),
     Fault(
         "divided by the full k",
-        "Those of a window that ends early count too little.",
-        "The part of the window that came is what came out of its mean.",
+        "Micro-batches of a short last window count too little.",
+        "The update is too small by the part of the window that is missing.",
         "Divide by the number of micro-batches that came, or by their weights: apply_gradients(..., flush=True) does.",
         {"other": probes.by_the_full_k},
     ),
     Fault(
         "rows left out",
-        "The rows that `every` does not divide are in none.",
-        "The update of the other rows alone came out.",
+        "The rows that `every` does not divide are in no micro-batch.",
+        "The update equals that of the other rows alone.",
         "Let the rows that are left be one smaller micro-batch, and weigh each by its rows, as value_and_grad does. "
         "Where batches always divide, pass uneven=False.",
         {"other": probes.left_out},
     ),
     Fault(
         "only the first gradient",
-        "The first one counts, the others do not.",
-        "Its update alone came out, or a part of it.",
+        "The first micro-batch counts, the others do not.",
+        "The update equals that of the first micro-batch alone, or a part of it.",
         "Add each micro-batch's gradient to the accumulator: acc + g, from zeros.",
         {"foretold": windows.only_first},
     ),
     Fault(
         "only the last gradient",
-        "The last one counts, the others do not.",
-        "Its update alone came out, or a part of it.",
+        "The last micro-batch counts, the others do not.",
+        "The update equals that of the last micro-batch alone, or a part of it.",
         "Add each micro-batch's gradient, acc + g. Empty the accumulator only after an update.",
         {"foretold": windows.only_last},
     ),
     Fault(
         "low-precision sum",
-        "Their gradients are added in few digits.",
-        "The same micro-batches many times over give another mean than once.",
+        "Their gradients are added in bfloat16 or float16.",
+        "The same micro-batches repeated many times give another mean than once.",
         "Add gradients in float32: acc + g.astype(jnp.float32), from float32 zeros.",
         {
             "right": lambda w: w.rounded(),
@@ -100,21 +101,21 @@ FAULTS = (
     Fault(
         "sum for a mean",
         "Their gradients are added and never divided.",
-        "A multiple of the whole batch's gradient came out.",
+        "The update is that of a multiple of the whole batch's gradient.",
         "Divide the sum by what the whole batch's mean divides by: by k for k equal micro-batches.",
         {"foretold": windows.undivided, "related": windows.more},
     ),
     Fault(
         "divided twice",
         "The sum of their gradients is divided once too often.",
-        "A part of the whole batch's gradient came out.",
+        "The update is that of a fraction of the whole batch's gradient.",
         "Divide once: either each loss, or the sum of the gradients. optax.MultiSteps divides, too.",
         {"foretold": windows.divided_again, "related": windows.less},
     ),
     Fault(
         "mean of means",
-        "Each counts the same, though they hold other numbers of rows or tokens.",
-        "Their plain mean came out, and the whole batch's gradient is another mean of theirs.",
+        "Each micro-batch counts the same, though they have different numbers of rows or tokens.",
+        "The update is that of the unweighted mean of their gradients; the whole batch's gradient is a weighted mean.",
         "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: apply_gradients(..., weight=w), "
         "or value_and_grad(..., weight_fn=...) within a call. Where micro-batches are always equal, pass uneven=False.",
         {
@@ -126,8 +127,8 @@ FAULTS = (
     ),
     Fault(
         "clipping at each micro-step",
-        "The gradient of each is clipped, not that of the window.",
-        "Their plain mean came out, and the whole batch's gradient is a multiple of a mean of theirs.",
+        "The gradient of each micro-batch is clipped, not that of the window.",
+        "The update is that of a mean of smaller gradients; the whole batch's gradient is a multiple of such a mean.",
         "Clip the mean: put clipping inside what accumulates, "
         "accumulate_gradients(optax.chain(optax.clip_by_global_norm(1.0), optimizer), every).",
         {
@@ -138,8 +139,9 @@ FAULTS = (
     ),
     Fault(
         "coupled examples",
-        "Each compares its rows with one another, not with those of the whole batch.",
-        "The whole batch's gradient is no combination of theirs; or a leaf moved by a constant changes nothing.",
+        "Each micro-batch compares its rows with one another, not with those of the whole batch.",
+        "No weighted sum of their gradients is the whole batch's; or a constant added to a leaf of the batch changes "
+        "nothing.",
         "Normalise data, such as advantages, over the whole batch, before it is cut. Compute what is per example with "
         "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
         "together with group_size. For BatchNorm use running statistics, or LayerNorm or GroupNorm.",
@@ -152,24 +154,24 @@ FAULTS = (
     ),
     Fault(
         "not emptied",
-        "Those of the last window count in the next one, too.",
-        "The first window is right, and its sum is on top of the second's.",
+        "The micro-batches of the last window count in the next one, too.",
+        "The first window is right; the second one's update contains its sum again.",
         "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
         {"foretold": windows.kept_lead, "second": windows.kept},
     ),
     SHARED_KEY,
     Fault(
         "NaN poison",
-        "One with a NaN spoils all windows after its own.",
-        "After it whole batches train, and windows do not.",
+        "After one NaN, all later windows are NaN.",
+        "After a NaN, whole batches train again, and windows do not.",
         "Start each window from zeros by jnp.where, not by 0 * acc, and leave out what is not finite: "
         'accumulate_gradients(..., nonfinite="skip").',
         {"always": probes.poison},
     ),
     Fault(
         "not known",
-        "Something else, or one of these: too few numbers change to tell.",
-        "The batch moves `every + 3` numbers or fewer.",
+        "One of these, or something else: too few parameters change to tell.",
+        "An update changes `every + 3` parameters or fewer.",
         "Check a model of more parameters, every + 4 or more of which the batch moves, or a smaller every: then the "
         "cause is named.",
         {"moves": probes.moves_somehow, "other": probes.stays_open_somehow, "unexplained": probes.unknown},

@@ -171,6 +171,7 @@ def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> i
     if (checks.as_positive("num_microbatches", num_microbatches) or 0) < 2:
         raise ValueError(f"There must be a cut to compare: num_microbatches={num_microbatches}. Pass 2 or more.")
     checks.as_positive("group_size", group_size)
+    checks.check_no_module([loss.params])
     check_arrays("params", loss.params, NOT_ARRAYS)
     for path, leaf in jax.tree.leaves_with_path(loss.params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):

@@ -125,7 +125,9 @@ def microbatched_apply(
 
 def _of_rows(call: Call, rows: int) -> Call:
     """Returns the shapes of a call with so many rows."""
-    shape = lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) if splitting.is_split(leaf) else leaf
+    shape = lambda leaf: (
+        jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), jnp.result_type(leaf)) if splitting.is_split(leaf) else leaf
+    )
     return call.with_arguments({name: jax.tree.map(shape, call.arguments[name]) for name in call.batch})
 
 

@@ -58,7 +58,11 @@ def _shares(
         return split.size / rows, split.rest / rows, rows
     axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, stacked)
     weigh = lambda *rows: _weights(weight_fn(*(splitting.ungrouped(split, one) for one in rows)))
-    parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.whole)(*stacked)]
+    try:
+        parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.whole)(*stacked)]
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note("weight_fn must return the traced number: leave out int(), float() and .item().")
+        raise
     if split.rest:
         parts.append(_weights(weight_fn(*micro_batches.rest)))
     total = jax.tree.map(lambda *parts: whole_of(sum(map(jnp.sum, parts))), *parts)

@@ -101,7 +101,7 @@ def momentum_of_each(momentum: Tree, stats: Tree) -> Tree:
         is_number = isinstance(number, numbers.Real) and number is not False
         if not is_number or not 0 <= float(number) < 1:
             raise ValueError(
-                "To merge batch_stats over micro-batches takes the momentum of the BatchNorm layers, a number in "
+                "Merging batch_stats over micro-batches needs the momentum of the BatchNorm layers, a number in "
                 f"[0, 1): momentum={momentum!r}. Pass what the layers have; flax.linen.BatchNorm has 0.99 unless told "
                 "otherwise."
             )

@@ -64,8 +64,9 @@ def train_step(
     def step(model: Any, optimizer: Any, batch: Tree, flush: Any = None) -> dict[str, jax.Array]:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"train_step needs an optimizer that has a window: optimizer={type(optimizer).__name__}. Create it "
-                "with optax_accum.flax.nnx.Optimizer."
+                "The second argument of a train step must be an optax_accum.flax.nnx.Optimizer: it is a "
+                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}. Create it with that; the order is "
+                "(model, optimizer, batch)."
             )
         opt_state = as_pure(optimizer.opt_state)
         own = _window.where_sums_go(optimizer.tx, opt_state, options)

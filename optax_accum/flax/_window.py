@@ -117,8 +117,8 @@ def add_metrics(
         metrics, weight = dict.fromkeys(totals, 0.0), jnp.zeros([])
     if sorted(metrics) != sorted(totals):
         raise ValueError(
-            f"metrics must have the names that were announced: {sorted(totals)}, and {sorted(metrics)} came. "
-            f"Pass those, or announce metrics={tuple(sorted(metrics))} to TrainState.create or Optimizer."
+            f"metrics must have the names that TrainState.create or Optimizer was given: those are {sorted(totals)}, "
+            f"and {sorted(metrics)} came. Pass those, or create it with metrics={tuple(sorted(metrics))}."
         )
     check_metrics(metrics)
     return {name: add(totals[name], wide(metrics[name]), weight, micro_step) for name in totals}
@@ -159,8 +159,7 @@ def extra_args(
     for name in kwargs:
         if meant := difflib.get_close_matches(name, own, n=1, cutoff=0.85):
             raise TypeError(
-                f"An extra argument must not be mistaken for {meant[0]!r}: {name!r} would go to the optimizer. Pass "
-                f"{meant[0]}=."
+                f"{name}= looks like a misspelt {meant[0]}=, and would go to the optimizer: {name!r}. Pass {meant[0]}=."
             )
     return kwargs if window is None else {**kwargs, **given}
 
