@@ -73,9 +73,9 @@ def accumulate_gradients(
 
     Args:
       inner: any Optax optimizer.
-      every: the micro-steps in a window: an integer >= 1; a callable of `gradient_step`, evaluated when running (below
-        1 acts as 1); a schedule of `optax_accum.batching`; or `None`: the caller closes each window with `flush`. A
-        window closes when `mini_step + 1 >= every`, so a resumed run may change it.
+      every: the micro-steps in a window: an integer >= 1; a callable of `gradient_step`, evaluated at run time; a value
+        below 1 counts as 1; a schedule of `optax_accum.batching`; or `None`: the caller closes each window with
+        `flush`. A window closes when `mini_step + 1 >= every`, so a resumed run may change it.
       reduction: `"mean"`, for losses that are means; or `"sum"`, for losses that are sums.
       accumulator_dtype: a real floating-point dtype to add in (of complex leaves, its width), or several, as a prefix
         of the tree of the parameters. By default, and where it is None, at least float32, and never narrower than the
@@ -103,7 +103,7 @@ def accumulate_gradients(
         With a Python bool that is true, or with `every=None`, no branch is compiled.
 
     Raises:
-      TypeError, ValueError: what cannot be right, when building or tracing. When running, nothing raises.
+      TypeError, ValueError: invalid arguments, when you build or trace. At run time nothing raises.
 
     Guarantees:
       The update equals that of the whole batch, to rounding. The state keeps types, shapes and shardings (also another

@@ -13,11 +13,11 @@ from optax_accum._core.state import AccumulationState
 
 
 def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
-    """Returns an `every` that steps with the tokens that have been trained on.
+    """Returns an `every` that changes with the number of tokens seen.
 
     Args:
-      counts: the micro-steps in a window, by the tokens from which on they hold: `{0: 768, 250e9: 1536}`. Tokens are
-        what the weights count, so with a weight for each example they are examples.
+      counts: the micro-steps in a window, a dict from tokens seen to the window length from then on: `{0: 768, 250e9:
+        1536}`. Tokens are what the weights count, so with a weight for each example they are examples.
 
     Returns:
       What `accumulate_gradients` takes as `every`. One program serves all lengths, and the count, which is exact far

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Says what there is, and what a bug report needs."""
+    """Lists the public names, and the versions that a bug report needs."""
     print(f"{inspect.getdoc(optax_accum)}\n\n{_names()}\n\n{_COMMANDS}\n\nFor a bug report:\n\n{_diagnostics()}")
     return 0
 

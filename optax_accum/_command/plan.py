@@ -21,11 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("make_step", help="module:make_step, or file.py:make_step; make_step(num_microbatches) -> the lowered step")
     add("--global-batch", type=int, required=True, metavar="ROWS", help="the rows of one update, over all devices")
-    add("--target", help=f"{_TARGETS}; it need not be here, but its compiler; by default the devices here")
-    add("--devices", type=int, metavar="N", help="how many of them share a micro-batch")
-    add("--budget", metavar="SIZE", help='the memory of one device, such as 70GB or "7.5 GiB"; by default its own')
+    add("--target", help=f"{_TARGETS}; needs its compiler, not the device; by default the devices here")
+    add("--devices", type=int, metavar="N", help="the number of devices that share a micro-batch")
+    add("--budget", metavar="SIZE", help='the memory of one device, such as 70GB or "7.5 GiB"; by default all of it')
     add("--safety", type=float, default=0.9, help="the part of the budget to use (default: 0.9)")
-    add("--options", nargs="+", metavar="OPTION", help="what make_step takes second, each planned, the best first")
+    add("--options", nargs="+", metavar="OPTION", help="second arguments of make_step; the first that fits is chosen")
     add("--candidates", nargs="+", type=int, metavar="K", help="numbers of micro-batches to choose from")
     add("--json", action="store_true", help="print JSON in place of the table")
 

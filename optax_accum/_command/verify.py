@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("make_step", help="module:make_step, or file.py:make_step; make_step(every) -> (step, carry)")
     add("--batch", help="module:batch, arrays or a function; by default `batch` beside make_step")
     add("--every", type=int, default=4, help="the length of the window")
-    add("--within-call", action="store_true", help="one call gets the whole batch and cuts it itself")
+    add("--within-call", action="store_true", help="the step takes the whole batch and splits it itself")
     add("--no-uneven", dest="uneven", action="store_false", help="micro-batches are always equal")
     add("--group-size", type=int, default=1, help="how many consecutive rows belong together")
     add("--rtol", type=float, help="the largest relative error that counts as rounding")

@@ -42,7 +42,7 @@ class Target:
     Attributes:
       name: what it was asked for by, or the kind of the devices that are here.
       devices: its devices; of an accelerator that is not here, they compile and do not run.
-      memory: the bytes of one device, or None where nobody says.
+      memory: the bytes of one device, or None if unknown.
     """
 
     name: str

@@ -38,7 +38,7 @@ def from_multi_steps(
       | another `every` than before | the window closes at `mini_step + 1 >= every`, with the right mean |
       | `every=1` | the accumulator of `MultiSteps` is kept until a state is made with `init` |
       | `should_skip_update_fn` was given | the counters go on, and its `skip_state` with them |
-      | the wrong `reduction` | nothing can tell: the window in flight gets a wrong divisor |
+      | the wrong `reduction` | it is not detected, and the current window is divided wrongly |
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum

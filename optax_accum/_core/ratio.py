@@ -19,7 +19,7 @@ _CONSTANT = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """What a loss returns whose denominator only it knows: a sum, and how much was added up.
+    """Returned by a loss if only the loss can compute its denominator: a sum, and how much was added up.
 
         loss = sum_i total_i / sum_i count_i        gradient = sum_i d(total_i) / sum_i count_i
 

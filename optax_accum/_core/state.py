@@ -30,12 +30,12 @@ class AccumulationState(NamedTuple):
       discarded: int32 []. Windows that closed without an update (weight zero, or `nonfinite="discard"`), since `init`.
       skip_state: the `info` that a callable `nonfinite` returned last; `()` otherwise.
       samples: with `statistics`, sums over the window of squared norms; `()` otherwise.
-      statistics: with `statistics`, what windows have told: `optax_accum.statistics`; `()` otherwise.
+      statistics: with `statistics`, the estimates of noise and signal so far: `optax_accum.statistics`; `()` otherwise.
       seen: with `statistics` or a schedule of tokens, the weight of all windows that have emitted; `()` otherwise.
 
     With `reduce_axes`, the sums are those of each of the d devices: leaves of `acc_grads` are [d, ...], `weight` and
     those of `mean_args` and `samples` [d], one on each device. Of a window that has emitted, each part of `acc_grads`
-    may be the whole sum: the reduction writes where it reads.
+    may be the whole sum: the sum may overwrite the partial sums.
     """
 
     mini_step: jax.Array

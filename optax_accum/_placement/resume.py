@@ -59,7 +59,7 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
 
 
 def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_devices: int, **options: Any) -> Tree:
-    """Returns what to restore a saved state into, when it was saved on `num_devices` devices.
+    """Returns the target tree for restoring a saved state, when it was saved on `num_devices` devices.
 
     Args:
       tx: an optimizer, alone or in a chain.
@@ -106,7 +106,7 @@ def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_processes(**facts: Any) -> None:
-    """Raises unless all processes of a run were given the same: a run whose processes differ hangs, or is wrong.
+    """Raises if the processes of a run were given different arguments: a run whose processes differ hangs, or is wrong.
 
     Call it in every process before the first step; it communicates once.
 

@@ -38,8 +38,8 @@ def plan_microbatches(
 
         arguments + outputs - donated arguments that outputs take the place of + temporary memory + the program
 
-    which is close to a line in the rows of a micro-batch. The search halves what lies between a size that fits and one
-    that does not; the line proposes where, a compilation decides: what is returned was compiled, and fits.
+    which grows almost linearly with the rows of a micro-batch. The search halves what lies between a size that fits and
+    one that does not; the line proposes where, a compilation decides: what is returned was compiled, and fits.
 
     Args:
       make_step: `make_step(num_microbatches)` returns `jax.jit(step).lower(*shapes)`, of any step: ours, or one of your
@@ -51,8 +51,8 @@ def plan_microbatches(
         is free.
       num_devices: how many devices share a micro-batch. None: those of a `Target` or a topology, else 1.
       options: the step is planned with each, as `make_step(num_microbatches, option)`: policies of `jax.checkpoint`,
-        offload, lengths. Chosen is the first that fits, in whatever number of micro-batches: pass the one that you like
-        best first, such as that which computes nothing twice.
+        offload, lengths. The first option that fits is chosen, with any number of micro-batches: pass the one that you
+        like best first, such as that which computes nothing twice.
       candidates: the numbers of micro-batches to choose from; by default the divisors of the rows. All of them are
         `range(1, rows + 1)`, for a step whose last micro-batch may be smaller. Numbers that give the same
         micro-batch size are one candidate: the smallest is tried.

@@ -56,7 +56,7 @@ def verify(
     Args:
       fun: the loss, called as `fun(params, batch, *args)`; what it returns is what `value_and_grad` takes: a number,
         a dict of terms, a `Ratio` or a dict of them.
-      params: parameters at which the gradient is not zero; freshly initialised ones do.
+      params: parameters at which the gradient is not zero; initial parameters will do.
       batch: a pytree of at least 4 rows, and of `num_microbatches` rows; so many groups with `group_size`. All of its
         arrays are cut along their first axis. What has no rows there, such as a table or the weights of classes, is not
         part of a batch, though it be as long: pass it in `*args`.

@@ -59,7 +59,7 @@ def accumulate(
 
     Args:
       fun: any function of a batch, such as `jax.value_and_grad(loss, has_aux=True)`.
-      num_microbatches: the largest number of micro-batches; or
+      num_microbatches: at most so many micro-batches; or
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       batch_argnums: the argument, or several, that hold the batch, by position or name; see `value_and_grad`, also for
         the next two.
@@ -67,12 +67,12 @@ def accumulate(
       group_size: so many consecutive rows stay together in one micro-batch.
       stacked: the batch comes cut, [k, m, ...]: micro-batch j is `leaf[j]`. Leaves may differ in m, as graphs have it.
       weight_fn: `weight_fn(batch)`, how much a micro-batch counts in a mean. By default the number of its rows.
-      weight_of: `weight_of(result)`, where only what `fun` returned tells how much the micro-batch counts.
+      weight_of: `weight_of(result)`, for a weight that `fun` computes.
       rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`.
       carry_argnum: an argument that each micro-batch hands on to the next: `fun` returns `(result, carry)`.
-      reduction: what becomes of each leaf of the result, a prefix of its tree: `"mean"`, `"sum"`, `"max"`, `"min"`,
-        `"concat"` (rows, in their order), `"stack"` (one for each micro-batch), `"last"`, or a function `(a, b) -> c`
-        that merges two.
+      reduction: how to combine each leaf of the result, one name or a pytree prefix of names: `"mean"`, `"sum"`,
+        `"max"`, `"min"`, `"concat"` (rows, in their order), `"stack"` (one for each micro-batch), `"last"`, or a
+        function `(a, b) -> c` that merges two.
       reduce_axes: the mesh axes over which the batch is sharded: the results are reduced once, at the end.
       reduce_to: where means and sums go: `optax_accum.sharding`, for the tree of the result.
 

@@ -53,10 +53,10 @@ def value_and_grad(
 
         loss = sum_i s_i l_i,    gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
 
-    The shares `s_i` come from the data before the first forward pass and scale the cotangents, so gradients are only
-    added: inside the backward pass, where no tree of gradients ever stands beside the accumulator. Of n rows in k
-    micro-batches, row r is in `r mod k`, which leaves a sharded batch where it is; what k does not divide is one
-    smaller micro-batch.
+    The shares `s_i` are computed first, from the data. Each micro-batch's loss is scaled by its share, so the backward
+    pass can add its gradient straight into the sum, and inside `jit` no second tree of gradients is stored. If k
+    divides the rows, row r is in micro-batch `r mod k`, which leaves a sharded batch where it is; the rows that are
+    left over form one smaller micro-batch, the last.
 
     Example:
       Rows with masks of different lengths, and dropout:
@@ -74,11 +74,11 @@ def value_and_grad(
       (3,)
 
     Args:
-      fun: the loss, a mean over what the weights count: a real scalar, or a dict of scalar terms, whose sum it is; or a
-        `Ratio`, a sum of which only the loss knows what it is to be divided by, or a dict of them. docs/losses.md has
-        losses of each kind.
-      num_microbatches: the largest number of micro-batches, of `ceil(n / num_microbatches)` rows each; it
-        stands where `jax.value_and_grad` has `argnums`; or
+      fun: the loss, a mean over what the weights count: a real scalar, or a dict of scalar terms, which are added; or a
+        `Ratio(total, count)` if only the loss knows the denominator, or a dict of those. docs/losses.md has losses of
+        each kind. Of a sum over rows, return the mean and multiply the gradient.
+      num_microbatches: at most so many micro-batches, of `ceil(n / num_microbatches)` rows each. It is the second
+        positional argument, where `jax.value_and_grad` has `argnums`. Or
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       argnums: the argument to differentiate, or several, as in `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
@@ -88,31 +88,33 @@ def value_and_grad(
         position or by keyword.
       whole_argnums: arguments that all micro-batches get whole though they have as many rows, and keys that they share
         on purpose. Other arguments stay whole unasked.
-      group_size: so many consecutive rows stay together (pairs, the completions of one prompt).
+      group_size: this many consecutive rows always stay in one micro-batch (pairs, the completions of one prompt).
       stacked: the batch comes cut, [k, m, ...]: micro-batch j is `leaf[j]`, and no number or size is given. Leaves may
         differ in m, as those of graphs do; outputs are "stack"ed, not "concat"enated.
-      weight_fn: `weight_fn(micro_batch)`, or of several arguments in the order of `batch_argnums`, returns how much it
-        counts: a real scalar of at least 32 bits, such as
-        `mask.sum()`, or a dict with one for each term of the loss. By default the rows. It is traced under `jax.vmap`.
-      weight_of: `weight_of(value, aux)`, where only what `fun` returned tells how much the micro-batch counts (`aux` is
-        None without `has_aux`): losses times weights are added, and divided by the sum of weights, as with a `Ratio`.
+      weight_fn: called with the micro-batch only (or with all arguments in `batch_argnums`, in order), returns how much
+        it counts: a real scalar of at least 32 bits, such as `mask.sum()`, or a dict with one for each term of the
+        loss. Default: the number of rows. It is traced under `jax.vmap`.
+      weight_of: `weight_of(value, aux)`, for a weight that `fun` computes (`aux` is None without `has_aux`): losses
+        times weights are added, and divided by the sum of weights, as with a `Ratio`.
       rng_argnum: an argument that is a key, or a tree of keys: micro-batch i gets `jax.random.fold_in(key, i)`.
       carry_argnum: an argument that each micro-batch hands to the next (statistics of BatchNorm): `fun` returns
         `(loss, carry)`, or `(loss, (aux, carry))` with `has_aux`.
-      aux_reduction: what becomes of `aux`, a prefix of its tree: `"mean"` (weighted; by rows for a dict of weights),
-        `"sum"`, `"max"`, `"concat"` (rows, in their order), `"stack"` (one for each micro-batch) or `"last"`.
-      accumulator_dtype: the dtype to add in, and to return, or a prefix of what is differentiated with several. By
-        default, and where it is None, sums are in at least float32, and gradients come back in the parameters' dtypes.
-      in_place: whether to add inside the backward pass: by default wherever JAX can. With False, what is returned can
-        be differentiated again in every way. `logging.getLogger("optax_accum")` tells, at level INFO, which parameters'
+      aux_reduction: how to combine `aux`, one name or a pytree prefix of names: `"mean"` (weighted; by rows for a dict
+        of weights), `"sum"`, `"max"`, `"min"`, `"concat"` (rows, in their order), `"stack"` (one for each micro-batch),
+        `"last"`, or a function `(a, b) -> c` that merges two.
+      accumulator_dtype: the dtype to add in, and to return, or a pytree prefix of dtypes. By default, and where it is
+        None, sums are in at least float32, and gradients come back in the parameters' dtypes.
+      in_place: whether to add inside the backward pass: by default wherever JAX can. Pass False if you differentiate
+        twice through a `jit` (a Hessian). `logging.getLogger("optax_accum")` tells, at level INFO, which parameters'
         gradients are added there, and why others are not.
       unroll: compile each micro-batch for itself, for convolutions on CPU, which XLA runs many times slower inside any
         loop (jax-ml/jax#12868). Compile time grows with k; before JAX 0.12 several micro-batches are kept at once.
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per call: `optax_accum.sharding`.
       reduce_to: where the sum over them goes: likewise.
       reduce_dtype: the dtype in which gradients cross the network: likewise.
-      overlap: whether gradients are added over the devices inside the last micro-batch's backward pass, each behind the
-        products that follow it. That micro-batch is compiled apart. By default on GPUs, for 64 MiB or more.
+      overlap: whether gradients are added over the devices inside the last micro-batch's backward pass, so that
+        communication overlaps the matrix products that follow. That micro-batch is compiled separately. By default on
+        GPUs, for 64 MiB or more.
       statistics: whether to measure gradients: what comes back is `((value, statistics), gradient)`.
         `optax_accum.statistics`.
 
@@ -125,16 +127,16 @@ def value_and_grad(
     Guarantees:
       | case | result | known when |
       |---|---|---|
-      | `"mean"` of an integer; `"max"` of a complex; any key; `"concat"` of what has no rows | an error | tracing |
+      | aux: `"mean"` of an integer, `"max"` of a complex, a key, `"concat"` without rows | an error | tracing |
       | `"sum"` of bools | counts them, in int32 | running |
-      | another shape in the remainder than in the others; in `"concat"`, other rows than its own | an error | tracing |
+      | aux of another shape in the smaller last micro-batch, but for its rows in `"concat"` | an error | tracing |
       | a weight of zero | its micro-batch is not run: their number may vary without a new compilation | running |
       | outputs of one that is not run | zeros in `"concat"` and `"stack"`, nothing elsewhere | running |
       | `weight_of` gives 0 | the micro-batch is run: guard a 0 / 0 in its loss with `jnp.maximum` | running |
       | the weights add to zero | a zero loss and a zero gradient | running |
       | the same: `"max"` of nothing | the lowest number of its dtype: `-inf`, False of bools | running |
       | a weight of zero for one term only | its value is left out; guard a 0 / 0 in it with `jnp.maximum` | running |
-      | a loss below 32 bits | its cotangent rounds the shares; return `loss.astype(jnp.float32)` | tracing |
+      | a loss below 32 bits | the shares are rounded to its dtype; return `loss.astype(jnp.float32)` | tracing |
       | bfloat16 parameters, or float32 ones that `fun` casts | added inside the backward pass, in float32 | tracing |
       | a parameter that is used twice | each part of its gradient is added by itself, to rounding | tracing |
       | differentiated again (`hessian`); before JAX 0.8.1 | added after the backward pass | tracing |

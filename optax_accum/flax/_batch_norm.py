@@ -12,7 +12,7 @@ from optax_accum._core.arithmetic import Tree, for_each_leaf
 
 
 def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
-    """Returns what can be averaged over micro-batches, from the running statistics that each of them would leave.
+    """Returns moments that can be averaged over micro-batches, of the running statistics that each would leave.
 
     BatchNorm returned `new = momentum old + (1 - momentum) statistics`. With `d` and `v`, the mean and the variance of
     the micro-batch less the running ones,

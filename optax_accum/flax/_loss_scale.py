@@ -19,7 +19,7 @@ def unscale() -> optax.GradientTransformationExtraArgs:
         tx = accumulate_gradients(optax.chain(unscale(), optax.adam(1e-3)), every=8, nonfinite="discard")
 
     Multiply the loss by the scale, pass `scale=` to every micro-step, and move it with `next_scale` when a window has
-    closed. `DynamicScale.value_and_grad` itself does not hold under accumulation: it moves the scale at every
+    closed. `DynamicScale.value_and_grad` itself is wrong with accumulation: it moves the scale at every
     micro-batch, so that one window would add gradients of different scales, and divides k times.
     """
 

@@ -39,7 +39,7 @@ def value_and_grad(
 
     Args:
       fun: a loss `fun(model, batch, *args, **kwargs)`, whose first argument is an NNX module; it may change the values
-        of the module's variables, and make no new ones: what `sow` makes, it takes out with `nnx.pop`. All other
+        of the module's variables, and make no new ones: what `sow` makes, `fun` removes with `nnx.pop`. All other
         arguments are arrays and trees of them: an `nnx.Rngs` belongs into the module.
       num_microbatches: as in `optax_accum.value_and_grad`; or `microbatch_size`.
       wrt: the variables to differentiate, such as `nnx.LoRAParam`: all others cost no accumulator.
@@ -60,7 +60,7 @@ def value_and_grad(
       |---|---|
       | random streams | have advanced at each micro-batch; with `reduce_axes`, each device has streams of its own |
       | `nnx.BatchNorm` | one momentum step, with the statistics of all rows (`merge_batch_stats`) |
-      | whatever else there is | went from one micro-batch to the next |
+      | whatever else there is | is passed on from micro-batch to micro-batch |
       | variables of `wrt` that `fun` assigns, as `nnx.SpectralNorm` does | what they were: only gradients come out |
 
     Example:

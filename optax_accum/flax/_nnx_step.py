@@ -40,12 +40,13 @@ def train_step(
 
     Returns:
       A jitted `step(model, optimizer, batch, flush=None) -> metrics`, which donates the model and the optimizer, an
-      `Optimizer` of this module created with `metrics=("loss", ...)`, and changes the values of their variables. What
-      is changed between two steps counts. The metrics are those of the window so far; of the call, if the optimizer
-      does not accumulate.
+      `Optimizer` of this module created with `metrics=("loss", ...)`, and changes the values of their variables.
+      Changes that you make to the model between steps are seen. The metrics are those of the window so far; of the
+      call, if the optimizer does not accumulate.
 
     Raises:
-      TypeError: the optimizer is one of Flax's own; a metric that is no real number; an option that is the step's own.
+      TypeError: the optimizer is one of Flax's own; a metric that is no real number; an option that `train_step` sets
+        itself.
       ValueError: a metric of the name `"loss"`; an optimizer of your own that changes more than values.
     """
     _window.check_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)

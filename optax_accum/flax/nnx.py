@@ -1,4 +1,4 @@
-"""For Flax NNX: an optimizer with a window, the gradient of a module, and the usual train step."""
+"""For Flax NNX: `Optimizer`, `value_and_grad` and `train_step`."""
 
 from optax_accum.flax._nnx import value_and_grad
 from optax_accum.flax._nnx_optimizer import Optimizer
