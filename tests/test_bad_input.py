@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import optax_accum
 
@@ -581,3 +582,40 @@ def test_a_key_that_no_role_names():
         optax_accum.microbatched_apply(rows, 2)(W, x, key)
     named = optax_accum.microbatched_apply(rows, 2, rng_argnum=2)(W, x, key)  # the remedy
     assert not np.allclose(named[::2], named[1::2])
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (4, "The optimizer comes first"),
+        (optax.MultiSteps(optax.sgd(0.1), 2), "the optimizer that optax.MultiSteps wraps"),
+        (nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param), "Pass its tx"),
+        ("adam", "Pass an optimizer"),
+    ],
+    ids=["swapped", "MultiSteps", "nnx.Optimizer", "text"],
+)
+def test_what_is_no_optimizer_gets_the_remedy_that_fits(inner, message):
+    with pytest.raises(TypeError, match=message):
+        optax_accum.accumulate_gradients(inner, 4)
+
+
+def test_a_module_of_nnx_is_no_tree_of_parameters():
+    """Its running statistics stood still, without a word."""
+    model, x = nnx.BatchNorm(3, rngs=nnx.Rngs(0)), jnp.ones((8, 3))
+    loss = lambda model, x: jnp.mean(model(x) ** 2)
+    tx = build()
+    for call in (
+        lambda: optax_accum.value_and_grad(loss, 2)(model, x),
+        lambda: optax_accum.value_and_apply_gradients(loss, tx)(model, tx.init(PARAMS), x),
+        lambda: optax_accum.verify(loss, model, x),
+    ):
+        with pytest.raises(TypeError, match="module of NNX.*optax_accum.flax.nnx.value_and_grad"):
+            call()
+
+
+def test_a_weight_fn_that_needs_the_number_says_why():
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        jax.jit(optax_accum.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), 2, weight_fn=lambda x: int(x.sum())))(
+            W, jnp.ones((8, 3))
+        )
+    assert "leave out int()" in "".join(caught.value.__notes__)

@@ -674,3 +674,57 @@ def test_a_sample_of_the_benchmark():
 def test_the_steps_of_the_benchmark_differ():
     names = {sound_step(number).name.split(",")[0] for number in range(50)}
     assert len(names) >= 10
+
+
+# What a reference cannot tell.
+
+
+def by_halves(every):
+    """What two devices do that are averaged as equals, though one has more that counts; also in `make_step(1)`."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every)
+
+    def loss(w, batch):
+        return jnp.sum(batch["mask"][:, None] * (batch["x"] @ w - batch["y"]) ** 2) / batch["mask"].sum()
+
+    @jax.jit
+    def step(carry, batch):
+        w, state = carry
+        halves = jax.tree.map(lambda leaf: jnp.stack(jnp.split(jnp.asarray(leaf), [len(leaf) // 2])), batch)
+        grads = jax.vmap(jax.grad(loss), (None, 0))(w, halves).mean(0)
+        return optax_accum.apply_gradients(tx, grads, state, w)
+
+    return step, (jnp.asarray(W), tx.init(jnp.asarray(W)))
+
+
+def test_a_reference_that_averages_devices_as_equals_is_refused():
+    """It was called a shared key, in a step that draws nothing."""
+    batch = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf[:4]]), BATCH)
+    with pytest.raises(ValueError, match="changes with the order of its rows.*On several devices make_step"):
+        verify_step(by_halves, batch, every=4, uneven=False)
+
+
+def test_a_window_that_is_not_finite_is_no_other_fault():
+    """It was said to move while held: NaN is not NaN."""
+
+    def make_step(every):
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every)
+
+        def step(carry, batch):
+            grads = squared(carry[0], batch, None) * (np.nan if len(batch["x"]) < N else 1)
+            return optax_accum.apply_gradients(tx, jnp.asarray(grads, jnp.float32), carry[1], carry[0])
+
+        return step, (jnp.asarray(W), tx.init(jnp.asarray(W)))
+
+    (cause,) = verify_step(make_step, BATCH, every=3, uneven=False).causes
+    assert cause.kind == "another difference"
+    assert "is not finite" in cause.evidence
+
+
+@pytest.mark.parametrize(
+    ("make_step", "message"),
+    [(by_halves(4), "must be a function.*Pass make_step itself"), (by_halves(4)[0], "missing a required.*itself")],
+    ids=["what it returns", "the step"],
+)
+def test_what_is_no_make_step(make_step, message):
+    with pytest.raises(TypeError, match=message):
+        verify_step(make_step, BATCH)

@@ -14,6 +14,7 @@ import optax
 
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.callables import as_function
+from optax_accum._core.draws import hidden_draws
 from optax_accum._verify import foreign
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify.loss import wide
@@ -69,6 +70,15 @@ class Steps:
             text = ""
         traced = [EPSILONS[name] for name in re.findall(r"\b(\w+)\[", text) if name in EPSILONS]
         return max(traced or given, default=EPSILONS["f32"])
+
+    def may_hide_a_key(self, batch: Tree) -> bool:
+        """Returns whether the step may draw from a key that is neither in the carry nor in the batch."""
+        if not self.is_jax:
+            return True
+        try:
+            return bool(hidden_draws(self.step, _copied(self._carry), self._given(batch)))
+        except Exception:  # a step may be a loop on the host
+            return True
 
     def longer(self, times: int) -> "Steps":
         """Returns the same for windows so many times as long."""

@@ -230,6 +230,8 @@ class Off(NamedTuple):
     def says(self) -> str:
         """How far off the worst leaf is."""
         name, (error, _) = max(self.errors.items(), key=lambda item: order(item[1][0] / item[1][1]))
+        if not np.isfinite(error):
+            return f"In {self.where} {name} is not finite, which the update of the whole batch is."
         return f"In {self.where} {name} is off by {error:.1e} of its change."
 
 

@@ -137,7 +137,9 @@ class StepRuns:
         """The calls of two windows at which parameters changed."""
         params = [leaf.cut for leaf in self.leaves.values() if leaf.slot == "params"]
         pairs = enumerate(zip(self.seen, self.seen[1:], strict=False), start=1)
-        return [n for n, (a, b) in pairs if any(not np.array_equal(a[path], b[path]) for path in params)]
+        return [
+            n for n, (a, b) in pairs if any(not np.array_equal(a[path], b[path], equal_nan=True) for path in params)
+        ]
 
     @functools.cached_property
     def slots(self) -> dict[str, list[str]]:

@@ -228,11 +228,12 @@ def _check_reference(runs: StepErrors) -> Cause | None:
         )
     if runs.random or not runs.ordered():
         return None
-    if runs.repeats():
+    if runs.one.may_hide_a_key(runs.of(np.arange(runs.count))) and runs.repeats():
         says = "The update changes with the order of rows, as dropout makes it; equal micro-batches give the same."
         return Cause(faults.SHARED_KEY, says)
     raise ValueError(
         "The update of the whole batch changes with the order of its rows. If that is by a random key, let make_step "
-        "put the key into the carry, to be drawn anew; of PyTorch, torch.default_generator. If rows belong together, "
-        "pass group_size."
+        "put the key into the carry, to be drawn anew; of PyTorch, torch.default_generator. On several devices "
+        "make_step(1) may average devices as equals: run it on one, or pass optimizer= and loss= as the reference. If "
+        "rows belong together, pass group_size."
     )
