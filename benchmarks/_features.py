@@ -217,12 +217,12 @@ def _told(name: str, values: Sequence[float], around: Callable[[Any], Any] = lam
 
 def _extra(name: str) -> Outcome | None:
     told = _told(name, [3.0], optax.chain)
-    return told and Outcome(told == "3", f"told {told} of 3")
+    return told and Outcome(told == "3", f"got {told}, expected 3")
 
 
 def _mean_value(name: str) -> Outcome | None:
     told = _told(name, [1.0, 3.0])
-    return told and Outcome(told == "2", f"told {told}, the mean is 2")
+    return told and Outcome(told == "2", f"got {told}, expected 2")
 
 
 def _coupled(name: str) -> Outcome:
@@ -308,11 +308,17 @@ def _torch_reductions() -> Outcome:
 
 FEATURES = [
     Feature("the update of the whole batch", "Two updates, micro-batches alike.", _even),
-    Feature("uneven weights", "One micro-batch counts one row of four, and says so where a way asks.", _uneven),
+    Feature(
+        "uneven weights",
+        "One micro-batch counts one row of four; its weight is passed if the library takes one.",
+        _uneven,
+    ),
     Feature("short last window", "Two micro-batches are left for a window of four.", _short),
     Feature("rows that k does not divide", "Ten rows in micro-batches of four: four, four, two.", _indivisible),
     Feature(
-        "NaN recovers", "One micro-batch is NaN; where there is an option, it is used. The update of the others.", _nan
+        "NaN recovers",
+        "One micro-batch is NaN: the update of the others, with the library's option if it has one.",
+        _nan,
     ),
     Feature("one optimizer call per window", "Calls of the optimizer are counted.", _calls),
     Feature(
@@ -330,7 +336,7 @@ FEATURES = [
     ),
     Feature(
         "extra arguments through a chain",
-        "What an optimizer that reads `value` is told, wrapped and put into `optax.chain`.",
+        "What an optimizer that reads `value` gets, wrapped and put into `optax.chain`.",
         _extra,
     ),
     Feature("the window's mean loss", "The same without the chain, in a window with the losses 1 and 3.", _mean_value),

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
@@ -21,25 +21,37 @@ from benchmarks._others import WAYS
 from benchmarks._ways import OURS, WHOLE
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compared.md"
+MARK = {"yes": "✓", "no": "✗", "n/a": "-", "not run": "?"}
 BEGIN, END = "<!-- what python -m benchmarks.features --write found -->", "<!-- end -->"
-COLUMNS = {"ours": OURS} | {name: name for name in WAYS if name != WHOLE and not name.startswith("ours")}
+COLUMNS = {"optax_accum": OURS} | {name: name for name in WAYS if name != WHOLE and not name.startswith("ours")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.features", description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the table into docs/compared.md")
     options = parser.parse_args()
-    text = f"{table(COLUMNS)}\n\n{explained()}\n\n{versions()}"
+    found = {feature.name: {column: cell(feature, column) for column in COLUMNS} for feature in FEATURES}
+    text = tables(found)
     print(f"## What each can do\n\n{text}")
     if options.write:
         before, rest = PAGE.read_text().split(BEGIN)
         _measure.write(PAGE, f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}".rstrip("\n"), None)
 
 
-def table(columns: Sequence[str]) -> str:
-    """Returns the table, as Markdown."""
-    rows = [(feature.name, *(cell(feature, column) for column in columns)) for feature in FEATURES]
-    return _measure.markdown([("", *columns), *rows], left=range(len(columns) + 1))
+def tables(found: Mapping[str, Mapping[str, str]]) -> str:
+    """Returns the page's text of cells, by row and column: marks, what they mean, and the numbers in a fold."""
+    marks = {name: {column: MARK[_verdict(text)] for column, text in row.items()} for name, row in found.items()}
+    numbers = f"<details>\n<summary>The same with the measured numbers</summary>\n\n{_table(found)}\n\n</details>"
+    return f"{_table(marks)}\n\n{explained()}\n\n{numbers}\n\n{versions()}"
+
+
+def _table(cells: Mapping[str, Mapping[str, str]]) -> str:
+    rows = [(name, *row.values()) for name, row in cells.items()]
+    return _measure.markdown([("", *COLUMNS), *rows], left=range(len(COLUMNS) + 1))
+
+
+def _verdict(text: str) -> str:
+    return text.partition(" (")[0]
 
 
 def explained() -> str:
@@ -64,8 +76,9 @@ def cell(feature: Feature, column: str) -> str:
 
 
 def committed(column: str, text: str) -> dict[str, str]:
-    """Returns the cells of a column of a page, by the name of the row."""
-    lines = [re.split(r" *\| *", line)[1:-1] for line in text.split(BEGIN)[1].strip().split("\n\n")[0].splitlines()]
+    """Returns the cells of a column of a page, with their numbers, by the name of the row."""
+    folded = text.split("</summary>")[1].strip().split("\n\n")[0]
+    lines = [re.split(r" *\| *", line)[1:-1] for line in folded.splitlines()]
     return {line[0]: line[lines[0].index(column)] for line in lines[2:]}
 
 
