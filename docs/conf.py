@@ -20,7 +20,9 @@ project = "optax_accum"
 author = "the optax_accum authors"
 copyright = "the optax_accum authors, Apache-2.0"
 version = release = optax_accum.__version__
-REPOSITORY = re.search(r'Repository = "(.*)"', (ROOT / "pyproject.toml").read_text())[1]
+REPOSITORY = re.search(
+    r'Repository = "(.*)"', (ROOT / "pyproject.toml").read_text()
+)[1]
 
 extensions = [
     "myst_nb",
@@ -79,7 +81,10 @@ if os.environ.get("OPTAX_ACCUM_INTERSPHINX"):
         "optax": ("https://optax.readthedocs.io/en/latest/", None),
         "python": ("https://docs.python.org/3/", None),
     }
-nitpick_ignore_regex = [("py:.*", r"(?!optax_accum).*"), ("py:class", r"optax_accum\._.*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!optax_accum).*"),
+    ("py:class", r"optax_accum\._.*"),
+]
 
 
 def setup(app: Any) -> None:
@@ -87,7 +92,9 @@ def setup(app: Any) -> None:
     for made in ("api", "notebooks"):  # by the last build
         shutil.rmtree(HERE / made, ignore_errors=True)
     shutil.copytree(ROOT / "notebooks", HERE / "notebooks")
-    modules = re.findall(r"^   (optax_accum[\w.]*)$", (HERE / "api.md").read_text(), re.MULTILINE)
+    modules = re.findall(
+        r"^   (optax_accum[\w.]*)$", (HERE / "api.md").read_text(), re.MULTILINE
+    )
     public = docstrings.public_names(map(importlib.import_module, modules))
     docstrings.setup(app, public)
     app.connect("source-read", _links_inside)
@@ -96,5 +103,9 @@ def setup(app: Any) -> None:
 def _links_inside(app: Any, page: str, source: list[str]) -> None:
     """Links that lead to files in the repository lead to pages, where these are pages, or to the code host."""
     text = source[0]
-    text = text.replace("](../notebooks/", "](notebooks/").replace("](../CHANGELOG.md", "](changelog.md")
-    source[0] = re.sub(r"\]\(\.\./([^)]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text)
+    text = text.replace("](../notebooks/", "](notebooks/").replace(
+        "](../CHANGELOG.md", "](changelog.md"
+    )
+    source[0] = re.sub(
+        r"\]\(\.\./([^)]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text
+    )

@@ -17,7 +17,12 @@ def public_names(modules: Iterable[types.ModuleType]) -> dict[str, str]:
         for name in module.__all__:
             value, path = getattr(module, name), f"{module.__name__}.{name}"
             names[path] = path
-            names.setdefault(name if module.__name__ == "optax_accum" else path.removeprefix("optax_accum."), path)
+            names.setdefault(
+                name
+                if module.__name__ == "optax_accum"
+                else path.removeprefix("optax_accum."),
+                path,
+            )
             if not isinstance(value, types.ModuleType):
                 names[f"{value.__module__}.{value.__qualname__}"] = path
     return names
@@ -27,21 +32,39 @@ def setup(app: Any, public: dict[str, str]) -> None:
     """Before napoleon (500): docstrings; when a reference is missing: types by the path where they are defined."""
     qualified = {name: path for name, path in public.items() if "." in name}
 
-    def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-        edge = name.startswith(("optax_accum.flax.linen", "optax_accum.flax.nnx"))  # which has such names of its own
+    def process(
+        app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+    ) -> None:
+        edge = name.startswith(
+            ("optax_accum.flax.linen", "optax_accum.flax.nnx")
+        )  # which has such names of its own
         lines[:] = restructured(lines, qualified if edge else public, name)
 
-    def skip(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-        return True if type(obj).__name__ == "_tuplegetter" else None  # the class describes its fields
+    def skip(
+        app: Any, what: str, name: str, obj: Any, skip: bool, options: Any
+    ) -> bool | None:
+        return (
+            True if type(obj).__name__ == "_tuplegetter" else None
+        )  # the class describes its fields
 
-    def signature(app: Any, what: str, name: str, obj: Any, options: Any, args: str | None, returns: str | None) -> Any:
+    def signature(
+        app: Any,
+        what: str,
+        name: str,
+        obj: Any,
+        options: Any,
+        args: str | None,
+        returns: str | None,
+    ) -> Any:
         return ("(...)", returns) if "<factory>" in (args or "") else None
 
     def missing(app: Any, env: Any, node: Any, content: Any) -> Any:
         path = public.get(node.get("reftarget", ""))
         if path is None or path == node["reftarget"]:
             return None
-        return env.get_domain("py").resolve_xref(env, node.get("refdoc"), app.builder, "obj", path, node, content)
+        return env.get_domain("py").resolve_xref(
+            env, node.get("refdoc"), app.builder, "obj", path, node, content
+        )
 
     app.connect("autodoc-process-docstring", process, priority=400)
     app.connect("autodoc-process-signature", signature)
@@ -49,7 +72,9 @@ def setup(app: Any, public: dict[str, str]) -> None:
     app.connect("missing-reference", missing)
 
 
-def restructured(lines: list[str], public: dict[str, str], own: str = "") -> list[str]:
+def restructured(
+    lines: list[str], public: dict[str, str], own: str = ""
+) -> list[str]:
     """Returns the lines of a docstring as reStructuredText."""
     out: list[str] = []
     table: list[str] = []
@@ -68,14 +93,26 @@ def _code(lines: list[str], public: dict[str, str], own: str) -> list[str]:
 
     def marked(match: re.Match[str]) -> str:
         path = public.get(match[1])
-        return f"``{match[1]}``" if path in (None, own) else f":py:obj:`{match[1]} <{path}>`"
+        return (
+            f"``{match[1]}``"
+            if path in (None, own)
+            else f":py:obj:`{match[1]} <{path}>`"
+        )
 
     def apart(match: re.Match[str]) -> str:  # `code`s
         return f"{marked(match)}\\ " if match[2] else marked(match)
 
-    prose = re.sub(r"(?m)^ *(>>>|\.\.\.).*$", lambda match: match[0].replace("`", "\0"), "\n".join(lines))
+    prose = re.sub(
+        r"(?m)^ *(>>>|\.\.\.).*$",
+        lambda match: match[0].replace("`", "\0"),
+        "\n".join(lines),
+    )
     prose = re.sub(r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)", apart, prose)
-    return re.sub(r"(?<!`)\bdocs/(\w+)\.md\b", r":doc:`/\1`", prose).replace("\0", "`").split("\n")
+    return (
+        re.sub(r"(?<!`)\bdocs/(\w+)\.md\b", r":doc:`/\1`", prose)
+        .replace("\0", "`")
+        .split("\n")
+    )
 
 
 def _formulas(lines: list[str]) -> list[str]:
@@ -85,7 +122,13 @@ def _formulas(lines: list[str]) -> list[str]:
     inside = False
     for before, line in zip(["", *lines], lines, strict=False):
         depth = len(line) - len(line.lstrip())
-        if line and not before and not inside and last and not re.fullmatch(r" *[A-Z]\w+:", last):  # a section
+        if (
+            line
+            and not before
+            and not inside
+            and last
+            and not re.fullmatch(r" *[A-Z]\w+:", last)
+        ):  # a section
             inside = depth >= len(last) - len(last.lstrip()) + 4
             out += [" " * (depth - 4) + "::", ""] if inside else []
         elif line and inside and depth <= len(last) - len(last.lstrip()):
@@ -104,5 +147,8 @@ def _table(rows: list[str]) -> list[str]:
     out = ["", ".. list-table::", "   :header-rows: 1", "   :class: edges", ""]
     for row in (rows[0], *rows[2:]):
         cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
-        out += [f"   {'* -' if i == 0 else '  -'} {cell}" for i, cell in enumerate(cells)]
+        out += [
+            f"   {'* -' if i == 0 else '  -'} {cell}"
+            for i, cell in enumerate(cells)
+        ]
     return [indent + line if line else "" for line in [*out, ""]]

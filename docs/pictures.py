@@ -11,7 +11,14 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 HERE = pathlib.Path(__file__).parent / "pictures"
 PARTS = ["#4477aa", "#ee8866", "#44aa77", "#aa6688"]  # micro-batches
 INK, PALE = "#333333", "#dddddd"
-plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "optax_accum", "font.size": 13, "text.color": INK})
+plt.rcParams.update(
+    {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "optax_accum",
+        "font.size": 13,
+        "text.color": INK,
+    }
+)
 plt.rcParams["font.family"] = ["DejaVu Sans", "sans-serif"]
 
 
@@ -24,16 +31,49 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str = "", color: str = PALE) -> None:
+def box(
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    text: str = "",
+    color: str = PALE,
+) -> None:
     """A rounded box with a text in its middle."""
-    axes.add_patch(FancyBboxPatch((x, y), width, height, "round,pad=0,rounding_size=0.8", fc=color, ec="none"))
+    axes.add_patch(
+        FancyBboxPatch(
+            (x, y),
+            width,
+            height,
+            "round,pad=0,rounding_size=0.8",
+            fc=color,
+            ec="none",
+        )
+    )
     white = color not in (PALE, "white")
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color="white" if white else INK)
+    axes.text(
+        x + width / 2,
+        y + height / 2,
+        text,
+        ha="center",
+        va="center",
+        color="white" if white else INK,
+    )
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = INK) -> None:
+def arrow(
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    color: str = INK,
+) -> None:
     """An arrow."""
-    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=10, color=color, lw=1.2))
+    axes.add_patch(
+        FancyArrowPatch(
+            start, end, arrowstyle="-|>", mutation_scale=10, color=color, lw=1.2
+        )
+    )
 
 
 def law() -> Figure:
@@ -48,17 +88,33 @@ def law() -> Figure:
     for part, (size, color) in enumerate(zip(sizes, PARTS, strict=False)):
         width = size * 3
         for row in range(size):
-            axes.add_patch(Rectangle((x + 3 * row + 0.2, 15), 2.6, 4.5, fc=color, ec="none"))
+            axes.add_patch(
+                Rectangle(
+                    (x + 3 * row + 0.2, 15), 2.6, 4.5, fc=color, ec="none"
+                )
+            )
         middle = x + width / 2
         arrow(axes, (middle, 14.6), (middle, 11), color)
-        axes.text(middle, 9.2, f"{size} g{'₁₂₃'[part]}", ha="center", va="center", color=color)
+        axes.text(
+            middle,
+            9.2,
+            f"{size} g{'₁₂₃'[part]}",
+            ha="center",
+            va="center",
+            color=color,
+        )
         x += width + 1
     for plus in (16.5, 27.2):
         axes.text(plus, 9.2, "+", ha="center", va="center")
     arrow(axes, (43, 9.2), (58, 9.2))
     axes.text(50.5, 11, "/ (5 + 1 + 6)", ha="center", va="center")
     box(axes, 59, 7, 17, 4.5, "g, the same", INK)
-    axes.text(4, 2.2, "a mean of three means would count the one row of the second too often", color="#bb5522")
+    axes.text(
+        4,
+        2.2,
+        "a mean of three means would count the one row of the second too often",
+        color="#bb5522",
+    )
     return figure
 
 
@@ -68,25 +124,58 @@ def window() -> Figure:
     weights = (3, 5, 2, 4, 4, 1, 5, 3, 4, 2)
     closes = {3: "emit", 7: "emit", 9: "flush"}
     total, level, x = 0.0, 8.0, 20.5
-    names = {"micro-step": 42, "weight so far": 30, "mini_step": 20.5, "gradient_step": 16.5, "parameters": 9}
+    names = {
+        "micro-step": 42,
+        "weight so far": 30,
+        "mini_step": 20.5,
+        "gradient_step": 16.5,
+        "parameters": 9,
+    }
     for name, y in names.items():
         axes.text(1.5, y, name, va="center", fontsize=12)
     mini = updates = 0
     for number, weight in enumerate(weights):
         color = PARTS[updates]
         total, mini = total + weight, mini + 1
-        box(axes, x + 0.5, 40, 6.4, 4, closes.get(number, "hold"), color if number in closes else PALE)
-        axes.add_patch(Rectangle((x + 1.5, 24), 4.4, total, fc=color, alpha=0.45, ec="none"))
-        axes.add_patch(Rectangle((x + 1.5, 24 + total - weight), 4.4, weight, fc=color, ec="none"))
+        box(
+            axes,
+            x + 0.5,
+            40,
+            6.4,
+            4,
+            closes.get(number, "hold"),
+            color if number in closes else PALE,
+        )
+        axes.add_patch(
+            Rectangle(
+                (x + 1.5, 24), 4.4, total, fc=color, alpha=0.45, ec="none"
+            )
+        )
+        axes.add_patch(
+            Rectangle(
+                (x + 1.5, 24 + total - weight), 4.4, weight, fc=color, ec="none"
+            )
+        )
         new = level
         if number in closes:
             total, mini, updates, new = 0.0, 0, updates + 1, level + 2.2
         axes.text(x + 3.7, 20.5, str(mini), ha="center", va="center")
         axes.text(x + 3.7, 16.5, str(updates), ha="center", va="center")
-        axes.plot([x, x + 6.4, x + 6.4, x + 7.4], [level, level, new, new], color=INK, lw=1.6)
+        axes.plot(
+            [x, x + 6.4, x + 6.4, x + 7.4],
+            [level, level, new, new],
+            color=INK,
+            lw=1.6,
+        )
         level, x = new, x + 7.4
     axes.plot([20.5, 94.5], [24, 24], color=INK, lw=0.6)
-    axes.text(20.5, 3, "held: parameters and optimizer state are not touched, bit for bit", va="center", fontsize=12)
+    axes.text(
+        20.5,
+        3,
+        "held: parameters and optimizer state are not touched, bit for bit",
+        va="center",
+        fontsize=12,
+    )
     return figure
 
 
@@ -94,10 +183,34 @@ def program() -> Figure:
     """What a micro-step moves, in copies of the parameters: AdamW on an H100, docs/accelerators.md."""
     figure, axes = plt.subplots(figsize=(8.4, 4))
     steps = range(1, 9)
-    axes.bar([s - 0.2 for s in steps], [9] * 8, 0.38, color=PALE, label="optax.MultiSteps: 72 P")
-    axes.bar([s + 0.2 for s in steps], [3] * 8, 0.38, color=PARTS[0], label="add: read sum, read gradient, write sum")
-    axes.bar([8.2], [7], 0.38, bottom=[3], color=PARTS[1], label="update: read 4 P, write 3 P;  31 P in all")
-    axes.set(xlabel="micro-step of a window of 8", ylabel="bytes moved / P", xticks=list(steps), ylim=(0, 17))
+    axes.bar(
+        [s - 0.2 for s in steps],
+        [9] * 8,
+        0.38,
+        color=PALE,
+        label="optax.MultiSteps: 72 P",
+    )
+    axes.bar(
+        [s + 0.2 for s in steps],
+        [3] * 8,
+        0.38,
+        color=PARTS[0],
+        label="add: read sum, read gradient, write sum",
+    )
+    axes.bar(
+        [8.2],
+        [7],
+        0.38,
+        bottom=[3],
+        color=PARTS[1],
+        label="update: read 4 P, write 3 P;  31 P in all",
+    )
+    axes.set(
+        xlabel="micro-step of a window of 8",
+        ylabel="bytes moved / P",
+        xticks=list(steps),
+        ylim=(0, 17),
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left", fontsize=12)
     figure.tight_layout()
@@ -108,21 +221,55 @@ def devices() -> Figure:
     """Four devices, four micro-batches, one reduction."""
     figure, axes = canvas(84, 44)
     for step in range(4):
-        axes.text(17.5 + 10 * step, 41, f"{step + 1}", ha="center", va="center", fontsize=12)
+        axes.text(
+            17.5 + 10 * step,
+            41,
+            f"{step + 1}",
+            ha="center",
+            va="center",
+            fontsize=12,
+        )
     axes.text(1, 41, "micro-step", va="center", fontsize=12)
     for device in range(4):
         y = 32 - 8 * device
         axes.text(1, y + 2.5, f"device {device + 1}", va="center", fontsize=12)
         for step in range(4):
-            box(axes, 13.5 + 10 * step, y, 8, 5, f"g{'₁₂₃₄'[step]}", PARTS[device])
-            arrow(axes, (21.6 + 10 * step, y + 2.5), (23.6 + 10 * step, y + 2.5), PARTS[device])
+            box(
+                axes,
+                13.5 + 10 * step,
+                y,
+                8,
+                5,
+                f"g{'₁₂₃₄'[step]}",
+                PARTS[device],
+            )
+            arrow(
+                axes,
+                (21.6 + 10 * step, y + 2.5),
+                (23.6 + 10 * step, y + 2.5),
+                PARTS[device],
+            )
         box(axes, 53.6, y, 9, 5, "sum", PARTS[device])
         arrow(axes, (63, y + 2.5), (67.4, y + 2.5), PARTS[device])
     box(axes, 67.5, 8, 6, 29, "", INK)
-    axes.text(70.5, 22.5, "one reduction", rotation=90, ha="center", va="center", color="white")
+    axes.text(
+        70.5,
+        22.5,
+        "one reduction",
+        rotation=90,
+        ha="center",
+        va="center",
+        color="white",
+    )
     arrow(axes, (73.6, 22.5), (78, 22.5))
     axes.text(78.5, 22.5, "g", va="center")
-    axes.text(13.5, 3, "no device says anything to another until the window emits", va="center", fontsize=12)
+    axes.text(
+        13.5,
+        3,
+        "no device says anything to another until the window emits",
+        va="center",
+        fontsize=12,
+    )
     return figure
 
 
@@ -131,9 +278,15 @@ def main() -> None:
     HERE.mkdir(exist_ok=True)
     for draw in (law, window, program, devices):
         drawn = io.StringIO()
-        draw().savefig(drawn, format="svg", metadata={"Date": None}, facecolor="white")
-        lines = (line.rstrip() for line in drawn.getvalue().splitlines())  # matplotlib's end with spaces
-        (HERE / f"{draw.__name__}.svg").write_text("".join(f"{line}\n" for line in lines))
+        draw().savefig(
+            drawn, format="svg", metadata={"Date": None}, facecolor="white"
+        )
+        lines = (
+            line.rstrip() for line in drawn.getvalue().splitlines()
+        )  # matplotlib's end with spaces
+        (HERE / f"{draw.__name__}.svg").write_text(
+            "".join(f"{line}\n" for line in lines)
+        )
 
 
 if __name__ == "__main__":

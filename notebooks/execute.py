@@ -14,24 +14,47 @@ HERE = pathlib.Path(__file__).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python notebooks/execute.py", description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="*", type=pathlib.Path, help="by default all that are here")
-    for path in tqdm(parser.parse_args().notebooks or sorted(HERE.glob("*.ipynb")), unit="notebook"):
+    parser = argparse.ArgumentParser(
+        prog="python notebooks/execute.py", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "notebooks",
+        nargs="*",
+        type=pathlib.Path,
+        help="by default all that are here",
+    )
+    for path in tqdm(
+        parser.parse_args().notebooks or sorted(HERE.glob("*.ipynb")),
+        unit="notebook",
+    ):
         notebook = nbformat.read(path, as_version=4)
-        NotebookClient(notebook, timeout=1800, record_timing=False, resources={"metadata": {"path": HERE}}).execute()
+        NotebookClient(
+            notebook,
+            timeout=1800,
+            record_timing=False,
+            resources={"metadata": {"path": HERE}},
+        ).execute()
         nbformat.write(cleaned(notebook), path)
 
 
 def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Returns a notebook without what differs from machine to machine."""
     notebook.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "kernelspec": {
+            "display_name": "Python 3",
+            "language": "python",
+            "name": "python3",
+        },
         "language_info": {"name": "python"},
     }
     for cell in notebook.cells:
         cell.metadata = {}
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            cell.outputs = [
+                output
+                for output in cell.outputs
+                if output.get("name") != "stderr"
+            ]
     return notebook
 
 

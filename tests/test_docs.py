@@ -153,6 +153,14 @@ def test_kinds_of_blocks():
     assert kinds == {"python", "bash", "sh", "diff", *PARSERS}
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_code_fits_the_column_of_its_page(page):
+    """At 1280 pixels a page shows 80 characters; a manifest and a diff are as long as what they show."""
+    text = page.read_text()
+    lines = [line for kind in ("python", "py", "bash") for block in blocks(kind, text) for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 80] == []
+
+
 def test_the_first_page_shows_the_first_diff_of_the_readme():
     """tests/test_flax_examples.py applies it, and those of docs/flax.md; tests/test_trainers.py those of its page."""
     assert blocks("diff", (ROOT / "docs/index.md").read_text()) == blocks("diff")[:1]

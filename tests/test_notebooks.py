@@ -13,15 +13,18 @@ ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 INSTALL = f"""\
+# On Colab: adds what is missing, and keeps the JAX that fits its GPU or TPU.
 try:
     import optax_accum
-except ModuleNotFoundError:  # on Colab: adds what is missing, and keeps the JAX that fits its GPU or TPU
+except ModuleNotFoundError:
     from importlib.util import find_spec
 
     import jax
 
     %pip install -q "jax=={{jax.__version__}}" "optax_accum[demo] @ git+{ADDRESS}"EXTRAS
-    assert find_spec("optax_accum"), f"pip cannot add optax_accum beside JAX {{jax.__version__}}: it says above why not."\
+    assert find_spec("optax_accum"), (
+        f"pip cannot add optax_accum beside JAX {{jax.__version__}}: see above."
+    )\
 """
 
 

@@ -34,7 +34,8 @@ def main(batch_size, learning_rate=5e-3):
     images, labels = load_digits(return_X_y=True)
     images, labels = (images[:1024].reshape(-1, 8, 8, 1) / 16).astype(np.float32), labels[:1024]
     model = CNN(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(learning_rate), wrt=nnx.Param)
+    tx = optax.adamw(learning_rate)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
     for start in range(0, len(images), batch_size):
         rows = slice(start, start + batch_size)
