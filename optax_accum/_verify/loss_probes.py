@@ -91,12 +91,14 @@ def coupled(runs: LossRuns) -> str:
     may_weigh = set() if weighed else _weights(runs.batch)  # what weighs rows together does so alone
     for path, terms in runs.alone.items():
         if path not in may_weigh and mixtures.couples(terms, runs.rtol):
-            says = f"In the leaf {path} other rows were put in some places, in the others, and in all: the changes do"
-            return f"{says} not add up, by {mixtures.defect(terms):.1e}. One row's input changes another row's term."
+            says = (
+                f"Replacing some rows of the leaf {path}, the others, and all of them gives changes that do not add up"
+            )
+            return f"{says} (off by {mixtures.defect(terms):.1e}): one row's input changes another row's term."
     if weighed:
         return ""
     if all(mixtures.defect(terms) <= runs.rtol for terms in runs.alone.values()):
-        return "With other rows in one leaf the changes add up, in several they do not: one row's leaf meets another's."
+        return "Replacing rows of one leaf gives changes that add up, of several it does not: one row meets another."
     return ""
 
 

@@ -74,7 +74,7 @@ class Report:
 
     def __str__(self) -> str:
         same = "gradient" if self.subject == "loss" else "update"
-        says = f"has the {same} of the whole batch" if self.holds else f"has another {same} than the whole batch"
+        says = f"has the {same} of the whole batch" if self.holds else f"has another {same}"
         counts = f"{self.rows} rows, {self.num_microbatches} micro-batches"
         lines = [f"{'Holds' if self.holds else 'Differs'}: in micro-batches this {self.subject} {says} ({counts})."]
         if self.random:
