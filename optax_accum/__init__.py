@@ -1,9 +1,14 @@
 """Gradient accumulation for JAX, Optax and Flax: the update equals the update of the whole batch.
 
-The functions most users need are here. On several devices see `optax_accum.sharding`, for runs that go on after a crash
-`optax_accum.checkpoint`, for the sizes of batches `optax_accum.batching`, for what gradients tell of them
-`optax_accum.statistics`, for what a program becomes on a GPU or a TPU `optax_accum.accelerators`, for what fits
-`optax_accum.plan`, with Flax `optax_accum.flax`.
+The functions that most users need are here. The submodules:
+
+* `sharding`: several devices.
+* `checkpoint`: save and resume in the middle of a window.
+* `batching`: choose batch sizes, pack rows by tokens.
+* `statistics`: the noise of gradients.
+* `accelerators`: read what a program becomes on a GPU or a TPU.
+* `plan`: what fits in memory.
+* `flax.linen`, `flax.nnx`: train states, optimizers and train steps.
 """
 
 import importlib as _importlib

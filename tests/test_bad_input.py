@@ -619,3 +619,12 @@ def test_a_weight_fn_that_needs_the_number_says_why():
             W, jnp.ones((8, 3))
         )
     assert "leave out int()" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_optimizer_without_state_takes_no_other_one(jit, every):
+    """It handed it back: the run went on without what the state was for."""
+    adam, sgd = (optax_accum.accumulate_gradients(inner, every) for inner in (optax.adam(0.1), optax.sgd(0.1)))
+    with pytest.raises(ValueError, match="must be that of this inner optimizer.*inner_opt_state="):
+        jit(sgd.update)(PARAMS, adam.init(PARAMS), PARAMS)
