@@ -21,6 +21,7 @@ from benchmarks import _decoder, _in_place, _many_devices, _measure, _one_device
 from benchmarks._one_device import Facts
 from optax_accum.accelerators import Target, target
 
+OLDER = "<!-- older facts -->"
 FACTS = pathlib.Path(__file__).with_suffix(".json")
 NOTES = """\
 P is one copy of the float32 parameters. Bytes are what instructions read and write in the device's memory; temporary
@@ -126,9 +127,25 @@ def targets(record: dict[str, Any]) -> str:
 
 
 def page(text: str, record: dict[str, Any]) -> str:
-    """Returns a page with the table of the record after each mark `<!-- facts: KIND -->`."""
+    """Returns a page with the table of the newest JAX after each mark `<!-- facts: KIND -->`.
+
+    Where it has the mark `<!-- older facts -->`, a fold there has their tables of the same kinds.
+    """
+    new, old = _by_age(record)
     marked = re.compile(r"(<!-- facts: (.*) -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
-    return marked.sub(lambda found: f"{found[1]}\n{table(found[2], record)}", text)
+    kinds = [found[2] for found in marked.finditer(text)]
+    text = marked.sub(lambda found: f"{found[1]}\n{table(found[2], new)}", text)
+    older = "\n".join(table(kind, old) for kind in kinds if any(kind in facts for facts in old.values()))
+    fold = f"<details>\n<summary>Compiled with older versions of JAX</summary>\n\n{older}\n</details>\n"
+    return re.sub(f"({OLDER}\n).*?(?=\n#|\\Z)", lambda found: f"{found[1]}\n{fold}", text, flags=re.DOTALL)
+
+
+def _by_age(record: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the facts of the newest JAX, by target alone, and those of the others."""
+    version = lambda name: re.findall(r"JAX ([\d.]+)", name)[0]
+    newest = max(map(version, record), key=lambda text: list(map(int, text.split("."))))
+    new = {name.split(",")[0]: facts for name, facts in record.items() if version(name) == newest}
+    return new, {name: facts for name, facts in record.items() if version(name) != newest}
 
 
 def _rounded(row: Facts) -> Facts:
