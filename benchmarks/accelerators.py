@@ -91,7 +91,7 @@ def table(kind: str, record: dict[str, Any]) -> str:
                 cells = (f"{rows[case][fact]:g}" if fact in rows[case] else "" for fact in columns)
                 same.setdefault(tuple(cells), []).append(name)
         for cells, names in same.items():
-            lines.append([case, "all" if len(names) == len(record) else "; ".join(names), *cells])
+            lines.append([case, "all" if len(names) == len(record) > 1 else "; ".join(names), *cells])
     return _measure.markdown([[kind, "compiled for", *columns], *lines], left=(0, 1)) + "\n"
 
 
