@@ -42,7 +42,8 @@ def tables(found: Mapping[str, Mapping[str, str]]) -> str:
     """Returns the page's text of cells, by row and column: marks, what they mean, and the numbers in a fold."""
     marks = {name: {column: MARK[_verdict(text)] for column, text in row.items()} for name, row in found.items()}
     numbers = f"<details>\n<summary>The same with the measured numbers</summary>\n\n{_table(found)}\n\n</details>"
-    return f"{_table(marks)}\n\n{explained()}\n\n{numbers}\n\n{versions()}"
+    upright = f'<div class="marks">\n\n{_table(marks)}\n\n</div>'  # headings stand upright there
+    return f"{upright}\n\n{explained()}\n\n{numbers}\n\n{versions()}"
 
 
 def _table(cells: Mapping[str, Mapping[str, str]]) -> str:

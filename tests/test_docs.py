@@ -153,6 +153,18 @@ def test_kinds_of_blocks():
     assert kinds == {"python", "bash", "sh", "diff", *PARSERS}
 
 
+WORDS = """OOM, out of memory, gradient checkpointing, remat, mixed precision, loss scaling, GradScaler, EMA, ZeRO, FSDP,
+HSDP, DDP, DeepSpeed, all-reduce, no_sync, effective batch, virtual batch, GPU memory, throughput, gradient accumulation,
+LoRA, GRPO, PPO, InfoNCE, contrastive, padding, packing, Colab, NaN, clipping, warm-up, learning rate, dropout, BatchNorm,
+Muon, MultiSteps, microbatch, Hugging Face, Lightning, resume, offload, multi-host, Slurm, Kubernetes, critical batch"""
+
+
+def test_the_words_that_users_search_for_are_in_the_docs():
+    """The search of the site finds what stands on a page."""
+    text = " ".join(" ".join(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")).lower()
+    assert [word for word in " ".join(WORDS.split()).split(", ") if word.lower() not in text] == []
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
 def test_code_fits_the_column_of_its_page(page):
     """At 1280 pixels a page shows 80 characters; a manifest and a diff are as long as what they show."""
