@@ -14,7 +14,8 @@ LOOPS = ("scan", "while")
 
 def may_hide(program: Any, call: Call) -> bool:
     """Returns whether a traced `fun(call)` may draw from a key that is not an argument, as far as identity tells."""
-    arguments = set(map(id, jax.tree.leaves(call[tuple(call.arguments)])))
+    names = tuple(name for name in call.arguments if name != call.carry)  # some carries are taken apart only once
+    arguments = set(map(id, jax.tree.leaves(call[names])))
     constants = [id(const) in arguments for const in program.consts]
     return bool(_draws(program.jaxpr, [True] * len(program.jaxpr.invars), constants)[0])
 
@@ -27,8 +28,8 @@ def check_keys(fun: Callable[[Call], Any], part: Call, whole: Call) -> None:
     try:
         of_part = hidden_draws(*_of_arrays(fun, part))
         of_whole = hidden_draws(*_of_arrays(fun, whole)) if of_part else []
-    except (TypeError, ValueError, NameError):
-        return  # fun takes batches of one size only, or an axis that is not here: nothing tells draws by row
+    except Exception:  # fun takes batches of one size only, or an axis that is not here: nothing tells draws by row
+        return
     for shape, of_all in zip(of_part, of_whole, strict=False):
         if shape != of_all:
             raise ValueError(

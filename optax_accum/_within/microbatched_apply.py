@@ -112,7 +112,7 @@ def microbatched_apply(
     def outputs(*args: Any, **kwargs: Any) -> Any:
         call = roles.of(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
-        draws.check_keys(lambda call: call.apply(fun), _of_rows(call, sizes.group), call)
+        draws.check_keys(lambda call: call.apply(fun), _shapes(call, sizes.group), _shapes(call))
         space = here(over)
         for name in call.params:
             space.check_params(call.arguments[name])
@@ -123,12 +123,17 @@ def microbatched_apply(
     return outputs
 
 
-def _of_rows(call: Call, rows: int) -> Call:
-    """Returns the shapes of a call with so many rows."""
-    shape = lambda leaf: (
-        jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), jnp.result_type(leaf)) if splitting.is_split(leaf) else leaf
-    )
-    return call.with_arguments({name: jax.tree.map(shape, call.arguments[name]) for name in call.batch})
+def _shapes(call: Call, rows: int | None = None) -> Call:
+    """Returns a call with shapes for arrays, wherever these lie; of the batch, if asked, those of so many rows."""
+
+    def shape(name: Name, leaf: Any) -> Any:
+        if not tracing.is_array(leaf):
+            return leaf
+        cut = rows is not None and name in call.batch and splitting.is_split(leaf)
+        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]) if cut else jnp.shape(leaf), jnp.result_type(leaf))
+
+    given = call.arguments.items()
+    return call.with_arguments({name: jax.tree.map(functools.partial(shape, name), arg) for name, arg in given})
 
 
 def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, call: Call) -> Any:
