@@ -1,14 +1,21 @@
 """Owns the pictures of what the peers took. Measures nothing."""
 
 import importlib.util
-import itertools
 import pathlib
 import sys
 from typing import Any
 
 DPI = 75  # pictures below 100 kB
 COLORS = {"ours": "#1f77b4", "whole": "#202020", "others": "#b9c2cc"}
-CURVES = ("#ff7f0e", "#2ca02c", "#9467bd", "#d62728", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f")
+APART = 0.085  # of two names, in heights of a field
+LINES = {
+    "whole batch": "#202020",
+    "ours: apply_gradients": "#1f77b4",
+    "ours: value_and_grad": "#5aa9e6",
+    "hand-written scan": "#d62728",
+    "optax.MultiSteps": "#ff7f0e",
+    "PyTorch": "#7f7f7f",
+}
 ROWS = (("seconds", "ms an update", 1e3, "log"), ("peak", "process, MB", 1e-6, "linear"))
 
 
@@ -58,7 +65,7 @@ def _bars(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def _growth(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Time and memory of an MLP, against k and against its parameters."""
+    """Time and memory of an MLP, against k and against its parameters: a few ways, named where their lines end."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
@@ -68,16 +75,16 @@ def _growth(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
         ("k, with 1 million parameters", [t for t in tables if t["case"]["size"] == 512], lambda t: t["case"]["k"]),
         ("million parameters, k=8", [t for t in tables if t["case"]["k"] == 8], lambda t: t["copy"] / 4e6),
     )
-    ways = dict.fromkeys(way for table in tables for way in table["rows"])
-    others = itertools.cycle(CURVES)
-    styles = {way: _style(way, next(others) if _color(way) == COLORS["others"] else None) for way in ways}
     for column, (label, of, along) in enumerate(columns):
         of = sorted(of, key=along)
         for row, (what, name, scale, scaled) in enumerate(ROWS):
-            axis = axes[row, column]
-            for way, style in styles.items():
+            axis, ends = axes[row, column], {}
+            for way, color in LINES.items():
                 points = [(along(t), scale * t["rows"][way][what]) for t in of if way in t["rows"]]
-                axis.plot(*zip(*points, strict=True) if points else ([], []), **style)
+                if points:
+                    width = 2.5 if way.startswith("ours") else 1.4
+                    axis.plot(*zip(*points, strict=True), color=color, linewidth=width, marker="o", markersize=3)
+                    ends[way] = points[-1]
             axis.set(xscale="log", yscale=scaled, ylabel=name)
             axis.set_ylim(None if scaled == "log" else 0)
             axis.set_xticks([along(t) for t in of], [f"{along(t):.3g}" for t in of])
@@ -86,15 +93,21 @@ def _growth(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
                 axis.yaxis.set_major_formatter("{x:g}")
                 axis.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
             axis.spines[["top", "right"]].set_visible(False)
+            _name(axis, ends)
         axes[1, column].set_xlabel(label)
-    lines, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle("How an MLP with AdamW grows", fontsize=11)
     figure.savefig(path, format="png", dpi=DPI)
 
 
-def _style(way: str, color: str | None) -> dict[str, Any]:
-    style: dict[str, Any] = {"label": way, "marker": "o", "markersize": 3}
-    if color:
-        return style | {"color": color, "linewidth": 1.2}
-    return style | {"color": _color(way), "linewidth": 2.5, "linestyle": "--" if "value_and_grad" in way else "-"}
+def _name(axis: Any, ends: dict[str, tuple[float, float]]) -> None:
+    """Writes the names of lines beside their ends, one below the other where these are close."""
+    to_axis = lambda point: float(axis.transAxes.inverted().transform(axis.transData.transform(point))[1])
+    ways = sorted(ends, key=lambda way: to_axis(ends[way]))
+    heights = [to_axis(ends[way]) for way in ways]
+    for above in range(1, len(heights)):
+        heights[above] = max(heights[above], heights[above - 1] + APART)
+    for below in reversed(range(len(heights))):
+        heights[below] = min(heights[below], 1 - APART * (len(heights) - 1 - below))
+    for way, height in zip(ways, heights, strict=True):
+        place = {"xycoords": "axes fraction", "fontsize": 8, "va": "center"}
+        axis.annotate(way.removeprefix("ours: "), (1.02, height), color=LINES[way], **place)
