@@ -43,8 +43,8 @@ def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
     if not _binds(signature, count):
         raise TypeError(
             f"weight_fn is called with the {counted(count, 'argument')} of fun in batch_argnums, and no other: "
-            f"weight_fn takes {signature}. Give it {counted(count, 'parameter')}, as in weight_fn=lambda "
-            f"{', '.join(['batch', 'mask', *map('x{}'.format, range(3, count + 1))][:count])}: ...sum()."
+            f"weight_fn takes {signature}. Give it {counted(count, 'parameter')}; for one argument, say, "
+            'weight_fn=lambda batch: batch["mask"].sum().'
         )
     return weight_fn
 
