@@ -74,8 +74,8 @@ def accumulate_gradients(
     Args:
       inner: any Optax optimizer.
       every: the micro-steps in a window: an integer >= 1; a callable of `gradient_step`, evaluated at run time
-        (a value below 1 counts as 1); a schedule of `optax_accum.batching`; or `None`: the caller closes each window with
-        `flush`. A window closes when `mini_step + 1 >= every`, so a resumed run may change it.
+        (a value below 1 counts as 1); a schedule of `optax_accum.batching`; or `None`: the caller closes each window
+        with `flush`. A window closes when `mini_step + 1 >= every`, so a resumed run may change it.
       reduction: `"mean"`, for losses that are means; or `"sum"`, for losses that are sums.
       accumulator_dtype: a real floating-point dtype to add in (of complex leaves, its width), or several, as a prefix
         of the tree of the parameters. By default, and where it is None, at least float32, and never narrower than the
