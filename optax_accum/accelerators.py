@@ -1,4 +1,4 @@
-"""Experimental: what a program becomes on a GPU or a TPU, asked of its own compiler: here, without one.
+"""Experimental: compile for a GPU or a TPU that you do not have, and read memory, traffic and collectives.
 
 * `target("h100")`, `target("v5e:4x4")`: the devices of an accelerator, to compile for, and its memory.
 * `count_traffic(compiled)`: the bytes that each part of a program moves, copies, temporary memory.

@@ -1,4 +1,4 @@
-"""The sizes of batches: rows and tokens dealt out over micro-batches and devices, how many pay, and windows that grow.
+"""Batch sizes: split rows over processes, pack rows by tokens, choose a window, and let windows grow.
 
 * `split_global_batch(rows, most, devices)`, `token_microbatches(lengths, max_tokens)`: the split, by rows or by tokens.
 * `every_by_tokens({0: 768, 250e9: 1536})`, `every_by_noise(4, 64)`: windows that grow, for `every`.

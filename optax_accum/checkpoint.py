@@ -1,4 +1,4 @@
-"""Runs that go on: in the middle of a window, on another number of devices, with all processes alike."""
+"""Save and resume a run: in the middle of a window, on another number of devices, in several processes."""
 
 from optax_accum._placement.resume import check_processes, checkpoint_target, redistribute
 

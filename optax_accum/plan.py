@@ -1,4 +1,4 @@
-"""What fits, before anything is allocated: the fewest micro-batches, asked of the compiler.
+"""Asks the compiler for the fewest micro-batches that fit in memory, before anything is allocated.
 
 * `optax_accum.plan_microbatches(make_step, global_batch)`: the plan, of any step.
 * `of_loss(loss, tx, params, batch)`, `of_step(step, state, batch)`: the `make_step` of usual steps.

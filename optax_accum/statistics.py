@@ -1,4 +1,4 @@
-"""Experimental: what the gradients of a window tell.
+"""Experimental: measures the noise of gradients while they are accumulated.
 
 * `accumulate_gradients(..., statistics=True)`, or `statistics=Options(decay, groups)`: `metrics(state)` has norms,
   noise and signal by name. `Layers` measures stacked layers one by one.

@@ -11,11 +11,11 @@ class Advice:
     Attributes:
       every: the micro-steps in a window.
       global_batch: the examples in it.
-      best: the number where the time is least: `sqrt(noise_scale / microbatch_size * once / micro_step)`, with `once`
-        for optimizer and communication; `every` is the integer where it is. None if the noise scale is not known.
+      best: the optimum before rounding, `sqrt(noise_scale / microbatch_size * once / micro_step)`, where `once` is the
+        time of optimizer and communication. None if the noise scale is not known.
       overhead: the share of the time that optimizer and communication take, with this window.
-      speedup: the time to the same loss without accumulation, in units of that with this window: below 1, it costs.
-        None if the noise scale is not known.
+      speedup: the time to the same loss without accumulation, divided by the time with this window: below 1,
+        accumulation is slower. None if the noise scale is not known.
       reason: why this window.
       lines: the arithmetic.
     """

@@ -35,23 +35,21 @@ def token_microbatches(
 
         num_devices * floor(max_tokens / L)    rows
 
-    So `rows * L <= max_tokens` on every device, and no other way to deal has fewer micro-batches for these buckets: the
-    longest row is in one, which holds at most so many, and leaves least to the others if these are the next longest.
-    JAX compiles one program for each shape, and the shapes are those of the buckets.
+    So `rows * L <= max_tokens` on every device, and no other packing has fewer micro-batches for these buckets. JAX
+    compiles one program for each shape, and the shapes are those of the buckets.
 
     Args:
       lengths: the tokens of each row of the batch, integers [n]; or those of a whole data set, to find its buckets.
       max_tokens: the most tokens of a micro-batch on one device, padding included.
       num_devices: the devices that share each micro-batch.
-      num_microbatches: how many micro-batches to return: as many as are needed by default, else with spare ones, which
-        hold no row: they weigh nothing, and have the shape of another, so that nothing is compiled anew.
+      num_microbatches: how many micro-batches to return, by default as many as are needed. Spare ones hold no row: they
+        have weight 0 and the shape of another, so that nothing is compiled again.
       cost: what is balanced over devices: `"tokens"`, `"squares"` of lengths, as attention costs, or a function from
         lengths [n] to costs [n].
-      group_size: so many consecutive rows stay together, on one device.
-      buckets: the padded lengths: such integers; or how many to choose for these rows. By default those of which 1, 2,
-        3, ... fit the budget, some 50 that are the same for all batches; more of them, where these make more than 2 %
-        too many micro-batches. With `num_microbatches`, more of them only where these make more than that number:
-        shapes that are always the same are worth a micro-batch that would otherwise be spare.
+      group_size: this many consecutive rows always stay together, on one device.
+      buckets: the padded lengths, or how many of them to choose for these rows. By default about 50, the same for all
+        batches: those of which 1, 2, 3, ... rows fill the budget. More are added if these would make over 2 % too many
+        micro-batches; with `num_microbatches`, only if they would make more than that number.
 
     Returns:
       A `TokenPacking`. Its micro-batches may be added in any order, with their tokens as weights.

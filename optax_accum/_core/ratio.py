@@ -23,17 +23,18 @@ class Ratio:
 
         loss = sum_i total_i / sum_i count_i        gradient = sum_i d(total_i) / sum_i count_i
 
-    Where the batch alone says how much a micro-batch counts, a loss is a mean and `weight_fn` says it. A `Ratio` is for
-    counts that are made inside the loss: tokens left after packing or sampling there, rows that the model itself lets
-    through. Nothing is computed twice: sums and counts are added as they come, and divided once, at the end.
+    If the batch alone tells how much a micro-batch counts, return a mean and pass `weight_fn`. A `Ratio` is for counts
+    that the loss computes: tokens left after packing or sampling there, rows that the model itself lets through.
+      Nothing is computed twice: sums and counts are added as they come, and divided once, at the end.
 
     A dict of them is a loss of several terms, each with its own denominator, within a call:
 
         loss = sum_t (sum_i total_ti / sum_i count_ti)
 
-    One sum of gradients has one divisor, so there the counts come first: each micro-batch runs forward once more, as
-    far as its counts need it, which is not at all where data and keys alone make them. There is still one accumulator,
-    and gradients are added in place.
+    All terms share one sum of gradients, so their counts must be known first: each micro-batch runs forward once more,
+      as
+    far as its counts need it (not at all if they come from data and keys alone). There is still one accumulator, and
+    gradients are added in place.
 
     Attributes:
       total: a real scalar, the sum over the micro-batch; in float16 it may overflow.
@@ -46,10 +47,10 @@ class Ratio:
       | counts that add to zero | a zero loss and a zero gradient; a window without an update | running |
       | a count with a derivative | an error, with what to do | tracing |
       | a `weight_fn`, or `weight=`, beside it | an error | tracing |
-      | a dict of some, in which other terms are numbers | an error, with what to do | tracing |
-      | a dict of some, over calls, in a train step of Flax, or `reduce_to="partial"` | likewise | tracing |
+      | a dict of Ratios and numbers | an error, with what to do | tracing |
+      | a dict of Ratios across calls, in a train step of Flax, or with `reduce_to="partial"` | the same | tracing |
       | a term whose counts add to zero | zero, and so is its gradient | running |
-      | a dict of some: what prints or calls back in `fun` | does so twice for each micro-batch | running |
+      | a dict of Ratios: prints and callbacks in `fun` | happen twice for each micro-batch | running |
       | an optimizer that takes a sum (`reduction="sum"`) | an error | tracing |
       | with `has_aux` or `carry_argnum` | it stands where the loss does; `"mean"` of `aux` is by rows | tracing |
       | `reduce_to="partial"` | each device's own quotient: weigh it by the device's own count | running |

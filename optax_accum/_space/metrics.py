@@ -19,15 +19,22 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
       state: an `AccumulationState`, or any optimizer state that holds exactly one.
 
     Returns:
-      `mini_step` and `gradient_step` (int32), `weight` (`sum(w)` in the window so far, default float dtype; like
-      `mini_step` it is 0 again when the window has closed), `skipped` (micro-batches) and `discarded` (windows), int32
-      totals since `init`. With `statistics`, too: `seen`, the weight of all windows that have emitted; `gradient_norm`
-      of the gradient that was emitted last and `micro_gradient_norm` of the last micro-batch (of several devices' the
-      root of the mean square); `gradient_noise`, `gradient_signal` and `noise_scale`, NaN until two micro-batches have
-      made an update; and the last five of each group, as `noise_scale/embedding`. All have shape [].
+      A dict of scalars:
 
-      Of several devices `weight` is their total, inside `jax.shard_map` too, where this communicates, as long as types
-      tell there what differs between devices: under `check_vma=False` `weight` and `micro_gradient_norm` are of one.
+      * `mini_step`, `gradient_step`: int32.
+      * `weight`: `sum(w)` in the window so far, in the default float dtype; 0 again when the window has closed.
+      * `skipped` (micro-batches) and `discarded` (windows): int32 totals since `init`.
+
+      With `statistics`, also:
+
+      * `seen`: the weight of all windows that have made an update.
+      * `gradient_norm`: the norm of the last window's gradient.
+      * `micro_gradient_norm`: that of the last micro-batch; on several devices the root mean square over devices.
+      * `gradient_noise`, `gradient_signal`, `noise_scale`: NaN until two micro-batches have made an update.
+      * the last five by group, such as `noise_scale/embedding`.
+
+      On several devices `weight` is their total; inside `jax.shard_map` this communicates. Under `check_vma=False`,
+      `weight` and `micro_gradient_norm` are those of one device.
 
     Raises:
       ValueError: `state` holds none, or several.

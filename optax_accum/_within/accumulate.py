@@ -64,7 +64,7 @@ def accumulate(
       batch_argnums: the argument, or several, that hold the batch, by position or name; see `value_and_grad`, also for
         the next two.
       whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.
-      group_size: so many consecutive rows stay together in one micro-batch.
+      group_size: this many consecutive rows always stay in one micro-batch.
       stacked: the batch comes cut, [k, m, ...]: micro-batch j is `leaf[j]`. Leaves may differ in m, as graphs have it.
       weight_fn: `weight_fn(batch)`, how much a micro-batch counts in a mean. By default the number of its rows.
       weight_of: `weight_of(result)`, for a weight that `fun` computes.

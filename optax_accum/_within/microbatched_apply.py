@@ -31,27 +31,28 @@ def microbatched_apply(
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
 ) -> Callable[..., Any]:
-    """Applies a function in micro-batches, and again in the backward pass: all the outputs, the memory of one.
+    """Runs a function in micro-batches and recomputes each in the backward pass: outputs of all rows, memory of one.
 
 
         microbatched_apply(fun, k)(params, batch) = fun(params, batch)
 
-    For losses that couple examples, where no sum of micro-batch gradients is the gradient of the batch: contrastive and
-    ranking losses, balances over a batch. Any loss of all outputs has the whole batch's exact gradient, with respect to
+    For losses that couple examples: contrastive and ranking losses, balances over a batch. Their gradient is not a sum
+      of
+    micro-batch gradients. With this, any loss of all outputs has the whole batch's exact gradient, with respect to
     parameters, batch and anything that `fun` closes over. The price is a second forward pass.
 
-    For layers whose parameters are sharded (FSDP): with `reduce_axes`, each device cuts its own rows, and `fun` sees
-    the parameters whole. They are gathered once for all micro-batches, in the backward pass once more; their gradients
-    are added on each device and scattered once. So what passes through the network does not grow with k: docs/fsdp.md.
+    For layers whose parameters are sharded (FSDP): with `reduce_axes`, each device splits its own rows, and `fun` sees
+    the parameters whole. They are gathered once for all micro-batches, and once more in the backward pass; their
+    gradients are added on each device and scattered once. The network traffic does not grow with k: docs/fsdp.md.
 
     Args:
       fun: `fun(params, batch)` returns a tree of arrays with one row for each example, and treats each row alone.
-      num_microbatches: the largest number of micro-batches; or
+      num_microbatches: at most so many micro-batches; or
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       batch_argnums: the argument, or several, that hold the batch, by position or name; see `value_and_grad`, also for
         the next three.
       whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.
-      group_size: so many consecutive rows stay together in one micro-batch.
+      group_size: this many consecutive rows always stay in one micro-batch.
       rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`, the same in both passes.
       reduce_axes: the mesh axes over which the batch is sharded, and the parameters, which are argument 0 here.
       reduce_to: how the parameters are sharded over them, where their gradients go: `optax_accum.sharding`. In a scan

@@ -28,8 +28,8 @@ def train_step(
         `state.apply_fn` the key as `rngs`. The state comes without its parameters and those of the optimizer.
       weight_fn: how much a micro-batch counts: by default its number of rows; a `Ratio` says it itself. `batch_stats`
         always count by rows: those of the micro-batches that are run, which those of weight zero are not.
-      **options: those of `optax_accum.value_and_grad`: `num_microbatches` or `microbatch_size`, `reduce_axes`. With
-        `reduce_axes` in `accumulate_gradients` the step does as its optimizer, and need not be told.
+      **options: those of `optax_accum.value_and_grad`: `num_microbatches` (1 if your loader delivers micro-batches) or
+        `microbatch_size`, and others. `reduce_axes` of `accumulate_gradients` need not be repeated here.
 
     Returns:
       A jitted `step(state, batch, key, flush=None) -> (state, metrics)` that donates `state`, a `TrainState` created
@@ -38,7 +38,7 @@ def train_step(
 
     Raises:
       TypeError: the state is one of Flax's own; `fun` returns no pair; a metric that is no real number; an option that
-        is the step's own.
+        `train_step` sets itself.
       ValueError: `extra` lacks `"batch_stats"`, or has other entries; a metric of the name `"loss"`.
     """
     _window.check_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)

@@ -35,8 +35,8 @@ def train_step(
         always count by rows: those of the micro-batches that are run, which those of weight zero are not.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
-      **options: those of `value_and_grad`. With `reduce_axes` in `accumulate_gradients` the step does as its optimizer,
-        and need not be told.
+      **options: those of `value_and_grad`: `num_microbatches` (1 if your loader delivers micro-batches) or
+        `microbatch_size`, and others. `reduce_axes` of `accumulate_gradients` need not be repeated here.
 
     Returns:
       A jitted `step(model, optimizer, batch, flush=None) -> metrics`, which donates the model and the optimizer, an
