@@ -15,7 +15,7 @@ from benchmarks import fsdp
 from benchmarks._measure import Tree
 from benchmarks._one_device import OPTIMIZERS, WIDTH, Facts, layers, size
 from optax_accum.accelerators import Target
-from optax_accum.sharding import count_collectives, state_sharding
+from optax_accum.sharding import count_collectives, shard_over, state_sharding
 
 
 def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
@@ -92,6 +92,9 @@ def overlap(on: Target) -> Iterator[tuple[str, Facts]]:
             for (wire, dtype), flag in itertools.product(WIRES.items(), (False, True)):
                 step = optax_accum.value_and_grad(loss, 8, reduce_axes="data", reduce_dtype=dtype, overlap=flag)
                 yield f"{name}, overlap={flag}{wire}", _sent(compiled(step), params)
+            sharded = shard_over(given, "data")
+            step = optax_accum.value_and_grad(loss, 8, reduce_axes="data", reduce_to=sharded)
+            yield f"{name}, to shards (ZeRO-1)", _sent(compiled(step), params)
             yield f"{name}, across calls, static flush", _sent(_closing(on, loss, given, rows(1)), params)
 
 
