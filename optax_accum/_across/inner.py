@@ -75,8 +75,8 @@ def check_kept(inner: Inner, new: Tree, old: Tree, params: Tree) -> None:
         check_own(inner, old, params)
         raise ValueError(
             "The inner optimizer must keep the tree of its state, or micro-steps with and without an update would "
-            f"return different ones: init gave {_beginning(old)}, update {_beginning(new)}. optax.monitor goes behind: "
-            "optax.chain(accumulate_gradients(...), optax.monitor(...))."
+            f"return different ones: init gave {_beginning(old)}, update {_beginning(new)}. Put optax.monitor after "
+            "the wrapper: optax.chain(accumulate_gradients(...), optax.monitor(...))."
         )
 
 

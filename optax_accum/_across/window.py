@@ -170,7 +170,7 @@ def why_not_in_place(rules: Rules, state: AccumulationState) -> str | None:
 def check_state(state: Any) -> None:
     """Raises unless the state is one of ours."""
     if not isinstance(state, AccumulationState):
-        remedy = "The order is (gradients, state, parameters)."
+        remedy = "The order is (gradients, state, parameters), of a fused step (parameters, state, ...)."
         if isinstance(state, optax.MultiStepsState):
             remedy = "Turn that of optax.MultiSteps into one with from_multi_steps."
         raise TypeError(

@@ -14,7 +14,7 @@ from optax_accum._core.parts import Parts
 from optax_accum._core.sinks import Lent, Sink, Total
 from optax_accum._core.weighing import Index, Weighing
 
-MAY_BE_AGAIN = "what is returned may be differentiated again; outside jax.jit, it always may"
+MAY_BE_AGAIN = "the result may be differentiated again, as it always may outside jax.jit"
 
 _log = logging.getLogger("optax_accum")
 
@@ -210,7 +210,7 @@ def added_inside(
     if asked and why_not:
         raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
     if unless or why_not or asked is False:
-        log_after(unless or why_not or "in_place=False")
+        log_after(unless or (f"adding inside it {why_not}" if why_not else "in_place=False"))
         return None
     _log_inside(params, program)
     always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES

@@ -25,16 +25,15 @@ class Ratio:
 
     If the batch alone tells how much a micro-batch counts, return a mean and pass `weight_fn`. A `Ratio` is for counts
     that the loss computes: tokens left after packing or sampling there, rows that the model itself lets through.
-      Nothing is computed twice: sums and counts are added as they come, and divided once, at the end.
+    Nothing is computed twice: sums and counts are added as they come, and divided once, at the end.
 
     A dict of them is a loss of several terms, each with its own denominator, within a call:
 
         loss = sum_t (sum_i total_ti / sum_i count_ti)
 
     All terms share one sum of gradients, so their counts must be known first: each micro-batch runs forward once more,
-      as
-    far as its counts need it (not at all if they come from data and keys alone). There is still one accumulator, and
-    gradients are added in place.
+    as far as its counts need it (not at all if they come from data and keys alone). There is still one accumulator,
+    and gradients are added in place.
 
     Attributes:
       total: a real scalar, the sum over the micro-batch; in float16 it may overflow.

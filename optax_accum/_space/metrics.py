@@ -24,10 +24,10 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
       * `mini_step`, `gradient_step`: int32.
       * `weight`: `sum(w)` in the window so far, in the default float dtype; 0 again when the window has closed.
       * `skipped` (micro-batches) and `discarded` (windows): int32 totals since `init`.
+      * `seen`, with `statistics` or `every_by_tokens`: the weight of all windows that have made an update.
 
       With `statistics`, also:
 
-      * `seen`: the weight of all windows that have made an update.
       * `gradient_norm`: the norm of the last window's gradient.
       * `micro_gradient_norm`: that of the last micro-batch; on several devices the root mean square over devices.
       * `gradient_noise`, `gradient_signal`, `noise_scale`: NaN until two micro-batches have made an update.

@@ -59,8 +59,8 @@ def accumulate(
 
     Args:
       fun: any function of a batch, such as `jax.value_and_grad(loss, has_aux=True)`.
-      num_microbatches: at most so many micro-batches; or
-      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      num_microbatches: at most so many micro-batches.
+      microbatch_size: the rows of a micro-batch. Pass exactly one of these two.
       batch_argnums: the argument, or several, that hold the batch, by position or name; see `value_and_grad`, also for
         the next two.
       whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.

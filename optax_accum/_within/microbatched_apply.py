@@ -33,12 +33,10 @@ def microbatched_apply(
 ) -> Callable[..., Any]:
     """Runs a function in micro-batches and recomputes each in the backward pass: outputs of all rows, memory of one.
 
-
         microbatched_apply(fun, k)(params, batch) = fun(params, batch)
 
     For losses that couple examples: contrastive and ranking losses, balances over a batch. Their gradient is not a sum
-      of
-    micro-batch gradients. With this, any loss of all outputs has the whole batch's exact gradient, with respect to
+    of micro-batch gradients. With this, any loss of all outputs has the whole batch's exact gradient, with respect to
     parameters, batch and anything that `fun` closes over. The price is a second forward pass.
 
     For layers whose parameters are sharded (FSDP): with `reduce_axes`, each device splits its own rows, and `fun` sees
@@ -47,8 +45,8 @@ def microbatched_apply(
 
     Args:
       fun: `fun(params, batch)` returns a tree of arrays with one row for each example, and treats each row alone.
-      num_microbatches: at most so many micro-batches; or
-      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      num_microbatches: at most so many micro-batches.
+      microbatch_size: the rows of a micro-batch. Pass exactly one of these two.
       batch_argnums: the argument, or several, that hold the batch, by position or name; see `value_and_grad`, also for
         the next three.
       whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.

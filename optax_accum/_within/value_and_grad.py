@@ -78,8 +78,8 @@ def value_and_grad(
         `Ratio(total, count)` if only the loss knows the denominator, or a dict of those. docs/losses.md has losses of
         each kind. Of a sum over rows, return the mean and multiply the gradient.
       num_microbatches: at most so many micro-batches, of `ceil(n / num_microbatches)` rows each. It is the second
-        positional argument, where `jax.value_and_grad` has `argnums`. Or
-      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+        positional argument, where `jax.value_and_grad` has `argnums`.
+      microbatch_size: the rows of a micro-batch. Pass exactly one of these two.
       argnums: the argument to differentiate, or several, as in `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
       batch_argnums: the argument, or several, that hold the batch: trees whose arrays are cut along their first axis;
@@ -121,8 +121,10 @@ def value_and_grad(
     Returns:
       A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
 
-    Raises: TypeError, ValueError: what cannot be right, when building or tracing: an argument that is a key and that no
-      role names, a key that `fun` closes over, another argument with as many rows as the batch, and the like.
+    Raises:
+      TypeError, ValueError: invalid arguments, when you build or trace: a random key that neither `rng_argnum` nor
+        `whole_argnums` names, numbers drawn for each row from a key that `fun` closes over, another argument with as
+        many rows as the batch, and the like.
 
     Guarantees:
       | case | result | known when |
