@@ -13,6 +13,7 @@ ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 import docstrings
+import gallery
 
 import optax_accum
 
@@ -92,6 +93,7 @@ def setup(app: Any) -> None:
     for made in ("api", "notebooks"):  # by the last build
         shutil.rmtree(HERE / made, ignore_errors=True)
     shutil.copytree(ROOT / "notebooks", HERE / "notebooks")
+    gallery.write(HERE / "notebooks")
     modules = re.findall(
         r"^   (optax_accum[\w.]*)$", (HERE / "api.md").read_text(), re.MULTILINE
     )
