@@ -233,7 +233,7 @@ def _check_reference(runs: StepErrors) -> Cause | None:
         return Cause(faults.SHARED_KEY, says)
     raise ValueError(
         "The update of the whole batch changes with the order of its rows. If that is by a random key, let make_step "
-        "put the key (in PyTorch torch.default_generator) into the carry, so that each run can draw anew. On several "
+        "put the key into the carry (in PyTorch torch.default_generator), so that each run can draw anew. On several "
         "devices make_step(1) may average devices as equals: run it on one, or pass optimizer= and loss= as the "
         "reference. If rows belong together, pass group_size."
     )
