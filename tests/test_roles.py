@@ -545,7 +545,20 @@ def test_a_key_that_no_argument_holds_is_refused(method, jit):
 def test_what_is_drawn_for_all_rows_alike_may_come_from_any_key(method):
     """Random features; and a loss that only takes micro-batches of one size tells nothing."""
     features = lambda w, x, y: squares(w, x * jax.random.normal(DROPS, x.shape[1:])[None], y)
-    METHODS[method](features)(W, X, Y)
+    found = METHODS[method](features)(W, X, Y)
+    if method == "microbatched_apply":
+        np.testing.assert_allclose(jnp.mean(found), features(W, X, Y), rtol=1e-5)
+    else:
+        grads = found[1] if method == "value_and_grad" else found
+        np.testing.assert_allclose(grads, jax.grad(features)(W, X, Y), rtol=1e-5)
     if method != "microbatched_apply":
         size = len(X) // 3
         METHODS[method](lambda w, x, y: dropped(w, x.reshape(size, -1), y.reshape(size, -1)[:, 0]))(W, X, Y)
+
+
+def test_one_micro_batch_shares_no_key():
+    """It is the whole batch, whatever its key: `microbatched_apply` refused that."""
+    own = lambda w, x: jax.random.bernoulli(DROPS, 0.5, x.shape) * (x @ w)[:, None]
+    for size in ({"num_microbatches": 1}, {"microbatch_size": 2 * len(X)}):
+        np.testing.assert_array_equal(optax_accum.microbatched_apply(own, **size)(W, X), own(W, X))
+        optax_accum.value_and_grad(lambda w, x: own(w, x).mean(), **size)(W, X)

@@ -212,8 +212,9 @@ def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
     call = device.own_key(call)
     micro_batches = microbatches.cut(call, rules.sizes, device.count)
     carry = _carry_of(call)
-    program, shapes = jax.make_jaxpr(lambda: _parts(rules, micro_batches.first(carry)), return_shape=True)()
-    if draws.may_hide(program, micro_batches.first(carry)):
+    first = micro_batches.first(carry)
+    program, shapes = jax.make_jaxpr(lambda: _parts(rules, first), return_shape=True)()
+    if draws.may_hide(program, first):
         draws.check_keys(functools.partial(_parts, rules), micro_batches.first(carry), call)
     checks.check_carry(carry, shapes.carry)
     one = jax.ShapeDtypeStruct((), default_float())

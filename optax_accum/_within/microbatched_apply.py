@@ -111,7 +111,8 @@ def microbatched_apply(
     def outputs(*args: Any, **kwargs: Any) -> Any:
         call = roles.of(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
-        draws.check_keys(lambda call: call.apply(fun), _shapes(call, sizes.group), _shapes(call))
+        rows = splitting.split_rows(call[call.batch], sizes, 1).size
+        draws.check_keys(lambda call: call.apply(fun), _shapes(call, rows), _shapes(call))
         space = here(over)
         for name in call.params:
             space.check_params(call.arguments[name])
