@@ -6,7 +6,10 @@ that ask what a program is compile it with `programs.compiled`.
 
 import importlib.metadata
 import os
+import pathlib
 import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 # Below JAX 0.11, XLA can still do without its new emitters for CPUs, which take 40 % of the suite's time.
 OLD_EMITTERS = tuple(int(part) for part in importlib.metadata.version("jax").split(".")[:2]) < (0, 11)

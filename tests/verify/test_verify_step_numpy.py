@@ -77,7 +77,7 @@ def test_a_loop_in_numpy(name):
 
 def test_pytorch_is_not_imported():
     """Nobody here has a tensor: PyTorch takes seconds to import."""
-    code = "import sys, numpy, optax_accum; from tests.test_verify_step_numpy import BATCH, Loop; "
+    code = "import sys, numpy, optax_accum; from tests.verify.test_verify_step_numpy import BATCH, Loop; "
     code += "optax_accum.verify_step(Loop(), BATCH).check(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -9,7 +9,7 @@ import pytest
 import optax_accum
 from benchmarks import _verdicts, verify, verify_step
 from optax_accum._verify import loss_faults, step_faults
-from tests import test_verify, test_verify_step
+from tests.verify import test_verify, test_verify_step
 
 FUNCTIONS = {"verify": optax_accum.verify, "verify_step": optax_accum.verify_step}
 EVERY = [pytest.param(name, fault, id=f"{name}, {fault.name}") for name, of in _verdicts.TABLES.items() for fault in of]

@@ -1,7 +1,6 @@
 """The table of support is what runs: `python -m benchmarks.support` makes it, with each JAX."""
 
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -13,9 +12,8 @@ import yaml
 
 from benchmarks import support
 from optax_accum._core.compilers import DEVICES, FLOOR
-from tests import paths
+from tests import ROOT, paths
 
-ROOT = pathlib.Path(__file__).parent.parent
 RECORD = json.loads(support.FACTS.read_text())
 here = pytest.mark.skipif(jax.__version__ not in RECORD, reason="this JAX is in no row of the table")
 

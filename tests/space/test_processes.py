@@ -28,8 +28,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 import optax_accum
 from examples import processes
 from examples.processes import Settings
+from tests import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 UPDATES = 8
 
 

@@ -1,7 +1,6 @@
 """A layer's parameters gathered once for all its micro-batches: the law on every mesh, and traffic that k leaves as is."""
 
 import functools
-import pathlib
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import optax_accum
-from tests import programs
+from tests import ROOT, programs
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MESHES = {  # sizes, kinds, reduce_axes, specs of a layer
@@ -300,9 +299,8 @@ def test_inside_a_shard_map_reduce_to_is_refused_and_what_the_message_says_works
 
 
 def test_the_example_trains_as_the_whole_batch_does():
-    root = pathlib.Path(__file__).parent.parent
     done = subprocess.run(
-        [sys.executable, "-m", "examples.fsdp"], capture_output=True, text=True, cwd=root, check=False
+        [sys.executable, "-m", "examples.fsdp"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "equals the whole batch" in done.stdout

@@ -1,7 +1,6 @@
 """Parameters sharded inside each replica (HSDP): one reduction of a shard between replicas for a window, on every mesh."""
 
 import functools
-import pathlib
 import subprocess
 import sys
 
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
 import optax_accum
-from tests import programs
+from tests import ROOT, programs
 from tests.versions import JAX
 
 REPLICAS, SHARDS, ROWS, WIDTH, HIDDEN = 2, 4, 64, 16, 32
@@ -206,8 +205,7 @@ def test_by_layer_a_layer_is_gathered_inside_its_replica_and_its_shard_exchanged
 
 
 def test_the_example_trains_as_the_whole_batch_does():
-    root = pathlib.Path(__file__).parent.parent
     command = [sys.executable, "-m", "examples.hsdp"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "equals the whole batch" in done.stdout

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import inspect
-import pathlib
 import re
 import subprocess
 import tomllib
@@ -11,8 +10,8 @@ import tomllib
 import pytest
 
 import optax_accum
+from tests import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]

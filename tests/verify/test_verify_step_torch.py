@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import pathlib
 import re
 import warnings
 
@@ -16,6 +15,7 @@ from torch import nn  # noqa: E402
 
 from benchmarks.verify_step import KINDS  # noqa: E402
 from optax_accum import verify_step  # noqa: E402
+from tests import ROOT  # noqa: E402
 
 K, N = 4, 16
 torch.set_num_threads(1)
@@ -385,7 +385,7 @@ def test_the_token_weighted_loop_of_accelerate():
 
 def test_the_page_of_the_docs_runs():
     pytest.importorskip("accelerate")
-    page = (pathlib.Path(__file__).parent.parent / "docs" / "check_a_pytorch_loop.md").read_text()
+    page = (ROOT / "docs" / "check_a_pytorch_loop.md").read_text()
     blocks = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     torch.manual_seed(0)
     exec(compile("\n".join(blocks), "check_a_pytorch_loop.md", "exec"), {})

@@ -1,7 +1,6 @@
 """`python -m optax_accum`: what there is and what a bug report needs, `plan`, `verify`."""
 
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -13,9 +12,8 @@ import optax_accum
 from optax_accum.__main__ import COMMANDS, main
 from optax_accum._command import info, named
 from optax_accum._command import plan as plan_command
-from tests.test_plan import ROW, ROWS
-
-ROOT = pathlib.Path(__file__).parent.parent
+from tests import ROOT
+from tests.plan.test_plan import ROW, ROWS
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +96,7 @@ def test_it_is_called_without_a_warning():
 
 def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(plan_command, "plan_microbatches", raising(KeyboardInterrupt()))
-    assert main(["plan", "tests.test_plan:lower", "--global-batch", "8"]) == 130
+    assert main(["plan", "tests.plan.test_plan:lower", "--global-batch", "8"]) == 130
     assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
@@ -109,7 +107,7 @@ def test_a_file_is_what_it_is_whatever_its_name(tmp_path):
         (tmp_path / folder).mkdir()
         for name in ("types", "steps"):
             file = tmp_path / folder / f"{name}.py"
-            file.write_text(f"from tests.test_plan import *\nmine = lambda k: {folder!r}\n")
+            file.write_text(f"from tests.plan.test_plan import *\nmine = lambda k: {folder!r}\n")
             assert named.load(f"{file}:mine")(1) == folder
             assert named.load(f"{file}:mine")(1) == folder
     for name in {*sys.modules} - kept:
@@ -120,7 +118,7 @@ def test_a_file_is_what_it_is_whatever_its_name(tmp_path):
 
 # plan
 
-WORDS = ("plan", "tests.test_plan:lower", "--global-batch", "256", "--candidates", "1", "2", "--budget")
+WORDS = ("plan", "tests.plan.test_plan:lower", "--global-batch", "256", "--candidates", "1", "2", "--budget")
 
 
 def test_plan_prints_a_table_or_json(capsys):
@@ -135,9 +133,9 @@ def test_plan_prints_a_table_or_json(capsys):
 
 def test_json_is_all_that_is_printed(capsys, tmp_path):
     """Whatever the user's module prints; and where nothing fits, too."""
-    text = "print('hello')\nfrom tests.test_plan import lower\ndef make(k):\n    print(k)\n    return lower(k)\n"
+    text = "print('hello')\nfrom tests.plan.test_plan import lower\ndef make(k):\n    print(k)\n    return lower(k)\n"
     (tmp_path / "talks.py").write_text(text)
-    words = [word.replace("tests.test_plan:lower", f"{tmp_path}/talks.py:make") for word in WORDS]
+    words = [word.replace("tests.plan.test_plan:lower", f"{tmp_path}/talks.py:make") for word in WORDS]
     assert main([*words, "1GB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_microbatches"] == 1
     assert main([*words, "220kB", "--json"]) == 1
@@ -151,16 +149,16 @@ def test_json_is_all_that_is_printed(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("tests.test_plan --global-batch 8", '"module:name".*Write train:make_step'),
+        ("tests.plan.test_plan --global-batch 8", '"module:name".*Write train:make_step'),
         ("no_such:make_step --global-batch 8", "There is no module 'no_such'.*PYTHONPATH"),
-        ("tests.test_plan:lowered --global-batch 8", "has no .lowered.*It has shape, lower, divisors, planned"),
+        ("tests.plan.test_plan:lowered --global-batch 8", "has no .lowered.*It has shape, lower, divisors, planned"),
         ("examples.will_it_fit:step --global-batch 8", "has no .step.*It has params, loss, make_step, main\\."),
-        ("tests.test_plan:ROWS --global-batch 8", "make_step must be a function.*make_step=256"),
-        ("tests.test_plan:lower --global-batch 0", "global_batch must be an integer >= 1: global_batch=0"),
-        ("tests.test_plan:lower --global-batch 8 --budget=-3GB", "above zero: budget='-3GB'"),
-        ("tests.test_plan:raises --global-batch 8 --budget 1GB", "KeyError"),
-        ("tests.test_plan:lower --global-batch 8 --budget none", "The budget must be"),
-        ("tests.test_plan:lower --global-batch 8 --target h1000", "The target must be one of a100"),
+        ("tests.plan.test_plan:ROWS --global-batch 8", "make_step must be a function.*make_step=256"),
+        ("tests.plan.test_plan:lower --global-batch 0", "global_batch must be an integer >= 1: global_batch=0"),
+        ("tests.plan.test_plan:lower --global-batch 8 --budget=-3GB", "above zero: budget='-3GB'"),
+        ("tests.plan.test_plan:raises --global-batch 8 --budget 1GB", "KeyError"),
+        ("tests.plan.test_plan:lower --global-batch 8 --budget none", "The budget must be"),
+        ("tests.plan.test_plan:lower --global-batch 8 --target h1000", "The target must be one of a100"),
     ],
 )
 def test_plan_says_what_is_wrong(words, says, capsys):
@@ -188,7 +186,7 @@ def test_a_module_that_is_broken_is_named(text, tmp_path, capsys):
 @pytest.mark.parametrize(("name", "status"), [("sound", 0), ("broken", 1), ("missing", 2)])
 def test_verify(name, status, tmp_path, monkeypatch, capsys):
     (tmp_path / "steps_of_mine.py").write_text(
-        "from tests.test_verify_step import BATCH as batch, FAULTS, Loop\nsound, broken = Loop(), FAULTS['divided twice']"
+        "from tests.verify.test_verify_step import BATCH as batch, FAULTS, Loop\nsound, broken = Loop(), FAULTS['divided twice']"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "steps_of_mine", raising=False)
@@ -201,11 +199,11 @@ def test_verify(name, status, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("BATCH", "must be a function: tests.test_verify_step:BATCH is a dict. Name make_step."),
+        ("BATCH", "must be a function: tests.verify.test_verify_step:BATCH is a dict. Name make_step."),
         ("Loop --rtol nan", "rtol must be a finite number above 0: rtol=nan."),
     ],
 )
 def test_verify_says_what_is_wrong(words, says, capsys):
-    step = f"tests.test_verify_step:{words}".split()
-    assert main(["verify", *step, "--batch", "tests.test_verify_step:BATCH"]) == 2
+    step = f"tests.verify.test_verify_step:{words}".split()
+    assert main(["verify", *step, "--batch", "tests.verify.test_verify_step:BATCH"]) == 2
     assert says in capsys.readouterr().err.splitlines()[-1]

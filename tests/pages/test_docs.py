@@ -18,9 +18,8 @@ import yaml
 
 import optax_accum
 from benchmarks import accelerators
-from tests import versions
+from tests import ROOT, versions
 
-ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 WITH_EXAMPLES = [
@@ -113,7 +112,7 @@ def test_the_python_blocks_of_a_page_run_one_after_the_other(page):
 
 
 def test_the_bash_blocks_of_the_readme_are_lines():
-    """`.ci/run` runs the line of the tests, tests/test_demo.py what that of the demo runs."""
+    """`.ci/run` runs the line of the tests, tests/pages/test_demo.py what that of the demo runs."""
     assert [code for code in blocks("bash") if code.count("\n") != 1] == []
 
 
@@ -174,7 +173,7 @@ def test_code_fits_the_column_of_its_page(page):
 
 
 def test_the_first_page_shows_the_first_diff_of_the_readme():
-    """tests/test_flax_examples.py applies it, and those of docs/flax.md; tests/test_trainers.py those of its page."""
+    """tests/flax/test_flax_examples.py applies it, and those of docs/flax.md; tests/pages/test_trainers.py those of its page."""
     assert blocks("diff", (ROOT / "docs/index.md").read_text()) == blocks("diff")[:1]
     with_diffs = {page.name for page in WRITTEN if blocks("diff", page.read_text())}
     assert with_diffs == {"README.md", "CONTRIBUTING.md", "index.md", "flax.md", "in_a_trainer.md"}
@@ -186,7 +185,7 @@ def test_the_example_of_contributing_works(tmp_path):
     for folder in ("optax_accum", "tests", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_faults.py", "-k", "guard"]
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/core/test_faults.py", "-k", "guard"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     results = []
     for part in ("tests", ""):  # its test alone, then all of it

@@ -8,8 +8,8 @@ import pytest
 
 import optax_accum
 from optax_accum import verify_step
-from tests import test_verify_step as large
-from tests.test_verify_step import AGAIN, FAULTS, SOUND, Loop, in_windows
+from tests.verify import test_verify_step as large
+from tests.verify.test_verify_step import AGAIN, FAULTS, SOUND, Loop, in_windows
 
 UNNAMED = {"clipping at each micro-step"}  # of few entries a mean says no more than that it is one
 NOT_OURS = {"apply_every after Adam", "a key in the step"}

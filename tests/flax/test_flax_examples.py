@@ -1,6 +1,5 @@
 """The diffs of the README and of docs/flax.md, applied to scripts: small batches then make the updates of large ones."""
 
-import pathlib
 import re
 
 import jax
@@ -10,8 +9,8 @@ import optax
 import pytest
 
 import optax_accum
+from tests import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 README, FLAX = (
     re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     for page in ("README.md", "docs/flax.md")

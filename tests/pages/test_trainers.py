@@ -1,7 +1,6 @@
 """The diffs of docs/in_a_trainer.md, applied to small trainers: checked before and after, and against the whole batch."""
 
 import functools
-import pathlib
 import re
 from typing import NamedTuple
 
@@ -15,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum.sharding import count_collectives
+from tests import ROOT
 from tests.examples import ppo, rows
 from tests.versions import needs_devices
 
-ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs/in_a_trainer.md").read_text()
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
@@ -123,7 +122,7 @@ def test_verify_step_names_the_fault_before_and_finds_none_after(trainer):
 
 
 def test_a_script_like_lm1b_before():
-    """After: tests/test_flax_examples.py."""
+    """After: tests/flax/test_flax_examples.py."""
     wrapped = ("optax.sgd(learning_rate_fn, momentum=0.9)", "optax.MultiSteps(optax.sgd(learning_rate_fn, 0.9), 4)")
     linen = Trainer("text_language_model", "", "", None, before=(wrapped,))
     key, tokens = jax.random.key(1), script(linen)["sentences"]()[:16]

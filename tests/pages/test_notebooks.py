@@ -1,15 +1,14 @@
 """What people see of the notebooks on a code host; that they run is `.ci/run`'s, through nbmake."""
 
 import json
-import pathlib
 import re
 import tomllib
 
 import pytest
 
 from benchmarks import notebooks
+from tests import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 INSTALL = f"""\
