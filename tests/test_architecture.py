@@ -68,7 +68,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     ],
     "_across": [
         {"inner", "policy", "divisor", "schedules", "noise_scale"},
-        {"accumulator", "outcomes"},
+        {"accumulator", "outcomes", "loss"},
         {"window"},
         {"transformation"},
         {"train_step"},
@@ -80,7 +80,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"cut", "accumulate"},
         {"value_and_grad"},
     ],
-    "_batches": [{"rows", "packed", "advise", "schedules"}, {"packing"}],
+    "_batches": [{"rows", "packed", "advise", "schedules"}, {"buckets"}, {"packing"}],
     "_placement": [{"shardings"}, {"resume"}],
     "_compiled": [{"absent", "programs"}, {"targets"}, {"collectives", "traffic"}, {"footprint"}],
     "_plan": [{"search", "budgets", "picture", "steps"}, {"plan"}, {"trials"}, {"planning"}],
@@ -232,7 +232,7 @@ def test_policies_are_compared_in_their_table_alone():
 ASKED = {
     "which form has a loss": (
         {"is_ratio", "are_terms", "isinstance Ratio"},
-        "_core/ratio _within/weights _across/train_step",
+        "_core/ratio _within/weights _across/loss",
     ),
     "how is a micro-batch differentiated": ({"vjp"}, "_core/backward"),
     "which kind of every": ({"isinstance Schedule", "as_schedule"}, "_across/schedules _across/transformation"),
@@ -243,6 +243,10 @@ ASKED = {
     "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step"),
     "does a state hold a sum": ({"holds_sum"}, "_across/accumulator flax/_window"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/mapped _space/device"),
+    "does it lie in host memory": (
+        {"to_device", "to_memory_of"},
+        "_across/accumulator _across/inner _across/outcomes",
+    ),
     "does it run outside jit": (
         {"is_staged", "is_again"},
         "_core/tracing _within/loops _within/value_and_grad _within/accumulate _across/train_step",

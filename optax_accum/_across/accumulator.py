@@ -20,15 +20,19 @@ class Accumulator:
         """Raises for gradients that cannot be added."""
         matching.check(state.acc_grads, grads)
 
+    def on_device(self, state: AccumulationState) -> Tree:
+        """Returns the sum, fetched from the memory of the host if it lies there."""
+        return memory.to_device(state.acc_grads)
+
     def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: jax.Array, skip: Flag) -> Tree:
         """Returns the sum with the gradient of a micro-batch in it."""
-        return arithmetic.add(memory.to_device(state.acc_grads), grads, weight, first, skip)
+        return arithmetic.add(self.on_device(state), grads, weight, first, skip)
 
     def weight(self, state: AccumulationState, weight: Weight) -> Weight:
         """Returns the weight of the window with that of a micro-batch in it."""
         return state.weight + weight
 
-    def kept(self, state: AccumulationState, total: Tree) -> AccumulationState:
+    def with_sum(self, state: AccumulationState, total: Tree) -> AccumulationState:
         """Returns the state with the sum in it."""
         return state._replace(acc_grads=memory.to_memory_of(total, state.acc_grads))
 
@@ -57,7 +61,7 @@ class NoAccumulator(Accumulator):
     def weight(self, state: AccumulationState, weight: Weight) -> Weight:
         return weight  # known when tracing, where the weight is: no branch is compiled
 
-    def kept(self, state: AccumulationState, total: Tree) -> AccumulationState:
+    def with_sum(self, state: AccumulationState, total: Tree) -> AccumulationState:
         return state
 
     def left(self, state: AccumulationState, kept: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def update(
         raise
     if not same:
         updates = arithmetic.cast_like(updates, jax.eval_shape(lambda: run(grads))[0])
-    if not keeps(new, state):
+    if not same_tree(new, state):
         return updates, arithmetic.strong(new)
     leaves = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
     if leaves and all(one is other for one, other in leaves):  # what has no state takes any, and hands it back
@@ -47,7 +47,7 @@ def update(
     return updates, memory.to_memory_of(arithmetic.cast_like(new, old), state)
 
 
-def keeps(new: Tree, old: Tree) -> bool:
+def same_tree(new: Tree, old: Tree) -> bool:
     """Returns whether the inner optimizer gave back a state of the tree that it was given."""
     return jax.tree.structure(new) == jax.tree.structure(old)
 
@@ -58,7 +58,7 @@ def check_own(inner: Inner, state: Tree, params: Tree, cause: Exception | None =
         own = jax.eval_shape(inner.init, params)
     except Exception:
         return  # an init that needs values tells nothing
-    if keeps(state, own):
+    if same_tree(state, own):
         return
     given, made = _kinds(state), _kinds(own)
     if given == made:
@@ -69,9 +69,9 @@ def check_own(inner: Inner, state: Tree, params: Tree, cause: Exception | None =
     ) from cause
 
 
-def check_kept(inner: Inner, new: Tree, old: Tree, params: Tree) -> None:
+def check_tree(inner: Inner, new: Tree, old: Tree, params: Tree) -> None:
     """Raises where the inner optimizer changes the tree of its state, and holding must give the same tree."""
-    if not keeps(new, old):
+    if not same_tree(new, old):
         check_own(inner, old, params)
         raise ValueError(
             "The inner optimizer must keep the tree of its state, or micro-steps with and without an update would "

@@ -3,40 +3,29 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._across.divisor import Divisor, as_divisor
+from optax_accum._across.accumulator import accumulator_of
+from optax_accum._across.divisor import as_divisor
+from optax_accum._across.loss import Loss
 from optax_accum._across.outcomes import new_params
 from optax_accum._across.transformation import apply_gradients, rules_of
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
-from optax_accum._core import arithmetic, checks, memory, tracing
-from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.backward import (
-    MAY_BE_AGAIN,
-    Backward,
-    Inside,
-    add_to,
-    added_inside,
-    at_leaves,
-    bends,
-    contribution,
-    log_after,
-)
+from optax_accum._core import arithmetic, checks, tracing
+from optax_accum._core.arithmetic import Tree
+from optax_accum._core.backward import log_after
 from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn, as_weight_of
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Returns
-from optax_accum._core.ratio import Ratio, check_loss, check_single
 from optax_accum._core.roles import Call, Roles
-from optax_accum._core.rows import check_groups, count_rows, is_split
+from optax_accum._core.rows import count_rows, is_split
 from optax_accum._core.signature import Name, signature_of
 from optax_accum._core.state import micro_step_of
-from optax_accum._core.weighing import ByCount, ByWeight, Even
-from optax_accum._space.device import Device
 from optax_accum._space.space import Space
 
 
@@ -132,60 +121,37 @@ def value_and_apply_gradients(
         rng_argnum=rng_argnum,
         needs_batch=False,
     )
-    rules = _MicroStep(
-        fun=as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx)."),
-        tx=as_optimizer(tx),
-        accumulation=rules_of(tx),
+    fun = as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
+    tx, rules = as_optimizer(tx), rules_of(tx)
+    loss = Loss(
+        fun,
         returns=Returns(has_aux, weight_of=as_weight_of(weight_of, weight_fn)),
-        roles=roles,
         group_size=checks.as_positive("group_size", group_size) or 1,
         weight_fn=as_weight_fn(weight_fn, roles),
         in_place=in_place,
+        divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
+        meter=rules.meter if rules else Meter(),
     )
+    made = _MicroStep(loss, tx, rules, roles)
 
     @functools.wraps(fun)
     def step(
         params: Tree, state: Tree, *args: Any, weight: Any = None, flush: Any = None, **extra_args: Any
     ) -> tuple[Any, Tree, Tree]:
-        return rules.step(params, state, args, weight, flush, extra_args)
+        return made.step(params, state, args, weight, flush, extra_args)
 
     del step.__wrapped__  # `jax.jit(step, static_argnames="flush")` reads the signature of `step`, not of `fun`
     return step
-
-
-class _Done(NamedTuple):
-    """One micro-batch differentiated, as partial sums."""
-
-    loss: jax.Array  # []
-    value: Any  # what `fun` returned
-    weight: Weight
-    grads: Tree | None = None  # the gradient; None where the backward pass has added it
-    acc: Tree | None = None  # the accumulator with the gradient in it, then
-    squares: Any = None  # what the meter has of it, then
 
 
 @dataclasses.dataclass(frozen=True)
 class _MicroStep:
     """What `value_and_apply_gradients` was asked for, and the functions that do it."""
 
-    fun: Callable[..., Any]
+    loss: Loss
     tx: optax.GradientTransformation
     accumulation: Rules | None  # what it was asked for, if it is one of ours and not inside another
-    returns: Returns
     roles: Roles
-    group_size: int
-    weight_fn: Callable[..., Any] | None
-    in_place: bool | None
-
-    @property
-    def divisor(self) -> Divisor:
-        """What a window is divided by; an optimizer that we cannot look into takes a mean."""
-        return self.accumulation.divisor if self.accumulation else as_divisor("mean")
-
-    @property
-    def meter(self) -> Meter:
-        """What measures gradients."""
-        return self.accumulation.meter if self.accumulation else Meter()
 
     def step(
         self,
@@ -203,7 +169,7 @@ class _MicroStep:
         given = {name for name, arg in (("weight", weight), ("flush", flush)) if arg is not None}
         ours = self._of_fun(1 + len(args), given | extra_args.keys())
         call = self.roles.of((params, *args), {name: arg for name, arg in extra_args.items() if name in ours})
-        self._check(call, weighted=weight is not None or self.weight_fn is not None)
+        self._check(call, weighted=weight is not None or self.loss.weight_fn is not None)
         extra_args = {name: arg for name, arg in extra_args.items() if name not in ours}
         space: Space = rules.here() if rules else Space()
         if rules:
@@ -214,10 +180,11 @@ class _MicroStep:
         acc = self._acc(state)
         again = tracing.is_again((params, state, args, weight, extra_args))
         index = micro_step_of(state, keyed=call.rng is not None)
-        done, _ = space.run(lambda *own: (self._run(again, *own), None), call, acc, weight, index)
+        add = functools.partial(self.loss.add, again=again)
+        done, _ = space.run(lambda *own: (add(*own), None), call, acc, weight, index)
         value = space.as_own(done.value)
         if rules is None:
-            named = weight is not None or self.weight_fn or isinstance(done.weight, jax.Array)
+            named = weight is not None or self.loss.weight_fn or isinstance(done.weight, jax.Array)
             counted = {"weight": done.weight} if named else {"rows": int(done.weight)}
             extra_args = {"value": done.loss, **counted, "flush": flush, **extra_args}
             return value, *apply_gradients(self.tx, done.grads, state, params, **extra_args)
@@ -256,84 +223,9 @@ class _MicroStep:
     def _acc(self, state: Tree) -> Tree | None:
         """Returns the accumulator that a backward pass may add to, or None."""
         why_not = why_not_in_place(self.accumulation, state) if self.accumulation else "it does not accumulate"
-        if self.in_place and why_not:
+        if self.loss.in_place and why_not:
             raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
-        if why_not or self.in_place is False:
+        if why_not or self.loss.in_place is False:
             log_after(why_not or "in_place=False")
             return None
-        return memory.to_device(state.acc_grads)
-
-    def _run(self, again: bool, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any) -> _Done:
-        """Differentiates the micro-batch on one device: its own examples, added to its own partial sum.
-
-        `again` says that this is to be differentiated again.
-        """
-        if self.group_size > 1 and any(map(is_split, jax.tree.leaves(call[call.batch]))):
-            where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
-            check_groups(where, count_rows(call[call.batch]), self.group_size)
-        call = device.own(call).own_key(index)
-        fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
-        params = call.arguments[0]
-        program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)
-        weighing = self._weighing(shapes.loss, call, weight, device.even(program.jaxpr))
-        inside = None if acc is None else self._inside(params, acc, program.jaxpr, weighing.weight, again)
-        if again or (self.meter.measures and not inside):
-            acc = None  # what is measured after the backward pass is returned by it
-
-        def run() -> tuple[Backward, Any]:
-            one = contribution(fun, params, weighing, 0, device.check_loss, inside)
-            value = self.returns.joined(one.parts._replace(loss=weighing.value(one.parts.loss)))
-            return one.backward, (one.loss, value, weighing.counted(one.parts.loss))
-
-        def done(acc: Tree, squares: Sequence[jax.Array], loss: Any, value: Any, weight: Weight) -> _Done:
-            measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
-            return _Done(loss, value, weight, None, acc, measured)
-
-        add = functools.partial(add_to, first=index == 0, inside=inside, vary=device.vary)
-        if weighing.weight is not None and acc is not None:
-            acc, squares, (loss, value, _) = add(acc, run, weight=weighing.weight)
-            return done(acc, squares, loss, value, weighing.weight)
-        backward, (loss, value, weight) = run()  # a Ratio tells how much it counts when it has been run
-        if not inside:
-            return _Done(loss, value, weight, backward.gradient())
-        acc, squares, _ = add(acc, lambda: (backward, None), weight=weight)
-        return done(acc, squares, loss, value, weight)
-
-    def _inside(self, params: Tree, acc: Tree, program: Any, weight: Weight | None, again: bool) -> Inside | None:
-        """Returns how the gradient is added to the accumulator inside the backward pass, if it is.
-
-        Where a weight in the cotangent could matter, it is multiplied in where gradients arise: that of a Ratio is
-        not known by then.
-        """
-        squares, bent = self.meter.no_squares(params), bends(program)
-        unless = MAY_BE_AGAIN if again else None
-        if bent and weight is None and not self.in_place:
-            unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
-        factor = weight if bent else None
-        return added_inside(self.in_place, params, acc, program, squares, factor, unless)
-
-    def _weighing(self, loss: Any, call: Call, weight: Any, even: Even) -> ByWeight | ByCount:
-        """Returns how the micro-batch is weighed, whose loss has these shapes."""
-        check_loss(loss, None)
-        check_single(loss)
-        if isinstance(loss, Ratio):
-            self._check_ratio(weight is not None or self.weight_fn is not None)
-            return ByCount(even)
-        return ByWeight(*even(self._weight(call) if weight is None else checks.as_weight(weight)))
-
-    def _check_ratio(self, weighed: bool) -> None:
-        """Raises where a Ratio, which says how much it counts, is weighed otherwise."""
-        if weighed:
-            given = "weight_fn" if self.weight_fn else "weight"
-            raise ValueError(f"A Ratio brings its own weight, its count: {given} is given, too. Leave that out.")
-        if not self.divisor.is_mean:
-            raise ValueError(
-                'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '
-                '"mean", or return the total alone.'
-            )
-
-    def _weight(self, call: Call) -> Weight:
-        """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
-        if self.weight_fn:
-            return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
-        return self.divisor.unweighed(count_rows(call[call.batch]) if call.batch else 1)
+        return accumulator_of(state).on_device(state)

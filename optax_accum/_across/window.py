@@ -100,7 +100,7 @@ def micro_step(
             return outcome.held(emit), outcomes.kept_of(state) | space.held(window.total)
 
     made_for = like if params is None else params
-    alike = lambda kept: inner.check_kept(rules.inner, kept["inner_opt_state"], state.inner_opt_state, made_for)
+    alike = lambda kept: inner.check_tree(rules.inner, kept["inner_opt_state"], state.inner_opt_state, made_for)
     costly = rules.policy.reads or space.communicates
     (result, kept), emits = outcomes.emit_or_hold(closes, usable, emit, hold, costly=costly, alike=alike)
     kept = window.accumulator.left(state, kept)
@@ -127,7 +127,7 @@ def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState
         samples=rules.meter.sample(state.samples, squares, weight, first),
     )
     whole_weight = accumulator.weight(state, weight)
-    return Window(accumulator.kept(added, total), accumulator, total, whole_weight, counts)
+    return Window(accumulator.with_sum(added, total), accumulator, total, whole_weight, counts)
 
 
 def _add_arg(

@@ -68,7 +68,7 @@ def every_by_noise(at_least: int, at_most: int) -> Schedule:
     """Returns an `every` that makes the batch as large as the gradient noise scale, between bounds.
 
     Args:
-      at_least: micro-steps in a window, at least 2: of one gradient alone no noise can be told.
+      at_least: micro-steps in a window, at least 2: of one gradient alone no noise can be statistics.
       at_most: micro-steps in a window.
 
     Returns:
@@ -102,8 +102,8 @@ def every_by_noise(at_least: int, at_most: int) -> Schedule:
         )
 
     def every(state: AccumulationState) -> jax.Array:
-        told = state.statistics
-        wanted = jnp.ceil(noise_scale(told).scale / told.step_weight)
+        statistics = state.statistics
+        wanted = jnp.ceil(noise_scale(statistics).scale / statistics.step_weight)
         wanted = jnp.where(jnp.isnan(wanted), low, wanted)  # not known yet
         return jnp.clip(wanted, low, high).astype(jnp.int32)
 

@@ -182,7 +182,7 @@ QUIRKS = (
         test="space/test_sharded.py::test_a_shard_map_beside_explicit_axes_still_gathers",
     ),
     Quirk(
-        "_space.mapped.whole",
+        "_space.mapped.gathered",
         "Inside a `shard_map` nothing is scattered beside Explicit axes",
         "another `shard_map` over these",
         "CPU, JAX 0.12: an error while tracing",

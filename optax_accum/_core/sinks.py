@@ -108,8 +108,8 @@ def _use_last(finish: Callable[[jax.Array], jax.Array], param: jax.Array, sink: 
     return param
 
 
-def _totalled(finish: Any, kept: tuple[Sink, _Place], cotangent: jax.Array) -> tuple[Any, ...]:
-    sink, (ref, at, counts) = kept
+def _totalled(finish: Any, residuals: tuple[Sink, _Place], cotangent: jax.Array) -> tuple[Any, ...]:
+    sink, (ref, at, counts) = residuals
     own = tracing.selected(counts, cotangent, jnp.zeros_like(cotangent)).astype(ref.dtype)
     ref[at or ...] = finish(ref[at or ...] + own)
     square = None if sink.square is None else _square(cotangent, sink.square)

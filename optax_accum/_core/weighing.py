@@ -17,14 +17,14 @@ from optax_accum._core.state import default_float
 
 Shares = jax.Array | float | dict[str, jax.Array]  # of each micro-batch [m], or one number for all; or of each term
 Index = int | jax.Array
-Even = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.even`
+MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_and_factor`
 
 
 @dataclasses.dataclass(frozen=True)
 class Weighing:
     """How much of its loss a micro-batch contributes: here the whole, and nothing is counted.
 
-    A micro-batch is named by its index; an index that is a Python integer and the number of whole ones names the
+    A micro-batch is named by its index; an index that is a Python integer and the number of full ones names the
     remainder.
     """
 
@@ -61,14 +61,14 @@ class ByWeight(Weighing):
 class ByCount(Weighing):
     """A micro-batch of a window whose loss is a `Ratio`: its count is its weight, as `even` has it on all devices."""
 
-    even: Even
+    mean_and_factor: MeanAndFactor
     weight: None = None  # nobody knows it beforehand
 
     def scaled(self, loss: Ratio, index: Index) -> jax.Array:
         return _times(ratio.divided(jnp.asarray(loss.total), jnp.asarray(self.counted(loss))), 1.0)
 
     def counted(self, loss: Ratio) -> Weight:
-        return self.even(loss.count)[0]
+        return self.mean_and_factor(loss.count)[0]
 
     def value(self, loss: Ratio) -> jax.Array:
         """Returns what the user sees of the loss: the mean."""
@@ -79,14 +79,14 @@ class ByCount(Weighing):
 class ByShare(Weighing):
     """A mean: the shares `w_i / sum(w)` are known before the first micro-batch runs."""
 
-    shares: Shares = 1.0  # of the whole micro-batches
+    shares: Shares = 1.0  # of the full micro-batches
     rest: Shares = 0.0  # of the remainder
     weight: Any = 1.0  # sum(w); by term for a dict of weights
-    whole: int = 0  # the number of whole micro-batches
+    full: int = 0  # the number of full micro-batches
 
     def share(self, index: Index) -> Any:
         """Returns the share of a micro-batch, or of each term."""
-        if isinstance(index, int) and index == self.whole:
+        if isinstance(index, int) and index == self.full:
             return self.rest
         return self.shares if isinstance(self.shares, float) else jax.tree.map(lambda s: s[index], self.shares)
 

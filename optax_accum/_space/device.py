@@ -59,14 +59,14 @@ class Device:
         """Returns, for each leaf of an argument, the function that makes it whole, of what this device has of it."""
         if name not in self.shards:
             return jax.tree.map(lambda _: self.vary, arg)
-        whole = lambda _, to: functools.partial(mapped.whole, to=to, axes=self.axes)
+        whole = lambda _, to: functools.partial(mapped.gathered, to=to, axes=self.axes)
         return jax.tree.map(whole, arg, self.shards[name])
 
     def add_up(self, leaf: jax.Array) -> jax.Array:
         """Returns the sum of a leaf over all devices, as their own."""
         return leaf if self.count == 1 else self.vary(narrow.add_up(leaf, self.axes, self.dtype))
 
-    def whole(self, value: Any) -> Any:
+    def total(self, value: Any) -> Any:
         """Adds a value over the devices that share one batch."""
         return jax.lax.psum(value, self.axes) if self.one_batch else value
 
@@ -92,7 +92,7 @@ class Device:
         any_of = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
         return jax.tree.map(any_of, alive)
 
-    def even(self, program: Any) -> Callable[[Weight], tuple[Weight, Weight]]:
+    def mean_and_factor(self, program: Any) -> Callable[[Weight], tuple[Weight, Weight]]:
         """Returns what splits a weight into the mean over devices and the factor `weight / mean` of the loss."""
 
         def shared(weight: Weight) -> tuple[Weight, Weight]:

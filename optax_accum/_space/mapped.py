@@ -147,7 +147,7 @@ def as_own(rows: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf[0] if jnp.ndim(leaf) and not is_float0(leaf) else leaf, rows)
 
 
-def whole(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
+def gathered(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
     """Returns a leaf of which this device has its shard, inside `jax.shard_map`: its gradient is scattered, once.
 
     It differs between devices, so that they add up gradients of their own, also over axes that it is not sharded over.
@@ -174,10 +174,10 @@ def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, axes: Axes) -> jax.Array
 
 def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     """Returns how a leaf is sharded, with the axes as in `spec`."""
-    whole = lambda spec: [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]
-    kept = (meshes.names_of(meshes.without(entry, axes)) for entry in whole(meshes.spec_of(leaf)))
-    over = map(meshes.names_of, whole(meshes.only(spec, axes)))
-    return PartitionSpec(*((*names, *others) for names, others in zip(over, kept, strict=True)))
+    padded = lambda spec: [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]
+    others = (meshes.names_of(meshes.without(entry, axes)) for entry in padded(meshes.spec_of(leaf)))
+    over = map(meshes.names_of, padded(meshes.only(spec, axes)))
+    return PartitionSpec(*((*names, *rest) for names, rest in zip(over, others, strict=True)))
 
 
 def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:

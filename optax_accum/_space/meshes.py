@@ -117,7 +117,7 @@ def check_shards(to: Tree, axes: Axes) -> None:
         )
 
 
-def check_even(to: Tree, params: Tree) -> None:
+def check_divisible(to: Tree, params: Tree) -> None:
     """Raises unless `params` can be sharded as `to` says."""
     for (path, leaf), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(to), strict=True):
         shape, spec = jnp.shape(leaf), sharding.spec
@@ -131,7 +131,7 @@ def check_even(to: Tree, params: Tree) -> None:
             )
 
 
-def evenly(leaf: jax.Array, rows: int) -> jax.Array:
+def cuttable(leaf: jax.Array, rows: int) -> jax.Array:
     """Returns a leaf of a batch, to take so many rows of it: over Explicit axes JAX cuts none unevenly."""
     spec = spec_of(leaf)
     if not spec or spec[0] is None or rows % num_devices(sharding_of(leaf).mesh, names_of(spec[0])) == 0:

@@ -122,7 +122,7 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -
     A `dtype` is that in which they cross the network, where one dimension is scattered over all axes.
     """
     spec, scattered = (list(map(meshes.names_of, entries)) for entries in (to.spec, meshes.only(to.spec, axes)))
-    whole = tuple(axis for axis in axes if not any(axis in names for names in scattered))
+    unsharded = tuple(axis for axis in axes if not any(axis in names for names in scattered))
     if any(names[len(names) - len(mine) :] != mine for names, mine in zip(spec, scattered, strict=True)):
         raise ValueError(
             f"reduce_to must name the reduced axes last in each dimension: {to.spec}, and reduce_axes={axes}."
@@ -130,9 +130,9 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -
 
     def add(own: jax.Array) -> jax.Array:
         dims = [dim for dim, names in enumerate(scattered) if names]
-        if dtype is not None and len(dims) == 1 and not whole:
+        if dtype is not None and len(dims) == 1 and not unsharded:
             return narrow.scatter(own[0], scattered[dims[0]], dims[0], dtype)
-        total = jax.lax.psum(own[0], whole) if whole else own[0]
+        total = jax.lax.psum(own[0], unsharded) if unsharded else own[0]
         for dim, names in enumerate(scattered):
             for name, groups in meshes.stages(to.mesh, names):
                 total = jax.lax.psum_scatter(total, name, scatter_dimension=dim, axis_index_groups=groups, tiled=True)

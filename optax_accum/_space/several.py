@@ -39,7 +39,7 @@ class Several(Space):
         return arithmetic.zeros_of(jax.eval_shape(lambda: self.total(grads)))
 
     def total(self, sums: Tree) -> Tree:
-        return self.as_own(sums) if self.keeps else self._sum(sums)
+        return self.as_own(sums) if self.partial else self._sum(sums)
 
     def output(self, reduction: str, leaf: Any) -> Any:
         if reduction not in ("mean", "sum", *_EXTREMES, "concat"):
@@ -49,7 +49,7 @@ class Several(Space):
             )
         if reduction == "concat":
             return jax.lax.collapse(leaf, 0, 2)
-        if reduction in _EXTREMES and not self.keeps:
+        if reduction in _EXTREMES and not self.partial:
             extreme, over = _EXTREMES[reduction]
             return over(extreme(leaf, axis=0), self.inside)
         return self.total(leaf)
@@ -127,13 +127,13 @@ class OverMesh(Several):
         if self.to is None:
             super().check_params(params)
         else:
-            meshes.check_even(self._shardings(params), params)
+            meshes.check_divisible(self._shardings(params), params)
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
 
     def _device(self, call: Call) -> Device:
-        everywhere = self.to is None and not self.keeps and tracing.is_staged() and compilers.OVERLAPS
+        everywhere = self.to is None and not self.partial and tracing.is_staged() and compilers.OVERLAPS
         hides = everywhere and meshes.on_gpu(meshes.mesh_of(self.axes, call[tuple(call.arguments)]))
         return dataclasses.replace(self.device, adds_up=everywhere, hides=hides)
 
@@ -143,7 +143,7 @@ class OverMesh(Several):
 
     def _is_in_place(self, acc: Tree) -> bool:
         """Returns whether a sum that belongs with every device is written where the partial sums lie."""
-        everywhere = self.to is None and not self.keeps
+        everywhere = self.to is None and not self.partial
         return everywhere and (self.dtype is not None or (tracing.is_staged() and meshes.in_reach(acc) is not None))
 
 
@@ -168,7 +168,7 @@ class InShardMap(Several):
     def reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
         add = lambda leaf: leaf if arithmetic.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)
-        total = self.total(acc) if self.keeps else jax.tree.map(add, acc)
+        total = self.total(acc) if self.partial else jax.tree.map(add, acc)
         return total, {"acc_grads": mapped.varying(mapped.as_row(total), self.axes)}
 
     def as_own(self, sums: Tree) -> Tree:

@@ -34,9 +34,9 @@ class Space:
 
     def __init__(self, reduction: Reduction = Reduction()):  # noqa: B008
         self.axes, to, self.dtype = reduction
-        self.communicates, self.keeps = bool(self.axes), to == PARTIAL
-        self.to = None if self.keeps else to
-        self.device = Device(self.axes, one_batch=not self.keeps, dtype=self.dtype)
+        self.communicates, self.partial = bool(self.axes), to == PARTIAL
+        self.to = None if self.partial else to
+        self.device = Device(self.axes, one_batch=not self.partial, dtype=self.dtype)
 
     # The doors: what is empty, and what is to be added, as it is added.
 

@@ -92,15 +92,15 @@ def cuttable(batch: Tree, of_jax: bool) -> Tree:
 
 def given(batch: Tree, like: Tree) -> Tree:
     """Returns a batch of NumPy arrays as arrays of the kinds and dtypes of another."""
-    return in_order(jax.tree.map(_as, batch, like), like)
+    return ordered_like(jax.tree.map(_as, batch, like), like)
 
 
-def in_order(tree: Tree, like: Tree) -> Tree:
+def ordered_like(tree: Tree, like: Tree) -> Tree:
     """Returns a tree whose dicts have the order of another: JAX sorts them, and others unpack `batch.values()`."""
     if type(like) is dict:
-        return {key: in_order(tree[key], node) for key, node in like.items()}
+        return {key: ordered_like(tree[key], node) for key, node in like.items()}
     if type(like) in (list, tuple):
-        return type(like)(map(in_order, tree, like))
+        return type(like)(map(ordered_like, tree, like))
     return tree
 
 
@@ -136,12 +136,12 @@ def _of_module(module: Any, _: dict[int, str]) -> Tree:
 def _of_optimizer(optimizer: Any, names: dict[int, str]) -> Kept:
     """Returns the moments of an optimizer, by parameter, and the number of its updates, if it counts them."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    kept: dict[str, dict[str, np.ndarray]] = {}
+    found: dict[str, dict[str, np.ndarray]] = {}
     for number, param in enumerate(params):
         for key, value in optimizer.state.get(param, {}).items():
             if is_tensor(value) and value.ndim:
-                kept.setdefault(key, {})[names.get(id(param), str(number))] = _numbers(value)
-    return Kept(max((int(optimizer.state.get(param, {}).get("step", 0)) for param in params), default=0), kept)
+                found.setdefault(key, {})[names.get(id(param), str(number))] = _numbers(value)
+    return Kept(max((int(optimizer.state.get(param, {}).get("step", 0)) for param in params), default=0), found)
 
 
 def _is_of(leaf: Any, kind: Any) -> bool:

@@ -39,7 +39,7 @@ class Steps:
     def run(self, *windows: Sequence[Tree], last: bool = False, draw: int | None = None) -> list[Numbers]:
         """Returns the numbers of the carry at first and after each window; `last` is the step for the last call."""
         step, carry, last_step = self._made() if self._fresh else (self.step, _copied(self._carry), self.last)
-        carry = foreign.in_order(carries.redrawn(carry, draw), self._carry)
+        carry = foreign.ordered_like(carries.redrawn(carry, draw), self._carry)
         seen = [self._numbers(carry if self.is_jax else self.carry)]  # which has the dtypes that its numbers get later
         for window in windows:
             for number, batch in enumerate(window, start=1):

@@ -158,14 +158,14 @@ def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, b
     """Returns the outputs of all micro-batches, in the order of the rows."""
     stacked, filled = tracing.parted(splitting.stacked(split, batches), splitting.is_split)
     micro = lambda xs: one(splitting.ungrouped(split, filled(xs[0])), xs[1])
-    whole = loops.mapped(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in stacked], jnp.arange(split.whole)))
-    checks.check_rows(whole, split.size)
-    whole = jax.tree.map(functools.partial(splitting.in_order, split), whole)
+    outputs = loops.mapped(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in stacked], jnp.arange(split.full)))
+    checks.check_rows(outputs, split.size)
+    outputs = jax.tree.map(functools.partial(splitting.original_order, split), outputs)
     if not split.rest:
-        return whole
-    rest = one(splitting.remainder(split, batches), split.whole)
-    checks.check_rest(whole, rest, split.size, split.rest)
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), whole, rest)
+        return outputs
+    rest = one(splitting.remainder(split, batches), split.full)
+    checks.check_rest(outputs, rest, split.size, split.rest)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, rest)
 
 
 # The gradient of a narrow leaf (bfloat16, say) is a sum over micro-batches and devices, so it is added in float32:
@@ -187,8 +187,8 @@ def _grafted(leaf: Any, wide: jax.Array | None) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _lend(gather: Callable[[Any], Any], leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    whole = gather(leaf)
-    return whole, jnp.zeros_like(whole, dtype=arithmetic.accumulator_dtype(leaf.dtype, None))
+    gathered = gather(leaf)
+    return gathered, jnp.zeros_like(gathered, dtype=arithmetic.accumulator_dtype(leaf.dtype, None))
 
 
 @_lend.defjvp

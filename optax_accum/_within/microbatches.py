@@ -19,16 +19,16 @@ from optax_accum._within.splitting import Split
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """A batch that is cut: whole micro-batches, and the remainder, whose index is their number."""
+    """A batch that is cut: full micro-batches, and the remainder, whose index is their number."""
 
     call: Call  # of the whole batch
     split: Split
-    stacked: Tree  # the whole micro-batches: leaves [b, k, ...]
+    stacked: Tree  # the full micro-batches: leaves [b, k, ...]
     rest: Tree  # the remainder: leaves [r, ...]
 
     def rows(self, index: Index) -> Any:
         """Returns the arguments that hold the batch, of one micro-batch."""
-        is_rest = isinstance(index, int) and index == self.split.whole
+        is_rest = isinstance(index, int) and index == self.split.full
         return self.rest if is_rest else splitting.micro_batch(self.split, self.stacked, index)
 
     def call_of(self, index: Index, rows: Any, carry: Tree) -> Call:
@@ -64,13 +64,13 @@ class MicroBatches:
                 rows, totals = compilers.ready_together(rows, totals)
             return add(totals, index, rows)
 
-        whole, last = self.split.whole, functools.partial(one, self.split.last, after=last_apart)
+        full, last = self.split.full, functools.partial(one, self.split.last, after=last_apart)
         order = functools.partial(loops.in_order, add=one, unroll=unroll, static=static)
         if not last_apart:
-            return loops.if_alive(alive[1], last, order(whole, alive[0], totals=totals), static=static)
+            return loops.if_alive(alive[1], last, order(full, alive[0], totals=totals), static=static)
         if not self.split.rest:
-            whole, alive = whole - 1, (alive[0] if isinstance(alive[0], bool) else alive[0][:-1], self.last_of(alive))
-        totals = order(whole, alive[0], totals=totals)
+            full, alive = full - 1, (alive[0] if isinstance(alive[0], bool) else alive[0][:-1], self.last_of(alive))
+        totals = order(full, alive[0], totals=totals)
         return tracing.selected(alive[1], last(totals), totals)
 
     def last_of(self, alive: tuple[Flag, Flag]) -> Flag:

@@ -36,7 +36,7 @@ class Outputs(NamedTuple):
 
     def add(self, totals: Tree, outputs: Tree, index: Index, share: Any) -> Tree:
         """Returns the outputs with those of a micro-batch among them, whose share in a mean is given."""
-        if isinstance(index, int) and index == self.split.whole:
+        if isinstance(index, int) and index == self.split.full:
             check_rest(self.names, self.shapes, outputs, self.split)
         add = lambda name, total, output: reduction(name).add(total, jnp.asarray(output), index, share)
         return jax.tree.map(add, self.names, totals, outputs)
@@ -180,7 +180,7 @@ def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Arr
     """Room for the rows of the whole micro-batches, as `splitting.stacked` has them, and of the remainder [r, ...]."""
     zeros = lambda *rows: jnp.zeros((*rows, *shape.shape[1:]), shape.dtype)
     together = () if split.group == 1 else (split.group,)
-    return zeros(split.size // split.group, split.whole, *together), zeros(split.rest)
+    return zeros(split.size // split.group, split.full, *together), zeros(split.rest)
 
 
 def _put_rows(rows: Any, output: jax.Array, index: Index, share: Any) -> Any:

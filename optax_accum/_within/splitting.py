@@ -12,18 +12,18 @@ from optax_accum._space import meshes
 
 Tree = Any
 
-# n rows, k whole micro-batches of b rows, and one of the r rows that are left; m = k + (r > 0) in all.
+# n rows, k full micro-batches of b rows, and one of the r rows that are left; m = k + (r > 0) in all.
 
 
 class Split(NamedTuple):
-    """How `rows = whole * size + rest` rows are cut.
+    """How `rows = full * size + rest` rows are cut.
 
-    Group j of `group` consecutive rows is in micro-batch `j mod whole`; the last `rest` rows are in one of their own.
+    Group j of `group` consecutive rows is in micro-batch `j mod full`; the last `rest` rows are in one of their own.
     """
 
     rows: int
     size: int
-    whole: int
+    full: int
     rest: int
     group: int = 1
     stacked: bool = False  # the batch came cut
@@ -31,7 +31,7 @@ class Split(NamedTuple):
     @property
     def parts(self) -> int:
         """The number of micro-batches."""
-        return self.whole + (self.rest > 0)
+        return self.full + (self.rest > 0)
 
     @property
     def last(self) -> int:
@@ -129,9 +129,9 @@ def stacked(split: Split, batch: Tree) -> Tree:
     count, together = split.size // split.group, () if split.group == 1 else (split.group,)
 
     def stack(leaf: jax.Array) -> jax.Array:
-        rows = meshes.evenly(leaf, count)
-        rows = rows if not split.rest else rows[: split.whole * split.size]
-        return rows.reshape(count, split.whole, *together, *leaf.shape[1:])
+        rows = meshes.cuttable(leaf, count)
+        rows = rows if not split.rest else rows[: split.full * split.size]
+        return rows.reshape(count, split.full, *together, *leaf.shape[1:])
 
     return _of_rows(stack, _arrays(batch))
 
@@ -149,15 +149,15 @@ def ungrouped(split: Split, micro_batch: Tree) -> Tree:
     return _of_rows(lambda leaf: jax.lax.collapse(leaf, 0, 2), micro_batch)
 
 
-def in_order(split: Split, rows: jax.Array) -> jax.Array:
+def original_order(split: Split, rows: jax.Array) -> jax.Array:
     """Returns what the whole micro-batches gave for their rows, [k, b, ...], in the order of the batch."""
-    rows = rows.reshape(split.whole, split.size // split.group, split.group, *rows.shape[2:])
+    rows = rows.reshape(split.full, split.size // split.group, split.group, *rows.shape[2:])
     return jax.lax.collapse(jnp.moveaxis(rows, 0, 1), 0, 3)
 
 
 def remainder(split: Split, batch: Tree) -> Tree:
     """Returns the micro-batch of the rows that are left: leaves [r, ...]."""
-    return _of_rows(lambda leaf: meshes.evenly(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
+    return _of_rows(lambda leaf: meshes.cuttable(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
 
 
 def _of_rows(fun: Callable[[jax.Array], jax.Array], batch: Tree) -> Tree:

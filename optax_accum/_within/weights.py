@@ -15,7 +15,7 @@ from optax_accum._space.device import Device
 from optax_accum._within import splitting
 from optax_accum._within.microbatches import MicroBatches
 
-Alive = tuple[Flag, Flag]  # which of the whole micro-batches are run, all or [k], and whether the remainder is
+Alive = tuple[Flag, Flag]  # which of the full micro-batches are run, all or [k], and whether the remainder is
 
 
 def weigh(
@@ -30,44 +30,44 @@ def weigh(
 
     `program` is `fun`, traced; `count` runs those that are alive for the counts of a dict of `Ratio`s.
     """
-    whole, rest, total = _shares(micro_batches, weight_fn, device.whole)
-    ratio.check_loss(loss, None if weight_fn is None else whole)
-    alive = _live(whole), _live(rest)
+    full, rest, total = _shares(micro_batches, weight_fn, device.total)
+    ratio.check_loss(loss, None if weight_fn is None else full)
+    alive = _live(full), _live(rest)
     if weight_fn is not None or ratio.is_ratio(loss):
         alive = device.agreed(program, alive)
-    known: dict[str, Any] = {"shares": whole, "rest": rest, "weight": total, "whole": micro_batches.split.whole}
-    if isinstance(whole, dict):
-        return ByTerms(**known, rows=_live_rows(micro_batches, alive, device.whole)), alive
+    known: dict[str, Any] = {"shares": full, "rest": rest, "weight": total, "full": micro_batches.split.full}
+    if isinstance(full, dict):
+        return ByTerms(**known, rows=_live_rows(micro_batches, alive, device.total)), alive
     if ratio.are_terms(loss):
-        reciprocals = {name: ratio.reciprocal(device.whole(one)) for name, one in count(alive).items()}
+        reciprocals = {name: ratio.reciprocal(device.total(one)) for name, one in count(alive).items()}
         return ByCounts(**known, reciprocals=reciprocals), alive
     return (ByRatio if ratio.is_ratio(loss) else ByShare)(**known), alive
 
 
 def _shares(
-    micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None, whole_of: Callable[[Any], Any]
+    micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None, total_of: Callable[[Any], Any]
 ) -> tuple[Shares, Shares, Any]:
-    """Returns `w_i / sum(w)` of the whole micro-batches ([k], or a number for all) and of the remainder ([]); `sum(w)`.
+    """Returns `w_i / sum(w)` of the full micro-batches ([k], or a number for all) and of the remainder ([]); `sum(w)`.
 
-    The weights are added in the default float dtype, so that counts of tokens cannot overflow; and by `whole_of` over
+    The weights are added in the default float dtype, so that counts of tokens cannot overflow; and by `total_of` over
     the devices that have parts of one batch.
     """
     split, stacked = micro_batches.split, micro_batches.stacked
     if weight_fn is None:
-        rows = split.rows * whole_of(1)
+        rows = split.rows * total_of(1)
         return split.size / rows, split.rest / rows, rows
     axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, stacked)
     weigh = lambda *rows: _weights(weight_fn(*(splitting.ungrouped(split, one) for one in rows)))
     try:
-        parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.whole)(*stacked)]
+        parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*stacked)]
     except jax.errors.ConcretizationTypeError as error:
         error.add_note("weight_fn must return the traced number: leave out int(), float() and .item().")
         raise
     if split.rest:
         parts.append(_weights(weight_fn(*micro_batches.rest)))
-    total = jax.tree.map(lambda *parts: whole_of(sum(map(jnp.sum, parts))), *parts)
-    whole, *rest = (jax.tree.map(_share, part, total) for part in parts)
-    return whole, rest[0] if rest else 0.0, total
+    total = jax.tree.map(lambda *parts: total_of(sum(map(jnp.sum, parts))), *parts)
+    full, *rest = (jax.tree.map(_share, part, total) for part in parts)
+    return full, rest[0] if rest else 0.0, total
 
 
 def _share(weight: jax.Array, total: jax.Array) -> jax.Array:
@@ -75,10 +75,10 @@ def _share(weight: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(total), jnp.nan, weight / jnp.where(total == 0, jnp.inf, total))
 
 
-def _live_rows(micro_batches: MicroBatches, alive: Alive, whole_of: Callable[[Any], Any]) -> Any:
+def _live_rows(micro_batches: MicroBatches, alive: Alive, total_of: Callable[[Any], Any]) -> Any:
     """Returns the rows of all micro-batches of the batch that are run, at least 1."""
     split = micro_batches.split
-    return jnp.maximum(whole_of(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)
+    return jnp.maximum(total_of(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)
 
 
 def _live(shares: Shares) -> Flag:

@@ -212,7 +212,7 @@ class TrainState(train_state.TrainState, kw_only=True):
     def _overwrite(self, new: Tree, old: Tree, micro_step: MicroStep) -> tuple[Tree, Tree]:
         """Returns the maxima of fp8 statistics over the window, and those statistics: overwritten when it emits."""
         largest = lambda maximum, new: jnp.maximum(
-            jnp.where(micro_step.first, 0, maximum), jnp.where(micro_step.kept, new, 0)
+            jnp.where(micro_step.first, 0, maximum), jnp.where(micro_step.counts, new, 0)
         )
         maxima = jax.tree.map(largest, self.window.maxima, new)
         return maxima, micro_step.stepped(maxima, old)

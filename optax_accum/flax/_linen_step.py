@@ -68,8 +68,8 @@ def train_step(
             compute = keeping(compute, type(state.params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}))
         (_, sums), grads = compute(state.params, batch, key, still)
         if overwritten is not None:
-            grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.whole(grads[OVERWRITE_WITH_GRADIENT], own, "max")}
-        totals = _window.whole(sums, own)
+            grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.over_devices(grads[OVERWRITE_WITH_GRADIENT], own, "max")}
+        totals = _window.over_devices(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}
         if moments is not None:
             new = {"batch_stats": merge_batch_stats(weighted_mean(moments), state.batch_stats, state.momentum)}

@@ -116,7 +116,7 @@ def value_and_grad(
         value, grads = cut(params, *by_position, stats, rest, **by_keyword)
         value, measured = value if options.get("statistics") else (value, None)
         loss, ((sums, aux), rest) = value
-        old, moments = nnx.to_pure_dict(stats), weighted_mean(_window.whole(sums, options))
+        old, moments = nnx.to_pure_dict(stats), weighted_mean(_window.over_devices(sums, options))
         nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, momenta(old)))
         nnx.update(model, stats, rest)
         value = (loss, aux) if has_aux else loss

@@ -72,7 +72,7 @@ def train_step(
         opt_state = as_pure(optimizer.opt_state)
         own = _window.where_sums_go(optimizer.tx, opt_state, options)
         (_, (sums, rows)), grads = cut(**own)(model, batch)
-        totals, rows = _window.whole((sums, rows), own)
+        totals, rows = _window.over_devices((sums, rows), own)
         metrics = weighted_mean(totals)
         if _window.find_window(opt_state) is None:  # each call is an update
             optimizer.update(model, grads, flush=flush)

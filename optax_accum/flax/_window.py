@@ -29,19 +29,19 @@ class MicroStep(NamedTuple):
 
     Attributes:
       first: whether it began the window, so that all sums begin anew.
-      kept: whether its micro-batch counts: not where the gradient was skipped or omitted.
+      counts: whether its micro-batch counts: not where the gradient was skipped or omitted.
       emitted: whether it made an update.
     """
 
     first: Any
-    kept: Any
+    counts: Any
     emitted: Any
 
     @classmethod
     def between(cls, before: AccumulationState | None, after: AccumulationState | None) -> "MicroStep":
         """Reads it off two states; an optimizer that does not accumulate updates at every call."""
         if before is None or after is None:
-            return cls(first=True, kept=True, emitted=jnp.array(True))
+            return cls(first=True, counts=True, emitted=jnp.array(True))
         return cls(before.mini_step == 0, after.skipped == before.skipped, after.emitted)
 
     def stepped(self, new: Tree, old: Tree) -> Tree:
@@ -106,7 +106,7 @@ def wide(value: Any) -> jax.Array:
 
 def add(totals: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroStep) -> WeightedSum:
     """Adds `weight * values` to the sums of the window, or begins it anew."""
-    return sums.add(totals, values, jnp.where(micro_step.kept, weight, 0), micro_step.first)
+    return sums.add(totals, values, jnp.where(micro_step.counts, weight, 0), micro_step.first)
 
 
 def add_metrics(
@@ -224,7 +224,7 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
     return {**options, "reduce_axes": axes or None, "reduce_to": PARTIAL if partial else None}
 
 
-def whole(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree:
+def over_devices(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree:
     """Reduces per-device outputs over all devices; does nothing unless `reduce_to="partial"`."""
     if options.get("reduce_to") != PARTIAL:
         return own

@@ -858,7 +858,7 @@ def test_a_shard_map_still_scatters_nothing_beside_explicit_axes():
         with jax.set_mesh(mesh):
             return jax.jit(jax.grad(over))(w)
 
-    np.testing.assert_allclose(gradient(lambda w: mapped.whole(w, to, ("data",))), 8 * np.ones((8, 8)))
+    np.testing.assert_allclose(gradient(lambda w: mapped.gathered(w, to, ("data",))), 8 * np.ones((8, 8)))
     with pytest.raises(ValueError, match="sharding"):
         gradient(lambda w: jax.lax.all_gather(w, "data", axis=0, tiled=True))
 

@@ -1,0 +1,130 @@
+"""Owns one micro-batch of a loss across calls: weighed, differentiated, and added where its gradient arises."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_accum._across.divisor import Divisor
+from optax_accum._core import checks
+from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.backward import (
+    MAY_BE_AGAIN,
+    Backward,
+    Inside,
+    add_to,
+    added_inside,
+    at_leaves,
+    bends,
+    contribution,
+)
+from optax_accum._core.meter import Meter
+from optax_accum._core.parts import Returns
+from optax_accum._core.ratio import Ratio, check_loss, check_single
+from optax_accum._core.roles import Call
+from optax_accum._core.rows import check_groups, count_rows, is_split
+from optax_accum._core.weighing import ByCount, ByWeight, MeanAndFactor
+from optax_accum._space.device import Device
+
+
+class Done(NamedTuple):
+    """One micro-batch differentiated, as partial sums."""
+
+    loss: jax.Array  # []
+    value: Any  # what `fun` returned
+    weight: Weight
+    grads: Tree | None = None  # the gradient; None where the backward pass has added it
+    acc: Tree | None = None  # the accumulator with the gradient in it, then
+    squares: Any = None  # what the meter has of it, then
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss whose micro-batches come one a call, how each is weighed, and what is measured of its gradient."""
+
+    fun: Callable[..., Any]
+    returns: Returns
+    group_size: int
+    weight_fn: Callable[..., Any] | None
+    in_place: bool | None
+    divisor: Divisor
+    meter: Meter
+
+    def add(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool) -> Done:
+        """Differentiates the micro-batch of one device, and adds its gradient to this device's partial sum.
+
+        Without `acc` the gradient is returned instead. `again` says that all this is to be differentiated again.
+        """
+        self._check_groups(device, call)
+        call = device.own(call).own_key(index)
+        fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
+        params = call.arguments[0]
+        program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)
+        weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
+        inside = None if acc is None else self._inside(params, acc, program.jaxpr, weighing.weight, again)
+        if again or (self.meter.measures and not inside):
+            acc = None  # what is measured after the backward pass is returned by it
+
+        def run() -> tuple[Backward, Any]:
+            one = contribution(fun, params, weighing, 0, device.check_loss, inside)
+            value = self.returns.joined(one.parts._replace(loss=weighing.value(one.parts.loss)))
+            return one.backward, (one.loss, value, weighing.counted(one.parts.loss))
+
+        add = functools.partial(add_to, first=index == 0, inside=inside, vary=device.vary)
+        if acc is not None and weighing.weight is not None:
+            weight = weighing.weight
+            acc, squares, (loss, value, _) = add(acc, run, weight)
+        else:
+            backward, (loss, value, weight) = run()  # a Ratio tells how much it counts when it has been run
+            if not inside:
+                return Done(loss, value, weight, backward.gradient())
+            acc, squares, _ = add(acc, lambda: (backward, None), weight)
+        measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
+        return Done(loss, value, weight, None, acc, measured)
+
+    def _check_groups(self, device: Device, call: Call) -> None:
+        """Raises where rows that belong together are on two devices, or in two micro-batches."""
+        if self.group_size > 1 and any(map(is_split, jax.tree.leaves(call[call.batch]))):
+            where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
+            check_groups(where, count_rows(call[call.batch]), self.group_size)
+
+    def _inside(self, params: Tree, acc: Tree, program: Any, weight: Weight | None, again: bool) -> Inside | None:
+        """Returns how the gradient is added to the accumulator inside the backward pass, if it is.
+
+        Where a weight in the cotangent could matter, it is multiplied in where gradients arise: that of a Ratio is
+        not known by then.
+        """
+        squares, bent = self.meter.no_squares(params), bends(program)
+        unless = MAY_BE_AGAIN if again else None
+        if bent and weight is None and not self.in_place:
+            unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
+        factor = weight if bent else None
+        return added_inside(self.in_place, params, acc, program, squares, factor, unless)
+
+    def _weighing(self, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor) -> ByWeight | ByCount:
+        """Returns how the micro-batch is weighed, whose loss has these shapes."""
+        check_loss(loss, None)
+        check_single(loss)
+        if isinstance(loss, Ratio):
+            self._check_ratio(weight is not None or self.weight_fn is not None)
+            return ByCount(mean_and_factor)
+        return ByWeight(*mean_and_factor(self._weight(call) if weight is None else checks.as_weight(weight)))
+
+    def _check_ratio(self, weighed: bool) -> None:
+        """Raises where a Ratio, which says how much it counts, is weighed otherwise."""
+        if weighed:
+            given = "weight_fn" if self.weight_fn else "weight"
+            raise ValueError(f"A Ratio brings its own weight, its count: {given} is given, too. Leave that out.")
+        if not self.divisor.is_mean:
+            raise ValueError(
+                'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '
+                '"mean", or return the total alone.'
+            )
+
+    def _weight(self, call: Call) -> Weight:
+        """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
+        if self.weight_fn:
+            return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
+        return self.divisor.unweighed(count_rows(call[call.batch]) if call.batch else 1)
