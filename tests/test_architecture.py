@@ -59,7 +59,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_space": [
         {"meshes"},
         {"mapped", "narrow"},
-        {"metrics"},
+        {"metrics", "shards"},
         {"partials"},
         {"mismatch", "device"},
         {"space"},

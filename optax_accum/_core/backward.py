@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, compilers, matching, ratio, sinks, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.parts import Parts
-from optax_accum._core.sinks import Lent, Sink, Total
+from optax_accum._core.sinks import Finish, Lent, Sink, Total
 from optax_accum._core.weighing import Index, Weighing
 
 MAY_BE_AGAIN = "the result may be differentiated again, as it always may outside jax.jit"
@@ -76,12 +76,11 @@ class Inside:
     factor: Weight | None = None
     totals: Sequence[Total] = ()
 
-    def last(
-        self, refs: Sequence[Any], finish: Callable[[jax.Array], jax.Array], counts: tracing.Flag = True
-    ) -> "Inside":
+    def last(self, refs: Sequence[Any], finish: Sequence[Finish], counts: tracing.Flag = True) -> "Inside":
         """Returns how the last gradient is added, if it counts: where it arises, the sum is finished."""
         dtypes = tuple(jnp.dtype(ref.dtype) for ref in refs)
-        return dataclasses.replace(self, sunk=dtypes, totals=[Total(ref, finish, counts) for ref in refs])
+        totals = [Total(ref, one, counts) for ref, one in zip(refs, finish, strict=True)]
+        return dataclasses.replace(self, sunk=dtypes, totals=totals)
 
     def targets(self, params: Tree) -> Targets:
         """Returns what the loss is differentiated by."""

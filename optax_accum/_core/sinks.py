@@ -17,6 +17,7 @@ from jax.extend import core
 from optax_accum._core import compilers, tracing
 
 Tree = Any
+Finish = Callable[[jax.Array], jax.Array | None]  # of a sum, or of a slice of it: see `Total`
 
 
 class Sink(NamedTuple):
@@ -39,21 +40,23 @@ class Total:
 
     Attributes:
       ref: holds the sum so far: of the parameter's shape.
-      finish: makes of the whole sum what is to be in its place, a slice at a time, such as its sum over devices.
+      finish: makes of the whole sum what is to be in its place, such as its sum over devices; or does so with one slice
+        after the other, unless it returns None for one.
       counts: whether the gradient is added.
       is_finished: whether a backward pass has been traced that does.
     """
 
-    def __init__(self, ref: Any, finish: Callable[[jax.Array], jax.Array], counts: tracing.Flag = True):
+    def __init__(self, ref: Any, finish: Finish, counts: tracing.Flag = True):
         self.ref, self._finish, self.counts, self.is_finished = ref, finish, counts, False
 
     def finish(self, total: jax.Array) -> jax.Array:
-        """Returns the whole sum, or a slice of it, finished."""
-        self.is_finished = True
-        return self._finish(total)
+        """Returns the whole sum, or a slice of it, finished if it can be."""
+        finished = self._finish(total)
+        self.is_finished = finished is not None
+        return total if finished is None else finished
 
     def finish_unused(self) -> None:
-        """Finishes the sum of a parameter that the last micro-batch has no gradient for."""
+        """Finishes a sum that no backward pass has: one without a last gradient, or in slices that are none for it."""
         if not self.is_finished:
             self.ref[...] = self.finish(self.ref[...])
 

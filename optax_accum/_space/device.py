@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,10 @@ from optax_accum._core import arithmetic, compilers
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
+from optax_accum._core.sinks import Finish
 from optax_accum._space import mapped, narrow
 from optax_accum._space.meshes import Axes
+from optax_accum._space.shards import Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +23,9 @@ class Device:
     """One of the devices along the axes, seen from inside what a space runs; without axes the only one.
 
     `one_batch` says that their examples are those of one batch, `shards` how arguments are sharded of which each has
-    a shard, `dtype` in which gradients cross the network, `adds_up` that what devices have is added to one sum, which
-    all get, and `hides` that this goes on beside other work.
+    a shard, `dtype` in which gradients cross the network, `adds_up` that a backward pass may add gradients over the
+    devices, `hides` that this goes on beside other work, and `shards_of(params)` which shard of each sum a device
+    keeps: without it, all get the sum.
     """
 
     axes: Axes = ()
@@ -30,6 +33,7 @@ class Device:
     dtype: Any = None
     adds_up: bool = False
     hides: bool = False
+    shards_of: Callable[[Tree], Sequence[Shard]] | None = None
     shards: Mapping[Name, Tree] = dataclasses.field(default_factory=dict)
 
     @property
@@ -65,6 +69,32 @@ class Device:
     def add_up(self, leaf: jax.Array) -> jax.Array:
         """Returns the sum of a leaf over all devices, as their own."""
         return leaf if self.count == 1 else self.vary(narrow.add_up(leaf, self.axes, self.dtype))
+
+    def may_add_up(self, params: Tree) -> bool:
+        """Returns whether a backward pass may add the gradients of these over the devices."""
+        return self.adds_up and all(shard.is_alone for shard in self._shards(params) or ())
+
+    def added_up(self, params: Tree) -> list[Finish]:
+        """Returns for each parameter what adds a sum of gradients, or a slice of it, over all devices, in its place.
+
+        It returns None for a slice that has to wait for the others.
+        """
+        leaves, shards = jax.tree.leaves(params), self._shards(params)
+        if shards is None:
+            return [self.add_up] * len(leaves)
+        in_front = lambda shard, leaf: functools.partial(shard.in_front, ndim=jnp.ndim(leaf))
+        return list(map(in_front, shards, leaves))
+
+    def own_parts(self, sums: Tree) -> Tree:
+        """Returns what this device keeps of sums that were added up so."""
+        shards = self._shards(sums)
+        if shards is None:
+            return sums
+        leaves = [shard.front(leaf) for shard, leaf in zip(shards, jax.tree.leaves(sums), strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(sums), leaves)
+
+    def _shards(self, params: Tree) -> Sequence[Shard] | None:
+        return None if self.shards_of is None else self.shards_of(params)
 
     def total(self, value: Any) -> Any:
         """Adds a value over the devices that share one batch."""

@@ -87,10 +87,11 @@ def over_axes(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -
     return run_explicit
 
 
-def alike(rows: Tree, axes: Axes) -> Tree:
-    """Returns rows [d, ...] that are all alike, each on its device, as the one [...] that all devices have."""
+def joined(rows: Tree, axes: Axes, to: Tree) -> Tree:
+    """Returns rows [d, ...], each on its device, as arrays [...], of which a device has its row: all, or a shard."""
     specs = jax.tree.map(lambda _: PartitionSpec(axes), rows)
-    options = {"in_specs": (specs,), "out_specs": PartitionSpec(), "check_vma": False}  # types know of no such rows
+    to = jax.tree.map(lambda spec: meshes.only(spec, axes), to, is_leaf=meshes.is_spec)
+    options = {"in_specs": (specs,), "out_specs": to, "check_vma": False}  # types know of no rows that are alike
     return over_axes(as_own, meshes.mesh_of(axes, rows), axes, **options)(rows)
 
 

@@ -17,6 +17,7 @@ from optax_accum._core.arithmetic import Tree
 from optax_accum._core.state import default_float
 from optax_accum._space import mapped, meshes, narrow
 from optax_accum._space.meshes import Axes, Mesh
+from optax_accum._space.shards import Shard
 
 
 def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
@@ -121,27 +122,12 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -
 
     A `dtype` is that in which they cross the network, where one dimension is scattered over all axes.
     """
-    spec, scattered = (list(map(meshes.names_of, entries)) for entries in (to.spec, meshes.only(to.spec, axes)))
-    unsharded = tuple(axis for axis in axes if not any(axis in names for names in scattered))
-    if any(names[len(names) - len(mine) :] != mine for names, mine in zip(spec, scattered, strict=True)):
-        raise ValueError(
-            f"reduce_to must name the reduced axes last in each dimension: {to.spec}, and reduce_axes={axes}."
-        )
-
-    def add(own: jax.Array) -> jax.Array:
-        dims = [dim for dim, names in enumerate(scattered) if names]
-        if dtype is not None and len(dims) == 1 and not unsharded:
-            return narrow.scatter(own[0], scattered[dims[0]], dims[0], dtype)
-        total = jax.lax.psum(own[0], unsharded) if unsharded else own[0]
-        for dim, names in enumerate(scattered):
-            for name, groups in meshes.stages(to.mesh, names):
-                total = jax.lax.psum_scatter(total, name, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
-        return total
-
+    shard = Shard(to, axes, dtype)
+    shard.check()
     in_specs = PartitionSpec(*meshes.names_over_devices(axes, to.spec))
     explicit = meshes.over(NamedSharding(to.mesh, in_specs), AxisType.Explicit)
     leaf = leaf if explicit is None else jax.sharding.reshard(leaf, explicit)  # parameters may be whole over the others
-    return jax.shard_map(add, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec)(leaf)
+    return jax.shard_map(lambda own: shard.of(own[0]), mesh=to.mesh, in_specs=in_specs, out_specs=to.spec)(leaf)
 
 
 def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh, axes: Axes, spec: Any, free: Any = None) -> jax.Array:

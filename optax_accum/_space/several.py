@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from optax_accum._core import arithmetic, checks, compilers, tracing
 from optax_accum._core.arithmetic import Tree, Weight
@@ -18,6 +19,7 @@ from optax_accum._core.state import default_float
 from optax_accum._space import mapped, meshes, mismatch, narrow, partials
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
+from optax_accum._space.shards import Shard
 from optax_accum._space.space import Local, Reduction, Space
 
 _EXTREMES = {"max": (jnp.max, jax.lax.pmax), "min": (jnp.min, jax.lax.pmin)}
@@ -97,8 +99,11 @@ class OverMesh(Several):
         scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes, self.dtype)
         return jax.tree.map(scatter, acc, self._shardings(acc)), {}
 
-    def alike(self, own: Tree) -> Tree:
-        return mapped.alike(own, self.axes)
+    def added(self, own: Tree) -> Tree:
+        if self.to is None:
+            return mapped.joined(own, self.axes, jax.tree.map(lambda _: PartitionSpec(), own))
+        to = self._shardings(own)
+        return meshes.place(mapped.joined(own, self.axes, jax.tree.map(lambda one: one.spec, to)), to)
 
     def held(self, acc: Tree) -> dict[str, Tree]:
         return {"acc_grads": acc} if self._is_in_place(acc) else {}
@@ -133,9 +138,13 @@ class OverMesh(Several):
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
 
     def _device(self, call: Call) -> Device:
-        everywhere = self.to is None and not self.partial and tracing.is_staged() and compilers.OVERLAPS
-        hides = everywhere and meshes.on_gpu(meshes.mesh_of(self.axes, call[tuple(call.arguments)]))
-        return dataclasses.replace(self.device, adds_up=everywhere, hides=hides)
+        adds_up = not self.partial and tracing.is_staged() and compilers.OVERLAPS
+        hides = adds_up and meshes.on_gpu(meshes.mesh_of(self.axes, call[tuple(call.arguments)]))
+        shards_of = None if self.to is None else self._shards_of
+        return dataclasses.replace(self.device, adds_up=adds_up, hides=hides, shards_of=shards_of)
+
+    def _shards_of(self, params: Tree) -> list[Shard]:
+        return [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
 
     def _shardings(self, params: Tree) -> Tree:
         """Returns how the sum of their gradients is sharded."""

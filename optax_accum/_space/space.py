@@ -67,8 +67,8 @@ class Space:
         """
         return acc, {"acc_grads": acc}
 
-    def alike(self, own: Tree) -> Tree:
-        """Returns what each device has, if all have the same."""
+    def added(self, own: Tree) -> Tree:
+        """Returns a sum over devices of which each has what it keeps: the sum, or its shard as `reduce_to` asks."""
         return own
 
     def held(self, acc: Tree) -> dict[str, Tree]:

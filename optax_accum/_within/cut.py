@@ -134,14 +134,14 @@ class Cut:
         grads = gradients.finish(refs, totals.grads, self.empty)
         loss = self.weighing.finished(totals.loss, self.loss_dtype)
         weight = self.weighing.weight_of(totals.counted, self.device.count)
-        grads = Reduced(grads) if self.overlaps else grads
+        grads = Reduced(self.device.own_parts(grads)) if self.overlaps else grads
         return Sums(loss, totals.counted, grads, self.outputs.finish(totals.outputs), totals.samples, weight)
 
     def contribution(self, call: Call, index: Index, refs: Leaves) -> Contribution:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         fun, inside = functools.partial(self.rules.parts_of, call), self.inside
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
-            inside = inside.last(refs, self.device.add_up, self.micro_batches.last_of(self.alive))
+            inside = inside.last(refs, self.device.added_up(self.params), self.micro_batches.last_of(self.alive))
         return contribution(fun, call[call.params], self.weighing, index, self.device.check_loss, inside)
 
     @property
@@ -223,9 +223,10 @@ def _overlaps(made: Cut, inside: Inside | None) -> bool:
     """Returns whether the last backward pass adds over the devices, too; raises where that is asked for in vain."""
     rules, size = made.rules, sum(leaf.nbytes for leaf in jax.tree.leaves(made.empty))
     why_not = None
-    if not made.device.adds_up:
+    if not made.device.may_add_up(made.params):
         why_not = (
-            "jax.jit, JAX 0.11, and one sum for all devices of a mesh: reduce_axes, no reduce_to, no jax.shard_map"
+            'jax.jit, JAX 0.11, and a sum over the devices of a mesh: reduce_axes, not reduce_to="partial", no '
+            "jax.shard_map (sharded by reduce_to: no dimension over other axes, too, and none of these Explicit)"
         )
     elif inside is None or set(jax.tree.leaves(made.kinds)) != {"mean"}:
         why_not = "gradients that are added inside the backward pass"

@@ -54,14 +54,14 @@ def finish(refs: Leaves, totals: Leaves, acc: Tree) -> Tree:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """Gradients that were added over the devices already: each device has the sum."""
+    """Gradients that were added over the devices already: each device has the sum, or what it keeps of it."""
 
     grads: Tree
 
 
 def total(space: Space, own: Tree | Reduced) -> Tree:
     """Returns the gradients of the whole batch, of what each device has."""
-    return space.alike(own.grads) if isinstance(own, Reduced) else space.reduced(own)[0]
+    return space.added(own.grads) if isinstance(own, Reduced) else space.reduced(own)[0]
 
 
 def added(tree: Tree, names: Tree) -> Tree:
