@@ -65,13 +65,20 @@ LOSSES = {
 }
 
 
-def compiled(loss, mesh, batch=BATCH, **options):
+SHARDS = {
+    "rows": {"layers": P(None, "data"), "shared": P("data")},
+    "columns, and one whole": {"layers": P(None, None, "data"), "shared": P()},
+    "layers": {"layers": P("data"), "shared": P("data")},  # no slice of it can be scattered
+}
+
+
+def compiled(loss, mesh, batch=BATCH, params=PARAMS, **options):
     """The call, compiled, and its arguments."""
     shape, types = MESHES[mesh]
     mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=types)
     with jax.set_mesh(mesh):
         args = (
-            jax.device_put(PARAMS, NamedSharding(mesh, P())),
+            jax.device_put(params, NamedSharding(mesh, P())),
             jax.device_put(batch, NamedSharding(mesh, P("data"))),
         )
         return jax.jit(optax_accum.value_and_grad(loss, reduce_axes="data", **options)).lower(*args).compile(), args
@@ -94,19 +101,50 @@ def test_the_gradient_is_that_of_the_whole_batch(mesh, size):
     chex.assert_trees_all_close(jax.device_get(run(*args)), want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "Auto beside Explicit"])
+def test_each_device_keeps_its_shard(mesh, shards):
+    """ZeRO-1: four layers, so that each device may keep one."""
+    params = {**PARAMS, "layers": jnp.concatenate([PARAMS["layers"], PARAMS["layers"][:1]])}
+    to = SHARDS[shards]
+    run, args = compiled(mean, mesh, params=params, overlap=True, microbatch_size=12, reduce_to=to)
+    value, grads = run(*args)
+    want = jax.value_and_grad(mean)(params, BATCH)
+    chex.assert_trees_all_close(jax.device_get((value, grads)), want, rtol=1e-5, atol=1e-7)
+    for name, spec in to.items():
+        assert grads[name].sharding.is_equivalent_to(NamedSharding(grads[name].sharding.mesh, spec), grads[name].ndim)
+    found = count_collectives(run)
+    in_loop = [(op.kind, op.times, op.bytes) for op in found.select(place="loop").operations]
+    assert in_loop == ([] if shards == "layers" else [("reduce-scatter", 4, 4 * WIDTH * WIDTH)])
+    assert not found.select("all-reduce", min_bytes=4 * WIDTH * WIDTH)
+
+
+def test_shards_that_are_not_taken_beside_other_axes():
+    """A dimension over both axes, or Explicit ones beside the reduced: scattered after the backward pass."""
+    both = {"layers": P(None, ("model", "data")), "shared": P()}
+    for mesh, to in (("beside Auto", both), ("Auto beside Explicit", SHARDS["rows"])):
+        with pytest.raises(ValueError, match=r"overlap=True needs .*sharded by reduce_to.*Leave overlap=None"):
+            compiled(mean, mesh, overlap=True, num_microbatches=4, reduce_to=to)
+        run, args = compiled(mean, mesh, num_microbatches=4, reduce_to=to)
+        want = jax.value_and_grad(mean)(PARAMS, BATCH)
+        chex.assert_trees_all_close(jax.device_get(run(*args)), want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("to", [None, SHARDS["rows"]], ids=["everywhere", "to shards"])
 @pytest.mark.parametrize("size", SIZES[:2], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_whatever_a_loss_counts(loss, size):
+def test_whatever_a_loss_counts(loss, size, to):
     fun, options = LOSSES[loss]
-    chex.assert_trees_all_close(*both(fun, **options, **size), rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(*both(fun, reduce_to=to, **options, **size), rtol=1e-5, atol=1e-7)
 
 
 def test_the_last_micro_batch_may_weigh_nothing():
     """It is run all the same, its loss is 0 / 0, and nothing comes of it: on one device, and on all."""
     last, device = np.arange(ROWS) % 4 == 3, np.arange(ROWS) // 8
     fun, options = LOSSES["weights"]
-    for live in (~last | (device > 0), ~last, last & (device == 0)):
-        now, want = both(fun, batch={**BATCH, "mask": jnp.asarray(live)}, num_microbatches=4, **options)
+    for live, to in ((~last | (device > 0), None), (~last, None), (last & (device == 0), SHARDS["rows"])):
+        batch = {**BATCH, "mask": jnp.asarray(live)}
+        now, want = both(fun, batch=batch, num_microbatches=4, reduce_to=to, **options)
         chex.assert_tree_all_finite(now)
         chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-7)
 
@@ -159,4 +197,15 @@ def test_a_parameter_that_only_other_micro_batches_use():
         return value + jnp.mean(jnp.tanh(batch["x"] * params["shared"][None])) if len(batch["x"]) > 1 else value
 
     batch = {"x": jnp.tile(BATCH["x"], (2, 1))[:36]}  # 9 rows a device: 4 + 4 + 1
-    chex.assert_trees_all_close(*both(loss, batch=batch, microbatch_size=16), rtol=1e-5, atol=1e-7)
+    for to in (None, {"layers": P(None, "data"), "shared": P("data")}):
+        chex.assert_trees_all_close(*both(loss, batch=batch, microbatch_size=16, reduce_to=to), rtol=1e-5, atol=1e-7)
+
+
+def test_shards_cross_the_network_in_bfloat16():
+    """Half the bytes, each part rounded once."""
+    options = {"overlap": True, "num_microbatches": 4, "reduce_to": SHARDS["rows"]}
+    wide, narrow = (compiled(mean, "Auto", reduce_dtype=dtype, **options) for dtype in (None, jnp.bfloat16))
+    (one,), (other,) = (count_collectives(run).select(place="loop").operations for run, _ in (wide, narrow))
+    assert (one.kind, other.kind, one.bytes) == ("reduce-scatter", "all-to-all", 2 * other.bytes)
+    now, want = (jax.device_get(run(*args)[1]) for run, args in (narrow, wide))
+    chex.assert_trees_all_close(now, want, rtol=2**-7, atol=2**-7 * float(np.abs(want["layers"]).max()))
