@@ -25,8 +25,11 @@ from optax_accum._core.parts import Returns
 from optax_accum._core.ratio import Ratio, check_loss, check_single
 from optax_accum._core.roles import Call
 from optax_accum._core.rows import check_groups, count_rows, is_split
+from optax_accum._core.sinks import Finish
+from optax_accum._core.tracing import Flag
 from optax_accum._core.weighing import ByCount, ByWeight, MeanAndFactor
 from optax_accum._space.device import Device
+from optax_accum._space.space import Reduced
 
 
 class Done(NamedTuple):
@@ -38,6 +41,7 @@ class Done(NamedTuple):
     grads: Tree | None = None  # the gradient; None where the backward pass has added it
     acc: Tree | None = None  # the accumulator with the gradient in it, then
     squares: Any = None  # what the meter has of it, then
+    reduced: Reduced | None = None  # the sum over devices, where it has added that, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +53,17 @@ class Loss:
     group_size: int
     weight_fn: Callable[..., Any] | None
     in_place: bool | None
+    overlap: bool | None
     divisor: Divisor
     meter: Meter
 
-    def add(self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool) -> Done:
+    def add(
+        self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool, closes: Flag
+    ) -> Done:
         """Differentiates the micro-batch of one device, and adds its gradient to this device's partial sum.
 
-        Without `acc` the gradient is returned instead. `again` says that all this is to be differentiated again.
+        Without `acc` the gradient is returned instead. `again` says that all this is to be differentiated again,
+        `closes` whether it is the last of its window.
         """
         self._check_groups(device, call)
         call = device.own(call).own_key(index)
@@ -67,22 +75,37 @@ class Loss:
         if again or (self.meter.measures and not inside):
             acc = None  # what is measured after the backward pass is returned by it
 
-        def run() -> tuple[Backward, Any]:
+        def run(inside: Inside | None) -> tuple[Backward, Any]:
             one = contribution(fun, params, weighing, 0, device.check_loss, inside)
             value = self.returns.joined(one.parts._replace(loss=weighing.value(one.parts.loss)))
             return one.backward, (one.loss, value, weighing.counted(one.parts.loss))
 
-        add = functools.partial(add_to, first=index == 0, inside=inside, vary=device.vary)
+        finish = self._finish(device, acc, inside, weighing.weight, closes)
+        add = functools.partial(add_to, first=index == 0, inside=inside, finish=finish, vary=device.vary)
         if acc is not None and weighing.weight is not None:
             weight = weighing.weight
             acc, squares, (loss, value, _) = add(acc, run, weight)
         else:
-            backward, (loss, value, weight) = run()  # a Ratio tells how much it counts when it has been run
+            backward, (loss, value, weight) = run(inside)  # a Ratio tells how much it counts when it has been run
             if not inside:
                 return Done(loss, value, weight, backward.gradient())
-            acc, squares, _ = add(acc, lambda: (backward, None), weight)
+            acc, squares, _ = add(acc, lambda _: (backward, None), weight)
         measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
-        return Done(loss, value, weight, None, acc, measured)
+        reduced = None if finish is None else Reduced(device.own_parts(acc))
+        return Done(loss, value, weight, None, acc, measured, reduced)
+
+    def _finish(
+        self, device: Device, acc: Tree, inside: Inside | None, weight: Weight | None, closes: Flag
+    ) -> list[Finish] | None:
+        """Returns what adds the sums over the devices, where the backward pass is to do that, as the window closes."""
+        if closes is False:
+            return None
+        needs = None
+        if closes is not True:
+            needs = "a window that a static flush closes: every=None, and flush=True or False, not an array"
+        elif not inside or weight is None:
+            needs = "gradients that are added inside the backward pass, and not those of a Ratio"
+        return device.added_up(acc) if device.overlaps(self.overlap, acc, needs) else None
 
     def _check_groups(self, device: Device, call: Call) -> None:
         """Raises where rows that belong together are on two devices, or in two micro-batches."""

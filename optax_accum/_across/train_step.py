@@ -41,6 +41,7 @@ def value_and_apply_gradients(
     weight_of: Callable[[Any, Any], Any] | None = None,
     rng_argnum: Name | None = None,
     in_place: bool | None = None,
+    overlap: bool | None = None,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
     """Makes a whole micro-step of a loss: `jax.value_and_grad(fun)` and then `apply_gradients(tx, ...)`, in place.
 
@@ -64,6 +65,9 @@ def value_and_apply_gradients(
       rng_argnum: an argument that is a key, or a tree of keys: micro-step i of a window gets
         `jax.random.fold_in(key, i)`, with `reduce_axes` of a key of the device's own. Pass another key in each window.
       in_place: whether to add inside the backward pass. By default wherever that gives the same gradient.
+      overlap: with `reduce_axes`, whether the last backward pass of a window that `flush=True` closes (a Python bool)
+        also adds the sums over the devices, each as soon as it is there. By default on GPUs, from 64 MiB of gradients
+        on. As `flush=False` closes no window, it changes nothing there.
 
     With `reduce_axes` in `tx`, each device differentiates its own rows of the batch and adds to its own partial sum;
     `fun` and `weight_fn` see the rows of one device. Every other argument is on all devices whole.
@@ -129,6 +133,7 @@ def value_and_apply_gradients(
         group_size=checks.as_positive("group_size", group_size) or 1,
         weight_fn=as_weight_fn(weight_fn, roles),
         in_place=in_place,
+        overlap=overlap,
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
     )
@@ -180,7 +185,8 @@ class _MicroStep:
         acc = self._acc(state)
         again = tracing.is_again((params, state, args, weight, extra_args))
         index = micro_step_of(state, keyed=call.rng is not None)
-        add = functools.partial(self.loss.add, again=again)
+        closes = rules.schedule.due(state, True, flush) if rules else False
+        add = functools.partial(self.loss.add, again=again, closes=closes)
         done, _ = space.run(lambda *own: (add(*own), None), call, acc, weight, index)
         value = space.as_own(done.value)
         if rules is None:
@@ -191,7 +197,7 @@ class _MicroStep:
         if "value" in rules.mean_args:
             extra_args = {"value": done.loss, **extra_args}
         weight = weighed(rules, space, done.weight, state) if weight is None else weight
-        batch = MicroBatch(done.grads, weight, flush, extra_args, done.acc, done.squares)
+        batch = MicroBatch(done.grads, weight, flush, extra_args, done.acc, done.squares, done.reduced)
         if done.grads is None:
             batch = batch._replace(grads=arithmetic.like_gradients(params, state.acc_grads))
         return value, *micro_step(rules, space, batch, state, params, new_params(space, params))

@@ -22,7 +22,7 @@ from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag, negated
 from optax_accum._space.here import here
-from optax_accum._space.space import Reduction, Space
+from optax_accum._space.space import Reduced, Reduction, Space
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,7 @@ class MicroBatch(NamedTuple):
     extra_args: Mapping[str, Any]
     added: Tree | None = None  # the accumulator with the gradient in it, if a backward pass has added it
     squares: Any = None  # what the meter has of it, then
+    reduced: Reduced | None = None  # the sum over devices, if it has added that, too
 
 
 class Window(NamedTuple):
@@ -60,7 +61,7 @@ class Window(NamedTuple):
 
     state: AccumulationState
     accumulator: Accumulator
-    total: Tree  # sum(w g)
+    total: Tree | Reduced  # sum(w g)
     weight: Weight  # sum(w)
     counts: Flag  # whether the micro-batch is a micro-step
 
@@ -127,7 +128,7 @@ def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState
         samples=rules.meter.sample(state.samples, squares, weight, first),
     )
     whole_weight = accumulator.weight(state, weight)
-    return Window(accumulator.with_sum(added, total), accumulator, total, whole_weight, counts)
+    return Window(accumulator.with_sum(added, total), accumulator, batch.reduced or total, whole_weight, counts)
 
 
 def _add_arg(

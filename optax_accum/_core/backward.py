@@ -57,7 +57,7 @@ class Targets(NamedTuple):
     """What a loss is differentiated by, so that its gradients can be added inside the backward pass."""
 
     leaves: list[Any]  # of each inexact parameter: itself, or its sink
-    squares: list[jax.Array]  # what takes |g|^2 of each, or nothing
+    squares: Sequence[Any]  # what takes |g|^2 of each, or nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,27 +138,32 @@ class Backward:
             (targets,) = self.backward(one)
             for total in self.inside.totals:
                 total.finish_unused()
-            return targets.squares
-        squares: list[Any] = list(map(jax.new_ref, self.inside.squares))
-        self.backward.with_refs(Targets(list(refs), squares))(one)
+            squares: Sequence[Any] = targets.squares
+        else:
+            own = list(map(jax.new_ref, self.inside.squares))
+            self.backward.with_refs(Targets(list(refs), own))(one)
+            squares = list(map(jax.freeze, own))
         undone = arithmetic.reciprocal(weight) ** 2 if scales else 1.0
-        return [jax.freeze(square) * undone for square in squares]
+        return [square * undone for square in squares]
 
 
 def add_to(
     acc: Tree,
-    run: Callable[[], tuple[Backward, Any]],
+    run: Callable[[Inside | None], tuple[Backward, Any]],
     weight: Weight,
     first: jax.Array,
     *,
     inside: Inside | None,
+    finish: Sequence[Finish] | None,
     vary: Callable[[Tree], Tree],
 ) -> tuple[Tree, list[jax.Array], Any]:
     """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and what `run` gives beside.
 
     What weighs nothing is not run, for its loss is often 0 / 0: what comes beside it is zeros. `vary` is that of the
-    device.
+    device; `finish`, for each leaf, what is to become of the sum where this gradient arises.
     """
+    if inside and finish is not None:
+        return _add_last(acc, run, weight, first, inside, finish, vary)
 
     def begun() -> Tree:
         if inside:
@@ -168,7 +173,7 @@ def add_to(
     start = begun() if inside else acc
 
     def added() -> tuple[Tree, list[jax.Array], Any]:
-        backward, beside = run()
+        backward, beside = run(inside)
         if not inside:
             return arithmetic.add(start, backward.gradient(), weight, first), [], vary(beside)
         backward.one, ready = compilers.ready_together(backward.one, start)
@@ -177,13 +182,31 @@ def add_to(
         return jax.tree.map(jax.freeze, refs), vary(squares), vary(beside)
 
     def unrun() -> tuple[Tree, list[jax.Array], Any]:
-        beside = arithmetic.zeros_of(jax.eval_shape(lambda: run()[1]))
+        beside = arithmetic.zeros_of(jax.eval_shape(lambda: run(inside)[1]))
         return start if inside else begun(), vary(list(inside.squares) if inside else []), vary(beside)
 
     counts = tracing.known(weight != 0)
     if isinstance(counts, bool):
         return added() if counts else unrun()
     return compilers.branch(counts, added, unrun)
+
+
+def _add_last(
+    acc: Tree,
+    run: Callable[[Inside], tuple[Backward, Any]],
+    weight: Weight,
+    first: jax.Array,
+    inside: Inside,
+    finish: Sequence[Finish],
+    vary: Callable[[Tree], Tree],
+) -> tuple[Tree, list[jax.Array], Any]:
+    """Does so with a gradient that finishes the sums. It is run, whatever it weighs: devices finish a sum together."""
+    refs = jax.tree.map(jax.new_ref, compilers.zeroed(acc, first))
+    counts = tracing.known(weight != 0)
+    backward, beside = run(inside.last(jax.tree.leaves(refs), finish, counts))
+    ran = backward.add_to(jax.tree.leaves(refs), weight), beside
+    squares, beside = tracing.selected(counts, ran, jax.tree.map(jnp.zeros_like, ran))
+    return jax.tree.map(jax.freeze, refs), vary(squares), vary(beside)
 
 
 def added_inside(

@@ -114,9 +114,11 @@ def _use_last(finish: Callable[[jax.Array], jax.Array], param: jax.Array, sink: 
 def _totalled(finish: Any, residuals: tuple[Sink, _Place], cotangent: jax.Array) -> tuple[Any, ...]:
     sink, (ref, at, counts) = residuals
     own = tracing.selected(counts, cotangent, jnp.zeros_like(cotangent)).astype(ref.dtype)
+    own = own if sink.factor is None else own * sink.factor.astype(own.dtype)
     ref[at or ...] = finish(ref[at or ...] + own)
     square = None if sink.square is None else _square(cotangent, sink.square)
-    return jnp.zeros_like(cotangent), Sink(jnp.zeros_like(sink.grad), square), None
+    factor = None if sink.factor is None else jnp.zeros_like(sink.factor)
+    return jnp.zeros_like(cotangent), Sink(jnp.zeros_like(sink.grad), square, factor), None
 
 
 _use_last.defvjp(lambda finish, param, sink, place: (param, (sink, place)), _totalled)

@@ -24,7 +24,7 @@ class Device:
 
     `one_batch` says that their examples are those of one batch, `shards` how arguments are sharded of which each has
     a shard, `dtype` in which gradients cross the network, `adds_up` that a backward pass may add gradients over the
-    devices, `hides` that this goes on beside other work, and `shards_of(params)` which shard of each sum a device
+    devices, `hides` that this goes on beside other work, and `shards_of(sums)` which shard of each a device
     keeps: without it, all get the sum.
     """
 
@@ -70,16 +70,28 @@ class Device:
         """Returns the sum of a leaf over all devices, as their own."""
         return leaf if self.count == 1 else self.vary(narrow.add_up(leaf, self.axes, self.dtype))
 
-    def may_add_up(self, params: Tree) -> bool:
-        """Returns whether a backward pass may add the gradients of these over the devices."""
-        return self.adds_up and all(shard.is_alone for shard in self._shards(params) or ())
+    def overlaps(self, asked: bool | None, acc: Tree, needs: str | None = None) -> bool:
+        """Returns whether the last backward pass adds the sums over the devices, too; raises if that is asked in vain.
 
-    def added_up(self, params: Tree) -> list[Finish]:
-        """Returns for each parameter what adds a sum of gradients, or a slice of it, over all devices, in its place.
+        `needs` is what the caller lacks for it. By default it does on GPUs, from so many bytes on that it pays.
+        """
+        if not self.adds_up or not all(shard.is_alone for shard in self._shards(acc) or ()):
+            needs = (
+                'jax.jit, JAX 0.11, and a sum over the devices of a mesh: reduce_axes, not reduce_to="partial", no '
+                "jax.shard_map (sharded by reduce_to: no dimension over other axes, too, and none of these Explicit)"
+            )
+        if asked and needs:
+            raise ValueError(f"overlap=True needs {needs}. Leave overlap=None.")
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(acc))
+        worth = self.hides and size >= compilers.WORTH_HIDING
+        return not needs and (worth if asked is None else asked)
+
+    def added_up(self, acc: Tree) -> list[Finish]:
+        """Returns for each leaf what adds a sum of gradients, or a slice of it, over all devices, in its place.
 
         It returns None for a slice that has to wait for the others.
         """
-        leaves, shards = jax.tree.leaves(params), self._shards(params)
+        leaves, shards = jax.tree.leaves(acc), self._shards(acc)
         if shards is None:
             return [self.add_up] * len(leaves)
         in_front = lambda shard, leaf: functools.partial(shard.in_front, ndim=jnp.ndim(leaf))
@@ -93,8 +105,8 @@ class Device:
         leaves = [shard.front(leaf) for shard, leaf in zip(shards, jax.tree.leaves(sums), strict=True)]
         return jax.tree.unflatten(jax.tree.structure(sums), leaves)
 
-    def _shards(self, params: Tree) -> Sequence[Shard] | None:
-        return None if self.shards_of is None else self.shards_of(params)
+    def _shards(self, sums: Tree) -> Sequence[Shard] | None:
+        return None if self.shards_of is None else self.shards_of(sums)
 
     def total(self, value: Any) -> Any:
         """Adds a value over the devices that share one batch."""

@@ -89,7 +89,7 @@ class OverMesh(Several):
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
         return partials.beside(super().weight(weight, like, share=share), like, self.axes)
 
-    def reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
+    def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
         if self._is_in_place(acc):
             total, left = partials.sum_in_place(acc, self.axes, self.dtype)
@@ -99,13 +99,13 @@ class OverMesh(Several):
         scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes, self.dtype)
         return jax.tree.map(scatter, acc, self._shardings(acc)), {}
 
-    def added(self, own: Tree) -> Tree:
+    def _joined(self, own: Tree) -> Tree:
         if self.to is None:
             return mapped.joined(own, self.axes, jax.tree.map(lambda _: PartitionSpec(), own))
         to = self._shardings(own)
         return meshes.place(mapped.joined(own, self.axes, jax.tree.map(lambda one: one.spec, to)), to)
 
-    def held(self, acc: Tree) -> dict[str, Tree]:
+    def _held(self, acc: Tree) -> dict[str, Tree]:
         return {"acc_grads": acc} if self._is_in_place(acc) else {}
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
@@ -174,7 +174,7 @@ class InShardMap(Several):
         mismatch.check_own(grads, self.axes)
         return self.as_partial(grads)
 
-    def reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
+    def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
         add = lambda leaf: leaf if arithmetic.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)
         total = self.total(acc) if self.partial else jax.tree.map(add, acc)

@@ -29,6 +29,12 @@ class Reduction(NamedTuple):
     dtype: Any = None  # in which it crosses the network
 
 
+class Reduced(NamedTuple):
+    """Sums that a backward pass has added over the devices: each has the sum, or what it keeps of it."""
+
+    sums: Tree
+
+
 class Space:
     """Where partial sums live. On one device nothing is partial: it answers with what it was given."""
 
@@ -59,20 +65,25 @@ class Space:
 
     # The sums of gradients.
 
-    def reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
+    def reduced(self, acc: Tree | Reduced) -> tuple[Tree, dict[str, Tree]]:
         """Returns `(total, left)`: the sum over devices, placed as `reduce_to` asks.
 
         A window's one reduction. `left` is the field of the state in which the accumulator lies, if the sum was written
         into it; else it is empty.
         """
+        return (self._joined(acc.sums), {}) if isinstance(acc, Reduced) else self._reduced(acc)
+
+    def held(self, acc: Tree | Reduced) -> dict[str, Tree]:
+        """Returns the same field of a window that holds: its partial sums."""
+        return {} if isinstance(acc, Reduced) else self._held(acc)
+
+    def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         return acc, {"acc_grads": acc}
 
-    def added(self, own: Tree) -> Tree:
-        """Returns a sum over devices of which each has what it keeps: the sum, or its shard as `reduce_to` asks."""
+    def _joined(self, own: Tree) -> Tree:
         return own
 
-    def held(self, acc: Tree) -> dict[str, Tree]:
-        """Returns the same field of a window that holds: its partial sums."""
+    def _held(self, acc: Tree) -> dict[str, Tree]:
         return {"acc_grads": acc}
 
     def like(self, grads: Tree) -> Tree:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, compilers, draws, ratio
+from optax_accum._core import arithmetic, checks, draws, ratio
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import MAY_BE_AGAIN, Contribution, Inside, added_inside, at_leaves, contribution
 from optax_accum._core.meter import Meter
@@ -17,9 +17,9 @@ from optax_accum._core.roles import Call, Roles
 from optax_accum._core.state import default_float
 from optax_accum._core.weighing import ByShare, Index
 from optax_accum._space.device import Device
-from optax_accum._space.space import PARTIAL, Reduction
+from optax_accum._space.space import PARTIAL, Reduced, Reduction
 from optax_accum._within import gradients, microbatches, reductions, splitting
-from optax_accum._within.gradients import Leaves, Reduced
+from optax_accum._within.gradients import Leaves
 from optax_accum._within.microbatches import MicroBatches
 from optax_accum._within.reductions import Outputs, outputs_of
 from optax_accum._within.weights import Alive, weigh
@@ -141,7 +141,7 @@ class Cut:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         fun, inside = functools.partial(self.rules.parts_of, call), self.inside
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
-            inside = inside.last(refs, self.device.added_up(self.params), self.micro_batches.last_of(self.alive))
+            inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive))
         return contribution(fun, call[call.params], self.weighing, index, self.device.check_loss, inside)
 
     @property
@@ -215,25 +215,10 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     inside = added_inside(rules.in_place, made.params, made.empty, program.jaxpr, squares, unless=unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
-    overlaps = _overlaps(made, inside)
+    inside_all = inside is not None and set(jax.tree.leaves(made.kinds)) == {"mean"}
+    needs = None if inside_all else "gradients that are added inside the backward pass"
+    overlaps = device.overlaps(rules.overlap, made.empty, needs)
     return dataclasses.replace(made, micro_batches=micro_batches, inside=inside, overlaps=overlaps)
-
-
-def _overlaps(made: Cut, inside: Inside | None) -> bool:
-    """Returns whether the last backward pass adds over the devices, too; raises where that is asked for in vain."""
-    rules, size = made.rules, sum(leaf.nbytes for leaf in jax.tree.leaves(made.empty))
-    why_not = None
-    if not made.device.may_add_up(made.params):
-        why_not = (
-            'jax.jit, JAX 0.11, and a sum over the devices of a mesh: reduce_axes, not reduce_to="partial", no '
-            "jax.shard_map (sharded by reduce_to: no dimension over other axes, too, and none of these Explicit)"
-        )
-    elif inside is None or set(jax.tree.leaves(made.kinds)) != {"mean"}:
-        why_not = "gradients that are added inside the backward pass"
-    if rules.overlap and why_not:
-        raise ValueError(f"overlap=True needs {why_not}. Leave overlap=None.")
-    worth = made.device.hides and size >= compilers.WORTH_HIDING
-    return not why_not and (worth if rules.overlap is None else rules.overlap)
 
 
 def _counts(

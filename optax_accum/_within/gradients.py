@@ -1,6 +1,5 @@
 """Owns the gradients of micro-batches on their way into one tree: added, in place or not; of some leaves kept."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward
-from optax_accum._space.space import Space
+from optax_accum._space.space import Reduced, Space
 
 # Some leaves (fp8 scales) get a new value from the backward pass, not a gradient: it is kept by max or last. Gradients
 # travel as two parallel lists, references and totals; each has None where the other has the leaf.
@@ -49,19 +48,6 @@ def finish(refs: Leaves, totals: Leaves, acc: Tree) -> Tree:
     """Returns the tree of what was added, and kept."""
     leaves = [total if ref is None else jax.freeze(ref) for ref, total in zip(refs, totals, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(acc), leaves)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Reduced:
-    """Gradients that were added over the devices already: each device has the sum, or what it keeps of it."""
-
-    grads: Tree
-
-
-def total(space: Space, own: Tree | Reduced) -> Tree:
-    """Returns the gradients of the whole batch, of what each device has."""
-    return space.added(own.grads) if isinstance(own, Reduced) else space.reduced(own)[0]
 
 
 def added(tree: Tree, names: Tree) -> Tree:

@@ -224,7 +224,7 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
 
     own, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)
     outputs = jax.tree.map(space.output, reductions.names_of(rules.aux_reduction, own.outputs), own.outputs)
-    loss, grads = space.total(own.loss), gradients.total(space, own.grads)
+    loss, grads = space.total(own.loss), space.reduced(own.grads)[0]
     loss, grads = divided((loss, grads), space.total(own.counted))
     kinds = rules.kinds(call[call.params])
     value = rules.returns.joined(Parts(loss, outputs, carry))

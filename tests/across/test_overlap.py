@@ -1,0 +1,126 @@
+"""The last backward pass of a window adds its sums over the devices: a static flush, the same numbers, one reduction."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_accum
+from optax_accum.sharding import count_collectives
+from tests.versions import since
+from tests.within.test_overlap import BATCH, LAYERS, LOSSES, MESHES, PARAMS, SHARDS, WIDTH, mean, over_mask
+
+pytestmark = since(0, 11, why="overlapping")
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, cotangent: (jnp.clip(cotangent, -0.01, 0.01),))
+
+WAYS = {
+    "mean": (mean, {}, {}),
+    "weights": (over_mask, {"weight_fn": lambda batch: batch["mask"].sum()}, {}),
+    "to shards": (mean, {}, {"reduce_to": SHARDS["rows"]}),
+    "a shard of layers": (mean, {}, {"reduce_to": {"layers": P(), "shared": P("data")}}),
+    "statistics": (mean, {}, {"statistics": True}),
+    "discard": (mean, {}, {"nonfinite": "discard"}),
+    "sum": (lambda *args: 0.01 * mean(*args), {}, {"reduction": "sum"}),
+    "a clip in the backward pass": (lambda *args: clipped(3.0 * mean(*args)), {}, {}),
+    "in bfloat16": (mean, {}, {"reduce_dtype": jnp.bfloat16}),
+}
+
+
+def made(fun, mesh, options, params=PARAMS, every=None, **of_tx):
+    """A step that is jitted, what it begins with, and a batch of 32 rows on the mesh."""
+    shape, types = MESHES[mesh]
+    mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=types)
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1, momentum=0.9), every, reduce_axes="data", **of_tx)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jax.device_get(params), NamedSharding(mesh, P()))  # they are donated
+        placed = optax_accum.sharding.state_sharding(tx, params)
+        carry = params, jax.jit(tx.init, out_shardings=placed)(params)
+        step = optax_accum.value_and_apply_gradients(fun, tx, **options)
+        out = (None, jax.tree.map(lambda leaf: leaf.sharding, params), placed)
+        step = jax.jit(step, static_argnames="flush", donate_argnums=(0, 1), out_shardings=out)
+        return mesh, step, carry, lambda batch: jax.device_put(batch, NamedSharding(mesh, P("data")))
+
+
+def trained(fun, mesh="Auto", options=None, masks=(None,) * 3, **of_tx):
+    """Parameters, the state and losses after windows of three micro-batches, one for each mask of the last."""
+    mesh, step, (params, state), placed = made(fun, mesh, options or {}, **of_tx)
+    losses = []
+    with jax.set_mesh(mesh):
+        for number, mask in enumerate(masks):
+            for index in range(3) if number != 1 else (2,):  # the second has one micro-batch
+                batch = {**BATCH, "x": jnp.roll(BATCH["x"], 5 * number + 7 * index, axis=0)}
+                batch = batch if index < 2 or mask is None else {**batch, "mask": jnp.asarray(mask, jnp.float32)}
+                loss, params, state = step(params, state, placed(batch), flush=index == 2)
+                losses.append(loss)
+    return jax.device_get((params, state._replace(acc_grads=None), losses))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_three_windows_are_those_whose_sums_are_reduced_after(way):
+    fun, options, of_tx = WAYS[way]
+    now, want = (trained(fun, options={**options, "overlap": flag}, **of_tx) for flag in (True, False))
+    error = 2**-8 if way == "in bfloat16" else 1e-6
+    chex.assert_trees_all_close(now, want, rtol=10 * error, atol=error)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_on_every_mesh(mesh):
+    now, want = (trained(mean, mesh, {"overlap": flag}) for flag in (True, False))
+    chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_last_micro_batch_may_weigh_nothing():
+    """Its loss is 0 / 0 on one device, or on all: it is run, nothing comes of it, and its value is 0 there."""
+    fun, options, _ = WAYS["weights"]
+    device, rows = np.arange(32) // 8, np.arange(32)
+    masks = [(rows % 3 > 0) & (device > 0), np.zeros(32, bool), device == 2]
+    now, want = (trained(fun, options={**options, "overlap": flag}, masks=masks) for flag in (True, False))
+    chex.assert_tree_all_finite(now)
+    chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-6)
+
+
+def test_each_layer_is_reduced_inside_the_backward_pass_that_closes_the_window():
+    found = {}
+    for overlap in (True, False):
+        mesh, step, carry, placed = made(mean, "Auto", {"overlap": overlap})
+        with jax.set_mesh(mesh):
+            closing, holding = (step.lower(*carry, placed(BATCH), flush=flag).compile() for flag in (True, False))
+        found[overlap] = count_collectives(closing)
+        assert not count_collectives(holding).operations
+    (layer,) = found[True].select(place="loop").operations
+    assert (layer.times, layer.bytes) == (LAYERS, 4 * WIDTH * WIDTH)
+    assert not found[False].select(place="loop").operations
+    assert found[True].bytes == found[False].bytes
+
+
+@pytest.mark.parametrize(
+    ("fun", "of_tx", "flush", "needs"),
+    [
+        (mean, {"every": 3}, None, "a window that a static flush closes"),
+        (mean, {"nonfinite": "skip"}, True, "gradients that are added inside the backward pass"),
+        (LOSSES["Ratio"][0], {}, True, "not those of a Ratio"),
+        (mean, {"reduce_axes": None}, True, "jax.jit, JAX 0.11, and a sum over the devices of a mesh"),
+    ],
+    ids=["every=3", "skip", "Ratio", "one device"],
+)
+def test_where_it_cannot_be_an_error_says_what_it_needs(fun, of_tx, flush, needs):
+    of_tx = {"every": None, "reduce_axes": "data", **of_tx}
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), **of_tx)
+    step = functools.partial(optax_accum.value_and_apply_gradients(fun, tx, overlap=True), flush=flush)
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
+        state = jax.jit(tx.init)(PARAMS)
+        with pytest.raises(ValueError, match=f"overlap=True needs .*{needs}.*Leave overlap=None"):
+            jax.jit(step)(PARAMS, state, BATCH)
