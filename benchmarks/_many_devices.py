@@ -15,7 +15,7 @@ from benchmarks import fsdp
 from benchmarks._measure import Tree
 from benchmarks._one_device import OPTIMIZERS, WIDTH, Facts, layers, size
 from optax_accum.accelerators import Target
-from optax_accum.sharding import count_collectives, shard_over, state_sharding
+from optax_accum.sharding import count_collectives, state_sharding
 
 
 def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
@@ -87,15 +87,23 @@ def overlap(on: Target) -> Iterator[tuple[str, Facts]]:
     with jax.set_mesh(mesh):
         for name, (loss, params) in models.items():
             given = on.shapes(params, mesh=mesh)
-            compiled = lambda step, k=8, given=given: on.compile(jax.jit(step).lower(given, rows(k)))
+            compiled = lambda step, given=given, options=None: on.compile(
+                jax.jit(step, compiler_options=options).lower(given, rows(8))
+            )
             yield f"{name}, a scan by hand", _sent(compiled(_by_hand(loss, mesh)), params)
             for (wire, dtype), flag in itertools.product(WIRES.items(), (False, True)):
                 step = optax_accum.value_and_grad(loss, 8, reduce_axes="data", reduce_dtype=dtype, overlap=flag)
                 yield f"{name}, overlap={flag}{wire}", _sent(compiled(step), params)
-            sharded = shard_over(given, "data")
-            step = optax_accum.value_and_grad(loss, 8, reduce_axes="data", reduce_to=sharded)
-            yield f"{name}, to shards (ZeRO-1)", _sent(compiled(step), params)
-            yield f"{name}, across calls, static flush", _sent(_closing(on, loss, given, rows(1)), params)
+            shards = P(None, "data") if name == "stacked" else P("data")  # of each layer
+            for flag in (False, True):
+                step = optax_accum.value_and_grad(loss, 8, reduce_axes="data", reduce_to=shards, overlap=flag)
+                yield f"{name}, to shards (ZeRO-1), overlap={flag}", _sent(compiled(step), params)
+            if name == "unrolled" and on.devices[0].platform != "tpu":
+                apart = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 0}
+                yield f"{name}, to shards, overlap=True, uncombined", _sent(compiled(step, options=apart), params)
+            for flag in (False, True):
+                program = _closing(on, loss, given, rows(1), flag)
+                yield f"{name}, across calls, static flush, overlap={flag}", _sent(program, params)
 
 
 ON = "COLLECTIVE_PIPELINING_MODE_ON"
@@ -146,10 +154,10 @@ def _by_hand(loss: Any, mesh: Any) -> Any:
     return step
 
 
-def _closing(on: Target, loss: Any, params: Tree, rows: Tree) -> Any:
+def _closing(on: Target, loss: Any, params: Tree, rows: Tree, overlap: bool) -> Any:
     """Compiles the micro-step that closes a window, as a static `flush` says."""
     tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), None, reduce_axes="data")
-    step = optax_accum.value_and_apply_gradients(loss, tx)
+    step = optax_accum.value_and_apply_gradients(loss, tx, overlap=overlap)
     state, out = _placed(tx, params)
     jitted = jax.jit(lambda *args: step(*args, flush=True)[1:], donate_argnums=(0, 1), out_shardings=out)
     return on.compile(jitted.lower(params, state, rows))

@@ -134,9 +134,12 @@ class Backward:
         assert self.inside is not None
         scales = self.inside.factor is None
         one = self.one * jnp.asarray(weight, self.one.dtype) if scales else self.one
-        if self.inside.totals:  # they have them already
+        if totals := self.inside.totals:  # they have the references already
+            one, ready = compilers.ready_together(one, [total.ref[...] for total in totals])
+            for total, value in zip(totals, ready, strict=True):
+                total.ref[...] = value
             (targets,) = self.backward(one)
-            for total in self.inside.totals:
+            for total in totals:
                 total.finish_unused()
             squares: Sequence[Any] = targets.squares
         else:
