@@ -62,8 +62,8 @@ def value_and_apply_gradients(
         for a loss without one.
       whole_argnums: arguments that are no part of the batch though they
         have as many rows, and keys that all micro-batches share on purpose.
-      group_size: so many consecutive rows belong together; it must divide
-        the rows of each device.
+      group_size: this many consecutive rows belong together; the number
+        must divide the rows of each device.
       weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such
         as `batch["mask"].sum()`. By default the number of its rows, and 1
         if `tx` takes a sum.

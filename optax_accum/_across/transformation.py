@@ -55,11 +55,11 @@ def accumulate_gradients(
         mean:  g = sum_i w_i g_i / sum_i w_i
         sum:   g = sum_i w_i g_i
 
-    and only when the window closes: then this transformation *emits* the
-    updates of `inner`. At every other micro-step it *holds*: the updates
-    are zeros, and neither `inner` nor its state is touched. Schedules
-    inside `inner` count updates; clipping belongs inside as well: before,
-    each micro-batch would be clipped.
+    and sees it only when the window closes. Then this transformation
+    *emits* the updates of `inner`. At every other micro-step it *holds*:
+    the updates are zeros, and neither `inner` nor its state is touched.
+    Schedules inside `inner` count updates. Put clipping inside as well:
+    before this transformation, it would clip each micro-batch.
 
     Example:
       Four micro-batches of unequal length, weighted by their tokens:
@@ -85,37 +85,38 @@ def accumulate_gradients(
         `mini_step + 1 >= every`, so a resumed run may change it.
       reduction: `"mean"`, for losses that are means; or `"sum"`, for losses
         that are sums.
-      accumulator_dtype: a real floating-point dtype to add in (of complex
-        leaves, its width), or several, as a prefix of the tree of the
-        parameters. By default, and where it is None, at least float32, and
-        never narrower than the gradient.
+      accumulator_dtype: the dtype of the sums: a real floating-point dtype,
+        or a pytree prefix of the parameters with several. Complex leaves
+        take its width. By default, and where it is None, at least float32,
+        and never narrower than the gradient.
       emit_dtype: the dtype in which `inner` sees the gradient: by default
         the accumulator's; `"gradient"` for that of the gradients passed in,
         as `optax.MultiSteps` does; or a real floating-point dtype.
-      nonfinite: what becomes of a micro-batch whose gradient or weight
-        holds a NaN or an infinity: it shows, in its own window only
-        (`"propagate"`); it is left out, and the window waits for another
-        (`"skip"`) or ends on time with the rest (`"omit"`); or its window
-        makes no update (`"discard"`). Or a callable
+      nonfinite: what to do with a micro-batch whose gradient or weight
+        holds a NaN or an infinity. `"propagate"`: it shows, in its own
+        window only. `"skip"`: it is left out, and the window waits for
+        another. `"omit"`: it is left out, and the window ends on time with
+        the rest. `"discard"`: its window makes no update. Or a callable
         `(grads, gradient_step, params) -> (skip, info)`, as
-        `optax.MultiSteps` takes, with `info` as `state.skip_state`; one
-        with a parameter `info` is given what it returned last, and at first
-        the default of that: docs/outliers.md.
+        `optax.MultiSteps` takes; `state.skip_state` holds its `info`. A
+        callable with a parameter `info` is given what it returned last, and
+        at first the default of that parameter: docs/outliers.md.
       mean_args: names of scalar extra arguments which `inner` gets as their
         weighted mean over the window.
       reduce_axes: the mesh axes over which the batch is sharded, for one
-        reduction per window: `optax_accum.sharding`.
-      reduce_to: with `reduce_axes`, how the sum is to be sharded: likewise.
+        reduction per window; see `optax_accum.sharding`.
+      reduce_to: with `reduce_axes`, how the sum is to be sharded; see
+        `optax_accum.sharding`.
       reduce_dtype: with `reduce_axes`, the dtype in which gradients cross
-        the network: likewise.
+        the network; see `optax_accum.sharding`.
       statistics: whether to measure gradients: their norms, and the noise
-        in them. `optax_accum.statistics`.
+        in them; see `optax_accum.statistics`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with an
       `AccumulationState`. Its `update` takes by keyword, also through
-      `optax.chain`, what `inner` takes (what is not in `mean_args` as the
-      closing micro-step gives it), and
+      `optax.chain`, the extra arguments of `inner` (those that are not in
+      `mean_args` as the closing micro-step gives them), and
 
       * `weight`: how much this micro-batch counts, a real scalar. For a
         mean over tokens, their number.

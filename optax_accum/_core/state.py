@@ -23,8 +23,8 @@ class AccumulationState(NamedTuple):
         has just closed.
       gradient_step: int32 []. Updates made: calls of the inner optimizer.
         Schedules inside `inner` count these.
-      inner_opt_state: what `inner.init(params)` gave, in the dtypes it
-        gave. Changes only when a window emits.
+      inner_opt_state: the state of `inner`, in the dtypes of
+        `inner.init(params)`. Changes only when a window emits.
       acc_grads: `sum(w g)` over the window, the tree of the parameters in
         the accumulator's dtype; `MaskedNode` where a parameter is an
         integer, and `()` for `every=1`. While `mini_step` is 0 it holds the
@@ -44,7 +44,7 @@ class AccumulationState(NamedTuple):
       samples: with `statistics`, sums over the window of squared norms;
         `()` otherwise.
       statistics: with `statistics`, the estimates of noise and signal so
-        far: `optax_accum.statistics`; `()` otherwise.
+        far (see `optax_accum.statistics`); `()` otherwise.
       seen: with `statistics` or a schedule of tokens, the weight of all
         windows that have emitted; `()` otherwise.
 

@@ -41,8 +41,9 @@ def state_sharding(
         `jax.ShapeDtypeStruct`s with a `sharding`.
       reduce_axes: as given to `accumulate_gradients`; needed only where
         that is inside a chain.
-      reduce_to: as given to `accumulate_gradients`, likewise: the state of
-        the inner optimizer is sharded so (ZeRO-1).
+      reduce_to: as given to `accumulate_gradients`; needed only where that
+        is inside a chain. The state of the inner optimizer is sharded so
+        (ZeRO-1).
       offload: `"acc_grads"`, `"inner_opt_state"` or both: the arrays that
         are kept in the host's memory. A micro-step moves them to the device
         where it uses them: the accumulator each time, the inner optimizer's

@@ -46,7 +46,8 @@ class Plan:
       compiled: what was compiled, by option and number.
       copy: the bytes of the parameters on one device, where the step's
         builder knows them.
-      sum: those of the sum of their gradients, likewise.
+      sum: the bytes of the sum of their gradients, where the builder knows
+        them.
       monotone: whether, of what was compiled in a loop, larger
         micro-batches need more memory.
       shards: the parts into which the devices deal the rows, by default one

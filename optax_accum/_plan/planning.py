@@ -57,14 +57,14 @@ def plan_microbatches(
         `optax_accum.accelerators.target` returns it; None for the devices
         here.
       budget: the memory of one device: bytes, or text ("80GB", "7.5 GiB").
-        By default the target's own; of a CPU what is free.
+        By default the target's own; for a CPU, what is free.
       num_devices: how many devices share a micro-batch. None: those of a
         `Target` or a topology, else 1.
       options: the step is planned with each, as
         `make_step(num_microbatches, option)`: policies of `jax.checkpoint`,
         offload, lengths. The first option that fits is chosen, with any
         number of micro-batches: pass the one that you like best first, such
-        as that which computes nothing twice.
+        as the one that computes nothing twice.
       candidates: the numbers of micro-batches to choose from; by default
         the divisors of the rows. All of them are `range(1, rows + 1)`, for
         a step whose last micro-batch may be smaller. Numbers that give the

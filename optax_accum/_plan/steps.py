@@ -25,10 +25,10 @@ class Builder:
     It is for `optax_accum.plan_microbatches`.
 
     Attributes:
-      rows: those of the batch, None where its arrays do not agree.
+      rows: the rows of the batch, None where its arrays do not agree.
       copy: the bytes of one copy of the parameters on a device, None where
         the step does not tell which they are.
-      sum: those of the sum of their gradients, likewise.
+      sum: the bytes of the sum of their gradients, None in the same case.
     """
 
     def __init__(

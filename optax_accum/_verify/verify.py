@@ -44,7 +44,7 @@ def verify(
 ) -> Report:
     """Tells whether a loss may be accumulated, and if not, why.
 
-    The report says what to do as well.
+    The report also says what to do about it.
 
         whole = grad fun(params, batch)
         cut   = sum_i w_i grad fun(params, batch_i) / sum_i w_i

@@ -37,7 +37,7 @@ def verify_step(
 ) -> Report:
     """Tells whether a train step accumulates as it should, and if not, why.
 
-    The report says what to do as well. The step need not be JAX's.
+    The report also says what to do about it. The step need not be JAX's.
 
         step, carry = make_step(every)
         carry = step(carry, micro_batch)    # for each micro-batch
@@ -46,9 +46,9 @@ def verify_step(
     two windows from the same carry, and the parameters and the optimizer's
     state are compared; then windows of unequal micro-batches, and one with
     NaN. Where they differ, what came out is compared with what each fault
-    would make of the micro-batches' own updates. Of few parameters any
-    change is some mixture of those; then only what agrees to rounding is
-    called by its name.
+    would make of the micro-batches' own updates. If there are few
+    parameters, any change is some mixture of those updates; then a fault is
+    named only if it agrees to rounding.
 
     Args:
       make_step: called with the length of a window, returns
@@ -76,9 +76,9 @@ def verify_step(
       group_size: how many consecutive rows belong together.
       rtol: the largest relative error that counts as rounding. By default
         the square root of the machine epsilon of the narrowest float in the
-        step, 3e-4 for float32. To it comes what rounding does to the
-        reference: it is run with its inputs off by a few last digits and
-        its rows in other orders.
+        step, 3e-4 for float32. The effect of rounding on the reference is
+        added to it: the reference is run with its inputs off by a few last
+        digits and its rows in other orders.
 
     Returns:
       A `Report`, as from `verify`. In a test write

@@ -65,7 +65,7 @@ def accumulate(
     Args:
       fun: any function of a batch, such as
         `jax.value_and_grad(loss, has_aux=True)`.
-      num_microbatches: at most so many micro-batches.
+      num_microbatches: the most micro-batches to make.
       microbatch_size: the rows of a micro-batch. Pass exactly one of these
         two.
       batch_argnums: the argument, or several, that hold the batch, by
@@ -73,8 +73,8 @@ def accumulate(
       whole_argnums: arguments with as many rows, and keys, that every
         micro-batch gets whole.
       group_size: this many consecutive rows always stay in one micro-batch.
-      stacked: the batch comes cut, [k, m, ...]: micro-batch j is `leaf[j]`.
-        Leaves may differ in m, as graphs have it.
+      stacked: the batch is split already, [k, m, ...]: micro-batch j is
+        `leaf[j]`. Leaves may differ in m, as graphs have it.
       weight_fn: `weight_fn(batch)`, how much a micro-batch counts in a
         mean. By default the number of its rows.
       weight_of: `weight_of(result)`, for a weight that `fun` computes.
@@ -88,8 +88,8 @@ def accumulate(
         micro-batch), `"last"`, or a function `(a, b) -> c` that merges two.
       reduce_axes: the mesh axes over which the batch is sharded: the
         results are reduced once, at the end.
-      reduce_to: where means and sums go: `optax_accum.sharding`, for the
-        tree of the result.
+      reduce_to: where means and sums go, for the tree of the result; see
+        `optax_accum.sharding`.
 
     Returns:
       A function of the arguments of `fun`, which returns what `fun` does.

@@ -52,7 +52,7 @@ def microbatched_apply(
     Args:
       fun: `fun(params, batch)` returns a tree of arrays with one row for
         each example, and treats each row alone.
-      num_microbatches: at most so many micro-batches.
+      num_microbatches: the most micro-batches to make.
       microbatch_size: the rows of a micro-batch. Pass exactly one of these
         two.
       batch_argnums: the argument, or several, that hold the batch, by
@@ -65,9 +65,9 @@ def microbatched_apply(
       reduce_axes: the mesh axes over which the batch is sharded, and the
         parameters, which are argument 0 here.
       reduce_to: how the parameters are sharded over them, where their
-        gradients go: `optax_accum.sharding`. In a scan over layers the
-        specs of one layer. By default they are replicated, and gradients
-        are reduced once.
+        gradients go; see `optax_accum.sharding`. In a scan over layers,
+        pass the specs of one layer. By default they are replicated, and
+        gradients are reduced once.
 
     Returns:
       A function of the arguments of `fun`, which returns its outputs for

@@ -49,8 +49,8 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Does what `jax.value_and_grad` does, one micro-batch after the other.
 
-    Same call, same return, less memory. A batch of rows is split into
-    micro-batches with weights `w_i`; with `l_i` the loss of one,
+    Same call, same return, less memory. It splits the rows of the batch
+    into micro-batches with losses `l_i` and weights `w_i`, and returns
 
         loss     = sum_i s_i l_i
         gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
@@ -86,9 +86,9 @@ def value_and_grad(
       fun: the loss, a mean over what the weights count: a real scalar, or a
         dict of scalar terms, which are added; or a `Ratio(total, count)` if
         only the loss knows the denominator, or a dict of those.
-        docs/losses.md has losses of each kind. Of a sum over rows, return
-        the mean and multiply the gradient.
-      num_microbatches: at most so many micro-batches, of
+        docs/losses.md has losses of each kind. If your loss is a sum over
+        rows, return the mean and multiply the gradient.
+      num_microbatches: the most micro-batches to make, of
         `ceil(n / num_microbatches)` rows each. It is the second positional
         argument, where `jax.value_and_grad` has `argnums`.
       microbatch_size: the rows of a micro-batch. Pass exactly one of these
@@ -104,12 +104,12 @@ def value_and_grad(
         by keyword.
       whole_argnums: arguments that all micro-batches get whole though they
         have as many rows, and keys that they share on purpose. Other
-        arguments stay whole unasked.
+        arguments stay whole without being named.
       group_size: this many consecutive rows always stay in one micro-batch
         (pairs, the completions of one prompt).
-      stacked: the batch comes cut, [k, m, ...]: micro-batch j is `leaf[j]`,
-        and no number or size is given. Leaves may differ in m, as those of
-        graphs do; outputs are "stack"ed, not "concat"enated.
+      stacked: the batch is split already, [k, m, ...]: micro-batch j is
+        `leaf[j]`, and no number or size is given. Leaves may differ in m,
+        as those of graphs do; outputs are "stack"ed, not "concat"enated.
       weight_fn: called with the micro-batch only (or with all arguments in
         `batch_argnums`, in order), returns how much it counts: a real
         scalar of at least 32 bits, such as `mask.sum()`, or a dict with one
@@ -135,21 +135,22 @@ def value_and_grad(
         JAX can. Pass False if you differentiate twice through a `jit` (a
         Hessian). `logging.getLogger("optax_accum")` tells, at level INFO,
         which parameters' gradients are added there, and why others are not.
-      unroll: compile each micro-batch for itself, for convolutions on CPU,
+      unroll: compile each micro-batch separately, for convolutions on CPU,
         which XLA runs many times slower inside any loop (jax-ml/jax#12868).
         Compile time grows with k; before JAX 0.12 several micro-batches are
         kept at once.
       reduce_axes: the mesh axes over which the batch is sharded, for one
-        reduction per call: `optax_accum.sharding`.
-      reduce_to: where the sum over them goes: likewise.
-      reduce_dtype: the dtype in which gradients cross the network:
-        likewise.
+        reduction per call; see `optax_accum.sharding`.
+      reduce_to: where the sum over these axes goes; see
+        `optax_accum.sharding`.
+      reduce_dtype: the dtype in which gradients cross the network; see
+        `optax_accum.sharding`.
       overlap: whether gradients are added over the devices inside the last
         micro-batch's backward pass, so that communication overlaps the
         matrix products that follow. That micro-batch is compiled
         separately. By default on GPUs, for 64 MiB or more.
-      statistics: whether to measure gradients: what comes back is
-        `((value, statistics), gradient)`. `optax_accum.statistics`.
+      statistics: whether to measure gradients; the function then returns
+        `((value, statistics), gradient)`. See `optax_accum.statistics`.
 
     Returns:
       A function of the arguments of `fun`, which returns what
@@ -164,16 +165,16 @@ def value_and_grad(
     Guarantees:
       Known when tracing:
 
-      * `aux`: `"mean"` of an integer, `"max"` of a complex, a key,
-        `"concat"` without rows: an error.
-      * `aux` of another shape in the smaller last micro-batch, but for its
-        rows in `"concat"`: an error.
+      * `aux` is a random key, or takes `"mean"` of an integer, `"max"` of a
+        complex number, or `"concat"` without rows: an error.
+      * `aux` of another shape in the smaller last micro-batch, apart from
+        its rows in `"concat"`: an error.
       * A loss below 32 bits: the shares are rounded to its dtype; return
         `loss.astype(jnp.float32)`.
       * bfloat16 parameters, or float32 ones that `fun` casts: their
         gradients are added inside the backward pass, in float32.
-      * A parameter that is used twice: each part of its gradient is added
-        by itself, to rounding.
+      * A parameter that is used twice: the parts of its gradient are added
+        one by one; the sum is the same to rounding.
       * Differentiated again (`hessian`); JAX before 0.8.1; an
         `accumulator_dtype` narrower than the parameters: gradients are
         added after the backward pass.
