@@ -74,8 +74,8 @@ def every_by_noise(at_least: int, at_most: int) -> Schedule:
     This is the gradient noise scale; windows stay between two bounds.
 
     Args:
-      at_least: micro-steps in a window, at least 2: of one gradient alone
-        no noise can be statistics.
+      at_least: micro-steps in a window, at least 2: from one gradient alone
+        no noise can be measured.
       at_most: micro-steps in a window.
 
     Returns:
