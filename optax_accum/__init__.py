@@ -1,4 +1,6 @@
-"""Gradient accumulation for JAX, Optax and Flax: the update equals the update of the whole batch.
+"""Gradient accumulation for JAX, Optax and Flax.
+
+The update equals the update of the whole batch.
 
 The functions that most users need are here. The submodules:
 

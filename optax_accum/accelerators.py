@@ -1,8 +1,14 @@
-"""Experimental: compile for a GPU or a TPU that you do not have, and read memory, traffic and collectives.
+"""Experimental: compile for an absent accelerator.
 
-* `target("h100")`, `target("v5e:4x4")`: the devices of an accelerator, to compile for, and its memory.
-* `count_traffic(compiled)`: the bytes that each part of a program moves, copies, temporary memory.
-* `optax_accum.sharding.count_collectives(compiled)`: what its devices say to each other.
+Compile for a GPU or a TPU that you do not have, and read memory, traffic
+and collectives:
+
+* `target("h100")`, `target("v5e:4x4")`: the devices of an accelerator, to
+  compile for, and its memory.
+* `count_traffic(compiled)`: the bytes that each part of a program moves,
+  copies, temporary memory.
+* `optax_accum.sharding.count_collectives(compiled)`: what its devices say
+  to each other.
 """
 
 from optax_accum._compiled.targets import Target, target

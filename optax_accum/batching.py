@@ -1,8 +1,15 @@
-"""Batch sizes: split rows over processes, pack rows by tokens, choose a window, and let windows grow.
+"""Batch sizes, and windows that grow.
 
-* `split_global_batch(rows, most, devices)`, `token_microbatches(lengths, max_tokens)`: the split, by rows or by tokens.
-* `every_by_tokens({0: 768, 250e9: 1536})`, `every_by_noise(4, 64)`: windows that grow, for `every`.
-* `advise(...)`, `rescale_decay(b2, batch_from, batch_to)`: before you accumulate; experimental. docs/when_not.md.
+Split rows over processes, pack rows by tokens, choose a window, and let
+windows grow:
+
+* `split_global_batch(rows, most, devices)`,
+  `token_microbatches(lengths, max_tokens)`: the split, by rows or by
+  tokens.
+* `every_by_tokens({0: 768, 250e9: 1536})`, `every_by_noise(4, 64)`: windows
+  that grow, for `every`.
+* `advise(...)`, `rescale_decay(b2, batch_from, batch_to)`: before you
+  accumulate; experimental. docs/when_not.md.
 """
 
 from optax_accum._batches.advise import Advice, advise, rescale_decay

@@ -1,4 +1,8 @@
-"""Save and resume a run: in the middle of a window, on another number of devices, in several processes."""
+"""Save a run and resume it, also within a window.
+
+It may go on in the middle of a window, on another number of devices, in
+several processes.
+"""
 
 from optax_accum._placement.resume import check_processes, checkpoint_target, redistribute
 

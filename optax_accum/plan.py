@@ -1,8 +1,13 @@
-"""Asks the compiler for the fewest micro-batches that fit in memory, before anything is allocated.
+"""The fewest micro-batches that fit in memory.
 
-* `optax_accum.plan_microbatches(make_step, global_batch)`: the plan, of any step.
-* `of_loss(loss, tx, params, batch)`, `of_step(step, state, batch)`: the `make_step` of usual steps.
-* `python -m optax_accum plan module:make_step --global-batch 256 --target h100`: the same, from the command line.
+The compiler tells them, before anything is allocated:
+
+* `optax_accum.plan_microbatches(make_step, global_batch)`: the plan, of any
+  step.
+* `of_loss(loss, tx, params, batch)`, `of_step(step, state, batch)`: the
+  `make_step` of usual steps.
+* `python -m optax_accum plan module:make_step --global-batch 256 --target
+  h100`: the same, from the command line.
 """
 
 from optax_accum._plan.plan import NothingFitsError, Plan

@@ -1,52 +1,84 @@
-"""Accumulation over devices: one reduction per window, and where the state lives.
+"""Accumulation over devices: one reduction per window.
 
-`reduce_axes` names the mesh axis, or axes, over which the batch is sharded. Each device then adds its own gradients to
-its own partial sum (arrays [d, ...] for d devices). The partial sums are added over the devices once, when the window
-closes or the call ends. XLA's partitioner handles the other mesh axes.
+`state_sharding` says where the state lives.
 
-* `value_and_grad(fun, ..., reduce_axes="data")`: each device splits its own rows. `fun` and `weight_fn` see
-  rows of one device; weights are added over all. Each device's key is `fold_in(fold_in(key, device), i)`.
-* `accumulate_gradients(inner, every, reduce_axes="data")`: gradients must be partial sums. These come from
-  `value_and_apply_gradients`, from `value_and_grad(..., reduce_axes=..., reduce_to="partial")`, or, inside a
-  `jax.shard_map` over these axes, from differentiating by `defer_reduction(params, reduce_axes)`. A weight is one
-  number for each device [d] (inside `jax.shard_map` that device's own), or one number, shared equally by the devices. A
-  mean argument is one for each device or the same for all.
-* `microbatched_apply(block, ..., reduce_axes="data", reduce_to=specs)`: a layer whose parameters are sharded as `specs`
-  say is gathered once for all its micro-batches, and its gradient scattered once (FSDP): docs/fsdp.md.
+`reduce_axes` names the mesh axis, or axes, over which the batch is sharded.
+Each device then adds its own gradients to its own partial sum (arrays
+[d, ...] for d devices). The partial sums are added over the devices once,
+when the window closes or the call ends. XLA's partitioner handles the other
+mesh axes.
+
+* `value_and_grad(fun, ..., reduce_axes="data")`: each device splits its own
+  rows. `fun` and `weight_fn` see rows of one device; weights are added over
+  all. Each device's key is `fold_in(fold_in(key, device), i)`.
+* `accumulate_gradients(inner, every, reduce_axes="data")`: gradients must
+  be partial sums. These come from `value_and_apply_gradients`, from
+  `value_and_grad(..., reduce_axes=..., reduce_to="partial")`, or, inside a
+  `jax.shard_map` over these axes, from differentiating by
+  `defer_reduction(params, reduce_axes)`. A weight is one number for each
+  device [d] (inside `jax.shard_map` that device's own), or one number,
+  shared equally by the devices. A mean argument is one for each device or
+  the same for all.
+* `microbatched_apply(block, ..., reduce_axes="data", reduce_to=specs)`: a
+  layer whose parameters are sharded as `specs` say is gathered once for all
+  its micro-batches, and its gradient scattered once (FSDP): docs/fsdp.md.
 
 `reduce_to` says where the sum goes:
 
 * None: to every device.
-* `PartitionSpec`s or `NamedSharding`s, as a prefix of the parameters' tree, such as `shard_over(params, "data")`. Where
-  they name a reduced axis, the reduction is a reduce-scatter, each device updates its shard, and the parameters are
-  gathered afterwards (ZeRO-1). With several `argnums`, a tuple of such.
-* `"partial"`, for `value_and_grad` and `accumulate`: nowhere. Loss, gradients and outputs are those of each device,
-  [d, ...] (inside `jax.shard_map` its own [...]).
+* `PartitionSpec`s or `NamedSharding`s, as a prefix of the parameters' tree,
+  such as `shard_over(params, "data")`. Where they name a reduced axis, the
+  reduction is a reduce-scatter, each device updates its shard, and the
+  parameters are gathered afterwards (ZeRO-1). With several `argnums`, a
+  tuple of such.
+* `"partial"`, for `value_and_grad` and `accumulate`: nowhere. Loss,
+  gradients and outputs are those of each device, [d, ...] (inside
+  `jax.shard_map` its own [...]).
 
-`reduce_dtype=jnp.bfloat16` sends half the bytes: each device rounds its sum once, receives the others' (all-to-all) and
-adds them in the dtype of the sums; where the sum goes to all, it is rounded once more on the way. With `u = 2**-8` the
-error is at most `u (sum_i |p_i| + |sum_i p_i|)` for partial sums `p_i`. Off by default. A leaf with no dimension that
-the devices divide is added as it is.
+`reduce_dtype=jnp.bfloat16` sends half the bytes: each device rounds its sum
+once, receives the others' (all-to-all) and adds them in the dtype of the
+sums; where the sum goes to all, it is rounded once more on the way. With
+`u = 2**-8` the error is at most `u (sum_i |p_i| + |sum_i p_i|)` for partial
+sums `p_i`. Off by default. A leaf with no dimension that the devices divide
+is added as it is.
 
-`overlap=True` of `value_and_grad` adds gradients over the devices inside the backward pass of the last micro-batch,
-also layer by layer inside a scan, so that the reduction overlaps the matrix products that follow. That micro-batch is
-compiled separately, and all devices run it, also if its weight is zero. On GPUs this is on by default for 64 MiB of
-sums or more: docs/many_devices.md.
+`overlap=True` of `value_and_grad` adds gradients over the devices inside
+the backward pass of the last micro-batch, also layer by layer inside a
+scan, so that the reduction overlaps the matrix products that follow. That
+micro-batch is compiled separately, and all devices run it, also if its
+weight is zero. On GPUs this is on by default for 64 MiB of sums or more:
+docs/many_devices.md.
 
-| case | result | known when |
-|---|---|---|
-| a micro-step that only accumulates | no collective at all | compiling |
-| `nonfinite="skip"`, `"omit"` | devices agree on one flag at every micro-step; for `"discard"` at the end | compiling |
-| a callable `nonfinite` | an error: it would need the reduced gradient | building |
-| rows, or `microbatch_size`, that devices do not divide | an error | tracing |
-| no such axis; no mesh in reach; a state for other devices | an error that says what to call | tracing |
-| gradients that have been reduced already; a loss averaged with `pmean` | an error | tracing |
-| a carry that differs between devices; outputs `"stack"` and `"last"` | an error | tracing |
-| parameters sharded over the axis (FSDP) | an error that says what it costs; gathered with `reduce_to` | tracing |
-| a mesh with Auto and Explicit axes | both work | tracing |
-| a step on Auto axes without `out_shardings` | shardings may change, and it compiles twice: pin them | running |
-| `fun` communicates, and a device's weight is 0 | it runs too, as others wait: keep its loss finite | tracing |
-| the same with `reduce_to="partial"` | an error | tracing |
+Known when building:
+
+* A callable `nonfinite`: an error; it would need the reduced gradient.
+
+Known when tracing:
+
+* Rows, or `microbatch_size`, that the devices do not divide: an error.
+* No such axis; no mesh in reach; a state for other devices: an error that
+  says what to call.
+* Gradients that have been reduced already; a loss averaged with `pmean`: an
+  error.
+* A carry that differs between devices; outputs `"stack"` and `"last"`: an
+  error.
+* Parameters sharded over the axis (FSDP): an error that says what it costs;
+  with `reduce_to`, they are gathered.
+* A mesh with Auto and Explicit axes: both work.
+* `fun` communicates, and a device's weight is 0: the device runs it too,
+  because others wait; keep its loss finite. With `reduce_to="partial"`: an
+  error.
+
+Known when compiling:
+
+* A micro-step that only accumulates: no collective at all.
+* `nonfinite="skip"`, `"omit"`: devices agree on one flag at every
+  micro-step; for `"discard"` at the end.
+
+Known when running:
+
+* A step on Auto axes without `out_shardings`: shardings may change, and it
+  compiles twice; pin them.
 """
 
 from optax_accum._compiled.collectives import Collective, Collectives, count_collectives

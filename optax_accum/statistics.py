@@ -1,14 +1,21 @@
-"""Experimental: measures the noise of gradients while they are accumulated.
+"""Experimental: measures the noise of gradients.
 
-* `accumulate_gradients(..., statistics=True)`, or `statistics=Options(decay, groups)`: `metrics(state)` has norms,
-  noise and signal by name. `Layers` measures stacked layers one by one.
-* `value_and_grad(..., statistics=True)` returns `((value, statistics), gradient)`, where `value` is what it is without;
+Gradients are measured while they are accumulated:
+
+* `accumulate_gradients(..., statistics=True)`, or
+  `statistics=Options(decay, groups)`: `metrics(state)` has norms, noise and
+  signal by name. `Layers` measures stacked layers one by one.
+* `value_and_grad(..., statistics=True)` returns
+  `((value, statistics), gradient)`, where `value` is what it is without;
   `smooth(old, new, decay)` smooths statistics from one call to the next.
-* `gradient_noise_scale(state_or_statistics)`: noise, signal and their ratio, in examples or tokens.
+* `gradient_noise_scale(state_or_statistics)`: noise, signal and their
+  ratio, in examples or tokens.
 
-`value_and_grad` and `value_and_apply_gradients` measure each gradient inside the backward pass, where it is added;
-`tx.update` and `apply_gradients` read it once more. docs/noise_scale.md and docs/growing_batches.md have sources and
-examples. What to make of it: `optax_accum.batching`.
+`value_and_grad` and `value_and_apply_gradients` measure each gradient
+inside the backward pass, where it is added; `tx.update` and
+`apply_gradients` read it once more. docs/noise_scale.md and
+docs/growing_batches.md have sources and examples. What to make of it:
+`optax_accum.batching`.
 """
 
 from optax_accum._across.noise_scale import gradient_noise_scale

@@ -9,46 +9,57 @@ Tree = Any
 
 
 def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:
-    """Returns the noise of the gradient, its signal, and their ratio, the gradient noise scale.
+    """Returns the noise of the gradient, its signal, and their ratio.
 
-    The variance of the mean gradient of a batch of B examples is `noise / B`. Where that equals the signal, at
-    `B = scale`, twice the batch saves a quarter of the updates, and half the batch takes half as many again.
+    The ratio is the gradient noise scale. The variance of the mean gradient
+    of a batch of B examples is `noise / B`. Where that equals the signal,
+    at `B = scale`, twice the batch saves a quarter of the updates, and half
+    the batch takes half as many again.
 
     Args:
-      state: an optimizer state that holds exactly one `AccumulationState`, of an `accumulate_gradients(...,
-        statistics=True)`; or the statistics that `value_and_grad(..., statistics=True)` returned.
-      group: the name of a group of leaves, if groups were named; else all leaves together.
+      state: an optimizer state that holds exactly one `AccumulationState`,
+        of an `accumulate_gradients(..., statistics=True)`; or the
+        statistics that `value_and_grad(..., statistics=True)` returned.
+      group: the name of a group of leaves, if groups were named; else all
+        leaves together.
 
     Returns:
-      A `NoiseScale` of smoothed estimates, in the unit of the weights: examples, or tokens.
+      A `NoiseScale` of smoothed estimates, in the unit of the weights:
+      examples, or tokens.
 
     Raises:
       ValueError: the state holds no statistics, or no such group.
 
     Guarantees:
-      Noise and signal are unbiased for every choice of the sizes of micro-batches, before they are smoothed and
-      divided; they are smoothed apart, because the mean of ratios is not the ratio of means.
+      Noise and signal are unbiased for every choice of the sizes of
+      micro-batches, before they are smoothed and divided; they are smoothed
+      apart, because the mean of ratios is not the ratio of means.
 
-      | case | result |
-      |---|---|
-      | one micro-batch in each window, on one device | NaN: not known |
-      | a window with a NaN, or that was discarded | leaves the estimates as they were |
-      | a micro-batch that is left out, or has a weight of 0 | is no sample |
-      | the signal comes out at 0 or below | the scale is infinite: no window can tell it from noise |
-      | `reduce_axes` | each device's own gradient is a sample, so `every=1` will do |
+      * One micro-batch in each window, on one device: NaN, which means not
+        known.
+      * A window with a NaN, or that was discarded: leaves the estimates as
+        they were.
+      * A micro-batch that is left out, or has a weight of 0: is no sample.
+      * The signal comes out at 0 or below: the scale is infinite, because
+        no window can tell the signal from noise.
+      * `reduce_axes`: each device's own gradient is a sample, so `every=1`
+        will do.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum
-      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2, statistics=True)
+      >>> tx = optax_accum.accumulate_gradients(
+      ...     optax.sgd(0.1), every=2, statistics=True)
       >>> state = tx.init(jnp.ones(1))
       >>> for grads in (3.0, 5.0):  # each the mean of 8 examples
       ...     _, state = tx.update(jnp.array([grads]), state, weight=8)
-      >>> noise, signal, scale = optax_accum.statistics.gradient_noise_scale(state)
+      >>> found = optax_accum.statistics.gradient_noise_scale(state)
+      >>> noise, signal, scale = found
       >>> print(f"{noise:.1f} / {signal:.1f} = {scale:.2f} examples")
       16.0 / 15.0 = 1.07 examples
 
     References:
-      S. McCandlish et al., *An empirical model of large-batch training*, arXiv:1812.06162.
+      S. McCandlish et al., *An empirical model of large-batch training*,
+      arXiv:1812.06162.
     """
     found = state if isinstance(state, Statistics) else find_state(state).statistics
     if not found:

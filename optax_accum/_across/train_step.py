@@ -43,77 +43,113 @@ def value_and_apply_gradients(
     in_place: bool | None = None,
     overlap: bool | None = None,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
-    """Makes a whole micro-step of a loss: `jax.value_and_grad(fun)` and then `apply_gradients(tx, ...)`, in place.
+    """Returns a whole micro-step of a loss, which adds gradients in place.
 
-    The backward pass adds each gradient to the accumulator in the state where it arises, scaled by the micro-batch's
-    weight. So no tree of gradients is ever written or read beside it, which is what a micro-step's memory mostly is.
+    The step does what `jax.value_and_grad(fun)` and then
+    `apply_gradients(tx, ...)` do. Its backward pass adds each gradient to
+    the accumulator in the state where it arises, scaled by the
+    micro-batch's weight. So no tree of gradients is ever written or read
+    beside it, which is what a micro-step's memory mostly is.
 
     Args:
-      fun: a loss `fun(params, *args) -> loss`, or `-> (loss, aux)` with `has_aux`. It may be a `Ratio`, which says
-        itself how much the micro-batch counts.
-      tx: what `accumulate_gradients` returned; any other optimizer makes an update at every call.
+      fun: a loss `fun(params, *args) -> loss`, or `-> (loss, aux)` with
+        `has_aux`. It may be a `Ratio`, which says itself how much the
+        micro-batch counts.
+      tx: what `accumulate_gradients` returned; any other optimizer makes an
+        update at every call.
       has_aux: whether `fun` returns a pair.
-      batch_argnums: the argument of `fun`, or several, that hold the rows of the micro-batch, by position or name as in
-        `value_and_grad`. `()` for a loss without one.
-      whole_argnums: arguments that are no part of the batch though they have as many rows, and keys that all
-        micro-batches share on purpose.
-      group_size: so many consecutive rows belong together; it must divide the rows of each device.
-      weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such as `batch["mask"].sum()`. By default the
-        number of its rows, and 1 if `tx` takes a sum.
-      weight_of: `weight_of(value, aux)`, where only what `fun` returned tells how much the micro-batch counts (`aux` is
-        None without `has_aux`): losses times weights are added, and divided by the sum of weights, as with a `Ratio`.
-      rng_argnum: an argument that is a key, or a tree of keys: micro-step i of a window gets
-        `jax.random.fold_in(key, i)`, with `reduce_axes` of a key of the device's own. Pass another key in each window.
-      in_place: whether to add inside the backward pass. By default wherever that gives the same gradient.
-      overlap: with `reduce_axes`, whether the last backward pass of a window that `flush=True` closes (a Python bool)
-        also adds the sums over the devices, each as soon as it is there. By default on GPUs, from 64 MiB of gradients
-        on. As `flush=False` closes no window, it changes nothing there.
+      batch_argnums: the argument of `fun`, or several, that hold the rows
+        of the micro-batch, by position or name as in `value_and_grad`. `()`
+        for a loss without one.
+      whole_argnums: arguments that are no part of the batch though they
+        have as many rows, and keys that all micro-batches share on purpose.
+      group_size: this many consecutive rows belong together; the number
+        must divide the rows of each device.
+      weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such
+        as `batch["mask"].sum()`. By default the number of its rows, and 1
+        if `tx` takes a sum.
+      weight_of: `weight_of(value, aux)`, where only what `fun` returned
+        tells how much the micro-batch counts (`aux` is None without
+        `has_aux`): losses times weights are added, and divided by the sum
+        of weights, as with a `Ratio`.
+      rng_argnum: an argument that is a key, or a tree of keys: micro-step i
+        of a window gets `jax.random.fold_in(key, i)`, with `reduce_axes` of
+        a key of the device's own. Pass another key in each window.
+      in_place: whether to add inside the backward pass. By default wherever
+        that gives the same gradient.
+      overlap: with `reduce_axes`, whether the backward pass that closes a
+        window also adds the sums over the devices, each as soon as it is
+        there. Only a static `flush=True` (a Python bool) can do it. By
+        default on GPUs, from 64 MiB of gradients on.
 
-    With `reduce_axes` in `tx`, each device differentiates its own rows of the batch and adds to its own partial sum;
-    `fun` and `weight_fn` see the rows of one device. Every other argument is on all devices whole.
+    With `reduce_axes` in `tx`, each device differentiates its own rows of
+    the batch and adds to its own partial sum; `fun` and `weight_fn` see the
+    rows of one device. Every other argument is on all devices whole.
 
     Returns:
-      A function `step(params, state, *args, **keywords) -> (value, params, state)`, where `value` is what `fun`
-      returned, a `Ratio` divided (with `reduce_axes` one for each device, [d, ...]). A keyword that `fun` names goes to
-      `fun`, any other to `tx.update`: `weight`, `flush`, arguments of the inner optimizer. The loss is passed on as
-      `value=`, unless `mean_args` of `tx` leaves it out. Donate the first two.
+      A function `step(params, state, *args, **keywords) -> (value, params,
+      state)`, where `value` is what `fun` returned, a `Ratio` divided (with
+      `reduce_axes` one for each device, [d, ...]). A keyword that `fun`
+      names goes to `fun`, any other to `tx.update`: `weight`, `flush`,
+      arguments of the inner optimizer. The loss is passed on as `value=`,
+      unless `mean_args` of `tx` leaves it out. Donate the first two.
 
     Raises:
-      TypeError, ValueError: the loss is not a real scalar; arguments whose roles do not fit. Otherwise as
-        `accumulate_gradients`.
+      TypeError, ValueError: the loss is not a real scalar; arguments whose
+        roles do not fit. Otherwise as `accumulate_gradients`.
 
     Guarantees:
-      The same parameters and state as the two calls, to rounding (a parameter that is used twice is added twice).
+      The same parameters and state as the two calls, to rounding (a
+      parameter that is used twice is added twice).
 
-      | case | result | known when |
-      |---|---|---|
-      | parameters of any dtype, whatever `fun` casts them to | added in place | tracing |
-      | a jax.custom_vjp, float16 or float8 in `fun` | the weight is multiplied in where gradients arise | tracing |
-      | the same with a `Ratio`, whose weight is known too late | the gradient is written, then added | tracing |
-      | `"skip"`, `"omit"`, a callable: they must see the gradient | as above | tracing |
-      | accumulators narrower than the parameters; before JAX 0.8.1 | as above | tracing |
-      | differentiated again, with no `jit` between; called outside `jit` | as above | tracing |
-      | `every=1`, or another optimizer | as above; nothing is accumulated | tracing |
-      | `in_place=True` where it cannot be | an error | tracing |
-      | `weight` or `weight_fn` gives 0 | the micro-batch is not run: zeros for what `fun` returned | running |
-      | the same where the gradient must be seen (above), or `in_place=False` | it is run, and adds nothing | running |
-      | `weight_of` gives 0 | the micro-batch is run: guard a 0 / 0 in its loss with `jnp.maximum` | running |
-      | `fun` takes something from the other devices of `reduce_axes` | one number is added over them, too | running |
-      | an integer parameter | stays, where `tx` leaves it out (`optax.masked`); else an error says how | tracing |
-      | a key that no role names; an argument with as many rows as the batch | an error | tracing |
-      | a keyword argument that both `fun` and `tx` name | an error | tracing |
-      | `rng_argnum` and an optimizer with several windows | an error | tracing |
-      | `reduce_axes`: rows that the devices do not divide; a loss averaged with `pmean` | an error | tracing |
+      Gradients of parameters of any dtype, whatever `fun` casts them to,
+      are added in place. With a `jax.custom_vjp`, float16 or float8 in
+      `fun`, the weight is multiplied in where gradients arise. The gradient
+      is first written and then added in these cases, all known when
+      tracing:
+
+      * `fun` has a `jax.custom_vjp`, float16 or float8 and returns a
+        `Ratio`, whose weight is known too late.
+      * `"skip"`, `"omit"`, a callable: they must see the gradient.
+      * Accumulators narrower than the parameters; JAX before 0.8.1.
+      * The step is differentiated again, with no `jit` between, or called
+        outside `jit`.
+      * `every=1`, or another optimizer; nothing is accumulated then.
+
+      Also known when tracing:
+
+      * `in_place=True` where it cannot be: an error.
+      * An integer parameter: stays, where `tx` leaves it out
+        (`optax.masked`); else an error says how.
+      * A key that no role names; an argument with as many rows as the
+        batch: an error.
+      * A keyword argument that both `fun` and `tx` name: an error.
+      * `rng_argnum` and an optimizer with several windows: an error.
+      * `reduce_axes` with rows that the devices do not divide, or with a
+        loss averaged with `pmean`: an error.
+
+      Known when running:
+
+      * `weight` or `weight_fn` gives 0: the micro-batch is not run, and
+        zeros stand for what `fun` returned. Where the gradient must be seen
+        (above), or with `in_place=False`, the micro-batch is run, and adds
+        nothing.
+      * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
+        loss with `jnp.maximum`.
+      * `fun` takes something from the other devices of `reduce_axes`: one
+        number is added over them, too.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, optax, optax_accum
       >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.5), every=2)
-      >>> step = optax_accum.value_and_apply_gradients(lambda params, x: jnp.mean((params - x) ** 2), tx)
+      >>> fun = lambda params, x: jnp.mean((params - x) ** 2)
+      >>> step = optax_accum.value_and_apply_gradients(fun, tx)
       >>> train_step = jax.jit(step, donate_argnums=(0, 1))
       >>> params = jnp.array(0.0)
       >>> state = tx.init(params)
       >>> for x in (1.0, 3.0):
-      ...     loss, params, state = train_step(params, state, jnp.array([x]))
+      ...     batch = jnp.array([x])
+      ...     loss, params, state = train_step(params, state, batch)
       ...     print(loss, params)
       1.0 0.0
       9.0 2.0

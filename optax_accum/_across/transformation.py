@@ -47,15 +47,19 @@ def accumulate_gradients(
     reduce_dtype: Any = None,
     statistics: bool | Options = False,
 ) -> "Accumulating":
-    """Wraps an optimizer so that it updates once per window of micro-steps, with the gradient of the whole batch.
+    """Wraps an optimizer so that it updates once per window of micro-steps.
 
-    Over a window of micro-batches with gradients `g_i` and weights `w_i`, `inner` sees
+    Each update uses the gradient of the whole batch. Over a window of
+    micro-batches with gradients `g_i` and weights `w_i`, `inner` sees
 
-        mean:  g = sum_i w_i g_i / sum_i w_i        sum:  g = sum_i w_i g_i
+        mean:  g = sum_i w_i g_i / sum_i w_i
+        sum:   g = sum_i w_i g_i
 
-    and only when the window closes: then this transformation *emits* the updates of `inner`. At every other micro-step
-    it *holds*: the updates are zeros, and neither `inner` nor its state is touched. Schedules inside `inner` count
-    updates; clipping belongs inside as well: before, each micro-batch would be clipped.
+    and sees it only when the window closes. Then this transformation
+    *emits* the updates of `inner`. At every other micro-step it *holds*:
+    the updates are zeros, and neither `inner` nor its state is touched.
+    Schedules inside `inner` count updates. Put clipping inside as well:
+    before this transformation, it would clip each micro-batch.
 
     Example:
       Four micro-batches of unequal length, weighted by their tokens:
@@ -65,71 +69,109 @@ def accumulate_gradients(
       >>> params = jnp.zeros(2)
       >>> state = tx.init(params)
       >>> for tokens in (10, 30, 20, 40):
-      ...     grads = jnp.array([1.0, tokens])  # of a mean over this micro-batch's tokens
-      ...     updates, state = tx.update(grads, state, params, weight=tokens)
+      ...     grads = jnp.array([1.0, tokens])  # of a mean over tokens
+      ...     updates, state = tx.update(
+      ...         grads, state, params, weight=tokens)
       ...     params = optax.apply_updates(params, updates)
       >>> print(params)
       [ -1. -30.]
 
     Args:
       inner: any Optax optimizer.
-      every: the micro-steps in a window: an integer >= 1; a callable of `gradient_step`, evaluated at run time
-        (a value below 1 counts as 1); a schedule of `optax_accum.batching`; or `None`: the caller closes each window
-        with `flush`. A window closes when `mini_step + 1 >= every`, so a resumed run may change it.
-      reduction: `"mean"`, for losses that are means; or `"sum"`, for losses that are sums.
-      accumulator_dtype: a real floating-point dtype to add in (of complex leaves, its width), or several, as a prefix
-        of the tree of the parameters. By default, and where it is None, at least float32, and never narrower than the
-        gradient.
-      emit_dtype: the dtype in which `inner` sees the gradient: by default the accumulator's; `"gradient"` for that of
-        the gradients passed in, as `optax.MultiSteps` does; or a real floating-point dtype.
-      nonfinite: what becomes of a micro-batch whose gradient or weight holds a NaN or an infinity: it shows, in its own
-        window only (`"propagate"`); it is left out, and the window waits for another (`"skip"`) or ends on time with
-        the rest (`"omit"`); or its window makes no update (`"discard"`). Or a callable `(grads, gradient_step, params)
-        -> (skip, info)`, as `optax.MultiSteps` takes, with `info` as `state.skip_state`; one with a parameter `info` is
-        given what it returned last, and at first the default of that: docs/outliers.md.
-      mean_args: names of scalar extra arguments which `inner` gets as their weighted mean over the window.
-      reduce_axes: the mesh axes over which the batch is sharded, for one reduction per window: `optax_accum.sharding`.
-      reduce_to: with `reduce_axes`, how the sum is to be sharded: likewise.
-      reduce_dtype: with `reduce_axes`, the dtype in which gradients cross the network: likewise.
-      statistics: whether to measure gradients: their norms, and the noise in them. `optax_accum.statistics`.
+      every: the micro-steps in a window: an integer >= 1; a callable of
+        `gradient_step`, evaluated at run time (a value below 1 counts as
+        1); a schedule of `optax_accum.batching`; or `None`: the caller
+        closes each window with `flush`. A window closes when
+        `mini_step + 1 >= every`, so a resumed run may change it.
+      reduction: `"mean"`, for losses that are means; or `"sum"`, for losses
+        that are sums.
+      accumulator_dtype: the dtype of the sums: a real floating-point dtype,
+        or a pytree prefix of the parameters with several. Complex leaves
+        take its width. By default, and where it is None, at least float32,
+        and never narrower than the gradient.
+      emit_dtype: the dtype in which `inner` sees the gradient: by default
+        the accumulator's; `"gradient"` for that of the gradients passed in,
+        as `optax.MultiSteps` does; or a real floating-point dtype.
+      nonfinite: what to do with a micro-batch whose gradient or weight
+        holds a NaN or an infinity. `"propagate"`: it shows, in its own
+        window only. `"skip"`: it is left out, and the window waits for
+        another. `"omit"`: it is left out, and the window ends on time with
+        the rest. `"discard"`: its window makes no update. Or a callable
+        `(grads, gradient_step, params) -> (skip, info)`, as
+        `optax.MultiSteps` takes; `state.skip_state` holds its `info`. A
+        callable with a parameter `info` is given what it returned last, and
+        at first the default of that parameter: docs/outliers.md.
+      mean_args: names of scalar extra arguments which `inner` gets as their
+        weighted mean over the window.
+      reduce_axes: the mesh axes over which the batch is sharded, for one
+        reduction per window; see `optax_accum.sharding`.
+      reduce_to: with `reduce_axes`, how the sum is to be sharded; see
+        `optax_accum.sharding`.
+      reduce_dtype: with `reduce_axes`, the dtype in which gradients cross
+        the network; see `optax_accum.sharding`.
+      statistics: whether to measure gradients: their norms, and the noise
+        in them; see `optax_accum.statistics`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` with an `AccumulationState`. Its `update` takes by keyword, also
-      through `optax.chain`, what `inner` takes (what is not in `mean_args` as the closing micro-step gives it), and
+      An `optax.GradientTransformationExtraArgs` with an
+      `AccumulationState`. Its `update` takes by keyword, also through
+      `optax.chain`, the extra arguments of `inner` (those that are not in
+      `mean_args` as the closing micro-step gives them), and
 
-      * `weight`: how much this micro-batch counts, a real scalar. For a mean over tokens, their number.
-      * `rows`: how many examples it has, an integer: its weight in a mean, where `weight` is not given; 1 by default.
-      * `flush`: a bool scalar; `True` closes the window with this micro-batch and divides by the weight that is in it.
-        With a Python bool that is true, or with `every=None`, no branch is compiled.
+      * `weight`: how much this micro-batch counts, a real scalar. For a
+        mean over tokens, their number.
+      * `rows`: how many examples it has, an integer: its weight in a mean,
+        where `weight` is not given; 1 by default.
+      * `flush`: a bool scalar; `True` closes the window with this
+        micro-batch and divides by the weight that is in it. With a Python
+        bool that is true, or with `every=None`, no branch is compiled.
 
     Raises:
-      TypeError, ValueError: invalid arguments, when you build or trace. At run time nothing raises.
+      TypeError, ValueError: invalid arguments, when you build or trace. At
+        run time nothing raises.
 
     Guarantees:
-      The update equals that of the whole batch, to rounding. The state keeps types, shapes and shardings (also another
-      accumulator dtype than asked for); updates and inner state have the dtypes that `inner` alone would give them.
+      The update equals that of the whole batch, to rounding. The state
+      keeps types, shapes and shardings (also another accumulator dtype than
+      asked for); updates and inner state have the dtypes that `inner` alone
+      would give them.
 
-      | case | result | known when |
-      |---|---|---|
-      | `every=1` | `inner` itself; no accumulator, no branch; an error if raised with its state | tracing |
-      | weight 0; below 0 | adds nothing, even of a NaN, but counts; subtracts | running |
-      | the weights add to 0; `"discard"` | zero updates, inner state untouched, `discarded + 1` | running |
-      | a mean whose weights add to more than 8.5e37 (`1 / tiny` of their dtype) | likewise | running |
-      | `"skip"`, a callable: left out | zero updates, window and counters as they were, `skipped + 1` | running |
-      | `"omit"`: left out | weight 0, `skipped + 1` | running |
-      | `flush` on a micro-batch that is left out | closes the window with the rest | running |
-      | an extra argument spelt nearly `weight` or `flush` | an error, unless `inner` reads it | tracing |
-      | `None`, `MaskedNode`, empty leaves, float0 | pass through; what is masked outside has no accumulator | tracing |
-      | the state has sums of other `mean_args`, and one is given | an error | tracing |
-      | the state of `inner`, or `info`, turns from integers into floats, or complex | an error | tracing |
-      | a mean argument is not given at some micro-steps | the mean of the others | tracing |
-      | the same at the closing one | `inner` does not get it | tracing |
-      | a NaN in a mean argument | shows in its mean: policies look at gradients and weights | running |
-      | under `jax.vmap` | a window for each member; the branch becomes a select, so `inner` always runs | tracing |
+      Known when tracing:
+
+      * `every=1`: `inner` itself; no accumulator, no branch. To raise
+        `every` with its state is an error.
+      * An extra argument spelt nearly `weight` or `flush`: an error, unless
+        `inner` reads it.
+      * `None`, `MaskedNode`, empty leaves, float0: pass through; what is
+        masked outside has no accumulator.
+      * The state has sums of other `mean_args`, and one is given: an error.
+      * The state of `inner`, or `info`, turns from integers into floats, or
+        complex: an error.
+      * A mean argument is not given at some micro-steps: the mean of the
+        others. Not given at the closing one: `inner` does not get it.
+      * Under `jax.vmap`: a window for each member; the branch becomes a
+        select, so `inner` always runs.
+
+      Known when running:
+
+      * Weight 0: adds nothing, even of a NaN, but the micro-step counts.
+        Weight below 0: subtracts.
+      * The weights add to 0, or `"discard"` gives up the window: zero
+        updates, inner state untouched, `discarded + 1`.
+      * A mean whose weights add to more than 8.5e37 (`1 / tiny` of their
+        dtype): the same.
+      * `"skip"` or a callable leaves a micro-batch out: zero updates,
+        window and counters as they were, `skipped + 1`.
+      * `"omit"` leaves a micro-batch out: weight 0, `skipped + 1`.
+      * `flush` on a micro-batch that is left out: closes the window with
+        the rest.
+      * A NaN in a mean argument: shows in its mean. Policies look at
+        gradients and weights.
 
     References:
-      The state and the callable `nonfinite` follow `optax.MultiSteps`; the errors of adding in low precision are
-      analysed in N. Higham, *The accuracy of floating point summation*, SIAM J. Sci. Comput. 14 (1993).
+      The state and the callable `nonfinite` follow `optax.MultiSteps`; the
+      errors of adding in low precision are analysed in N. Higham, *The
+      accuracy of floating point summation*, SIAM J. Sci. Comput. 14 (1993).
     """
     schedule, divisor = as_schedule(every), as_divisor(reduction)
     rules = Rules(
@@ -228,36 +270,48 @@ def _update(
 def apply_gradients(
     tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any
 ) -> tuple[Tree, Tree]:
-    """Makes a micro-step and applies it: `tx.update` and `optax.apply_updates` in one.
+    """Makes a micro-step: `tx.update` and `optax.apply_updates` in one.
 
-        emit:  params + updates of `inner`, inside the branch        hold:  params
+        emit:  params + updates of `inner`, inside the branch
+        hold:  params
 
-    A held micro-step reads and writes the accumulator, and neither parameters nor optimizer state nor a tree of zeros,
-    so it costs what adding costs. The result is that of the two calls: bit for bit outside `jit`, and inside it to the
-    rounding of the compiler's fusions.
+    A micro-step that only accumulates reads and writes the accumulator, but
+    neither parameters nor optimizer state nor a tree of zeros, so it costs
+    no more than adding. The result is that of the two calls: bit for bit
+    outside `jit`, and inside it to the rounding of the compiler's fusions.
 
     Args:
-      tx: what `accumulate_gradients` returned. For any other transformation (a chain that holds one, say) this is
-        `tx.update` followed by `optax.apply_updates`.
+      tx: what `accumulate_gradients` returned. For any other transformation
+        (a chain that holds one, say) this is `tx.update` followed by
+        `optax.apply_updates`.
       grads: the gradients of one micro-batch, a tree like `params`.
       state: the state of `tx`.
       params: the parameters, which are returned in their own dtypes.
-      **extra_args: what `tx.update` takes by keyword: `weight`, `flush`, and the arguments of the inner optimizer.
+      **extra_args: what `tx.update` takes by keyword: `weight`, `flush`,
+        and the arguments of the inner optimizer.
 
     Returns:
-      `(params, state)`. Donate them to `jit` in this order (`step(params, state, ...) -> (params, state)`): JAX gives
-      donated buffers to results of equal shape in order, and in another order the compiler copies them.
+      `(params, state)`. Donate them to `jit` in this order
+      (`step(params, state, ...) -> (params, state)`): JAX gives donated
+      buffers to results of equal shape in order, and in another order the
+      compiler copies them.
 
     Raises:
       ValueError: `params` is None. Otherwise as `accumulate_gradients`.
 
     Guarantees:
-      | case | result | known when |
-      |---|---|---|
-      | the window is held, or closes without an update | the same parameters, bit for bit | running |
-      | the window emits | `optax.apply_updates(params, updates)` | running |
-      | a leaf whose gradient is a float0 | the same parameter, where `inner` leaves it out (`optax.masked`) | tracing |
-      | `tx` does not accumulate | one update; `weight` and `flush` are ignored like any extra argument | tracing |
+      Known when tracing:
+
+      * A leaf whose gradient is a float0: the same parameter, where `inner`
+        leaves it out (`optax.masked`).
+      * `tx` does not accumulate: one update; `weight` and `flush` are
+        ignored like any extra argument.
+
+      Known when running:
+
+      * The window is held, or closes without an update: the same
+        parameters, bit for bit.
+      * The window emits: `optax.apply_updates(params, updates)`.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, optax, optax_accum

@@ -11,11 +11,15 @@ class Advice:
     Attributes:
       every: the micro-steps in a window.
       global_batch: the examples in it.
-      best: the optimum before rounding, `sqrt(noise_scale / microbatch_size * once / micro_step)`, where `once` is the
-        time of optimizer and communication. None if the noise scale is not known.
-      overhead: the share of the time that optimizer and communication take, with this window.
-      speedup: the time to the same loss without accumulation, divided by the time with this window: below 1,
-        accumulation is slower. None if the noise scale is not known.
+      best: the optimum before rounding,
+        `sqrt(noise_scale / microbatch_size * once / micro_step)`, where
+        `once` is the time of optimizer and communication. None if the noise
+        scale is not known.
+      overhead: the share of the time that optimizer and communication take,
+        with this window.
+      speedup: the time to the same loss without accumulation, divided by
+        the time with this window: below 1, accumulation is slower. None if
+        the noise scale is not known.
       reason: why this window.
       lines: the arithmetic.
     """
@@ -42,49 +46,66 @@ def advise(
     global_batch: float | None = None,
     max_every: int = 1024,
 ) -> Advice:
-    """Recommends how many micro-steps to accumulate, from what they cost and how noisy gradients are.
+    """Recommends how many micro-steps to accumulate.
 
-    A window of k micro-steps of b examples takes `k m + f`, with `f` for what happens once, and training to a given
-    loss about `1 + N / (k b)` windows, in units of those that a batch without noise would need. The product
+    The advice follows from what micro-steps cost and how noisy gradients
+    are. A window of k micro-steps of b examples takes `k m + f`, with `f`
+    for what happens once, and training to a given loss about
+    `1 + N / (k b)` windows, in units of those that a batch without noise
+    would need. The product
 
-        T(k) = (1 + N / (k b)) (k m + f)    is least at    k = sqrt(N / b * f / m)
+        T(k) = (1 + N / (k b)) (k m + f)
 
-    so accumulation pays if the batch is below the noise scale *and* optimizer or communication are dear.
+    is least at
+
+        k = sqrt(N / b * f / m)
+
+    so accumulation pays if the batch is below the noise scale *and*
+    optimizer or communication are dear.
 
     Args:
-      microbatch_size: b, examples (or tokens) in a micro-step, on all devices.
-      micro_step: m, seconds for the gradient of one micro-batch, measured or compiled; only ratios of times matter.
+      microbatch_size: b, examples (or tokens) in a micro-step, on all
+        devices.
+      micro_step: m, seconds for the gradient of one micro-batch, measured
+        or compiled; only ratios of times matter.
       optimizer: seconds for one call of the optimizer.
-      communication: seconds for one reduction over the devices that no computation hides.
-      noise_scale: N, `gradient_noise_scale(state).scale`, in examples (or tokens); None if it is not known.
-      global_batch: examples that an update must have, because a recipe says so; otherwise None.
+      communication: seconds for one reduction over the devices that no
+        computation hides.
+      noise_scale: N, `gradient_noise_scale(state).scale`, in examples (or
+        tokens); None if it is not known.
+      global_batch: examples that an update must have, because a recipe says
+        so; otherwise None.
       max_every: the most micro-steps to recommend.
 
     Returns:
       An `Advice`: to be printed, or read field by field.
 
     Raises:
-      ValueError: a time, a size or a noise scale that is negative, 0 where it divides, or NaN.
+      ValueError: a time, a size or a noise scale that is negative, 0 where
+        it divides, or NaN.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | `global_batch` is given | the micro-steps that it takes, and what they cost |
-      | `noise_scale` is None | `every=1` unless what happens once takes over a tenth of the time |
-      | a noise scale of infinity | `max_every` |
+      * `global_batch` is given: the micro-steps that it takes, and what
+        they cost.
+      * `noise_scale` is None: `every=1`, unless what happens once takes
+        over a tenth of the time.
+      * A noise scale of infinity: `max_every`.
 
     Example:
       >>> from optax_accum.batching import advise
-      >>> print(advise(microbatch_size=8, micro_step=0.10, optimizer=0.02, noise_scale=32))
-      every=1: do not accumulate. The optimizer is cheap, or the batch is near the noise scale.
+      >>> print(advise(microbatch_size=8, micro_step=0.10, optimizer=0.02,
+      ...     noise_scale=32))
+      every=1: do not accumulate. The optimizer is cheap, or the batch is
+      near the noise scale.
       what happens once: 0.02 + 0 = 0.02, the time of 0.20 micro-steps
       noise scale: 32 / 8 = 4.00 micro-batches
       least time at sqrt(4.00 * 0.20) = 0.89 micro-steps
       overhead 16.7 %, speedup over every=1: 1.00
 
     References:
-      The number of windows is that of S. McCandlish et al., arXiv:1812.06162, a model of well-tuned SGD;
-      docs/when_not.md has what it leaves out.
+      The number of windows is that of S. McCandlish et al.,
+      arXiv:1812.06162, a model of well-tuned SGD; docs/when_not.md has what
+      it leaves out.
     """
     _check(microbatch_size=(microbatch_size, True), micro_step=(micro_step, True), optimizer=(optimizer, False))
     _check(communication=(communication, False), max_every=(max_every, True))
@@ -138,12 +159,14 @@ def _windows(every: int, noisy: float) -> float:
 
 
 def rescale_decay(decay: float, batch_from: float, batch_to: float) -> float:
-    """Returns the decay of a moving average whose half-life in examples is the same with another batch.
+    """Returns the decay of a moving average for another batch size.
 
         decay ** (batch_to / batch_from)
 
-    For Adam's second moment (`b2`) this is what lets small batches train as well as large ones, and it is the first
-    thing to try before accumulating to keep a recipe's batch.
+    The half-life in examples stays the same. For Adam's second moment
+    (`b2`) this is what lets small batches train as well as large ones, and
+    it is the first thing to try before accumulating to keep a recipe's
+    batch.
 
     Args:
       decay: the decay that goes with `batch_from`, in [0, 1).
@@ -162,7 +185,8 @@ def rescale_decay(decay: float, batch_from: float, batch_to: float) -> float:
       0.9999
 
     References:
-      M. Marek et al., *Small batch size training for language models*, arXiv:2507.07101.
+      M. Marek et al., *Small batch size training for language models*,
+      arXiv:2507.07101.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay must be in [0, 1): decay={decay!r}. Pass that of the optimizer, such as 0.999.")

@@ -15,16 +15,21 @@ Ints = NDArray[Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenPacking:
-    """Which rows are in which micro-batch, on which device; see `token_microbatches`.
+    """Which rows are in which micro-batch, on which device.
+
+    See `token_microbatches`.
 
     Of k micro-batches on d devices, with the lengths of n rows:
 
     Attributes:
       rows: row numbers [k, d, r], int32; -1 where there is none.
       lengths: the tokens of each row [n].
-      padded_lengths: the length to which the rows of each micro-batch are padded.
-      device_rows: the rows of each micro-batch on one device, those of padding included.
-      buckets: the padded lengths to choose from; pass them on for the next batch, which then compiles nothing anew.
+      padded_lengths: the length to which the rows of each micro-batch are
+        padded.
+      device_rows: the rows of each micro-batch on one device, those of
+        padding included.
+      buckets: the padded lengths to choose from; pass them on for the next
+        batch, which then compiles nothing anew.
       max_tokens: the budget: no `device_rows * padded_lengths` exceeds it.
     """
 
@@ -47,7 +52,10 @@ class TokenPacking:
 
     @property
     def tokens(self) -> Ints:
-        """The tokens of each micro-batch on each device [k, d], padding left out: what they weigh."""
+        """The tokens of each micro-batch on each device [k, d].
+
+        Padding is left out: these numbers are the weights.
+        """
         return np.where(self.rows < 0, 0, self.lengths[self.rows]).sum(-1)
 
     @property
@@ -57,7 +65,10 @@ class TokenPacking:
 
     @property
     def filled(self) -> float:
-        """The share of the budget that tokens fill, in the micro-batches that are not spare."""
+        """The share of the budget that tokens fill.
+
+        Spare micro-batches are left out.
+        """
         return float(self.tokens.sum()) / (self._used * self.num_devices * self.max_tokens)
 
     @property
@@ -67,13 +78,17 @@ class TokenPacking:
         return 1 - float(self.tokens.sum()) / (self.num_devices * int(computed))
 
     def take(self, index: int, rows: Any, fill: Any = 0) -> NDArray[Any]:
-        """Gathers micro-batch `index`: its rows, padded with `fill`, device after device, [d * device_rows, length].
+        """Gathers micro-batch `index`: its rows, padded with `fill`.
+
+        They come device after device, [d * device_rows, length].
 
         Args:
           index: which.
-          rows: the n rows, each an array [length, ...], in a sequence or padded in one array [n, longest, ...]; or n
-            numbers, one for each row, such as labels, which come as [d * device_rows]. Only rows that are needed are
-            read, so any object with `rows[number]` will do.
+          rows: the n rows, each an array [length, ...], in a sequence or
+            padded in one array [n, longest, ...]; or n numbers, one for
+            each row, such as labels, which come as [d * device_rows]. Only
+            rows that are needed are read, so any object with `rows[number]`
+            will do.
           fill: what stands where there is no token.
         """
         rows = np.asarray(rows) if isinstance(rows, jax.Array) else rows
@@ -95,20 +110,29 @@ class TokenPacking:
         return taken
 
     def mask(self, index: int) -> NDArray[np.bool_]:
-        """Tells the tokens of micro-batch `index` from padding: [d * device_rows, length]."""
+        """Tells the tokens of micro-batch `index` from padding.
+
+        The mask has the shape [d * device_rows, length].
+        """
         numbers = self._numbers(index)
         tokens = np.where(numbers < 0, 0, self.lengths[numbers])
         return np.arange(self.padded_lengths[index]) < tokens[:, None]
 
     def restore(self, outputs: Sequence[Any], *, ragged: bool = False) -> Any:
-        """Undoes the order: one output [d * device_rows, ...] of each micro-batch becomes rows as they were.
+        """Undoes the order.
+
+        One output [d * device_rows, ...] of each micro-batch becomes rows
+        as they were.
 
         Args:
-          outputs: one for each micro-batch; spare ones are not read and may be None.
-          ragged: whether they have one entry for each token, [d * device_rows, length, ...].
+          outputs: one for each micro-batch; spare ones are not read and may
+            be None.
+          ragged: whether they have one entry for each token,
+            [d * device_rows, length, ...].
 
         Returns:
-          An array [n, ...]; or, with `ragged`, a list of n arrays [tokens of the row, ...], as `take` was given.
+          An array [n, ...]; or, with `ragged`, a list of n arrays
+          [tokens of the row, ...], as `take` was given.
         """
         if len(outputs) != self.num_microbatches:
             raise ValueError(

@@ -25,53 +25,71 @@ def token_microbatches(
     group_size: int = 1,
     buckets: int | Sequence[int] | None = None,
 ) -> TokenPacking:
-    """Packs rows of different lengths into micro-batches of at most so many tokens, padding included.
+    """Packs rows of different lengths into micro-batches by their tokens.
 
-    Rows are sorted, the longest first, and dealt to one micro-batch after the other: with L the bucket of its longest
-    row, the shortest padded length that holds it, a micro-batch takes the next
+    A micro-batch has at most `max_tokens` tokens on a device, padding
+    included. Rows are sorted, the longest first, and dealt to one
+    micro-batch after the other: with L the bucket of its longest row, the
+    shortest padded length that holds it, a micro-batch takes the next
 
         num_devices * floor(max_tokens / L)    rows
 
-    So `rows * L <= max_tokens` on every device, and no other packing has fewer micro-batches for these buckets. JAX
-    compiles one program for each shape, and the shapes are those of the buckets.
+    So `rows * L <= max_tokens` on every device, and no other packing has
+    fewer micro-batches for these buckets. JAX compiles one program for each
+    shape, and the shapes are those of the buckets.
 
     Args:
-      lengths: the tokens of each row of the batch, integers [n]; or those of a whole data set, to find its buckets.
-      max_tokens: the most tokens of a micro-batch on one device, padding included.
+      lengths: the tokens of each row of the batch, integers [n]; or those
+        of a whole data set, to find its buckets.
+      max_tokens: the most tokens of a micro-batch on one device, padding
+        included.
       num_devices: the devices that share each micro-batch.
-      num_microbatches: how many micro-batches to return, by default as many as are needed. Spare ones hold no row: they
-        have weight 0 and the shape of another, so that nothing is compiled again.
-      cost: what is balanced over devices: `"tokens"`, `"squares"` of lengths, as attention costs, or a function from
-        lengths [n] to costs [n].
-      group_size: this many consecutive rows always stay together, on one device.
-      buckets: the padded lengths, or how many of them to choose for these rows. By default about 50, the same for all
-        batches: those of which 1, 2, 3, ... rows fill the budget. More are added if these would make over 2 % too many
-        micro-batches; with `num_microbatches`, only if they would make more than that number.
+      num_microbatches: how many micro-batches to return, by default as many
+        as are needed. Spare ones hold no row: they have weight 0 and the
+        shape of another, so that nothing is compiled again.
+      cost: what is balanced over devices: `"tokens"`, `"squares"` of
+        lengths, as attention costs, or a function from lengths [n] to costs
+        [n].
+      group_size: this many consecutive rows always stay together, on one
+        device.
+      buckets: the padded lengths, or how many of them to choose for these
+        rows. By default about 50, the same for all batches: those of which
+        1, 2, 3, ... rows fill the budget. More are added if these would
+        make over 2 % too many micro-batches; with `num_microbatches`, only
+        if they would make more than that number.
 
     Returns:
-      A `TokenPacking`. Its micro-batches may be added in any order, with their tokens as weights.
+      A `TokenPacking`. Its micro-batches may be added in any order, with
+      their tokens as weights.
 
     Raises:
-      TypeError, ValueError: lengths that are not integers of at least 1; a row, or a group, beyond the budget or the
-        largest bucket; more micro-batches needed than `num_microbatches`.
+      TypeError, ValueError: lengths that are not integers of at least 1; a
+        row, or a group, beyond the budget or the largest bucket; more
+        micro-batches needed than `num_microbatches`.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | any lengths | every row is in one micro-batch, once; no device's share exceeds `max_tokens` |
-      | the same input | the same packing: nothing is random |
-      | several devices | rows of a micro-batch differ by at most one; costs of all, by at most those of one row |
-      | `group_size` | the same of groups, which count as their longest row |
-      | default buckets | the fewest micro-batches of any packing, or at most 2 % more: under 50, the fewest |
-      | `num_microbatches` above what is needed | maybe fewer buckets, and more micro-batches that hold rows |
-      | buckets that another packing returned | its shapes, if its budget and devices were the same |
-      | fewer rows than a micro-batch could take | one for as many, rounded up to a power of two |
-      | fewer rows than devices | devices without a row have weight 0: guard a 0 / 0 in the loss with `jnp.maximum` |
+      * Any lengths: every row is in one micro-batch, once; no device's
+        share exceeds `max_tokens`.
+      * The same input: the same packing; nothing is random.
+      * Several devices: the numbers of rows of a micro-batch differ by at
+        most one; the costs of all, by at most the cost of one row.
+      * `group_size`: the same of groups, which count as their longest row.
+      * Default buckets: the fewest micro-batches of any packing, or at most
+        2 % more; under 50, the fewest.
+      * `num_microbatches` above what is needed: maybe fewer buckets, and
+        more micro-batches that hold rows.
+      * Buckets that another packing returned: its shapes, if its budget and
+        devices were the same.
+      * Fewer rows than a micro-batch could take: one for as many, rounded
+        up to a power of two.
+      * Fewer rows than devices: devices without a row have weight 0; guard
+        a 0 / 0 in the loss with `jnp.maximum`.
 
     Example:
       >>> import optax_accum
       >>> rows = [[5, 6, 7, 8], [1], [2, 3], [4], [9, 9, 9]]
-      >>> packing = optax_accum.batching.token_microbatches([len(row) for row in rows], max_tokens=8)
+      >>> lengths = [len(row) for row in rows]
+      >>> packing = optax_accum.batching.token_microbatches(lengths, 8)
       >>> print(packing)
       5 rows, 11 tokens: 2 micro-batches, 68.8% of the budget of 8 tokens filled
             1 of     2 rows x      4 tokens,  87.5% of them no padding
@@ -83,9 +101,11 @@ def token_microbatches(
       ([0, 4, 2, 1, 3], [[7], [4]])
 
     References:
-      Batches of sorted lengths under a budget of tokens are those of fairseq's `--max-tokens` and of
-      `tf.data.Dataset.bucket_by_sequence_length`. Dealing to the least loaded device, the costliest first, is from
-      R. Graham, *Bounds on multiprocessing timing anomalies*, SIAM J. Appl. Math. 17 (1969).
+      Batches of sorted lengths under a budget of tokens are those of
+      fairseq's `--max-tokens` and of
+      `tf.data.Dataset.bucket_by_sequence_length`. Dealing to the least
+      loaded device, the costliest first, is from R. Graham, *Bounds on
+      multiprocessing timing anomalies*, SIAM J. Appl. Math. 17 (1969).
     """
     budget, devices = positive("max_tokens", max_tokens), positive("num_devices", num_devices)
     group = positive("group_size", group_size)

@@ -12,8 +12,10 @@ class BatchSplit:
     Attributes:
       global_batch: the rows of one update.
       num_devices: the devices that share each micro-batch.
-      sizes: the rows of each micro-batch, over all devices; they add to `global_batch`.
-      device_rows: the rows of each micro-batch on the device that has most, never more than the maximum asked for.
+      sizes: the rows of each micro-batch, over all devices; they add to
+        `global_batch`.
+      device_rows: the rows of each micro-batch on the device that has most,
+        never more than the maximum asked for.
     """
 
     global_batch: int
@@ -28,15 +30,21 @@ class BatchSplit:
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """The rows of weight zero that each micro-batch needs to be dealt out evenly: fewer than devices."""
+        """The rows of weight zero that each micro-batch needs.
+
+        With them it is dealt out evenly; they are fewer than the devices.
+        """
         rows = zip(self.device_rows, self.sizes, strict=True)
         return tuple(most * self.num_devices - size for most, size in rows)
 
 
 def split_global_batch(global_batch: int, max_microbatch_size: int, num_devices: int = 1) -> BatchSplit:
-    """Returns how to split the batch of one update, so that it stays the same batch on another number of devices.
+    """Returns how to split the batch of one update over devices.
 
-        micro-batches = ceil(ceil(global_batch / num_devices) / max_microbatch_size)
+    The batch stays the same on another number of devices.
+
+        rows = ceil(global_batch / num_devices)    # on a device
+        micro-batches = ceil(rows / max_microbatch_size)
 
     Args:
       global_batch: the rows of one update, which decide what is learnt.
@@ -44,26 +52,29 @@ def split_global_batch(global_batch: int, max_microbatch_size: int, num_devices:
       num_devices: the devices along the reduced axes.
 
     Returns:
-      A `BatchSplit`. Its micro-batches differ by at most one row on each device. Where `num_devices` does not divide
-      `global_batch`, the last is short; pad it by `padding` rows of weight zero.
+      A `BatchSplit`. Its micro-batches differ by at most one row on each
+      device. Where `num_devices` does not divide `global_batch`, the last
+      is short; pad it by `padding` rows of weight zero.
 
     Raises:
       TypeError, ValueError: a number that is not an integer of at least 1.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | any input | no device ever has more than `max_microbatch_size` rows; the rows add to `global_batch` |
-      | any input | no split with fewer micro-batches would fit |
-      | fewer rows than devices | one micro-batch of one row for each device that has one |
+      * Any input: no device ever has more than `max_microbatch_size` rows;
+        the rows add to `global_batch`; no split with fewer micro-batches
+        would fit.
+      * Fewer rows than devices: one micro-batch of one row for each device
+        that has one.
 
     Example:
       >>> import optax_accum
       >>> optax_accum.batching.split_global_batch(1000, 64).num_microbatches
       16
-      >>> split = optax_accum.batching.split_global_batch(1000, 64, num_devices=3)
-      >>> split.sizes, split.device_rows, split.padding
-      ((168, 168, 168, 168, 165, 163), (56, 56, 56, 56, 55, 55), (0, 0, 0, 0, 0, 2))
+      >>> split = optax_accum.batching.split_global_batch(1000, 64, 3)
+      >>> split.sizes
+      (168, 168, 168, 168, 165, 163)
+      >>> split.device_rows, split.padding
+      ((56, 56, 56, 56, 55, 55), (0, 0, 0, 0, 0, 2))
     """
     rows = checks.as_positive("global_batch", global_batch)
     most = checks.as_positive("max_microbatch_size", max_microbatch_size)

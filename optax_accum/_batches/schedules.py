@@ -16,22 +16,26 @@ def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
     """Returns an `every` that changes with the number of tokens seen.
 
     Args:
-      counts: the micro-steps in a window, a dict from tokens seen to the window length from then on: `{0: 768, 250e9:
-        1536}`. Tokens are what the weights count, so with a weight for each example they are examples.
+      counts: the micro-steps in a window, a dict from tokens seen to the
+        window length from then on: `{0: 768, 250e9: 1536}`. Tokens are what
+        the weights count, so with a weight for each example they are
+        examples.
 
     Returns:
-      What `accumulate_gradients` takes as `every`. One program serves all lengths, and the count, which is exact far
-      above what a float32 holds, lies in the state: `metrics(state)["seen"]`.
+      What `accumulate_gradients` takes as `every`. One program serves all
+      lengths, and the count, which is exact far above what a float32 holds,
+      lies in the state: `metrics(state)["seen"]`.
 
     Raises:
-      TypeError, ValueError: no count from 0 on; a negative number of tokens; a count below 1, or no integer.
+      TypeError, ValueError: no count from 0 on; a negative number of
+        tokens; a count below 1, or no integer.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | a threshold is passed within a window | the next window is the first of the new length |
-      | a window that was discarded | its tokens do not count |
-      | a run goes on with other counts | they hold from the next micro-step on |
+      * A threshold is passed within a window: the next window is the first
+        of the new length.
+      * A window that was discarded: its tokens do not count.
+      * A run goes on with other counts: they hold from the next micro-step
+        on.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum
@@ -65,18 +69,24 @@ def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
 
 
 def every_by_noise(at_least: int, at_most: int) -> Schedule:
-    """Returns an `every` that makes the batch as large as the gradient noise scale, between bounds.
+    """Returns an `every` that makes the batch as large as the noise scale.
+
+    This is the gradient noise scale; windows stay between two bounds.
 
     Args:
-      at_least: micro-steps in a window, at least 2: of one gradient alone no noise can be statistics.
+      at_least: micro-steps in a window, at least 2: from one gradient alone
+        no noise can be measured.
       at_most: micro-steps in a window.
 
     Returns:
-      What `accumulate_gradients` takes as `every`, with `statistics=True`. One program serves all lengths; the length
-      of the next window is that of the state, so a run that goes on makes the windows that it would have made.
+      What `accumulate_gradients` takes as `every`, with `statistics=True`.
+      One program serves all lengths; the length of the next window is that
+      of the state, so a run that goes on makes the windows that it would
+      have made.
 
     Raises:
-      TypeError, ValueError: no integers, bounds that cross, or a lower one below 2.
+      TypeError, ValueError: no integers, bounds that cross, or a lower one
+        below 2.
 
     Guarantees:
       | case | result |
@@ -88,7 +98,8 @@ def every_by_noise(at_least: int, at_most: int) -> Schedule:
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum
       >>> every = optax_accum.batching.every_by_noise(2, 64)
-      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every, statistics=True)
+      >>> tx = optax_accum.accumulate_gradients(
+      ...     optax.sgd(0.1), every, statistics=True)
       >>> state = tx.init(jnp.ones(1))
       >>> for grads in ([4.0], [2.0], [5.0]):
       ...     _, state = tx.update(jnp.array(grads), state, weight=16)

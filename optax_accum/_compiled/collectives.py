@@ -26,15 +26,23 @@ class Collective:
     """One collective operation of a compiled program.
 
     Attributes:
-      kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"`, ...
-      place: `"branch"`: inside a conditional, so it may not run; else `"loop"`: inside a loop; else `"outside"`.
-      times: how often it runs when its branch is taken: the product of the trip counts of the loops around it.
-      known: whether all these trip counts are known when compiling; those that are not count as 1.
-      bytes: of one run, on one device: the larger of what goes in and what comes out.
-      group: how many devices take part, or None where the program does not say.
-      source: the operation of the user's program that it came from, as the compiler names it.
-      behind: how many products stand between its start and its end, of matrices or convolutions; a loop that holds
-        some is one. 0 for a collective that is awaited at once: nothing hides it.
+      kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`,
+        `"all-to-all"`, `"collective-permute"`, ...
+      place: `"branch"`: inside a conditional, so it may not run; else
+        `"loop"`: inside a loop; else `"outside"`.
+      times: how often it runs when its branch is taken: the product of the
+        trip counts of the loops around it.
+      known: whether all these trip counts are known when compiling; those
+        that are not count as 1.
+      bytes: of one run, on one device: the larger of what goes in and what
+        comes out.
+      group: how many devices take part, or None where the program does not
+        say.
+      source: the operation of the user's program that it came from, as the
+        compiler names it.
+      behind: how many products stand between its start and its end, of
+        matrices or convolutions; a loop that holds some is one. 0 for a
+        collective that is awaited at once: nothing hides it.
     """
 
     kind: str
@@ -64,7 +72,11 @@ class Collectives:
     def select(
         self, kind: str | Iterable[str] | None = None, place: str | Iterable[str] | None = None, min_bytes: int = 0
     ) -> "Collectives":
-        """Returns those of the given kinds and places that move at least `min_bytes` in one run."""
+        """Selects by kind and place.
+
+        Returns those of the given kinds and places that move at least
+        `min_bytes` in one run.
+        """
         kinds, places = _names(kind, KINDS, "kind"), _names(place, ("outside", "loop", "branch"), "place")
         chosen = (op for op in self.operations if op.kind in kinds and op.place in places and op.bytes >= min_bytes)
         return Collectives(tuple(chosen))
@@ -81,7 +93,7 @@ class Collectives:
 
     @property
     def hidden(self) -> int:
-        """How many of the bytes move beside a product, so that they may cost no time."""
+        """The bytes that move beside a product, so that they may cost no time."""
         return self.bytes - self.exposed
 
     @property
@@ -112,33 +124,43 @@ class Collectives:
 
 
 def count_collectives(compiled: Any) -> Collectives:
-    """Returns the collectives of a compiled program: by kind, and by whether they stand in loops or in branches.
+    """Returns the collectives of a compiled program, by kind and by place.
+
+    The place tells whether a collective stands in a loop or in a branch.
 
     Args:
-      compiled: `jax.jit(f).lower(...).compile()`, or the text of its `as_text()`.
+      compiled: `jax.jit(f).lower(...).compile()`, or the text of its
+        `as_text()`.
 
     Returns:
-      A `Collectives`: select by kind and place, then read `count` and `bytes`. `bytes` are those of one device.
+      A `Collectives`: select by kind and place, then read `count` and
+      `bytes`. `bytes` are those of one device.
 
     Raises:
       TypeError: `compiled` is neither.
       ValueError: the text is not that of a compiled program.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | a collective in a loop of n steps | `times` is n, and n m inside a loop of m steps |
-      | a loop whose length is known only when running | `times` is 1, `known` is False |
-      | a collective in a branch, in a loop too | `place` is `"branch"`: it may not run |
-      | several arrays in one operation, as the compiler combines them | one operation, the bytes of all |
-      | an asynchronous pair (`-start`, `-done`) | one operation; `behind` counts the products between them |
-      | a TPU's, fused with what it runs beside (`AsyncCollectiveStart`, `...Done`) | likewise |
-      | a TPU's fusion of an all-reduce and the slice that is kept | a reduce-scatter |
-      | a function that is called from several places | its collectives, for each of them |
+      * A collective in a loop of n steps: `times` is n, and n m inside a
+        loop of m steps.
+      * A loop whose length is known only when running: `times` is 1,
+        `known` is False.
+      * A collective in a branch, in a loop too: `place` is `"branch"`; it
+        may not run.
+      * Several arrays in one operation, as the compiler combines them: one
+        operation, the bytes of all.
+      * An asynchronous pair (`-start`, `-done`), or one of a TPU, fused
+        with what it runs beside (`AsyncCollectiveStart`, `...Done`): one
+        operation; `behind` counts the products between them.
+      * A TPU's fusion of an all-reduce and the slice that is kept: a
+        reduce-scatter.
+      * A function that is called from several places: its collectives, for
+        each of them.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_accum
-      >>> optax_accum.sharding.count_collectives(jax.jit(jnp.sum).lower(jnp.ones(8)).compile()).count
+      >>> compiled = jax.jit(jnp.sum).lower(jnp.ones(8)).compile()
+      >>> optax_accum.sharding.count_collectives(compiled).count
       0
 
     References:

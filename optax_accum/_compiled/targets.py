@@ -40,8 +40,10 @@ class Target:
     """An accelerator to compile for.
 
     Attributes:
-      name: what it was asked for by, or the kind of the devices that are here.
-      devices: its devices; of an accelerator that is not here, they compile and do not run.
+      name: what it was asked for by, or the kind of the devices that are
+        here.
+      devices: its devices; of an accelerator that is not here, they compile
+        and do not run.
       memory: the bytes of one device, or None if unknown.
     """
 
@@ -54,7 +56,11 @@ class Target:
         return dataclasses.replace(self, devices=self.devices[:1])
 
     def mesh(self, *names: str, shape: tuple[int, ...] | None = None) -> Mesh:
-        """Returns a mesh of all devices, of one axis "data" unless other names and their sizes are given."""
+        """Returns a mesh of all devices.
+
+        It has one axis "data", unless other names and their sizes are
+        given.
+        """
         names = names or ("data",)
         shape = shape or (len(self.devices),)
         if len(shape) != len(names) or math.prod(shape) != len(self.devices):
@@ -65,14 +71,19 @@ class Target:
         return Mesh(np.array(self.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
     def shapes(self, tree: Tree, spec: PartitionSpec = PartitionSpec(), mesh: Mesh | None = None) -> Tree:  # noqa: B008
-        """Returns arrays, or shapes of arrays, as shapes on this accelerator, to lower a function for it."""
+        """Returns shapes on this accelerator, to lower a function for it.
+
+        They are made of arrays, or of shapes of arrays.
+        """
         sharding = NamedSharding(mesh or self.mesh(), spec)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compiles `jax.jit(f).lower(*shapes)`, of shapes on this accelerator, with its own compiler.
+        """Compiles `jax.jit(f).lower(*shapes)` with the target's compiler.
 
-        Raises a ValueError for a program that was lowered for other devices, whose figures would be those of others.
+        The shapes are those on this accelerator. Raises a ValueError for a
+        program that was lowered for other devices, whose figures would be
+        those of others.
         """
         platform = self.devices[0].platform
         is_absent = not any(device in self.devices for device in jax.devices())
@@ -91,22 +102,31 @@ class Target:
 
 
 def target(name: str | None = None, num_devices: int | None = None) -> Target:
-    """Returns an accelerator to compile for, by its name; without one, the devices that are here.
+    """Returns an accelerator to compile for, by its name.
 
-    The compilers of NVIDIA and of TPUs run on any x86-64 Linux machine. They tell what a program becomes on the chip:
-    its temporary memory, the bytes that move, copies and collectives. They do not tell how long it takes.
+    Without a name, it returns the devices that are here.
+
+    The compilers of NVIDIA and of TPUs run on any x86-64 Linux machine.
+    They tell what a program becomes on the chip: its temporary memory, the
+    bytes that move, copies and collectives. They do not tell how long it
+    takes.
 
     Args:
-      name: a GPU (`"t4"`, `"a100"`, `"h100"`, `"h200"`, `"b200"`) or a TPU, with its topology (`"v5e:4x4"`,
-        `"v5p:2x2x1"`, `"v6e:2x2"`, `"v4:2x2x1"`) or with `num_devices`. None: the devices of `jax.devices()`.
-      num_devices: the number of GPUs in one host, 1 by default; of the chips of a v5e or v6e without a topology.
+      name: a GPU (`"t4"`, `"a100"`, `"h100"`, `"h200"`, `"b200"`) or a TPU,
+        with its topology (`"v5e:4x4"`, `"v5p:2x2x1"`, `"v6e:2x2"`,
+        `"v4:2x2x1"`) or with `num_devices`. None: the devices of
+        `jax.devices()`.
+      num_devices: the number of GPUs in one host, 1 by default; of the
+        chips of a v5e or v6e without a topology.
 
     Returns:
       A `Target`, with `devices` for a mesh, and `memory` in bytes.
 
     Raises:
-      ValueError: the name, or the topology, is not known: the known names are listed.
-      RuntimeError: its compiler is not installed, or JAX did not load it: the error says what to do.
+      ValueError: the name, or the topology, is not known: the known names
+        are listed.
+      RuntimeError: its compiler is not installed, or JAX did not load it:
+        the error says what to do.
 
     Example:
       >>> from optax_accum.accelerators import target
@@ -118,8 +138,10 @@ def target(name: str | None = None, num_devices: int | None = None) -> Target:
 
       >>> def temporary(step, params):
       ...     h100 = target("h100")
-      ...     lowered = jax.jit(step, donate_argnums=0).lower(h100.shapes(params))
-      ...     return h100.compile(lowered).memory_analysis().temp_size_in_bytes
+      ...     step = jax.jit(step, donate_argnums=0)
+      ...     lowered = step.lower(h100.shapes(params))
+      ...     memory = h100.compile(lowered).memory_analysis()
+      ...     return memory.temp_size_in_bytes
     """
     checks.as_positive("num_devices", num_devices)
     if name is None:

@@ -13,11 +13,15 @@ class Part:
     """What a part of a program moves when it runs.
 
     Attributes:
-      within: the branches that must be taken and the loops of unknown length that must turn, from the outside in, such
-        as `("branch 0 of conditional", "turn of while")`; none for what always runs.
-      bytes: read from and written to the device's memory, trip counts included.
+      within: the branches that must be taken and the loops of unknown
+        length that must turn, from the outside in, such as
+        `("branch 0 of conditional", "turn of while")`; none for what always
+        runs.
+      bytes: read from and written to the device's memory, trip counts
+        included.
       host: those of them that come from the host's memory or go there.
-      copies: how many copies of arrays of at least `min_copy` bytes it makes, trip counts included.
+      copies: how many copies of arrays of at least `min_copy` bytes it
+        makes, trip counts included.
     """
 
     within: tuple[str, ...]
@@ -34,8 +38,10 @@ class Traffic:
     """What `count_traffic` found; prints as a table.
 
     Attributes:
-      parts: what always runs, then each branch of each conditional, and one turn of each loop of unknown length.
-      temporary: bytes of temporary memory, or None where only a text was given.
+      parts: what always runs, then each branch of each conditional, and one
+        turn of each loop of unknown length.
+      temporary: bytes of temporary memory, or None where only a text was
+        given.
     """
 
     parts: tuple[Part, ...]
@@ -43,22 +49,28 @@ class Traffic:
 
     @property
     def always(self) -> Part:
-        """What runs whichever branches are taken and however often loops of unknown length turn."""
+        """What always runs.
+
+        It runs whichever branches are taken and however often loops of
+        unknown length turn.
+        """
         return self.parts[0]
 
     @property
     def least(self) -> int:
-        """The bytes that move where each conditional takes the branch that moves least: a held micro-step.
+        """The bytes of the branches that move least: a held micro-step.
 
-        A loop of unknown length does not turn.
+        Each conditional takes the branch that moves least. A loop of
+        unknown length does not turn.
         """
         return self._sum(self.always, min)
 
     @property
     def most(self) -> int:
-        """The bytes that move where each conditional takes the branch that moves most: a window that emits.
+        """The bytes of the branches that move most: a window that emits.
 
-        A loop of unknown length turns once.
+        Each conditional takes the branch that moves most. A loop of unknown
+        length turns once.
         """
         return self._sum(self.always, max)
 
@@ -84,39 +96,46 @@ class Traffic:
 
 
 def count_traffic(compiled: Any, *, min_copy: int = 1 << 20) -> Traffic:
-    """Returns the bytes that each part of a compiled program moves: always, and in each branch of a conditional.
+    """Returns the bytes that each part of a compiled program moves.
 
-    That is what an optimizer's step costs on an accelerator, which waits for its memory. The sum is over operands and
-    results of the instructions as they were fused; an array that is indexed counts with the part that is read or
-    written.
+    One part always runs, and each branch of a conditional is another. These
+    bytes are what an optimizer's step costs on an accelerator, which waits
+    for its memory. The sum is over operands and results of the instructions
+    as they were fused; an array that is indexed counts with the part that
+    is read or written.
 
     Args:
-      compiled: `jax.jit(f).lower(...).compile()`, for a CPU, a GPU or a TPU, or the text of its `as_text()`.
+      compiled: `jax.jit(f).lower(...).compile()`, for a CPU, a GPU or a
+        TPU, or the text of its `as_text()`.
       min_copy: the bytes of a copy that counts.
 
     Returns:
-      A `Traffic`: `least` and `most` are the bytes of a run, whichever branches it takes; `parts` those of each part.
+      A `Traffic`: `least` and `most` are the bytes of a run, whichever
+      branches it takes; `parts` those of each part.
 
     Raises:
       TypeError, ValueError: `compiled` is no compiled program.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | a loop of n steps | counts n times |
-      | a loop whose length is known only when running | one turn is a part of its own |
-      | a conditional inside a branch | a part of its own |
-      | a fusion, also an asynchronous one | what goes in and comes out; a slice of an operand, if it reads only that |
-      | an update of a slice (`dynamic_update_slice`) | the slice, written, and what it is made of, read |
-      | an array in a TPU's vector memory (VMEM) | free; its copies from and to the device's memory count once |
-      | what the hardware's caches save | not known: it counts |
+      * A loop of n steps: counts n times.
+      * A loop whose length is known only when running: one turn is a part
+        of its own.
+      * A conditional inside a branch: a part of its own.
+      * A fusion, also an asynchronous one: what goes in and comes out; a
+        slice of an operand, if it reads only that.
+      * An update of a slice (`dynamic_update_slice`): the slice, written,
+        and what it is made of, read.
+      * An array in a TPU's vector memory (VMEM): free; its copies from and
+        to the device's memory count once.
+      * What the hardware's caches save: not known; it counts.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from optax_accum.accelerators import count_traffic
       >>> x = jnp.ones((512, 512))
-      >>> compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
-      >>> count_traffic(compiled).always.bytes // x.nbytes  # read and written
+      >>> step = jax.jit(lambda x: x + 1, donate_argnums=0)
+      >>> compiled = step.lower(x).compile()
+      >>> count_traffic(compiled).always.bytes // x.nbytes  # read, written
       2
 
     References:

@@ -18,7 +18,10 @@ ALL = "all"  # the one group, where none are named
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """A group for leaves that stack layers along their first axis: layer i is measured apart, as `name/i`."""
+    """A group for leaves that stack layers along their first axis.
+
+    Layer i is measured apart, as `name/i`.
+    """
 
     name: str
 
@@ -31,11 +34,13 @@ class Options:
     """What `statistics=` asks for.
 
     Attributes:
-      decay: of the noise and the signal from one window to the next, each smoothed for itself: 0.99 is a mean over
-        about the last 100 windows.
-      groups: names for groups of leaves, which are measured apart: a prefix of the tree of the parameters with strings
-        as leaves, as `optax.partition` takes, or `Layers("block")` where a leaf stacks layers, each of which is then a
-        group. By default all leaves are one group.
+      decay: of the noise and the signal from one window to the next, each
+        smoothed for itself: 0.99 is a mean over about the last 100 windows.
+      groups: names for groups of leaves, which are measured apart: a prefix
+        of the tree of the parameters with strings as leaves, as
+        `optax.partition` takes, or `Layers("block")` where a leaf stacks
+        layers, each of which is then a group. By default all leaves are one
+        group.
 
     Raises:
       ValueError: a decay outside [0, 1).

@@ -14,31 +14,40 @@ Tree = Any
 def from_multi_steps(
     state: Tree, *, reduction: Literal["mean", "sum"] = "mean", mean_args: tuple[str, ...] = ("value",)
 ) -> Tree:
-    """Turns the state of a running `optax.MultiSteps`, in the middle of a window or not, into ours.
+    """Turns the state of a running `optax.MultiSteps` into ours.
 
-    `optax.MultiSteps` keeps the mean of the window's gradients, we keep their sum: `acc_grads = mean * mini_step`.
+    The state may be in the middle of a window. `optax.MultiSteps` keeps the
+    mean of the window's gradients, we keep their sum:
+    `acc_grads = mean * mini_step`.
 
     Args:
-      state: an `optax.MultiStepsState`, or any optimizer state with some inside; the rest is returned as it is.
-      reduction: `"mean"` for `MultiSteps(use_grad_mean=True)`, its default; `"sum"` for `use_grad_mean=False`.
+      state: an `optax.MultiStepsState`, or any optimizer state with some
+        inside; the rest is returned as it is.
+      reduction: `"mean"` for `MultiSteps(use_grad_mean=True)`, its default;
+        `"sum"` for `use_grad_mean=False`.
       mean_args: what `accumulate_gradients` is given as `mean_args`.
 
     Returns:
-      The state with which `accumulate_gradients(inner, every)` goes on, with the same `inner`.
+      The state with which `accumulate_gradients(inner, every)` goes on,
+      with the same `inner`.
 
     Raises:
-      ValueError: `reduction` is neither, or `state` holds no `optax.MultiStepsState`.
+      ValueError: `reduction` is neither, or `state` holds no
+        `optax.MultiStepsState`.
       TypeError: `mean_args` is no tuple of names.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | in the middle of a window | the window goes on, each of its micro-batches with weight 1 |
-      | between windows | the next micro-step starts a window |
-      | another `every` than before | the window closes at `mini_step + 1 >= every`, with the right mean |
-      | `every=1` | the accumulator of `MultiSteps` is kept until a state is made with `init` |
-      | `should_skip_update_fn` was given | the counters go on, and its `skip_state` with them |
-      | the wrong `reduction` | it is not detected, and the current window is divided wrongly |
+      * In the middle of a window: the window goes on, and each of its
+        micro-batches has weight 1.
+      * Between windows: the next micro-step starts a window.
+      * Another `every` than before: the window closes at
+        `mini_step + 1 >= every`, with the right mean.
+      * `every=1`: the accumulator of `MultiSteps` is kept until a state is
+        made with `init`.
+      * `should_skip_update_fn` was given: the counters go on, and its
+        `skip_state` with them.
+      * The wrong `reduction`: it is not detected, and the current window is
+        divided wrongly.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum

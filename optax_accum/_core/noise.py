@@ -11,8 +11,10 @@ ByGroup = dict[str, jax.Array]
 class Statistics(NamedTuple):
     """What windows have told. Changes when one emits.
 
-    `noise` is the variance of the gradient of one example (of one unit of weight), added up over all entries, `signal`
-    the squared norm of the true gradient. `noise / known` and `signal / known` are their smoothed estimates.
+    `noise` is the variance of the gradient of one example (of one unit of
+    weight), added up over all entries, `signal` the squared norm of the
+    true gradient. `noise / known` and `signal / known` are their smoothed
+    estimates.
     """
 
     squares: ByGroup  # |g|^2 of the gradient that was emitted last
@@ -23,7 +25,9 @@ class Statistics(NamedTuple):
 
 
 def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
-    """Smooths noise and signal, each for itself, over calls of `value_and_grad(..., statistics=True)`.
+    """Smooths noise and signal from one call to the next, each for itself.
+
+    The calls are those of `value_and_grad(..., statistics=True)`.
 
     Args:
       old: what this function returned, or the statistics of the first call.
@@ -31,7 +35,8 @@ def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
       decay: how much of the old is kept, in [0, 1).
 
     Returns:
-      Statistics like both. What is not known (one micro-batch, a NaN) leaves noise and signal as they were.
+      Statistics like both. What is not known (one micro-batch, a NaN)
+      leaves noise and signal as they were.
 
     Raises:
       ValueError: a decay outside [0, 1).
@@ -53,9 +58,11 @@ class NoiseScale(NamedTuple):
     """What `gradient_noise_scale` returns.
 
     Attributes:
-      noise: float []. The variance of the gradient of one example, or token, added up over all entries.
+      noise: float []. The variance of the gradient of one example, or
+        token, added up over all entries.
       signal: float []. The squared norm of the true gradient.
-      scale: float []. Their ratio, in examples or tokens: the batch whose mean gradient has as much noise as signal.
+      scale: float []. Their ratio, in examples or tokens: the batch whose
+        mean gradient has as much noise as signal.
     """
 
     noise: jax.Array

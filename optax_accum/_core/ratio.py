@@ -19,40 +19,56 @@ _CONSTANT = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """Returned by a loss if only the loss can compute its denominator: a sum, and how much was added up.
+    """A sum and a count: what a loss returns if only it knows its denominator.
 
-        loss = sum_i total_i / sum_i count_i        gradient = sum_i d(total_i) / sum_i count_i
+        loss     = sum_i total_i / sum_i count_i
+        gradient = sum_i d(total_i) / sum_i count_i
 
-    If the batch alone tells how much a micro-batch counts, return a mean and pass `weight_fn`. A `Ratio` is for counts
-    that the loss computes: tokens left after packing or sampling there, rows that the model itself lets through.
-    Nothing is computed twice: sums and counts are added as they come, and divided once, at the end.
+    If the batch alone tells how much a micro-batch counts, return a mean
+    and pass `weight_fn`. A `Ratio` is for counts that the loss computes:
+    tokens left after packing or sampling there, rows that the model itself
+    lets through. Nothing is computed twice: sums and counts are added as
+    they come, and divided once, at the end.
 
-    A dict of them is a loss of several terms, each with its own denominator, within a call:
+    A dict of them is a loss of several terms, each with its own
+    denominator, within a call:
 
         loss = sum_t (sum_i total_ti / sum_i count_ti)
 
-    All terms share one sum of gradients, so their counts must be known first: each micro-batch runs forward once more,
-    as far as its counts need it (not at all if they come from data and keys alone). There is still one accumulator,
-    and gradients are added in place.
+    All terms share one sum of gradients, so their counts must be known
+    first: each micro-batch runs forward once more, as far as its counts
+    need it (not at all if they come from data and keys alone). There is
+    still one accumulator, and gradients are added in place.
 
     Attributes:
-      total: a real scalar, the sum over the micro-batch; in float16 it may overflow.
-      count: a real scalar of at least 32 bits. It may depend on data and keys, and on parameters through comparisons
-        and `jax.lax.stop_gradient`, but has no derivative.
+      total: a real scalar, the sum over the micro-batch; in float16 it may
+        overflow.
+      count: a real scalar of at least 32 bits. It may depend on data and
+        keys, and on parameters through comparisons and
+        `jax.lax.stop_gradient`, but has no derivative.
 
     Guarantees:
-      | case | result | known when |
-      |---|---|---|
-      | counts that add to zero | a zero loss and a zero gradient; a window without an update | running |
-      | a count with a derivative | an error, with what to do | tracing |
-      | a `weight_fn`, or `weight=`, beside it | an error | tracing |
-      | a dict of Ratios and numbers | an error, with what to do | tracing |
-      | a dict of Ratios across calls, in a train step of Flax, or with `reduce_to="partial"` | the same | tracing |
-      | a term whose counts add to zero | zero, and so is its gradient | running |
-      | a dict of Ratios: prints and callbacks in `fun` | happen twice for each micro-batch | running |
-      | an optimizer that takes a sum (`reduction="sum"`) | an error | tracing |
-      | with `has_aux` or `carry_argnum` | it stands where the loss does; `"mean"` of `aux` is by rows | tracing |
-      | `reduce_to="partial"` | each device's own quotient: weigh it by the device's own count | running |
+      Known when tracing:
+
+      * A count with a derivative: an error, with what to do.
+      * A `weight_fn`, or `weight=`, beside it: an error.
+      * A dict of Ratios and numbers: an error, with what to do.
+      * A dict of Ratios across calls, in a train step of Flax, or with
+        `reduce_to="partial"`: an error, with what to do.
+      * An optimizer that takes a sum (`reduction="sum"`): an error.
+      * With `has_aux` or `carry_argnum`: the `Ratio` stands where the loss
+        does; `"mean"` of `aux` is by rows.
+
+      Known when running:
+
+      * Counts that add to zero: a zero loss and a zero gradient; a window
+        without an update.
+      * One term of a dict whose counts add to zero: the term is zero, and
+        so is its gradient.
+      * A dict of Ratios: prints and callbacks in `fun` happen twice for
+        each micro-batch.
+      * `reduce_to="partial"`: each device has its own quotient; weigh it by
+        the device's own count.
 
     Example:
       Tokens are masked inside the loss, at random:
@@ -60,9 +76,12 @@ class Ratio:
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> def loss(w, x, key):
       ...     masked = jax.random.bernoulli(key, 0.3, x.shape)
-      ...     return optax_accum.Ratio(total=jnp.sum(masked * (x - w) ** 2), count=masked.sum())
-      >>> value_and_grad = optax_accum.value_and_grad(loss, num_microbatches=4, rng_argnum=2)
-      >>> value, grad = jax.jit(value_and_grad)(0.0, jnp.full((64, 8), 3.0), jax.random.key(0))
+      ...     total = jnp.sum(masked * (x - w) ** 2)
+      ...     return optax_accum.Ratio(total, count=masked.sum())
+      >>> value_and_grad = optax_accum.value_and_grad(
+      ...     loss, num_microbatches=4, rng_argnum=2)
+      >>> x, key = jnp.full((64, 8), 3.0), jax.random.key(0)
+      >>> value, grad = jax.jit(value_and_grad)(0.0, x, key)
       >>> print(value, grad)
       9.0 -6.0
     """
@@ -72,7 +91,7 @@ class Ratio:
 
     @staticmethod
     def register(kind: Any, total: str, count: str) -> None:
-        """Makes records of another class count as a `Ratio`, wherever a loss may return one.
+        """Lets a loss return records of another class in place of a `Ratio`.
 
         Args:
           kind: the class, such as a `WeightedMetric` of a trainer.
@@ -87,9 +106,11 @@ class Ratio:
           >>> class Metric(typing.NamedTuple):
           ...     unreduced: typing.Any
           ...     weight: typing.Any
-          >>> optax_accum.Ratio.register(Metric, total="unreduced", count="weight")
+          >>> optax_accum.Ratio.register(
+          ...     Metric, total="unreduced", count="weight")
           >>> loss = lambda w, x: Metric(jnp.sum(x > 2) * w, jnp.sum(x > 2))
-          >>> value, grad = optax_accum.value_and_grad(loss, 2)(3.0, jnp.arange(8.0))
+          >>> value_and_grad = optax_accum.value_and_grad(loss, 2)
+          >>> value, grad = value_and_grad(3.0, jnp.arange(8.0))
           >>> print(value, grad)
           3.0 1.0
         """
@@ -98,7 +119,10 @@ class Ratio:
         _RECORDS[kind] = total, count
 
     def checked(self) -> "Ratio":
-        """Returns it with a count of the default float dtype, which nobody can differentiate."""
+        """Returns it with a count of the default float dtype.
+
+        Nobody can differentiate that count.
+        """
         count = jnp.asarray(checks.as_weight(self.count, name="the count of a Ratio"), checks.default_float())
         return Ratio(self.total, tracing.refuse_differentiation(count, _CONSTANT))
 

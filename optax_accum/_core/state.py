@@ -12,30 +12,47 @@ Tree = Any
 
 
 class AccumulationState(NamedTuple):
-    """State of `accumulate_gradients`. Its types, shapes and shardings do not change from one update to the next.
+    """State of `accumulate_gradients`.
 
-    The first four fields have the names of `optax.MultiStepsState`, so code that logs them keeps working.
+    Its types, shapes and shardings do not change from one update to the
+    next. The first four fields have the names of `optax.MultiStepsState`,
+    so code that logs them keeps working.
 
     Attributes:
-      mini_step: int32 []. Micro-steps in the window so far; 0 when a window has just closed.
-      gradient_step: int32 []. Updates made: calls of the inner optimizer. Schedules inside `inner` count these.
-      inner_opt_state: what `inner.init(params)` gave, in the dtypes it gave. Changes only when a window emits.
-      acc_grads: `sum(w g)` over the window, the tree of the parameters in the accumulator's dtype; `MaskedNode` where
-        a parameter is an integer, and `()` for `every=1`. While `mini_step` is 0 it holds the sum of the window
-        before, which the next micro-step overwrites.
-      weight: float [], default float dtype. `sum(w)` over the window so far.
-      mean_args: for each name in the factory's `mean_args` `sum(w x)` and `sum(w)`, both [], kept as `acc_grads` is.
-      emitted: bool []. Whether the last micro-step made an update; read it with `has_updated`.
-      skipped: int32 []. Micro-batches left out by `nonfinite="skip"`, `"omit"` or a callable, since `init`.
-      discarded: int32 []. Windows that closed without an update (weight zero, or `nonfinite="discard"`), since `init`.
-      skip_state: the `info` that a callable `nonfinite` returned last; `()` otherwise.
-      samples: with `statistics`, sums over the window of squared norms; `()` otherwise.
-      statistics: with `statistics`, the estimates of noise and signal so far: `optax_accum.statistics`; `()` otherwise.
-      seen: with `statistics` or a schedule of tokens, the weight of all windows that have emitted; `()` otherwise.
+      mini_step: int32 []. Micro-steps in the window so far; 0 when a window
+        has just closed.
+      gradient_step: int32 []. Updates made: calls of the inner optimizer.
+        Schedules inside `inner` count these.
+      inner_opt_state: the state of `inner`, in the dtypes of
+        `inner.init(params)`. Changes only when a window emits.
+      acc_grads: `sum(w g)` over the window, the tree of the parameters in
+        the accumulator's dtype; `MaskedNode` where a parameter is an
+        integer, and `()` for `every=1`. While `mini_step` is 0 it holds the
+        sum of the window before, which the next micro-step overwrites.
+      weight: float [], default float dtype. `sum(w)` over the window so
+        far.
+      mean_args: for each name in the factory's `mean_args` `sum(w x)` and
+        `sum(w)`, both [], kept as `acc_grads` is.
+      emitted: bool []. Whether the last micro-step made an update; read it
+        with `has_updated`.
+      skipped: int32 []. Micro-batches left out by `nonfinite="skip"`,
+        `"omit"` or a callable, since `init`.
+      discarded: int32 []. Windows that closed without an update (weight
+        zero, or `nonfinite="discard"`), since `init`.
+      skip_state: the `info` that a callable `nonfinite` returned last; `()`
+        otherwise.
+      samples: with `statistics`, sums over the window of squared norms;
+        `()` otherwise.
+      statistics: with `statistics`, the estimates of noise and signal so
+        far (see `optax_accum.statistics`); `()` otherwise.
+      seen: with `statistics` or a schedule of tokens, the weight of all
+        windows that have emitted; `()` otherwise.
 
-    With `reduce_axes`, the sums are those of each of the d devices: leaves of `acc_grads` are [d, ...], `weight` and
-    those of `mean_args` and `samples` [d], one on each device. Of a window that has emitted, each part of `acc_grads`
-    may be the whole sum: the sum may overwrite the partial sums.
+    With `reduce_axes`, the sums are those of each of the d devices: leaves
+    of `acc_grads` are [d, ...], `weight` and those of `mean_args` and
+    `samples` [d], one on each device. Of a window that has emitted, each
+    part of `acc_grads` may be the whole sum: the sum may overwrite the
+    partial sums.
     """
 
     mini_step: jax.Array
@@ -67,8 +84,9 @@ def has_updated(state: Tree) -> jax.Array:
     """Returns whether the last micro-step made an update, as a bool [].
 
     Args:
-      state: an `AccumulationState`, or any optimizer state that holds exactly one (of `optax.chain`, say, or the
-        `opt_state` of an optimizer of Flax NNX).
+      state: an `AccumulationState`, or any optimizer state that holds
+        exactly one (of `optax.chain`, say, or the `opt_state` of an
+        optimizer of Flax NNX).
 
     Raises:
       ValueError: `state` holds none, or several.

@@ -16,27 +16,32 @@ _PARTIAL = ("acc_grads", "weight", "mean_args", "samples")  # the fields that ar
 
 
 def redistribute(state: Tree, num_devices: int | None) -> Tree:
-    """Returns a state with its partial sums for another number of devices, for a run that goes on elsewhere.
+    """Returns a state with its partial sums for another number of devices.
 
-    A window in flight keeps its sum and its weight: partial sum i is added to number `i mod num_devices`.
+    With it, a run goes on elsewhere. A window in flight keeps its sum and
+    its weight: partial sum i is added to number `i mod num_devices`.
 
     Args:
-      state: an optimizer state with an `AccumulationState`, made with or without `reduce_axes`; of arrays that this
-        process can read whole, such as the NumPy arrays of a checkpoint.
-      num_devices: the devices along `reduce_axes`, or None to go on without `reduce_axes`.
+      state: an optimizer state with an `AccumulationState`, made with or
+        without `reduce_axes`; of arrays that this process can read whole,
+        such as the NumPy arrays of a checkpoint.
+      num_devices: the devices along `reduce_axes`, or None to go on without
+        `reduce_axes`.
 
     Returns:
-      The state, its partial sums as NumPy arrays; place it with `jax.device_put(state, state_sharding(tx, params))`.
+      The state, its partial sums as NumPy arrays; place it with
+      `jax.device_put(state, state_sharding(tx, params))`.
 
     Raises:
-      ValueError: `state` holds no `AccumulationState`, or `num_devices` is below 1; a TypeError if it is no integer.
+      ValueError: `state` holds no `AccumulationState`, or `num_devices` is
+        below 1; a TypeError if it is no integer.
 
     Guarantees:
       | case | result |
       |---|---|
       | the same number of devices | the same state, bit for bit |
       | another number | the same sums, to rounding |
-      | a state made without `reduce_axes` | its sum is the first partial sum |
+      | a state without `reduce_axes` | its sum is the first partial sum |
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum
@@ -59,18 +64,20 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
 
 
 def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_devices: int, **options: Any) -> Tree:
-    """Returns the target tree for restoring a saved state, when it was saved on `num_devices` devices.
+    """Returns the target to restore a state saved on `num_devices` devices.
 
     Args:
       tx: an optimizer, alone or in a chain.
       params: the parameters, or their shapes, placed on the mesh of today.
-      num_devices: the devices along `reduce_axes` when the state was saved. Save the number beside the state.
+      num_devices: the devices along `reduce_axes` when the state was saved.
+        Save the number beside the state.
       **options: those of `state_sharding`.
 
     Returns:
-      A tree like the state, for `orbax.checkpoint`: shapes with the shardings of today. If the number of devices has
-      changed, the partial sums are NumPy arrays: pass what was restored to `redistribute`, then to `jax.device_put`
-      with `state_sharding`.
+      A tree like the state, for `orbax.checkpoint`: shapes with the
+      shardings of today. If the number of devices has changed, the partial
+      sums are NumPy arrays: pass what was restored to `redistribute`, then
+      to `jax.device_put` with `state_sharding`.
 
     Raises:
       ValueError: as `state_sharding`.
@@ -78,11 +85,15 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_accum
       >>> from jax.sharding import NamedSharding, PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",),
+      ...     axis_types=(jax.sharding.AxisType.Auto,))
       >>> params = jax.device_put(jnp.ones(3), NamedSharding(mesh, P()))
-      >>> tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data")
-      >>> target = optax_accum.checkpoint.checkpoint_target(tx, params, num_devices=2 * jax.device_count())
-      >>> target.acc_grads.shape == (2 * jax.device_count(), 3)
+      >>> tx = optax_accum.accumulate_gradients(
+      ...     optax.adam(1e-3), every=4, reduce_axes="data")
+      >>> before = 2 * jax.device_count()
+      >>> target = optax_accum.checkpoint.checkpoint_target(
+      ...     tx, params, num_devices=before)
+      >>> target.acc_grads.shape == (before, 3)
       True
     """
     where = state_sharding(tx, params, **options)
@@ -106,22 +117,25 @@ def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_processes(**facts: Any) -> None:
-    """Raises if the processes of a run were given different arguments: a run whose processes differ hangs, or is wrong.
+    """Raises if the processes of a run were given different arguments.
 
-    Call it in every process before the first step; it communicates once.
+    A run whose processes differ hangs, or is wrong. Call this in every
+    process before the first step; it communicates once.
 
     Args:
-      **facts: what must be the same, by name, of values that print: `every=4`, `batch=jax.tree.map(jnp.shape, batch)`.
+      **facts: what must be the same, by name, of values that print:
+        `every=4`, `batch=jax.tree.map(jnp.shape, batch)`.
 
     Raises:
-      ValueError: in every process, with the name and the value of the first fact that differs.
+      ValueError: in every process, with the name and the value of the first
+        fact that differs.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | one process | nothing is done |
-      | a process that never calls it | the others wait as long as the collectives of JAX do |
-      | facts that take more than 4000 bytes together | all are compared, and the first 4000 are shown |
+      * One process: nothing is done.
+      * A process that never calls it: the others wait as long as the
+        collectives of JAX do.
+      * Facts that take more than 4000 bytes together: all are compared, and
+        the first 4000 are shown.
 
     Example:
       >>> import optax_accum

@@ -25,45 +25,62 @@ def state_sharding(
     reduce_to: Tree = None,
     offload: str | Sequence[str] = (),
 ) -> Tree:
-    """Returns where each leaf of `tx.init(params)` belongs, for `jax.jit(tx.init, out_shardings=...)`.
+    """Returns where each leaf of `tx.init(params)` belongs.
 
-    An optimizer state that is made without them is replicated, or lies on the first device. Here each leaf that
-    belongs to a parameter (by its path and its shape) is sharded as that parameter is; an accumulator under
-    `reduce_axes` has its partial sums on their devices; all else is replicated.
+    Give the result to `jax.jit(tx.init, out_shardings=...)`.
+
+    An optimizer state that is made without these shardings is replicated,
+    or lies on the first device. Here each leaf that belongs to a parameter
+    (by its path and its shape) is sharded as that parameter is; an
+    accumulator under `reduce_axes` has its partial sums on their devices;
+    all else is replicated.
 
     Args:
       tx: an optimizer, alone or in a chain.
-      params: the parameters, placed on a mesh; or their shapes, `jax.ShapeDtypeStruct`s with a `sharding`.
-      reduce_axes: as given to `accumulate_gradients`; needed only where that is inside a chain.
-      reduce_to: as given to `accumulate_gradients`, likewise: the state of the inner optimizer is sharded so (ZeRO-1).
-      offload: `"acc_grads"`, `"inner_opt_state"` or both: the arrays that are kept in the host's memory. A micro-step
-        moves them to the device where it uses them: the accumulator each time, the inner optimizer's state when a
-        window emits.
+      params: the parameters, placed on a mesh; or their shapes,
+        `jax.ShapeDtypeStruct`s with a `sharding`.
+      reduce_axes: as given to `accumulate_gradients`; needed only where
+        that is inside a chain.
+      reduce_to: as given to `accumulate_gradients`; needed only where that
+        is inside a chain. The state of the inner optimizer is sharded so
+        (ZeRO-1).
+      offload: `"acc_grads"`, `"inner_opt_state"` or both: the arrays that
+        are kept in the host's memory. A micro-step moves them to the device
+        where it uses them: the accumulator each time, the inner optimizer's
+        state when a window emits.
 
     Returns:
-      A tree of `NamedSharding`s like the state. Its `.spec`s serve as specs of a `jax.shard_map` as well.
+      A tree of `NamedSharding`s like the state. Its `.spec`s serve as specs
+      of a `jax.shard_map` as well.
 
     Raises:
-      ValueError: no parameter lies on a mesh; the state has partial sums and `reduce_axes` is not known; a parameter is
-        sharded over them and there is no `reduce_to`; another name in `offload`.
+      ValueError: no parameter lies on a mesh; the state has partial sums
+        and `reduce_axes` is not known; a parameter is sharded over them and
+        there is no `reduce_to`; another name in `offload`.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | a statistic of another shape than its parameter (Adafactor's) | replicated |
-      | `offload` of the inner state | its moments; counters stay on the device |
-      | `offload` of the inner state and donation | do not donate the state: JAX mixes up the two memories |
-      | `offload` before JAX 0.10 | a `NotImplementedError` that says so |
-      | `offload` on the CPU before JAX 0.12 | XLA cannot move arrays inside `jit`: an error of XLA |
+      * A statistic of another shape than its parameter (Adafactor's):
+        replicated.
+      * `offload` of the inner state: its moments; counters stay on the
+        device.
+      * `offload` of the inner state and donation: do not donate the state,
+        because JAX mixes up the two memories.
+      * `offload` before JAX 0.10: a `NotImplementedError` that says so.
+      * `offload` on the CPU before JAX 0.12: XLA cannot move arrays inside
+        `jit`; an error of XLA.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_accum
       >>> from jax.sharding import NamedSharding, PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> params = jax.device_put({"w": jnp.ones((8, 4))}, NamedSharding(mesh, P()))
-      >>> tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data")
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",),
+      ...     axis_types=(jax.sharding.AxisType.Auto,))
+      >>> params = {"w": jnp.ones((8, 4))}
+      >>> params = jax.device_put(params, NamedSharding(mesh, P()))
+      >>> tx = optax_accum.accumulate_gradients(
+      ...     optax.adam(1e-3), every=4, reduce_axes="data")
       >>> with jax.set_mesh(mesh):
-      ...     state = jax.jit(tx.init, out_shardings=optax_accum.sharding.state_sharding(tx, params))(params)
+      ...     shardings = optax_accum.sharding.state_sharding(tx, params)
+      ...     state = jax.jit(tx.init, out_shardings=shardings)(params)
       >>> state.acc_grads["w"].sharding.spec[0]
       'data'
     """
@@ -86,15 +103,20 @@ def state_sharding(
 
 
 def shard_over(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
-    """Returns shardings for `reduce_to`: each parameter's own, with `reduce_axes` on the first dimension they divide.
+    """Returns shardings for `reduce_to`, one for each parameter.
+
+    Each is the parameter's own, with `reduce_axes` on the first dimension
+    that they divide.
 
     Args:
-      params: the parameters, placed on a mesh; or their shapes, `jax.ShapeDtypeStruct`s with a `sharding`.
+      params: the parameters, placed on a mesh; or their shapes,
+        `jax.ShapeDtypeStruct`s with a `sharding`.
       reduce_axes: the axes over which the update is to be sharded.
 
     Returns:
-      A tree of `NamedSharding`s. A parameter that is sharded over these axes already (FSDP) keeps its sharding; one
-      with no free dimension that divides stays replicated over them.
+      A tree of `NamedSharding`s. A parameter that is sharded over these
+      axes already (FSDP) keeps its sharding; one with no free dimension
+      that divides stays replicated over them.
 
     Raises:
       ValueError: no parameter lies on a mesh, or the mesh lacks an axis.
@@ -102,8 +124,10 @@ def shard_over(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
     Example:
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> from jax.sharding import NamedSharding, PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> params = jax.device_put(jnp.ones((3, 8)), NamedSharding(mesh, P()))
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",),
+      ...     axis_types=(jax.sharding.AxisType.Auto,))
+      >>> sharding = NamedSharding(mesh, P())
+      >>> params = jax.device_put(jnp.ones((3, 8)), sharding)
       >>> optax_accum.sharding.shard_over(params, "data").mesh.axis_names
       ('data',)
     """

@@ -30,10 +30,13 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """The fewest micro-batches that fit, and all that was compiled to know; printed, a table.
+    """The fewest micro-batches that fit, and all that was compiled to know.
+
+    Printed, it is a table.
 
     Attributes:
-      num_microbatches: the fewest that fit; None in the plan of an error that says that none does.
+      num_microbatches: the fewest that fit; None in the plan of an error
+        that says that none does.
       option: with which of the options, the one at `place` among them.
       global_batch: the rows of one update.
       num_devices: the devices that share each micro-batch.
@@ -41,10 +44,14 @@ class Plan:
       budget: the bytes of one device.
       limit: the part of them that the plan may use, `safety * budget`.
       compiled: what was compiled, by option and number.
-      copy: the bytes of the parameters on one device, where the step's builder knows them.
-      sum: those of the sum of their gradients, likewise.
-      monotone: whether, of what was compiled in a loop, larger micro-batches need more memory.
-      shards: the parts into which the devices deal the rows, by default one for each device.
+      copy: the bytes of the parameters on one device, where the step's
+        builder knows them.
+      sum: the bytes of the sum of their gradients, where the builder knows
+        them.
+      monotone: whether, of what was compiled in a loop, larger
+        micro-batches need more memory.
+      shards: the parts into which the devices deal the rows, by default one
+        for each device.
       skipped: what did not lower, and why.
     """
 
@@ -72,7 +79,10 @@ class Plan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each micro-batch, over all devices; they add to `global_batch`."""
+        """The rows of each micro-batch, over all devices.
+
+        They add to `global_batch`.
+        """
         whole, rest = divmod(self.global_batch, self.microbatch_size)
         return (self.microbatch_size,) * whole + (rest,) * (rest > 0)
 
@@ -83,7 +93,7 @@ class Plan:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The table: a dict for each number of micro-batches that was compiled."""
+        """The table: a dict for each compiled number of micro-batches."""
         return [
             {
                 "option": one.option,
@@ -118,7 +128,10 @@ class Plan:
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """Draws what each number of micro-batches needs, by kind, and the limit; returns matplotlib's figure."""
+        """Draws the memory that each number of micro-batches needs.
+
+        It is shown by kind, beside the limit. Returns matplotlib's figure.
+        """
         from optax_accum._plan import picture
 
         return picture.draw(self)
@@ -219,7 +232,8 @@ class NothingFitsError(ValueError):
     """What `plan_microbatches` raises where nothing fits.
 
     Attributes:
-      plan: all that was compiled to know, a `Plan` without a number of micro-batches.
+      plan: all that was compiled to know, a `Plan` without a number of
+        micro-batches.
     """
 
     def __init__(self, says: str, plan: Plan):

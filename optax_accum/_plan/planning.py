@@ -31,70 +31,99 @@ def plan_microbatches(
     safety: float = 0.9,
     progress: bool = True,
 ) -> Plan:
-    """Returns the fewest micro-batches with which a step fits, before anything is allocated.
+    """Returns the fewest micro-batches with which a step fits in memory.
 
-    The step is compiled from shapes, for the accelerator that is here or one that is not, and the compiler tells what
+    Nothing is allocated: the step is compiled from shapes, for the
+    accelerator that is here or one that is not, and the compiler tells what
     it holds at its peak:
 
-        arguments + outputs - donated arguments that outputs take the place of + temporary memory + the program
+        arguments + outputs
+        - donated arguments that outputs take the place of
+        + temporary memory + the program
 
-    which grows almost linearly with the rows of a micro-batch. The search halves what lies between a size that fits and
-    one that does not; the line proposes where, a compilation decides: what is returned was compiled, and fits.
+    which grows almost linearly with the rows of a micro-batch. The search
+    halves what lies between a size that fits and one that does not; the
+    line proposes where, a compilation decides: what is returned was
+    compiled, and fits.
 
     Args:
-      make_step: `make_step(num_microbatches)` returns `jax.jit(step).lower(*shapes)`, of any step: ours, or one of your
-        own. With a parameter `target` it is given the `Target` to lower for. `optax_accum.plan.of_loss` and
-        `optax_accum.plan.of_step` make one.
+      make_step: `make_step(num_microbatches)` returns
+        `jax.jit(step).lower(*shapes)`, of any step: ours, or one of your
+        own. With a parameter `target` it is given the `Target` to lower
+        for. `optax_accum.plan.of_loss` and `optax_accum.plan.of_step` make
+        one.
       global_batch: the rows of one update, over all devices.
-      target: an accelerator, by its name or as `optax_accum.accelerators.target` returns it; None for the devices here.
-      budget: the memory of one device: bytes, or text ("80GB", "7.5 GiB"). By default the target's own; of a CPU what
-        is free.
-      num_devices: how many devices share a micro-batch. None: those of a `Target` or a topology, else 1.
-      options: the step is planned with each, as `make_step(num_microbatches, option)`: policies of `jax.checkpoint`,
-        offload, lengths. The first option that fits is chosen, with any number of micro-batches: pass the one that you
-        like best first, such as that which computes nothing twice.
-      candidates: the numbers of micro-batches to choose from; by default the divisors of the rows. All of them are
-        `range(1, rows + 1)`, for a step whose last micro-batch may be smaller. Numbers that give the same
-        micro-batch size are one candidate: the smallest is tried.
-      safety: the part of the budget to use. The compiler does not count other processes, fragmentation, and what the
-        runtime keeps for itself.
-      progress: whether to show a bar over the compilations, with tqdm if it is installed.
+      target: an accelerator, by its name or as
+        `optax_accum.accelerators.target` returns it; None for the devices
+        here.
+      budget: the memory of one device: bytes, or text ("80GB", "7.5 GiB").
+        By default the target's own; for a CPU, what is free.
+      num_devices: how many devices share a micro-batch. None: those of a
+        `Target` or a topology, else 1.
+      options: the step is planned with each, as
+        `make_step(num_microbatches, option)`: policies of `jax.checkpoint`,
+        offload, lengths. The first option that fits is chosen, with any
+        number of micro-batches: pass the one that you like best first, such
+        as the one that computes nothing twice.
+      candidates: the numbers of micro-batches to choose from; by default
+        the divisors of the rows. All of them are `range(1, rows + 1)`, for
+        a step whose last micro-batch may be smaller. Numbers that give the
+        same micro-batch size are one candidate: the smallest is tried.
+      safety: the part of the budget to use. The compiler does not count
+        other processes, fragmentation, and what the runtime keeps for
+        itself.
+      progress: whether to show a bar over the compilations, with tqdm if it
+        is installed.
 
     Returns:
-      A `Plan`. Printed it is a table; it has `num_microbatches`, `sizes`, `option`, `rows` and `plot()`. To find it, 6
-      programs at most are compiled for each option that has up to 17 divisors to choose from (all batches of up to 1024
-      rows that are a power of two), one more where there are twice as many.
+      A `Plan`. Printed it is a table; it has `num_microbatches`, `sizes`,
+      `option`, `rows` and `plot()`. To find it, 6 programs at most are
+      compiled for each option that has up to 17 divisors to choose from
+      (all batches of up to 1024 rows that are a power of two), one more
+      where there are twice as many.
 
     Raises:
-      ValueError: nothing fits: the smallest peak, the budget, and the ways on; it is an
-        `optax_accum.plan.NothingFitsError`, whose `plan` says what was compiled. A budget or a number that cannot be; a
-        builder that always raises, ignores its number, takes it for the rows of a micro-batch, has a batch of other
-        rows, lowers for other devices or for some, or shares nothing among them.
+      ValueError: nothing fits: the smallest peak, the budget, and the ways
+        on; it is an `optax_accum.plan.NothingFitsError`, whose `plan` says
+        what was compiled. A budget or a number that cannot be; a builder
+        that always raises, ignores its number, takes it for the rows of a
+        micro-batch, has a batch of other rows, lowers for other devices or
+        for some, or shares nothing among them.
       TypeError: what is no function, or returns no lowered step.
-      RuntimeError: the target's compiler is not installed, or tells nothing about memory.
+      RuntimeError: the target's compiler is not installed, or tells nothing
+        about memory.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | the whole batch fits | one micro-batch, one compilation |
-      | memory grows with the rows of a micro-batch | the next fewer candidate was compiled, and does not fit |
-      | it does not | what is left is halved while compilations are left; the table says so, and `Plan.monotone` |
-      | rows of one | asked last: their products are others, and so is their memory |
-      | a number or an option that does not lower | the others are planned, and the table says so |
-      | a compiler that stops for want of memory (TPU) | does not fit; its bytes are what it says |
-      | an option whose arguments alone are more than the budget | one compilation; the others are planned |
-      | several options | each is planned and shown; the first that fits is chosen |
-      | several devices | bytes of one; rows of one shard of the batch, on a mesh of several axes, too |
-      | a CPU | what is free, or its control groups leave; as several devices, each has its share |
+      * The whole batch fits: one micro-batch, one compilation.
+      * Memory grows with the rows of a micro-batch: the candidate with the
+        next fewer micro-batches was compiled too, and does not fit.
+      * Memory does not grow with them: what is left is halved while
+        compilations are left; the table says so, and `Plan.monotone`.
+      * Micro-batches of one row: tried last, because their products are
+        others, and so is their memory.
+      * A number or an option that does not lower: the others are planned,
+        and the table says so.
+      * A compiler that stops for want of memory (TPU): the step does not
+        fit; its bytes are what the compiler says.
+      * An option whose arguments alone are more than the budget: one
+        compilation; the others are planned.
+      * Several options: each is planned and shown; the first that fits is
+        chosen.
+      * Several devices: the bytes of one device; the rows of one shard of
+        the batch, on a mesh of several axes, too.
+      * A CPU: the budget is what is free, or what its control groups leave;
+        as several devices, each has its share.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-      >>> w, batch = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((1024, 64), "float32")
+      >>> w = jax.ShapeDtypeStruct((64, 64), "float32")
+      >>> batch = jax.ShapeDtypeStruct((1024, 64), "float32")
       >>> def make_step(num_microbatches):
-      ...     step = optax_accum.value_and_grad(loss, num_microbatches=num_microbatches)
+      ...     step = optax_accum.value_and_grad(loss, num_microbatches)
       ...     return jax.jit(step).lower(w, batch)
-      >>> plan = optax_accum.plan_microbatches(make_step, 1024, budget="1GB", progress=False)
+      >>> plan = optax_accum.plan_microbatches(
+      ...     make_step, 1024, budget="1GB", progress=False)
       >>> plan.num_microbatches, plan.sizes
       (1, (1024,))
     """

@@ -20,12 +20,15 @@ Tree = Any
 
 
 class Builder:
-    """A `make_step` for `optax_accum.plan_microbatches`, made by `of_loss` or `of_step`.
+    """The `make_step` that `of_loss` and `of_step` return.
+
+    It is for `optax_accum.plan_microbatches`.
 
     Attributes:
-      rows: those of the batch, None where its arrays do not agree.
-      copy: the bytes of one copy of the parameters on a device, None where the step does not tell which they are.
-      sum: those of the sum of their gradients, likewise.
+      rows: the rows of the batch, None where its arrays do not agree.
+      copy: the bytes of one copy of the parameters on a device, None where
+        the step does not tell which they are.
+      sum: the bytes of the sum of their gradients, None in the same case.
     """
 
     def __init__(
@@ -45,19 +48,25 @@ class Builder:
 def of_loss(
     loss: Callable[..., Any], tx: optax.GradientTransformation, params: Tree, *args: Any, **options: Any
 ) -> Builder:
-    """Returns the builder of a usual step: `value_and_grad` in micro-batches, the optimizer, the new parameters.
+    """Returns the builder of a usual train step.
+
+    The step runs `value_and_grad` in micro-batches and the optimizer, and
+    makes the new parameters.
 
     Args:
       loss: `loss(params, *args)`, as `optax_accum.value_and_grad` takes it.
       tx: the optimizer.
-      params: the parameters, or their shapes: on one device, or sharded over a mesh of the target (FSDP).
-      *args: the other arguments of the loss, the whole batch first, or their shapes.
-      **options: those of `value_and_grad`, but for the number and the size of micro-batches and `argnums`: `weight_fn`,
-        `batch_argnums`, `rng_argnum`, `has_aux`, `reduce_axes`.
+      params: the parameters, or their shapes: on one device, or sharded
+        over a mesh of the target (FSDP).
+      *args: the other arguments of the loss, the whole batch first, or
+        their shapes.
+      **options: those of `value_and_grad`, but for the number and the size
+        of micro-batches and `argnums`: `weight_fn`, `batch_argnums`,
+        `rng_argnum`, `has_aux`, `reduce_axes`.
 
     Returns:
-      A builder. Its step donates parameters and state; on several devices rows of the batch lie along the mesh's
-      first axis.
+      A builder. Its step donates parameters and state; on several devices
+      rows of the batch lie along the mesh's first axis.
 
     Raises:
       ValueError: an option that the plan or the step sets itself.
@@ -65,9 +74,13 @@ def of_loss(
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_accum
       >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-      >>> w, batch = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
-      >>> make_step = optax_accum.plan.of_loss(loss, optax.adam(1e-3), w, batch)
-      >>> optax_accum.plan_microbatches(make_step, 256, budget="1GB", progress=False).num_microbatches
+      >>> w = jax.ShapeDtypeStruct((64, 64), "float32")
+      >>> batch = jax.ShapeDtypeStruct((256, 64), "float32")
+      >>> tx = optax.adam(1e-3)
+      >>> make_step = optax_accum.plan.of_loss(loss, tx, w, batch)
+      >>> plan = optax_accum.plan_microbatches(
+      ...     make_step, 256, budget="1GB", progress=False)
+      >>> plan.num_microbatches
       1
     """
     if own := sorted({"num_microbatches", "microbatch_size", "argnums"} & set(options)):
@@ -94,27 +107,40 @@ def of_loss(
 
 
 def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequence[int] = 1) -> Builder:
-    """Returns the builder of a jitted train step, such as those of `optax_accum.flax`.
+    """Returns the builder of a jitted train step.
+
+    The step may be one of `optax_accum.flax`.
 
     Args:
       step: `step(num_microbatches)` returns the jitted step.
-      *args: its arguments, or their shapes (`jax.eval_shape`, `nnx.eval_shape`): state, batch, key; or model,
-        optimizer, batch.
-      batch_argnums: which of them hold the batch, whose rows several devices share. All else is on each device whole,
-        unless it lies on the target's mesh already.
+      *args: its arguments, or their shapes (`jax.eval_shape`,
+        `nnx.eval_shape`): state, batch, key; or model, optimizer, batch.
+      batch_argnums: which of them hold the batch, whose rows several
+        devices share. All else is on each device whole, unless it lies on
+        the target's mesh already.
 
     Returns:
       A builder.
 
     Example:
-      With Flax Linen, `of_step(lambda k: linen.train_step(fun, num_microbatches=k), state, batch, key)`; with NNX,
-      `of_step(lambda k: nnx.train_step(fun, num_microbatches=k), model, optimizer, batch, batch_argnums=2)`.
+      With Flax Linen, and with NNX:
+
+          step = lambda k: linen.train_step(fun, num_microbatches=k)
+          of_step(step, state, batch, key)
+
+          step = lambda k: nnx.train_step(fun, num_microbatches=k)
+          of_step(step, model, optimizer, batch, batch_argnums=2)
+
+      Without Flax:
 
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-      >>> step = lambda k: jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k))
-      >>> make_step = optax_accum.plan.of_step(step, jnp.ones((8, 8)), jnp.ones((64, 8)))
-      >>> optax_accum.plan_microbatches(make_step, 64, budget="1GB", progress=False).sizes
+      >>> w, batch = jnp.ones((8, 8)), jnp.ones((64, 8))
+      >>> step = lambda k: jax.jit(optax_accum.value_and_grad(loss, k))
+      >>> make_step = optax_accum.plan.of_step(step, w, batch)
+      >>> plan = optax_accum.plan_microbatches(
+      ...     make_step, 64, budget="1GB", progress=False)
+      >>> plan.sizes
       (64,)
     """
     batch = _numbers(batch_argnums)

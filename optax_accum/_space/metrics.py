@@ -16,25 +16,32 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
     """Returns the scalars worth logging at every micro-step.
 
     Args:
-      state: an `AccumulationState`, or any optimizer state that holds exactly one.
+      state: an `AccumulationState`, or any optimizer state that holds
+        exactly one.
 
     Returns:
       A dict of scalars:
 
       * `mini_step`, `gradient_step`: int32.
-      * `weight`: `sum(w)` in the window so far, in the default float dtype; 0 again when the window has closed.
-      * `skipped` (micro-batches) and `discarded` (windows): int32 totals since `init`.
-      * `seen`, with `statistics` or `every_by_tokens`: the weight of all windows that have made an update.
+      * `weight`: `sum(w)` in the window so far, in the default float dtype;
+        0 again when the window has closed.
+      * `skipped` (micro-batches) and `discarded` (windows): int32 totals
+        since `init`.
+      * `seen`, with `statistics` or `every_by_tokens`: the weight of all
+        windows that have made an update.
 
       With `statistics`, also:
 
       * `gradient_norm`: the norm of the last window's gradient.
-      * `micro_gradient_norm`: that of the last micro-batch; on several devices the root mean square over devices.
-      * `gradient_noise`, `gradient_signal`, `noise_scale`: NaN until two micro-batches have made an update.
+      * `micro_gradient_norm`: that of the last micro-batch; on several
+        devices the root mean square over devices.
+      * `gradient_noise`, `gradient_signal`, `noise_scale`: NaN until two
+        micro-batches have made an update.
       * the last five by group, such as `noise_scale/embedding`.
 
-      On several devices `weight` is their total; inside `jax.shard_map` this communicates. Under `check_vma=False`,
-      `weight` and `micro_gradient_norm` are those of one device.
+      On several devices `weight` is their total; inside `jax.shard_map`
+      this communicates. Under `check_vma=False`, `weight` and
+      `micro_gradient_norm` are those of one device.
 
     Raises:
       ValueError: `state` holds none, or several.
@@ -42,9 +49,12 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum
       >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=4)
-      >>> _, state = tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weight=7.0)
-      >>> {name: value.item() for name, value in optax_accum.metrics(state).items()}
-      {'mini_step': 1, 'gradient_step': 0, 'weight': 7.0, 'skipped': 0, 'discarded': 0}
+      >>> state = tx.init(jnp.ones(3))
+      >>> _, state = tx.update(jnp.ones(3), state, weight=7.0)
+      >>> found = optax_accum.metrics(state)
+      >>> {name: value.item() for name, value in found.items()}
+      {'mini_step': 1, 'gradient_step': 0, 'weight': 7.0, 'skipped': 0,
+       'discarded': 0}
     """
     found = find_state(state)
     counts = {name: getattr(found, name) for name in ("mini_step", "gradient_step", "weight", "skipped", "discarded")}

@@ -21,32 +21,38 @@ from optax_accum._space.shards import Shard
 
 
 def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
-    """Marks parameters, inside `jax.shard_map`, so that their gradients stay on the device that made them.
+    """Keeps the gradients of parameters on each device, in `jax.shard_map`.
 
-    JAX adds the gradient of a parameter that all devices share over these devices, at once. The gradient of what this
-    function returns is each device's own, and `accumulate_gradients(..., reduce_axes=...)` adds it at the end of the
-    window.
+    JAX adds the gradient of a parameter that all devices share over these
+    devices, at once. The gradient of what this function returns is each
+    device's own, and `accumulate_gradients(..., reduce_axes=...)` adds it
+    at the end of the window.
 
     Args:
       params: the parameters, replicated over `reduce_axes`.
-      reduce_axes: the name of an axis of the mesh, or several: those of `accumulate_gradients`.
+      reduce_axes: the name of an axis of the mesh, or several: those of
+        `accumulate_gradients`.
 
     Returns:
       The same values, of a type that varies over `reduce_axes`.
 
     Raises:
-      ValueError: outside a `jax.shard_map` over these axes. There, `value_and_grad(..., reduce_axes=...,
-        reduce_to="partial")` and `value_and_apply_gradients` do all of it.
+      ValueError: outside a `jax.shard_map` over these axes. There,
+        `value_and_grad(..., reduce_axes=..., reduce_to="partial")` and
+        `value_and_apply_gradients` do all of it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> @jax.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",),
+      ...     axis_types=(jax.sharding.AxisType.Auto,))
+      >>> @jax.shard_map(
+      ...     mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
       ... def gradients(w, x):
       ...     local = optax_accum.sharding.defer_reduction(w, "data")
       ...     return jax.grad(lambda w: jnp.mean(x) * w)(local)[None]
-      >>> gradients(jnp.float32(1.0), jnp.ones(jax.device_count())).shape == (jax.device_count(),)
+      >>> devices = jax.device_count()
+      >>> gradients(jnp.float32(1.0), jnp.ones(devices)).shape == (devices,)
       True
     """
     axes = meshes.as_axes(reduce_axes)

@@ -42,83 +42,128 @@ def verify(
     whole_argnums: Name | Sequence[Name] = (),
     rtol: float | None = None,
 ) -> Report:
-    """Tells whether a loss may be accumulated, and if not, why, and what to do.
+    """Tells whether a loss may be accumulated, and if not, why.
 
-        whole = grad fun(params, batch)        cut = sum_i w_i grad fun(params, batch_i) / sum_i w_i
+    The report also says what to do about it.
 
-    A small batch is run whole, by `jax.value_and_grad`, and cut, by `optax_accum.value_and_grad` with your options,
-    once into `num_microbatches` and once into micro-batches of unequal size. Where the two differ, each possible cause
-    is tested by a probe of its own. Run it once, on a batch like those of training: with masks of unequal length, say.
+        whole = grad fun(params, batch)
+        cut   = sum_i w_i grad fun(params, batch_i) / sum_i w_i
 
-    Errors are relative to the size of what is averaged, the losses and gradients of the rows: a loss near 0, or
-    gradients that nearly cancel, are no cause for alarm.
+    A small batch is run whole, by `jax.value_and_grad`, and cut, by
+    `optax_accum.value_and_grad` with your options, once into
+    `num_microbatches` and once into micro-batches of unequal size. Where
+    the two differ, each possible cause is tested by a probe of its own. Run
+    it once, on a batch like those of training: with masks of unequal
+    length, say.
+
+    Errors are relative to the size of what is averaged, the losses and
+    gradients of the rows: a loss near 0, or gradients that nearly cancel,
+    are no cause for alarm.
 
     Args:
-      fun: the loss, called as `fun(params, batch, *args)`; what it returns is what `value_and_grad` takes: a number,
-        a dict of terms, a `Ratio` or a dict of them.
-      params: parameters at which the gradient is not zero; initial parameters will do.
-      batch: a pytree of at least 4 rows, and of `num_microbatches` rows; so many groups with `group_size`. All of its
-        arrays are cut along their first axis. What has no rows there, such as a table or the weights of classes, is not
-        part of a batch, though it be as long: pass it in `*args`.
-      *args: the other arguments of `fun`; random keys are found by their dtype.
-      num_microbatches: into how many the batch is cut, 2 or more. Take many to see an accumulator of low precision.
+      fun: the loss, called as `fun(params, batch, *args)`; what it returns
+        is what `value_and_grad` takes: a number, a dict of terms, a `Ratio`
+        or a dict of them.
+      params: parameters at which the gradient is not zero; initial
+        parameters will do.
+      batch: a pytree of at least 4 rows, and of `num_microbatches` rows; so
+        many groups with `group_size`. All of its arrays are cut along their
+        first axis. What has no rows there, such as a table or the weights
+        of classes, is not part of a batch, though it be as long: pass it in
+        `*args`.
+      *args: the other arguments of `fun`; random keys are found by their
+        dtype.
+      num_microbatches: into how many the batch is cut, 2 or more. Take many
+        to see an accumulator of low precision.
       weight_fn: as `value_and_grad` takes it, and so the next four.
-      has_aux: whether `fun` returns something beside the loss; it is not compared.
-      rng_argnum: the argument that is a key, by its position in `fun` (the first of `*args` is 2) or its name.
-      carry_argnum: the argument that is threaded through the micro-batches, by position or name.
-      accumulator_dtype: the dtype in which gradients are added, or a prefix of `params` with several.
-      group_size: how many consecutive rows belong together: the answers to one prompt, say, or pairs.
-      batch_argnums: the arguments that hold the batch, by position or name, as `value_and_grad` takes them: with (1, 2)
-        the first of `*args` does, too. `weight_fn` takes each of them.
-      whole_argnums: the argument, or several, by position or name, that every micro-batch gets whole on purpose, though
-        it has as many rows as the batch, or is a key.
-      rtol: the largest relative error that counts as rounding. By default the square root of the machine epsilon of
-        the narrowest float that `fun` computes with: 3e-4 for float32, 9e-2 for bfloat16; and 2e-5 between sums in
-        `accumulator_dtype` and in the default one, which differ in nothing else.
+      has_aux: whether `fun` returns something beside the loss; it is not
+        compared.
+      rng_argnum: the argument that is a key, by its position in `fun` (the
+        first of `*args` is 2) or its name.
+      carry_argnum: the argument that is threaded through the micro-batches,
+        by position or name.
+      accumulator_dtype: the dtype in which gradients are added, or a prefix
+        of `params` with several.
+      group_size: how many consecutive rows belong together: the answers to
+        one prompt, say, or pairs.
+      batch_argnums: the arguments that hold the batch, by position or name,
+        as `value_and_grad` takes them: with (1, 2) the first of `*args`
+        does, too. `weight_fn` takes each of them.
+      whole_argnums: the argument, or several, by position or name, that
+        every micro-batch gets whole on purpose, though it has as many rows
+        as the batch, or is a key.
+      rtol: the largest relative error that counts as rounding. By default
+        the square root of the machine epsilon of the narrowest float that
+        `fun` computes with: 3e-4 for float32, 9e-2 for bfloat16; and 2e-5
+        between sums in `accumulator_dtype` and in the default one, which
+        differ in nothing else.
 
     Returns:
-      A `Report`: `holds`, `errors` for each leaf, and `causes`, each with its evidence and remedy. Print it.
+      A `Report`: `holds`, `errors` for each leaf, and `causes`, each with
+      its evidence and remedy. Print it.
 
     Raises:
-      TypeError, ValueError: too few rows, groups or micro-batches; an `rtol` that is not above 0; an argument with as
-        many rows as the batch that is in neither `batch_argnums` nor `whole_argnums`; a loss that is no scalar, or that
-        cannot take a micro-batch; a loss or gradient of the whole batch that is not finite; a gradient that is zero
-        everywhere, for then nothing would be compared.
+      TypeError, ValueError: too few rows, groups or micro-batches; an
+        `rtol` that is not above 0; an argument with as many rows as the
+        batch that is in neither `batch_argnums` nor `whole_argnums`; a loss
+        that is no scalar, or that cannot take a micro-batch; a loss or
+        gradient of the whole batch that is not finite; a gradient that is
+        zero everywhere, for then nothing would be compared.
 
     Guarantees:
-      | case | result | known when |
-      |---|---|---|
-      | a `Ratio`, or a dict of them | compared as `value_and_grad` divides it | running |
-      | a mean over unequal weights | `"weights"`: weights that make it a sum over rows are not those in use | running |
-      | a sum over rows | `"sum"`: the whole is its rows added up | running |
-      | example j changes example i's term | `"coupled examples"`: two sets of rows changed do not add up | running |
-      | a loss that normalises a leaf of the batch over its rows | `"coupled examples"`, and which leaf | running |
-      | a loss that changes with a key that `rng_argnum` does not name | `"shared key"` | running |
-      | rows drawn from a key that is no argument: `fun` closes over it, or makes it | `"shared key"` | tracing |
-      | a narrow `accumulator_dtype` | `"low-precision accumulator"`: a wide one gives another gradient | running |
-      | a loss that depends on the carry | `"mutable state"`: holding the carry fixed gives another gradient | running |
-      | a loss that differs between equal calls | `"mutable state"`; nothing is compared | running |
-      | a leaf of the batch without rows, as long as the batch | `"not rows"`: kept whole, the law holds | running |
-      | a loss over groups, without `group_size` | an error that names the size with which it runs | tracing |
-      | a random loss with `rng_argnum` | means over 128 keys are compared; a formula, at one key | running |
-      | a random loss in which few outcomes decide | compared with one key for all micro-batches, too | running |
-      | a leaf below 1 % of the largest gradient | its error is relative to that 1 % | running |
+      The causes, known when running unless "(tracing)" is said:
+
+      * `"weights"`: a mean over unequal weights. Weights that make it a sum
+        over rows are not those in use.
+      * `"sum"`: a sum over rows. The whole is its rows added up.
+      * `"coupled examples"`: example j changes example i's term. Two sets
+        of rows changed do not add up.
+      * `"coupled examples"`, and which leaf: a loss that normalises a leaf
+        of the batch over its rows.
+      * `"shared key"`: a loss that changes with a key that `rng_argnum`
+        does not name; or (tracing) rows drawn from a key that is no
+        argument, because `fun` closes over it, or makes it.
+      * `"low-precision accumulator"`: a narrow `accumulator_dtype`. A wide
+        one gives another gradient.
+      * `"mutable state"`: a loss that depends on the carry. Holding the
+        carry fixed gives another gradient.
+      * `"mutable state"`: a loss that differs between equal calls. Nothing
+        is compared.
+      * `"not rows"`: a leaf of the batch without rows, as long as the
+        batch. Kept whole, the law holds.
+
+      Other cases, likewise:
+
+      * A `Ratio`, or a dict of them: as `value_and_grad` divides it.
+      * A loss over groups, without `group_size`: an error (tracing) that
+        names the size with which it runs.
+      * A random loss with `rng_argnum`: means over 128 keys are compared; a
+        formula, at one key.
+      * A random loss in which few outcomes decide: compared with one key
+        for all micro-batches, too.
+      * A leaf below 1 % of the largest gradient: its error is relative to
+        that 1 %.
 
     Example:
       A masked mean: rows with more tokens count for more.
 
       >>> import jax.numpy as jnp, optax_accum
       >>> def loss(w, batch):
-      ...     return jnp.sum(batch["mask"] * (batch["x"] * w - 1) ** 2) / jnp.sum(batch["mask"])
-      >>> x = jnp.arange(12.0).reshape(4, 3)
-      >>> batch = {"x": x, "mask": jnp.array([[1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]])}
-      >>> [cause.kind for cause in optax_accum.verify(loss, jnp.float32(0.5), batch).causes]
+      ...     error = (batch["x"] * w - 1) ** 2
+      ...     return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
+      >>> x, w = jnp.arange(12.0).reshape(4, 3), jnp.float32(0.5)
+      >>> mask = jnp.array([[1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]])
+      >>> batch = {"x": x, "mask": mask}
+      >>> report = optax_accum.verify(loss, w, batch)
+      >>> [cause.kind for cause in report.causes]
       ['weights']
-      >>> optax_accum.verify(loss, jnp.float32(0.5), batch, weight_fn=lambda batch: batch["mask"].sum()).holds
+      >>> weight_fn = lambda batch: batch["mask"].sum()
+      >>> optax_accum.verify(loss, w, batch, weight_fn=weight_fn).holds
       True
 
     References:
-      Mean of means: the gradient accumulation bug found in 2024 in several trainers (unsloth.ai/blog/gradient).
+      Mean of means: the gradient accumulation bug found in 2024 in several
+      trainers (unsloth.ai/blog/gradient).
     """
     roles: dict[str, Any] = {"rng_argnum": rng_argnum, "carry_argnum": carry_argnum, "whole_argnums": whole_argnums}
     named = Roles(fun, batch_argnums=batch_argnums, **roles)

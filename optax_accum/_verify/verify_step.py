@@ -35,66 +35,95 @@ def verify_step(
     group_size: int = 1,
     rtol: float | None = None,
 ) -> Report:
-    """Tells whether a train step accumulates as it should, and if not, why, and what to do. It need not be JAX's.
+    """Tells whether a train step accumulates as it should, and if not, why.
 
-        step, carry = make_step(every)        carry = step(carry, micro_batch), as often as there are micro-batches
+    The report also says what to do about it. The step need not be JAX's.
 
-    `make_step(1)` is the reference: its step gets the whole batch. Both run two windows from the same carry, and the
-    parameters and the optimizer's state are compared; then windows of unequal micro-batches, and one with NaN. Where
-    they differ, what came out is compared with what each fault would make of the micro-batches' own updates. Of few
-    parameters any change is some mixture of those; then only what agrees to rounding is called by its name.
+        step, carry = make_step(every)
+        carry = step(carry, micro_batch)    # for each micro-batch
+
+    `make_step(1)` is the reference: its step gets the whole batch. Both run
+    two windows from the same carry, and the parameters and the optimizer's
+    state are compared; then windows of unequal micro-batches, and one with
+    NaN. Where they differ, what came out is compared with what each fault
+    would make of the micro-batches' own updates. If there are few
+    parameters, any change is some mixture of those updates; then a fault is
+    named only if it agrees to rounding.
 
     Args:
-      make_step: called with the length of a window, returns `(step, carry)`, the same carry each time. Where a window
-        may end early, it returns `(step, carry, last_step)`; the last micro-batch of the data is given to `last_step`.
-        A carry is a pytree: of arrays, a Flax TrainState, NNX modules, the lists of Keras' stateless calls, modules
-        and optimizers of PyTorch. If it holds JAX's arrays alone, the step is JAX's: it gets JAX's arrays, and is
-        traced once, to see its dtypes. Any other runs as it is, and gets what the batch is made of.
-      batch: a pytree of arrays with rows, JAX's, NumPy's or PyTorch's, `2 * every` of them or more. Scalars and keys in
-        it are not cut.
+      make_step: called with the length of a window, returns
+        `(step, carry)`, the same carry each time. Where a window may end
+        early, it returns `(step, carry, last_step)`; the last micro-batch
+        of the data is given to `last_step`. A carry is a pytree: of arrays,
+        a Flax TrainState, NNX modules, the lists of Keras' stateless calls,
+        modules and optimizers of PyTorch. If it holds JAX's arrays alone,
+        the step is JAX's: it gets JAX's arrays, and is traced once, to see
+        its dtypes. Any other runs as it is, and gets what the batch is made
+        of.
+      batch: a pytree of arrays with rows, JAX's, NumPy's or PyTorch's,
+        `2 * every` of them or more. Scalars and keys in it are not cut.
       every: the length of the window, 2 or more.
-      within_call: whether one call of `step` gets the whole batch and cuts it into `every` micro-batches itself.
-      uneven: whether micro-batches may have unequal numbers of rows, as at the end of an epoch.
-      optimizer: with `loss`, in place of `make_step(1)`: the reference is then its update with the gradient of
-        the whole batch's loss.
+      within_call: whether one call of `step` gets the whole batch and cuts
+        it into `every` micro-batches itself.
+      uneven: whether micro-batches may have unequal numbers of rows, as at
+        the end of an epoch.
+      optimizer: with `loss`, in place of `make_step(1)`: the reference is
+        then its update with the gradient of the whole batch's loss.
       loss: called as `loss(params, batch)`.
-      params: returns the parameters in a carry. By default they are what stands under the name "params", or all
-        `nnx.Param`, or the first part of the carry that is not all zeros.
+      params: returns the parameters in a carry. By default they are what
+        stands under the name "params", or all `nnx.Param`, or the first
+        part of the carry that is not all zeros.
       group_size: how many consecutive rows belong together.
-      rtol: the largest relative error that counts as rounding. By default the square root of the machine epsilon of
-        the narrowest float in the step, 3e-4 for float32. To it comes what rounding does to the reference: it is run
-        with its inputs off by a few last digits and its rows in other orders.
+      rtol: the largest relative error that counts as rounding. By default
+        the square root of the machine epsilon of the narrowest float in the
+        step, 3e-4 for float32. The effect of rounding on the reference is
+        added to it: the reference is run with its inputs off by a few last
+        digits and its rows in other orders.
 
     Returns:
-      A `Report`, as from `verify`. In a test write `verify_step(...).check()`.
+      A `Report`, as from `verify`. In a test write
+      `verify_step(...).check()`.
 
     Raises:
-      TypeError, ValueError: a tensor that requires a gradient in the carry; a batch too small to cut; an `rtol` that is
-        not above 0; a `make_step` that returns something else, or other parameters each time; a step that returns
-        nothing; a carry without parameters; a reference whose update is zero, or not finite, or moves one or two
-        numbers only; a random step whose key is neither in the carry nor in the batch, or of which nothing is linear in
-        the gradient.
+      TypeError, ValueError: a tensor that requires a gradient in the carry;
+        a batch too small to cut; an `rtol` that is not above 0; a
+        `make_step` that returns something else, or other parameters each
+        time; a step that returns nothing; a carry without parameters; a
+        reference whose update is zero, or not finite, or moves one or two
+        numbers only; a random step whose key is neither in the carry nor in
+        the batch, or of which nothing is linear in the gradient.
 
     Guarantees:
-      | case | result | known when |
-      |---|---|---|
-      | no update at all, or not when the window ends | `"never closes"` | running |
-      | one micro-batch counts | `"only the first gradient"`, `"only the last gradient"` | running |
-      | the wrong divisor | `"sum for a mean"`, `"divided twice"`, `"divided by the full k"` | running |
-      | micro-batches that should count differently | `"mean of means"` | running |
-      | clipping, by norm or by value, of each gradient | `"clipping at each micro-step"` | running |
-      | an optimizer or a schedule that counts micro-steps | `"optimizer at each micro-step"` | running |
-      | parameters that change in a window | `"moves while held"` | running |
-      | one key for all micro-batches | `"shared key"` | running |
-      | a sum in bfloat16 or float16 | `"low-precision sum"` | running |
-      | a NaN outlives its window, and on whole batches does not | `"NaN poison"` | running |
-      | BatchNorm, contrastive losses | `"coupled examples"` | running |
-      | within a call, the rows that `every` does not divide do not count | `"rows left out"` | running |
-      | the sum of a window is in the next one, too | `"not emptied"` | running |
-      | a difference that no probe explains | `"another difference"` | running |
-      | the same where the batch moves `every + 3` numbers or fewer | `"not known"` | running |
-      | a random step | means over keys are compared, of what is linear in the gradient | running |
-      | a step that refuses unequal micro-batches | said under "Not tried" | running |
+      The faults that it names, all known when running:
+
+      * `"never closes"`: no update at all, or not when the window ends.
+      * `"only the first gradient"`, `"only the last gradient"`: one
+        micro-batch counts.
+      * `"sum for a mean"`, `"divided twice"`, `"divided by the full k"`:
+        the wrong divisor.
+      * `"mean of means"`: micro-batches that should count differently.
+      * `"clipping at each micro-step"`: clipping, by norm or by value, of
+        each gradient.
+      * `"optimizer at each micro-step"`: an optimizer or a schedule that
+        counts micro-steps.
+      * `"moves while held"`: parameters that change in a window.
+      * `"shared key"`: one key for all micro-batches.
+      * `"low-precision sum"`: a sum in bfloat16 or float16.
+      * `"NaN poison"`: a NaN outlives its window, and on whole batches does
+        not.
+      * `"coupled examples"`: BatchNorm, contrastive losses.
+      * `"rows left out"`: within a call, the rows that `every` does not
+        divide do not count.
+      * `"not emptied"`: the sum of a window is in the next one, too.
+      * `"another difference"`: a difference that no probe explains.
+      * `"not known"`: the same where the batch moves `every + 3` numbers or
+        fewer.
+
+      Also:
+
+      * A random step: means over keys are compared, of what is linear in
+        the gradient.
+      * A step that refuses unequal micro-batches: said under "Not tried".
 
     Example:
       A loop that forgets to divide.
@@ -103,12 +132,16 @@ def verify_step(
       >>> def make_step(every):
       ...     def step(carry, batch):
       ...         w, total, n = carry
-      ...         total = total + jax.grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(w)
+      ...         error = lambda w: batch["x"] @ w - batch["y"]
+      ...         total += jax.grad(lambda w: jnp.mean(error(w) ** 2))(w)
       ...         closes = (n + 1) % every == 0
-      ...         return jnp.where(closes, w - 0.1 * total, w), jnp.where(closes, 0, total), n + 1
+      ...         w = jnp.where(closes, w - 0.1 * total, w)
+      ...         return w, jnp.where(closes, 0, total), n + 1
       ...     return step, (jnp.ones((5, 3)), jnp.zeros((5, 3)), 0)
-      >>> batch = {"x": jax.random.normal(jax.random.key(0), (8, 5)), "y": jnp.zeros((8, 3))}
-      >>> [cause.kind for cause in optax_accum.verify_step(make_step, batch).causes]
+      >>> x = jax.random.normal(jax.random.key(0), (8, 5))
+      >>> batch = {"x": x, "y": jnp.zeros((8, 3))}
+      >>> report = optax_accum.verify_step(make_step, batch)
+      >>> [cause.kind for cause in report.causes]
       ['sum for a mean']
     """
     arrays = foreign.opened("batch", batch)

@@ -48,59 +48,90 @@ def accumulate(
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
 ) -> Callable[..., Any]:
-    """Runs any function of a batch one micro-batch after the other: a gradient function, an evaluation, metrics.
+    """Runs any function of a batch one micro-batch after the other.
 
-    What `fun` returns for micro-batches with weights `w_i` becomes what it returns for the batch, leaf by leaf:
+    The function may compute gradients, an evaluation, or metrics. Its
+    results `x_i` for micro-batches with weights `w_i` are combined, leaf by
+    leaf, into its result for the batch:
 
-        mean:  sum_i s_i x_i,  s_i = w_i / sum_j w_j        sum:  sum_i x_i        max, min, concat, stack, last
+        mean:  sum_i s_i x_i,  s_i = w_i / sum_j w_j
+        sum:   sum_i x_i
+        max, min, concat, stack, last
 
-    Sums are in at least float32. For a gradient function this costs one tree of gradients beside the sum, which
-    `value_and_grad`, given the loss, does without.
+    Sums are in at least float32. For a gradient function this costs one
+    tree of gradients beside the sum, which `value_and_grad`, given the
+    loss, does without.
 
     Args:
-      fun: any function of a batch, such as `jax.value_and_grad(loss, has_aux=True)`.
-      num_microbatches: at most so many micro-batches.
-      microbatch_size: the rows of a micro-batch. Pass exactly one of these two.
-      batch_argnums: the argument, or several, that hold the batch, by position or name; see `value_and_grad`, also for
-        the next two.
-      whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.
+      fun: any function of a batch, such as
+        `jax.value_and_grad(loss, has_aux=True)`.
+      num_microbatches: the most micro-batches to make.
+      microbatch_size: the rows of a micro-batch. Pass exactly one of these
+        two.
+      batch_argnums: the argument, or several, that hold the batch, by
+        position or name; see `value_and_grad`, also for the next two.
+      whole_argnums: arguments with as many rows, and keys, that every
+        micro-batch gets whole.
       group_size: this many consecutive rows always stay in one micro-batch.
-      stacked: the batch comes cut, [k, m, ...]: micro-batch j is `leaf[j]`. Leaves may differ in m, as graphs have it.
-      weight_fn: `weight_fn(batch)`, how much a micro-batch counts in a mean. By default the number of its rows.
+      stacked: the batch is split already, [k, m, ...]: micro-batch j is
+        `leaf[j]`. Leaves may differ in m, as graphs have it.
+      weight_fn: `weight_fn(batch)`, how much a micro-batch counts in a
+        mean. By default the number of its rows.
       weight_of: `weight_of(result)`, for a weight that `fun` computes.
-      rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`.
-      carry_argnum: an argument that each micro-batch hands on to the next: `fun` returns `(result, carry)`.
-      reduction: how to combine each leaf of the result, one name or a pytree prefix of names: `"mean"`, `"sum"`,
-        `"max"`, `"min"`, `"concat"` (rows, in their order), `"stack"` (one for each micro-batch), `"last"`, or a
-        function `(a, b) -> c` that merges two.
-      reduce_axes: the mesh axes over which the batch is sharded: the results are reduced once, at the end.
-      reduce_to: where means and sums go: `optax_accum.sharding`, for the tree of the result.
+      rng_argnum: an argument that is a key: micro-batch i gets
+        `jax.random.fold_in(key, i)`.
+      carry_argnum: an argument that each micro-batch hands on to the next:
+        `fun` returns `(result, carry)`.
+      reduction: how to combine each leaf of the result, one name or a
+        pytree prefix of names: `"mean"`, `"sum"`, `"max"`, `"min"`,
+        `"concat"` (rows, in their order), `"stack"` (one for each
+        micro-batch), `"last"`, or a function `(a, b) -> c` that merges two.
+      reduce_axes: the mesh axes over which the batch is sharded: the
+        results are reduced once, at the end.
+      reduce_to: where means and sums go, for the tree of the result; see
+        `optax_accum.sharding`.
 
     Returns:
       A function of the arguments of `fun`, which returns what `fun` does.
 
     Raises:
-      TypeError, ValueError: a reduction that does not fit; arguments whose roles do not. Otherwise as `value_and_grad`.
+      TypeError, ValueError: a reduction that does not fit; arguments whose
+        roles do not. Otherwise as `value_and_grad`.
 
     Guarantees:
-      | case | result | known when |
-      |---|---|---|
-      | the rows do not divide | one smaller micro-batch; nothing is padded or dropped | tracing |
-      | a weight of zero | its micro-batch is not run; with `weight_of` it is, and adds nothing to a mean | running |
-      | weights that add to zero | zeros for a mean | running |
-      | a batch without rows (Poisson sampling) | the same, zero sums, no rows; `fun` is not run | tracing |
-      | a mean of integers; `"concat"` of what has no rows; a merge to another shape or dtype | an error | tracing |
-      | `weight_of` beside `weight_fn` | an error | building |
-      | `reduce_axes` with `"stack"`, `"last"` or a function that merges | an error | tracing |
+      Known when building:
+
+      * `weight_of` beside `weight_fn`: an error.
+
+      Known when tracing:
+
+      * The rows do not divide: one smaller micro-batch; nothing is padded
+        or dropped.
+      * A batch without rows (Poisson sampling): zeros for a mean, zero
+        sums, no rows; `fun` is not run.
+      * A mean of integers; `"concat"` of what has no rows; a merge to
+        another shape or dtype: an error.
+      * `reduce_axes` with `"stack"`, `"last"` or a function that merges: an
+        error.
+
+      Known when running:
+
+      * A weight of zero: its micro-batch is not run. With `weight_of` it is
+        run, and adds nothing to a mean.
+      * Weights that add to zero: zeros for a mean.
 
     Example:
-      A ready gradient function, whose micro-batches have masks of different lengths:
+      A ready gradient function, whose micro-batches have masks of different
+      lengths:
 
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> def loss(w, batch):
-      ...     return jnp.sum(batch["mask"] * (batch["x"] * w - 1) ** 2) / jnp.sum(batch["mask"])
+      ...     error = (batch["x"] * w - 1) ** 2
+      ...     return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
       >>> grad_fn = optax_accum.accumulate(
-      ...     jax.value_and_grad(loss), microbatch_size=4, weight_fn=lambda batch: batch["mask"].sum())
+      ...     jax.value_and_grad(loss),
+      ...     microbatch_size=4,
+      ...     weight_fn=lambda batch: batch["mask"].sum())
       >>> batch = {"x": jnp.arange(10.0), "mask": jnp.arange(10) < 7}
       >>> value, grad = jax.jit(grad_fn)(0.0, batch)
       >>> print(value, grad.round(4))

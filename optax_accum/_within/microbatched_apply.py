@@ -31,52 +31,80 @@ def microbatched_apply(
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
 ) -> Callable[..., Any]:
-    """Runs a function in micro-batches and recomputes each in the backward pass: outputs of all rows, memory of one.
+    """Runs a function in micro-batches that the backward pass recomputes.
 
         microbatched_apply(fun, k)(params, batch) = fun(params, batch)
 
-    For losses that couple examples: contrastive and ranking losses, balances over a batch. Their gradient is not a sum
-    of micro-batch gradients. With this, any loss of all outputs has the whole batch's exact gradient, with respect to
-    parameters, batch and anything that `fun` closes over. The price is a second forward pass.
+    It returns the outputs of all rows, with the memory of one micro-batch.
 
-    For layers whose parameters are sharded (FSDP): with `reduce_axes`, each device splits its own rows, and `fun` sees
-    the parameters whole. They are gathered once for all micro-batches, and once more in the backward pass; their
-    gradients are added on each device and scattered once. The network traffic does not grow with k: docs/fsdp.md.
+    For losses that couple examples: contrastive and ranking losses,
+    balances over a batch. Their gradient is not a sum of micro-batch
+    gradients. With this, any loss of all outputs has the whole batch's
+    exact gradient, with respect to parameters, batch and anything that
+    `fun` closes over. The price is a second forward pass.
+
+    For layers whose parameters are sharded (FSDP): with `reduce_axes`, each
+    device splits its own rows, and `fun` sees the parameters whole. They
+    are gathered once for all micro-batches, and once more in the backward
+    pass; their gradients are added on each device and scattered once. The
+    network traffic does not grow with k: docs/fsdp.md.
 
     Args:
-      fun: `fun(params, batch)` returns a tree of arrays with one row for each example, and treats each row alone.
-      num_microbatches: at most so many micro-batches.
-      microbatch_size: the rows of a micro-batch. Pass exactly one of these two.
-      batch_argnums: the argument, or several, that hold the batch, by position or name; see `value_and_grad`, also for
-        the next three.
-      whole_argnums: arguments with as many rows, and keys, that every micro-batch gets whole.
+      fun: `fun(params, batch)` returns a tree of arrays with one row for
+        each example, and treats each row alone.
+      num_microbatches: the most micro-batches to make.
+      microbatch_size: the rows of a micro-batch. Pass exactly one of these
+        two.
+      batch_argnums: the argument, or several, that hold the batch, by
+        position or name; see `value_and_grad`, also for the next three.
+      whole_argnums: arguments with as many rows, and keys, that every
+        micro-batch gets whole.
       group_size: this many consecutive rows always stay in one micro-batch.
-      rng_argnum: an argument that is a key: micro-batch i gets `jax.random.fold_in(key, i)`, the same in both passes.
-      reduce_axes: the mesh axes over which the batch is sharded, and the parameters, which are argument 0 here.
-      reduce_to: how the parameters are sharded over them, where their gradients go: `optax_accum.sharding`. In a scan
-        over layers the specs of one layer. By default they are replicated, and gradients are reduced once.
+      rng_argnum: an argument that is a key: micro-batch i gets
+        `jax.random.fold_in(key, i)`, the same in both passes.
+      reduce_axes: the mesh axes over which the batch is sharded, and the
+        parameters, which are argument 0 here.
+      reduce_to: how the parameters are sharded over them, where their
+        gradients go; see `optax_accum.sharding`. In a scan over layers,
+        pass the specs of one layer. By default they are replicated, and
+        gradients are reduced once.
 
     Returns:
-      A function of the arguments of `fun`, which returns its outputs for the whole batch, in the order of the rows.
+      A function of the arguments of `fun`, which returns its outputs for
+      the whole batch, in the order of the rows.
 
     Raises:
-      ValueError: an output without a row for each example; an argument that is a key and that no role names, or
-        another with as many rows as the batch; specs that do not shard over `reduce_axes`, or not evenly; rows that the
-        devices do not divide. Otherwise as `value_and_grad`.
+      ValueError: an output without a row for each example; an argument that
+        is a key and that no role names, or another with as many rows as the
+        batch; specs that do not shard over `reduce_axes`, or not evenly;
+        rows that the devices do not divide. Otherwise as `value_and_grad`.
 
     Guarantees:
-      | case | result | known when |
-      |---|---|---|
-      | the rows do not divide | one smaller micro-batch; nothing is padded or dropped | tracing |
-      | bfloat16 parameters | their gradient is added in float32, over devices too, and cast down once | tracing |
-      | `reduce_axes` and a key | `fold_in(fold_in(key, device), i)`, the same in both passes | tracing |
-      | other arguments of `fun` that have gradients | added on each device, and reduced once | compiling |
-      | other mesh axes (tensor) | left to the partitioner | compiling |
-      | `reduce_to` inside a `jax.shard_map` over these axes | an error that says how to gather there | tracing |
-      | a flag, a name or a function among the arguments | stays what it is | tracing |
-      | forward mode (`jvp`, `jacfwd`, `hessian`) | works, in bfloat16 too | tracing |
-      | several calls in one loss (two towers) | each has its own micro-batches | tracing |
-      | `fun` couples examples (BatchNorm) | not the whole batch's output: see `verify` | never |
+      Known when tracing:
+
+      * The rows do not divide: one smaller micro-batch; nothing is padded
+        or dropped.
+      * bfloat16 parameters: their gradient is added in float32, over
+        devices too, and cast down once.
+      * `reduce_axes` and a key: `fold_in(fold_in(key, device), i)`, the
+        same in both passes.
+      * `reduce_to` inside a `jax.shard_map` over these axes: an error that
+        says how to gather there.
+      * A flag, a name or a function among the arguments: stays what it is.
+      * Forward mode (`jvp`, `jacfwd`, `hessian`): works, in bfloat16 too.
+      * Several calls in one loss (two towers): each has its own
+        micro-batches.
+
+      Known when compiling:
+
+      * Other arguments of `fun` that have gradients: added on each device,
+        and reduced once.
+      * Other mesh axes (tensor): left to the partitioner.
+
+      Never known:
+
+      * `fun` couples examples (BatchNorm): its output is not the whole
+        batch's; see `verify`.
 
     Example:
       In-batch softmax over 8 rows, two at a time:
@@ -88,13 +116,16 @@ def microbatched_apply(
       ...     return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
       >>> params, x, y = jnp.eye(3), jnp.ones((8, 3)), jnp.ones((8, 3))
       >>> small = optax_accum.microbatched_apply(encode, microbatch_size=2)
-      >>> whole, cut = (jax.grad(loss)(params, x, y, f) for f in (encode, small))
+      >>> whole = jax.grad(loss)(params, x, y, encode)
+      >>> cut = jax.grad(loss)(params, x, y, small)
       >>> bool(jnp.allclose(whole, cut))
       True
 
     References:
-      L. Gao et al., *Scaling deep contrastive learning batch size under memory limited setup* (GradCache), 2021.
-      J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline parallelism*, arXiv:2106.02679.
+      * L. Gao et al., *Scaling deep contrastive learning batch size under
+        memory limited setup* (GradCache), 2021.
+      * J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline
+        parallelism*, arXiv:2106.02679.
     """
     as_function(fun)
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)

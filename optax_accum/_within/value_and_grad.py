@@ -47,16 +47,20 @@ def value_and_grad(
     reduce_dtype: Any = None,
     statistics: bool | Options = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Does what `jax.value_and_grad` does, one micro-batch after the other: same call, same return, less memory.
+    """Does what `jax.value_and_grad` does, one micro-batch after the other.
 
-    A batch of rows is cut into micro-batches with weights `w_i`; with `l_i` the loss of one,
+    Same call, same return, less memory. It splits the rows of the batch
+    into micro-batches with losses `l_i` and weights `w_i`, and returns
 
-        loss = sum_i s_i l_i,    gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
+        loss     = sum_i s_i l_i
+        gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
 
-    The shares `s_i` are computed first, from the data. Each micro-batch's loss is scaled by its share, so the backward
-    pass can add its gradient straight into the sum, and inside `jit` no second tree of gradients is stored. If k
-    divides the rows, row r is in micro-batch `r mod k`, which leaves a sharded batch where it is; the rows that are
-    left over form one smaller micro-batch, the last.
+    The shares `s_i` are computed first, from the data. Each micro-batch's
+    loss is scaled by its share, so the backward pass can add its gradient
+    straight into the sum, and inside `jit` no second tree of gradients is
+    stored. If k divides the rows, row r is in micro-batch `r mod k`, which
+    leaves a sharded batch where it is; the rows that are left over form one
+    smaller micro-batch, the last.
 
     Example:
       Rows with masks of different lengths, and dropout:
@@ -67,88 +71,136 @@ def value_and_grad(
       ...     error = (jnp.where(kept, batch["x"], 0) @ w - batch["y"]) ** 2
       ...     return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
       >>> value_and_grad = optax_accum.value_and_grad(
-      ...     loss, microbatch_size=4, weight_fn=lambda batch: batch["mask"].sum(), rng_argnum=2)
-      >>> batch = {"x": jnp.ones((10, 3)), "y": jnp.zeros(10), "mask": jnp.arange(10) < 7}
-      >>> value, grad = jax.jit(value_and_grad)(jnp.ones(3), batch, jax.random.key(0))
+      ...     loss,
+      ...     microbatch_size=4,
+      ...     weight_fn=lambda batch: batch["mask"].sum(),
+      ...     rng_argnum=2)
+      >>> batch = {"x": jnp.ones((10, 3)), "y": jnp.zeros(10)}
+      >>> batch["mask"] = jnp.arange(10) < 7
+      >>> key = jax.random.key(0)
+      >>> value, grad = jax.jit(value_and_grad)(jnp.ones(3), batch, key)
       >>> grad.shape
       (3,)
 
     Args:
-      fun: the loss, a mean over what the weights count: a real scalar, or a dict of scalar terms, which are added; or a
-        `Ratio(total, count)` if only the loss knows the denominator, or a dict of those. docs/losses.md has losses of
-        each kind. Of a sum over rows, return the mean and multiply the gradient.
-      num_microbatches: at most so many micro-batches, of `ceil(n / num_microbatches)` rows each. It is the second
-        positional argument, where `jax.value_and_grad` has `argnums`.
-      microbatch_size: the rows of a micro-batch. Pass exactly one of these two.
-      argnums: the argument to differentiate, or several, as in `jax.value_and_grad`.
+      fun: the loss, a mean over what the weights count: a real scalar, or a
+        dict of scalar terms, which are added; or a `Ratio(total, count)` if
+        only the loss knows the denominator, or a dict of those.
+        docs/losses.md has losses of each kind. If your loss is a sum over
+        rows, return the mean and multiply the gradient.
+      num_microbatches: the most micro-batches to make, of
+        `ceil(n / num_microbatches)` rows each. It is the second positional
+        argument, where `jax.value_and_grad` has `argnums`.
+      microbatch_size: the rows of a micro-batch. Pass exactly one of these
+        two.
+      argnums: the argument to differentiate, or several, as in
+        `jax.value_and_grad`.
       has_aux: `fun` returns `(loss, aux)`.
-      batch_argnums: the argument, or several, that hold the batch: trees whose arrays are cut along their first axis;
-        scalars stay whole, and a list of them is refused. Here, and wherever arguments are named, `1`, `"x"` and
-        `(1, "mask")` are positions in `fun` and names of its parameters: either way, a call may pass the argument by
-        position or by keyword.
-      whole_argnums: arguments that all micro-batches get whole though they have as many rows, and keys that they share
-        on purpose. Other arguments stay whole unasked.
-      group_size: this many consecutive rows always stay in one micro-batch (pairs, the completions of one prompt).
-      stacked: the batch comes cut, [k, m, ...]: micro-batch j is `leaf[j]`, and no number or size is given. Leaves may
-        differ in m, as those of graphs do; outputs are "stack"ed, not "concat"enated.
-      weight_fn: called with the micro-batch only (or with all arguments in `batch_argnums`, in order), returns how much
-        it counts: a real scalar of at least 32 bits, such as `mask.sum()`, or a dict with one for each term of the
-        loss. Default: the number of rows. It is traced under `jax.vmap`.
-      weight_of: `weight_of(value, aux)`, for a weight that `fun` computes (`aux` is None without `has_aux`): losses
-        times weights are added, and divided by the sum of weights, as with a `Ratio`.
-      rng_argnum: an argument that is a key, or a tree of keys: micro-batch i gets `jax.random.fold_in(key, i)`.
-      carry_argnum: an argument that each micro-batch hands to the next (statistics of BatchNorm): `fun` returns
-        `(loss, carry)`, or `(loss, (aux, carry))` with `has_aux`.
-      aux_reduction: how to combine `aux`, one name or a pytree prefix of names: `"mean"` (weighted; by rows for a dict
-        of weights), `"sum"`, `"max"`, `"min"`, `"concat"` (rows, in their order), `"stack"` (one for each micro-batch),
-        `"last"`, or a function `(a, b) -> c` that merges two.
-      accumulator_dtype: the dtype to add in, and to return, or a pytree prefix of dtypes. By default, and where it is
-        None, sums are in at least float32, and gradients come back in the parameters' dtypes.
-      in_place: whether to add inside the backward pass: by default wherever JAX can. Pass False if you differentiate
-        twice through a `jit` (a Hessian). `logging.getLogger("optax_accum")` tells, at level INFO, which parameters'
-        gradients are added there, and why others are not.
-      unroll: compile each micro-batch for itself, for convolutions on CPU, which XLA runs many times slower inside any
-        loop (jax-ml/jax#12868). Compile time grows with k; before JAX 0.12 several micro-batches are kept at once.
-      reduce_axes: the mesh axes over which the batch is sharded, for one reduction per call: `optax_accum.sharding`.
-      reduce_to: where the sum over them goes: likewise.
-      reduce_dtype: the dtype in which gradients cross the network: likewise.
-      overlap: whether gradients are added over the devices inside the last micro-batch's backward pass, so that
-        communication overlaps the matrix products that follow. That micro-batch is compiled separately. By default on
-        GPUs, for 64 MiB or more.
-      statistics: whether to measure gradients: what comes back is `((value, statistics), gradient)`.
-        `optax_accum.statistics`.
+      batch_argnums: the argument, or several, that hold the batch: trees
+        whose arrays are cut along their first axis; scalars stay whole, and
+        a list of them is refused. Here, and wherever arguments are named,
+        `1`, `"x"` and `(1, "mask")` are positions in `fun` and names of its
+        parameters: either way, a call may pass the argument by position or
+        by keyword.
+      whole_argnums: arguments that all micro-batches get whole though they
+        have as many rows, and keys that they share on purpose. Other
+        arguments stay whole without being named.
+      group_size: this many consecutive rows always stay in one micro-batch
+        (pairs, the completions of one prompt).
+      stacked: the batch is split already, [k, m, ...]: micro-batch j is
+        `leaf[j]`, and no number or size is given. Leaves may differ in m,
+        as those of graphs do; outputs are "stack"ed, not "concat"enated.
+      weight_fn: called with the micro-batch only (or with all arguments in
+        `batch_argnums`, in order), returns how much it counts: a real
+        scalar of at least 32 bits, such as `mask.sum()`, or a dict with one
+        for each term of the loss. Default: the number of rows. It is traced
+        under `jax.vmap`.
+      weight_of: `weight_of(value, aux)`, for a weight that `fun` computes
+        (`aux` is None without `has_aux`): losses times weights are added,
+        and divided by the sum of weights, as with a `Ratio`.
+      rng_argnum: an argument that is a key, or a tree of keys: micro-batch
+        i gets `jax.random.fold_in(key, i)`.
+      carry_argnum: an argument that each micro-batch hands to the next
+        (statistics of BatchNorm): `fun` returns `(loss, carry)`, or
+        `(loss, (aux, carry))` with `has_aux`.
+      aux_reduction: how to combine `aux`, one name or a pytree prefix of
+        names: `"mean"` (weighted; by rows for a dict of weights), `"sum"`,
+        `"max"`, `"min"`, `"concat"` (rows, in their order), `"stack"` (one
+        for each micro-batch), `"last"`, or a function `(a, b) -> c` that
+        merges two.
+      accumulator_dtype: the dtype to add in, and to return, or a pytree
+        prefix of dtypes. By default, and where it is None, sums are in at
+        least float32, and gradients come back in the parameters' dtypes.
+      in_place: whether to add inside the backward pass: by default wherever
+        JAX can. Pass False if you differentiate twice through a `jit` (a
+        Hessian). `logging.getLogger("optax_accum")` tells, at level INFO,
+        which parameters' gradients are added there, and why others are not.
+      unroll: compile each micro-batch separately, for convolutions on CPU,
+        which XLA runs many times slower inside any loop (jax-ml/jax#12868).
+        Compile time grows with k; before JAX 0.12 several micro-batches are
+        kept at once.
+      reduce_axes: the mesh axes over which the batch is sharded, for one
+        reduction per call; see `optax_accum.sharding`.
+      reduce_to: where the sum over these axes goes; see
+        `optax_accum.sharding`.
+      reduce_dtype: the dtype in which gradients cross the network; see
+        `optax_accum.sharding`.
+      overlap: whether gradients are added over the devices inside the last
+        micro-batch's backward pass, so that communication overlaps the
+        matrix products that follow. That micro-batch is compiled
+        separately. By default on GPUs, for 64 MiB or more.
+      statistics: whether to measure gradients; the function then returns
+        `((value, statistics), gradient)`. See `optax_accum.statistics`.
 
     Returns:
-      A function of the arguments of `fun`, which returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
+      A function of the arguments of `fun`, which returns what
+      `jax.value_and_grad(fun, argnums, has_aux)` returns.
 
     Raises:
-      TypeError, ValueError: invalid arguments, when you build or trace: a random key that neither `rng_argnum` nor
-        `whole_argnums` names, numbers drawn for each row from a key that `fun` closes over, another argument with as
-        many rows as the batch, and the like.
+      TypeError, ValueError: invalid arguments, when you build or trace: a
+        random key that neither `rng_argnum` nor `whole_argnums` names,
+        numbers drawn for each row from a key that `fun` closes over,
+        another argument with as many rows as the batch, and the like.
 
     Guarantees:
-      | case | result | known when |
-      |---|---|---|
-      | aux: `"mean"` of an integer, `"max"` of a complex, a key, `"concat"` without rows | an error | tracing |
-      | `"sum"` of bools | counts them, in int32 | running |
-      | aux of another shape in the smaller last micro-batch, but for its rows in `"concat"` | an error | tracing |
-      | a weight of zero | its micro-batch is not run: their number may vary without a new compilation | running |
-      | outputs of one that is not run | zeros in `"concat"` and `"stack"`, nothing elsewhere | running |
-      | `weight_of` gives 0 | the micro-batch is run: guard a 0 / 0 in its loss with `jnp.maximum` | running |
-      | the weights add to zero | a zero loss and a zero gradient | running |
-      | the same: `"max"` of nothing | the lowest number of its dtype: `-inf`, False of bools | running |
-      | a weight of zero for one term only | its value is left out; guard a 0 / 0 in it with `jnp.maximum` | running |
-      | a loss below 32 bits | the shares are rounded to its dtype; return `loss.astype(jnp.float32)` | tracing |
-      | bfloat16 parameters, or float32 ones that `fun` casts | added inside the backward pass, in float32 | tracing |
-      | a parameter that is used twice | each part of its gradient is added by itself, to rounding | tracing |
-      | differentiated again (`hessian`); before JAX 0.8.1 | added after the backward pass | tracing |
-      | `accumulator_dtype` narrower than the parameters | as above | tracing |
-      | differentiated again through a `jit` or `jax.checkpoint` | an error: pass `in_place=False` | tracing |
-      | called outside `jit` | nothing is compiled: one after the other, added after the backward pass | running |
+      Known when tracing:
+
+      * `aux` is a random key, or takes `"mean"` of an integer, `"max"` of a
+        complex number, or `"concat"` without rows: an error.
+      * `aux` of another shape in the smaller last micro-batch, apart from
+        its rows in `"concat"`: an error.
+      * A loss below 32 bits: the shares are rounded to its dtype; return
+        `loss.astype(jnp.float32)`.
+      * bfloat16 parameters, or float32 ones that `fun` casts: their
+        gradients are added inside the backward pass, in float32.
+      * A parameter that is used twice: the parts of its gradient are added
+        one by one; the sum is the same to rounding.
+      * Differentiated again (`hessian`); JAX before 0.8.1; an
+        `accumulator_dtype` narrower than the parameters: gradients are
+        added after the backward pass.
+      * Differentiated again through a `jit` or `jax.checkpoint`: an error;
+        pass `in_place=False`.
+
+      Known when running:
+
+      * `"sum"` of bools: counts them, in int32.
+      * A weight of zero: its micro-batch is not run, so the number of those
+        that run may vary without a new compilation. A micro-batch that is
+        not run has zeros in `"concat"` and `"stack"`, and nothing
+        elsewhere.
+      * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
+        loss with `jnp.maximum`.
+      * The weights add to zero: a zero loss and a zero gradient. `"max"` of
+        nothing is the lowest number of its dtype: `-inf`, False of bools.
+      * A weight of zero for one term only: the term's value is left out;
+        guard a 0 / 0 in it with `jnp.maximum`.
+      * Called outside `jit`: nothing is compiled; the micro-batches run one
+        after the other, and gradients are added after the backward pass.
 
     References:
-      Adding inside the backward pass uses JAX's mutable arrays (`jax.new_ref`, `jax.vjp(...).with_refs`). The
-      interleaved cut is also that of `optax.microbatch`.
+      Adding inside the backward pass uses JAX's mutable arrays
+      (`jax.new_ref`, `jax.vjp(...).with_refs`). The interleaved cut is also
+      that of `optax.microbatch`.
     """
     reductions.check_names("aux_reduction", aux_reduction, reductions.REDUCTIONS)
     single = isinstance(argnums, int | str)

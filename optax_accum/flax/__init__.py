@@ -1,6 +1,10 @@
-"""Flax train steps with accumulation: for Linen `linen`, for NNX `nnx`, and here what belongs to both.
+"""Flax train steps with accumulation.
 
-Imported as `optax_accum.flax`; `optax_accum` itself loads it when it is first asked for.
+Those for Linen are in `linen`, those for NNX in `nnx`; here is what belongs
+to both.
+
+Imported as `optax_accum.flax`; `optax_accum` itself loads it when it is
+first asked for.
 """
 
 from importlib.util import find_spec as _find_spec

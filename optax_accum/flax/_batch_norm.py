@@ -12,24 +12,33 @@ from optax_accum._core.arithmetic import Tree, for_each_leaf
 
 
 def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
-    """Returns moments that can be averaged over micro-batches, of the running statistics that each would leave.
+    """Returns moments of BatchNorm that can be averaged over micro-batches.
 
-    BatchNorm returned `new = momentum old + (1 - momentum) statistics`. With `d` and `v`, the mean and the variance of
-    the micro-batch less the running ones,
+    They are those of the running statistics that each micro-batch would
+    leave.
+
+    BatchNorm returned `new = momentum old + (1 - momentum) statistics`.
+    With `d` and `v`, the mean and the variance of the micro-batch less the
+    running ones,
 
         d_i,    v_i + d_i^2
 
-    are linear in the weights; they come in at least float32. Use them as an auxiliary output with
-    `aux_reduction="mean"`, or let `TrainState` and `value_and_grad` do so.
+    are linear in the weights; they come in at least float32. Use them as an
+    auxiliary output with `aux_reduction="mean"`, or let `TrainState` and
+    `value_and_grad` do so.
 
     Args:
-      new: the statistics that the model returned for one micro-batch, given `old`: a tree whose `mean` and `var` stand
-        side by side, as Flax has them. What stands alone is averaged.
-      old: the running statistics before the update: the same for all its micro-batches.
-      momentum: of the BatchNorm layers: 0.99 is Flax's default. A number, or a prefix of the tree made of numbers.
+      new: the statistics that the model returned for one micro-batch, given
+        `old`: a tree whose `mean` and `var` stand side by side, as Flax has
+        them. What stands alone is averaged.
+      old: the running statistics before the update: the same for all its
+        micro-batches.
+      momentum: of the BatchNorm layers: 0.99 is Flax's default. A number,
+        or a prefix of the tree made of numbers.
 
     Raises:
-      ValueError: the trees or shapes differ; a momentum that is not in [0, 1).
+      ValueError: the trees or shapes differ; a momentum that is not in
+        [0, 1).
     """
     check_stats(old, new)
     new, old = unfreeze(new), unfreeze(old)
@@ -40,29 +49,37 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
 
 
 def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
-    """Returns the running statistics after one update, from the mean `batch_moments` of its micro-batches.
+    """Returns the running statistics of BatchNorm after one update.
 
-    The law of total variance, and one momentum step whatever the number of micro-batches:
+    They come from the mean `batch_moments` of its micro-batches, by the law
+    of total variance, and one momentum step whatever the number of
+    micro-batches:
 
-        mean = sum_i n_i mean_i / n,    var = sum_i n_i (var_i + mean_i^2) / n - mean^2
+        mean = sum_i n_i mean_i / n
+        var  = sum_i n_i (var_i + mean_i^2) / n - mean^2
 
-    The moments are taken about the running mean, which the law allows and rounding prefers: a mean of 1000 with a
-    variance of 1 would lose that variance in float32.
+    The moments are taken about the running mean, which the law allows and
+    rounding prefers: a mean of 1000 with a variance of 1 would lose that
+    variance in float32.
 
-    It is exact for the inputs that a layer has seen, if `fun` calls it once: a layer that is called twice steps twice,
-    and the variances between micro-batches of its calls cannot be told apart afterwards. What it cannot change: inside
-    a micro-batch, BatchNorm normalises with the statistics of that micro-batch, so gradients, and what a second
-    BatchNorm behind it sees, are not those of the whole batch; `verify` says so.
+    It is exact for the inputs that a layer has seen, if `fun` calls it
+    once: a layer that is called twice steps twice, and the variances
+    between micro-batches of its calls cannot be told apart afterwards. What
+    it cannot change: inside a micro-batch, BatchNorm normalises with the
+    statistics of that micro-batch, so gradients, and what a second
+    BatchNorm behind it sees, are not those of the whole batch; `verify`
+    says so.
 
     Args:
-      moments: the mean of `batch_moments` over the micro-batches, weighted by their rows.
+      moments: the mean of `batch_moments` over the micro-batches, weighted
+        by their rows.
       old: the running statistics before the update.
       momentum: of the BatchNorm layers, as given to `batch_moments`.
 
     Guarantees:
       | case | result |
       |---|---|
-      | one micro-batch | the statistics that the model returned, to rounding |
+      | one micro-batch | the statistics that the model gave, to rounding |
       | the layers are in inference mode | `old`, bit for bit |
       | variances that rounding would make negative | zero |
 
@@ -70,10 +87,14 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
       >>> import jax.numpy as jnp
       >>> from optax_accum.flax import batch_moments, merge_batch_stats
       >>> old = {"mean": jnp.zeros(1), "var": jnp.ones(1)}
-      >>> left = lambda mean: {"mean": 0.1 * jnp.array([mean]), "var": 0.9 * old["var"]}  # two constant micro-batches
-      >>> first, second = (batch_moments(left(mean), old, 0.9) for mean in (-1.0, 1.0))
-      >>> mean_moments = {name: (first[name] + second[name]) / 2 for name in old}
-      >>> print(merge_batch_stats(mean_moments, old, 0.9)["var"])  # the batch has variance 1, each half has none
+      >>> def moments(mean):  # of a constant micro-batch
+      ...     new = {"mean": 0.1 * jnp.array([mean])}
+      ...     new["var"] = 0.9 * old["var"]
+      ...     return batch_moments(new, old, 0.9)
+      >>> first, second = moments(-1.0), moments(1.0)
+      >>> mean = {name: (first[name] + second[name]) / 2 for name in old}
+      >>> merged = merge_batch_stats(mean, old, 0.9)
+      >>> print(merged["var"])  # variance 1, though each half has none
       [1.]
     """
     old = unfreeze(old)

@@ -40,35 +40,51 @@ class Window(NamedTuple):
 
 
 class TrainState(train_state.TrainState, kw_only=True):
-    """`flax.training.train_state.TrainState` for an optimizer that accumulates: `updates` counts its updates.
+    """A `TrainState` of Flax Linen for an optimizer that accumulates.
 
-    Change the import, and wrap the optimizer in `accumulate_gradients`; the train step stays as it is. `step` still
-    counts calls, so a dropout key that is folded with it differs for each micro-batch of a window. A schedule outside
-    the optimizer, a log or an evaluation that asked for `step` now asks for `updates`.
+    It extends `flax.training.train_state.TrainState`: `updates` counts the
+    optimizer's updates. Change the import, and wrap the optimizer in
+    `accumulate_gradients`; the train step stays as it is. `step` still
+    counts calls, so a dropout key that is folded with it differs for each
+    micro-batch of a window. A schedule outside the optimizer, a log or an
+    evaluation that asked for `step` now asks for `updates`.
 
     Attributes:
-      step: int32 []. Calls of `apply_gradients`, as in Flax: for random keys, the names of checkpoints, resumed loops.
-      updates: int32 []. Updates made: for learning rates, logs and evaluations.
-      batch_stats: the running statistics of BatchNorm, or None. They stay what they are while a window is held, and
-        make one momentum step when it emits, with the statistics of the whole window (see `merge_batch_stats`).
+      step: int32 []. Calls of `apply_gradients`, as in Flax: for random
+        keys, the names of checkpoints, resumed loops.
+      updates: int32 []. Updates made: for learning rates, logs and
+        evaluations.
+      batch_stats: the running statistics of BatchNorm, or None. They stay
+        what they are while a window is held, and make one momentum step
+        when it emits, with the statistics of the whole window (see
+        `merge_batch_stats`).
       window: the sums over the window so far: see `window_metrics`.
-      momentum: that of the BatchNorm layers, needed with `batch_stats`; a number, or a prefix of their tree.
+      momentum: that of the BatchNorm layers, needed with `batch_stats`; a
+        number, or a prefix of their tree.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | an optimizer that does not accumulate | what Flax's own does; `weight`, `flush`, `metrics` warn once |
-      | the window is held | `updates`, `params` and `batch_stats` are the same, bit for bit |
-      | the same, but part of an `optax.chain` stands outside the window | that part acts at every micro-step |
-      | closed late, by `weight=0, flush=True` alone | the statistics of the window step, as they should |
-      | the window is discarded | as if held, but the next micro-step begins anew |
-      | `nonfinite` leaves a micro-batch out | so do metrics and `batch_stats`: a NaN in them does not stay |
-      | no micro-batch of the window has counted yet | `window_metrics` are NaN |
-      | a subclass has a field `metrics` | it is replaced, as by Flax; the window averages none |
-      | fp8 statistics beside the parameters | the maximum over the window overwrites them when it emits |
-      | a checkpoint of Flax's own `TrainState` | is restored; `updates` is read off its window, if it accumulated |
-      | one of another model, optimizer or dtype | refused by `flax.serialization`, with the name of what differs |
-      | one of other metrics | those of the same names go on |
+      * An optimizer that does not accumulate: what Flax's own does;
+        `weight`, `flush`, `metrics` warn once.
+      * The window is held: `updates`, `params` and `batch_stats` are the
+        same, bit for bit. If a part of an `optax.chain` stands outside the
+        window, that part acts at every micro-step.
+      * Closed late, by `weight=0, flush=True` alone: the statistics of the
+        window step, as they should.
+      * The window is discarded: as if held, but the next micro-step begins
+        anew.
+      * `nonfinite` leaves a micro-batch out: so do metrics and
+        `batch_stats`; a NaN in them does not stay.
+      * No micro-batch of the window has counted yet: `window_metrics` are
+        NaN.
+      * A subclass has a field `metrics`: it is replaced, as by Flax; the
+        window averages none.
+      * fp8 statistics beside the parameters: the maximum over the window
+        overwrites them when it emits.
+      * A checkpoint of Flax's own `TrainState`: is restored; `updates` is
+        read off its window, if it accumulated.
+      * A checkpoint of another model, optimizer or dtype: refused by
+        `flax.serialization`, with the name of what differs.
+      * A checkpoint of other metrics: those of the same names go on.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -77,13 +93,19 @@ class TrainState(train_state.TrainState, kw_only=True):
       >>> model = nn.Dense(1)
       >>> params = model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
       >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
-      >>> state = TrainState.create(apply_fn=model.apply, params=params, tx=tx, metrics=("loss",))
+      >>> state = TrainState.create(
+      ...     apply_fn=model.apply, params=params, tx=tx, metrics=("loss",))
       >>> for x in (1.0, 2.0):
-      ...     loss = lambda p: jnp.mean((state.apply_fn({"params": p}, jnp.full((1, 2), x)) - x) ** 2)
+      ...     rows = jnp.full((1, 2), x)
+      ...     outputs = lambda p: state.apply_fn({"params": p}, rows)
+      ...     loss = lambda p: jnp.mean((outputs(p) - x) ** 2)
       ...     value, grads = jax.value_and_grad(loss)(state.params)
-      ...     state = state.apply_gradients(grads=grads, weight=1.0, metrics={"loss": value})
-      >>> int(state.step), int(state.updates), sorted(state.window_metrics())
-      (2, 1, ['loss'])
+      ...     state = state.apply_gradients(
+      ...         grads=grads, weight=1.0, metrics={"loss": value})
+      >>> int(state.step), int(state.updates)
+      (2, 1)
+      >>> sorted(state.window_metrics())
+      ['loss']
     """
 
     updates: Any = 0
@@ -112,13 +134,16 @@ class TrainState(train_state.TrainState, kw_only=True):
           apply_fn: the model's `apply`.
           params: its parameters.
           tx: the optimizer.
-          metrics: the names of the metrics that `apply_gradients` will be given.
-          momentum: that of the BatchNorm layers, with `batch_stats`: it cannot be read off them. A number, or a prefix
-            of their tree: `{"BatchNorm_0": 0.9, "BatchNorm_1": 0.99}`.
+          metrics: the names of the metrics that `apply_gradients` will be
+            given.
+          momentum: that of the BatchNorm layers, with `batch_stats`: it
+            cannot be read off them. A number, or a prefix of their tree:
+            `{"BatchNorm_0": 0.9, "BatchNorm_1": 0.99}`.
           **kwargs: other fields, such as `batch_stats`.
 
         Raises:
-          ValueError: `batch_stats` without `momentum`, or with that of other layers; an optimizer of several windows.
+          ValueError: `batch_stats` without `momentum`, or with that of
+            other layers; an optimizer of several windows.
         """
         if "metrics" in field_names(cls) and metrics is not None:
             kwargs["metrics"], metrics = metrics, None
@@ -150,20 +175,26 @@ class TrainState(train_state.TrainState, kw_only=True):
         stats_weight: Any = None,
         **kwargs: Any,
     ) -> Self:
-        """Makes one micro-step: adds the gradient, and updates if this closes the window.
+        """Makes one micro-step.
+
+        Adds the gradient, and updates if this closes the window.
 
         Args:
           grads: the gradients of one micro-batch, a tree like `params`.
           weight: how much the micro-batch counts: 1 by default.
           flush: closes the window with this micro-batch.
-          metrics: scalars of this micro-batch, by the names given to `create`; they are averaged over the window.
-          stats_weight: how much its `batch_stats` count: their rows, where `weight` counts something else.
-          **kwargs: fields of the state are replaced, as Flax does (`batch_stats` as said above); all else goes to the
-            optimizer.
+          metrics: scalars of this micro-batch, by the names given to
+            `create`; they are averaged over the window.
+          stats_weight: how much its `batch_stats` count: their rows, where
+            `weight` counts something else.
+          **kwargs: fields of the state are replaced, as Flax does
+            (`batch_stats` as said above); all else goes to the optimizer.
 
         Raises:
-          TypeError: a metric that is no real number; an extra argument that looks like one of these, misspelt.
-          ValueError: metrics of other names or that are no scalars; `batch_stats` of another tree.
+          TypeError: a metric that is no real number; an extra argument that
+            looks like one of these, misspelt.
+          ValueError: metrics of other names or that are no scalars;
+            `batch_stats` of another tree.
         """
         fields = field_names(type(self))
         if "metrics" in fields and metrics is not None:
@@ -191,7 +222,10 @@ class TrainState(train_state.TrainState, kw_only=True):
         return self.replace(**{"step": self.step + 1, "updates": updates, **made, **replaced})
 
     def window_metrics(self) -> dict[str, jax.Array]:
-        """Returns the weighted means of the metrics over the window so far, or over the one that has just closed."""
+        """Returns the weighted means of the metrics over the window.
+
+        That is the window so far, or the one that has just closed.
+        """
         return _window.mean_metrics(self.window.metrics)
 
     def _add_stats(self, new: Tree, weight: jax.Array, micro_step: MicroStep) -> tuple[WeightedSum | None, Tree]:

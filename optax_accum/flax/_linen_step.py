@@ -20,26 +20,38 @@ Tree = Any
 def train_step(
     fun: Callable[..., Any], *, weight_fn: Callable[..., Any] | None = None, **options: Any
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """Returns the usual Linen train step: micro-batches within the call, windows across calls, metrics, donation.
+    """Returns the usual Linen train step.
+
+    It has micro-batches within the call, windows across calls, metrics,
+    donation.
 
     Args:
-      fun: `fun(params, batch, key, state) -> (loss, extra)`, where `extra` is a dict that may hold `"metrics"`, a dict
-        of scalars, and must hold `"batch_stats"`, as the model returned them, if the state has some. Give
-        `state.apply_fn` the key as `rngs`. The state comes without its parameters and those of the optimizer.
-      weight_fn: how much a micro-batch counts: by default its number of rows; a `Ratio` says it itself. `batch_stats`
-        always count by rows: those of the micro-batches that are run, which those of weight zero are not.
-      **options: those of `optax_accum.value_and_grad`: `num_microbatches` (1 if your loader delivers micro-batches) or
-        `microbatch_size`, and others. `reduce_axes` of `accumulate_gradients` need not be repeated here.
+      fun: `fun(params, batch, key, state) -> (loss, extra)`, where `extra`
+        is a dict that may hold `"metrics"`, a dict of scalars, and must
+        hold `"batch_stats"`, as the model returned them, if the state has
+        some. Give `state.apply_fn` the key as `rngs`. The state comes
+        without its parameters and those of the optimizer.
+      weight_fn: how much a micro-batch counts: by default its number of
+        rows; a `Ratio` says it itself. `batch_stats` always count by rows:
+        those of the micro-batches that are run, which those of weight zero
+        are not.
+      **options: those of `optax_accum.value_and_grad`: `num_microbatches`
+        (1 if your loader delivers micro-batches) or `microbatch_size`, and
+        others. `reduce_axes` of `accumulate_gradients` need not be repeated
+        here.
 
     Returns:
-      A jitted `step(state, batch, key, flush=None) -> (state, metrics)` that donates `state`, a `TrainState` created
-      with `metrics=("loss", ...)`. The metrics are those of the window so far; of the call, if the optimizer does not
-      accumulate.
+      A jitted `step(state, batch, key, flush=None) -> (state, metrics)`
+      that donates `state`, a `TrainState` created with
+      `metrics=("loss", ...)`. The metrics are those of the window so far;
+      of the call, if the optimizer does not accumulate.
 
     Raises:
-      TypeError: the state is one of Flax's own; `fun` returns no pair; a metric that is no real number; an option that
-        `train_step` sets itself.
-      ValueError: `extra` lacks `"batch_stats"`, or has other entries; a metric of the name `"loss"`.
+      TypeError: the state is one of Flax's own; `fun` returns no pair; a
+        metric that is no real number; an option that `train_step` sets
+        itself.
+      ValueError: `extra` lacks `"batch_stats"`, or has other entries; a
+        metric of the name `"loss"`.
     """
     _window.check_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
 

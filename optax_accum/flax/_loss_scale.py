@@ -12,15 +12,19 @@ from optax_accum.flax._window import find_window
 
 
 def unscale() -> optax.GradientTransformationExtraArgs:
-    """Divides gradients by the extra argument `scale`: once per update, inside `accumulate_gradients`.
+    """Divides gradients by the extra argument `scale`, once per update.
 
-    For float16, with the scale of `flax.training.dynamic_scale.DynamicScale`:
+    Put it inside `accumulate_gradients`. For float16, with the scale of
+    `flax.training.dynamic_scale.DynamicScale`:
 
-        tx = accumulate_gradients(optax.chain(unscale(), optax.adam(1e-3)), every=8, nonfinite="discard")
+        inner = optax.chain(unscale(), optax.adam(1e-3))
+        tx = accumulate_gradients(inner, every=8, nonfinite="discard")
 
-    Multiply the loss by the scale, pass `scale=` to every micro-step, and move it with `next_scale` when a window has
-    closed. `DynamicScale.value_and_grad` itself is wrong with accumulation: it moves the scale at every
-    micro-batch, so that one window would add gradients of different scales, and divides k times.
+    Multiply the loss by the scale, pass `scale=` to every micro-step, and
+    move it with `next_scale` when a window has closed.
+    `DynamicScale.value_and_grad` itself is wrong with accumulation: it
+    moves the scale at every micro-batch, so that one window would add
+    gradients of different scales, and divides k times.
     """
 
     def update(grads: Tree, state: Any, params: Tree = None, *, scale: Any, **_: Any) -> tuple[Tree, Any]:
@@ -31,16 +35,20 @@ def unscale() -> optax.GradientTransformationExtraArgs:
 
 
 def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
-    """Returns the dynamic scale after a micro-step: it moves only when a window has closed.
+    """Returns the dynamic scale after a micro-step.
+
+    The scale moves only when a window has closed.
 
     Args:
       dynamic_scale: a `flax.training.dynamic_scale.DynamicScale`.
       before: the optimizer state before the micro-step.
-      after: the state after it, of `accumulate_gradients(..., nonfinite="discard")`.
+      after: the state after it, of
+        `accumulate_gradients(..., nonfinite="discard")`.
 
     Returns:
-      The scale grown after `growth_interval` updates in a row, backed off after a window that was discarded for an
-      infinity or a NaN in it; not after one that was empty.
+      The scale grown after `growth_interval` updates in a row, backed off
+      after a window that was discarded for an infinity or a NaN in it; not
+      after one that was empty.
     """
     updated = optax_accum.has_updated(after)
     discarded = optax_accum.metrics(after)["discarded"] > optax_accum.metrics(before)["discarded"]

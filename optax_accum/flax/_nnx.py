@@ -35,40 +35,52 @@ def value_and_grad(
     has_aux: bool = False,
     **options: Any,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Does what `nnx.value_and_grad(fun)` does, one micro-batch after the other.
+    """Does what `nnx.value_and_grad` does, one micro-batch after the other.
 
     Args:
-      fun: a loss `fun(model, batch, *args, **kwargs)`, whose first argument is an NNX module; it may change the values
-        of the module's variables, and make no new ones: what `sow` makes, `fun` removes with `nnx.pop`. All other
-        arguments are arrays and trees of them: an `nnx.Rngs` belongs into the module.
-      num_microbatches: as in `optax_accum.value_and_grad`; or `microbatch_size`.
-      wrt: the variables to differentiate, such as `nnx.LoRAParam`: all others cost no accumulator.
+      fun: a loss `fun(model, batch, *args, **kwargs)`, whose first argument
+        is an NNX module; it may change the values of the module's
+        variables, and make no new ones: what `sow` makes, `fun` removes
+        with `nnx.pop`. All other arguments are arrays and trees of them: an
+        `nnx.Rngs` belongs into the module.
+      num_microbatches: as in `optax_accum.value_and_grad`; or
+        `microbatch_size`.
+      wrt: the variables to differentiate, such as `nnx.LoRAParam`: all
+        others cost no accumulator.
       has_aux: `fun` returns `(loss, aux)`.
-      **options: those of `optax_accum.value_and_grad`: `microbatch_size`, `weight_fn`, ...; the positions in them are
-        those in `fun`, the model being 0.
+      **options: those of `optax_accum.value_and_grad`: `microbatch_size`,
+        `weight_fn`, ...; the positions in them are those in `fun`, the
+        model being 0.
 
     Returns:
-      A function of the arguments of `fun`, which returns `(value, grads)` and leaves the model's other state as the
-      batch leaves it.
+      A function of the arguments of `fun`, which returns `(value, grads)`
+      and leaves the model's other state as the batch leaves it.
 
     Raises:
-      TypeError: `argnums` or `carry_argnum`; an `nnx.Rngs` as an argument; a model of Linen.
-      ValueError: `wrt` names no variable of the model; `fun` makes variables, takes some out, or changes their shapes.
+      TypeError: `argnums` or `carry_argnum`; an `nnx.Rngs` as an argument;
+        a model of Linen.
+      ValueError: `wrt` names no variable of the model; `fun` makes
+        variables, takes some out, or changes their shapes.
 
     Guarantees:
-      | state of the model | after the call |
-      |---|---|
-      | random streams | have advanced at each micro-batch; with `reduce_axes`, each device has streams of its own |
-      | `nnx.BatchNorm` | one momentum step, with the statistics of all rows (`merge_batch_stats`) |
-      | whatever else there is | is passed on from micro-batch to micro-batch |
-      | variables of `wrt` that `fun` assigns, as `nnx.SpectralNorm` does | what they were: only gradients come out |
+      State of the model, after the call:
+
+      * Random streams: have advanced at each micro-batch; with
+        `reduce_axes`, each device has streams of its own.
+      * `nnx.BatchNorm`: has made one momentum step, with the statistics of
+        all rows (`merge_batch_stats`).
+      * Whatever else there is: is passed on from micro-batch to
+        micro-batch.
+      * Variables of `wrt` that `fun` assigns, as `nnx.SpectralNorm` does:
+        are what they were; only gradients come out.
 
     Example:
       >>> import jax.numpy as jnp, optax_accum.flax
       >>> from flax import nnx
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
       >>> loss = lambda model, x: jnp.mean(model(x) ** 2)
-      >>> value, grads = optax_accum.flax.nnx.value_and_grad(loss, num_microbatches=2)(model, jnp.ones((4, 2)))
+      >>> value_and_grad = optax_accum.flax.nnx.value_and_grad(loss, 2)
+      >>> value, grads = value_and_grad(model, jnp.ones((4, 2)))
       >>> grads["kernel"].shape
       (2, 1)
     """

@@ -20,23 +20,32 @@ Tree = Any
 
 
 class Optimizer(nnx.Optimizer):
-    """`nnx.Optimizer` whose `update` touches the model only when a window emits; `updates` counts how often that was.
+    """An `nnx.Optimizer` that changes the model only when a window emits.
+
+    `updates` counts how often that was.
 
     Attributes:
       step: uint32 []. Calls of `update`, as in Flax.
-      updates: uint32 []. Updates made: for learning rates, logs and evaluations.
-      window: the sums over the window so far, and the running statistics before it.
+      updates: uint32 []. Updates made: for learning rates, logs and
+        evaluations.
+      window: the sums over the window so far, and the running statistics
+        before it.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | an optimizer that does not accumulate | what Flax's own does; `weight`, `flush`, `metrics` warn once |
-      | the window is held | parameters and the statistics of `nnx.BatchNorm` are what they were before it |
-      | the window emits | `nnx.BatchNorm` makes one momentum step, with the statistics of the whole window |
-      | `nonfinite` leaves a micro-batch out | so do metrics and statistics: a NaN in them does not stay |
-      | `wrt` names no variable of the model | an error, where Flax's own trains nothing |
-      | several optimizers on one model with BatchNorm | each would take its statistics: take one, `optax.partition` |
-      | statistics are loaded into the model later | create the optimizer after that, or load its state as well |
+      * An optimizer that does not accumulate: what Flax's own does;
+        `weight`, `flush`, `metrics` warn once.
+      * The window is held: parameters and the statistics of `nnx.BatchNorm`
+        are what they were before it.
+      * The window emits: `nnx.BatchNorm` makes one momentum step, with the
+        statistics of the whole window.
+      * `nonfinite` leaves a micro-batch out: so do metrics and statistics;
+        a NaN in them does not stay.
+      * `wrt` names no variable of the model: an error, where Flax's own
+        trains nothing.
+      * Several optimizers on one model with BatchNorm: each would take its
+        statistics; take one, `optax.partition`.
+      * Statistics are loaded into the model later: create the optimizer
+        after that, or load its state as well.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum
@@ -46,14 +55,18 @@ class Optimizer(nnx.Optimizer):
       >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
       >>> optimizer = Optimizer(model, tx, wrt=nnx.Param)
       >>> for _ in range(2):
-      ...     grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((1, 2))) ** 2))(model)
+      ...     loss = lambda model: jnp.mean(model(jnp.ones((1, 2))) ** 2)
+      ...     grads = nnx.grad(loss)(model)
       ...     optimizer.update(model, grads, weight=3.0)
       >>> int(optimizer.step[...]), int(optimizer.updates[...])
       (2, 1)
     """
 
     def __init__(self, model: Any, tx: Any, *, wrt: Any, metrics: tuple[str, ...] = (), **kwargs: Any):
-        """Creates an optimizer before its first micro-step; `metrics` names what `update` will be given."""
+        """Creates an optimizer before its first micro-step.
+
+        `metrics` names what `update` will be given.
+        """
         check_trained(model, nnx.state(model, wrt), wrt, "Pass those that are to be trained.")
         super().__init__(model, _placing_rows(tx), wrt=wrt, **kwargs)
         self.tx = tx
@@ -78,21 +91,27 @@ class Optimizer(nnx.Optimizer):
         stats_weight: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Makes one micro-step: adds the gradient, and updates the model if this closes the window.
+        """Makes one micro-step.
+
+        Adds the gradient, and updates the model if this closes the window.
 
         Args:
           model: the module.
           grads: the gradients of one micro-batch.
           weight: how much the micro-batch counts: 1 by default.
           flush: closes the window with this micro-batch.
-          metrics: scalars of this micro-batch, by the names given to the constructor, averaged over the window.
-          stats_weight: how much its statistics count: its rows, where `weight` counts something else.
+          metrics: scalars of this micro-batch, by the names given to the
+            constructor, averaged over the window.
+          stats_weight: how much its statistics count: its rows, where
+            `weight` counts something else.
           **kwargs: for the optimizer.
 
         Raises:
-          TypeError: a metric that is no real number; an extra argument that looks like one of these, misspelt.
-          ValueError: metrics of other names or that are no scalars; gradients of other variables than those of `wrt`; a
-            model with other layers than before.
+          TypeError: a metric that is no real number; an extra argument that
+            looks like one of these, misspelt.
+          ValueError: metrics of other names or that are no scalars;
+            gradients of other variables than those of `wrt`; a model with
+            other layers than before.
         """
         params, state = as_pure(nnx.state(model, self.wrt)), as_pure(self.opt_state)
         before = _window.find_window(state)
@@ -115,7 +134,10 @@ class Optimizer(nnx.Optimizer):
         self.updates[...] += micro_step.emitted.astype(jnp.uint32)
 
     def window_metrics(self) -> dict[str, jax.Array]:
-        """Returns the weighted means of the metrics over the window so far, or over the one that has just closed."""
+        """Returns the weighted means of the metrics over the window.
+
+        That is the window so far, or the one that has just closed.
+        """
         return _window.mean_metrics(as_pure(self.window)["metrics"])
 
 

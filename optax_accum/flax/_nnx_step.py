@@ -26,28 +26,38 @@ def train_step(
     has_aux: bool = False,
     **options: Any,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """Returns the usual NNX train step: micro-batches within the call, windows across calls, metrics, donation.
+    """Returns the usual NNX train step.
+
+    It has micro-batches within the call, windows across calls, metrics,
+    donation.
 
     Args:
-      fun: `fun(model, batch) -> loss`, or, with `has_aux`, `(loss, metrics)`, a dict of scalars. Random keys are those
-        of the model.
-      weight_fn: how much a micro-batch counts: by default its number of rows; a `Ratio` says it itself. Statistics
-        always count by rows: those of the micro-batches that are run, which those of weight zero are not.
+      fun: `fun(model, batch) -> loss`, or, with `has_aux`,
+        `(loss, metrics)`, a dict of scalars. Random keys are those of the
+        model.
+      weight_fn: how much a micro-batch counts: by default its number of
+        rows; a `Ratio` says it itself. Statistics always count by rows:
+        those of the micro-batches that are run, which those of weight zero
+        are not.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
-      **options: those of `value_and_grad`: `num_microbatches` (1 if your loader delivers micro-batches) or
-        `microbatch_size`, and others. `reduce_axes` of `accumulate_gradients` need not be repeated here.
+      **options: those of `value_and_grad`: `num_microbatches` (1 if your
+        loader delivers micro-batches) or `microbatch_size`, and others.
+        `reduce_axes` of `accumulate_gradients` need not be repeated here.
 
     Returns:
-      A jitted `step(model, optimizer, batch, flush=None) -> metrics`, which donates the model and the optimizer, an
-      `Optimizer` of this module created with `metrics=("loss", ...)`, and changes the values of their variables.
-      Changes that you make to the model between steps are seen. The metrics are those of the window so far; of the
-      call, if the optimizer does not accumulate.
+      A jitted `step(model, optimizer, batch, flush=None) -> metrics`, which
+      donates the model and the optimizer, an `Optimizer` of this module
+      created with `metrics=("loss", ...)`, and changes the values of their
+      variables. Changes that you make to the model between steps are seen.
+      The metrics are those of the window so far; of the call, if the
+      optimizer does not accumulate.
 
     Raises:
-      TypeError: the optimizer is one of Flax's own; a metric that is no real number; an option that `train_step` sets
-        itself.
-      ValueError: a metric of the name `"loss"`; an optimizer of your own that changes more than values.
+      TypeError: the optimizer is one of Flax's own; a metric that is no
+        real number; an option that `train_step` sets itself.
+      ValueError: a metric of the name `"loss"`; an optimizer of your own
+        that changes more than values.
     """
     _window.check_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
 

@@ -1,4 +1,8 @@
-"""For Flax Linen: a train state with a window, and the usual train step over micro-batches."""
+"""For Flax Linen: a train state and a train step.
+
+The train state has a window; the train step is the usual one, over
+micro-batches.
+"""
 
 from optax_accum.flax._linen import TrainState
 from optax_accum.flax._linen_step import train_step

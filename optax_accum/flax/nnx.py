@@ -1,4 +1,7 @@
-"""For Flax NNX: `Optimizer`, `value_and_grad` and `train_step`."""
+"""For Flax NNX: an optimizer and a train step.
+
+Beside `Optimizer` and `train_step` there is `value_and_grad`.
+"""
 
 from optax_accum.flax._nnx import value_and_grad
 from optax_accum.flax._nnx_optimizer import Optimizer

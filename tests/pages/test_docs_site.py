@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import pydoc
 import re
 import subprocess
 import tomllib
@@ -57,6 +58,35 @@ def test_the_docstring_of_a_public_name_can_be_read_by_sphinx(name, value):
     assert sum(line.lstrip().startswith("* - ") for line in tables) == sum("|---" not in row for row in rows)
     for table in re.findall(r"(?:^ *\|.*\|(?:\n|\Z))+", text, re.MULTILINE):
         assert len({row.count("|") for row in table.splitlines()}) == 1  # a | in a cell would end it
+
+
+def wide(value):
+    """Lines of docstrings that help() prints beyond column 80; signatures, and what is inherited, are not ours."""
+    members = vars(value) if inspect.isclass(value) else {}
+    ours = [value, *(each for key, each in members.items() if key == "__init__" or not key.startswith("_"))]
+    written = {line.strip() for each in ours for line in (inspect.getdoc(each) or "").splitlines()}
+    head = f"{value.__name__} - "  # of a module, before the first line of its docstring
+    printed = pydoc.plaintext.document(value).splitlines()
+    return [line for line in printed if len(line) > 80 and line.lstrip(" |").removeprefix(head) in written]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", MODULES)
+def test_help_fits_a_terminal_of_80_columns(name):
+    """Of a module, and of each of its names."""
+    module = importlib.import_module(name)
+    objects = {name: module, **{each: getattr(module, each) for each in module.__all__}}
+    assert {each: lines for each, value in objects.items() if (lines := wide(value))} == {}
+
+
+def test_a_line_beyond_column_80_is_seen():
+    def function():
+        """Short.
+
+        A line that stands in four columns and has many words, so many that it ends beyond.
+        """
+
+    assert wide(function) == [f"    {function.__doc__.splitlines()[2].strip()}"]
 
 
 def test_what_becomes_of_a_docstring():
