@@ -57,6 +57,14 @@ WHY = {  # a target was missed, by the beginning of its name
         "to ask whether a gradient is finite takes a reduction, and a kernel, for each leaf; runs of one machine gave "
         "medians of 1.10 to 1.39"
     ),
+    "in place, temporary memory": (
+        "layers one by one that are cast before: XLA casts all of them once, outside the loop over micro-batches, and "
+        "keeps the casts; the same added after, or by hand. Layers in a scan meet it"
+    ),
+    "statistics, beyond that": (
+        "float32 parameters on an H100: XLA writes a gradient to take its norm, instead of adding it by the product "
+        "that makes it. In bfloat16, and on a v5e, it is 0"
+    ),
     "time, ours / ": "within the noise of the machine, which is 5 to 15 %; the worst of all tables counts",
 }
 HEAD = "# Results\n\nWhat `python -m benchmarks` printed.\n"

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from benchmarks import _decoder, _in_place, _many_devices, _measure, _one_device
+from benchmarks import _decoder, _in_place, _many_devices, _measure, _one_device, fsdp
 from benchmarks._one_device import Facts
 from optax_accum.accelerators import Target, target
 
@@ -97,7 +97,9 @@ def table(kind: str, record: dict[str, Any]) -> str:
 
 def targets(record: dict[str, Any]) -> str:
     """Returns what these facts have to reach, the worst of all that they were compiled for."""
-    read = lambda kind, case, fact: {name: facts[kind][case][fact] for name, facts in record.items()}
+    read = lambda kind, case, fact: {
+        name: facts[kind][case][fact] for name, facts in record.items() if kind in facts and case in facts[kind]
+    }
     ratio = lambda a, b: {name: a[name] / b[name] for name in a}
     memory = lambda case: read("decoder", case, "memory, P")
     flow = [read("FSDP", f"by layer, k = {k}", fact) for k in (2, 32) for fact in ("gathered, P", "reduced, P")]
@@ -106,6 +108,10 @@ def targets(record: dict[str, Any]) -> str:
     beyond = lambda base, way: {name: max(row[way] - row[base] for row in rows) for name, rows in inside.items()}
     four = read("in place", _in_place.FOUR, "in place, P")
     adamw = lambda fact: read("apply_gradients, by optimizer", "AdamW", fact)
+    between = [read("HSDP", f"{way}, k = 8", "between replicas, P") for way in (_many_devices.ONCE, fsdp.SCAN)]
+    sent = lambda case: {name: size for name, size in read("overlap", case, "sent, P").items() if name.startswith("h")}
+    hidden = lambda case: read("overlap", case, "of it hidden, P")  # on a TPU that is not known
+    exposed = lambda case: {name: 1 - hidden(case)[name] / of for name, of in sent(case).items()}
     verdicts = [
         ("held apply_gradients, AdamW, moves, P", adamw("held, P"), 3),
         ("copies in it", adamw("held copies"), 0),
@@ -121,6 +127,16 @@ def targets(record: dict[str, Any]) -> str:
         ("bfloat16 parameters, float32 sums, tied and checkpointed, k = 4: temporary memory, P", four, 0.55),
         ("FSDP by layer, bytes through the network, k = 32, P", through[1], 5),
         ("the same, k = 32 / k = 2", ratio(through[1], through[0]), 1),
+        ("HSDP, k = 8: bytes between replicas / those of a scan by hand", ratio(*between), 1 / 8),
+        ("exposed, of what a window sends: layers stacked", exposed("stacked, overlap=True"), 0.2),
+        ("the same, unrolled", exposed("unrolled, overlap=True"), 0.2),
+        ("the same, stacked, to shards", exposed("stacked, to shards (ZeRO-1), overlap=True"), 0.2),
+        ("the same, stacked, across calls", exposed("stacked, across calls, static flush, overlap=True"), 0.2),
+        (
+            "sent in bfloat16 / in float32",
+            ratio(sent("stacked, overlap=True, bfloat16 wire"), sent("stacked, overlap=True")),
+            0.5,
+        ),
     ]
     worst = lambda of: max(of, key=lambda name: of[name])
     return _measure.targets_text([_measure.verdict(what, of[worst(of)], at, worst(of)) for what, of, at in verdicts])

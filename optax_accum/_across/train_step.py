@@ -80,7 +80,7 @@ def value_and_apply_gradients(
       overlap: with `reduce_axes`, whether the backward pass that closes a
         window also adds the sums over the devices, each as soon as it is
         there. Only a static `flush=True` (a Python bool) can do it. By
-        default on GPUs, from 64 MiB of gradients on.
+        default on GPUs, from 64 MiB of gradients on, without `reduce_to`.
 
     With `reduce_axes` in `tx`, each device differentiates its own rows of
     the batch and adds to its own partial sum; `fun` and `weight_fn` see the
@@ -131,9 +131,9 @@ def value_and_apply_gradients(
       Known when running:
 
       * `weight` or `weight_fn` gives 0: the micro-batch is not run, and
-        zeros stand for what `fun` returned. Where the gradient must be seen
-        (above), or with `in_place=False`, the micro-batch is run, and adds
-        nothing.
+        zeros stand for what `fun` returned. Where the gradient is written
+        first (above), or with `in_place=False`, the micro-batch may be run
+        all the same; it then adds nothing.
       * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
         loss with `jnp.maximum`.
       * `fun` takes something from the other devices of `reduce_axes`: one

@@ -139,7 +139,8 @@ class OverMesh(Several):
 
     def _device(self, call: Call) -> Device:
         adds_up = not self.partial and tracing.is_staged() and compilers.OVERLAPS
-        hides = adds_up and meshes.on_gpu(meshes.mesh_of(self.axes, call[tuple(call.arguments)]))
+        everywhere = adds_up and self.to is None  # unrolled, XLA combines what is scattered at the end
+        hides = everywhere and meshes.on_gpu(meshes.mesh_of(self.axes, call[tuple(call.arguments)]))
         shards_of = None if self.to is None else self._shards_of
         return dataclasses.replace(self.device, adds_up=adds_up, hides=hides, shards_of=shards_of)
 

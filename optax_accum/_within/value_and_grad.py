@@ -148,7 +148,8 @@ def value_and_grad(
       overlap: whether gradients are added over the devices inside the last
         micro-batch's backward pass, so that communication overlaps the
         matrix products that follow. That micro-batch is compiled
-        separately. By default on GPUs, for 64 MiB or more.
+        separately. By default on GPUs, from 64 MiB of gradients on, without
+        `reduce_to`.
       statistics: whether to measure gradients; the function then returns
         `((value, statistics), gradient)`. See `optax_accum.statistics`.
 

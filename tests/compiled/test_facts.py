@@ -123,7 +123,7 @@ def test_zero_one_is_a_reduce_scatter(name):
 @since(0, 11, why="overlapping")
 @pytest.mark.parametrize("name", programs.installed("h100"))
 def test_the_reduction_is_hidden_behind_the_last_backward_pass(name):
-    """In the same memory for layers in a scan; unrolled, one is reduced with the loss, and copied for that."""
+    """In the same memory for layers in a scan; unrolled, with one more set of the activations of a micro-batch."""
     rows = read("overlap", name)
     for model, more in (("stacked", 0.1), ("unrolled", 0.3)):
         before, now = (rows[f"{model}, overlap={flag}"] for flag in (False, True))
@@ -131,9 +131,23 @@ def test_the_reduction_is_hidden_behind_the_last_backward_pass(name):
         assert now["sent, P"] == pytest.approx(before["sent, P"], rel=1e-3), model
         assert now["of it hidden, P"] >= 0.8 * now["sent, P"], model
         assert now["temporary, P"] <= before["temporary, P"] + more, model
-    closing = {model: rows[f"{model}, across calls, static flush"] for model in ("stacked", "unrolled")}
-    assert closing["unrolled"]["of it hidden, P"] >= 0.8 * closing["unrolled"]["sent, P"]
-    assert closing["stacked"]["of it hidden, P"] == 0
+        before, now = (rows[f"{model}, across calls, static flush, overlap={flag}"] for flag in (False, True))
+        assert now["of it hidden, P"] >= 0.8 * now["sent, P"], model
+        assert now["temporary, P"] <= before["temporary, P"] + 0.01, model
+
+
+@since(0, 11, why="overlapping")
+@pytest.mark.parametrize("name", programs.installed("h100"))
+def test_what_goes_to_shards_is_hidden_too(name):
+    """Layer by layer in a scan; unrolled XLA combines what is scattered, unless an option says otherwise."""
+    rows = read("overlap", name)
+    stacked, after = (rows[f"stacked, to shards (ZeRO-1), overlap={flag}"] for flag in (True, False))
+    apart = rows["unrolled, to shards, overlap=True, uncombined"]
+    for row in (stacked, apart):
+        assert row["sent, P"] == pytest.approx(0.875, rel=1e-3)
+        assert row["of it hidden, P"] >= 0.8 * row["sent, P"]
+    assert stacked["temporary, P"] <= after["temporary, P"] + 0.1
+    assert after["of it hidden, P"] == 0
 
 
 @since(0, 11, why="overlapping")
