@@ -108,6 +108,29 @@ def overlap(on: Target) -> Iterator[tuple[str, Facts]]:
 
 ON = "COLLECTIVE_PIPELINING_MODE_ON"
 FUSED = "xla_tpu_enable_async_collective_fusion"
+# What public scripts set that train large models on GPUs (NVIDIA's JAX-Toolbox) and on TPUs (MaxText).
+SCRIPTS: dict[bool, dict[str, Any]] = {
+    False: {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_highest_priority_async_stream": True,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 2**30,
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
+        "xla_gpu_pipeline_all_reduce": ON,
+        "xla_gpu_pipeline_all_gather": ON,
+        "xla_gpu_pipeline_reduce_scatter": ON,
+        "xla_gpu_enable_while_loop_double_buffering": True,
+    },
+    True: {
+        "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+        "xla_tpu_data_parallel_opt_different_sized_ops": True,
+        FUSED: True,
+        f"{FUSED}_fuse_all_gather": True,
+        f"{FUSED}_multiple_steps": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_enable_async_all_gather": True,
+    },
+}
 FLAGS: dict[bool, list[dict[str, Any]]] = {  # whether they are of TPUs; of `jax.jit(..., compiler_options=)`
     False: [
         {},
@@ -127,18 +150,24 @@ FLAGS: dict[bool, list[dict[str, Any]]] = {  # whether they are of TPUs; of `jax
 
 
 def flags(on: Target) -> Iterator[tuple[str, Facts]]:
-    """Yields what flags change of that, for layers in a scan."""
+    """Yields what flags change of that: for layers in a scan, and those of public scripts for unrolled ones, too."""
     if len(on.devices) == 1:
         return
-    mesh, shape = on.mesh(), (8, 2048, 2048)
-    params, rows = (jax.ShapeDtypeStruct(of, jnp.float32) for of in (shape, (8 * 512 * mesh.size, 2048)))
-    step = optax_accum.value_and_grad(_scanned, 8, reduce_axes="data", overlap=True)
+    mesh, layer = on.mesh(), jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    rows = on.shapes(jax.ShapeDtypeStruct((8 * 512 * mesh.size, 2048), jnp.float32), P("data"), mesh)
+
+    def sent(loss: Any, params: Tree, options: dict[str, Any]) -> Facts:
+        step = jax.jit(optax_accum.value_and_grad(loss, 8, reduce_axes="data", overlap=True), compiler_options=options)
+        return _sent(on.compile(step.lower(on.shapes(params, mesh=mesh), rows)), params)
+
+    is_tpu = on.devices[0].platform == "tpu"
+    stacked = _scanned, jax.ShapeDtypeStruct((8, *layer.shape), layer.dtype)
     with jax.set_mesh(mesh):
-        args = on.shapes(params, mesh=mesh), on.shapes(rows, P("data"), mesh)
-        for options in FLAGS[on.devices[0].platform == "tpu"]:
-            program = on.compile(jax.jit(step, compiler_options=options).lower(*args))
+        for options in FLAGS[is_tpu]:
             said = ", ".join(f"`{name}={value}`" for name, value in options.items())
-            yield said or "none", _sent(program, params)
+            yield said or "none", sent(*stacked, options)
+        yield "those of public scripts", sent(*stacked, SCRIPTS[is_tpu])
+        yield "the same, unrolled", sent(_dense, {f"layer {i}": layer for i in range(8)}, SCRIPTS[is_tpu])
 
 
 def _by_hand(loss: Any, mesh: Any) -> Any:
