@@ -66,14 +66,18 @@ def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> We
     return value.astype(default_float()) if isinstance(value, jax.Array) else float(value)
 
 
+_REMEDIES = {
+    "emit_dtype": 'Pass "gradient" for the dtype of the gradients, jnp.float32, say, or None for the accumulator\'s.',
+    "reduce_dtype": "Pass jnp.bfloat16.",
+}
+
+
 def as_float_dtype(name: str, dtype: Any) -> jnp.dtype | None:
     """Returns `dtype` as a real floating-point dtype, or None."""
     if dtype is None:
         return None
     rule = f"{name} must be a real floating-point dtype or None"
-    remedy = "Pass jnp.float32, say; complex leaves take the complex dtype of that width."
-    if name == "emit_dtype":
-        remedy = 'Pass "gradient" for the dtype of the gradients, jnp.float32, say, or None for the accumulator\'s.'
+    remedy = _REMEDIES.get(name, "Pass jnp.float32, say; complex leaves take the complex dtype of that width.")
     try:
         named = jnp.dtype(dtype)
     except TypeError:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._space import meshes
@@ -40,4 +42,10 @@ def as_reduction(reduce_axes: Any, to: Tree, dtype: Any = None, *, partial: bool
             "reduce_dtype is the dtype in which gradients are added over reduce_axes: "
             f"reduce_dtype={dtype!r}, reduce_axes={reduce_axes!r}, reduce_to={to!r}. Leave it out."
         )
-    return Reduction(axes, to, checks.as_float_dtype("reduce_dtype", dtype))
+    dtype = checks.as_float_dtype("reduce_dtype", dtype)
+    if dtype is not None and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
+        raise ValueError(
+            "reduce_dtype must have the range of float32, for a sum beyond it would be lost: "
+            f"reduce_dtype={dtype.name} ends at {float(jnp.finfo(dtype).max):g}. Pass jnp.bfloat16."
+        )
+    return Reduction(axes, to, dtype)

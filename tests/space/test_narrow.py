@@ -113,7 +113,8 @@ def test_across_calls(to):
     ("options", "message"),
     [
         ({"reduce_dtype": jnp.bfloat16}, "Leave it out"),
-        ({"reduce_axes": "data", "reduce_dtype": jnp.int8}, "floating"),
+        ({"reduce_axes": "data", "reduce_dtype": jnp.int8}, "floating.*Pass jnp.bfloat16"),
+        ({"reduce_axes": "data", "reduce_dtype": jnp.float16}, "range of float32.*ends at 65504. Pass jnp.bfloat16"),
         ({"reduce_axes": "data", "reduce_to": "partial", "reduce_dtype": jnp.bfloat16}, "Leave it out"),
         (
             {"reduce_axes": "data", "reduce_dtype": jnp.float32, "accumulator_dtype": jnp.bfloat16},
