@@ -19,7 +19,7 @@ from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import log_after
 from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn, as_weight_of
-from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, short
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Returns
 from optax_accum._core.roles import Call, Roles
@@ -163,6 +163,11 @@ def value_and_apply_gradients(
     )
     fun = as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     tx, rules = as_optimizer(tx), rules_of(tx)
+    if overlap and rules is None:
+        raise ValueError(
+            f"overlap=True needs an optimizer that accumulate_gradients returned, and that is in no other: tx is "
+            f"{short(tx)}. Wrap the chain: accumulate_gradients(optax.chain(...), reduce_axes=...)."
+        )
     loss = Loss(
         fun,
         returns=Returns(has_aux, weight_of=as_weight_of(weight_of, weight_fn)),

@@ -75,7 +75,7 @@ class Device:
 
         `needs` is what the caller lacks for it. By default it does on GPUs, from so many bytes on that it pays.
         """
-        if not self.adds_up or not all(shard.is_alone for shard in self._shards(acc) or ()):
+        if not self.adds_up or not (needs or all(shard.is_alone for shard in self._shards(acc) or ())):
             needs = (
                 'jax.jit, JAX 0.11, and a sum over the devices of a mesh: reduce_axes, not reduce_to="partial", no '
                 "jax.shard_map (sharded by reduce_to: no dimension over other axes, too, and none of these Explicit)"
@@ -91,6 +91,7 @@ class Device:
 
         It returns None for a slice that has to wait for the others.
         """
+        narrow.check(self.dtype, acc)
         leaves, shards = jax.tree.leaves(acc), self._shards(acc)
         if shards is None:
             return [self.add_up] * len(leaves)

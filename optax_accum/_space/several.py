@@ -20,7 +20,7 @@ from optax_accum._space import mapped, meshes, mismatch, narrow, partials
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
 from optax_accum._space.shards import Shard
-from optax_accum._space.space import Local, Reduction, Space
+from optax_accum._space.space import Local, Reduced, Reduction, Space
 
 _EXTREMES = {"max": (jnp.max, jax.lax.pmax), "min": (jnp.min, jax.lax.pmin)}
 
@@ -58,7 +58,9 @@ class Several(Space):
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
         sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not arithmetic.is_float0(leaf)]
-        flags = ~jax.vmap(arithmetic.all_finite)(sums) & (weight != 0)
+        # A device keeps a shard of a sum of others, too.
+        counts = True if isinstance(tree, Reduced) else weight != 0
+        flags = ~jax.vmap(arithmetic.all_finite)(sums) & counts
         return self._sum(flags.astype(jnp.int32)) > 0  # one number from each device
 
     def check_params(self, params: Tree) -> None:

@@ -92,6 +92,38 @@ def test_the_last_micro_batch_may_weigh_nothing():
     chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-6)
 
 
+def test_a_nan_in_a_shard_of_a_device_that_weighs_nothing_is_discarded():
+    """The shard that it keeps is of the sum of all."""
+    batch = {**BATCH, "x": BATCH["x"].at[9].set(jnp.nan)}
+    for overlap in (True, False):
+        options = {"weight_fn": lambda batch: batch["mask"].sum(), "overlap": overlap}
+        mesh, step, (params, state), placed = made(mean, "Auto", options, reduce_to=SHARDS["rows"], nonfinite="discard")
+        batch["mask"] = (jnp.arange(32) >= 8).astype(jnp.float32)
+        with jax.set_mesh(mesh):
+            _, params, state = step(params, state, placed(batch), flush=True)
+        chex.assert_trees_all_equal(jax.device_get(params), jax.device_get(PARAMS))
+        assert (state.discarded, state.gradient_step) == (1, 0)
+
+
+@pytest.mark.parametrize("of_tx", [{"every": 1}, {"nonfinite": "skip"}, {"accumulator_dtype": jnp.bfloat16}], ids=str)
+def test_by_default_nothing_is_asked_where_gradients_are_added_after(of_tx):
+    """Not even how the sums are sharded: without an accumulator there are none."""
+    of_tx = {"every": None, **of_tx}
+    mesh, step, carry, placed = made(mean, "Auto", {}, reduce_to=SHARDS["rows"], **of_tx)
+    with jax.set_mesh(mesh):
+        _, params, _ = step(*carry, placed(BATCH), flush=True)
+    grads = jax.grad(mean)(PARAMS, BATCH)
+    want = jax.tree.map(lambda param, grad: param - 0.1 * grad, PARAMS, grads)
+    chex.assert_trees_all_close(
+        jax.device_get(params), want, rtol=1e-2, atol=1e-2 if "accumulator_dtype" in of_tx else 1e-6
+    )
+
+
+def test_an_optimizer_that_cannot_is_named():
+    with pytest.raises(ValueError, match=r"overlap=True needs an optimizer that accumulate_gradients.*Wrap the chain"):
+        optax_accum.value_and_apply_gradients(mean, optax.sgd(0.1), overlap=True)
+
+
 def test_each_layer_is_reduced_inside_the_backward_pass_that_closes_the_window():
     found = {}
     for overlap in (True, False):

@@ -192,6 +192,14 @@ def test_where_it_cannot_be_an_error_says_what_it_needs(options):
         jax.jit(call)(PARAMS, BATCH)
 
 
+def test_a_wire_wider_than_the_sums_is_refused_here_too():
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+    wide = lambda params, batch: mean(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), batch)
+    options = {"num_microbatches": 2, "accumulator_dtype": jnp.bfloat16, "overlap": True}
+    with pytest.raises(ValueError, match="reduce_dtype must not be wider than the sums"):
+        compiled(wide, "Auto", params=params, reduce_dtype=jnp.float32, **options)
+
+
 def test_a_parameter_that_only_other_micro_batches_use():
     """Its sum goes over the devices, too, though the smaller last micro-batch has no gradient for it."""
 
