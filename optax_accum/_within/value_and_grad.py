@@ -108,7 +108,7 @@ def value_and_grad(
         twice through a `jit` (a Hessian). `logging.getLogger("optax_accum")` tells, at level INFO, which parameters'
         gradients are added there, and why others are not.
       unroll: compile each micro-batch for itself, for convolutions on CPU, which XLA runs many times slower inside any
-        loop (jax-ml/jax#12868). Compile time grows with k; before JAX 0.12 several micro-batches are kept at once.
+        loop (jax-ml/jax#12868). Compile time grows with k. On CPU up to JAX 0.10, memory is the whole batch's.
       reduce_axes: the mesh axes over which the batch is sharded, for one reduction per call: `optax_accum.sharding`.
       reduce_to: where the sum over them goes: likewise.
       reduce_dtype: the dtype in which gradients cross the network: likewise.
