@@ -136,9 +136,9 @@ def value_and_grad(
         Hessian). `logging.getLogger("optax_accum")` tells, at level INFO,
         which parameters' gradients are added there, and why others are not.
       unroll: compile each micro-batch separately, for convolutions on CPU,
-        which XLA runs many times slower inside any loop (jax-ml/jax#12868).
-        Compile time grows with k; before JAX 0.12 several micro-batches are
-        kept at once.
+        which XLA runs many times slower inside any loop
+        (jax-ml/jax#12868). Compile time grows with k. On CPU up to JAX
+        0.10, memory is the whole batch's.
       reduce_axes: the mesh axes over which the batch is sharded, for one
         reduction per call; see `optax_accum.sharding`.
       reduce_to: where the sum over these axes goes; see
