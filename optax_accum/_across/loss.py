@@ -20,6 +20,7 @@ from optax_accum._core.backward import (
     bends,
     contribution,
 )
+from optax_accum._core.leaves import short
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Returns
 from optax_accum._core.ratio import Ratio, check_loss, check_single
@@ -58,12 +59,12 @@ class Loss:
     meter: Meter
 
     def add(
-        self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool, closes: Flag
+        self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool, flush: Flag | None
     ) -> Done:
         """Differentiates the micro-batch of one device, and adds its gradient to this device's partial sum.
 
         Without `acc` the gradient is returned instead. `again` says that all this is to be differentiated again,
-        `closes` whether it is the last of its window.
+        `flush` whether the caller closes the window with it.
         """
         self._check_groups(device, call)
         call = device.own(call).own_key(index)
@@ -80,7 +81,7 @@ class Loss:
             value = self.returns.joined(one.parts._replace(loss=weighing.value(one.parts.loss)))
             return one.backward, (one.loss, value, weighing.counted(one.parts.loss))
 
-        finish = self._finish(device, acc, inside, weighing.weight, closes)
+        finish = self._finish(device, acc, inside, weighing.weight, flush)
         add = functools.partial(add_to, first=index == 0, inside=inside, finish=finish, vary=device.vary)
         if acc is not None and weighing.weight is not None:
             weight = weighing.weight
@@ -95,16 +96,18 @@ class Loss:
         return Done(loss, value, weight, None, acc, measured, reduced)
 
     def _finish(
-        self, device: Device, acc: Tree, inside: Inside | None, weight: Weight | None, closes: Flag
+        self, device: Device, acc: Tree, inside: Inside | None, weight: Weight | None, flush: Flag | None
     ) -> list[Finish] | None:
         """Returns what adds the sums over the devices, where the backward pass is to do that, as the window closes."""
-        if closes is False:
+        if flush is False:
             return None
         needs = None
-        if closes is not True:
-            needs = "a window that a static flush closes: every=None, and flush=True or False, not an array"
-        elif not inside or weight is None:
-            needs = "gradients that are added inside the backward pass, and not those of a Ratio"
+        if flush is not True:
+            needs = f"a Python bool as flush, so that a program of its own closes the window: flush={short(flush)}"
+        elif weight is None:
+            needs = "a weight that is known before the loss is run: the count of a Ratio is not"
+        elif not inside:
+            needs = 'gradients that are added inside the backward pass (the logger "optax_accum" says why they are not)'
         return device.added_up(acc) if device.overlaps(self.overlap, acc, needs) else None
 
     def _check_groups(self, device: Device, call: Call) -> None:

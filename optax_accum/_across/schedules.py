@@ -56,7 +56,7 @@ def _or_flush(due: Callable[[AccumulationState, Flag], Flag]) -> Callable[[Accum
     """Returns what closes a window when it is due, or when the caller says so."""
 
     def closes(state: AccumulationState, counts: Flag, flush: Any) -> Flag:
-        asked = False if flush is None else _as_flush(flush)
+        asked = False if flush is None else as_flush(flush)
         return asked if asked is True else known(either(due(state, counts), asked))
 
     return closes
@@ -68,7 +68,7 @@ def _by_caller(state: AccumulationState, counts: Flag, flush: Any) -> Flag:
             "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "
             "close it."
         )
-    return known(_as_flush(flush))
+    return known(as_flush(flush))
 
 
 def _as_int(every: Any) -> int:
@@ -96,7 +96,7 @@ def _as_count(count: Any) -> jax.Array:
     return jnp.clip(count, 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
 
 
-def _as_flush(flush: Any) -> Flag:
+def as_flush(flush: Any) -> Flag:
     """Returns `flush` as a Python bool where it is one, else as a bool scalar."""
     if checks.dtype_and_shape(flush) != (jnp.bool_, ()):
         raise TypeError(

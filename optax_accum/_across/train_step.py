@@ -13,6 +13,7 @@ from optax_accum._across.accumulator import accumulator_of
 from optax_accum._across.divisor import as_divisor
 from optax_accum._across.loss import Loss
 from optax_accum._across.outcomes import new_params
+from optax_accum._across.schedules import as_flush
 from optax_accum._across.transformation import apply_gradients, rules_of
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
 from optax_accum._core import arithmetic, checks, tracing
@@ -226,8 +227,8 @@ class _MicroStep:
         acc = self._acc(state)
         again = tracing.is_again((params, state, args, weight, extra_args))
         index = micro_step_of(state, keyed=call.rng is not None)
-        closes = rules.schedule.due(state, True, flush) if rules else False
-        add = functools.partial(self.loss.add, again=again, closes=closes)
+        closes = None if flush is None else tracing.known(as_flush(flush))
+        add = functools.partial(self.loss.add, again=again, flush=closes)
         done, _ = space.run(lambda *own: (add(*own), None), call, acc, weight, index)
         value = space.as_own(done.value)
         if rules is None:

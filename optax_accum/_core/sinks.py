@@ -43,7 +43,7 @@ class Total:
       finish: makes of the whole sum what is to be in its place, such as its sum over devices; or does so with one slice
         after the other, unless it returns None for one.
       counts: whether the gradient is added.
-      is_finished: whether a backward pass has been traced that does.
+      is_finished: whether the backward pass that was traced last does.
     """
 
     def __init__(self, ref: Any, finish: Finish, counts: tracing.Flag = True):
@@ -215,7 +215,7 @@ def _end(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     num_consts, num_carry = compilers.sizes_of_scan(equation)
     params, first = equation.params, num_consts + num_carry
-    consts = [used(value) if isinstance(value, Lent) and value.at_once else value for value in values[:num_consts]]
+    consts, narrow = zip(*map(_shared, values[:num_consts]), strict=True) if num_consts else ((), ())
     carry = [used(value) for value in values[num_consts:first]]
     turned = [value.turned(params["length"]) if isinstance(value, Lent) else value for value in values[first:]]
     # Before JAX 0.11, of what has a gradient that which has a reference must come first: as this dict is sorted.
@@ -224,12 +224,26 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         turn = whole(slices)
-        results = run(*compilers.opened(params["jaxpr"]), [*consts, *carry, *(turn[key] for key in each)])
+        shared = [value if dtype is None else value.astype(dtype) for value, dtype in zip(consts, narrow, strict=True)]
+        results = run(*compilers.opened(params["jaxpr"]), [*shared, *carry, *(turn[key] for key in each)])
         return results[:num_carry], results[num_carry:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, stacked = jax.lax.scan(step, carry, slices, **options)
     return [*carry, *stacked]
+
+
+def _shared(value: Any) -> tuple[Any, Any]:
+    """Returns what all turns of a scan share, and the dtype that each casts it to, if any.
+
+    If the gradient is wanted at once, JAX adds up those of the turns: in the dtype of the sink.
+    """
+    if not (isinstance(value, Lent) and value.at_once):
+        return value, None
+    dtype = value.sink.grad.dtype
+    if dtype == value.param.dtype:
+        return used(value), None
+    return used(value._replace(param=value.param.astype(dtype))), value.param.dtype
 
 
 def _jit(equation: Any, values: Sequence[Any]) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
 from optax_accum._core.sinks import Finish
-from optax_accum._space import mapped, narrow
+from optax_accum._space import mapped, meshes, narrow
 from optax_accum._space.meshes import Axes
 from optax_accum._space.shards import Shard
 
@@ -75,16 +75,20 @@ class Device:
 
         `needs` is what the caller lacks for it. By default it does on GPUs, from so many bytes on that it pays.
         """
-        if not self.adds_up or not (needs or all(shard.is_alone for shard in self._shards(acc) or ())):
+        if not self.adds_up:
             needs = (
                 'jax.jit, JAX 0.11, and a sum over the devices of a mesh: reduce_axes, not reduce_to="partial", no '
-                "jax.shard_map (sharded by reduce_to: no dimension over other axes, too, and none of these Explicit)"
+                "jax.shard_map"
             )
+        elif needs is None and any(map(meshes.is_sharded, jax.tree.leaves(acc))):
+            needs = "parameters that no Explicit axis shards: JAX indexes no references to others"
+        elif needs is None and not all(shard.is_alone for shard in self._shards(acc) or ()):
+            needs = "a reduce_to that shards no dimension over other axes, too, on a mesh where these are Auto"
         if asked and needs:
             raise ValueError(f"overlap=True needs {needs}. Leave overlap=None.")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(acc))
         worth = self.hides and size >= compilers.WORTH_HIDING
-        return not needs and (worth if asked is None else asked)
+        return needs is None and (worth if asked is None else asked)
 
     def added_up(self, acc: Tree) -> list[Finish]:
         """Returns for each leaf what adds a sum of gradients, or a slice of it, over all devices, in its place.
@@ -132,8 +136,12 @@ class Device:
                 "of one device does not scale: partial sums are asked for, and each device has its own weight. Leave "
                 'out weight_fn (or Ratio), or reduce_to="partial" (in a train step: reduce_axes of its optimizer).'
             )
+        return self.any_of(alive)
+
+    def any_of(self, flags: Tree) -> Tree:
+        """Returns which flags are set on any device."""
         any_of = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
-        return jax.tree.map(any_of, alive)
+        return jax.tree.map(any_of, flags) if self.axes else flags
 
     def mean_and_factor(self, program: Any) -> Callable[[Weight], tuple[Weight, Weight]]:
         """Returns what splits a weight into the mean over devices and the factor `weight / mean` of the loss."""

@@ -84,7 +84,7 @@ class OverMesh(Several):
     def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
         devices = meshes.num_devices(meshes.mesh_of(self.axes, acc, grads), self.axes)
         row = lambda param: jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
-        sums = jax.tree.map(row, params) if acc == () else acc
+        sums = jax.tree.map(row, params) if isinstance(acc, tuple) and not acc else acc
         mismatch.check_partials(grads, sums, self.axes, devices)
         return grads
 

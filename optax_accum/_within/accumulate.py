@@ -20,9 +20,9 @@ from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
 from optax_accum._space.space import Reduction, Space
 from optax_accum._within import microbatches, reductions, splitting
-from optax_accum._within.microbatches import MicroBatches
+from optax_accum._within.microbatches import Alive, MicroBatches
 from optax_accum._within.reductions import Outputs
-from optax_accum._within.weights import Alive, weigh
+from optax_accum._within.weights import weigh
 
 _SUMS = ("mean", "sum")
 _AGAIN = (
@@ -197,7 +197,8 @@ class _Part:
         """Runs them in order, and returns what came of them, and the last carry."""
         start = self._varying(_Sums(self.outputs.start(), jnp.zeros([], default_float())))
         totals = start, _carry_of(self.micro_batches.call)
-        sums, carry = self.micro_batches.in_order(self.add, totals, self.alive, unroll=False, static=static)
+        carried = lambda call: arithmetic.strong(_parts(self.rules, call).carry)
+        sums, carry = self.micro_batches.in_order(self.add, totals, self.alive, carried, unroll=False, static=static)
         return sums._replace(outputs=self.outputs.finish(sums.outputs)), carry
 
     def add(self, totals: tuple[_Sums, Tree], index: Index, rows: Any) -> tuple[_Sums, Tree]:

@@ -20,9 +20,9 @@ from optax_accum._space.device import Device
 from optax_accum._space.space import PARTIAL, Reduced, Reduction
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.gradients import Leaves
-from optax_accum._within.microbatches import MicroBatches
+from optax_accum._within.microbatches import Alive, MicroBatches
 from optax_accum._within.reductions import Outputs, outputs_of
-from optax_accum._within.weights import Alive, weigh
+from optax_accum._within.weights import weigh
 
 _AGAIN = (
     "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
@@ -31,12 +31,11 @@ _AGAIN = (
 
 
 class Totals(NamedTuple):
-    """What is added up over the micro-batches, and what each hands on to the next."""
+    """What is added up over the micro-batches."""
 
     loss: jax.Array  # [], the sum of what micro-batches contribute
     counted: Any  # what their losses say that they count, [], or () where that was known
     grads: Any  # the sum of their gradients, leaf by leaf; None while a reference holds it
-    carry: Tree
     outputs: Any
     samples: Any  # of the meter
 
@@ -79,6 +78,10 @@ class Rules:
         """Calls `fun` and takes apart what it returns."""
         return self.returns.parts(call.apply(self.fun))
 
+    def carried(self, parts: Parts) -> Tree:
+        """Returns what a micro-batch hands on to the next."""
+        return arithmetic.strong(parts.carry)
+
     def parts_of(self, call: Call, params: tuple[Tree, ...]) -> Parts:
         """Does so with these in the place of the differentiated arguments."""
         return self.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
@@ -102,9 +105,10 @@ class Cut:
         """Adds up what the micro-batches contribute; beside the sums comes the last carry."""
         refs, totals = self.start()
         add = functools.partial(self.add, refs)
+        carried = lambda call: self.rules.carried(self.rules.parts(call))
         order = {"unroll": self.rules.unroll, "static": self.static, "last_apart": self.overlaps}
-        totals = self.micro_batches.in_order(add, totals, self.alive, **order)
-        return self.finish(refs, totals), totals.carry
+        totals, carry = self.micro_batches.in_order(add, (totals, self.carry), self.alive, carried, **order)
+        return self.finish(refs, totals), carry
 
     def start(self) -> tuple[Leaves, Totals]:
         """Returns the references that gradients are added to in place, if any, and the totals before the first."""
@@ -113,21 +117,21 @@ class Cut:
             gradients.added(self.params, self.kinds), lambda: jnp.zeros([], default_float())
         )
         loss = jnp.zeros([], arithmetic.accumulator_dtype(self.loss_dtype, None))
-        return refs, self._varying(
-            Totals(loss, self.weighing.nothing, grads, self.carry, self.outputs.start(), samples)
-        )
+        return refs, self.device.vary(Totals(loss, self.weighing.nothing, grads, self.outputs.start(), samples))
 
-    def add(self, refs: Leaves, totals: Totals, index: Index, rows: Any) -> Totals:
-        """Adds a micro-batch."""
+    def add(self, refs: Leaves, done: tuple[Totals, Tree], index: Index, rows: Any) -> tuple[Totals, Tree]:
+        """Adds a micro-batch; beside the totals comes what it hands on."""
+        totals, carry = done
         with jax.named_scope("optax_accum.micro_batch"):
-            one = self.contribution(self.micro_batches.call_of(index, rows, totals.carry), index, refs)
+            one = self.contribution(self.micro_batches.call_of(index, rows, carry), index, refs)
         with jax.named_scope("optax_accum.add"):
             grads, squares = gradients.add(refs, totals.grads, one.backward, self.kinds)
             samples = self._sampled(totals.samples, one, index, squares)
         outputs = self.outputs.add(totals.outputs, one.parts.aux, index, self.weighing.of_output(index, rows))
         counted = jax.tree.map(jnp.add, totals.counted, self.weighing.counted(one.parts.loss))
-        carry = arithmetic.strong(one.parts.carry)
-        return self._varying(Totals(totals.loss + one.loss, counted, grads, carry, outputs, samples))
+        carry = self.rules.carried(one.parts)
+        self.device.check_carry(carry)
+        return self.device.vary(Totals(totals.loss + one.loss, counted, grads, outputs, samples)), carry
 
     def finish(self, refs: Leaves, totals: Totals) -> Sums:
         """Returns the sums, the outputs of the batch among them."""
@@ -141,7 +145,7 @@ class Cut:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         fun, inside = functools.partial(self.rules.parts_of, call), self.inside
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
-            inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive))
+            inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.here))
         return contribution(fun, call[call.params], self.weighing, index, self.device.check_loss, inside)
 
     @property
@@ -186,11 +190,6 @@ class Cut:
         else:
             found = meter.squares(gradients.added(one.backward.gradient(), self.kinds), like=samples.number)
         return meter.sample(samples, found, self.weighing.of_sample(one.parts.loss, index), False)
-
-    def _varying(self, totals: Totals) -> Totals:
-        """Returns the totals as values that differ between devices; the carry may not."""
-        self.device.check_carry(totals.carry)
-        return self.device.vary(totals._replace(carry=None))._replace(carry=totals.carry)
 
 
 def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
@@ -239,4 +238,5 @@ def _counts(
 
     with jax.named_scope("optax_accum.count"):
         counts = device.vary({name: jnp.zeros([], default_float()) for name in shapes.loss})
-        return micro_batches.in_order(add, (counts, carry), alive, unroll=rules.unroll, static=static)[0]
+        carried = lambda call: rules.carried(rules.parts(call))
+        return micro_batches.in_order(add, (counts, carry), alive, carried, unroll=rules.unroll, static=static)[0]

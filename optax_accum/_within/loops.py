@@ -12,12 +12,14 @@ from optax_accum._core.tracing import Flag, known
 
 
 def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, unroll: bool, static: bool) -> Any:
-    """Adds those of the whole micro-batches that are `alive`, all or [k], in order.
+    """Adds those of the full micro-batches that are `alive`, all or [k], in order.
 
     Their number may be traced; what is `static` runs all turns, and JAX can differentiate it again. With `unroll`,
     which is static, and outside `jit`, there is no loop.
     """
     staged = tracing.is_staged()
+    if not count:
+        return totals
     if staged and not (isinstance(alive, bool) or static):
         order = jnp.argsort(jnp.logical_not(alive), stable=True)
         return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,6 +15,21 @@ from optax_accum._core.tracing import Flag
 from optax_accum._core.weighing import Index
 from optax_accum._within import loops, splitting
 from optax_accum._within.splitting import Split
+
+Flags = tuple[Flag, Flag]  # for the full micro-batches, all or [k], and for the remainder
+
+
+class Alive(NamedTuple):
+    """Which micro-batches are run.
+
+    Attributes:
+      here: those of this device.
+      turns: those that have a turn, here or on another device: what one micro-batch hands on to the next is handed on
+        by all devices, so that it stays the same on all.
+    """
+
+    here: Flags
+    turns: Flags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,39 +60,55 @@ class MicroBatches:
 
     def in_order(
         self,
-        add: Callable[[Any, Index, Any], Any],
-        totals: Any,
-        alive: tuple[Flag, Flag],
+        add: Callable[[tuple[Any, Tree], Index, Any], tuple[Any, Tree]],
+        totals: tuple[Any, Tree],
+        alive: Alive,
+        carried: Callable[[Call], Tree],
         *,
         unroll: bool,
         static: bool,
         last_apart: bool = False,
-    ) -> Any:
-        """Runs `totals = add(totals, index, rows)` for the micro-batches that are `alive`, the remainder last.
+    ) -> tuple[Any, Tree]:
+        """Runs `sums, carry = add((sums, carry), index, rows)` for micro-batches that are alive, the remainder last.
 
-        With `last_apart` the last of all is in no loop, and is run, alive or not; in the end it counts if it is.
+        One that is alive on another device only is run for what it hands on, `carried`. With `last_apart` the last of
+        all is in no loop, and is run, alive or not; in the end it counts if it is.
         """
 
-        def one(index: Any, totals: Any, *, after: bool = unroll) -> Any:
+        def run(index: Any, totals: Any, *, after: bool = unroll) -> Any:
             rows = self.rows(index)
             if after:  # else compilers begin with it at once, and keep what it needs
                 rows, totals = compilers.ready_together(rows, totals)
             return add(totals, index, rows)
 
-        full, last = self.split.full, functools.partial(one, self.split.last, after=last_apart)
+        def one(index: Any, totals: Any) -> Any:
+            if alive.here is alive.turns:
+                return run(index, totals)
+            here = self._at(index, alive.here)
+            totals = loops.if_alive(here, functools.partial(run, index), totals, static=static)
+            hand_on = lambda totals: (totals[0], carried(self.call_of(index, self.rows(index), totals[1])))
+            return loops.if_alive(tracing.negated(here), hand_on, totals, static=static)
+
+        full, (turns, rest) = self.split.full, alive.turns
         order = functools.partial(loops.in_order, add=one, unroll=unroll, static=static)
         if not last_apart:
-            return loops.if_alive(alive[1], last, order(full, alive[0], totals=totals), static=static)
+            return loops.if_alive(rest, functools.partial(one, full), order(full, turns, totals=totals), static=static)
         if not self.split.rest:
-            full, alive = full - 1, (alive[0] if isinstance(alive[0], bool) else alive[0][:-1], self.last_of(alive))
-        totals = order(full, alive[0], totals=totals)
-        return tracing.selected(alive[1], last(totals), totals)
+            full, turns = full - 1, turns if isinstance(turns, bool) else turns[:-1]
+        totals = order(full, turns, totals=totals)
+        sums, carry = run(self.split.last, totals, after=True)
+        sums = tracing.selected(self.last_of(alive.here), sums, totals[0])
+        return sums, tracing.selected(self.last_of(alive.turns), carry, totals[1])
 
-    def last_of(self, alive: tuple[Flag, Flag]) -> Flag:
-        """Returns whether the last micro-batch is alive."""
-        if self.split.rest or isinstance(alive[0], bool):
-            return alive[bool(self.split.rest)]
-        return alive[0][-1]
+    def _at(self, index: Index, flags: Flags) -> Flag:
+        """Returns the flag of one micro-batch."""
+        if isinstance(index, int) and index == self.split.full:
+            return flags[1]
+        return flags[0] if isinstance(flags[0], bool) else flags[0][index]
+
+    def last_of(self, flags: Flags) -> Flag:
+        """Returns the flag of the last micro-batch."""
+        return self._at(self.split.last, flags)
 
     def undifferentiable(self, message: str) -> "MicroBatches":
         """Returns the same; whoever differentiates what is made of it, through a `jit` between, gets the message."""

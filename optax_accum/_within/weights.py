@@ -13,9 +13,7 @@ from optax_accum._core.tracing import Flag
 from optax_accum._core.weighing import ByCounts, ByRatio, ByShare, ByTerms, Shares
 from optax_accum._space.device import Device
 from optax_accum._within import splitting
-from optax_accum._within.microbatches import MicroBatches
-
-Alive = tuple[Flag, Flag]  # which of the full micro-batches are run, all or [k], and whether the remainder is
+from optax_accum._within.microbatches import Alive, Flags, MicroBatches
 
 
 def weigh(
@@ -32,12 +30,13 @@ def weigh(
     """
     full, rest, total = _shares(micro_batches, weight_fn, device.total)
     ratio.check_loss(loss, None if weight_fn is None else full)
-    alive = _live(full), _live(rest)
+    here = _live(full), _live(rest)
     if weight_fn is not None or ratio.is_ratio(loss):
-        alive = device.agreed(program, alive)
+        here = device.agreed(program, here)
+    alive = Alive(here, here if micro_batches.call.carry is None else device.any_of(here))
     known: dict[str, Any] = {"shares": full, "rest": rest, "weight": total, "full": micro_batches.split.full}
     if isinstance(full, dict):
-        return ByTerms(**known, rows=_live_rows(micro_batches, alive, device.total)), alive
+        return ByTerms(**known, rows=_live_rows(micro_batches, here, device.total)), alive
     if ratio.are_terms(loss):
         reciprocals = {name: ratio.reciprocal(device.total(one)) for name, one in count(alive).items()}
         return ByCounts(**known, reciprocals=reciprocals), alive
@@ -75,7 +74,7 @@ def _share(weight: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(total), jnp.nan, weight / jnp.where(total == 0, jnp.inf, total))
 
 
-def _live_rows(micro_batches: MicroBatches, alive: Alive, total_of: Callable[[Any], Any]) -> Any:
+def _live_rows(micro_batches: MicroBatches, alive: Flags, total_of: Callable[[Any], Any]) -> Any:
     """Returns the rows of all micro-batches of the batch that are run, at least 1."""
     split = micro_batches.split
     return jnp.maximum(total_of(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)

@@ -141,9 +141,9 @@ def test_each_layer_is_reduced_inside_the_backward_pass_that_closes_the_window()
 @pytest.mark.parametrize(
     ("fun", "of_tx", "flush", "needs"),
     [
-        (mean, {"every": 3}, None, "a window that a static flush closes"),
+        (mean, {"every": 3}, None, "a Python bool as flush.*flush=None"),
         (mean, {"nonfinite": "skip"}, True, "gradients that are added inside the backward pass"),
-        (LOSSES["Ratio"][0], {}, True, "not those of a Ratio"),
+        (LOSSES["Ratio"][0], {}, True, "a weight that is known before the loss is run"),
         (mean, {"reduce_axes": None}, True, "jax.jit, JAX 0.11, and a sum over the devices of a mesh"),
     ],
     ids=["every=3", "skip", "Ratio", "one device"],

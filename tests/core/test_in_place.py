@@ -215,3 +215,22 @@ def test_the_log_tells_where_gradients_are_added_and_why(caplog):
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite="skip")
     step = optax_accum.value_and_apply_gradients(looked_up, tx)
     assert "nonfinite=" in told(caplog, step, p, tx.init(p), x)
+
+
+@needs_references
+def test_what_all_turns_of_a_scan_share_is_added_in_float32():
+    """In bfloat16 the sum over 1024 turns stalls at half of it, as that of `jax.grad` does; measured, too, it may not."""
+    turns = jnp.linspace(1.0, 1.1, 1024, dtype=jnp.float32)
+
+    def loss(p, x):
+        def turn(total, t):
+            return total + (x.astype(jnp.bfloat16) * t.astype(jnp.bfloat16) * p["u"]).astype(jnp.float32).mean(), None
+
+        return jax.lax.scan(turn, jnp.float32(0), turns)[0]
+
+    p, x = {"u": jnp.bfloat16(0.5)}, jnp.ones(4)
+    want = float(jnp.sum(turns.astype(jnp.bfloat16).astype(jnp.float32)))
+    assert float(jax.grad(loss)(p, x)["u"]) < 0.6 * want
+    for measured in (False, True):
+        call = optax_accum.value_and_grad(loss, 2, statistics=measured, accumulator_dtype=jnp.float32)
+        np.testing.assert_allclose(jax.jit(call)(p, x)[1]["u"], want, rtol=1e-3)

@@ -871,3 +871,30 @@ def test_an_all_reduce_of_one_device_is_still_not_partitioned():
     run = jax.shard_map(total, mesh=mesh, axis_names={"data"}, in_specs=P("data"), out_specs=P())
     with pytest.raises(jax.errors.JaxRuntimeError, match="manual partitioning"):
         jax.jit(run).lower(rows).compile()
+
+
+@pytest.mark.parametrize("way", ["value_and_grad", "accumulate"])
+def test_a_carry_stays_the_same_on_all_devices(way):
+    """One device has nothing that counts: it runs no gradient, and hands on what the others do."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    counted = lambda w, x, mask, carry: (jnp.sum(mask * (x @ w) ** 2) / jnp.sum(mask), carry + 1)
+    w, x = np.ones(3, "f"), np.ones((16, 3), "f")
+    masks = (np.arange(16) >= 4).astype("f"), np.zeros(16, "f")
+    options = {"batch_argnums": (1, 2), "carry_argnum": 3, "reduce_axes": "data"}
+    options["weight_fn"] = lambda x, mask: mask.sum()
+    ours = optax_accum.value_and_grad if way == "value_and_grad" else optax_accum.accumulate
+    with jax.set_mesh(mesh):
+        call = jax.jit(ours(counted, 2, **options))
+        for mask, turns in zip(masks, (2, 0), strict=True):
+            out = call(w, *jax.device_put((x, mask), NamedSharding(mesh, P("data"))), jnp.int32(0))
+            value, carry = out[0] if way == "value_and_grad" else out
+            assert {int(shard.data) for shard in carry.addressable_shards} == {turns}
+            np.testing.assert_allclose(value, 9.0 if turns else 0.0)
+
+
+def test_a_bare_gradient_that_was_reduced_already_is_named():
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, reduce_axes="data")
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
+        state = jax.jit(tx.init)(jnp.ones(8))
+        with pytest.raises(ValueError, match="it has been reduced already"):
+            jax.jit(functools.partial(optax_accum.apply_gradients, tx))(jnp.ones(8), state, jnp.ones(8))

@@ -126,11 +126,27 @@ def test_shards_that_are_not_taken_beside_other_axes():
     """A dimension over both axes, or Explicit ones beside the reduced: scattered after the backward pass."""
     both = {"layers": P(None, ("model", "data")), "shared": P()}
     for mesh, to in (("beside Auto", both), ("Auto beside Explicit", SHARDS["rows"])):
-        with pytest.raises(ValueError, match=r"overlap=True needs .*sharded by reduce_to.*Leave overlap=None"):
+        with pytest.raises(ValueError, match=r"overlap=True needs a reduce_to .*Leave overlap=None"):
             compiled(mean, mesh, overlap=True, num_microbatches=4, reduce_to=to)
         run, args = compiled(mean, mesh, num_microbatches=4, reduce_to=to)
         want = jax.value_and_grad(mean)(PARAMS, BATCH)
         chex.assert_trees_all_close(jax.device_get(run(*args)), want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [{"num_microbatches": 1}, {"num_microbatches": 2}, {"microbatch_size": 20}], ids=str)
+def test_weights_of_few_micro_batches_and_what_they_hand_on(size):
+    """The last may be the only one; a carry is the same on all devices, though one has nothing that counts."""
+    fun, options = LOSSES["weights"]
+    counted = lambda params, batch, carry: (fun(params, batch), carry + 1)
+    batch = {**BATCH, "mask": (jnp.arange(ROWS) >= ROWS // 4).astype(jnp.float32)}
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        args = PARAMS, jax.device_put(batch, NamedSharding(mesh, P("data"))), jnp.int32(0)
+        call = functools.partial(optax_accum.value_and_grad, counted, carry_argnum=2, reduce_axes="data", **options)
+        now, want = (jax.jit(call(overlap=flag, **size))(*args) for flag in (True, False))
+    chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-7)
+    for (_, carry), _ in (now, want):
+        assert {int(shard.data) for shard in carry.addressable_shards} == {size.get("num_microbatches", 2)}
 
 
 @pytest.mark.parametrize("to", [None, SHARDS["rows"]], ids=["everywhere", "to shards"])
@@ -190,6 +206,25 @@ def test_where_it_cannot_be_an_error_says_what_it_needs(options):
     call = optax_accum.value_and_grad(mean, 2, **{"reduce_axes": "data", "overlap": True, **options})
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"overlap=True needs .*\. Leave overlap=None"):
         jax.jit(call)(PARAMS, BATCH)
+
+
+def test_parameters_that_an_explicit_axis_shards_are_reduced_after():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    at = {"layers": P(None, None, "model"), "shared": P()}
+
+    def loss(params, batch):
+        turn = lambda x, w: (jnp.tanh(jnp.einsum("bi,ij->bj", x, w, out_sharding=P(None, None))), None)
+        return jnp.mean(jax.lax.scan(turn, batch["x"], params["layers"])[0] ** 2)
+
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), PARAMS, at)
+        batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+        call = functools.partial(optax_accum.value_and_grad, loss, 2, reduce_axes="data")
+        with pytest.raises(ValueError, match="overlap=True needs parameters that no Explicit axis shards"):
+            jax.jit(call(overlap=True))(params, batch)
+        grads = jax.jit(call())(params, batch)[1]
+    want = jax.grad(lambda w: jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), BATCH["x"], w)[0] ** 2))
+    np.testing.assert_allclose(grads["layers"], want(PARAMS["layers"]), rtol=1e-4, atol=1e-6)
 
 
 def test_a_wire_wider_than_the_sums_is_refused_here_too():
