@@ -14,7 +14,7 @@ mesh axes.
 * `accumulate_gradients(inner, every, reduce_axes="data")`: gradients must
   be partial sums. These come from `value_and_apply_gradients`, from
   `value_and_grad(..., reduce_axes=..., reduce_to="partial")`, or, inside a
-  `jax.shard_map` over these axes, from differentiating by
+  `jax.shard_map` over these axes, from a gradient with respect to
   `defer_reduction(params, reduce_axes)`. A weight is one number for each
   device [d] (inside `jax.shard_map` that device's own), or one number,
   shared equally by the devices. A mean argument is one for each device or
@@ -44,10 +44,11 @@ is added as it is.
 
 `overlap=True` of `value_and_grad` adds gradients over the devices inside
 the backward pass of the last micro-batch, also layer by layer inside a
-scan, so that the reduction overlaps the matrix products that follow. That
-micro-batch is compiled separately, and all devices run it, also if its
-weight is zero. On GPUs this is on by default for 64 MiB of sums or more:
-docs/many_devices.md.
+scan, so that the reduction overlaps the matrix products that follow. So
+does that of `value_and_apply_gradients`, where a static `flush=True` closes
+the window. This micro-batch is compiled separately, and all devices run it,
+also if its weight is zero. On GPUs it is on by default for 64 MiB of sums
+or more, without `reduce_to`: docs/many_devices.md.
 
 Known when building:
 
@@ -71,9 +72,9 @@ Known when tracing:
 
 Known when compiling:
 
-* A micro-step that only accumulates: no collective at all.
-* `nonfinite="skip"`, `"omit"`: devices agree on one flag at every
-  micro-step; for `"discard"` at the end.
+* A micro-step that only accumulates: no collective at all, but with
+  `nonfinite="skip"` or `"omit"` one flag, on which devices agree.
+* `nonfinite="discard"`: they agree on one flag when the window closes.
 
 Known when running:
 

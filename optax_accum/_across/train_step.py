@@ -49,8 +49,8 @@ def value_and_apply_gradients(
     The step does what `jax.value_and_grad(fun)` and then
     `apply_gradients(tx, ...)` do. Its backward pass adds each gradient to
     the accumulator in the state where it arises, scaled by the
-    micro-batch's weight. So no tree of gradients is ever written or read
-    beside it, which is what a micro-step's memory mostly is.
+    micro-batch's weight. So it never stores a tree of gradients beside the
+    accumulator, which would be most of a micro-step's extra memory.
 
     Args:
       fun: a loss `fun(params, *args) -> loss`, or `-> (loss, aux)` with
@@ -100,8 +100,8 @@ def value_and_apply_gradients(
         roles do not fit. Otherwise as `accumulate_gradients`.
 
     Guarantees:
-      The same parameters and state as the two calls, to rounding (a
-      parameter that is used twice is added twice).
+      The same parameters and state as the two calls, to rounding (if a
+      parameter is used twice, its two gradients are added one by one).
 
       Gradients of parameters of any dtype, whatever `fun` casts them to,
       are added in place. With a `jax.custom_vjp`, float16 or float8 in
@@ -133,8 +133,8 @@ def value_and_apply_gradients(
 
       * `weight` or `weight_fn` gives 0: the micro-batch is not run, and
         zeros stand for what `fun` returned. Where the gradient is written
-        first (above), or with `in_place=False`, the micro-batch may be run
-        all the same; it then adds nothing.
+        first (above), with `in_place=False`, or where it overlaps, the
+        micro-batch may be run all the same; it then adds nothing.
       * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
         loss with `jnp.maximum`.
       * `fun` takes something from the other devices of `reduce_axes`: one

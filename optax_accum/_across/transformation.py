@@ -93,8 +93,9 @@ def accumulate_gradients(
         the accumulator's; `"gradient"` for that of the gradients passed in,
         as `optax.MultiSteps` does; or a real floating-point dtype.
       nonfinite: what to do with a micro-batch whose gradient or weight
-        holds a NaN or an infinity. `"propagate"`: it shows, in its own
-        window only. `"skip"`: it is left out, and the window waits for
+        holds a NaN or an infinity. `"propagate"`: the window's update has
+        the NaN, and so do the parameters; the next window's accumulator is
+        clean. `"skip"`: it is left out, and the window waits for
         another. `"omit"`: it is left out, and the window ends on time with
         the rest. `"discard"`: its window makes no update. Or a callable
         `(grads, gradient_step, params) -> (skip, info)`, as
@@ -120,8 +121,8 @@ def accumulate_gradients(
 
       * `weight`: how much this micro-batch counts, a real scalar. For a
         mean over tokens, their number.
-      * `rows`: how many examples it has, an integer: its weight in a mean,
-        where `weight` is not given; 1 by default.
+      * `rows`: the number of its rows, an integer: its weight in a mean if
+        you pass no `weight`; 1 by default.
       * `flush`: a bool scalar; `True` closes the window with this
         micro-batch and divides by the weight that is in it. With a Python
         bool that is true, or with `every=None`, no branch is compiled.

@@ -50,9 +50,9 @@ class AccumulationState(NamedTuple):
 
     With `reduce_axes`, the sums are those of each of the d devices: leaves
     of `acc_grads` are [d, ...], `weight` and those of `mean_args` and
-    `samples` [d], one on each device. Of a window that has emitted, each
-    part of `acc_grads` may be the whole sum: the sum may overwrite the
-    partial sums.
+    `samples` [d], one on each device. Once a window has emitted, nothing
+    in `acc_grads` is to be read: the sum over devices, or a shard of it,
+    may have overwritten the partial sums.
     """
 
     mini_step: jax.Array

@@ -42,8 +42,8 @@ def plan_microbatches(
         + temporary memory + the program
 
     which grows almost linearly with the rows of a micro-batch. The search
-    halves what lies between a size that fits and one that does not; the
-    line proposes where, a compilation decides: what is returned was
+    bisects between a size that fits and one that does not. A linear fit
+    proposes the next size, and a compilation decides: what is returned was
     compiled, and fits.
 
     Args:

@@ -42,7 +42,7 @@ def verify(
     whole_argnums: Name | Sequence[Name] = (),
     rtol: float | None = None,
 ) -> Report:
-    """Tells whether a loss may be accumulated, and if not, why.
+    """Checks whether accumulating a loss gives the whole batch's gradient.
 
     The report also says what to do about it.
 
@@ -113,8 +113,8 @@ def verify(
     Guarantees:
       The causes, known when running unless "(tracing)" is said:
 
-      * `"weights"`: a mean over unequal weights. Weights that make it a sum
-        over rows are not those in use.
+      * `"weights"`: the loss divides by a count, and `weight_fn` returns
+        another one.
       * `"sum"`: a sum over rows. The whole is its rows added up.
       * `"coupled examples"`: example j changes example i's term. Two sets
         of rows changed do not add up.

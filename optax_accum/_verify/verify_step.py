@@ -45,8 +45,8 @@ def verify_step(
     `make_step(1)` is the reference: its step gets the whole batch. Both run
     two windows from the same carry, and the parameters and the optimizer's
     state are compared; then windows of unequal micro-batches, and one with
-    NaN. Where they differ, what came out is compared with what each fault
-    would make of the micro-batches' own updates. If there are few
+    NaN. Where they differ, each known fault is computed from the
+    micro-batches' own updates and compared with yours. If there are few
     parameters, any change is some mixture of those updates; then a fault is
     named only if it agrees to rounding.
 

@@ -64,8 +64,8 @@ def microbatched_apply(
         `jax.random.fold_in(key, i)`, the same in both passes.
       reduce_axes: the mesh axes over which the batch is sharded, and the
         parameters, which are argument 0 here.
-      reduce_to: how the parameters are sharded over them, where their
-        gradients go; see `optax_accum.sharding`. In a scan over layers,
+      reduce_to: the sharding of the parameters over these axes, which their
+        gradients get, too; see `optax_accum.sharding`. In a scan over layers,
         pass the specs of one layer. By default they are replicated, and
         gradients are reduced once.
 

@@ -55,12 +55,13 @@ def value_and_grad(
         loss     = sum_i s_i l_i
         gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
 
-    The shares `s_i` are computed first, from the data. Each micro-batch's
-    loss is scaled by its share, so the backward pass can add its gradient
-    straight into the sum, and inside `jit` no second tree of gradients is
-    stored. If k divides the rows, row r is in micro-batch `r mod k`, which
-    leaves a sharded batch where it is; the rows that are left over form one
-    smaller micro-batch, the last.
+    The shares `s_i` are computed first, from the data (with `weight_of` or
+    a `Ratio`, last). Each micro-batch's loss is scaled by its share, so the
+    backward pass can add its gradient straight into the sum, and inside
+    `jit` no second tree of gradients is stored. If k divides the rows, row
+    r is in micro-batch `r mod k`; dealt like this, the rows of a sharded
+    batch need not move. The rows that are left over form one smaller
+    micro-batch, the last.
 
     Example:
       Rows with masks of different lengths, and dropout:
@@ -108,8 +109,9 @@ def value_and_grad(
       group_size: this many consecutive rows always stay in one micro-batch
         (pairs, the completions of one prompt).
       stacked: the batch is split already, [k, m, ...]: micro-batch j is
-        `leaf[j]`, and no number or size is given. Leaves may differ in m,
-        as those of graphs do; outputs are "stack"ed, not "concat"enated.
+        `leaf[j]`. Pass neither `num_microbatches` nor `microbatch_size`.
+        Leaves may differ in m, as those of graphs do. Use `aux_reduction=
+        "stack"`, not `"concat"`.
       weight_fn: called with the micro-batch only (or with all arguments in
         `batch_argnums`, in order), returns how much it counts: a real
         scalar of at least 32 bits, such as `mask.sum()`, or a dict with one
@@ -166,8 +168,9 @@ def value_and_grad(
     Guarantees:
       Known when tracing:
 
-      * `aux` is a random key, or takes `"mean"` of an integer, `"max"` of a
-        complex number, or `"concat"` without rows: an error.
+      * `aux` holds a random key, or its reduction does not fit (`"mean"` of
+        an integer, `"max"` of a complex number, `"concat"` without rows):
+        an error.
       * `aux` of another shape in the smaller last micro-batch, apart from
         its rows in `"concat"`: an error.
       * A loss below 32 bits: the shares are rounded to its dtype; return
