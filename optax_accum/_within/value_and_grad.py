@@ -191,7 +191,8 @@ def value_and_grad(
       * A weight of zero: its micro-batch is not run, so the number of those
         that run may vary without a new compilation. A micro-batch that is
         not run has zeros in `"concat"` and `"stack"`, and nothing
-        elsewhere.
+        elsewhere. On several devices its carry is handed on all the same,
+        if it counts on one of them; with `overlap`, the last one is run.
       * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
         loss with `jnp.maximum`.
       * The weights add to zero: a zero loss and a zero gradient. `"max"` of
