@@ -541,3 +541,11 @@ def test_layers_that_are_stacked_are_measured_as_those_that_are_not(devices):
             found.append((state.statistics, state.samples, call(params, rows)[0][1], optax_accum.metrics(state)))
     chex.assert_trees_all_close(*found, rtol=1e-4)
     assert {"noise_scale/layer/0", "noise_scale/layer/1"} <= found[0][-1].keys()
+
+
+def test_of_a_batch_that_weighs_nothing_nothing_is_known():
+    call = optax_accum.value_and_grad(
+        lambda p, x: jnp.mean((x * p) ** 2), 2, statistics=True, weight_fn=lambda x: jnp.zeros([])
+    )
+    (_, found), _ = jax.jit(call)(jnp.ones(3), jnp.ones((4, 3)))
+    assert all(float(leaf) == 0 for leaf in jax.tree.leaves(found))
