@@ -206,9 +206,8 @@ def alone(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> 
     signal = {name: squares[name] - noise[name] / weight for name in noise}
     known = (samples.number > 1) & jnp.isfinite(sum(noise.values()) + sum(signal.values()))
     noise, signal = jax.tree.map(lambda part: jnp.where(known, part, 0), (noise, signal))
-    return Statistics(
-        squares, noise, signal, known.astype(weight.dtype), weight / jnp.maximum(jnp.asarray(steps, weight.dtype), 1)
-    )
+    steps = jnp.maximum(jnp.asarray(steps, weight.dtype), 1)  # none where nothing counts
+    return Statistics(squares, noise, signal, known.astype(weight.dtype), weight / steps)
 
 
 def _groups(options: Options, params: Tree) -> list[str]:

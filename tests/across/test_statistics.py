@@ -545,7 +545,7 @@ def test_layers_that_are_stacked_are_measured_as_those_that_are_not(devices):
 
 def test_of_a_batch_that_weighs_nothing_nothing_is_known():
     call = optax_accum.value_and_grad(
-        lambda p, x: jnp.mean((x * p) ** 2), 2, statistics=True, weight_fn=lambda x: jnp.zeros([])
+        lambda p, x: jnp.mean((x @ p) ** 2), 2, statistics=True, weight_fn=lambda x: jnp.zeros([])
     )
     (_, found), _ = jax.jit(call)(jnp.ones(3), jnp.ones((4, 3)))
     assert all(float(leaf) == 0 for leaf in jax.tree.leaves(found))
