@@ -103,6 +103,12 @@ def _moves_together(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
 _ready_together.defjvp(_moves_together, symbolic_zeros=True)
 
 
+def is_sharded(leaf: Any) -> bool:
+    """Returns whether the type of an array tells that it is sharded, as that of one on Explicit axes does."""
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    return any(getattr(sharding, "spec", ()))
+
+
 def extremes(real: jax.Array) -> list[jax.Array]:
     """Returns what is finite if all of an array is: one reduction, where a CPU does not write the magnitudes first."""
     if JAX >= (0, 10, 2):

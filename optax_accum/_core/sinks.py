@@ -77,9 +77,11 @@ class Lent(NamedTuple):
         """Whether the whole gradient is wanted at once: a square of a sum is no sum of squares."""
         return self.sink.square is not None or self.total is not None or not compilers.ADDS_TO_SLICES
 
-    def turned(self, length: int) -> "Lent":
-        """Returns this as a scan of so many turns takes it."""
-        return self._replace(at=(*self.at, jnp.arange(length))) if self.total else self
+    def turned(self, length: int) -> Any:
+        """Returns this as a scan of so many turns takes it; a reference that Explicit axes shard has no slices."""
+        if self.total is None:
+            return self
+        return used(self) if compilers.is_sharded(self.param) else self._replace(at=(*self.at, jnp.arange(length)))
 
 
 @jax.custom_vjp

@@ -13,7 +13,7 @@ from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
 from optax_accum._core.sinks import Finish
-from optax_accum._space import mapped, meshes, narrow
+from optax_accum._space import mapped, narrow
 from optax_accum._space.meshes import Axes
 from optax_accum._space.shards import Shard
 
@@ -80,8 +80,6 @@ class Device:
                 'jax.jit, JAX 0.11, and a sum over the devices of a mesh: reduce_axes, not reduce_to="partial", no '
                 "jax.shard_map"
             )
-        elif needs is None and any(map(meshes.is_sharded, jax.tree.leaves(acc))):
-            needs = "parameters that no Explicit axis shards: JAX indexes no references to others"
         elif needs is None and not all(shard.is_alone for shard in self._shards(acc) or ()):
             needs = "a reduce_to that shards no dimension over other axes, too, on a mesh where these are Auto"
         if asked and needs:

@@ -188,11 +188,6 @@ def spec_of(leaf: Any) -> PartitionSpec | None:
     return None if unknown else sharding.spec
 
 
-def is_sharded(leaf: Any) -> bool:
-    """Returns whether the type of a leaf tells that it is sharded over some axis."""
-    return any(names_of(entry) for entry in spec_of(leaf) or ())
-
-
 def names_of(entry: Any) -> tuple[str, ...]:
     """Returns the axes that one dimension is sharded over."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
