@@ -67,7 +67,7 @@ class Loss:
         `flush` whether the caller closes the window with it.
         """
         self._check_groups(device, call)
-        call = device.own(call).own_key(index)
+        call = device.own(call, call.params).own_key(index)
         fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
         params = call.arguments[0]
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)

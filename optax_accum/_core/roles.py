@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves
 
+from optax_accum._core import arithmetic
 from optax_accum._core.leaves import check_arrays, is_key, short
 from optax_accum._core.signature import Name, signature_of
 
@@ -109,6 +110,11 @@ class Call:
 
     def __getitem__(self, names: tuple[Name, ...]) -> tuple[Any, ...]:
         return tuple(self.arguments[name] for name in names)
+
+    @property
+    def carried(self) -> Tree:
+        """What the first micro-batch is handed; None where nothing is handed on."""
+        return None if self.carry is None else arithmetic.strong(self.arguments[self.carry])
 
     def with_arguments(self, arguments: Mapping[Name, Any]) -> "Call":
         """Returns the call with other values for some of its arguments."""

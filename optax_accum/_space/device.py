@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers
+from optax_accum._core import arithmetic, compilers, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
@@ -41,10 +41,10 @@ class Device:
         """The number of devices."""
         return jax.lax.psum(1, self.axes)
 
-    def own(self, call: Call) -> Call:
-        """Returns the call on this device: parameters whose gradients are not reduced, and a key of its own."""
-        params: dict[Name, Any] = {name: self.vary(call.arguments[name]) for name in call.params}
-        return self.own_key(call.with_arguments(params))
+    def own(self, call: Call, names: tuple[Name, ...]) -> Call:
+        """Returns the call on this device: these arguments as its own, so that no gradient is reduced, and its key."""
+        arrays, filled = tracing.parted(call[names], tracing.is_array)
+        return self.own_key(call.with_arguments(dict(zip(names, filled(self.vary(arrays)), strict=True))))
 
     def own_key(self, call: Call) -> Call:
         """Returns the call with a key of this device's own, if there are others."""

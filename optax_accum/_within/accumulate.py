@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, draws, ratio, tracing
+from optax_accum._core import checks, ratio, tracing
 from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
 from optax_accum._core.leaves import Tree
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.signature import Name
 from optax_accum._core.state import default_float
-from optax_accum._core.weighing import ByShare, Index
+from optax_accum._core.weighing import ByShare
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
 from optax_accum._space.space import Reduction, Space
 from optax_accum._within import microbatches, reductions, splitting
-from optax_accum._within.microbatches import Alive, MicroBatches
+from optax_accum._within.microbatches import Alive, MicroBatch, MicroBatches
 from optax_accum._within.reductions import Outputs
 from optax_accum._within.weights import weigh
 
@@ -174,6 +174,10 @@ class _Rules(NamedTuple):
     reduction: Tree
     over: Reduction
 
+    def parts(self, call: Call) -> Parts:
+        """Calls `fun`: what it returns stands where a loss does."""
+        return self.returns.parts(call.apply(self.fun))
+
 
 class _Sums(NamedTuple):
     """What has come of some micro-batches."""
@@ -184,10 +188,9 @@ class _Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The micro-batches of one device."""
+    """The micro-batches of one device, and what they give."""
 
     rules: _Rules
-    device: Device
     micro_batches: MicroBatches
     weighing: ByShare
     alive: Alive
@@ -195,28 +198,21 @@ class _Part:
 
     def run(self, *, static: bool) -> tuple[_Sums, Tree]:
         """Runs them in order, and returns what came of them, and the last carry."""
-        start = self._varying(_Sums(self.outputs.start(), jnp.zeros([], default_float())))
-        totals = start, _carry_of(self.micro_batches.call)
-        carried = lambda call: arithmetic.strong(_parts(self.rules, call).carry)
-        sums, carry = self.micro_batches.in_order(self.add, totals, self.alive, carried, unroll=False, static=static)
+        start = _Sums(self.outputs.start(), jnp.zeros([], default_float()))
+        sums, carry = self.micro_batches.in_order(self.add, start, self.alive, static=static)
         return sums._replace(outputs=self.outputs.finish(sums.outputs)), carry
 
-    def add(self, totals: tuple[_Sums, Tree], index: Index, rows: Any) -> tuple[_Sums, Tree]:
+    def add(self, sums: _Sums, micro_batch: MicroBatch) -> tuple[_Sums, Parts]:
         """Adds what comes of a micro-batch."""
-        sums, carry = totals
         with jax.named_scope("optax_accum.micro_batch"):
-            parts = _parts(self.rules, self.micro_batches.call_of(index, rows, carry))
-        share, weight, result = self.weighing.share(index), jnp.zeros_like(sums.weight), parts.loss
+            parts = self.rules.parts(micro_batch.call)
+        share, weight, result = self.weighing.share(micro_batch.index), jnp.zeros_like(sums.weight), parts.loss
         if self.rules.weight_of is not None:
             share = weight = checks.as_weight(self.rules.weight_of(result), name="weight_of's result")
             counted = lambda name, leaf: _unless_nothing(leaf, weight) if name == "mean" else leaf
             result = jax.tree.map(counted, self.outputs.names, result)
-        outputs = self.outputs.add(sums.outputs, result, index, share)
-        self.device.check_carry(parts.carry)
-        return self._varying(_Sums(outputs, sums.weight + weight)), arithmetic.strong(parts.carry)
-
-    def _varying(self, sums: _Sums) -> _Sums:
-        return self.device.vary(sums)
+        outputs = self.outputs.add(sums.outputs, result, micro_batch.index, share)
+        return _Sums(outputs, sums.weight + weight), parts
 
 
 def _accumulate(rules: _Rules, call: Call) -> Any:
@@ -238,28 +234,15 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
 
 def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
     """Cuts what one device has of the batch."""
-    own = tuple(name for name in call.arguments if name != call.carry)  # that is the same on all devices
-    arrays, filled = tracing.parted(call[own], tracing.is_array)
-    call = call.with_arguments(dict(zip(own, filled(device.vary(arrays)), strict=True)))
-    call = device.own_key(call)
-    micro_batches = microbatches.cut(call, rules.sizes, device.count)
-    carry = _carry_of(call)
-    first = micro_batches.first(carry)
-    program, shapes = jax.make_jaxpr(lambda: _parts(rules, first), return_shape=True)()
-    if draws.may_hide(program, first):
-        draws.check_keys(functools.partial(_parts, rules), micro_batches.first(carry), call)
-    checks.check_carry(carry, shapes.carry)
+    call = device.own(call, tuple(name for name in call.arguments if name != call.carry))
+    micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
+    program, shapes = micro_batches.traced()
     one = jax.ShapeDtypeStruct((), default_float())
-    weighing, alive = weigh(micro_batches, rules.weight_fn, device, one, program.jaxpr, lambda _: {})
+    weighing, alive = weigh(micro_batches, rules.weight_fn, one, program.jaxpr, lambda _: {})
     outputs = reductions.outputs_of(rules.reduction, shapes.loss, micro_batches.split, "reduction")
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
-    return _Part(rules, device, micro_batches, weighing, alive, outputs)
-
-
-def _parts(rules: _Rules, call: Call) -> Parts:
-    """Calls `fun`: what it returns stands where a loss does."""
-    return rules.returns.parts(call.apply(rules.fun))
+    return _Part(rules, micro_batches, weighing, alive, outputs)
 
 
 def _over_devices(rules: _Rules, space: Space, own: Tree) -> Tree:
@@ -279,17 +262,13 @@ def _of_no_rows(rules: _Rules, call: Call) -> Any:
     some = lambda leaf: jnp.zeros((*first, *leaf.shape[1:]), leaf.dtype) if jnp.ndim(leaf) else leaf
     few = jax.tree.map(some, call[call.batch])
     call = call.with_arguments(dict(zip(call.batch, few, strict=True)))
-    shapes = jax.eval_shape(lambda: _parts(rules, call))
+    shapes = jax.eval_shape(lambda: rules.parts(call))
     outputs = reductions.outputs_of(rules.reduction, shapes.loss, splitting.Split(0, rows, 0, 0), "reduction")
-    return rules.returns.joined(Parts(outputs.finish(outputs.start()), carry=_carry_of(call)))
+    return rules.returns.joined(Parts(outputs.finish(outputs.start()), carry=call.carried))
 
 
 def _is_empty(batch: Tree) -> bool:
     return any(jnp.ndim(leaf) and not leaf.shape[0] for leaf in jax.tree.leaves(batch))
-
-
-def _carry_of(call: Call) -> Tree:
-    return None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
 
 
 def _unless_nothing(leaf: Any, weight: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, draws, ratio
+from optax_accum._core import arithmetic, checks, ratio
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import MAY_BE_AGAIN, Contribution, Inside, added_inside, at_leaves, contribution
 from optax_accum._core.meter import Meter
@@ -20,7 +20,7 @@ from optax_accum._space.device import Device
 from optax_accum._space.space import PARTIAL, Reduced, Reduction
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.gradients import Leaves
-from optax_accum._within.microbatches import Alive, MicroBatches
+from optax_accum._within.microbatches import Alive, MicroBatch, MicroBatches
 from optax_accum._within.reductions import Outputs, outputs_of
 from optax_accum._within.weights import weigh
 
@@ -78,10 +78,6 @@ class Rules:
         """Calls `fun` and takes apart what it returns."""
         return self.returns.parts(call.apply(self.fun))
 
-    def carried(self, parts: Parts) -> Tree:
-        """Returns what a micro-batch hands on to the next."""
-        return arithmetic.strong(parts.carry)
-
     def parts_of(self, call: Call, params: tuple[Tree, ...]) -> Parts:
         """Does so with these in the place of the differentiated arguments."""
         return self.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
@@ -92,7 +88,6 @@ class Cut:
     """One call: its micro-batches, how they are weighed, and what `fun` will return for each."""
 
     rules: Rules
-    device: Device
     micro_batches: MicroBatches
     weighing: ByShare
     alive: Alive
@@ -104,10 +99,8 @@ class Cut:
     def add_up(self) -> tuple[Sums, Tree]:
         """Adds up what the micro-batches contribute; beside the sums comes the last carry."""
         refs, totals = self.start()
-        add = functools.partial(self.add, refs)
-        carried = lambda call: self.rules.carried(self.rules.parts(call))
         order = {"unroll": self.rules.unroll, "static": self.static, "last_apart": self.overlaps}
-        totals, carry = self.micro_batches.in_order(add, (totals, self.carry), self.alive, carried, **order)
+        totals, carry = self.micro_batches.in_order(functools.partial(self.add, refs), totals, self.alive, **order)
         return self.finish(refs, totals), carry
 
     def start(self) -> tuple[Leaves, Totals]:
@@ -117,21 +110,20 @@ class Cut:
             gradients.added(self.params, self.kinds), lambda: jnp.zeros([], default_float())
         )
         loss = jnp.zeros([], arithmetic.accumulator_dtype(self.loss_dtype, None))
-        return refs, self.device.vary(Totals(loss, self.weighing.nothing, grads, self.outputs.start(), samples))
+        return refs, Totals(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
 
-    def add(self, refs: Leaves, done: tuple[Totals, Tree], index: Index, rows: Any) -> tuple[Totals, Tree]:
-        """Adds a micro-batch; beside the totals comes what it hands on."""
-        totals, carry = done
+    def add(self, refs: Leaves, totals: Totals, micro_batch: MicroBatch) -> tuple[Totals, Parts]:
+        """Adds a micro-batch."""
+        index = micro_batch.index
         with jax.named_scope("optax_accum.micro_batch"):
-            one = self.contribution(self.micro_batches.call_of(index, rows, carry), index, refs)
+            one = self.contribution(micro_batch, refs)
         with jax.named_scope("optax_accum.add"):
             grads, squares = gradients.add(refs, totals.grads, one.backward, self.kinds)
             samples = self._sampled(totals.samples, one, index, squares)
-        outputs = self.outputs.add(totals.outputs, one.parts.aux, index, self.weighing.of_output(index, rows))
+        share = self.weighing.of_output(index, micro_batch.rows)
+        outputs = self.outputs.add(totals.outputs, one.parts.aux, index, share)
         counted = jax.tree.map(jnp.add, totals.counted, self.weighing.counted(one.parts.loss))
-        carry = self.rules.carried(one.parts)
-        self.device.check_carry(carry)
-        return self.device.vary(Totals(totals.loss + one.loss, counted, grads, outputs, samples)), carry
+        return Totals(totals.loss + one.loss, counted, grads, outputs, samples), one.parts
 
     def finish(self, refs: Leaves, totals: Totals) -> Sums:
         """Returns the sums, the outputs of the batch among them."""
@@ -141,9 +133,10 @@ class Cut:
         grads = Reduced(self.device.own_parts(grads)) if self.overlaps else grads
         return Sums(loss, totals.counted, grads, self.outputs.finish(totals.outputs), totals.samples, weight)
 
-    def contribution(self, call: Call, index: Index, refs: Leaves) -> Contribution:
+    def contribution(self, micro_batch: MicroBatch, refs: Leaves) -> Contribution:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
-        fun, inside = functools.partial(self.rules.parts_of, call), self.inside
+        index, call, inside = micro_batch.index, micro_batch.call, self.inside
+        fun = functools.partial(self.rules.parts_of, call)
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
             inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.here))
         return contribution(fun, call[call.params], self.weighing, index, self.device.check_loss, inside)
@@ -155,10 +148,9 @@ class Cut:
         return call[call.params]
 
     @property
-    def carry(self) -> Tree:
-        """What the first micro-batch is handed."""
-        call = self.micro_batches.call
-        return None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
+    def device(self) -> Device:
+        """The device that has these micro-batches."""
+        return self.micro_batches.device
 
     @functools.cached_property
     def empty(self) -> Tree:
@@ -195,19 +187,14 @@ class Cut:
 def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     """Cuts the batch of a call on one device; `again` says that the sums are to be differentiated again."""
     checks.check_differentiable(call[call.params])
-    micro_batches = microbatches.cut(device.own(call), rules.sizes, device.count)
+    micro_batches = microbatches.cut(rules.parts, device, device.own(call, call.params), rules.sizes)
     static = again or rules.unroll or rules.in_place is False
-    carry = None if call.carry is None else arithmetic.strong(call.arguments[call.carry])
-    first = micro_batches.first(carry)
-    program, shapes = jax.make_jaxpr(functools.partial(rules.parts_of, first), return_shape=True)(first[first.params])
-    if draws.may_hide(program, first):
-        draws.check_keys(rules.parts, first, micro_batches.call)
+    program, shapes = micro_batches.traced(call.params)
     device.check_alone(program)
-    checks.check_carry(carry, shapes.carry)
-    count = functools.partial(_counts, rules, device, micro_batches, carry, shapes, static)
-    weighing, alive = weigh(micro_batches, rules.weight_fn, device, shapes.loss, program.jaxpr, count)
+    count = functools.partial(_counts, rules, micro_batches, shapes, static)
+    weighing, alive = weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
-    made = Cut(rules, device, micro_batches, weighing, alive, shapes, static)
+    made = Cut(rules, micro_batches, weighing, alive, shapes, static)
     made.outputs.start()  # raises where a reduction does not fit
     unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
     squares = () if unless else rules.meter.no_squares(made.params)
@@ -221,7 +208,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
 
 
 def _counts(
-    rules: Rules, device: Device, micro_batches: MicroBatches, carry: Tree, shapes: Parts, static: bool, alive: Alive
+    rules: Rules, micro_batches: MicroBatches, shapes: Parts, static: bool, alive: Alive
 ) -> dict[str, jax.Array]:
     """Runs the micro-batches forward for what the terms of a loss count, and returns this device's sums."""
     if rules.over.to == PARTIAL:
@@ -230,13 +217,10 @@ def _counts(
             'reduce_to="partial" was asked for. Leave reduce_to out; or return one Ratio.'
         )
 
-    def add(sums: Any, index: Index, rows: Any) -> Any:
-        counts, carry = sums
-        parts = rules.parts(micro_batches.call_of(index, rows, carry))
-        counts = {name: counts[name] + term.checked().count for name, term in parts.loss.items()}
-        return device.vary(counts), arithmetic.strong(parts.carry)
+    def add(counts: dict[str, jax.Array], micro_batch: MicroBatch) -> tuple[dict[str, jax.Array], Parts]:
+        parts = rules.parts(micro_batch.call)
+        return {name: counts[name] + term.checked().count for name, term in parts.loss.items()}, parts
 
     with jax.named_scope("optax_accum.count"):
-        counts = device.vary({name: jnp.zeros([], default_float()) for name in shapes.loss})
-        carried = lambda call: rules.carried(rules.parts(call))
-        return micro_batches.in_order(add, (counts, carry), alive, carried, unroll=rules.unroll, static=static)[0]
+        counts = {name: jnp.zeros([], default_float()) for name in shapes.loss}
+        return micro_batches.in_order(add, counts, alive, unroll=rules.unroll, static=static)[0]

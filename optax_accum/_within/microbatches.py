@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_accum._core import compilers, tracing
+from optax_accum._core import arithmetic, checks, compilers, draws, tracing
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.parts import Parts
 from optax_accum._core.roles import Call
 from optax_accum._core.rows import count_rows
+from optax_accum._core.signature import Name
 from optax_accum._core.tracing import Flag
 from optax_accum._core.weighing import Index
+from optax_accum._space.device import Device
 from optax_accum._within import loops, splitting
 from optax_accum._within.splitting import Split
 
@@ -33,78 +36,91 @@ class Alive(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MicroBatches:
-    """A batch that is cut: full micro-batches, and the remainder, whose index is their number."""
+class MicroBatch:
+    """One of them."""
 
+    index: Index
+    rows: Any  # its part of each argument that holds the batch
+    call: Call  # of `fun`: these rows, its own key, the carry
+
+
+Add = Callable[[Any, MicroBatch], tuple[Any, Parts]]  # adds what a micro-batch gives to sums
+Done = tuple[Any, Tree]  # the sums, and the last carry
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """What one device has of a batch, cut: full micro-batches, and the remainder, whose index is their number."""
+
+    parts: Callable[[Call], Parts]  # calls `fun`
+    device: Device
     call: Call  # of the whole batch
     split: Split
     stacked: Tree  # the full micro-batches: leaves [b, k, ...]
     rest: Tree  # the remainder: leaves [r, ...]
 
-    def rows(self, index: Index) -> Any:
-        """Returns the arguments that hold the batch, of one micro-batch."""
-        is_rest = isinstance(index, int) and index == self.split.full
-        return self.rest if is_rest else splitting.micro_batch(self.split, self.stacked, index)
+    def one(self, index: Index, carry: Tree) -> MicroBatch:
+        """Returns one micro-batch."""
+        return self._of_rows(index, self._rows(index), carry)
 
-    def call_of(self, index: Index, rows: Any, carry: Tree) -> Call:
-        """Returns the call of `fun` for one micro-batch: its rows, its own key, the carry."""
-        call = self.call.own_key(index).with_arguments(dict(zip(self.call.batch, rows, strict=True)))
-        if call.carry is None:
-            return call
-        own = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
-        return call.with_arguments({call.carry: own})
-
-    def first(self, carry: Tree) -> Call:
-        """Returns the call of `fun` for the first one."""
-        return self.call_of(0, self.rows(0), carry)
+    def traced(self, names: tuple[Name, ...] = ()) -> tuple[Any, Parts]:
+        """Returns `fun` for the first micro-batch, traced by these arguments, and the shapes of what it returns."""
+        first = self.one(0, self.call.carried).call
+        of = lambda values: self.parts(first.with_arguments(dict(zip(names, values, strict=True))))
+        program, shapes = jax.make_jaxpr(of, return_shape=True)(first[names])
+        if draws.may_hide(program, first):
+            draws.check_keys(self.parts, self.one(0, self.call.carried).call, self.call)
+        checks.check_carry(self.call.carried, shapes.carry)
+        return program, shapes
 
     def in_order(
         self,
-        add: Callable[[tuple[Any, Tree], Index, Any], tuple[Any, Tree]],
-        totals: tuple[Any, Tree],
+        add: Add,
+        sums: Any,
         alive: Alive,
-        carried: Callable[[Call], Tree],
         *,
-        unroll: bool,
-        static: bool,
+        unroll: bool = False,
+        static: bool = False,
         last_apart: bool = False,
-    ) -> tuple[Any, Tree]:
-        """Runs `sums, carry = add((sums, carry), index, rows)` for micro-batches that are alive, the remainder last.
+    ) -> Done:
+        """Runs `sums, parts = add(sums, micro_batch)` for those that are alive, the remainder last.
 
-        One that is alive on another device only is run for what it hands on, `carried`. With `last_apart` the last of
-        all is in no loop, and is run, alive or not; in the end it counts if it is.
+        Beside the sums it returns the last carry. A micro-batch that is alive on another device only is run for what
+        it hands on. With `last_apart` the last of all is in no loop, and is run, alive or not; in the end it counts if
+        it is.
         """
 
-        def run(index: Any, totals: Any, *, after: bool = unroll) -> Any:
-            rows = self.rows(index)
+        def run(index: Any, done: Done, *, after: bool = unroll) -> Done:
+            rows = self._rows(index)
             if after:  # else compilers begin with it at once, and keep what it needs
-                rows, totals = compilers.ready_together(rows, totals)
-            return add(totals, index, rows)
+                rows, done = compilers.ready_together(rows, done)
+            sums, carry = done
+            sums, parts = add(sums, self._of_rows(index, rows, carry))
+            return self.device.vary(sums), self._handed_on(parts)
 
-        def one(index: Any, totals: Any) -> Any:
+        def hand_on(index: Any, done: Done) -> Done:
+            sums, carry = done
+            return sums, self._handed_on(self.parts(self.one(index, carry).call))
+
+        def one(index: Any, done: Done) -> Done:
             if alive.here is alive.turns:
-                return run(index, totals)
+                return run(index, done)
             here = self._at(index, alive.here)
-            totals = loops.if_alive(here, functools.partial(run, index), totals, static=static)
-            hand_on = lambda totals: (totals[0], carried(self.call_of(index, self.rows(index), totals[1])))
-            return loops.if_alive(tracing.negated(here), hand_on, totals, static=static)
+            done = loops.if_alive(here, functools.partial(run, index), done, static=static)
+            return loops.if_alive(tracing.negated(here), functools.partial(hand_on, index), done, static=static)
 
+        start = self.device.vary(sums), self.call.carried
         full, (turns, rest) = self.split.full, alive.turns
         order = functools.partial(loops.in_order, add=one, unroll=unroll, static=static)
         if not last_apart:
-            return loops.if_alive(rest, functools.partial(one, full), order(full, turns, totals=totals), static=static)
+            done = order(full, turns, totals=start)
+            return loops.if_alive(rest, functools.partial(one, full), done, static=static)
         if not self.split.rest:
             full, turns = full - 1, turns if isinstance(turns, bool) else turns[:-1]
-        totals = order(full, turns, totals=totals)
-        sums, carry = run(self.split.last, totals, after=True)
-        sums = tracing.selected(self.last_of(alive.here), sums, totals[0])
-        return sums, tracing.selected(self.last_of(alive.turns), carry, totals[1])
-
-    def _at(self, index: Index, flags: Flags) -> Flag:
-        """Returns the flag of one micro-batch."""
-        if isinstance(index, int) and index == self.split.full:
-            return flags[1]
-        return flags[0] if isinstance(flags[0], bool) else flags[0][index]
+        done = order(full, turns, totals=start)
+        sums, carry = run(self.split.last, done, after=True)
+        sums = tracing.selected(self.last_of(alive.here), sums, done[0])
+        return sums, tracing.selected(self.last_of(alive.turns), carry, done[1])
 
     def last_of(self, flags: Flags) -> Flag:
         """Returns the flag of the last micro-batch."""
@@ -115,16 +131,38 @@ class MicroBatches:
         values = self.stacked, self.rest, list(self.call.arguments.values())
         stacked, rest, arguments = tracing.refuse_differentiation(values, message)
         call = self.call.with_arguments(dict(zip(self.call.arguments, arguments, strict=True)))
-        return MicroBatches(call, self.split, stacked, rest)
+        return dataclasses.replace(self, call=call, stacked=stacked, rest=rest)
+
+    def _rows(self, index: Index) -> Any:
+        """Returns the arguments that hold the batch, of one micro-batch."""
+        is_rest = isinstance(index, int) and index == self.split.full
+        return self.rest if is_rest else splitting.micro_batch(self.split, self.stacked, index)
+
+    def _of_rows(self, index: Index, rows: Any, carry: Tree) -> MicroBatch:
+        call = self.call.own_key(index).with_arguments(dict(zip(self.call.batch, rows, strict=True)))
+        if call.carry is not None:
+            own = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
+            call = call.with_arguments({call.carry: own})
+        return MicroBatch(index, rows, call)
+
+    def _handed_on(self, parts: Parts) -> Tree:
+        self.device.check_carry(parts.carry)
+        return arithmetic.strong(parts.carry)
+
+    def _at(self, index: Index, flags: Flags) -> Flag:
+        """Returns the flag of one micro-batch."""
+        if isinstance(index, int) and index == self.split.full:
+            return flags[1]
+        return flags[0] if isinstance(flags[0], bool) else flags[0][index]
 
 
-def cut(call: Call, sizes: splitting.Sizes, devices: int) -> MicroBatches:
-    """Cuts the batch of a call: what one of so many devices has of it."""
+def cut(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
+    """Cuts the batch of a call of `fun`: what one device has of it."""
     batches = list(call[call.batch])
-    split = splitting.split_rows(batches, sizes, devices)
+    split = splitting.split_rows(batches, sizes, device.count)
     rest = splitting.remainder(split, batches) if split.rest else None
     stacked = batches if sizes.stacked else splitting.stacked(split, batches)
-    return MicroBatches(call, split, stacked, rest)
+    return MicroBatches(parts, device, call, split, stacked, rest)
 
 
 def whole_batch(call: Call, sizes: splitting.Sizes) -> Call:

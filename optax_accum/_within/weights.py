@@ -11,7 +11,6 @@ from optax_accum._core.rows import is_split
 from optax_accum._core.state import default_float
 from optax_accum._core.tracing import Flag
 from optax_accum._core.weighing import ByCounts, ByRatio, ByShare, ByTerms, Shares
-from optax_accum._space.device import Device
 from optax_accum._within import splitting
 from optax_accum._within.microbatches import Alive, Flags, MicroBatches
 
@@ -19,7 +18,6 @@ from optax_accum._within.microbatches import Alive, Flags, MicroBatches
 def weigh(
     micro_batches: MicroBatches,
     weight_fn: Callable[..., Any] | None,
-    device: Device,
     loss: Any,
     program: Any,
     count: Callable[[Alive], dict[str, jax.Array]],
@@ -28,7 +26,8 @@ def weigh(
 
     `program` is `fun`, traced; `count` runs those that are alive for the counts of a dict of `Ratio`s.
     """
-    full, rest, total = _shares(micro_batches, weight_fn, device.total)
+    device = micro_batches.device
+    full, rest, total = _shares(micro_batches, weight_fn)
     ratio.check_loss(loss, None if weight_fn is None else full)
     here = _live(full), _live(rest)
     if weight_fn is not None or ratio.is_ratio(loss):
@@ -36,22 +35,20 @@ def weigh(
     alive = Alive(here, here if micro_batches.call.carry is None else device.any_of(here))
     known: dict[str, Any] = {"shares": full, "rest": rest, "weight": total, "full": micro_batches.split.full}
     if isinstance(full, dict):
-        return ByTerms(**known, rows=_live_rows(micro_batches, here, device.total)), alive
+        return ByTerms(**known, rows=_live_rows(micro_batches, here)), alive
     if ratio.are_terms(loss):
         reciprocals = {name: ratio.reciprocal(device.total(one)) for name, one in count(alive).items()}
         return ByCounts(**known, reciprocals=reciprocals), alive
     return (ByRatio if ratio.is_ratio(loss) else ByShare)(**known), alive
 
 
-def _shares(
-    micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None, total_of: Callable[[Any], Any]
-) -> tuple[Shares, Shares, Any]:
+def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -> tuple[Shares, Shares, Any]:
     """Returns `w_i / sum(w)` of the full micro-batches ([k], or a number for all) and of the remainder ([]); `sum(w)`.
 
-    The weights are added in the default float dtype, so that counts of tokens cannot overflow; and by `total_of` over
-    the devices that have parts of one batch.
+    The weights are added in the default float dtype, so that counts of tokens cannot overflow; and over the devices
+    that have parts of one batch.
     """
-    split, stacked = micro_batches.split, micro_batches.stacked
+    split, stacked, total_of = micro_batches.split, micro_batches.stacked, micro_batches.device.total
     if weight_fn is None:
         rows = split.rows * total_of(1)
         return split.size / rows, split.rest / rows, rows
@@ -74,10 +71,10 @@ def _share(weight: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(total), jnp.nan, weight / jnp.where(total == 0, jnp.inf, total))
 
 
-def _live_rows(micro_batches: MicroBatches, alive: Flags, total_of: Callable[[Any], Any]) -> Any:
+def _live_rows(micro_batches: MicroBatches, alive: Flags) -> Any:
     """Returns the rows of all micro-batches of the batch that are run, at least 1."""
     split = micro_batches.split
-    return jnp.maximum(total_of(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)
+    return jnp.maximum(micro_batches.device.total(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)
 
 
 def _live(shares: Shares) -> Flag:
