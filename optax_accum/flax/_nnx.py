@@ -1,5 +1,6 @@
 """Owns the gradient of an NNX module within a call. Knows no optimizer."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_accum
-from optax_accum._core.roles import Roles
+from optax_accum._core.leaves import Tree
+from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
 from optax_accum._core.sums import mean as weighted_mean
@@ -99,42 +101,77 @@ def value_and_grad(
         others = {name: arg for name, arg in call.arguments.items() if name not in call.params}
         check_module(model)
         _check_streams(others)
-        running, momenta = batch_norms(model)
-        graph, params, stats, rest = nnx.split(model, wrt, running, ...)
-        check_trained(model, params, wrt, "For a tree of arrays, take optax_accum.value_and_grad.")
-
-        def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-            *args, stats, rest = args_and_state
-            copies = jax.tree.map(lambda leaf: leaf, (params, stats, rest))  # variables of this trace
-            micro = nnx.merge(graph, *copies)
-            streams, before = own_streams(micro, Device(axes)), variables(micro)
-            own = {call.params[0]: micro, **dict(enumerate(args, start=1)), **kwargs}
-            micro_call = call.with_arguments(own)
-            out = micro_call.apply(fun)
-            check_variables(before, variables(micro))
-            loss, aux = _window.pair(out) if has_aux else (out, None)
-            if streams is not None:
-                nnx.update(micro, streams)
-            _, _, new, rest = nnx.split(micro, wrt, running, ...)
-            old, rows = nnx.to_pure_dict(stats), count_rows(micro_call[call.batch])
-            moments = batch_moments(nnx.to_pure_dict(new), old, momenta(old))
-            return loss, ((_window.weighted(moments, jnp.float32(rows)), aux), rest)
-
+        parts = _parts_of(model, wrt)
+        check_trained(model, parts.params, wrt, "For a tree of arrays, take optax_accum.value_and_grad.")
+        pure = functools.partial(_micro_batch, fun, has_aux, Device(axes), parts, call)
         by_position = [arg for name, arg in others.items() if isinstance(name, int)]
         by_keyword = {name: arg for name, arg in others.items() if isinstance(name, str)}
         placed: dict[str, Any] = {"batch_argnums": call.batch, "rng_argnum": call.rng, "carry_argnum": -1}
         placed["whole_argnums"] = (*call.whole, 1 + len(by_position))  # the running statistics
         cut = optax_accum.value_and_grad(pure, **{**options, **placed})
-        value, grads = cut(params, *by_position, stats, rest, **by_keyword)
-        value, measured = value if options.get("statistics") else (value, None)
-        loss, ((sums, aux), rest) = value
-        old, moments = nnx.to_pure_dict(stats), weighted_mean(_window.over_devices(sums, options))
-        nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, momenta(old)))
-        nnx.update(model, stats, rest)
+        value, grads = cut(parts.params, *by_position, parts.stats, parts.rest, **by_keyword)
+        value, *measured = value if options.get("statistics") else (value,)
+        loss, ((moments, aux), rest) = value
+        parts.write(model, weighted_mean(_window.over_devices(moments, options)), rest)
         value = (loss, aux) if has_aux else loss
-        return (value if measured is None else (value, measured)), grads
+        return (value, *measured) if measured else value, grads
 
     return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModuleParts:
+    """A module taken apart, for functions of arrays."""
+
+    split: Callable[[Any], tuple[Any, Any, Any, Any]]  # a module of this kind into the next four
+    graph: Any
+    params: Any  # what is differentiated
+    stats: Any  # the running statistics of BatchNorm: all micro-batches start from the same
+    rest: Any  # what each micro-batch hands on: random streams and counters
+    momenta: Callable[[Tree], Tree]  # of the running statistics
+
+    def moments(self, model: Any, stats: Any) -> Tree:
+        """Returns the moments of BatchNorm in a micro-batch that has turned `stats` into what `model` has."""
+        old, new = nnx.to_pure_dict(stats), nnx.to_pure_dict(self.split(model)[2])
+        return batch_moments(new, old, self.momenta(old))
+
+    def write(self, model: Any, moments: Tree, rest: Any) -> None:
+        """Writes into the module what all micro-batches have left: means of moments, and what the last handed on."""
+        old = nnx.to_pure_dict(self.stats)
+        nnx.replace_by_pure_dict(self.stats, merge_batch_stats(moments, old, self.momenta(old)))
+        nnx.update(model, self.stats, rest)
+
+
+def _parts_of(model: Any, wrt: Any) -> _ModuleParts:
+    running, momenta = batch_norms(model)
+    split = lambda model: nnx.split(model, wrt, running, ...)
+    graph, params, stats, rest = split(model)
+    return _ModuleParts(split, graph, params, stats, rest, momenta)
+
+
+def _micro_batch(
+    fun: Callable[..., Any],
+    has_aux: bool,
+    device: Device,
+    parts: _ModuleParts,
+    call: Call,
+    params: Any,
+    *args_and_state: Any,
+    **kwargs: Any,
+) -> tuple[jax.Array, Any]:
+    """Calls `fun` for one micro-batch with a module of its own; returns `(loss, ((moments, aux), rest))`."""
+    *args, stats, rest = args_and_state
+    own = jax.tree.map(lambda leaf: leaf, (params, stats, rest))  # variables of this trace
+    model = nnx.merge(parts.graph, *own)
+    streams, before = own_streams(model, device), variables(model)
+    call = call.with_arguments({call.params[0]: model, **dict(enumerate(args, start=1)), **kwargs})
+    out = call.apply(fun)
+    check_variables(before, variables(model))
+    loss, aux = _window.pair(out) if has_aux else (out, None)
+    if streams is not None:
+        nnx.update(model, streams)
+    moments = _window.weighted(parts.moments(model, stats), jnp.float32(count_rows(call[call.batch])))
+    return loss, ((moments, aux), parts.split(model)[3])
 
 
 _OWN_OPTIONS = {
