@@ -123,7 +123,7 @@ def value_and_grad(
 class _ModuleParts:
     """A module taken apart, for functions of arrays."""
 
-    split: Callable[[Any], tuple[Any, Any, Any, Any]]  # a module of this kind into the next four
+    split: Callable[[Any], Any]  # a module of this kind into the next four
     graph: Any
     params: Any  # what is differentiated
     stats: Any  # the running statistics of BatchNorm: all micro-batches start from the same
