@@ -599,6 +599,16 @@ def test_what_is_no_optimizer_gets_the_remedy_that_fits(inner, message):
         optax_accum.accumulate_gradients(inner, 4)
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_windows_do_not_stand_in_windows(every):
+    """They multiplied, and the inner one took micro-batches of any weight for equals."""
+    ours = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
+    for accumulates in (ours, optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()):
+        tx = optax_accum.accumulate_gradients(optax.chain(optax.clip(1.0), accumulates), every)
+        with pytest.raises(ValueError, match=r"inner must not accumulate.*holds (Acc|Multi)\w*State.*whole chain"):
+            tx.init(PARAMS)
+
+
 def test_a_module_of_nnx_is_no_tree_of_parameters():
     """Its running statistics stood still, without a word."""
     model, x = nnx.BatchNorm(3, rngs=nnx.Rngs(0)), jnp.ones((8, 3))

@@ -11,6 +11,7 @@ from jax.extend import core
 from optax_accum._core import arithmetic, checks, memory
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.spelling import misspelt
+from optax_accum._core.state import AccumulationState, states_in
 
 Inner = optax.GradientTransformationExtraArgs
 
@@ -50,6 +51,16 @@ def update(
 def same_tree(new: Tree, old: Tree) -> bool:
     """Returns whether the inner optimizer gave back a state of the tree that it was given."""
     return jax.tree.structure(new) == jax.tree.structure(old)
+
+
+def check_accumulates_once(state: Tree) -> None:
+    """Raises for an inner optimizer that accumulates, too: windows would multiply, and its own take no weights."""
+    if found := states_in(state, (AccumulationState, optax.MultiStepsState)):
+        raise ValueError(
+            "inner must not accumulate gradients itself: the two windows would multiply, and the inner one would not "
+            f"see the weights. The state of inner holds {type(found[0]).__name__}. Accumulate once: "
+            "accumulate_gradients around the whole chain."
+        )
 
 
 def check_own(inner: Inner, state: Tree, params: Tree, cause: Exception | None = None) -> None:

@@ -10,6 +10,7 @@ import optax
 
 from optax_accum._across import outcomes, policy
 from optax_accum._across.divisor import as_divisor
+from optax_accum._across.inner import check_accumulates_once
 from optax_accum._across.outcomes import Outcome, new_params, updates_of
 from optax_accum._across.policy import as_policy
 from optax_accum._across.schedules import Every, as_schedule
@@ -235,6 +236,7 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
     space.check_params(params)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = arithmetic.strong(rules.inner.init(space.shard(params)))
+    check_accumulates_once(inner_opt_state)
     scalar = lambda: space.scalar(params)
     return new_state(
         inner_opt_state,

@@ -157,8 +157,8 @@ def new_state(
     return blank._replace(**fields)
 
 
-def states_in(state: Tree, kind: type = AccumulationState) -> list[Any]:
-    """Returns the states of a kind inside an optimizer state."""
+def states_in(state: Tree, kind: type | tuple[type, ...] = AccumulationState) -> list[Any]:
+    """Returns the states of a kind, or of several, inside an optimizer state."""
     is_one = lambda node: isinstance(node, kind)
     return [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
 

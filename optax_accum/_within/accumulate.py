@@ -20,7 +20,7 @@ from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
 from optax_accum._space.space import Reduction, Space
 from optax_accum._within import microbatches, reductions, splitting
-from optax_accum._within.microbatches import Alive, MicroBatch, MicroBatches
+from optax_accum._within.microbatches import Alive, MicroBatches, Turn
 from optax_accum._within.reductions import Outputs
 from optax_accum._within.weights import weigh
 
@@ -202,16 +202,16 @@ class _Part:
         sums, carry = self.micro_batches.in_order(self.add, start, self.alive, static=static)
         return sums._replace(outputs=self.outputs.finish(sums.outputs)), carry
 
-    def add(self, sums: _Sums, micro_batch: MicroBatch) -> tuple[_Sums, Parts]:
+    def add(self, sums: _Sums, turn: Turn) -> tuple[_Sums, Parts]:
         """Adds what comes of a micro-batch."""
         with jax.named_scope("optax_accum.micro_batch"):
-            parts = self.rules.parts(micro_batch.call)
-        share, weight, result = self.weighing.share(micro_batch.index), jnp.zeros_like(sums.weight), parts.loss
+            parts = self.rules.parts(turn.call)
+        share, weight, result = self.weighing.share(turn.index), jnp.zeros_like(sums.weight), parts.loss
         if self.rules.weight_of is not None:
             share = weight = checks.as_weight(self.rules.weight_of(result), name="weight_of's result")
             counted = lambda name, leaf: _unless_nothing(leaf, weight) if name == "mean" else leaf
             result = jax.tree.map(counted, self.outputs.names, result)
-        outputs = self.outputs.add(sums.outputs, result, micro_batch.index, share)
+        outputs = self.outputs.add(sums.outputs, result, turn.index, share)
         return _Sums(outputs, sums.weight + weight), parts
 
 

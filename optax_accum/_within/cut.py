@@ -20,7 +20,7 @@ from optax_accum._space.device import Device
 from optax_accum._space.space import PARTIAL, Reduced, Reduction
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.gradients import Leaves
-from optax_accum._within.microbatches import Alive, MicroBatch, MicroBatches
+from optax_accum._within.microbatches import Alive, MicroBatches, Turn
 from optax_accum._within.reductions import Outputs, outputs_of
 from optax_accum._within.weights import weigh
 
@@ -112,15 +112,15 @@ class Cut:
         loss = jnp.zeros([], arithmetic.accumulator_dtype(self.loss_dtype, None))
         return refs, Totals(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
 
-    def add(self, refs: Leaves, totals: Totals, micro_batch: MicroBatch) -> tuple[Totals, Parts]:
+    def add(self, refs: Leaves, totals: Totals, turn: Turn) -> tuple[Totals, Parts]:
         """Adds a micro-batch."""
-        index = micro_batch.index
+        index = turn.index
         with jax.named_scope("optax_accum.micro_batch"):
-            one = self.contribution(micro_batch, refs)
+            one = self.contribution(turn, refs)
         with jax.named_scope("optax_accum.add"):
             grads, squares = gradients.add(refs, totals.grads, one.backward, self.kinds)
             samples = self._sampled(totals.samples, one, index, squares)
-        share = self.weighing.of_output(index, micro_batch.rows)
+        share = self.weighing.of_output(index, turn.rows)
         outputs = self.outputs.add(totals.outputs, one.parts.aux, index, share)
         counted = jax.tree.map(jnp.add, totals.counted, self.weighing.counted(one.parts.loss))
         return Totals(totals.loss + one.loss, counted, grads, outputs, samples), one.parts
@@ -133,9 +133,9 @@ class Cut:
         grads = Reduced(self.device.own_parts(grads)) if self.overlaps else grads
         return Sums(loss, totals.counted, grads, self.outputs.finish(totals.outputs), totals.samples, weight)
 
-    def contribution(self, micro_batch: MicroBatch, refs: Leaves) -> Contribution:
+    def contribution(self, turn: Turn, refs: Leaves) -> Contribution:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
-        index, call, inside = micro_batch.index, micro_batch.call, self.inside
+        index, call, inside = turn.index, turn.call, self.inside
         fun = functools.partial(self.rules.parts_of, call)
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
             inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.here))
@@ -217,8 +217,8 @@ def _counts(
             'reduce_to="partial" was asked for. Leave reduce_to out; or return one Ratio.'
         )
 
-    def add(counts: dict[str, jax.Array], micro_batch: MicroBatch) -> tuple[dict[str, jax.Array], Parts]:
-        parts = rules.parts(micro_batch.call)
+    def add(counts: dict[str, jax.Array], turn: Turn) -> tuple[dict[str, jax.Array], Parts]:
+        parts = rules.parts(turn.call)
         return {name: counts[name] + term.checked().count for name, term in parts.loss.items()}, parts
 
     with jax.named_scope("optax_accum.count"):

@@ -36,15 +36,15 @@ class Alive(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MicroBatch:
-    """One of them."""
+class Turn:
+    """What is known of one micro-batch when it is run."""
 
     index: Index
     rows: Any  # its part of each argument that holds the batch
     call: Call  # of `fun`: these rows, its own key, the carry
 
 
-Add = Callable[[Any, MicroBatch], tuple[Any, Parts]]  # adds what a micro-batch gives to sums
+Add = Callable[[Any, Turn], tuple[Any, Parts]]  # adds to sums what comes of a micro-batch
 Done = tuple[Any, Tree]  # the sums, and the last carry
 
 
@@ -59,17 +59,17 @@ class MicroBatches:
     stacked: Tree  # the full micro-batches: leaves [b, k, ...]
     rest: Tree  # the remainder: leaves [r, ...]
 
-    def one(self, index: Index, carry: Tree) -> MicroBatch:
-        """Returns one micro-batch."""
+    def turn(self, index: Index, carry: Tree) -> Turn:
+        """Returns the turn of a micro-batch."""
         return self._of_rows(index, self._rows(index), carry)
 
     def traced(self, names: tuple[Name, ...] = ()) -> tuple[Any, Parts]:
         """Returns `fun` for the first micro-batch, traced by these arguments, and the shapes of what it returns."""
-        first = self.one(0, self.call.carried).call
+        first = self.turn(0, self.call.carried).call
         of = lambda values: self.parts(first.with_arguments(dict(zip(names, values, strict=True))))
         program, shapes = jax.make_jaxpr(of, return_shape=True)(first[names])
         if draws.may_hide(program, first):
-            draws.check_keys(self.parts, self.one(0, self.call.carried).call, self.call)
+            draws.check_keys(self.parts, self.turn(0, self.call.carried).call, self.call)
         checks.check_carry(self.call.carried, shapes.carry)
         return program, shapes
 
@@ -83,7 +83,7 @@ class MicroBatches:
         static: bool = False,
         last_apart: bool = False,
     ) -> Done:
-        """Runs `sums, parts = add(sums, micro_batch)` for those that are alive, the remainder last.
+        """Runs `sums, parts = add(sums, turn)` for those that are alive, the remainder last.
 
         Beside the sums it returns the last carry. A micro-batch that is alive on another device only is run for what
         it hands on. With `last_apart` the last of all is in no loop, and is run, alive or not; in the end it counts if
@@ -100,7 +100,7 @@ class MicroBatches:
 
         def hand_on(index: Any, done: Done) -> Done:
             sums, carry = done
-            return sums, self._handed_on(self.parts(self.one(index, carry).call))
+            return sums, self._handed_on(self.parts(self.turn(index, carry).call))
 
         def one(index: Any, done: Done) -> Done:
             if alive.here is alive.turns:
@@ -138,12 +138,12 @@ class MicroBatches:
         is_rest = isinstance(index, int) and index == self.split.full
         return self.rest if is_rest else splitting.micro_batch(self.split, self.stacked, index)
 
-    def _of_rows(self, index: Index, rows: Any, carry: Tree) -> MicroBatch:
+    def _of_rows(self, index: Index, rows: Any, carry: Tree) -> Turn:
         call = self.call.own_key(index).with_arguments(dict(zip(self.call.batch, rows, strict=True)))
         if call.carry is not None:
             own = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
             call = call.with_arguments({call.carry: own})
-        return MicroBatch(index, rows, call)
+        return Turn(index, rows, call)
 
     def _handed_on(self, parts: Parts) -> Tree:
         self.device.check_carry(parts.carry)
