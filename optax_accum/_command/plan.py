@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tells the fewest micro-batches with which a step fits, as its compiler says; its status is 1 where none does."""
+    """Finds the fewest micro-batches with which a step fits, as its compiler says; exits with 1 if none does."""
     status = 0
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what a user's module prints is not ours

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tells whether a train step accumulates as it should, and if not, why, and what to do; then its status is 1."""
+    """Tells whether a train step accumulates correctly; if not, says why and what to do, and exits with 1."""
     make_step = load(options.make_step)
     if not callable(make_step):
         raise TypeError(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from optax_accum._core import ratio
-from optax_accum._core.leaves import Tree
+from optax_accum._core.leaves import Tree, short
 
 
 class Parts(NamedTuple):
@@ -21,22 +21,26 @@ class Returns(NamedTuple):
     has_aux: bool = False
     has_carry: bool = False
     weight_of: Callable[[Any, Any], Any] | None = None  # the weight of a mean, of the loss and the aux
+    what: str = "loss"  # what comes first
 
     def parts(self, out: Any) -> Parts:
         """Takes apart what `fun` returned; a loss that comes with its weight is a `Ratio`."""
-        parts = self._taken_apart(out)
+        parts = self.taken_apart(out)
         loss = ratio.as_ratio(parts.loss)
         if self.weight_of is not None:
             loss = ratio.of_mean(loss, self.weight_of(loss, parts.aux))
         return parts._replace(loss=loss)
 
-    def _taken_apart(self, out: Any) -> Parts:
+    def taken_apart(self, out: Any) -> Parts:
+        """Takes apart what `fun` returned, as it is."""
         if not (self.has_aux or self.has_carry):
             return Parts(out)
         if not isinstance(out, tuple) or len(out) != 2:
+            option = " and ".join(["has_aux"] * self.has_aux + ["carry_argnum"] * self.has_carry)
+            beside = "aux" if not self.has_carry else "(aux, carry)" if self.has_aux else "carry"
             raise TypeError(
-                f"With has_aux or carry_argnum, fun must return a pair, loss first: it returned {out!r}. Return "
-                "(loss, aux), or leave out the option."
+                f"With {option}, fun must return a pair, ({self.what}, {beside}): it returned {short(out)}. Return "
+                "that, or leave out the option."
             )
         loss, beside = out
         if not self.has_carry:

@@ -99,7 +99,7 @@ QUIRKS = (
     ),
     Quirk(
         "_compiled.absent.check_absent",
-        "A program of one device cannot be compiled for a GPU that is not here",
+        "A program of one device cannot be compiled for an absent GPU",
         "it is refused",
         'JAX 0.8.3: "Could not find memory addressable by device"',
         until=(0, 9, 0),
@@ -107,7 +107,7 @@ QUIRKS = (
     Quirk(
         "_compiled.absent.known_fields",
         "The description of a GPU that is not here has fewer fields",
-        "the young ones are left out",
+        "the new ones are left out",
         'JAX 0.7.2: no field named "thread_dim_limit_x"',
         until=(0, 10, 0),
     ),
@@ -141,14 +141,14 @@ QUIRKS = (
     ),
     Quirk(
         "NOTHING",
-        "Zeros that a program shares with the beginning of a loop are kept until that is over",
-        "-0.0, of which no loop begins",
+        "Zeros that a program shares with the start of a loop are kept until the loop ends",
+        "-0.0, with which no loop starts",
         "H100, a decoder's `update`: 5.26 against 5.15 P",
         test="compiled/test_facts.py::test_zeros_still_lie_beside_a_loop",
     ),
     Quirk(
         "zeroed",
-        "Nothing fuses with references, so a select reads and writes the accumulator in each micro-step",
+        "XLA fuses nothing with references: a select reads and writes the accumulator each micro-step",
         "a loop of at most one turn",
         "H100: 6.29 against 4.29 P in a held micro-step",
         test="compiled/test_facts.py::test_a_select_over_references_still_moves_them",

@@ -14,6 +14,7 @@ _CONSTANT = (
     "cannot be divided by it. Return jax.lax.stop_gradient(count) if it is a constant of the loss. If it is to be "
     "differentiated, let microbatched_apply return both as rows, and divide their sums."
 )
+_WEIGHT = _CONSTANT.replace("The count of a Ratio", "What weight_of returns").replace("(count)", "(weight) there")
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +58,10 @@ class Ratio:
         `reduce_to="partial"`: an error, with what to do.
       * An optimizer that takes a sum (`reduction="sum"`): an error.
       * With `has_aux` or `carry_argnum`: the `Ratio` stands where the loss
-        does; `"mean"` of `aux` is by rows.
+        does; `"mean"` of `aux` is weighted by its count, or with a dict of
+        them by rows.
+      * A `Ratio` in `aux`, or in what `accumulate` returns: totals and
+        counts are added.
 
       Known when running:
 
@@ -136,6 +140,12 @@ def as_ratio(loss: Any) -> Any:
         return {name: as_ratio(term) for name, term in loss.items()}
     if type(loss) not in _RECORDS:
         return loss
+    for name in _RECORDS[type(loss)]:
+        if not hasattr(loss, name):
+            raise TypeError(
+                f"Ratio.register names attributes of the class: {type(loss).__name__} has no {name!r}. Register it "
+                "with the names that it has."
+            )
     return Ratio(*(getattr(loss, name) for name in _RECORDS[type(loss)]))
 
 
@@ -146,7 +156,8 @@ def of_mean(loss: Any, weight: Any) -> Ratio:
             "weight_of weighs a loss that is one mean: fun returned a dict, or a Ratio, which says itself what it "
             "counts. Leave weight_of out."
         )
-    weight = jax.lax.stop_gradient(jnp.asarray(checks.as_weight(weight, name="weight_of's result")))
+    weight = jnp.asarray(checks.as_weight(weight, name="weight_of's result"))
+    weight = tracing.refuse_differentiation(weight, _WEIGHT)
     loss = jnp.asarray(loss)
     return Ratio(loss * weight.astype(arithmetic.accumulator_dtype(loss.dtype, None)), weight)
 
@@ -183,6 +194,11 @@ def check_single(loss: Any) -> None:
 def are_terms(loss: Any) -> bool:
     """Returns whether this is a dict of Ratios."""
     return isinstance(loss, dict) and any(map(is_ratio, loss.values()))
+
+
+def is_record(node: Any) -> bool:
+    """Returns whether this is a Ratio, or a record of a class that counts as one."""
+    return is_ratio(node) or type(node) in _RECORDS
 
 
 def is_ratio(term: Any) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,7 @@ class ByShare(Weighing):
     rest: Shares = 0.0  # of the remainder
     weight: Any = 1.0  # sum(w); by term for a dict of weights
     full: int = 0  # the number of full micro-batches
+    counts_outputs: ClassVar[bool] = False  # whether `of_output` is a weight, by whose sum outputs are divided
 
     def share(self, index: Index) -> Any:
         """Returns the share of a micro-batch, or of each term."""
@@ -93,7 +94,7 @@ class ByShare(Weighing):
     def scaled(self, loss: Any, index: Index) -> jax.Array:
         return _times(loss, self.share(index))
 
-    def of_output(self, index: Index, rows: Any) -> Any:
+    def of_output(self, loss: Any, index: Index, rows: Any) -> Any:
         """Returns how much an output counts in the `"mean"` of outputs; `rows` are those of the micro-batch."""
         return self.share(index)
 
@@ -139,20 +140,24 @@ class ByTerms(Terms):
         share = self.share(index)
         return sum(jnp.where(share[key] != 0, _times(loss[key], share[key]), 0) for key in share)  # type: ignore[return-value]
 
-    def of_output(self, index: Index, rows: Any) -> Any:
+    def of_output(self, loss: Any, index: Index, rows: Any) -> Any:
         return count_rows(rows) / self.rows
 
 
 @dataclasses.dataclass(frozen=True)
 class ByRatio(ByShare):
-    """A `Ratio`: totals and counts are added, and divided once; outputs go by the shares of rows."""
+    """A `Ratio`: totals and counts are added, and divided once, and so are outputs."""
 
+    counts_outputs = True
     nothing: Any = dataclasses.field(default_factory=lambda: jnp.zeros([], default_float()), init=False)
 
     def scaled(self, loss: Ratio, index: Index) -> jax.Array:
         return _times(loss.total, 1.0)
 
     def counted(self, loss: Ratio) -> jax.Array:
+        return loss.count
+
+    def of_output(self, loss: Ratio, index: Index, rows: Any) -> jax.Array:
         return loss.count
 
     def of_sample(self, loss: Ratio, index: Index) -> jax.Array:

@@ -27,7 +27,7 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
     Fault(
         "low-precision accumulator",
         "Their gradients are added in bfloat16 or float16.",
-        "With the default accumulator the gradient is another one.",
+        "The default accumulator gives another gradient.",
         "Leave accumulator_dtype=None: at least float32, never narrower than the parameter.",
         {"options": probes.low_precision},
     ),
@@ -60,7 +60,7 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
     ),
     Fault(
         "weights",
-        "Each micro-batch divides by its own tokens, and counts as much as one with more of them.",
+        "Each micro-batch divides by its own tokens, and all count the same.",
         "Other weights than those in use make the loss a sum over rows.",
         "Pass weight_fn (value_and_apply_gradients takes it, too): what each mean divides by, such as mask.sum(). For "
         "means with their own denominators, return a dict of terms from fun and a dict with the same keys from "

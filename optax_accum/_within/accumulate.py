@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import checks, ratio, tracing
+from optax_accum._core import checks, tracing
 from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
 from optax_accum._core.leaves import Tree
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
+from optax_accum._core.rows import is_split
 from optax_accum._core.signature import Name
 from optax_accum._core.state import default_float
 from optax_accum._core.weighing import ByShare
@@ -148,7 +149,7 @@ def accumulate(
     )
     rules = _Rules(
         fun=as_function(fun),
-        returns=Returns(has_aux=False, has_carry=carry_argnum is not None),
+        returns=Returns(has_carry=carry_argnum is not None, what="result"),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size, stacked),
         weight_fn=as_weight_fn(weight_fn, roles),
         weight_of=as_weight_of(weight_of, weight_fn),
@@ -176,7 +177,12 @@ class _Rules(NamedTuple):
 
     def parts(self, call: Call) -> Parts:
         """Calls `fun`: what it returns stands where a loss does."""
-        return self.returns.parts(call.apply(self.fun))
+        return self.returns.taken_apart(call.apply(self.fun))
+
+    def outputs(self, shapes: Tree, split: splitting.Split) -> Outputs:
+        """Returns how results of these shapes are reduced."""
+        counted = self.weight_of is not None
+        return reductions.outputs_of(self.reduction, shapes, split, "reduction", counted=counted)
 
 
 class _Sums(NamedTuple):
@@ -196,11 +202,11 @@ class _Part:
     alive: Alive
     outputs: Outputs
 
-    def run(self, *, static: bool) -> tuple[_Sums, Tree]:
+    def run(self, *, static: bool) -> tuple[Tree, Tree]:
         """Runs them in order, and returns what came of them, and the last carry."""
         start = _Sums(self.outputs.start(), jnp.zeros([], default_float()))
         sums, carry = self.micro_batches.in_order(self.add, start, self.alive, static=static)
-        return sums._replace(outputs=self.outputs.finish(sums.outputs)), carry
+        return self.outputs.finish(sums.outputs, lambda: self.micro_batches.device.total(sums.weight)), carry
 
     def add(self, sums: _Sums, turn: Turn) -> tuple[_Sums, Parts]:
         """Adds what comes of a micro-batch."""
@@ -209,27 +215,20 @@ class _Part:
         share, weight, result = self.weighing.share(turn.index), jnp.zeros_like(sums.weight), parts.loss
         if self.rules.weight_of is not None:
             share = weight = checks.as_weight(self.rules.weight_of(result), name="weight_of's result")
-            counted = lambda name, leaf: _unless_nothing(leaf, weight) if name == "mean" else leaf
-            result = jax.tree.map(counted, self.outputs.names, result)
         outputs = self.outputs.add(sums.outputs, result, turn.index, share)
         return _Sums(outputs, sums.weight + weight), parts
 
 
 def _accumulate(rules: _Rules, call: Call) -> Any:
     """Runs the micro-batches of the batch, on all devices, and returns what `fun` would."""
-    batch = call[call.batch]
-    if _is_empty(batch):
-        return _of_no_rows(rules, call)
-    call = microbatches.whole_batch(call, rules.sizes)
-    static = tracing.is_again(list(call.arguments.values()))
+    run = _of_no_rows
+    if not _is_empty(call[call.batch]):
+        call = microbatches.whole_batch(call, rules.sizes)
+        static = tracing.is_again(list(call.arguments.values()))
+        run = lambda rules, device, call: _part(rules, device, call, static).run(static=static)
     space = here(rules.over)
-    own, carry = space.run(lambda device, call: _part(rules, device, call, static).run(static=static), call)
-    outputs = _over_devices(rules, space, own.outputs)
-    if rules.weight_of is not None:
-        weight = space.total(own.weight)
-        mean = lambda name, leaf: ratio.divided(leaf, weight) if name == "mean" else leaf
-        outputs = jax.tree.map(mean, reductions.names_of(rules.reduction, outputs, "reduction"), outputs)
-    return rules.returns.joined(Parts(outputs, carry=carry))
+    own, carry = space.run(functools.partial(run, rules), call)
+    return rules.returns.joined(Parts(_over_devices(rules, space, own), carry=carry))
 
 
 def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
@@ -239,7 +238,7 @@ def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
     program, shapes = micro_batches.traced()
     one = jax.ShapeDtypeStruct((), default_float())
     weighing, alive = weigh(micro_batches, rules.weight_fn, one, program.jaxpr, lambda _: {})
-    outputs = reductions.outputs_of(rules.reduction, shapes.loss, micro_batches.split, "reduction")
+    outputs = rules.outputs(shapes.loss, micro_batches.split)
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
     return _Part(rules, micro_batches, weighing, alive, outputs)
@@ -255,22 +254,19 @@ def _over_devices(rules: _Rules, space: Space, own: Tree) -> Tree:
     return jax.tree.map(lambda one, other: other if one is None else one, added, others, is_leaf=lambda x: x is None)
 
 
-def _of_no_rows(rules: _Rules, call: Call) -> Any:
+def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
     """Returns what comes of no rows: `fun` is traced for a few, and not run."""
     rows = rules.sizes.group
     first = () if rules.sizes.stacked else (rows,)
     some = lambda leaf: jnp.zeros((*first, *leaf.shape[1:]), leaf.dtype) if jnp.ndim(leaf) else leaf
     few = jax.tree.map(some, call[call.batch])
-    call = call.with_arguments(dict(zip(call.batch, few, strict=True)))
-    shapes = jax.eval_shape(lambda: rules.parts(call))
-    outputs = reductions.outputs_of(rules.reduction, shapes.loss, splitting.Split(0, rows, 0, 0), "reduction")
-    return rules.returns.joined(Parts(outputs.finish(outputs.start()), carry=call.carried))
+    own = call.with_arguments(dict(zip(call.batch, few, strict=True)))
+    shapes = jax.eval_shape(lambda: rules.parts(own))
+    outputs = rules.outputs(shapes.loss, splitting.Split(0, rows, 0, 0))
+    return device.vary(outputs.finish(outputs.start(), lambda: jnp.zeros([]))), call.carried
 
 
 def _is_empty(batch: Tree) -> bool:
-    return any(jnp.ndim(leaf) and not leaf.shape[0] for leaf in jax.tree.leaves(batch))
-
-
-def _unless_nothing(leaf: Any, weight: Any) -> Any:
-    """Returns a leaf, and zeros where its micro-batch weighs nothing: its mean is often 0 / 0."""
-    return jnp.where(weight == 0, jnp.zeros_like(leaf), leaf)
+    """Returns whether a batch has no rows; what has some in one leaf and none in another is refused elsewhere."""
+    rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if is_split(leaf)]
+    return bool(rows) and not any(rows)

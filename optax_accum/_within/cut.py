@@ -120,7 +120,7 @@ class Cut:
         with jax.named_scope("optax_accum.add"):
             grads, squares = gradients.add(refs, totals.grads, one.backward, self.kinds)
             samples = self._sampled(totals.samples, one, index, squares)
-        share = self.weighing.of_output(index, turn.rows)
+        share = self.weighing.of_output(one.parts.loss, index, turn.rows)
         outputs = self.outputs.add(totals.outputs, one.parts.aux, index, share)
         counted = jax.tree.map(jnp.add, totals.counted, self.weighing.counted(one.parts.loss))
         return Totals(totals.loss + one.loss, counted, grads, outputs, samples), one.parts
@@ -131,7 +131,8 @@ class Cut:
         loss = self.weighing.finished(totals.loss, self.loss_dtype)
         weight = self.weighing.weight_of(totals.counted, self.device.count)
         grads = Reduced(self.device.own_parts(grads)) if self.overlaps else grads
-        return Sums(loss, totals.counted, grads, self.outputs.finish(totals.outputs), totals.samples, weight)
+        outputs = self.outputs.finish(totals.outputs, lambda: self.device.total(totals.counted))
+        return Sums(loss, totals.counted, grads, outputs, totals.samples, weight)
 
     def contribution(self, turn: Turn, refs: Leaves) -> Contribution:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
@@ -165,7 +166,8 @@ class Cut:
     @functools.cached_property
     def outputs(self) -> Outputs:
         """What becomes of each auxiliary output."""
-        return outputs_of(self.rules.aux_reduction, self.shapes.aux, self.micro_batches.split)
+        counted = self.weighing.counts_outputs
+        return outputs_of(self.rules.aux_reduction, self.shapes.aux, self.micro_batches.split, counted=counted)
 
     @property
     def loss_dtype(self) -> Any:

@@ -9,6 +9,7 @@ import jax
 
 from optax_accum._core import arithmetic, checks, compilers, draws, tracing
 from optax_accum._core.arithmetic import Tree
+from optax_accum._core.leaves import check_arrays
 from optax_accum._core.parts import Parts
 from optax_accum._core.roles import Call
 from optax_accum._core.rows import count_rows
@@ -66,7 +67,12 @@ class MicroBatches:
     def traced(self, names: tuple[Name, ...] = ()) -> tuple[Any, Parts]:
         """Returns `fun` for the first micro-batch, traced by these arguments, and the shapes of what it returns."""
         first = self.turn(0, self.call.carried).call
-        of = lambda values: self.parts(first.with_arguments(dict(zip(names, values, strict=True))))
+
+        def of(values: tuple[Any, ...]) -> Parts:
+            parts = self.parts(first.with_arguments(dict(zip(names, values, strict=True))))
+            check_arrays("What fun returns", parts._asdict(), "Return arrays and numbers only.")
+            return parts
+
         program, shapes = jax.make_jaxpr(of, return_shape=True)(first[names])
         if draws.may_hide(program, first):
             draws.check_keys(self.parts, self.turn(0, self.call.carried).call, self.call)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import arithmetic
+from optax_accum._core import arithmetic, ratio
 from optax_accum._within.splitting import Split
 
 Tree = Any
@@ -28,6 +28,8 @@ class Outputs(NamedTuple):
     names: Tree  # of the reduction of each leaf, or a function that merges two
     shapes: Tree  # for a whole micro-batch
     split: Split
+    option: str  # that names the reductions
+    counted: bool  # whether the weights in a mean come out of `fun`: it is divided by their sum, at the end
 
     def start(self) -> Tree:
         """Returns the outputs of no micro-batch."""
@@ -35,23 +37,37 @@ class Outputs(NamedTuple):
         return jax.tree.map(start, self.names, self.shapes)
 
     def add(self, totals: Tree, outputs: Tree, index: Index, share: Any) -> Tree:
-        """Returns the outputs with those of a micro-batch among them, whose share in a mean is given."""
+        """Returns the outputs with those of a micro-batch among them, whose share, or weight, in a mean is given."""
         if isinstance(index, int) and index == self.split.full:
-            check_rest(self.names, self.shapes, outputs, self.split)
-        add = lambda name, total, output: reduction(name).add(total, jnp.asarray(output), index, share)
+            check_rest(self, outputs)
+
+        def add(name: str, total: Any, output: Any) -> Any:
+            output = jnp.asarray(output)
+            if self.counted and name == "mean":
+                output = jnp.where(share == 0, jnp.zeros_like(output), output)  # or it is 0 / 0
+            return reduction(name).add(total, output, index, share)
+
         return jax.tree.map(add, self.names, totals, outputs)
 
-    def finish(self, totals: Tree) -> Tree:
-        """Returns the outputs of the batch, or of one device's part of it."""
-        return jax.tree.map(
-            lambda name, total, shape: reduction(name).finish(total, shape), self.names, totals, self.shapes
-        )
+    def finish(self, totals: Tree, weight: Callable[[], Any]) -> Tree:
+        """Returns the outputs of the batch, or of one device's part of it; `weight` tells that of the batch."""
+        divides = self.counted and "mean" in jax.tree.leaves(self.names)
+        sum_of_weights = weight() if divides else jnp.ones([])
+
+        def finish(name: str, total: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+            total = ratio.divided(total, sum_of_weights) if divides and name == "mean" else total
+            return reduction(name).finish(total, shape)
+
+        return jax.tree.map(finish, self.names, totals, self.shapes)
 
 
-def outputs_of(names: Tree, shapes: Tree, split: Split, option: str = "aux_reduction") -> Outputs:
+def outputs_of(
+    names: Tree, shapes: Tree, split: Split, option: str = "aux_reduction", *, counted: bool = False
+) -> Outputs:
     """Returns how outputs of these shapes are reduced; raises where a reduction does not fit."""
-    made = Outputs(names_of(names, shapes, option), shapes, split)
-    check(made.names, shapes, split)
+    made = Outputs(names_of(names, shapes, option), shapes, split, option, counted)
+    for name, (path, shape) in zip(jax.tree.leaves(made.names), jax.tree.leaves_with_path(shapes), strict=True):
+        _check(name, _where(option, path), shape, made)
     return made
 
 
@@ -61,30 +77,31 @@ def reduction(name: str | Callable[[Any, Any], Any]) -> Reduction:
 
 
 def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "the output") -> Tree:
-    """Returns the name of the reduction of each leaf of a tree, of which `names` is a prefix."""
-    return arithmetic.for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", of)
+    """Returns the name of the reduction of each leaf of a tree, of which `names` is a prefix.
+
+    The mean of a `Ratio` is one sum over another: both are added.
+    """
+    names = arithmetic.for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", of)
+    added = lambda name: "sum" if name == "mean" else name
+    each = lambda node, named: jax.tree.map(added, named) if ratio.is_record(node) else named
+    return jax.tree.map(each, tree, names, is_leaf=ratio.is_record)
 
 
-def check(names: Tree, shapes: Tree, split: Split) -> None:
-    """Raises unless the reduction of each leaf of the auxiliary output fits the leaf."""
-    for name, (path, shape) in zip(jax.tree.leaves(names), jax.tree.leaves_with_path(shapes), strict=True):
-        _check(name, _where(path), shape, split)
-
-
-def check_rest(names: Tree, shapes: Tree, outputs: Tree, split: Split) -> None:
-    """Raises unless the remainder's outputs join those of the whole micro-batches, whose `shapes` are given."""
+def check_rest(made: Outputs, outputs: Tree) -> None:
+    """Raises unless the remainder's outputs join those of the full micro-batches."""
+    split = made.split
 
     def check_leaf(path: Any, name: str, shape: jax.ShapeDtypeStruct, output: Any) -> None:
         found, rows = jnp.shape(output), name == "concat"
         if found != ((split.rest, *shape.shape[1:]) if rows else shape.shape):
             rule = "one row for each example" if rows else "one shape in all micro-batches"
             raise ValueError(
-                f'"{name}" needs {rule}: {_where(path)} has shape {shape.shape} for {split.size} rows and {found} for '
-                f"the remainder of {split.rest}. "
+                f'"{name}" needs {rule}: {_where(made.option, path)} has shape {shape.shape} for {split.size} rows and '
+                f"{found} for the remainder of {split.rest}. "
                 + ('Take "stack", or another reduction.' if rows else 'Reduce it over its rows, or take "concat".')
             )
 
-    jax.tree.map_with_path(check_leaf, names, shapes, outputs)
+    jax.tree.map_with_path(check_leaf, made.names, made.shapes, outputs)
 
 
 def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:
@@ -96,28 +113,23 @@ def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:
             raise ValueError(f"{option} must be one of {', '.join(allowed)}{also}: {name!r}. Choose one of these.")
 
 
-def _where(path: Any) -> str:
-    return f"auxiliary output {jax.tree_util.keystr(path)}" if path else "the auxiliary output"
+def _where(option: str, path: Any) -> str:
+    what = "the result" if option == "reduction" else "the auxiliary output"
+    return f"{what} at {jax.tree_util.keystr(path)}" if path else what
 
 
-def _check(name: str, where: str, shape: jax.ShapeDtypeStruct, split: Split) -> None:
+def _check(name: Any, where: str, shape: jax.ShapeDtypeStruct, made: Outputs) -> None:
+    split = made.split
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        raise TypeError(
-            f"An auxiliary output is data: {where} is a key. Return jax.random.key_data(key), or leave it out."
-        )
+        raise TypeError(f"What is reduced is data: {where} is a key. Return jax.random.key_data(key), or leave it out.")
     if name == "mean" and not jnp.issubdtype(shape.dtype, jnp.inexact):
         raise TypeError(
-            f'"mean", the default, needs a floating-point output: {where} has dtype {shape.dtype}. Take '
-            'aux_reduction="sum" (or a prefix of the output, {"count": "sum", "loss": "mean"}) for counts; cast it to '
-            "float32 for a mean."
+            f'"mean", the default, needs floating-point numbers: {where} has dtype {shape.dtype}. Take '
+            f'{made.option}="sum" (or a prefix of the output, {{"count": "sum", "loss": "mean"}}) for counts; cast it '
+            "to float32 for a mean."
         )
     if callable(name):
-        merged = jax.eval_shape(name, shape, shape)
-        if (jnp.shape(merged), jnp.result_type(merged)) != (shape.shape, shape.dtype):
-            raise TypeError(
-                f"A function that merges two outputs returns one like them: of {shape.dtype}{list(shape.shape)} it "
-                f"makes {merged}, for {where}. Cast or reshape what it returns."
-            )
+        _check_merged(name, where, shape)
     if name in ("max", "min") and jnp.issubdtype(shape.dtype, jnp.complexfloating):
         raise TypeError(
             f'"{name}" needs numbers that are ordered: {where} has dtype {shape.dtype}. Take "mean" or "sum".'
@@ -128,6 +140,19 @@ def _check(name: str, where: str, shape: jax.ShapeDtypeStruct, split: Split) -> 
         raise ValueError(
             f'"concat" needs one row for each example: {where} has shape {shape.shape} for a micro-batch of '
             f'{split.size} rows. Take "stack", or another reduction.'
+        )
+
+
+def _check_merged(merge: Callable[[Any, Any], Any], where: str, shape: jax.ShapeDtypeStruct) -> None:
+    try:
+        merged = jax.eval_shape(merge, shape, shape)
+    except Exception as error:
+        error.add_note(f"A function that merges two outputs is called with two arrays, leaf by leaf; here for {where}.")
+        raise
+    if not hasattr(merged, "dtype") or (merged.shape, merged.dtype) != (shape.shape, shape.dtype):
+        raise TypeError(
+            f"A function that merges two outputs returns one like them: of {shape.dtype}{list(shape.shape)} it "
+            f"makes {merged}, for {where}. Cast or reshape what it returns."
         )
 
 
@@ -170,7 +195,8 @@ def _merging(merge: Callable[[Any, Any], Any]) -> Reduction:
 
     def add(total: tuple[jax.Array, jax.Array], output: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
         begun, value = total
-        return jnp.array(True), jnp.where(begun, merge(value, output), output)
+        merged = merge(jnp.where(begun, value, output), output)  # never with zeros, which merge may not take
+        return jnp.array(True), jnp.where(begun, merged, output)
 
     start = lambda shape, _: (jnp.array(False), jnp.zeros(shape.shape, shape.dtype))
     return Reduction(start, add, lambda total, _: total[1])

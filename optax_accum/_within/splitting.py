@@ -82,6 +82,12 @@ def rows_first(batch: Tree) -> Tree:
                 "A stacked batch has leaves [k, m, ...], m rows for each of k micro-batches: "
                 f"{jax.tree_util.keystr(path) or 'it'} has shape {jnp.shape(leaf)}. Give it a second axis, of 1."
             )
+        if leaf.shape[0] and not leaf.shape[1]:
+            raise ValueError(
+                f"Each micro-batch of a stacked batch [k, m, ...] must have rows: "
+                f"{jax.tree_util.keystr(path) or 'it'} has shape {jnp.shape(leaf)}. Skip empty micro-batches, or pad "
+                "them and give them a weight of zero."
+            )
         counts.add(leaf.shape[0])
     if counts == {0}:
         raise ValueError("A stacked batch must hold a micro-batch: k=0 in [k, m, ...]. Skip empty batches.")

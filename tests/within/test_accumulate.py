@@ -119,6 +119,47 @@ def test_a_batch_without_rows():
     chex.assert_trees_all_equal(f(PARAMS, stack), jax.tree.map(jnp.zeros_like, PARAMS))
 
 
+@needs_devices
+@pytest.mark.parametrize("to", [None, "partial", "data"])
+def test_a_batch_without_rows_goes_where_others_do(to):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    options = {"reduce_axes": "data", "reduce_to": P("data") if to == "data" else to}
+    f = jax.jit(optax_accum.accumulate(lambda *args: GRADIENT(*args)[1]["w"], microbatch_size=4, **options))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+        some, none = f(PARAMS, rows), f(PARAMS, jax.tree.map(lambda leaf: leaf[:0], rows))
+    assert (none.shape, none.sharding) == (some.shape, some.sharding)
+    assert not np.any(none)
+
+
+def test_means_of_large_weights_fit_into_their_dtype():
+    """Of float16, a sum of weights times values would not."""
+    gradient = lambda w, x: (w * x.mean()).astype(jnp.float16)
+    f = optax_accum.accumulate(gradient, 4, weight_of=lambda result: jnp.float32(2.0**20))
+    np.testing.assert_allclose(f(jnp.ones(3), jnp.full(8, 0.5)), 0.5)
+
+
+def test_what_counts_itself_is_added():
+    """A `Ratio`, or a record that counts as one, is not averaged."""
+    ratio = lambda x: {"loss": optax_accum.Ratio(x.sum(), x.shape[0]), "largest": x.mean()}
+    got = jax.jit(optax_accum.accumulate(ratio, microbatch_size=4, batch_argnums=0))(jnp.arange(10.0))
+    chex.assert_trees_all_close(got, ratio(jnp.arange(10.0)))
+    assert isinstance(got["loss"], optax_accum.Ratio)
+
+
+def test_a_merge_is_differentiated():
+    """It never sees what stands there before the first micro-batch."""
+    last = lambda a, b: b * jnp.log(a) + a
+    f = optax_accum.accumulate(lambda w, x: w * x.mean(), 4, reduction=last)
+    x = jnp.arange(1.0, 9)
+
+    def by_hand(w):
+        parts = [w * x[j::4].mean() for j in range(4)]
+        return functools.reduce(last, parts)
+
+    np.testing.assert_allclose(jax.grad(f)(2.0, x), jax.grad(by_hand)(2.0), rtol=1e-5)
+
+
 def test_sums_are_in_float32():
     gradient = lambda w, x: jnp.ones_like(w) * x.mean().astype(w.dtype)
     w, x = jnp.ones(3, jnp.bfloat16), jnp.full(4096, 0.01)
@@ -153,14 +194,64 @@ def test_it_is_differentiated():
         ({"reduction": lambda a, b: (a + b).astype(jnp.float16)}, TypeError, "returns one like them"),
         ({"reduction": lambda a, b: jnp.stack([a, b])}, TypeError, "returns one like them"),
         ({"weight_fn": COUNT, "weight_of": COUNT}, ValueError, "has one weight"),
+        ({"reduction": lambda a, b: (a, b)}, TypeError, "returns one like them"),
         ({"weight_of": lambda value: "many"}, TypeError, "weight_of's result"),
         ({"num_microbatches": 33}, ValueError, "Pass num_microbatches=32 at most"),
     ],
-    ids=["name", "dtype", "shape", "two weights", "no weight", "too many"],
+    ids=["name", "dtype", "shape", "pair", "two weights", "no weight", "too many"],
 )
 def test_what_does_not_fit_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         optax_accum.accumulate(lambda p, b: loss(p, b)[0], **{"num_microbatches": 4, **options})(PARAMS, BATCH)
+
+
+def test_a_result_that_cannot_be_reduced_is_refused():
+    f = lambda fun, **options: optax_accum.accumulate(fun, 4, batch_argnums=0, **options)(jnp.arange(8.0))
+    with pytest.raises(TypeError, match=r"What fun returns must hold arrays.*'text'.*Return arrays and numbers only"):
+        f(lambda x: {"mean": x.mean(), "text": "fine"})
+    with pytest.raises(TypeError, match=r"the result has dtype int32. Take reduction=\"sum\""):
+        f(lambda x: jnp.int32(1))
+    with pytest.raises(TypeError, match=r"With carry_argnum, fun must return a pair, \(result, carry\)"):
+        optax_accum.accumulate(lambda c, x: x.mean(), 4, carry_argnum=0)(0.0, jnp.arange(8.0))
+    with pytest.raises(AttributeError) as caught:
+        f(lambda x: x.mean(), reduction=lambda a, b: a.merge(b))
+    assert "with two arrays, leaf by leaf" in "".join(caught.value.__notes__)
+    with pytest.raises(ValueError, match="must have the same number of rows"):
+        optax_accum.accumulate(lambda x, y: x.mean(), 4, batch_argnums=(0, 1))(jnp.ones(8), jnp.ones(0))
+
+
+def test_a_weight_with_a_derivative_is_refused():
+    """The gradient through the weights would be lost."""
+
+    def gated(p, b):
+        gate = jax.nn.sigmoid(b["x"] @ p["w"][:, 0])
+        return jnp.sum(gate * b["x"][:, 0]) / gate.sum(), gate.sum()
+
+    options = {"has_aux": True, "aux_reduction": "sum"}
+    f = optax_accum.value_and_grad(gated, 4, weight_of=lambda value, aux: aux, **options)
+    with pytest.raises(ValueError, match=r"What weight_of returns must not depend.*stop_gradient\(weight\)"):
+        f(PARAMS, BATCH)
+    f = optax_accum.value_and_grad(gated, 4, weight_of=lambda value, aux: jax.lax.stop_gradient(aux), **options)
+    assert jnp.isfinite(f(PARAMS, BATCH)[0][0])
+
+
+@pytest.mark.parametrize("by", ["weight_fn", "weight_of", "Ratio"])
+def test_outputs_are_averaged_by_the_weight_of_their_micro_batch(by):
+    """Also where only the loss knows it, and where one of them weighs nothing."""
+    mask = (jnp.arange(30) % 7 > 3) & (jnp.arange(30) < 21)
+    batch = {"x": BATCH["x"][:30], "mask": mask.astype(jnp.float32)}
+
+    def fun(params, batch):
+        tokens = batch["mask"].sum()
+        total = jnp.sum(batch["mask"] * (batch["x"] @ params["w"])[:, 0] ** 2)
+        mean = jnp.sum(batch["mask"] * batch["x"][:, 0]) / tokens
+        loss = optax_accum.Ratio(total, tokens) if by == "Ratio" else total / tokens
+        return loss, {"mean": mean, "tokens": tokens}
+
+    weight = {"weight_fn": {"weight_fn": COUNT}, "weight_of": {"weight_of": lambda _, aux: aux["tokens"]}, "Ratio": {}}
+    options = {"has_aux": True, "aux_reduction": {"mean": "mean", "tokens": "sum"}, **weight[by]}
+    (_, aux), _ = jax.jit(optax_accum.value_and_grad(fun, microbatch_size=8, **options))(PARAMS, batch)
+    chex.assert_trees_all_close(aux, fun(PARAMS, batch)[1], rtol=1e-5)
 
 
 def test_the_weight_comes_out_of_the_loss():
@@ -198,6 +289,9 @@ def test_a_record_of_a_trainer_is_a_ratio(monkeypatch):
     chex.assert_trees_all_close(both(PARAMS, BATCH), jax.tree.map(lambda x: 2 * x, want), rtol=1e-5, atol=1e-6)
     with pytest.raises(TypeError, match="Pass its type"):
         optax_accum.Ratio.register(Metric(0, 1), "unreduced", "weight")
+    optax_accum.Ratio.register(Metric, total="sum", count="weight")
+    with pytest.raises(TypeError, match="Metric has no 'sum'"):
+        optax_accum.value_and_grad(metric, 4)(PARAMS, BATCH)
 
 
 def test_weight_of_weighs_one_mean():
@@ -255,6 +349,7 @@ def test_graphs_have_as_many_nodes_as_they_like():
         ({}, {"x": jnp.ones((4, 2, 3)), "y": jnp.ones((3, 2))}, r"have one k: they have \[3, 4\]"),
         ({}, {"x": jnp.ones((4, 2, 3)), "y": jnp.ones(4)}, r"has shape \(4,\)"),
         ({}, {"x": jnp.ones((0, 2, 3))}, "must hold a micro-batch"),
+        ({}, {"x": jnp.ones((4, 0, 8))}, "must have rows"),
         ({"has_aux": True, "aux_reduction": "concat"}, {"x": jnp.ones((4, 2, 8))}, 'Take "stack"'),
     ],
     ids=str,

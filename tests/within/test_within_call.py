@@ -525,7 +525,7 @@ def loss_with(value):
         (MEAN, {"carry_argnum": 5}, X, ValueError, "carry_argnum=5 is not, in a call with 2 by position and none"),
         (loss_with(lambda m, x: x), {}, X, TypeError, r"real scalar loss.*float32\[3\]"),
         (loss_with(lambda m, x: (m, m)), {}, X, TypeError, "real scalar loss, or a dict"),
-        (loss_with(lambda m, x: m), {"has_aux": True}, X, TypeError, "must return a pair, loss first"),
+        (loss_with(lambda m, x: m), {"has_aux": True}, X, TypeError, "must return a pair, \(loss, aux\)"),
         (loss_with(lambda m, x: jnp.int32(1)), {}, X, TypeError, r"real scalar loss.*int32\[\]"),
         (MEAN, {"weight_fn": lambda x: {"a": 1.0}}, X, ValueError, r"loss has no terms, the weights have \['a'\]"),
         (loss_with(lambda m, x: {"b": m}), {"weight_fn": lambda x: {"a": 1.0}}, X, ValueError, r"\['b'\].*\['a'\]"),
@@ -545,7 +545,7 @@ def loss_with(value):
             {"has_aux": True},
             X,
             TypeError,
-            '"mean", the default, needs a floating.*int32.*"sum"',
+            '"mean", the default, needs floating.*int32.*"sum"',
         ),
         (
             loss_with(lambda m, x: (m, x[:1])),
@@ -715,9 +715,7 @@ def test_an_output_of_another_shape_in_the_remainder(name, weight_fn):
     """A remainder of one row would be broadcast over the rows of the others, unseen."""
     options = {"num_microbatches": 4, "has_aux": True, "weight_fn": weight_fn}
     f = optax_accum.value_and_grad(lambda w, x: (w * x.mean(), {"logits": x}), aux_reduction=name, **options)
-    rule = (
-        rf"\"{name}\" needs one shape in all micro-batches: auxiliary output \['logits'\] has shape \(3,\) for 3 rows"
-    )
+    rule = rf"\"{name}\" needs one shape in all micro-batches: the auxiliary output at \['logits'\] has shape \(3,\) for 3 rows"
     with pytest.raises(ValueError, match=rule + r" and \(1,\) for the remainder of 1\. .*\"concat\""):
         f(jnp.float32(1), jnp.arange(10.0))
     (_, aux), _ = f(jnp.float32(1), jnp.arange(12.0))  # of equal micro-batches, nothing is known to be wrong
