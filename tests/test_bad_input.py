@@ -623,6 +623,14 @@ def test_a_module_of_nnx_is_no_tree_of_parameters():
             call()
 
 
+def test_weight_of_takes_what_fun_returned():
+    loss = lambda w, x: (jnp.mean((x @ w) ** 2), x.sum())
+    with pytest.raises(TypeError, match=r"weight_of\(value, aux\): it takes \(aux\). Pass lambda value, aux:"):
+        optax_accum.value_and_grad(loss, 2, has_aux=True, weight_of=lambda aux: aux)
+    with pytest.raises(TypeError, match=r"weight_of\(result\): it takes \(value, aux\). Pass lambda result:"):
+        optax_accum.accumulate(jax.grad(loss, has_aux=True), 2, weight_of=lambda value, aux: aux)
+
+
 def test_a_weight_fn_that_needs_the_number_says_why():
     with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
         jax.jit(optax_accum.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), 2, weight_fn=lambda x: int(x.sum())))(

@@ -35,15 +35,11 @@ def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
     if weight_fn is None:
         return None
     as_function(weight_fn, "weight_fn", 'Pass lambda batch: batch["mask"].sum(), say.')
-    try:
-        signature = inspect.signature(weight_fn, follow_wrapped=False)  # what it is called with, not what it wraps
-    except (TypeError, ValueError):
-        return weight_fn  # it does not tell
     count = len(roles.named["batch_argnums"])
-    if not _binds(signature, count):
+    if not _takes(weight_fn, count):
         raise TypeError(
             f"weight_fn is called with the {counted(count, 'argument')} of fun in batch_argnums, and no other: "
-            f"weight_fn takes {signature}. Give it {counted(count, 'parameter')}; for one argument, say, "
+            f"weight_fn takes {_signature(weight_fn)}. Give it {counted(count, 'parameter')}; for one argument, say, "
             'weight_fn=lambda batch: batch["mask"].sum().'
         )
     return weight_fn
@@ -66,7 +62,16 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _binds(signature: inspect.Signature, count: int) -> bool:
+def _signature(fun: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(fun, follow_wrapped=False)  # what it is called with, not what it wraps
+
+
+def _takes(fun: Callable[..., Any], count: int) -> bool:
+    """Returns whether a function takes so many arguments, or does not tell."""
+    try:
+        signature = _signature(fun)
+    except (TypeError, ValueError):
+        return True
     try:
         signature.bind(*[None] * count)
     except TypeError:
@@ -74,8 +79,8 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     return True
 
 
-def as_weight_of(weight_of: Any, weight_fn: Any) -> Any:
-    """Returns what tells the weight from what `fun` returned, if nothing else tells it."""
+def as_weight_of(weight_of: Any, weight_fn: Any, given: str = "value, aux") -> Any:
+    """Returns what tells the weight from what it is `given` of what `fun` returned, if nothing else tells it."""
     if weight_of is not None and weight_fn is not None:
         raise ValueError(
             "A micro-batch has one weight: weight_fn knows it from the batch, weight_of from what fun returned, and "
@@ -83,4 +88,10 @@ def as_weight_of(weight_of: Any, weight_fn: Any) -> Any:
         )
     if not (weight_of is None or callable(weight_of)):
         raise TypeError(f"weight_of must be a function of what fun returned: weight_of={weight_of!r}. Pass one.")
+    if weight_of is not None and not _takes(weight_of, given.count(",") + 1):
+        raise TypeError(
+            f"weight_of is called with what fun returned, weight_of({given}): it takes "
+            f"{_signature(weight_of)}. Pass lambda {given}: ..., with the tokens that "
+            "stand in it, say."
+        )
     return weight_of

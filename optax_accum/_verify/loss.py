@@ -11,6 +11,7 @@ import numpy as np
 from optax_accum._core import ratio
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.leaves import is_key
+from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.signature import Name
 from optax_accum._within import splitting
 from optax_accum._within.value_and_grad import value_and_grad
@@ -25,7 +26,7 @@ class Loss:
     fun: Callable[..., Any]
     params: Tree
     args: tuple[Any, ...]
-    has_aux: bool
+    returns: Returns
     weight_fn: Callable[..., Any] | None
     rng_argnum: Name | None
     carry_argnum: Name | None
@@ -33,8 +34,7 @@ class Loss:
 
     def terms(self, params: Tree, batch: Tree, *args: Any) -> Any:
         """Returns the loss, or the dict of its terms."""
-        out = self.fun(params, _flat(batch), *args)
-        return out[0] if self.has_aux or self.carry_argnum is not None else out
+        return self._parts(params, batch, *args).loss
 
     def total(self, params: Tree, batch: Tree, *args: Any, term: str | None = None) -> jax.Array:
         """Returns the sum of all terms, or one of them; a Ratio divided."""
@@ -45,8 +45,11 @@ class Loss:
 
     def threaded(self, params: Tree, batch: Tree, *args: Any) -> Any:
         """Returns the loss, or the dict of its terms, with the carry beside it."""
-        out = self.fun(params, _flat(batch), *args)
-        return (out[0], out[1][1]) if self.has_aux else out
+        parts = self._parts(params, batch, *args)
+        return parts.loss, parts.carry
+
+    def _parts(self, params: Tree, batch: Tree, *args: Any) -> Parts:
+        return self.returns.parts(self.fun(params, _flat(batch), *args))
 
     def weights(self, batch: Tree) -> Any:
         """Returns what `weight_fn` says that a batch counts."""

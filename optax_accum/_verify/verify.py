@@ -11,8 +11,9 @@ import numpy as np
 
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.callables import as_function, as_weight_fn
+from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, short
+from optax_accum._core.parts import Returns
 from optax_accum._core.ratio import check_loss
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
@@ -33,6 +34,7 @@ def verify(
     *args: Any,
     num_microbatches: int = 2,
     weight_fn: Callable[..., Any] | None = None,
+    weight_of: Callable[[Any, Any], Any] | None = None,
     has_aux: bool = False,
     rng_argnum: Name | None = None,
     carry_argnum: Name | None = None,
@@ -63,7 +65,7 @@ def verify(
     Args:
       fun: the loss, called as `fun(params, batch, *args)`; what it returns
         is what `value_and_grad` takes: a number, a dict of terms, a `Ratio`
-        or a dict of them.
+        (or a record that counts as one) or a dict of them.
       params: parameters at which the gradient is not zero; initial
         parameters will do.
       batch: a pytree of at least 4 rows, and of `num_microbatches` rows; so
@@ -75,7 +77,8 @@ def verify(
         dtype.
       num_microbatches: into how many the batch is cut, 2 or more. Take many
         to see an accumulator of low precision.
-      weight_fn: as `value_and_grad` takes it, and so the next four.
+      weight_fn: as `value_and_grad` takes it, and so the next five.
+      weight_of: `weight_of(value, aux)`, for a weight that `fun` computes.
       has_aux: whether `fun` returns something beside the loss; it is not
         compared.
       rng_argnum: the argument that is a key, by its position in `fun` (the
@@ -169,7 +172,8 @@ def verify(
     named = Roles(fun, batch_argnums=batch_argnums, **roles)
     fun, weight_fn = as_function(fun), as_weight_fn(weight_fn, named)
     call = named.of((params, batch, *args), {})
-    loss, batch, whole = _gathered(fun, weight_fn, has_aux, call, named)
+    returns = Returns(has_aux, carry_argnum is not None, as_weight_of(weight_of, weight_fn))
+    loss, batch, whole = _gathered(fun, weight_fn, returns, call, named)
     rows = _check(loss, batch, num_microbatches, group_size)
     rtol = checks.as_tolerance("rtol", rtol)
     call.check_shared(rows, keys=False)  # a probe looks for those
@@ -188,7 +192,7 @@ def verify(
 
 
 def _gathered(
-    fun: Callable[..., Any], weight_fn: Callable[..., Any] | None, has_aux: bool, call: Call, roles: Roles
+    fun: Callable[..., Any], weight_fn: Callable[..., Any] | None, returns: Returns, call: Call, roles: Roles
 ) -> tuple[Loss, Tree, tuple[Name, ...]]:
     """Returns the loss as a function of one batch, that batch, and which of the other arguments stay whole.
 
@@ -206,7 +210,7 @@ def _gathered(
         return call.with_arguments(given).apply(fun)
 
     weigh = None if weight_fn is None else lambda batch: weight_fn(*parts(batch))
-    loss = Loss(of_one, params, call[rest], has_aux, weigh, place.get(call.rng), place.get(call.carry), rest)
+    loss = Loss(of_one, params, call[rest], returns, weigh, place.get(call.rng), place.get(call.carry), rest)
     batch = batches[0] if one else dict(zip(names, batches, strict=True))
     return loss, batch, tuple(place[n] for n in call.whole if n in place)
 

@@ -152,7 +152,7 @@ def accumulate(
         returns=Returns(has_carry=carry_argnum is not None, what="result"),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size, stacked),
         weight_fn=as_weight_fn(weight_fn, roles),
-        weight_of=as_weight_of(weight_of, weight_fn),
+        weight_of=as_weight_of(weight_of, weight_fn, "result"),
         reduction=reduction,
         over=as_reduction(reduce_axes, reduce_to, partial=True),
     )

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.verify import KINDS, fault, sound_loss
 from optax_accum import verify
+from optax_accum._core import ratio
 from optax_accum._verify.report import Report
 
 rng = np.random.default_rng(0)
@@ -441,6 +442,24 @@ def test_a_leaf_of_one_of_them_is_named():
     target = {name: REWARDS[name] for name in ("reward", "label")}
     report = verify(loss, W, REWARDS["x"], target, batch_argnums=(1, 2))
     assert "The leaf ['target']['reward'] of the batch is normalised over its rows" in str(report)
+
+
+class Metric:
+    """A record of a trainer, which is no pytree."""
+
+    def __init__(self, params, batch):
+        self.total, self.count = masked(params, batch) * tokens(batch), tokens(batch)
+
+
+def test_a_loss_may_bring_its_weight(monkeypatch):
+    """By `weight_of`, which has to be named, or as a record that counts as a Ratio."""
+    options = {"has_aux": True}
+    with_tokens = lambda params, batch: (masked(params, batch), tokens(batch))
+    report = verify(with_tokens, W, BATCH, **options)
+    assert [cause.kind for cause in report.causes] == ["weights"]
+    verify(with_tokens, W, BATCH, weight_of=lambda value, aux: aux, **options).check()
+    monkeypatch.setattr(ratio, "_RECORDS", {Metric: ("total", "count")})
+    verify(Metric, W, BATCH).check()
 
 
 def test_messages_name_options_that_verify_has():

@@ -525,7 +525,7 @@ def loss_with(value):
         (MEAN, {"carry_argnum": 5}, X, ValueError, "carry_argnum=5 is not, in a call with 2 by position and none"),
         (loss_with(lambda m, x: x), {}, X, TypeError, r"real scalar loss.*float32\[3\]"),
         (loss_with(lambda m, x: (m, m)), {}, X, TypeError, "real scalar loss, or a dict"),
-        (loss_with(lambda m, x: m), {"has_aux": True}, X, TypeError, "must return a pair, \(loss, aux\)"),
+        (loss_with(lambda m, x: m), {"has_aux": True}, X, TypeError, r"must return a pair, \(loss, aux\)"),
         (loss_with(lambda m, x: jnp.int32(1)), {}, X, TypeError, r"real scalar loss.*int32\[\]"),
         (MEAN, {"weight_fn": lambda x: {"a": 1.0}}, X, ValueError, r"loss has no terms, the weights have \['a'\]"),
         (loss_with(lambda m, x: {"b": m}), {"weight_fn": lambda x: {"a": 1.0}}, X, ValueError, r"\['b'\].*\['a'\]"),
