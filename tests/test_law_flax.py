@@ -212,6 +212,16 @@ def through_value_and_grad(sizes, weighted):
     return through_the_optimizer(sizes, weighted, accum.nnx.value_and_grad, **options)
 
 
+def accumulated(loss, has_aux, **options):
+    """A ready gradient function of NNX, cut."""
+    return accum.nnx.accumulate(nnx.value_and_grad(loss, has_aux=has_aux), **options)
+
+
+def through_accumulate(sizes, weighted):
+    options = {"microbatch_size": 4, "weight_fn": weight_of(weighted)}
+    return through_the_optimizer(sizes, weighted, accumulated, **options)
+
+
 def through_the_nnx_train_step(sizes, weighted, loss=nnx_loss):
     model = Module()
     optimizer = nnx_optimizer(model, None)
@@ -229,6 +239,7 @@ PATHS = [
     through_a_train_step_without_window,
     through_the_optimizer,
     through_value_and_grad,
+    through_accumulate,
     through_the_nnx_train_step,
 ]
 

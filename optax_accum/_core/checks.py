@@ -3,7 +3,7 @@
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -117,15 +117,17 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "")
     return value
 
 
-def check_no_module(params: Sequence[Any]) -> None:
+_OF_MODULES = "For the gradient use optax_accum.flax.nnx.value_and_grad; to check a train step, verify_step."
+
+
+def check_no_module(args: Iterable[Any], remedy: str = _OF_MODULES) -> None:
     """Raises for a module of NNX: as a tree, it loses what a loss changes in it, such as running statistics."""
     nnx = sys.modules.get("flax.nnx")
-    for param in params:
-        if nnx is not None and isinstance(param, nnx.Module):
+    for arg in args:
+        if nnx is not None and isinstance(arg, nnx.Module):
             raise TypeError(
                 "Parameters must be a tree of arrays, and a module of NNX also holds what a loss changes (BatchNorm's "
-                f"statistics, counts of random streams): the first argument is a {type(param).__name__}. For the "
-                "gradient use optax_accum.flax.nnx.value_and_grad; to check a train step, verify_step."
+                f"statistics, counts of random streams): an argument is a {type(arg).__name__}. {remedy}"
             )
 
 

@@ -221,6 +221,7 @@ class _Part:
 
 def _accumulate(rules: _Rules, call: Call) -> Any:
     """Runs the micro-batches of the batch, on all devices, and returns what `fun` would."""
+    checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.accumulate.")
     run = _of_no_rows
     if not _is_empty(call[call.batch]):
         call = microbatches.whole_batch(call, rules.sizes)
@@ -258,7 +259,7 @@ def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
     """Returns what comes of no rows: `fun` is traced for a few, and not run."""
     rows = rules.sizes.group
     first = () if rules.sizes.stacked else (rows,)
-    some = lambda leaf: jnp.zeros((*first, *leaf.shape[1:]), leaf.dtype) if jnp.ndim(leaf) else leaf
+    some = lambda leaf: jnp.zeros((*first, *leaf.shape[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
     few = jax.tree.map(some, call[call.batch])
     own = call.with_arguments(dict(zip(call.batch, few, strict=True)))
     shapes = jax.eval_shape(lambda: rules.parts(own))

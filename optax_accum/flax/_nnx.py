@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from optax_accum._core.signature import Name
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import as_axes
+from optax_accum._space.space import PARTIAL
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._nnx_variables import (
@@ -97,26 +98,88 @@ def value_and_grad(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = roles.of(args, kwargs)
-        (model,) = call[call.params]
-        others = {name: arg for name, arg in call.arguments.items() if name not in call.params}
-        check_module(model)
-        _check_streams(others)
-        parts = _parts_of(model, wrt)
-        check_trained(model, parts.params, wrt, "For a tree of arrays, take optax_accum.value_and_grad.")
-        pure = functools.partial(_micro_batch, fun, has_aux, Device(axes), parts, call)
-        by_position = [arg for name, arg in others.items() if isinstance(name, int)]
-        by_keyword = {name: arg for name, arg in others.items() if isinstance(name, str)}
-        placed: dict[str, Any] = {"batch_argnums": call.batch, "rng_argnum": call.rng, "carry_argnum": -1}
-        placed["whole_argnums"] = (*call.whole, 1 + len(by_position))  # the running statistics
-        cut = optax_accum.value_and_grad(pure, **{**options, **placed})
-        value, grads = cut(parts.params, *by_position, parts.stats, parts.rest, **by_keyword)
+        module = _Module(_parts_of(call, wrt), call, Device(axes))
+        value, grads = module.apply(optax_accum.value_and_grad, functools.partial(_as_loss, has_aux), fun, options)
         value, *measured = value if options.get("statistics") else (value,)
         loss, ((moments, aux), rest) = value
-        parts.write(model, weighted_mean(_window.over_devices(moments, options)), rest)
+        module.write(moments, rest, options)
         value = (loss, aux) if has_aux else loss
         return (value, *measured) if measured else value, grads
 
     return run
+
+
+def accumulate(
+    fun: Callable[..., Any], num_microbatches: int | None = None, *, wrt: Any = nnx.Param, **options: Any
+) -> Callable[..., Any]:
+    """Does what `optax_accum.accumulate` does, for a function of a module.
+
+    Pass a ready `nnx.value_and_grad`, an evaluation, or any other function
+    of a batch. If you have the loss, `value_and_grad` needs less memory.
+
+    Args:
+      fun: a function `fun(model, batch, *args, **kwargs)` of an NNX module,
+        as in `value_and_grad`.
+      num_microbatches: as in `optax_accum.accumulate`; or
+        `microbatch_size`.
+      wrt: the variables that `fun` differentiates, or reads only.
+      **options: those of `optax_accum.accumulate`: `microbatch_size`,
+        `weight_fn`, `reduction`, ...; the positions in them are those in
+        `fun`, the model being 0.
+
+    Returns:
+      A function of the arguments of `fun`, which returns what `fun` does,
+      for the whole batch, and leaves the model's other state as
+      `value_and_grad` does.
+
+    Raises:
+      TypeError: `carry_argnum`; an `nnx.Rngs` as an argument; a model of
+        Linen.
+      ValueError: as in `value_and_grad`.
+
+    Guarantees:
+      * Variables of `wrt` that `fun` assigns: are what they were.
+      * A batch without rows: the model stays as it is.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_accum.flax
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> grad_fn = nnx.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2))
+      >>> cut = optax_accum.flax.nnx.accumulate(grad_fn, 2)
+      >>> value, grads = cut(model, jnp.ones((4, 2)))
+      >>> grads["kernel"].shape
+      (2, 1)
+    """
+    own = {name: _OWN_OPTIONS[name] for name in ("carry_argnum",)}
+    _window.check_options("optax_accum.flax.nnx.accumulate", options, own)
+    axes = as_axes(options.get("reduce_axes"))
+    options |= {"num_microbatches": num_microbatches, "reduction": (options.get("reduction", "mean"), "sum")}
+    if options.get("reduce_to") not in (None, PARTIAL):
+        options["reduce_to"] = (options["reduce_to"], jax.sharding.PartitionSpec())
+    if weight_of := options.get("weight_of"):
+        options["weight_of"] = lambda result: weight_of(result[0])
+    optax_accum.accumulate(fun, **options)  # its errors come when this is built
+    roles = Roles(fun, **{name: options[name] for name in _ROLES & options.keys()})
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        call = roles.of(args, kwargs)
+        module = _Module(_parts_of(call, wrt), call, Device(axes))
+        (result, moments), rest = module.apply(optax_accum.accumulate, _as_result, fun, options)
+        module.write(moments, rest, options)
+        return result
+
+    return run
+
+
+def _as_loss(has_aux: bool, out: Any, moments: Any, rest: Any) -> Any:
+    loss, aux = _window.pair(out) if has_aux else (out, None)
+    return loss, ((moments, aux), rest)
+
+
+def _as_result(out: Any, moments: Any, rest: Any) -> Any:
+    return (out, moments), rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,43 +198,65 @@ class _ModuleParts:
         old, new = nnx.to_pure_dict(stats), nnx.to_pure_dict(self.split(model)[2])
         return batch_moments(new, old, self.momenta(old))
 
-    def write(self, model: Any, moments: Tree, rest: Any) -> None:
-        """Writes into the module what all micro-batches have left: means of moments, and what the last handed on."""
-        old = nnx.to_pure_dict(self.stats)
-        nnx.replace_by_pure_dict(self.stats, merge_batch_stats(moments, old, self.momenta(old)))
-        nnx.update(model, self.stats, rest)
 
-
-def _parts_of(model: Any, wrt: Any) -> _ModuleParts:
+def _parts_of(call: Call, wrt: Any) -> _ModuleParts:
+    """Returns the parts of the module of a call, checked."""
+    (model,) = call[call.params]
+    check_module(model)
+    _check_streams({name: arg for name, arg in call.arguments.items() if name not in call.params})
     running, momenta = batch_norms(model)
     split = lambda model: nnx.split(model, wrt, running, ...)
     graph, params, stats, rest = split(model)
+    check_trained(model, params, wrt, "For a tree of arrays, take what optax_accum has of the same name.")
     return _ModuleParts(split, graph, params, stats, rest, momenta)
 
 
-def _micro_batch(
-    fun: Callable[..., Any],
-    has_aux: bool,
-    device: Device,
-    parts: _ModuleParts,
-    call: Call,
-    params: Any,
-    *args_and_state: Any,
-    **kwargs: Any,
-) -> tuple[jax.Array, Any]:
-    """Calls `fun` for one micro-batch with a module of its own; returns `(loss, ((moments, aux), rest))`."""
-    *args, stats, rest = args_and_state
-    own = jax.tree.map(lambda leaf: leaf, (params, stats, rest))  # variables of this trace
-    model = nnx.merge(parts.graph, *own)
-    streams, before = own_streams(model, device), variables(model)
-    call = call.with_arguments({call.params[0]: model, **dict(enumerate(args, start=1)), **kwargs})
-    out = call.apply(fun)
-    check_variables(before, variables(model))
-    loss, aux = _window.pair(out) if has_aux else (out, None)
-    if streams is not None:
-        nnx.update(model, streams)
-    moments = _window.weighted(parts.moments(model, stats), jnp.float32(count_rows(call[call.batch])))
-    return loss, ((moments, aux), parts.split(model)[3])
+class _Module(NamedTuple):
+    """The module of one call of `fun`."""
+
+    parts: _ModuleParts
+    call: Call
+    device: Device
+
+    def apply(
+        self, transform: Callable[..., Any], form: Callable[..., Any], fun: Callable[..., Any], options: dict[str, Any]
+    ) -> Any:
+        """Calls what `transform` makes of `fun` as a function of arrays, which returns `form(out, moments, rest)`."""
+        call, parts = self.call, self.parts
+        others = {name: arg for name, arg in call.arguments.items() if name not in call.params}
+        by_position = [arg for name, arg in others.items() if isinstance(name, int)]
+        by_keyword = {name: arg for name, arg in others.items() if isinstance(name, str)}
+        placed: dict[str, Any] = {"batch_argnums": call.batch, "rng_argnum": call.rng, "carry_argnum": -1}
+        placed["whole_argnums"] = (*call.whole, 1 + len(by_position))  # the running statistics
+
+        def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> Any:
+            *args, stats, rest = args_and_state
+            arguments = {**dict(enumerate(args, start=1)), **kwargs}
+            return form(*self._micro_batch(fun, (params, stats, rest), arguments))
+
+        return transform(pure, **{**options, **placed})(
+            parts.params, *by_position, parts.stats, parts.rest, **by_keyword
+        )
+
+    def _micro_batch(self, fun: Callable[..., Any], state: Any, arguments: dict[Name, Any]) -> tuple[Any, Any, Any]:
+        """Calls `fun` for one micro-batch with a module of its own; moments and the rest come beside its result."""
+        params, stats, rest = jax.tree.map(lambda leaf: leaf, state)  # variables of this trace
+        model = nnx.merge(self.parts.graph, params, stats, rest)
+        streams, before = own_streams(model, self.device), variables(model)
+        call = self.call.with_arguments({self.call.params[0]: model, **arguments})
+        out = call.apply(fun)
+        check_variables(before, variables(model))
+        if streams is not None:
+            nnx.update(model, streams)
+        moments = _window.weighted(self.parts.moments(model, state[1]), jnp.float32(count_rows(call[call.batch])))
+        return out, moments, self.parts.split(model)[3]
+
+    def write(self, moments: Tree, rest: Any, options: dict[str, Any]) -> None:
+        """Writes into the module what all micro-batches have left: means of moments, and what the last handed on."""
+        (model,), stats = self.call[self.call.params], self.parts.stats
+        old, moments = nnx.to_pure_dict(stats), weighted_mean(_window.over_devices(moments, options))
+        nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, self.parts.momenta(old)))
+        nnx.update(model, stats, rest)
 
 
 _OWN_OPTIONS = {

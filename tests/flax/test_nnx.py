@@ -12,6 +12,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
 import optax_accum
@@ -19,7 +21,7 @@ from optax_accum import flax as accum
 from optax_accum.flax._versions import as_pure, value_of
 from tests import programs
 from tests.flax_problems import ROWS, Net, X, Y, arrays, close, cross_entropy, equal, micro_batches, nnx_loss
-from tests.versions import flax_before
+from tests.versions import flax_before, needs_devices
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
@@ -47,6 +49,63 @@ def test_batch_norm_and_random_streams_of_a_module():
     assert len(np.unique(np.asarray(kept).reshape(4, -1), axis=0)) == 4
     counts = [leaf for path, leaf in jax.tree.leaves_with_path(nnx.state(dropping)) if "count" in str(path)]
     assert 4 in [int(count) for count in counts]
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+def test_a_ready_gradient_function_of_a_module(jit):
+    """Uneven micro-batches, weights that come out of the loss, outputs in the order of the rows."""
+
+    def loss(model, batch):
+        logits = model(batch[0], norm=False)
+        return cross_entropy(logits, batch[1]), {"logits": logits, "rows": jnp.float32(len(batch[0]))}
+
+    model, gradient = Net(nnx.Rngs(0)), nnx.value_and_grad(loss, has_aux=True)
+    want = gradient(model, (X, Y))
+    names = (("mean", {"logits": "concat", "rows": "sum"}), "mean")
+    options = {"reduction": names, "weight_of": lambda result: result[0][1]["rows"]}
+    cut = accum.nnx.accumulate(gradient, microbatch_size=5, **options)
+    (value, aux), grads = jit(lambda model, batch: cut(model, batch))(model, (X, Y))
+    assert_allclose(value, want[0][0], rtol=1e-6)
+    close(aux, want[0][1])
+    close(arrays(grads), arrays(want[1]))
+
+
+def test_a_ready_gradient_function_leaves_the_state_of_the_model_as_the_loss_does():
+    """Running statistics move once, random streams at each micro-batch; no rows leave them alone."""
+    gradient = nnx.value_and_grad(lambda model, batch: nnx_loss(model, batch, norm=True))
+    whole, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    gradient(whole, (X, Y))
+    cut = accum.nnx.accumulate(gradient, microbatch_size=5)
+    cut(model, (X, Y))
+    close(statistics(model), statistics(whole))
+    cut(model, (X[:0], Y[:0]))
+    close(statistics(model), statistics(whole))
+    dropping = Net(nnx.Rngs(0, dropout=1), rate=0.5)
+    masks = accum.nnx.accumulate(lambda model, x: model.drop(jnp.ones_like(x)), 4, reduction="stack")
+    kept = masks(dropping, X)
+    assert len(np.unique(np.asarray(kept).reshape(4, -1), axis=0)) == 4
+
+
+@needs_devices
+def test_a_ready_gradient_function_over_devices():
+    mesh, model = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)), Net(nnx.Rngs(0))
+    gradient = nnx.value_and_grad(nnx_loss)
+    rows = len(X) // 4 * 4
+    want = gradient(model, (X[:rows], Y[:rows]))
+    cut = accum.nnx.accumulate(gradient, 2, reduce_axes="data")
+    with jax.set_mesh(mesh):
+        batch = jax.device_put((X[:rows], Y[:rows]), NamedSharding(mesh, P("data")))
+        value, grads = nnx.jit(lambda model, batch: cut(model, batch))(model, batch)
+    assert_allclose(value, want[0], rtol=1e-6)
+    close(arrays(jax.device_get(grads)), arrays(want[1]))
+
+
+def test_a_module_is_no_argument_of_accumulate():
+    gradient = nnx.value_and_grad(nnx_loss)
+    with pytest.raises(TypeError, match=r"module of NNX.*a Net.*optax_accum.flax.nnx.accumulate"):
+        optax_accum.accumulate(gradient, 4)(Net(nnx.Rngs(0)), (X, Y))
+    with pytest.raises(TypeError, match="sets carry_argnum itself"):
+        accum.nnx.accumulate(gradient, 4, carry_argnum=1)
 
 
 class TwoNorms(nnx.Module):
