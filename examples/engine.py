@@ -28,7 +28,8 @@ class Engine:
         self._close = jax.jit(self._closed, donate_argnums=(0, 1))
 
     def create(self, name: str, adapter: Tree) -> None:
-        """Takes an adapter in, with a window and an optimizer state of its own."""
+        """Takes in a copy of an adapter, with a window and an optimizer state of its own."""
+        adapter = jax.tree.map(jnp.array, adapter)  # a copy: each call overwrites the last one's
         self.adapters[name] = adapter, self._tx.init(adapter)
 
     def forward_backward(self, name: str, batch: Tree) -> jax.Array:

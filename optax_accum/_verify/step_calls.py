@@ -118,6 +118,12 @@ class Steps:
                 "step must return the next carry alone: it returned a tuple that begins with it. Pass "
                 "lambda carry, micro_batch: step(carry, micro_batch)[0]."
             )
+        begun = {} if any(map(foreign.is_held, jax.tree.leaves(self._carry))) else carries.numbers(self._carry)
+        if lost := begun.keys() - carries.numbers(new).keys():
+            raise TypeError(
+                f"step must return the whole carry: {', '.join(sorted(map(carries.named, lost)))} is not in what it "
+                "returned. Return it as it came, if the step does not change it."
+            )
         return new
 
 

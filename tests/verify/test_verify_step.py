@@ -627,6 +627,12 @@ BAD = {
         {},
         "it returned None.*in place, as NNX and PyTorch do",
     ),
+    "less than the carry": (
+        lambda every: (lambda c, b: {"w": c["w"]}, {"w": W, "ema": W}),
+        {},
+        "return the whole carry: ema is not in what it returned",
+    ),
+    "an object": (lambda every: (lambda c, b: c, object()), {}, r"one object, of object.*return \(model, optimizer\)"),
     "more than the carry": (lambda every: (lambda c, b: (c, 0.5), {"w": W}), {}, r"a tuple that begins with it.*\[0\]"),
     "a step that does nothing": (lambda every: (lambda c, b: c, (W,)), {}, "must move the parameters.*take nnx.jit"),
     "random and linear in nothing": (
