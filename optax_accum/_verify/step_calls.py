@@ -92,7 +92,14 @@ class Steps:
 
     def _numbers(self, carry: Tree) -> Numbers:
         self._end = foreign.opened("carry", carry)
-        return self._later | carries.numbers(self._end)
+        found = carries.numbers(self._end)
+        objects = any(map(foreign.is_held, jax.tree.leaves(self._carry)))  # an optimizer may drop what it kept
+        if not objects and (lost := carries.numbers(self.carry).keys() - found.keys()):
+            raise TypeError(
+                f"step must return the whole carry: {', '.join(sorted(map(carries.named, lost)))} is not in what it "
+                "returned. Return it as it came, if the step does not change it."
+            )
+        return self._later | found
 
     def _made(self) -> tuple[Callable[..., Any], Tree, Callable[..., Any] | None]:
         made = self.make_step(self.every)
@@ -117,12 +124,6 @@ class Steps:
             raise TypeError(
                 "step must return the next carry alone: it returned a tuple that begins with it. Pass "
                 "lambda carry, micro_batch: step(carry, micro_batch)[0]."
-            )
-        begun = {} if any(map(foreign.is_held, jax.tree.leaves(self._carry))) else carries.numbers(self._carry)
-        if lost := begun.keys() - carries.numbers(new).keys():
-            raise TypeError(
-                f"step must return the whole carry: {', '.join(sorted(map(carries.named, lost)))} is not in what it "
-                "returned. Return it as it came, if the step does not change it."
             )
         return new
 

@@ -72,7 +72,7 @@ def params_of(carry: Tree, find: Find) -> tuple[Path, dict[str, Path]]:
     if not found:
         remedy = "Return them from make_step, or say where they are, params=lambda carry: ..."
         if leaves_of(carry) and not hasattr(carry, "dtype") and jax.tree.structure(carry).num_nodes == 1:
-            remedy = f"It is one object, of {type(carry).__name__}, which is not looked into: return (model, optimizer), say."
+            remedy = f"It is one object, of {type(carry).__name__}: return (model, optimizer), say."
         raise ValueError(f"The carry must hold the parameters: no inexact array was found in it. {remedy}")
     return root, {named(path[len(root) :]): path for path in found}
 
