@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,6 +34,7 @@ class Trainer(NamedTuple):
     within: tuple = (False, False)  # whether a call is an update: before, after
     whole: tuple = ()  # what makes it the trainer of the whole batch
     before: tuple = ()  # what makes it accumulate without the diff
+    masks: tuple = ()  # what makes that of the whole batch drop what the micro-batches drop
     init: object = lambda module: module["init"]()
 
     @property
@@ -61,13 +63,18 @@ BARE = ("optax.MultiSteps(optax.adamw(schedule), MICRO_BATCHES)", "optax.adamw(s
 CUT = ("jax.value_and_grad(loss_fn)", "optax_accum.value_and_grad(loss_fn, MICRO_BATCHES)")
 KEY = lambda module: (module["init"](), jax.random.key(1))
 CONFIG = ('{"accumulate": 4}', '{"accumulate": 1}')
+OWN = ("own = jax.random.split(key)", "own = jax.random.split(key)\n    own = folded(own)")
+OF_STATE = ("own = jax.random.split(state.key)", "own = jax.random.split(state.key)\n    own = folded(own)")
+CALLS = ("jax.random.fold_in(key, state.step)", "folded(key, 4 * state.step)")
+CHAIN = ("jax.random.split(key)", "chained(key)")
+PARTS = ("nnx.Dropout(", "DropoutInParts(")
 TRAINERS = [
-    Trainer("nnx_script", "Flax NNX", "mean of means", in_place, before=(WRAPPED,)),
-    Trainer("host_loop", "A host loop", "moves while held", with_key, before=(WRAPPED,), init=KEY),
-    Trainer("multi_steps", "`optax.MultiSteps`", "mean of means", from_carry, whole=(CONFIG,)),
-    Trainer("minibatch_call", "A function that calls", "mean of means", from_carry, (True, True), (ONE,)),
-    Trainer("equinox_trainer", "Equinox", "mean of means", from_carry, (True, True), (ONE,)),
-    Trainer("context", "A whole context", "moves while held", from_carry, (False, True), (BARE,)),
+    Trainer("nnx_script", "Flax NNX", "mean of means", in_place, before=(WRAPPED,), masks=(PARTS,)),
+    Trainer("host_loop", "A host loop", "moves while held", with_key, before=(WRAPPED,), masks=(CALLS,), init=KEY),
+    Trainer("multi_steps", "`optax.MultiSteps`", "mean of means", from_carry, whole=(CONFIG,), masks=(CHAIN,)),
+    Trainer("minibatch_call", "A function that calls", "mean of means", from_carry, (True, True), (ONE,), masks=(OWN,)),
+    Trainer("equinox_trainer", "Equinox", "mean of means", from_carry, (True, True), (ONE,), masks=(OWN,)),
+    Trainer("context", "A whole context", "moves while held", from_carry, (False, True), (BARE,), masks=(OF_STATE,)),
     Trainer("ppo", "PPO", "coupled examples", from_carry, (True, True), before=(CUT,)),
 ]
 all_trainers = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
@@ -89,16 +96,50 @@ def script(trainer, *changes):
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    module = {"__name__": trainer.name}
+    module = {"__name__": trainer.name, "folded": folded, "chained": chained, "DropoutInParts": DropoutInParts}
     exec(compile(source, trainer.name, "exec"), module)
     return module
 
 
+# What four micro-batches drop, dropped from a whole batch: four keys in the place of one, or four calls.
+
+
+def folded(key, first=0):
+    return jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(4))
+
+
+def chained(key):
+    owns = []
+    for _ in range(4):
+        key, own = jax.random.split(key)
+        owns.append(own)
+    return key, jnp.stack(owns)
+
+
+class DropoutInParts(nnx.Dropout):
+    def __call__(self, x):
+        return jnp.concatenate([super(DropoutInParts, self).__call__(part) for part in jnp.split(x, 4)])
+
+
+@pytest.fixture
+def drop_in_parts(monkeypatch, trainer):
+    """Makes `jax.random.bernoulli` take four keys: micro-batch i is part i of the batch, or its rows r = i mod 4."""
+    bernoulli = jax.random.bernoulli
+
+    def drawn(keys, p, shape, **options):
+        if keys.ndim == 0:
+            return bernoulli(keys, p, shape, **options)
+        parts = jax.vmap(lambda key: bernoulli(key, p, (shape[0] // 4, *shape[1:])))(keys)
+        return (jnp.moveaxis(parts, 0, 1) if trainer.within[1] else parts).reshape(shape)
+
+    monkeypatch.setattr(jax.random, "bernoulli", drawn)
+
+
 @all_trainers
-def test_after_the_diff_it_trains_and_logs_as_with_the_whole_batch(trainer):
-    """The average of the parameters, and each line of the log: its number, loss and rate."""
-    whole, log = script(trainer, *trainer.without, *trainer.whole)["main"](16)
-    cut, own = script(trainer, *trainer.without, *diff(trainer))["main"](16 if trainer.within[1] else 4)
+def test_after_the_diff_it_trains_and_logs_as_with_the_whole_batch(trainer, drop_in_parts):
+    """With dropout: the average of the parameters, and each line of the log: its number, loss and rate."""
+    whole, log = script(trainer, *trainer.masks, *trainer.whole)["main"](16)
+    cut, own = script(trainer, *diff(trainer))["main"](16 if trainer.within[1] else 4)
     chex.assert_trees_all_close(cut, whole, atol=1e-6)
     np.testing.assert_allclose(own, log, rtol=1e-5)
     assert len(log) >= 4
