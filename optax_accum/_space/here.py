@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from optax_accum._core import checks
 from optax_accum._core.arithmetic import Tree
@@ -24,6 +25,11 @@ def here(reduction: Reduction) -> Space:
             "what came in sharded (jax.lax.all_gather), and shard what comes out of the shard_map."
         )
     return InShardMap(reduction)
+
+
+def beside(to: Tree) -> Tree:
+    """Returns where sums go, for a pair of them: the first as is said, the second everywhere."""
+    return to if to is None or isinstance(to, str) else (to, PartitionSpec())
 
 
 def as_reduction(reduce_axes: Any, to: Tree, dtype: Any = None, *, partial: bool = False) -> Reduction:

@@ -98,8 +98,12 @@ class OverMesh(Several):
             return total, {"acc_grads": left}
         if self.to is None:
             return self.total(acc), {}
+        shardings = self._shardings(acc)
+        meshes.check_divisible(
+            shardings, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), acc)
+        )
         scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes, self.dtype)
-        return jax.tree.map(scatter, acc, self._shardings(acc)), {}
+        return jax.tree.map(scatter, acc, shardings), {}
 
     def _joined(self, own: Tree) -> Tree:
         if self.to is None:

@@ -342,15 +342,6 @@ def test_an_inner_optimizer_may_hold_a_typed_key():
     assert np.any(updates["w"] != 0)
 
 
-def test_accumulation_inside_accumulation():
-    """Two levels: the outer window is made of inner windows."""
-    tx = optax_accum.accumulate_gradients(optax_accum.accumulate_gradients(SGD, 2), 2)
-    update, state = jax.jit(tx.update), tx.init(PARAMS)
-    for grads in GRADS[:4]:
-        updates, state = update(grads, state, PARAMS)
-    close(updates, GRADS[:4])
-
-
 def test_eager_calls_compile_no_cond(monkeypatch):
     """Outside jit the branch is known; a cond would be compiled again at every call."""
     monkeypatch.setattr(jax.lax, "cond", lambda *_: pytest.fail("compiled a cond"))

@@ -96,8 +96,16 @@ def test_a_ready_gradient_function_over_devices():
     with jax.set_mesh(mesh):
         batch = jax.device_put((X[:rows], Y[:rows]), NamedSharding(mesh, P("data")))
         value, grads = nnx.jit(lambda model, batch: cut(model, batch))(model, batch)
+        to = (P(), {"first": {"kernel": P(None, "data"), "bias": P("data")}, "last": P(), "norm": P()})
+        sharded = accum.nnx.accumulate(lambda *args: as_dicts(gradient(*args)), 2, reduce_axes="data", reduce_to=to)
+        (_, shards) = nnx.jit(lambda model, batch: sharded(model, batch))(model, batch)
     assert_allclose(value, want[0], rtol=1e-6)
     close(arrays(jax.device_get(grads)), arrays(want[1]))
+    close(jax.device_get(shards), arrays(want[1]))
+
+
+def as_dicts(result):
+    return result[0], nnx.to_pure_dict(result[1])
 
 
 def test_a_module_is_no_argument_of_accumulate():

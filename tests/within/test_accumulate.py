@@ -120,6 +120,17 @@ def test_a_batch_without_rows():
 
 
 @needs_devices
+def test_a_result_that_devices_do_not_divide_is_refused():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    f = optax_accum.accumulate(lambda w, x: w * x.mean(), 2, reduce_axes="data", reduce_to=P("data"))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"shard each parameter evenly.*\(6,\).*over \[4\] devices"),
+    ):
+        jax.jit(f)(jnp.ones(6), jax.device_put(jnp.ones(32), NamedSharding(mesh, P("data"))))
+
+
+@needs_devices
 @pytest.mark.parametrize("to", [None, "partial", "data"])
 def test_a_batch_without_rows_goes_where_others_do(to):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
