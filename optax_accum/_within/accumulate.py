@@ -86,7 +86,8 @@ def accumulate(
       reduction: how to combine each leaf of the result, one name or a
         pytree prefix of names: `"mean"`, `"sum"`, `"max"`, `"min"`,
         `"concat"` (rows, in their order), `"stack"` (one for each
-        micro-batch), `"last"`, or a function `(a, b) -> c` that merges two.
+        micro-batch), `"last"`, or a function `(a, b) -> c` that merges two
+        leaves, in their own dtype. A `Ratio` is added, not averaged.
       reduce_axes: the mesh axes over which the batch is sharded: the
         results are reduced once, at the end.
       reduce_to: where means and sums go, for the tree of the result; see
@@ -108,8 +109,9 @@ def accumulate(
 
       * The rows do not divide: one smaller micro-batch; nothing is padded
         or dropped.
-      * A batch without rows (Poisson sampling): zeros for a mean, zero
-        sums, no rows; `fun` is not run.
+      * A batch without rows (Poisson sampling): zeros for a mean, a sum and
+        a function that merges, no rows, `-inf` for `"max"`; `fun` is not
+        run.
       * A mean of integers; `"concat"` of what has no rows; a merge to
         another shape or dtype: an error.
       * `reduce_axes` with `"stack"`, `"last"` or a function that merges: an
@@ -117,8 +119,9 @@ def accumulate(
 
       Known when running:
 
-      * A weight of zero: its micro-batch is not run. With `weight_of` it is
-        run, and adds nothing to a mean.
+      * A weight of zero: its micro-batch is not run, and has zeros in
+        `"concat"` and `"stack"`. With `weight_of` it is run, and adds
+        nothing to a mean.
       * Weights that add to zero: zeros for a mean.
 
     Example:

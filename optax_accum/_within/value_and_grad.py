@@ -126,10 +126,10 @@ def value_and_grad(
         (statistics of BatchNorm): `fun` returns `(loss, carry)`, or
         `(loss, (aux, carry))` with `has_aux`.
       aux_reduction: how to combine `aux`, one name or a pytree prefix of
-        names: `"mean"` (weighted; by rows for a dict of weights), `"sum"`,
-        `"max"`, `"min"`, `"concat"` (rows, in their order), `"stack"` (one
-        for each micro-batch), `"last"`, or a function `(a, b) -> c` that
-        merges two.
+        names: `"mean"` (weighted as the loss is; by rows if the loss is a
+        dict of terms with weights of their own), `"sum"`, `"max"`, `"min"`,
+        `"concat"` (rows, in their order), `"stack"` (one for each
+        micro-batch), `"last"`, or a function `(a, b) -> c` that merges two.
       accumulator_dtype: the dtype to add in, and to return, or a pytree
         prefix of dtypes. By default, and where it is None, sums are in at
         least float32, and gradients come back in the parameters' dtypes.
