@@ -32,7 +32,8 @@ class AccumulationState(NamedTuple):
       weight: float [], default float dtype. `sum(w)` over the window so
         far.
       mean_args: for each name in the factory's `mean_args` `sum(w x)` and
-        `sum(w)`, both [], kept as `acc_grads` is.
+        `sum(w)`, both [], kept as `acc_grads` is. For the log:
+        `state.mean_args["value"].mean`.
       emitted: bool []. Whether the last micro-step made an update; read it
         with `has_updated`.
       skipped: int32 []. Micro-batches left out by `nonfinite="skip"`,

@@ -18,6 +18,12 @@ class WeightedSum(NamedTuple):
     total: Tree
     weight: jax.Array
 
+    @property
+    def mean(self) -> Tree:
+        """The mean over the window, of all devices that the sums are of; NaN where nothing has been added."""
+        devices = tuple(range(jnp.ndim(self.weight)))
+        return mean(jax.tree.map(lambda leaf: jnp.sum(leaf, axis=devices), self), empty=jnp.nan)
+
 
 def add(sums: WeightedSum, values: Tree, weight: Any, first: Any) -> WeightedSum:
     """Returns the sums with `values` in them, or only these where `first`. A weight of 0 adds nothing, not a NaN."""

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_accum
+from optax_accum._core.sums import WeightedSum
 
 pytestmark = pytest.mark.quick
 
@@ -232,6 +233,9 @@ def test_a_mean_argument_is_the_mean_of_the_micro_steps_that_gave_it():
     chex.assert_trees_all_close(updates, jax.tree.map(lambda p: jnp.full_like(p, 0.4), PARAMS), rtol=1e-6)
     _, state = tx.update(GRADS[0], state, PARAMS, accuracy=0.75)  # the next window begins anew
     assert jax.tree.leaves(state.mean_args) == [0.75, 1]
+    assert state.mean_args["accuracy"].mean == 0.75
+    assert np.isnan(tx.init(PARAMS).mean_args["accuracy"].mean)
+    assert WeightedSum(jnp.array([1.0, 5.0]), jnp.array([2.0, 1.0])).mean == 2  # of two devices
 
 
 # Trees and leaves.
