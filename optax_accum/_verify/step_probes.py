@@ -256,7 +256,8 @@ def uncompared(runs: StepErrors) -> list[str]:
     changed = lambda path: path not in compared and not np.array_equal(seen[0][path], seen[-1][path])
     found = [name for path, name in carries.floats(runs.one.carry).items() if changed(path)]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return [f"{', '.join(found[:3])}{more} in the carry, which whole batches change"] if found else []
+    told = "in the carry, which changes and belongs to no parameter; if your updates depend on it, compare it yourself"
+    return [f"{', '.join(found[:3])}{more} {told}"] if found else []
 
 
 def asked(runs: StepErrors) -> list[str]:
