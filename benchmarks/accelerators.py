@@ -142,15 +142,30 @@ def targets(record: dict[str, Any]) -> str:
     return _measure.targets_text([_measure.verdict(what, of[worst(of)], at, worst(of)) for what, of, at in verdicts])
 
 
+def part(kind: str, record: dict[str, Any], target: str, cases: str) -> str:
+    """Returns the facts of a kind for one target, of the cases that begin so."""
+    (found,) = (facts[kind] for name, facts in record.items() if name.startswith(target))
+    rows = {case.removeprefix(cases): row for case, row in found.items() if case.startswith(cases)}
+    columns = list(dict.fromkeys(fact for row in rows.values() for fact in row))
+    cells = [[case, *(f"{row[fact]:g}" if fact in row else "" for fact in columns)] for case, row in rows.items()]
+    return _measure.markdown([[f"{cases}{target}", *columns], *cells]) + "\n"
+
+
 def page(text: str, record: dict[str, Any]) -> str:
     """Returns a page with the table of the newest JAX after each mark `<!-- facts: KIND -->`.
 
-    Where it has the mark `<!-- older facts -->`, a fold there has their tables of the same kinds.
+    A mark `<!-- facts: KIND (TARGET; CASES) -->` is for one target, and for cases that begin so. Where the page has the
+    mark `<!-- older facts -->`, a fold there has the tables of older versions, of the same kinds.
     """
     new, old = _by_age(record)
-    marked = re.compile(r"(<!-- facts: (.*) -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
-    kinds = [found[2] for found in marked.finditer(text)]
-    text = marked.sub(lambda found: f"{found[1]}\n{table(found[2], new)}", text)
+    marked = re.compile(r"(<!-- facts: (.*?)(?: \((.*); (.*)\))? -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
+    kinds = dict.fromkeys(found[2] for found in marked.finditer(text))
+
+    def filled(found: re.Match[str]) -> str:
+        mark, kind, target, cases = found.groups()
+        return f"{mark}\n{part(kind, new, target, cases) if target else table(kind, new)}"
+
+    text = marked.sub(filled, text)
     older = "\n".join(table(kind, old) for kind in kinds if any(kind in facts for facts in old.values()))
     fold = f"<details>\n<summary>Compiled with older versions of JAX</summary>\n\n{older}\n</details>\n"
     return re.sub(f"({OLDER}\n).*?(?=\n#|\\Z)", lambda found: f"{found[1]}\n{fold}", text, flags=re.DOTALL)
