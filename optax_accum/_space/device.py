@@ -77,8 +77,8 @@ class Device:
         """
         if not self.adds_up:
             needs = (
-                'jax.jit, JAX 0.11, and a sum over the devices of a mesh: reduce_axes, not reduce_to="partial", no '
-                "jax.shard_map"
+                'jax.jit, JAX 0.11, and a sum over the devices: reduce_axes, not reduce_to="partial"; inside '
+                "jax.shard_map also check_vma=False"
             )
         elif needs is None and not all(shard.is_alone for shard in self._shards(acc) or ()):
             needs = "a reduce_to that shards no dimension over other axes, too, on a mesh where these are Auto"

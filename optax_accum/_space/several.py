@@ -181,6 +181,15 @@ class InShardMap(Several):
         mismatch.check_own(grads, self.axes)
         return self.as_partial(grads)
 
+    def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
+        # Types know of no sum over devices that is written where partial sums lie, and is the same on all.
+        adds_up = not self.partial and tracing.is_staged() and compilers.OVERLAPS and not mapped.tells_apart(self.axes)
+        own, same = fun(dataclasses.replace(self.device, adds_up=adds_up), call, *self.as_own(sums))
+        return self.as_partial(own), same
+
+    def _joined(self, own: Tree) -> Tree:
+        return self.as_own(own)
+
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
         add = lambda leaf: leaf if arithmetic.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)

@@ -138,13 +138,35 @@ def test_each_layer_is_reduced_inside_the_backward_pass_that_closes_the_window()
     assert found[True].bytes == found[False].bytes
 
 
+def test_inside_a_shard_map_without_types():
+    """Three micro-steps, the last of which closes the window."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1, momentum=0.9), None, reduce_axes="data")
+    results = []
+    for overlap in (True, False):
+        step = optax_accum.value_and_apply_gradients(mean, tx, overlap=overlap)
+
+        def window(params, *batches, step=step):
+            state = tx.init(params)
+            for batch in batches[:-1]:
+                _, params, state = step(params, state, batch, flush=False)
+            return step(params, state, batches[-1], flush=True)[1]
+
+        specs = (P(), *[P("data")] * 3)
+        run = jax.jit(jax.shard_map(window, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+        args = (PARAMS, *({**BATCH, "x": jnp.roll(BATCH["x"], shift, axis=0)} for shift in (0, 5, 9)))
+        results.append(jax.device_get(run(*args)))
+        assert bool(count_collectives(run.lower(*args).compile()).select(place="loop").operations) == overlap
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("fun", "of_tx", "flush", "needs"),
     [
         (mean, {"every": 3}, None, "a Python bool as flush.*flush=None"),
         (mean, {"nonfinite": "skip"}, True, "gradients that are added inside the backward pass"),
         (LOSSES["Ratio"][0], {}, True, "a weight that is known before the loss is run"),
-        (mean, {"reduce_axes": None}, True, "jax.jit, JAX 0.11, and a sum over the devices of a mesh"),
+        (mean, {"reduce_axes": None}, True, "jax.jit, JAX 0.11, and a sum over the devices"),
     ],
     ids=["every=3", "skip", "Ratio", "one device"],
 )

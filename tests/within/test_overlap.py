@@ -104,6 +104,26 @@ def test_the_gradient_is_that_of_the_whole_batch(mesh, size):
     chex.assert_trees_all_close(jax.device_get(run(*args)), want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_inside_a_shard_map_without_types(loss):
+    """With them, JAX takes no sum over devices to be the same on all that was written where partial sums lay."""
+    fun, options = LOSSES[loss]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    got = []
+    for overlap in (True, False):
+        f = optax_accum.value_and_grad(fun, 4, reduce_axes="data", overlap=overlap, **options)
+        inside = jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+        run = jax.jit(inside).lower(PARAMS, BATCH).compile()
+        got.append(run(PARAMS, BATCH))
+        one_scan = loss not in ("Ratios", "terms")  # each term has one
+        assert bool(count_collectives(run).select(place="loop").operations) == (overlap and one_scan)
+    chex.assert_trees_all_close(*got, rtol=1e-5, atol=1e-7)
+    f = optax_accum.value_and_grad(fun, 4, reduce_axes="data", overlap=True, **options)
+    typed = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+    with pytest.raises(ValueError, match="overlap=True needs .*inside jax.shard_map also check_vma=False"):
+        typed.lower(PARAMS, BATCH)
+
+
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "Auto beside Explicit"])
 def test_each_device_keeps_its_shard(mesh, shards):
