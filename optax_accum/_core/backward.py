@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -232,6 +233,8 @@ def added_inside(
             "needs accumulators at least as wide as the parameters, for a gradient is rounded before it is added: at "
             f"{path} they are narrower (parameters {arithmetic.dtypes(params)}, accumulators {arithmetic.dtypes(acc)})"
         )
+    if why_not is None and sinks.has_loop(program) and tracing.is_batched(params):
+        why_not = "is not possible under jax.vmap, for JAX does not batch a loop over references"
     if asked and why_not:
         raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
     if unless or why_not or asked is False:
@@ -239,10 +242,13 @@ def added_inside(
         return None
     _log_inside(params, program)
     always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
-    leaves = [pair for pair in zip(jax.tree.leaves(params), sinks.casts(program), strict=True) if _is_inexact(pair[0])]
+    needs = map(operator.or_, sinks.casts(program), sinks.breaks(program))
+    leaves = [pair for pair in zip(jax.tree.leaves(params), needs, strict=True) if _is_inexact(pair[0])]
+    if not leaves:
+        return None
     sunk = [
-        total.dtype if always or cast or total.dtype != jnp.result_type(leaf) else None
-        for (leaf, cast), total in zip(leaves, jax.tree.leaves(acc), strict=True)
+        total.dtype if always or needs or total.dtype != jnp.result_type(leaf) else None
+        for (leaf, needs), total in zip(leaves, jax.tree.leaves(acc), strict=True)
     ]
     return Inside(tuple(sunk), squares, factor)
 

@@ -134,7 +134,10 @@ def _square(cotangent: jax.Array, like: jax.Array) -> jax.Array:
 
 def empty(param: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Returns zeros for a sink of a parameter, which differ between devices where it does."""
-    zeros = jnp.zeros_like(param, dtype=dtype) if shape == jnp.shape(param) else jnp.zeros(shape, dtype)
+    if shape == jnp.shape(param):
+        zeros = jnp.zeros_like(param, dtype=dtype)
+    else:  # a lone zero would be a constant, which is of no mesh
+        zeros = jnp.sum(jnp.zeros((1, *shape), dtype), axis=0)
     missing = compilers.varying_axes(param) - compilers.varying_axes(zeros)
     return compilers.as_varying(zeros, sorted(missing)) if missing else zeros
 
@@ -188,6 +191,44 @@ def casts(program: Any) -> list[bool]:
     return [var in found for var in program.invars]
 
 
+def has_loop(program: Any) -> bool:
+    """Returns whether a traced program holds a scan."""
+    inside = lambda equation: any(map(has_loop, tracing.inner_programs(equation)))
+    return any(equation.primitive.name == "scan" or inside(equation) for equation in program.eqns)
+
+
+def breaks(program: Any) -> list[bool]:
+    """Returns for which inputs of a traced program JAX fails to differentiate with references, or does so wrongly.
+
+    A scan that takes one array in two ways, say scanned over and closed over, and a barrier. What has a sink is used
+    before it comes there.
+    """
+    found: set[Any] = set()
+    for equation in reversed(program.eqns):
+        name, programs = equation.primitive.name, list(tracing.inner_programs(equation))
+        operands = _vars(equation.invars)
+        if programs:
+            found.update(var for var, count in collections.Counter(operands).items() if count > 1)
+        if name == "optimization_barrier" or (name not in FOLLOW and any(map(_breaks_any, programs))):
+            found.update(operands)
+        elif name in FOLLOW and programs:
+            by_operand = zip(equation.invars, breaks(programs[0]), strict=True)
+            found.update(_vars([atom for atom, fails in by_operand if fails]))
+        elif name in FOLLOW and equation.outvars[0] in found:  # what goes in is what comes out
+            found.update(operands[:1])
+    return [var in found for var in program.invars]
+
+
+def _breaks_any(program: Any) -> bool:
+    """Returns whether an equation of a program, or of one inside it, is such."""
+    for equation in program.eqns:
+        operands, programs = _vars(equation.invars), list(tracing.inner_programs(equation))
+        twice = bool(programs) and len(set(operands)) < len(operands)
+        if twice or equation.primitive.name == "optimization_barrier" or any(map(_breaks_any, programs)):
+            return True
+    return False
+
+
 def leave_whole(program: Any) -> list[str | None]:
     """Returns for each input of a traced program the function that its gradient leaves as a whole, if there is one.
 
@@ -217,6 +258,7 @@ def _end(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     num_consts, num_carry = compilers.sizes_of_scan(equation)
     params, first = equation.params, num_consts + num_carry
+    values = _used_if_twice(values)
     consts, narrow = zip(*map(_shared, values[:num_consts]), strict=True) if num_consts else ((), ())
     carry = [used(value) for value in values[num_consts:first]]
     turned = [value.turned(params["length"]) if isinstance(value, Lent) else value for value in values[first:]]
@@ -233,6 +275,19 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, stacked = jax.lax.scan(step, carry, slices, **options)
     return [*carry, *stacked]
+
+
+def _used_if_twice(values: Sequence[Any]) -> list[Any]:
+    """Returns the operands of a scan, which does not add to one sink in two ways: such a parameter is used before."""
+    sinks = collections.Counter(id(value.sink.grad) for value in values if isinstance(value, Lent))
+    before: dict[int, Any] = {}
+
+    def once(value: Any) -> Any:
+        if not isinstance(value, Lent) or sinks[id(value.sink.grad)] == 1:
+            return value
+        return before.setdefault(id(value), used(value))
+
+    return list(map(once, values))
 
 
 def _shared(value: Any) -> tuple[Any, Any]:

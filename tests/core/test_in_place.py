@@ -154,6 +154,59 @@ def test_a_micro_step_weighs_gradients_where_they_arise(body, cast):
     chex.assert_trees_all_equal(*states)
 
 
+# What JAX cannot differentiate with references, or only wrongly (0.11.2 does the first without a word).
+
+STACK = jnp.arange(32.0).reshape(2, 4, 4) / 32
+LAYER = lambda x, w, also: jax.lax.scan(lambda h, one: (jnp.tanh(h @ one) @ also(w, one), None), x, w)[0]
+AWKWARD = {
+    "scanned over and closed over": lambda w, x: LAYER(x, w, lambda w, one: w[0]),
+    "in a function twice": lambda w, x: jax.jit(lambda a, b: LAYER(x, a, lambda w, one: b[0]))(w, w),
+    "in a branch": lambda w, x: jax.lax.cond(x.sum() > 0, lambda w: LAYER(x, w, lambda w, one: w[0]), lambda w: x, w),
+    "scanned over twice": lambda w, x: jax.lax.scan(lambda h, one: (jnp.tanh(h @ one[0]) @ one[1], None), x, (w, w))[0],
+    "scanned over and handed on": lambda w, x: jax.lax.scan(
+        lambda c, one: ((jnp.tanh(c[0] @ one + 0.01 * c[1].sum()), c[1]), None), (x, w), w
+    )[0][0],
+    "a barrier": lambda w, x: x @ jax.lax.optimization_barrier(w)[0],
+    "a barrier around a slice": lambda w, x: LAYER(x, w, lambda w, one: jax.lax.optimization_barrier(one)),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", AWKWARD)
+def test_what_jax_cannot_add_to_references_is_used_before(name, dtype):
+    loss = lambda w, x: jnp.mean(AWKWARD[name](w.astype(jnp.float32), x) ** 2)
+    w, x = STACK.astype(dtype), jnp.linspace(-1, 1, 32).reshape(8, 4)
+    inside, after = (jax.jit(optax_accum.value_and_grad(loss, 2, in_place=flag))(w, x)[1] for flag in (True, False))
+    np.testing.assert_allclose(inside, after, rtol=1e-5, atol=1e-6)
+    assert np.any(after)
+
+
+def test_under_vmap_layers_in_a_scan_are_added_after():
+    """Across calls, too. JAX does not batch a scan over references."""
+    loss = lambda w, x: jnp.mean(LAYER(x, w, lambda w, one: one) ** 2)
+    many, x = jnp.stack([STACK, 2 * STACK]), jnp.linspace(-1, 1, 32).reshape(8, 4)
+    want = jax.vmap(jax.grad(loss), (0, None))(many, x)
+    got = jax.jit(jax.vmap(optax_accum.value_and_grad(loss, 2), (0, None)))(many, x)[1]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
+    step = optax_accum.value_and_apply_gradients(loss, tx)
+    new = jax.jit(jax.vmap(lambda w: step(w, tx.init(w), x)[1]))(many)
+    np.testing.assert_allclose(new, many - want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="in_place=True is not possible under jax.vmap"):
+        jax.jit(jax.vmap(optax_accum.value_and_grad(loss, 2, in_place=True), (0, None)))(many, x)
+
+
+def test_squares_on_an_explicit_mesh():
+    """Whose axes types tell, although nothing is reduced over them."""
+    loss = lambda w, x: jnp.mean((x * w[None]) ** 2)
+    w, x = jnp.arange(4.0), jnp.arange(32.0).reshape(8, 4)
+    want = optax_accum.value_and_grad(loss, 2, statistics=True, in_place=False)(w, x)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        got = jax.jit(optax_accum.value_and_grad(loss, 2, statistics=True))(w, x)
+    chex.assert_trees_all_close(jax.device_get(got), want, rtol=1e-5)
+
+
 def test_what_is_not_known_of_an_equation_is_no_matter(monkeypatch):
     """Where nothing is followed, each parameter is used where the loss takes it in."""
     p, f = cut("checkpoint in a scan", "bfloat16")
