@@ -59,7 +59,8 @@ FLOORS = {  # inside a room: a module imports from lower floors
     ],
     "_space": [
         {"meshes"},
-        {"mapped", "narrow"},
+        {"mapped"},
+        {"narrow"},
         {"metrics", "shards"},
         {"partials"},
         {"mismatch", "device"},

@@ -71,6 +71,7 @@ class Loss:
         fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
         params = call.arguments[0]
         program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)
+        device.check_alone(program.out_avals[: len(jax.tree.leaves(shapes.loss))], of_optimizer=True)
         weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
         inside = None if acc is None else self._inside(params, acc, program.jaxpr, weighing.weight, again)
         if again or (self.meter.measures and not inside):

@@ -161,16 +161,19 @@ class Device:
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."
             )
 
-    def check_alone(self, program: Any) -> None:
-        """Raises where this is one of several devices in a `jax.shard_map`, and nobody says what becomes of theirs."""
-        axes = frozenset(self.axes).union(*map(compilers.varying_axes, program.out_avals))
+    def check_alone(self, results: Sequence[Any], *, of_optimizer: bool = False) -> None:
+        """Raises where this is one of several devices in a `jax.shard_map`, and nobody says what becomes of theirs.
+
+        `results` are the types of what a function returns here; `of_optimizer` says who is told the axes.
+        """
+        axes = frozenset(self.axes).union(*map(compilers.varying_axes, results))
         if axes > set(self.axes):
             named = tuple(sorted(axes))
+            remedy = 'for the gradient of all their rows, with reduce_to="partial" for that of each device\'s own'
             raise ValueError(
                 "Inside jax.shard_map, a loss or an output that differs between devices needs reduce_axes: it differs "
-                f"over {named}, and reduce_axes={self.axes or None}. Pass reduce_axes={named} for the gradient of all "
-                f'their rows, with reduce_to="partial" for that of each device\'s own; or return jax.lax.pmean(loss, '
-                f"{named})."
+                f"over {named}, and reduce_axes={self.axes or None}. Pass reduce_axes={named} "
+                f"{'to accumulate_gradients' if of_optimizer else remedy}; or return jax.lax.pmean(loss, {named})."
             )
 
     def check_carry(self, carry: Tree) -> None:

@@ -1,10 +1,13 @@
 """Owns sums over devices that cross the network in a narrow dtype: rounded once by each, added in their own dtype."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from optax_accum._space import mapped
 from optax_accum._space.meshes import Axes
 
 
@@ -15,20 +18,42 @@ def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
     dtype of the leaf, and sends that sum, rounded, to all. A leaf of which no dimension can be dealt out is added as it
     is.
     """
+    wide = lambda leaf: jax.lax.psum(leaf, axes)
     dim = next((dim for dim, size in enumerate(leaf.shape) if size and size % jax.lax.psum(1, axes) == 0), None)
     if dim is None or not _is_wider(leaf, dtype):
-        return jax.lax.psum(leaf, axes)
-    part = scatter(leaf, axes, dim, dtype)
-    return _read(jax.lax.all_gather(_sent(part, dtype), axes, axis=dim, tiled=True), leaf.dtype, dtype)
+        return wide(leaf)
+
+    def add(leaf: jax.Array) -> jax.Array:
+        part = _scattered(leaf, axes, dim, dtype)
+        return _read(jax.lax.all_gather(_sent(part, dtype), axes, axis=dim, tiled=True), leaf.dtype, dtype)
+
+    return _derived_as(wide, add, axes)(leaf)
 
 
 def scatter(leaf: jax.Array, axes: Axes, dim: int, dtype: Any = None) -> jax.Array:
     """Returns this device's part, along a dimension, of the sum of a leaf over devices."""
+    wide = functools.partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=dim, tiled=True)
     if not _is_wider(leaf, dtype):
-        return jax.lax.psum_scatter(leaf, axes, scatter_dimension=dim, tiled=True)
+        return wide(leaf)
+    return _derived_as(wide, lambda leaf: _scattered(leaf, axes, dim, dtype), axes)(leaf)
+
+
+def _scattered(leaf: jax.Array, axes: Axes, dim: int, dtype: Any) -> jax.Array:
     parts = jax.lax.all_to_all(_sent(leaf, dtype), axes, split_axis=dim, concat_axis=dim, tiled=True)
     parts = parts.reshape(*leaf.shape[:dim], jax.lax.psum(1, axes), -1, *leaf.shape[dim + 1 :])
     return jnp.sum(_read(parts, leaf.dtype, dtype), axis=dim)
+
+
+def _derived_as(wide: Callable[[jax.Array], jax.Array], add: Callable[[jax.Array], jax.Array], axes: Axes) -> Any:
+    """Returns a sum with the derivative of another: integers have none."""
+    run = jax.custom_jvp(add)
+
+    @run.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        total = run(*primals)
+        return total, mapped.varying(wide(*tangents), tuple(axis for axis in axes if mapped.differs(total, (axis,))))
+
+    return run
 
 
 def check(dtype: Any, acc: Any) -> None:

@@ -126,14 +126,16 @@ def sum_in_place(acc: Tree, axes: Axes, dtype: Any = None) -> tuple[Tree, Tree]:
 def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -> jax.Array:
     """Adds rows [d, ...] into a leaf that is sharded as `to`: each device gets the part that it keeps.
 
-    A `dtype` is that in which they cross the network, where one dimension is scattered over all axes.
+    A `dtype` is that in which they cross the network, where at most one dimension is scattered.
     """
     shard = Shard(to, axes, dtype)
     shard.check()
     in_specs = PartitionSpec(*meshes.names_over_devices(axes, to.spec))
     explicit = meshes.over(NamedSharding(to.mesh, in_specs), AxisType.Explicit)
     leaf = leaf if explicit is None else jax.sharding.reshard(leaf, explicit)  # parameters may be whole over the others
-    return jax.shard_map(lambda own: shard.of(own[0]), mesh=to.mesh, in_specs=in_specs, out_specs=to.spec)(leaf)
+    local = lambda own: shard.of(own[0])
+    typed = dtype is None  # as in `sum_in_place`
+    return jax.shard_map(local, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec, check_vma=typed)(leaf)
 
 
 def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh, axes: Axes, spec: Any, free: Any = None) -> jax.Array:

@@ -169,6 +169,11 @@ class InShardMap(Several):
     def __init__(self, reduction: Reduction):
         super().__init__(reduction)
         self.inside = reduction.axes
+        if reduction.dtype is not None and mapped.tells_apart(reduction.axes):
+            raise ValueError(
+                "reduce_dtype inside jax.shard_map needs check_vma=False: to JAX, what devices gather differs between "
+                f"them. Pass that, or leave out reduce_dtype={jnp.dtype(reduction.dtype).name}."
+            )
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
         shapes = jax.eval_shape(lambda: arithmetic.zeros(params, dtype))

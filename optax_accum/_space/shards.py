@@ -14,7 +14,7 @@ from optax_accum._space.meshes import Axes
 class Shard:
     """Which part of a leaf each device keeps: `to` shards it over some of the axes that it is added over.
 
-    A `dtype` is that in which it crosses the network, where one dimension is scattered over all axes.
+    A `dtype` is that in which it crosses the network, where at most one dimension is scattered.
     """
 
     to: NamedSharding
@@ -46,11 +46,14 @@ class Shard:
         """Returns this device's shard of the sum of `own`: of a leaf, or of a slice along its first dimensions."""
         dims = {dim - sliced: names for dim, names in self.dims.items()}
         scattered = {name for names in dims.values() for name in names}
-        if unsharded := tuple(axis for axis in self.axes if axis not in scattered):
-            own = jax.lax.psum(own, unsharded)
-        elif self.dtype is not None and len(dims) == 1:
+        unsharded = tuple(axis for axis in self.axes if axis not in scattered)
+        if not dims:
+            return narrow.add_up(own, self.axes, self.dtype)
+        if self.dtype is not None and len(dims) == 1:
             ((dim, names),) = dims.items()
-            return narrow.scatter(own, names, dim, self.dtype)
+            own = narrow.scatter(own, names, dim, self.dtype)
+            return jax.lax.psum(own, unsharded) if unsharded else own
+        own = jax.lax.psum(own, unsharded) if unsharded else own
         for dim, names in dims.items():
             for name, groups in meshes.stages(self.to.mesh, names):
                 own = jax.lax.psum_scatter(own, name, scatter_dimension=dim, axis_index_groups=groups, tiled=True)

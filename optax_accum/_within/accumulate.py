@@ -240,6 +240,7 @@ def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
     call = device.own(call, tuple(name for name in call.arguments if name != call.carry))
     micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
     program, shapes = micro_batches.traced()
+    device.check_alone(program.out_avals)
     one = jax.ShapeDtypeStruct((), default_float())
     weighing, alive = weigh(micro_batches, rules.weight_fn, one, program.jaxpr, lambda _: {})
     outputs = rules.outputs(shapes.loss, micro_batches.split)

@@ -192,7 +192,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     micro_batches = microbatches.cut(rules.parts, device, device.own(call, call.params), rules.sizes)
     static = again or rules.unroll or rules.in_place is False
     program, shapes = micro_batches.traced(call.params)
-    device.check_alone(program)
+    device.check_alone(program.out_avals)
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
     weighing, alive = weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)

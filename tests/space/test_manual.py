@@ -127,3 +127,17 @@ def test_a_place_for_the_sum_is_refused_inside_a_shard_map():
     run = jax.shard_map(lambda p, b: f(p, b)[1], mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="the sum goes everywhere.*Leave it out"):
         jax.jit(run)(paths.params(), BATCH)
+
+
+def test_a_loss_of_each_device_needs_the_axes_in_every_way():
+    """JAX adds its gradient over the devices, so that a step was that of as many times the gradient."""
+    mesh, tx = paths.mesh_of(AxisType.Auto), optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
+    step = optax_accum.value_and_apply_gradients(loss, tx)
+    ways = {
+        "Pass reduce_axes=.*for the gradient of all their rows": optax_accum.accumulate(jax.value_and_grad(loss), 1),
+        "Pass reduce_axes=.* to accumulate_gradients; or return jax.lax.pmean": lambda p, b: step(p, tx.init(p), b)[1],
+    }
+    for message, run in ways.items():
+        inside = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        with pytest.raises(ValueError, match=f"differs between devices needs reduce_axes.*{message}"):
+            jax.jit(inside).lower(paths.params(), BATCH)

@@ -127,3 +127,31 @@ def test_what_makes_no_sense_is_refused(options, message):
     mesh = mesh_of()
     with jax.set_mesh(mesh), pytest.raises((TypeError, ValueError), match=message):
         jax.jit(optax_accum.value_and_grad(loss, 4, **options))(*placed(mesh))
+
+
+@pytest.mark.parametrize("to", [None, {"w": P("data"), "b": P()}, P()], ids=["everywhere", "scattered", "whole"])
+def test_it_is_differentiated_again(to):
+    """As the sum in float32 is: what crosses the network are integers, which have no derivative."""
+    mesh, square = mesh_of(), lambda tree: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))
+    want = jax.grad(lambda params: square(jax.grad(loss)(params, X)))(PARAMS)
+    f = optax_accum.value_and_grad(loss, 2, reduce_axes="data", reduce_to=to, reduce_dtype=jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.grad(lambda params, x: square(f(params, x)[1])))(*placed(mesh))
+    largest = jnp.max(jnp.abs(want["w"]))
+    np.testing.assert_allclose(jax.device_get(got["w"]), want["w"], atol=2**-7 * largest)
+    assert largest > 1e-3
+
+
+def test_what_stays_whole_beside_shards_is_narrow_too():
+    mesh = mesh_of()
+    f = optax_accum.value_and_grad(loss, 2, reduce_axes="data", reduce_to=P(), reduce_dtype=jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        found = count_collectives(jax.jit(f).lower(*placed(mesh)).compile())
+    assert found.select(kind="all-to-all").bytes == found.select(kind="all-gather").bytes == 2 * PARAMS["w"].size
+
+
+def test_with_types_a_shard_map_is_told_what_it_needs():
+    f = optax_accum.value_and_grad(loss, 2, reduce_axes="data", reduce_dtype=jnp.bfloat16)
+    run = jax.shard_map(f, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(ValueError, match="reduce_dtype inside jax.shard_map needs check_vma=False.*bfloat16"):
+        jax.jit(run).lower(PARAMS, X)
