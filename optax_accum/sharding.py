@@ -64,7 +64,10 @@ Known when tracing:
 * A carry that differs between devices; outputs `"stack"` and `"last"`: an
   error.
 * Parameters sharded over the axis (FSDP): an error that says what it costs;
-  with `reduce_to`, they are gathered.
+  with `reduce_to`, they are gathered. Inside `jit` on an Auto mesh nobody
+  can see that they are: `value_and_grad` gathers them.
+* `reduce_dtype` inside `jax.shard_map`: needs `check_vma=False`, as does
+  `overlap=True`.
 * A mesh with Auto and Explicit axes: both work.
 * `fun` communicates, and a device's weight is 0: the device runs it too,
   because others wait; keep its loss finite. With `reduce_to="partial"`: an

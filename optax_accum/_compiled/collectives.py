@@ -186,9 +186,15 @@ def count_collectives(compiled: Any) -> Collectives:
     return Collectives(tuple(found))
 
 
+_CONTEXT = re.compile(r"u32\[\](?:\{[^}]*\})?")  # two numbers beside what a TPU permutes, which stay at home
+
+
 def _moved(computation: Computation, instruction: Instruction) -> int:
     """Returns the larger of the bytes that go in and that come out; a `-start` may give back what went in, too."""
-    taken, given = computation.sizes(instruction.operands), programs.size_of(instruction.shape)
+    shape = instruction.shape
+    if instruction.opcode == "collective-permute-start":
+        shape = _CONTEXT.sub("", shape)
+    taken, given = computation.sizes(instruction.operands), programs.size_of(shape)
     if instruction.opcode.endswith("-start") and given > taken:
         given -= taken
     return max(taken, given)
