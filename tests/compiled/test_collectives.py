@@ -311,3 +311,14 @@ ENTRY %main (x: u16[8], w: f32[8,8]) -> u16[64] {
 """
     (op,) = optax_accum.sharding.count_collectives(text)
     assert (op.kind, op.bytes, op.group, op.behind) == ("all-gather", 128, 8, 1)
+
+
+def test_what_a_permute_of_a_tpu_keeps_for_itself_is_not_sent():
+    (op,) = optax_accum.sharding.count_collectives("""HloModule permute
+ENTRY %main (p: f32[128,128]) -> f32[128,128] {
+  %p = f32[128,128]{1,0} parameter(0)
+  %s = (f32[128,128]{1,0}, f32[128,128]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), channel_id=1
+  ROOT %d = f32[128,128]{1,0} collective-permute-done(%s)
+}
+""")
+    assert op.bytes == 4 * 128 * 128
