@@ -1,9 +1,9 @@
 """Owns what the compilers of accelerators make of the library: bytes, copies, memory, collectives. Times nothing.
 
-Run `python -m benchmarks.accelerators --targets h100`; no accelerator is needed, but its compiler is. `--facts FILE`
-adds them to a JSON of targets and versions of JAX, where a change shows as a diff; with `--pages docs/accelerators.md
-docs/fsdp.md docs/hsdp.md docs/many_devices.md` nothing is compiled, and the tables of those pages become those of the
-JSON.
+Run `python -m benchmarks.accelerators --targets h100`; no accelerator is needed, but its compiler is. JAX comes with
+that of CPUs (`--targets cpu`), which is asked about the memory of one device alone. `--facts FILE` adds them to a JSON
+of targets and versions of JAX, where a change shows as a diff; with `--pages docs/accelerators.md docs/fsdp.md
+docs/hsdp.md docs/many_devices.md` nothing is compiled, and the tables of those pages become those of the JSON.
 """
 
 import argparse
@@ -27,7 +27,8 @@ NOTES = """\
 P is one copy of the float32 parameters. Bytes are what instructions read and write in the device's memory; temporary
 memory is what the compiler asks for beside arguments and results; both of one device, all donated that can be."""
 IN_PLACE = "value_and_grad, in place"
-COMPILERS = {"tpu": "libtpu"}  # that of GPUs has the version of JAX
+COMPILERS = {"tpu": "libtpu"}  # those of GPUs and CPUs have the version of JAX
+OF_CPUS = ("in place",)  # the kinds that are read for a CPU, too
 KINDS: dict[str, Callable[[Target], Iterator[tuple[str, Facts]]]] = {
     "apply_gradients, by optimizer": _one_device.optimizers,
     "apply_gradients, by policy": _one_device.policies,
@@ -52,7 +53,7 @@ def main() -> None:
     """Prints the tables of each target, or writes those of pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--targets", nargs="+", default=["h100"], help="h100, a100, h200, b200, v5e:4x4, v5p:2x2x1, ..."
+        "--targets", nargs="+", default=["h100"], help="h100, a100, h200, b200, v5e:4x4, v5p:2x2x1, cpu, ..."
     )
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="of facts; all by default")
     parser.add_argument("--facts", type=_measure.writable, default=FACTS, help="the JSON to add them to, or to show")
@@ -66,13 +67,13 @@ def main() -> None:
     if options.pages:
         return
     # Before JAX is used, as the header does: without a driver it would ask for the libraries to run programs with.
-    targets = {name: target(name) if ":" in name else target(name, num_devices=8) for name in options.targets}
+    targets = {name: _target(name) for name in options.targets}
     print(_measure.header("Compiled for accelerators, not timed", NOTES))
     for name, many in targets.items():
         here = f"{name}, JAX {jax.__version__}"
         if compiler := COMPILERS.get(many.devices[0].platform):
             here += f", {compiler} {importlib.metadata.version(compiler)}"
-        for kind in options.kinds:
+        for kind in (kind for kind in options.kinds if name != "cpu" or kind in OF_CPUS):
             found = {case: _rounded(row) for case, row in tqdm(KINDS[kind](many), desc=f"{name}: {kind}", leave=False)}
             record.setdefault(here, {})[kind] = found
             options.facts.write_text(json.dumps(record, indent=1) + "\n")
@@ -91,7 +92,7 @@ def table(kind: str, record: dict[str, Any]) -> str:
                 cells = (f"{rows[case][fact]:g}" if fact in rows[case] else "" for fact in columns)
                 same.setdefault(tuple(cells), []).append(name)
         for cells, names in same.items():
-            lines.append([case, "all" if len(names) == len(record) > 1 else "; ".join(names), *cells])
+            lines.append([case, "all" if len(names) == len(of) > 1 else "; ".join(names), *cells])
     return _measure.markdown([[kind, "compiled for", *columns], *lines], left=(0, 1)) + "\n"
 
 
@@ -103,7 +104,7 @@ def targets(record: dict[str, Any]) -> str:
     ratio = lambda a, b: {name: a[name] / b[name] for name in a}
     memory = lambda case: read("decoder", case, "memory, P")
     flow = [read("FSDP", f"by layer, k = {k}", fact) for k in (2, 32) for fact in ("gathered, P", "reduced, P")]
-    through = [{name: flow[i][name] + flow[i + 1][name] for name in record} for i in (0, 2)]
+    through = [{name: flow[i][name] + flow[i + 1][name] for name in flow[i]} for i in (0, 2)]
     inside = {name: list(facts["in place"].values()) for name, facts in record.items()}
     beyond = lambda base, way: {name: max(row[way] - row[base] for row in rows) for name, rows in inside.items()}
     four = read("in place", _in_place.FOUR, "in place, P")
@@ -177,6 +178,13 @@ def _by_age(record: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     newest = max(map(version, record), key=lambda text: list(map(int, text.split("."))))
     new = {name.split(",")[0]: facts for name, facts in record.items() if version(name) == newest}
     return new, {name: facts for name, facts in record.items() if version(name) != newest}
+
+
+def _target(name: str) -> Target:
+    """Returns a target of eight devices where its name does not say how many; "cpu" is the one that is here."""
+    if name == "cpu":
+        return target()
+    return target(name) if ":" in name else target(name, num_devices=8)
 
 
 def _rounded(row: Facts) -> Facts:
