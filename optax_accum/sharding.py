@@ -39,8 +39,8 @@ mesh axes.
 once, receives the others' (all-to-all) and adds them in the dtype of the
 sums; where the sum goes to all, it is rounded once more on the way. With
 `u = 2**-8` the error is at most `u (sum_i |p_i| + |sum_i p_i|)` for partial
-sums `p_i`. Off by default. A leaf with no dimension that the devices divide
-is added as it is.
+sums `p_i`. Off by default. A leaf is added in its own dtype if the devices
+divide none of its dimensions, or if `reduce_to` scatters two of them.
 
 `overlap=True` of `value_and_grad` adds gradients over the devices inside
 the backward pass of the last micro-batch, also layer by layer inside a

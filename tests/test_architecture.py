@@ -14,8 +14,8 @@ import jax
 import pytest
 
 import optax_accum
+from benchmarks._quirks import QUIRKS
 from optax_accum._core import compilers
-from optax_accum._core.quirks import QUIRKS
 from tests.versions import JAX
 
 pytestmark = pytest.mark.quick
@@ -46,7 +46,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_core": [
         {"tracing", "rows", "counted", "signature"},
         {"compilers", "leaves"},
-        {"quirks", "memory", "arithmetic", "sinks"},
+        {"memory", "arithmetic", "sinks"},
         {"roles"},
         {"draws"},
         {"sums", "noise", "seen", "matching"},
@@ -215,7 +215,6 @@ def test_axes_are_asked_for_at_the_doors_alone():
     }
     assert asked == {
         ("_across/transformation", "callable(nonfinite) and rules.over.axes"),
-        ("_within/microbatched_apply", "over.axes"),  # with them, argument 0 holds parameters
     }
 
 
@@ -244,7 +243,7 @@ ASKED = {
     ),
     "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step"),
     "does a state hold a sum": ({"holds_sum"}, "_across/accumulator flax/_window"),
-    "how do devices that weigh differently share a loss": ({"communicates"}, "_space/mapped _space/device"),
+    "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
     "does it lie in host memory": (
         {"to_device", "to_memory_of"},
         "_across/accumulator _across/inner _across/outcomes",
@@ -316,7 +315,7 @@ def asks_for_a_version(source):
 
 def test_versions_are_asked_for_by_their_owners_alone():
     asked = {(room, name) for room in ROOMS for name, source in modules(room).items() if asks_for_a_version(source)}
-    assert asked == {("_core", "compilers"), ("_core", "quirks"), ("_compiled", "absent"), ("flax", "_versions")}
+    assert asked == {("_core", "compilers"), ("_compiled", "absent"), ("flax", "_versions")}
     assert not asks_for_a_version((PACKAGE / "__init__.py").read_text())
 
 

@@ -24,7 +24,7 @@ class Accumulator:
         """Returns the sum, fetched from the memory of the host if it lies there."""
         return memory.to_device(state.acc_grads)
 
-    def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: jax.Array, skip: Flag) -> Tree:
+    def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: Flag, skip: Flag) -> Tree:
         """Returns the sum with the gradient of a micro-batch in it."""
         return arithmetic.add(self.on_device(state), grads, weight, first, skip)
 
@@ -55,7 +55,7 @@ class NoAccumulator(Accumulator):
                 "every=1. Add one with state._replace(acc_grads=tx.init(params).acc_grads)."
             )
 
-    def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: jax.Array, skip: Flag) -> Tree:
+    def plus(self, state: AccumulationState, grads: Tree, weight: Weight, first: Flag, skip: Flag) -> Tree:
         return arithmetic.add(None, grads, weight, first, skip)
 
     def weight(self, state: AccumulationState, weight: Weight) -> Weight:

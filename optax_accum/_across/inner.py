@@ -1,6 +1,6 @@
 """Owns the call of the inner optimizer: what it is given, in which dtypes, what it may return. Knows no window."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -66,14 +66,14 @@ def check_accumulates_once(state: Tree) -> None:
 def check_own(inner: Inner, state: Tree, params: Tree, cause: Exception | None = None) -> None:
     """Raises, where something has failed, for the state of another optimizer than `inner`."""
     try:
-        own = jax.eval_shape(inner.init, params)
+        expected = jax.eval_shape(inner.init, params)
     except Exception:
         return  # an init that needs values tells nothing
-    if same_tree(state, own):
+    if same_tree(state, expected):
         return
-    given, made = _kinds(state), _kinds(own)
+    given, made = _kinds(state), _kinds(expected)
     if given == made:
-        given, made = str(jax.tree.structure(state)), str(jax.tree.structure(own))
+        given, made = str(jax.tree.structure(state)), str(jax.tree.structure(expected))
     raise ValueError(
         f"The state must be that of this inner optimizer and these parameters: inner_opt_state={given}, and init gives "
         f"{made}. To go on with another optimizer, state._replace(inner_opt_state=tx.init(params).inner_opt_state)."
@@ -98,24 +98,35 @@ def _beginning(state: Tree) -> str:
 
 def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> None:
     """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
-    for name, meant in misspelt(names, inner.update).items():
-        others = {other: value for other, value in extra_args.items() if other != name}
-        if not _reads(inner, name, extra_args[name], args, others):
-            raise TypeError(
-                f"{name}= looks like a misspelt {meant}=, and the inner optimizer does not read it: {name!r}. Pass "
-                f"{meant}=, or put what reads {name} inside accumulate_gradients."
-            )
+    meant = misspelt(names, inner.update)
+    for name in unread(inner, meant, args, extra_args):
+        raise TypeError(
+            f"{name}= looks like a misspelt {meant[name]}=, and the inner optimizer does not read it: {name!r}. Pass "
+            f"{meant[name]}=, or put what reads {name} inside accumulate_gradients."
+        )
+
+
+def unread(inner: Inner, names: Iterable[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> list[str]:
+    """Returns those of the extra arguments that the optimizer does not use."""
+    others = lambda name: {other: value for other, value in extra_args.items() if other != name}
+    return [name for name in sorted(names) if not _reads(inner, name, extra_args[name], args, others(name))]
+
+
+def is_data(value: Any) -> bool:
+    """Returns whether an argument is made of arrays and numbers, of which a traced program tells if they are read."""
+    kinds = jax.Array | np.ndarray | np.generic | int | float
+    return all(isinstance(leaf, kinds) for leaf in jax.tree.leaves(value))
 
 
 def _reads(inner: Inner, name: str, value: Any, args: tuple[Any, ...], others: Mapping[str, Any]) -> bool:
     """Returns whether `inner` uses an argument that its signature does not name, as a member of a chain may."""
     try:
         jax.eval_shape(lambda: inner.update(*args, **others))
-    except TypeError:
+        if not is_data(value):
+            return False
+        program = jax.make_jaxpr(lambda value: inner.update(*args, **{**others, name: value}))(value).jaxpr
+    except TypeError:  # it misses the argument, or needs its value
         return True
-    if not all(isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(value)):
-        return False
-    program = jax.make_jaxpr(lambda value: inner.update(*args, **{**others, name: value}))(value).jaxpr
     read = {var for equation in program.eqns for var in equation.invars if not isinstance(var, core.Literal)}
     return not read.isdisjoint(program.invars) or any(var in program.invars for var in program.outvars)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_accum._across.divisor import Divisor
-from optax_accum._core import checks
+from optax_accum._core import checks, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.backward import (
     MAY_BE_AGAIN,
@@ -33,16 +33,21 @@ from optax_accum._space.device import Device
 from optax_accum._space.space import Reduced
 
 
+class Added(NamedTuple):
+    """What a backward pass has made of an accumulator."""
+
+    acc: Tree  # with the gradient in it
+    squares: Any  # what the meter has of that gradient; None if it measures nothing
+    reduced: Reduced | None  # the sum over devices, if it has added that, too
+
+
 class Done(NamedTuple):
     """One micro-batch differentiated, as partial sums."""
 
     loss: jax.Array  # []
     value: Any  # what `fun` returned
     weight: Weight
-    grads: Tree | None = None  # the gradient; None where the backward pass has added it
-    acc: Tree | None = None  # the accumulator with the gradient in it, then
-    squares: Any = None  # what the meter has of it, then
-    reduced: Reduced | None = None  # the sum over devices, where it has added that, too
+    grads: Tree | Added  # the gradient, unless the backward pass has added it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +75,17 @@ class Loss:
         call = device.own(call, call.params).own_key(index)
         fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
         params = call.arguments[0]
-        program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)
-        device.check_alone(program.out_avals[: len(jax.tree.leaves(shapes.loss))], of_optimizer=True)
+        program, shapes = tracing.traced(fun, params)
+        losses = program.out_avals[: len(jax.tree.leaves(shapes.loss))]
+        device.check_alone(losses, of_optimizer=True)
+        device.check_loss(program.jaxpr, losses)
         weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
         inside = None if acc is None else self._inside(params, acc, program.jaxpr, weighing.weight, again)
         if again or (self.meter.measures and not inside):
             acc = None  # what is measured after the backward pass is returned by it
 
         def run(inside: Inside | None) -> tuple[Backward, Any]:
-            one = contribution(fun, params, weighing, 0, device.check_loss, inside)
+            one = contribution(fun, params, weighing, 0, inside)
             value = self.returns.joined(one.parts._replace(loss=weighing.value(one.parts.loss)))
             return one.backward, (one.loss, value, weighing.counted(one.parts.loss))
 
@@ -94,7 +101,7 @@ class Loss:
             acc, squares, _ = add(acc, lambda _: (backward, None), weight)
         measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
         reduced = None if finish is None else Reduced(device.own_parts(acc))
-        return Done(loss, value, weight, None, acc, measured, reduced)
+        return Done(loss, value, weight, Added(acc, measured, reduced))
 
     def _finish(
         self, device: Device, acc: Tree, inside: Inside | None, weight: Weight | None, flush: Flag | None

@@ -61,11 +61,11 @@ def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:
       S. McCandlish et al., *An empirical model of large-batch training*,
       arXiv:1812.06162.
     """
-    found = state if isinstance(state, Statistics) else find_state(state).statistics
-    if not found:
+    statistics = state if isinstance(state, Statistics) else find_state(state).statistics
+    if not statistics:
         raise ValueError(
             "Gradients were not measured: state.statistics=(). Pass statistics=True to accumulate_gradients."
         )
-    if group is not None and group not in found.noise:
-        raise ValueError(f"group must be one of {', '.join(found.noise)}: group={group!r}. Choose one of these.")
-    return noise_scale(found, group)
+    if group is not None and group not in statistics.noise:
+        raise ValueError(f"group must be one of {', '.join(statistics.noise)}: group={group!r}. Choose one of these.")
+    return noise_scale(statistics, group)

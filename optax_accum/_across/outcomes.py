@@ -11,12 +11,12 @@ from optax_accum._core import arithmetic, compilers, memory, sums
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.tracing import Flag, known
+from optax_accum._core.tracing import Flag, known, selected
 from optax_accum._space.space import Space
 
 Kept = dict[str, Any]  # fields of the state
 Outcomes = Callable[[], tuple[Tree, Kept]]
-LEFT = "acc_grads"  # of these, what lies where the partial sums lay
+LEFT = "acc_grads"  # of these, the one whose memory the sum of a closed window may take
 
 
 class Outcome(NamedTuple):
@@ -86,14 +86,14 @@ def kept_of(state: AccumulationState) -> Kept:
 
 def state_after(state: AccumulationState, closes: Flag, emits: Flag, kept: Kept) -> AccumulationState:
     """Returns the state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
-    emitted = jnp.asarray(emits)
-    reset = lambda total: jnp.where(closes, 0, total)
+    closes, emits = known(closes), known(emits)
+    reset = lambda total: selected(closes, jnp.zeros_like(total), total)
     return state._replace(
         mini_step=reset(state.mini_step),
-        gradient_step=jnp.where(emitted, optax.safe_increment(state.gradient_step), state.gradient_step),
+        gradient_step=count(state.gradient_step, emits),
         weight=reset(state.weight),
-        emitted=emitted,
-        discarded=count(state.discarded, closes & ~emitted),
+        emitted=jnp.asarray(emits),
+        discarded=count(state.discarded, closes != emits),
         **kept,
     )
 
@@ -118,7 +118,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 def count(total: jax.Array, flag: Flag) -> jax.Array:
     """Adds one if the flag is set; the largest number that there is stays."""
-    return jnp.where(flag, optax.safe_increment(total), total)
+    return total if flag is False else selected(flag, optax.safe_increment(total), total)
 
 
 def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:

@@ -258,13 +258,14 @@ def _update(
     params: Tree | None = None,
     *,
     weight: Any = None,
-    rows: int = 1,
+    rows: int | None = None,
     flush: Any = None,
     **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
     """Takes a gradient, and what else a micro-step is given, through the door of the space, and does the step."""
     space = rules.here()
     grads = space.grads(grads, getattr(state, "acc_grads", ()), params)
+    rows = checks.as_positive("rows", rows) or 1
     weight = rules.divisor.unweighed(rows) if weight is None else weight
     batch = MicroBatch(grads, weighed(rules, space, weight, state), flush, extra_args)
     return micro_step(rules, space, batch, state, params, outcome(space, params))

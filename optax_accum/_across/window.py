@@ -11,6 +11,7 @@ import optax
 from optax_accum._across import inner, outcomes
 from optax_accum._across.accumulator import Accumulator, accumulator_of
 from optax_accum._across.divisor import Divisor
+from optax_accum._across.loss import Added
 from optax_accum._across.outcomes import Outcome
 from optax_accum._across.policy import Policy
 from optax_accum._across.schedules import Schedule
@@ -20,7 +21,7 @@ from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Meter
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.tracing import Flag, negated
+from optax_accum._core.tracing import Flag, known, negated
 from optax_accum._space.here import here
 from optax_accum._space.space import Reduced, Reduction, Space
 
@@ -47,13 +48,11 @@ class Rules:
 class MicroBatch(NamedTuple):
     """What a micro-step is given, through the door of the space."""
 
-    grads: Tree  # the gradient, or, if `added` is given, a stand-in of its shapes and dtypes
+    grads: Tree  # the gradient, or, if a backward pass has added it, a stand-in of its shapes and dtypes
     weight: Weight
     flush: Any
     extra_args: Mapping[str, Any]
-    added: Tree | None = None  # the accumulator with the gradient in it, if a backward pass has added it
-    squares: Any = None  # what the meter has of it, then
-    reduced: Reduced | None = None  # the sum over devices, if it has added that, too
+    added: Added | None = None
 
 
 class Window(NamedTuple):
@@ -113,27 +112,24 @@ def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState
     skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
     counts = negated(skip) if rules.policy.waits else True
     weight = arithmetic.unless(skip, batch.weight)
-    first, accumulator = state.mini_step == 0, accumulator_of(state)
-    total = batch.added
-    squares = batch.squares
-    if total is None:
+    first, accumulator = known(state.mini_step == 0), accumulator_of(state)
+    added, whole_weight = batch.added, accumulator.weight(state, weight)
+    if added is None:
         squares = rules.meter.squares(batch.grads, like=state.weight)
-        total = accumulator.plus(state, batch.grads, batch.weight, first, skip)
-    added = state._replace(
+        added = Added(accumulator.plus(state, batch.grads, batch.weight, first, skip), squares, None)
+    state = state._replace(
         mini_step=outcomes.count(state.mini_step, counts),
         weight=state.weight + weight,
         mean_args={name: _add_arg(name, old, batch.extra_args, weight, first) for name, old in state.mean_args.items()},
         skipped=outcomes.count(state.skipped, skip),
         skip_state=info,
-        samples=rules.meter.sample(state.samples, squares, weight, first),
+        samples=rules.meter.sample(state.samples, added.squares, weight, first),
     )
-    whole_weight = accumulator.weight(state, weight)
-    return Window(accumulator.with_sum(added, total), accumulator, batch.reduced or total, whole_weight, counts)
+    state = accumulator.with_sum(state, added.acc)
+    return Window(state, accumulator, added.reduced or added.acc, whole_weight, counts)
 
 
-def _add_arg(
-    name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight: Weight, first: jax.Array
-) -> WeightedSum:
+def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight: Weight, first: Flag) -> WeightedSum:
     """Adds an extra argument to its weighted sum: one number, or one for each device."""
     if name not in extra_args:
         return sums.add(old, jnp.zeros_like(old.total), jnp.zeros_like(old.weight), first)

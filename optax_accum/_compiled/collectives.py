@@ -43,6 +43,8 @@ class Collective:
       behind: how many products stand between its start and its end, of
         matrices or convolutions; a loop that holds some is one. 0 for a
         collective that is awaited at once: nothing hides it.
+      beside: the bytes that these products read and write. A large
+        collective is not hidden by a small product, so compare them.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Collective:
     group: int | None
     source: str
     behind: int = 0
+    beside: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +117,10 @@ class Collectives:
         lines = []
         for place in places:
             here = self.select(place=place)
-            for kind, behind in sorted({(op.kind, op.behind) for op in here}):
-                some = Collectives(tuple(op for op in here.select(kind) if op.behind == behind))
-                hidden = f", behind {counted(behind, 'product')}" if behind else ""
+            for kind, *products in sorted({(op.kind, op.behind, op.beside) for op in here}):
+                some = Collectives(tuple(op for op in here.select(kind) if [op.behind, op.beside] == products))
+                behind, beside = products
+                hidden = f", behind {counted(behind, 'product')} of {beside:,} bytes" if behind else ""
                 unknown = "" if all(op.known for op in some) else ", in loops of unknown length counted once"
                 where = {"outside": "outside", "branch": "in branches", "loop": "in loops"}[place]
                 lines.append(f"{kind:<20} {where:<12} {some.count:>6} runs {some.bytes:>14,} bytes{hidden}{unknown}")
@@ -168,12 +172,14 @@ def count_collectives(compiled: Any) -> Collectives:
     """
     found: list[Collective] = []
     program = programs.Program.read(compiled, "count_collectives")
-    behind: dict[str, int] = {}  # of what started, by the computation that it runs
+    behind: dict[str, tuple[int, int]] = {}  # of what started, by the computation that it runs
     for ran in program.run(into_fusions=True):
-        beside = behind.get(ran.computation.name, 0)
+        products = behind.get(ran.computation.name, (0, 0))
         if program.stage(ran.instruction) == "Start" and '"is_sync":true' not in ran.instruction.rest:
-            beside = program.behind(ran.computation, ran.instruction)
-        behind.update(dict.fromkeys(ran.instruction.inlined, beside))
+            lines = program.behind(ran.computation, ran.instruction)
+            sizes = [ran.computation.sizes(line.operands) + programs.size_of(line.shape) for line in lines]
+            products = len(lines), sum(sizes)
+        behind.update(dict.fromkeys(ran.instruction.inlined, products))
         kind = ran.instruction.opcode.removesuffix("-start")
         if ran.computation.name.startswith("all-reduce-scatter"):  # a TPU's, fused: an all-reduce and a slice
             kind = kind.replace("all-reduce", "reduce-scatter")
@@ -182,7 +188,7 @@ def count_collectives(compiled: Any) -> Collectives:
             source = re.search(r'op_name="([^"]*)"', ran.instruction.rest)
             group, moved = _group(ran.instruction.rest), _moved(ran.computation, ran.instruction)
             name = source[1] if source else ""
-            found.append(Collective(kind, place, ran.times, ran.known, moved, group, name, beside))
+            found.append(Collective(kind, place, ran.times, ran.known, moved, group, name, *products))
     return Collectives(tuple(found))
 
 

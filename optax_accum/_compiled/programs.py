@@ -158,13 +158,13 @@ class Program:
         by_opcode = {"start": "Start", "update": "Step", "done": "Done"}.get(line.opcode.rsplit("-", 1)[-1], "")
         return by_opcode or next((self.stages[name] for name in line.inlined if name in self.stages), "")
 
-    def behind(self, computation: Computation, start: Instruction) -> int:
+    def behind(self, computation: Computation, start: Instruction) -> list[Instruction]:
         """Returns the products between a start and its end; a loop, branch or fusion that holds some is one.
 
         One that ends in the next turn of a loop has the products up to the end of its own.
         """
         lines = list(computation.values())
-        handed, count = {start.name}, 0
+        handed, products = {start.name}, []
         for line in lines[lines.index(start) + 1 :]:
             if not handed.isdisjoint(line.operands):
                 stage = self.stage(line)
@@ -172,8 +172,9 @@ class Program:
                     break
                 if stage == "Step" or line.opcode == "get-tuple-element":
                     handed.add(line.name)
-            count += line.is_product or not self.multiplying.isdisjoint(line.runs)
-        return count
+            if line.is_product or not self.multiplying.isdisjoint(line.runs):
+                products.append(line)
+        return products
 
     def run(self, *, into_fusions: bool = False) -> Iterator[Ran]:
         """Yields what runs, from the first instruction to the last."""

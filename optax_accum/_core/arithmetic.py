@@ -1,4 +1,4 @@
-"""Owns the arithmetic of an accumulator: zeros, add, mean. Knows no counters, batches or meshes."""
+"""Owns the arithmetic of an accumulator: zeros, add, scale, dtypes. Knows no counters, batches or meshes."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def like_gradients(params: Tree, acc: Tree) -> Tree:
     return jax.tree.map(like, params, acc)
 
 
-def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array, skip: tracing.Flag = False) -> Tree:
+def add(acc: Tree | None, grads: Tree, weight: Weight, first: tracing.Flag, skip: tracing.Flag = False) -> Tree:
     """Returns `acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
 
     The weight is [], or [d] with one for each partial sum of leaves [d, ...]. A weight of zero adds nothing, whatever
@@ -67,7 +67,8 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: jax.Array, skip: t
         share = _scale(grad.astype(wide), weight, counts)
         if total is None:
             return share
-        return (jnp.where(first, compilers.NOTHING, total.astype(wide)) + share).astype(dtype)
+        start = total.astype(wide) if first is False else jnp.where(first, compilers.NOTHING, total.astype(wide))
+        return (start + share).astype(dtype)
 
     if acc is None:
         return jax.tree.map(lambda grad: add_leaf(grad, None), grads)
@@ -194,8 +195,8 @@ def dtypes(tree: Tree) -> str:
 
 def same_dtypes(tree: Tree, other: Tree) -> bool:
     """Returns whether two trees have the same dtypes, leaf by leaf."""
-    each = lambda tree: list(map(jnp.result_type, jax.tree.leaves(tree)))
-    return each(tree) == each(other)
+    dtypes_of = lambda tree: list(map(jnp.result_type, jax.tree.leaves(tree)))
+    return dtypes_of(tree) == dtypes_of(other)
 
 
 def is_float0(leaf: Leaf) -> bool:

@@ -33,7 +33,6 @@ def contribution(
     params: Tree,
     weighing: Weighing,
     index: Index,
-    check_loss: Callable[[jax.Array], None],
     inside: "Inside | None" = None,
 ) -> Contribution:
     """Differentiates a micro-batch: runs `fun(params)` forward, with its loss scaled as it is weighed.
@@ -44,7 +43,6 @@ def contribution(
     def scaled(params: Tree) -> tuple[jax.Array, Parts]:
         parts = fun(params)
         parts = parts._replace(loss=ratio.checked(parts.loss))
-        check_loss(jnp.asarray(sum(jax.tree.leaves(ratio.totals(parts.loss)))))
         return weighing.scaled(parts.loss, index), parts
 
     if inside is None:
@@ -204,7 +202,10 @@ def _add_last(
     finish: Sequence[Finish],
     vary: Callable[[Tree], Tree],
 ) -> tuple[Tree, list[jax.Array], Any]:
-    """Does so with a gradient that finishes the sums. It is run, whatever it weighs: devices finish a sum together."""
+    """Adds the last gradient of a window, in a backward pass that also adds each sum over the devices.
+
+    It is run whatever it weighs, for devices add a sum together.
+    """
     refs = jax.tree.map(jax.new_ref, compilers.zeroed(acc, first))
     counts = tracing.known(weight != 0)
     backward, beside = run(inside.last(jax.tree.leaves(refs), finish, counts))
@@ -289,12 +290,10 @@ def bends(jaxpr: Any) -> bool:
     vanishes; and a backward pass that the user wrote need not be linear (a clip).
     """
     widest = jnp.finfo(jnp.float32).maxexp
-    for equation in jaxpr.eqns:
+    for equation in tracing.equations(jaxpr):
         dtypes = [getattr(var.aval, "dtype", jnp.dtype(bool)) for var in equation.outvars]
         if any(jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).maxexp < widest for d in dtypes):
             return True
         if equation.primitive.name.startswith("custom_vjp_call"):
-            return True
-        if any(map(bends, tracing.inner_programs(equation))):
             return True
     return False

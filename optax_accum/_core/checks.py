@@ -151,16 +151,16 @@ def check_loss(loss: Any, shares: Any) -> None:
                 f"fun must return a real scalar loss, or a dict of them: {jax.tree_util.keystr(path) or 'the loss'} is "
                 f"{leaf.dtype}{list(leaf.shape)}. Reduce it with jnp.mean, say; with has_aux=True the loss comes first."
             )
-    found = sorted(loss) if isinstance(loss, dict) else None
+    terms = sorted(loss) if isinstance(loss, dict) else None
     wanted = sorted(shares) if isinstance(shares, dict) else None
-    if not found and not hasattr(loss, "dtype"):
+    if not terms and not hasattr(loss, "dtype"):
         raise TypeError(
             f"fun must return a real scalar loss, or a dict of them: it returned {loss!r}. Add up its "
             "parts; with has_aux=True, what stands beside the loss comes second."
         )
-    if shares is not None and found != wanted:
+    if shares is not None and terms != wanted:
         raise ValueError(
-            f"weight_fn must return a weight for each term of the loss: the loss has {found or 'no terms'}, the "
+            f"weight_fn must return a weight for each term of the loss: the loss has {terms or 'no terms'}, the "
             f"weights have {wanted or 'no terms'}. Return dicts with the same keys from both."
         )
 

@@ -1,7 +1,7 @@
 """Owns what versions of JAX and compilers do differently: each difference once, and what is done instead.
 
 Nobody else compares a version or asks whether JAX has a name, but who asks the compilers of absent accelerators
-(`_compiled.absent`). Why each stands here is in `quirks`.
+(`_compiled.absent`). `benchmarks/_quirks.py` says why each stands here.
 """
 
 import contextlib
@@ -200,7 +200,7 @@ def tracing_on(mesh: Any) -> Any:
 
 
 def check_concrete(mesh: Any) -> None:
-    """Raises for a mesh that only `jax.set_mesh` has told, where shardings over it say nothing of devices."""
+    """Raises for a mesh that only `jax.set_mesh` has set, where shardings over it say nothing of devices."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         remedy = "Pass parameters that lie on it: jax.device_put(params, NamedSharding(mesh, PartitionSpec()))."
         require("A sharding over a mesh that only jax.set_mesh names", (0, 8, 0), remedy)

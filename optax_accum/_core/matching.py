@@ -92,8 +92,8 @@ def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str, given: str) -
         return f"{rule}: {given}=None. Pass {'what jax.grad returned' if given == 'gradients' else 'them'}."
     has = "have" if name.endswith("s") else "has"
     for path in [*shapes[0], *shapes[1]]:
-        found = [f"shape {shape[path]}" if path in shape else "no leaf" for shape in shapes]
-        if "no leaf" in found:
+        described = [f"shape {shape[path]}" if path in shape else "no leaf" for shape in shapes]
+        if "no leaf" in described:
             path = path or "the only leaf"
-            return f"{rule}: at {path} the {given} have {found[0]} and the {name} {has} {found[1]}. {remedy}"
+            return f"{rule}: at {path} the {given} have {described[0]} and the {name} {has} {described[1]}. {remedy}"
     return f"{rule}: they have {jax.tree.structure(grads)}, the {name} {has} {jax.tree.structure(acc)}. {remedy}"

@@ -1,4 +1,4 @@
-"""Owns what windows have told of the noise in their gradients: unbiased, smoothed, as one number. Measures nothing."""
+"""Owns the estimates of gradient noise and signal: unbiased, smoothed, as one number. Measures nothing."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ ByGroup = dict[str, jax.Array]
 
 
 class Statistics(NamedTuple):
-    """What windows have told. Changes when one emits.
+    """Smoothed gradient noise and signal, updated once per window.
 
     `noise` is the variance of the gradient of one example (of one unit of
     weight), added up over all entries, `signal` the squared norm of the
@@ -72,7 +72,9 @@ class NoiseScale(NamedTuple):
 
 def noise_scale(statistics: Statistics, group: str | None = None) -> NoiseScale:
     """Returns noise, signal and their ratio, of one group or of all together."""
-    of = lambda parts: (sum(parts.values()) if group is None else parts[group]) / statistics.known  # 0 / 0: not known
-    noise, signal = of(statistics.noise), of(statistics.signal)
+    mean_of = lambda parts: (
+        (sum(parts.values()) if group is None else parts[group]) / statistics.known
+    )  # 0 / 0: not known
+    noise, signal = mean_of(statistics.noise), mean_of(statistics.signal)
     scale = jnp.maximum(noise, 0) / jnp.where(signal > 0, signal, 1)
     return NoiseScale(noise, signal, jnp.where(signal <= 0, jnp.inf, scale))

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+
 from optax_accum._core import ratio
 from optax_accum._core.leaves import Tree, short
 
@@ -26,7 +28,8 @@ class Returns(NamedTuple):
     def parts(self, out: Any) -> Parts:
         """Takes apart what `fun` returned; a loss that comes with its weight is a `Ratio`."""
         parts = self.taken_apart(out)
-        loss = ratio.as_ratio(parts.loss)
+        as_float = lambda leaf: float(leaf) if type(leaf) is int else leaf  # a term that is switched off, say
+        loss = jax.tree.map(as_float, ratio.as_ratio(parts.loss))
         if self.weight_of is not None:
             loss = ratio.of_mean(loss, self.weight_of(loss, parts.aux))
         return parts._replace(loss=loss)

@@ -17,7 +17,7 @@ Names = dict[str, tuple[Name, ...]]  # those of the arguments in each role
 
 
 class Roles:
-    """What a factory was told of the arguments of `fun`, by position or by name; `of` finds them in one call."""
+    """Which arguments of `fun` have which role, by position or by name; `bind` finds them in one call."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Roles:
             self.named["argnums"] = tuple(free)
         _check_apart((role, name, self.signature.parameter(name)) for role, name in self._pairs())
 
-    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Call":
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Call":
         """Returns one call with its arguments in their roles."""
         names = self.passed_as(len(args), kwargs)
         call = Call(

@@ -115,9 +115,9 @@ def _use_last(finish: Callable[[jax.Array], jax.Array], param: jax.Array, sink: 
 
 def _totalled(finish: Any, residuals: tuple[Sink, _Place], cotangent: jax.Array) -> tuple[Any, ...]:
     sink, (ref, at, counts) = residuals
-    own = tracing.selected(counts, cotangent, jnp.zeros_like(cotangent)).astype(ref.dtype)
-    own = own if sink.factor is None else own * sink.factor.astype(own.dtype)
-    ref[at or ...] = finish(ref[at or ...] + own)
+    grad = tracing.selected(counts, cotangent, jnp.zeros_like(cotangent)).astype(ref.dtype)
+    grad = grad if sink.factor is None else grad * sink.factor.astype(grad.dtype)
+    ref[at or ...] = finish(ref[at or ...] + grad)
     square = None if sink.square is None else _square(cotangent, sink.square)
     factor = None if sink.factor is None else jnp.zeros_like(sink.factor)
     return jnp.zeros_like(cotangent), Sink(jnp.zeros_like(sink.grad), square, factor), None
@@ -193,8 +193,7 @@ def casts(program: Any) -> list[bool]:
 
 def has_loop(program: Any) -> bool:
     """Returns whether a traced program holds a scan."""
-    inside = lambda equation: any(map(has_loop, tracing.inner_programs(equation)))
-    return any(equation.primitive.name == "scan" or inside(equation) for equation in program.eqns)
+    return any(equation.primitive.name == "scan" for equation in tracing.equations(program))
 
 
 def breaks(program: Any) -> list[bool]:
@@ -209,7 +208,7 @@ def breaks(program: Any) -> list[bool]:
         operands = _vars(equation.invars)
         if programs:
             found.update(var for var, count in collections.Counter(operands).items() if count > 1)
-        if name == "optimization_barrier" or (name not in FOLLOW and any(map(_breaks_any, programs))):
+        if is_barrier(equation) or (name not in FOLLOW and any(map(_breaks_any, programs))):
             found.update(operands)
         elif name in FOLLOW and programs:
             by_operand = zip(equation.invars, breaks(programs[0]), strict=True)
@@ -219,12 +218,17 @@ def breaks(program: Any) -> list[bool]:
     return [var in found for var in program.invars]
 
 
+def is_barrier(equation: Any) -> bool:
+    """Returns whether an equation only orders others."""
+    return equation.primitive.name == "optimization_barrier"
+
+
 def _breaks_any(program: Any) -> bool:
     """Returns whether an equation of a program, or of one inside it, is such."""
-    for equation in program.eqns:
-        operands, programs = _vars(equation.invars), list(tracing.inner_programs(equation))
-        twice = bool(programs) and len(set(operands)) < len(operands)
-        if twice or equation.primitive.name == "optimization_barrier" or any(map(_breaks_any, programs)):
+    for equation in tracing.equations(program):
+        operands = _vars(equation.invars)
+        twice = any(tracing.inner_programs(equation)) and len(set(operands)) < len(operands)
+        if twice or is_barrier(equation):
             return True
     return False
 
@@ -263,13 +267,13 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     carry = [used(value) for value in values[num_consts:first]]
     turned = [value.turned(params["length"]) if isinstance(value, Lent) else value for value in values[first:]]
     # Before JAX 0.11, of what has a gradient that which has a reference must come first: as this dict is sorted.
-    each = {(not isinstance(value, Lent), index): value for index, value in enumerate(turned)}
-    slices, whole = tracing.parted(each, lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all turns
+    operands = {(not isinstance(value, Lent), index): value for index, value in enumerate(turned)}
+    slices, whole = tracing.parted(operands, lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all turns
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         turn = whole(slices)
         shared = [value if dtype is None else value.astype(dtype) for value, dtype in zip(consts, narrow, strict=True)]
-        results = run(*compilers.opened(params["jaxpr"]), [*shared, *carry, *(turn[key] for key in each)])
+        results = run(*compilers.opened(params["jaxpr"]), [*shared, *carry, *(turn[key] for key in operands)])
         return results[:num_carry], results[num_carry:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}

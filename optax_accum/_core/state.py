@@ -179,14 +179,14 @@ def map_states(
 
 def find_state(state: Tree) -> AccumulationState:
     """Returns the one `AccumulationState` inside an optimizer state."""
-    found = states_in(state)
-    if len(found) != 1:
+    windows = states_in(state)
+    if len(windows) != 1:
         raise ValueError(
             f"The optimizer state must hold exactly one AccumulationState: {type(state).__name__} "
-            f"holds {len(found)}. "
-            + ("Pass the one that is meant." if found else "Pass the state of an `accumulate_gradients`.")
+            f"holds {len(windows)}. "
+            + ("Pass the one that is meant." if windows else "Pass the state of an `accumulate_gradients`.")
         )
-    return found[0]
+    return windows[0]
 
 
 def micro_step_of(state: Tree, *, keyed: bool) -> jax.Array | int:
@@ -195,13 +195,13 @@ def micro_step_of(state: Tree, *, keyed: bool) -> jax.Array | int:
     Raises:
       ValueError: there are several windows, and a key is to be drawn for this micro-step.
     """
-    found = states_in(state)
-    if len(found) > 1 and keyed:
+    windows = states_in(state)
+    if len(windows) > 1 and keyed:
         raise ValueError(
-            f"rng_argnum draws a key for each micro-step of one window: the state holds {len(found)} windows. "
+            f"rng_argnum draws a key for each micro-step of one window: the state holds {len(windows)} windows. "
             "Pass a key of your own at each micro-step and share it by whole_argnums."
         )
-    return found[0].mini_step if found else 0
+    return windows[0].mini_step if windows else 0
 
 
 def default_float() -> jnp.dtype:

@@ -1,4 +1,4 @@
-"""Owns what a call cannot read off its arguments: is it traced, is it differentiated again."""
+"""Owns what is known while tracing: is a call traced, is it differentiated again, which flags are known."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,11 +11,30 @@ from jax.extend import core
 
 Tree = Any
 Flag = bool | jax.Array  # a Python bool is known when tracing
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def is_staged() -> bool:
     """Returns whether a program is being traced, as inside `jit`, rather than run."""
     return isinstance(jnp.zeros([]), Tracer)
+
+
+def traced(fun: Callable[..., Any], *args: Any) -> tuple[Any, Tree]:
+    """Returns `fun`, traced, and the shapes of what it returns.
+
+    Outside `jit` it may look at values, which no trace has: then it is run, and what it returned is all that is known.
+    """
+    try:
+        return jax.make_jaxpr(fun, return_shape=True)(*args)
+    except NEEDS_VALUES:
+        if is_staged():
+            raise
+    result = fun(*args)
+    return jax.make_jaxpr(lambda *_: result, return_shape=True)(*args)
 
 
 def is_again(args: Tree) -> bool:
@@ -86,6 +105,14 @@ def inner_programs(equation: Any) -> Iterator[Any]:
         program = getattr(inner, "jaxpr", inner)  # with or without its constants
         if isinstance(program, core.Jaxpr):
             yield program
+
+
+def equations(program: Any) -> Iterator[Any]:
+    """Yields the equations of a traced program, and of all programs inside it."""
+    for equation in program.eqns:
+        yield equation
+        for inner in inner_programs(equation):
+            yield from equations(inner)
 
 
 def either(one: Flag, other: Flag) -> Flag:

@@ -22,7 +22,7 @@ MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_an
 
 @dataclasses.dataclass(frozen=True)
 class Weighing:
-    """How much of its loss a micro-batch contributes: here the whole, and nothing is counted.
+    """How much of its loss a micro-batch contributes: the interface of all ways to weigh.
 
     A micro-batch is named by its index; an index that is a Python integer and the number of full ones names the
     remainder.
@@ -32,7 +32,7 @@ class Weighing:
 
     def scaled(self, loss: Any, index: Index) -> jax.Array:
         """Returns the part of the whole loss that this one is: what is differentiated."""
-        return _times(loss, 1.0)
+        raise NotImplementedError
 
     def counted(self, loss: Any) -> Any:
         """Returns what a loss that has run says that it counts."""
@@ -59,7 +59,10 @@ class ByWeight(Weighing):
 
 @dataclasses.dataclass(frozen=True)
 class ByCount(Weighing):
-    """A micro-batch of a window whose loss is a `Ratio`: its count is its weight, as `even` has it on all devices."""
+    """A micro-batch of a window whose loss is a `Ratio`: its count is its weight.
+
+    If the loss takes something from other devices, that is the mean over devices.
+    """
 
     mean_and_factor: MeanAndFactor
     weight: None = None  # nobody knows it beforehand
@@ -193,8 +196,9 @@ def _times(loss: Any, share: Any) -> jax.Array:
     """
 
     def term(loss: Any) -> jax.Array:
-        loss = jnp.asarray(loss)  # or a number: a term that is switched off
-        wide = loss.astype(arithmetic.accumulator_dtype(loss.dtype, None))
+        loss = loss if isinstance(loss, jax.Array) else jnp.asarray(loss)  # a number: a term that is switched off
+        dtype = arithmetic.accumulator_dtype(loss.dtype, None)
+        wide = loss if loss.dtype == dtype else loss.astype(dtype)
         is_one = isinstance(share, float) and share == 1.0
         return wide if is_one else wide * jnp.asarray(share, wide.dtype)
 

@@ -153,9 +153,10 @@ class Device:
             return own
         return lambda weight: shared(weight) if isinstance(weight, jax.Array) else own(weight)  # rows: all have as many
 
-    def check_loss(self, loss: jax.Array) -> None:
-        """Raises where a loss has been averaged over the devices already: its gradient would be divided twice."""
-        if mapped.tells_apart(self.axes) and not mapped.differs(loss, self.axes):
+    def check_loss(self, program: Any, losses: Sequence[Any]) -> None:
+        """Raises where a loss, of these types, is averaged over the devices: its gradient would be divided twice."""
+        same = not any(mapped.differs(loss, self.axes) for loss in losses)
+        if same and self._couples(program) and mapped.tells_apart(self.axes):
             raise ValueError(
                 f"With reduce_axes, the loss must be that of each device's own rows: here it is the same on all "
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."

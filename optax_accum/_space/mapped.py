@@ -122,11 +122,9 @@ def tells_apart(axes: Axes) -> bool:
 
 def communicates(program: Any, axes: Axes) -> bool:
     """Returns whether a traced program takes something from other devices, inside `jax.shard_map`."""
-    for equation in program.eqns:
+    for equation in tracing.equations(program):
         named = {*_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))}
         if named & set(axes) and equation.primitive.name not in _ALONE:
-            return True
-        if any(communicates(inner, axes) for inner in tracing.inner_programs(equation)):
             return True
     return False
 

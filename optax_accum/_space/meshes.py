@@ -103,8 +103,8 @@ def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
             raise TypeError(f"reduce_to must hold a jax.sharding.PartitionSpec or NamedSharding: it holds {to!r}.")
         return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
 
-    each = for_each_leaf("reduce_to", to, params, "shard_over(params, reduce_axes) makes one.", is_leaf=is_spec)
-    return jax.tree.map(named, each, is_leaf=is_spec)
+    specs = for_each_leaf("reduce_to", to, params, "shard_over(params, reduce_axes) makes one.", is_leaf=is_spec)
+    return jax.tree.map(named, specs, is_leaf=is_spec)
 
 
 def check_shards(to: Tree, axes: Axes) -> None:
@@ -132,7 +132,7 @@ def check_divisible(to: Tree, params: Tree) -> None:
 
 
 def cuttable(leaf: jax.Array, rows: int) -> jax.Array:
-    """Returns a leaf of a batch, to take so many rows of it: over Explicit axes JAX cuts none unevenly."""
+    """Returns a leaf of a batch, gathered along its rows where Explicit axes cannot cut that many evenly."""
     spec = spec_of(leaf)
     if not spec or spec[0] is None or rows % num_devices(sharding_of(leaf).mesh, names_of(spec[0])) == 0:
         return leaf

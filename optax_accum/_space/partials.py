@@ -133,7 +133,7 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -
     in_specs = PartitionSpec(*meshes.names_over_devices(axes, to.spec))
     explicit = meshes.over(NamedSharding(to.mesh, in_specs), AxisType.Explicit)
     leaf = leaf if explicit is None else jax.sharding.reshard(leaf, explicit)  # parameters may be whole over the others
-    local = lambda own: shard.of(own[0])
+    local = lambda own: shard.scattered(own[0])
     typed = dtype is None  # as in `sum_in_place`
     return jax.shard_map(local, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec, check_vma=typed)(leaf)
 

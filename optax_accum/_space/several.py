@@ -33,8 +33,8 @@ class Several(Space):
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
         mismatch.check_num_devices(like)
         weight = checks.as_weight(weight, len(like))
-        own = jnp.ndim(weight) or mapped.differs(weight, self.axes)
-        part = weight / (len(like) * jax.lax.psum(1, self.inside)) if share and not own else weight
+        is_per_device = jnp.ndim(weight) or mapped.differs(weight, self.axes)
+        part = weight / (len(like) * jax.lax.psum(1, self.inside)) if share and not is_per_device else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
 
     def like(self, grads: Tree) -> Tree:

@@ -42,7 +42,7 @@ class Shard:
         others = set(meshes.explicit_axes(self.to.mesh)) - set(self.axes)
         return not others and all(meshes.names_of(self.to.spec[dim]) == names for dim, names in self.dims.items())
 
-    def of(self, own: jax.Array, sliced: int = 0) -> jax.Array:
+    def scattered(self, own: jax.Array, sliced: int = 0) -> jax.Array:
         """Returns this device's shard of the sum of `own`: of a leaf, or of a slice along its first dimensions."""
         dims = {dim - sliced: names for dim, names in self.dims.items()}
         scattered = {name for names in dims.values() for name in names}
@@ -64,7 +64,7 @@ class Shard:
         sliced = ndim - own.ndim
         if any(dim < sliced for dim in self.dims):
             return None
-        return jax.lax.dynamic_update_slice(own, self.of(own, sliced), [0] * own.ndim)
+        return jax.lax.dynamic_update_slice(own, self.scattered(own, sliced), [0] * own.ndim)
 
     def front(self, leaf: jax.Array) -> jax.Array:
         """Returns the shard that `in_front` has put there."""

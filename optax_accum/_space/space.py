@@ -74,7 +74,7 @@ class Space:
         return (self._joined(acc.sums), {}) if isinstance(acc, Reduced) else self._reduced(acc)
 
     def held(self, acc: Tree | Reduced) -> dict[str, Tree]:
-        """Returns the same field of a window that holds: its partial sums."""
+        """Returns `acc_grads` unchanged, for a window that holds; nothing where a sum over devices leaves nothing."""
         return {} if isinstance(acc, Reduced) else self._held(acc)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:

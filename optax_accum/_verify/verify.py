@@ -171,7 +171,7 @@ def verify(
     roles: dict[str, Any] = {"rng_argnum": rng_argnum, "carry_argnum": carry_argnum, "whole_argnums": whole_argnums}
     named = Roles(fun, batch_argnums=batch_argnums, **roles)
     fun, weight_fn = as_function(fun), as_weight_fn(weight_fn, named)
-    call = named.of((params, batch, *args), {})
+    call = named.bind((params, batch, *args), {})
     returns = Returns(has_aux, carry_argnum is not None, as_weight_of(weight_of, weight_fn))
     loss, batch, whole = _gathered(fun, weight_fn, returns, call, named)
     rows = _check(loss, batch, num_microbatches, group_size)

@@ -162,7 +162,7 @@ def accumulate(
 
     @functools.wraps(fun)
     def accumulated(*args: Any, **kwargs: Any) -> Any:
-        return _accumulate(rules, roles.of(args, kwargs))
+        return _accumulate(rules, roles.bind(args, kwargs))
 
     return accumulated
 

@@ -140,7 +140,7 @@ class Cut:
         fun = functools.partial(self.rules.parts_of, call)
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
             inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.here))
-        return contribution(fun, call[call.params], self.weighing, index, self.device.check_loss, inside)
+        return contribution(fun, call[call.params], self.weighing, index, inside)
 
     @property
     def params(self) -> tuple[Tree, ...]:
@@ -193,6 +193,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     static = again or rules.unroll or rules.in_place is False
     program, shapes = micro_batches.traced(call.params)
     device.check_alone(program.out_avals)
+    device.check_loss(program.jaxpr, program.out_avals[: len(jax.tree.leaves(shapes.loss))])
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
     weighing, alive = weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)

@@ -32,14 +32,13 @@ def add(refs: Leaves, totals: Leaves, backward: Backward, names: Tree) -> tuple[
         grads = jax.tree.leaves(backward.gradient())
     else:
         new = [None if total is None else jax.new_ref(jnp.zeros_like(total)) for total in totals]
-        squares = backward.add_to([own if ref is None else ref for ref, own in zip(refs, new, strict=True)])
-        grads = [None if own is None else jax.freeze(own) for own in new]
-    never = jnp.array(False)
+        squares = backward.add_to([kept if ref is None else ref for ref, kept in zip(refs, new, strict=True)])
+        grads = [None if kept is None else jax.freeze(kept) for kept in new]
 
     def joined(name: str, total: Any, grad: Any) -> Any:
         if name in KEPT:
             return KEPT[name](total, grad.astype(total.dtype))
-        return None if total is None else arithmetic.add(total, grad, 1.0, never)
+        return None if total is None else arithmetic.add(total, grad, 1.0, False)
 
     return list(map(joined, jax.tree.leaves(names), totals, grads)), squares
 

@@ -45,6 +45,11 @@ def if_alive(alive: Flag, add: Callable[[Any], Any], totals: Any, *, static: boo
     return jax.lax.fori_loop(0, alive.astype(int), lambda _, totals: add(totals), totals)
 
 
+def recomputed(fun: Callable[..., Any], args: Any) -> Callable[..., Any]:
+    """Returns `fun`, whose backward pass runs it again; what nobody differentiates, outside `jit`, is as it was."""
+    return jax.checkpoint(fun) if tracing.is_staged() or tracing.is_differentiated(args) else fun
+
+
 def mapped(fun: Callable[[Any], Any], xs: Any) -> Any:
     """Does what `jax.lax.map` does; outside `jit` without a loop, which would be compiled at every call."""
     if tracing.is_staged():

@@ -132,15 +132,15 @@ def microbatched_apply(
     over = as_reduction(reduce_axes, reduce_to)
     roles = Roles(
         fun,
-        argnums=0 if over.axes else None,
         batch_argnums=batch_argnums,
         whole_argnums=whole_argnums,
         rng_argnum=rng_argnum,
+        needs_params=False,
     )
 
     @functools.wraps(fun)
     def outputs(*args: Any, **kwargs: Any) -> Any:
-        call = roles.of(args, kwargs)
+        call = roles.bind(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
         rows = splitting.split_rows(call[call.batch], sizes, 1).size
         draws.check_keys(lambda call: call.apply(fun), _shapes(call, rows), _shapes(call))
@@ -176,13 +176,12 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
     others = call[names]
     opened = jax.tree.map(_opened, others, tuple(map(device.gathers, names, others)))
 
-    @jax.checkpoint
     def one(opened: Tree, micro_batches: Sequence[Tree], index: Any) -> Any:
         own = jax.tree.map(lambda leaf, pair: leaf if pair is None else _grafted(*pair), others, opened)
         arguments = dict(zip((*names, *call.batch), (*own, *micro_batches), strict=True))
         return call.with_arguments(arguments).own_key(index).apply(fun)
 
-    return _mapped(functools.partial(one, opened), split, batches)
+    return _mapped(functools.partial(loops.recomputed(one, (others, batches)), opened), split, batches)
 
 
 def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:

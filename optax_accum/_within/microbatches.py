@@ -68,12 +68,12 @@ class MicroBatches:
         """Returns `fun` for the first micro-batch, traced by these arguments, and the shapes of what it returns."""
         first = self.turn(0, self.call.carried).call
 
-        def of(values: tuple[Any, ...]) -> Parts:
+        def parts_of(values: tuple[Any, ...]) -> Parts:
             parts = self.parts(first.with_arguments(dict(zip(names, values, strict=True))))
             check_arrays("What fun returns", parts._asdict(), "Return arrays and numbers only.")
             return parts
 
-        program, shapes = jax.make_jaxpr(of, return_shape=True)(first[names])
+        program, shapes = tracing.traced(parts_of, first[names])
         if draws.may_hide(program, first):
             draws.check_keys(self.parts, self.turn(0, self.call.carried).call, self.call)
         checks.check_carry(self.call.carried, shapes.carry)

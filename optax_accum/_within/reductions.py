@@ -1,5 +1,6 @@
 """Owns outputs: how those of the micro-batches become those of the batch. Knows no losses, no gradients."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,12 +15,16 @@ Tree = Any
 Index = int | jax.Array  # of a micro-batch; the remainder is the last
 
 
+def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return total if jnp.issubdtype(shape.dtype, jnp.bool_) else total.astype(shape.dtype)  # or the count of bools
+
+
 class Reduction(NamedTuple):
     """`finish(add(add(start(...), x_0, ...), x_1, ...))` is the output for the batch."""
 
     start: Callable[[jax.ShapeDtypeStruct, Split], Any]
     add: Callable[[Any, jax.Array, Index, Any], Any]  # state, output, index, share
-    finish: Callable[[Any, jax.ShapeDtypeStruct], jax.Array]
+    finish: Callable[[Any, jax.ShapeDtypeStruct], jax.Array] = _cast
 
 
 class Outputs(NamedTuple):
@@ -83,8 +88,8 @@ def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "
     """
     names = arithmetic.for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", of)
     added = lambda name: "sum" if name == "mean" else name
-    each = lambda node, named: jax.tree.map(added, named) if ratio.is_record(node) else named
-    return jax.tree.map(each, tree, names, is_leaf=ratio.is_record)
+    of_node = lambda node, named: jax.tree.map(added, named) if ratio.is_record(node) else named
+    return jax.tree.map(of_node, tree, names, is_leaf=ratio.is_record)
 
 
 def check_rest(made: Outputs, outputs: Tree) -> None:
@@ -166,15 +171,7 @@ def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
     return jnp.zeros(shape.shape, _wide(shape.dtype))
 
 
-def _lowest(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
-    return _extreme(shape, -1)
-
-
-def _highest(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
-    return _extreme(shape, 1)
-
-
-def _extreme(shape: jax.ShapeDtypeStruct, sign: int) -> jax.Array:
+def _extreme(sign: int, shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
     if jnp.issubdtype(shape.dtype, jnp.bool_):
         return jnp.full(shape.shape, sign > 0)
     if jnp.issubdtype(shape.dtype, jnp.floating):
@@ -223,20 +220,15 @@ def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.concatenate([whole, rest]) if len(rest) else whole
 
 
-def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return total if jnp.issubdtype(shape.dtype, jnp.bool_) else total.astype(shape.dtype)  # or the count of bools
-
-
 REDUCTIONS = {
-    "mean": Reduction(_zeros, _scaled, _cast),
-    "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype), _cast),
-    "max": Reduction(_lowest, lambda total, output, *_: jnp.maximum(total, output), _cast),
-    "min": Reduction(_highest, lambda total, output, *_: jnp.minimum(total, output), _cast),
-    "last": Reduction(lambda shape, _: jnp.zeros(shape.shape, shape.dtype), lambda _, output, *__: output, _cast),
+    "mean": Reduction(_zeros, _scaled),
+    "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype)),
+    "max": Reduction(functools.partial(_extreme, -1), lambda total, output, *_: jnp.maximum(total, output)),
+    "min": Reduction(functools.partial(_extreme, 1), lambda total, output, *_: jnp.minimum(total, output)),
+    "last": Reduction(lambda shape, _: jnp.zeros(shape.shape, shape.dtype), lambda _, output, *__: output),
     "stack": Reduction(
         lambda shape, split: jnp.zeros((split.parts, *shape.shape), shape.dtype),
         lambda stack, output, index, *_: stack.at[index].set(output),
-        _cast,
     ),
     "concat": Reduction(_rows, _put_rows, _joined),
 }

@@ -199,8 +199,10 @@ def value_and_grad(
         nothing is the lowest number of its dtype: `-inf`, False of bools.
       * A weight of zero for one term only: the term's value is left out;
         guard a 0 / 0 in it with `jnp.maximum`.
-      * Called outside `jit`: nothing is compiled; the micro-batches run one
-        after the other, and gradients are added after the backward pass.
+      * Called outside `jit`: the micro-batches run one after the other in
+        Python, and `fun` may look at values. It is traced first, for the
+        shapes of its results. Gradients are added after the backward pass.
+        Nothing is compiled; with `reduce_axes` every call is, so use `jit`.
 
     References:
       Adding inside the backward pass uses JAX's mutable arrays
@@ -255,7 +257,7 @@ def keeping(compute: Any, grad_reduction: Tree) -> Callable[..., tuple[Any, Any]
 def _computing(rules: Rules) -> Callable[..., tuple[Any, Any]]:
     @functools.wraps(rules.fun)
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return _value_and_grad(rules, rules.roles.of(args, kwargs))
+        return _value_and_grad(rules, rules.roles.bind(args, kwargs))
 
     compute.rules = rules  # type: ignore[attr-defined]
     return compute

@@ -97,7 +97,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        call = roles.of(args, kwargs)
+        call = roles.bind(args, kwargs)
         module = _Module(_parts_of(call, wrt), call, Device(axes))
         value, grads = module.apply(optax_accum.value_and_grad, functools.partial(_as_loss, has_aux), fun, options)
         value, *measured = value if options.get("statistics") else (value,)
@@ -163,7 +163,7 @@ def accumulate(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        call = roles.of(args, kwargs)
+        call = roles.bind(args, kwargs)
         module = _Module(_parts_of(call, wrt), call, Device(axes))
         (result, moments), rest = module.apply(optax_accum.accumulate, _as_result, fun, options)
         module.write(moments, rest, options)

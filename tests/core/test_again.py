@@ -21,6 +21,10 @@ def loss(w, batch):
     return jnp.mean((jnp.tanh(batch["x"] @ w) - batch["y"]) ** 2)
 
 
+def close(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
 def count(batch):
     return batch["y"].sum()
 
@@ -248,6 +252,28 @@ def test_many_calls_outside_jit_keep_nothing():
     gc.collect()
     assert len(gc.get_objects()) - before < 2000
     assert len(jax.live_arrays()) - arrays < 5
+
+
+def test_outside_jit_a_loss_may_look_at_values():
+    """As `jax.value_and_grad` lets it; a trace has none."""
+
+    def looks(w, batch):
+        value = loss(w, batch)
+        scale = 1.0 if float(batch["x"].sum()) > 1e9 or value > 0 else 5.0
+        return scale * value
+
+    def turned(w, x):
+        return x @ w if float(jnp.sum(w)) != 1e9 else -x @ w
+
+    whole = jax.value_and_grad(looks)(W, BATCH)
+    cut = optax_accum.value_and_grad(looks, num_microbatches=7)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
+    close(cut(W, BATCH), whole)
+    close(optax_accum.accumulate(jax.value_and_grad(looks), num_microbatches=7)(W, BATCH), whole)
+    close(optax_accum.value_and_apply_gradients(looks, tx)(W, tx.init(W), BATCH)[:2], (whole[0], W - whole[1]))
+    close(optax_accum.microbatched_apply(turned, 3)(W, BATCH["x"]), BATCH["x"] @ W)
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        jax.jit(cut)(W, BATCH)
 
 
 def test_under_disable_jit_a_loss_sees_its_numbers():

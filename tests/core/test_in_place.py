@@ -12,7 +12,7 @@ import pytest
 import optax_accum
 from optax_accum import statistics
 from optax_accum._core import sinks
-from tests.versions import needs_references
+from tests.versions import needs_references, since
 
 pytestmark = needs_references
 
@@ -179,6 +179,38 @@ def test_what_jax_cannot_add_to_references_is_used_before(name, dtype):
     inside, after = (jax.jit(optax_accum.value_and_grad(loss, 2, in_place=flag))(w, x)[1] for flag in (True, False))
     np.testing.assert_allclose(inside, after, rtol=1e-5, atol=1e-6)
     assert np.any(after)
+
+
+def added_by_jax(loss, w):
+    """The gradient, added to a reference as JAX does it."""
+
+    def run(w):
+        out, backward = jax.vjp(loss, w)
+        ref = jax.new_ref(jnp.zeros_like(w))
+        backward.with_refs(ref)(jnp.ones_like(out))
+        return jax.freeze(ref)
+
+    return jax.jit(run)(w)
+
+
+@since(0, 12, why="an error, not a wrong gradient")
+def test_jax_still_adds_no_array_that_a_scan_takes_twice():
+    loss = lambda w: jnp.mean(LAYER(jnp.ones((8, 4)), w, lambda w, one: w[0]) ** 2)
+    with pytest.raises(NotImplementedError, match="both a constant and a scanned-over input"):
+        added_by_jax(loss, STACK)
+
+
+@since(0, 12, why="a version to look at")
+def test_jax_still_adds_nothing_behind_a_barrier():
+    with pytest.raises(AssertionError):
+        added_by_jax(lambda w: jnp.sum(jax.lax.optimization_barrier(w) ** 2), STACK)
+
+
+@since(0, 12, why="a version to look at")
+def test_jax_still_batches_no_scan_over_references():
+    loss = lambda w: jnp.mean(LAYER(jnp.ones((8, 4)), w, lambda w, one: one) ** 2)
+    with pytest.raises(NotImplementedError, match="vmap of a scan over a Ref"):
+        jax.vmap(lambda w: added_by_jax(loss, w))(jnp.stack([STACK, STACK]))
 
 
 def test_under_vmap_layers_in_a_scan_are_added_after():

@@ -106,7 +106,7 @@ def test_another_optimizer_makes_an_update_of_each():
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("number", [2.0, np.float32(2)], ids=["Python", "NumPy"])
+@pytest.mark.parametrize("number", [2.0, 2, np.float32(2)], ids=["Python", "integer", "NumPy"])
 def test_a_loss_or_a_total_that_is_a_number(jit, number):
     tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 1)
     for loss, has_aux in ((number, False), (optax_accum.Ratio(number, 1), False), ((number, X), True)):
@@ -114,7 +114,7 @@ def test_a_loss_or_a_total_that_is_a_number(jit, number):
         value, w, _ = (jax.jit(step) if jit else step)(W, tx.init(W), X)
         assert (value[0] if has_aux else value) == 2
         np.testing.assert_array_equal(w, W)
-    step = optax_accum.value_and_apply_gradients(lambda w, x: 2, tx)
+    step = optax_accum.value_and_apply_gradients(lambda w, x: jnp.int32(2), tx)
     with pytest.raises(TypeError, match=r"a real scalar loss, or a dict of them: the loss is int32\[\]"):
         step(W, tx.init(W), X)
 

@@ -388,7 +388,7 @@ def test_a_keyword_that_fun_names_goes_to_fun(jit):
 
     def update(grads, state, params=None, *, height, **extra):
         seen.append((height, sorted(extra)))
-        return grads, state
+        return jax.tree.map(lambda g: g * extra.get("width", 1.0), grads), state
 
     inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     tx = optax_accum.accumulate_gradients(inner, 1)
@@ -398,6 +398,47 @@ def test_a_keyword_that_fun_names_goes_to_fun(jit):
     np.testing.assert_allclose(value, 20 * squares(W, X, 0 * Y), rtol=1e-6)
     assert (3, ["value", "width"]) in seen
     assert not any("train" in extra for _, extra in seen)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_keyword_that_nobody_reads_is_refused(accumulates, jit):
+    """What `fun` would take as one of its **kwargs goes to the optimizer, which has nothing to do with it."""
+    tx = optax_accum.accumulate_gradients(optax.adam(0.1), 1) if accumulates else optax.adam(0.1)
+    for loss in (lambda w, x, **kwargs: squares(w, x, 0 * x[:, 0]), lambda w, x: squares(w, x, 0 * x[:, 0])):
+        step = optax_accum.value_and_apply_gradients(loss, tx)
+        step = jax.jit(step, static_argnames="train") if jit else step
+        with pytest.raises(TypeError, match=r"'train' is neither, and fun is \(w, x(, \*\*kwargs)?\). Name it there"):
+            step(W, tx.init(W), X, train=True)
+    with pytest.raises(TypeError, match="'rows' is neither"):
+        step(W, tx.init(W), X, rows=3)
+
+
+def test_a_keyword_that_a_member_of_a_chain_reads():
+    scaled = lambda grads, state, params=None, *, factor, **_: (optax.tree.scale(factor, grads), state)
+    member = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled)
+    for tx in (
+        optax.chain(optax.sgd(1.0), member),
+        optax_accum.accumulate_gradients(optax.chain(optax.sgd(1.0), member), 1),
+    ):
+        step = optax_accum.value_and_apply_gradients(lambda w, x: squares(w, x, 0 * x[:, 0]), tx)
+        once, twice = (step(W, tx.init(W), X, factor=factor)[1] for factor in (1.0, 2.0))
+        np.testing.assert_allclose(twice - W, 2 * (once - W), rtol=1e-4)
+
+
+def test_the_number_of_rows_is_an_integer():
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    assert tx.update(W, tx.init(W), W, rows=3)[1].weight == 3
+    for rows in ("a", 2.5, 0):
+        with pytest.raises((TypeError, ValueError), match="rows must be an integer >= 1"):
+            tx.update(W, tx.init(W), W, rows=rows)
+
+
+def test_parameters_may_have_as_many_rows_as_the_batch():
+    weights = jnp.arange(float(len(X) ** 2)).reshape(len(X), len(X)) / 1e3
+    batch = jnp.asarray(np.random.default_rng(0).normal(size=(len(X), len(X))), jnp.float32)
+    small = optax_accum.microbatched_apply(lambda w, x: x @ w[0], 2)
+    np.testing.assert_allclose(small([weights], batch), batch @ weights, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["weight", "flush", "value", "height"])

@@ -587,6 +587,20 @@ def test_a_loss_that_is_averaged_over_devices(data_mesh):
         optax_accum.value_and_apply_gradients(averaged, tx)(params, tx.init(params), host_batch())
 
 
+@pytest.mark.parametrize("number", [1.5, 3])
+def test_a_loss_that_is_one_number_on_all_devices(data_mesh, number):
+    params = place(data_mesh, host_params(), P())
+    for loss in (number, optax_accum.Ratio(2 * number, 2)):
+        value, grads = optax_accum.value_and_grad(lambda *_, loss=loss: loss, 2, reduce_axes="data")(
+            params, host_batch()
+        )
+        assert value == number
+        close(grads, jax.tree.map(jnp.zeros_like, params))
+    tx = optax_accum.accumulate_gradients(INNER, 1, reduce_axes="data")
+    values, _, _ = optax_accum.value_and_apply_gradients(lambda *_: number, tx)(params, tx.init(params), host_batch())
+    assert set(values.tolist()) == {number}
+
+
 def test_a_carry_and_outputs_that_differ_between_devices(data_mesh):
     params, carry = place(data_mesh, host_params(), P()), jnp.float32(0)
     fun = lambda params, batch, carry: (loss(params, batch), carry + batch["y"].sum())

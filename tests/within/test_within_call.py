@@ -145,6 +145,15 @@ def test_terms_with_denominators_of_their_own(in_place):
     for cut in ({"num_microbatches": 4}, {"microbatch_size": 5}):
         close(optax_accum.value_and_grad(terms, weight_fn=weights, in_place=in_place, **cut)(START, batch), whole)
 
+    def numbered(terms):
+        """With integers as names, and a term that is switched off."""
+        return {**dict(enumerate(terms.values())), 2: 0}
+
+    call = optax_accum.value_and_grad(
+        lambda params, batch: numbered(terms(params, batch)), 4, weight_fn=lambda batch: numbered(weights(batch))
+    )
+    close(call(START, batch), whole)
+
 
 @needs_references
 def test_in_place_what_a_scan_reads_has_its_gradient_in_order():

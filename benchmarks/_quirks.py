@@ -1,4 +1,4 @@
-"""Owns the list of what versions and compilers get otherwise, for docs, and for tests that fail if one may go."""
+"""Owns the list of what compilers and versions of JAX get otherwise, for docs; tests fail if one may go."""
 
 from typing import NamedTuple
 
@@ -159,6 +159,27 @@ QUIRKS = (
         "a barrier",
         "H100, 12 layers: 0.08 against 0.05 P of temporary memory",
         test="compiled/test_facts.py::test_gradients_still_wait_for_the_accumulator",
+    ),
+    Quirk(
+        "_core.sinks.breaks",
+        "With references, JAX differentiates no scan that takes one array in two ways (scanned over and closed over)",
+        "the parameter is used before the scan",
+        "JAX 0.12: a NotImplementedError; 0.11.2: a wrong gradient",
+        test="core/test_in_place.py::test_jax_still_adds_no_array_that_a_scan_takes_twice",
+    ),
+    Quirk(
+        "_core.sinks.is_barrier",
+        "With references, JAX differentiates no `optimization_barrier`",
+        "the parameter is used before the barrier",
+        "JAX 0.12: an AssertionError",
+        test="core/test_in_place.py::test_jax_still_adds_nothing_behind_a_barrier",
+    ),
+    Quirk(
+        "_core.tracing.is_batched",
+        "`vmap` batches no scan over references",
+        "gradients are added after the backward pass",
+        "JAX 0.12: a NotImplementedError",
+        test="core/test_in_place.py::test_jax_still_batches_no_scan_over_references",
     ),
     Quirk(
         "scatter_stages",
