@@ -43,7 +43,8 @@ exclude_patterns = ["_templates"]
 templates_path = ["_templates"]
 
 html_theme = "sphinx_book_theme"
-html_title = "optax_accum"
+# The site has the docs of the newest release, and `latest`, those of main: `.ci/site` builds both.
+html_title = f"optax_accum {os.environ.get('OPTAX_ACCUM_DOCS', release)}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {

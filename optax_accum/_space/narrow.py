@@ -1,7 +1,7 @@
 """Owns sums over devices that cross the network in a narrow dtype: rounded once by each, added in their own dtype."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
     is.
     """
     wide = lambda leaf: jax.lax.psum(leaf, axes)
-    dim = next((dim for dim, size in enumerate(leaf.shape) if size and size % jax.lax.psum(1, axes) == 0), None)
+    dim = dealt(leaf.shape, axes)
     if dim is None or not _is_wider(leaf, dtype):
         return wide(leaf)
 
@@ -28,6 +28,12 @@ def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
         return _read(jax.lax.all_gather(_sent(part, dtype), axes, axis=dim, tiled=True), leaf.dtype, dtype)
 
     return _derived_as(wide, add, axes)(leaf)
+
+
+def dealt(shape: Sequence[int], axes: Axes) -> int | None:
+    """Returns the first dimension that can be dealt out to the devices, inside `jax.shard_map`."""
+    devices = jax.lax.psum(1, axes)
+    return next((dim for dim, size in enumerate(shape) if size and size % devices == 0), None)
 
 
 def scatter(leaf: jax.Array, axes: Axes, dim: int, dtype: Any = None) -> jax.Array:

@@ -101,11 +101,12 @@ def sum_in_place(acc: Tree, axes: Axes, dtype: Any = None) -> tuple[Tree, Tree]:
     if meshes.num_devices(mesh, axes) == 1:
         return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), acc), acc  # XLA partitions no all-reduce of one device
     # No other axis shards what is sliced.
-    sliced = meshes.on_tpu(mesh) and set(mesh.axis_names) == set(axes) and dtype is None
+    sliced = meshes.on_tpu(mesh) and set(mesh.axis_names) == set(axes)
 
     def sum_leaf(own: jax.Array) -> jax.Array:
         sum_up = lambda leaf: narrow.add_up(leaf, axes, dtype)
-        return compilers.by_slices(sum_up, own[0]) if sliced else sum_up(own[0])
+        wide_in_slices = dtype is not None and narrow.dealt(own.shape[2:], axes) is None
+        return compilers.by_slices(sum_up, own[0]) if sliced and not wide_in_slices else sum_up(own[0])
 
     def add(acc: Tree) -> tuple[Tree, Tree]:
         total = jax.tree.map(sum_leaf, acc)

@@ -151,14 +151,15 @@ def test_what_goes_to_shards_is_hidden_too(name):
 
 
 @since(0, 11, why="overlapping")
-@pytest.mark.parametrize("name", programs.installed("h100"))
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_narrow_wire_halves_what_is_sent(name):
-    """Two collectives come one after the other for each layer: one has a product beside it."""
+    """In the same memory. Two collectives come one after the other for each layer: one has a product beside it."""
     rows = read("overlap", name)
     for model, flag in itertools.product(("stacked", "unrolled"), (False, True)):
         wide, narrow = (rows[f"{model}, overlap={flag}{wire}"] for wire in ("", ", bfloat16 wire"))
         assert narrow["sent, P"] == pytest.approx(wide["sent, P"] / 2, rel=1e-3), (model, flag)
-        assert narrow["of it hidden, P"] >= 0.4 * narrow["sent, P"] * flag, (model, flag)
+        hidden = 0.4 * flag if name == "h100" else 0
+        assert narrow["of it hidden, P"] >= hidden * narrow["sent, P"], (model, flag)
         assert narrow["temporary, P"] <= wide["temporary, P"] + 0.05, (model, flag)
 
 

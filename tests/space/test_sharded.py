@@ -342,6 +342,17 @@ def test_what_a_tpu_adds_is_the_same(data_mesh, as_on_a_tpu, to):
         assert found.select("all-reduce", "loop").bytes == GRADIENT_BYTES
 
 
+def test_a_tpu_adds_in_bfloat16_slice_by_slice(data_mesh, as_on_a_tpu):
+    """Where the slices of a leaf can be dealt out; any other leaf at once."""
+    params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
+    options = {"num_microbatches": 2, "weight_fn": tokens, "reduce_axes": "data", "reduce_dtype": jnp.bfloat16}
+    cut_loss = jax.jit(optax_accum.value_and_grad(loss, **options))
+    close(cut_loss(params, batch), whole_gradient(), tolerance=2e-2)
+    found = collectives(cut_loss, params, batch)
+    assert {op.times for op in found.select("all-to-all", "loop")} == {16}
+    assert found.select("all-to-all", "loop").bytes == 2 * WIDTH * HIDDEN
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_both_mechanisms_together_reduce_once(data_mesh, k):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
