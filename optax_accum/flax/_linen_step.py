@@ -8,6 +8,7 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import optax_accum
+from optax_accum._core.callables import check_called_with
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._within.value_and_grad import keeping
 from optax_accum.flax import _window
@@ -54,6 +55,7 @@ def train_step(
         metric of the name `"loss"`.
     """
     _window.check_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
+    check_called_with(fun, "params", "batch", "key", "state")
 
     def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
@@ -104,8 +106,8 @@ _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
 def _check_state(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"train_step needs a state that has a window: state={type(state).__name__}. Create it with "
-            "optax_accum.flax.linen.TrainState."
+            f"train_step takes an optax_accum.flax.linen.TrainState first: state={type(state).__module__}."
+            f"{type(state).__qualname__}. Create it with that; the order is (state, batch, key)."
         )
     if "metrics" in field_names(type(state)):
         raise ValueError(

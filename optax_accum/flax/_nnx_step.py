@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from optax_accum._core.callables import check_called_with
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum.flax import _window
@@ -60,6 +61,7 @@ def train_step(
         that changes more than values.
     """
     _window.check_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
+    check_called_with(fun, "model", "batch")
 
     def measured(model: Any, batch: Tree) -> tuple[jax.Array, tuple[WeightedSum, jax.Array]]:
         out = fun(model, batch)
