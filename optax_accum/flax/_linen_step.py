@@ -106,8 +106,8 @@ _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
 def _check_state(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"train_step takes an optax_accum.flax.linen.TrainState first: state={type(state).__module__}."
-            f"{type(state).__qualname__}. Create it with that; the order is (state, batch, key)."
+            f"train_step needs a state with a window: state={type(state).__module__}.{type(state).__qualname__}. "
+            "Create it with optax_accum.flax.linen.TrainState; the order is (state, batch, key)."
         )
     if "metrics" in field_names(type(state)):
         raise ValueError(

@@ -694,7 +694,7 @@ def test_what_the_fun_of_a_train_step_returns(out, norm, error, message):
     with pytest.raises(error, match=message):
         accum.linen.train_step(fun, num_microbatches=2)(state, (X, Y), jax.random.key(0))
     plain = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), train_state.TrainState)
-    with pytest.raises(TypeError, match=r"state=TrainState. Create it with optax_accum.flax.linen.TrainState"):
+    with pytest.raises(TypeError, match=r"train_state.TrainState. Create it with optax_accum.flax.linen.TrainState"):
         accum.linen.train_step(fun, num_microbatches=2)(plain, (X, Y), jax.random.key(0))
 
 
