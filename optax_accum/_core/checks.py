@@ -187,7 +187,10 @@ def check_carry(carry: Any, new: Any) -> None:
     """Raises unless the carry that `fun` returns has the tree, shapes and dtypes of the one it was given."""
     old, new_tree = jax.tree.structure(carry), jax.tree.structure(new)
     if old != new_tree:
-        raise TypeError(f"The carry must keep its tree: it came as {old} and left as {new_tree}.")
+        raise TypeError(
+            f"The carry must keep its tree: it came as {old} and left as {new_tree}. Return from fun a carry of the "
+            "first tree."
+        )
     for (path, a), b in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(new), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise TypeError(
