@@ -84,7 +84,7 @@ def accumulate_gradients(
         `gradient_step`, evaluated at run time (a value below 1 counts as
         1); a schedule of `optax_accum.batching`; or `None`: the caller
         closes each window with `flush`. A window closes when
-        `mini_step + 1 >= every`, so a resumed run may change it.
+        `mini_step + 1 >= every`, so a resumed run may change `every`.
       reduction: `"mean"`, for losses that are means; or `"sum"`, for losses
         that are sums.
       accumulator_dtype: the dtype of the sums: a real floating-point dtype,

@@ -55,9 +55,9 @@ def token_microbatches(
       buckets: the padded lengths, or how many of them to choose for these
         rows. By default the lengths at which 1, 2, 3, ... rows fill the
         budget, the same for all batches: 31 of them for a `max_tokens` of
-        256, 77 for 16384. If these need over 2 % more
-        micro-batches than the best packing, buckets are added; with
-        `num_microbatches`, only if they need more than that number.
+        256, 77 for 16384. If these need over 2 % more micro-batches than
+        the best packing, buckets are added; with `num_microbatches`, only
+        if they need more than that number.
 
     Returns:
       A `TokenPacking`. Its micro-batches may be added in any order, with

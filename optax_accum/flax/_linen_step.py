@@ -30,12 +30,11 @@ def train_step(
       fun: `fun(params, batch, key, state) -> (loss, extra)`, where `extra`
         is a dict that may hold `"metrics"`, a dict of scalars, and must
         hold `"batch_stats"`, as the model returned them, if the state has
-        some. Give `state.apply_fn` the key as `rngs`. The state comes
-        without its parameters and those of the optimizer.
+        some. Give `state.apply_fn` the key as `rngs`. `fun` gets
+        the state without parameters and optimizer state.
       weight_fn: how much a micro-batch counts: by default its number of
-        rows; a `Ratio` says it itself. `batch_stats` always count by rows:
-        those of the micro-batches that are run, which those of weight zero
-        are not.
+        rows; a `Ratio` says it itself. `batch_stats` always count by rows;
+        micro-batches of weight zero are not run, and do not count.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches`
         (1 if your loader delivers micro-batches) or `microbatch_size`, and
         others. `reduce_axes` of `accumulate_gradients` need not be repeated

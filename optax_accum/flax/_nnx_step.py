@@ -37,9 +37,8 @@ def train_step(
         `(loss, metrics)`, a dict of scalars. Random keys are those of the
         model.
       weight_fn: how much a micro-batch counts: by default its number of
-        rows; a `Ratio` says it itself. Statistics always count by rows:
-        those of the micro-batches that are run, which those of weight zero
-        are not.
+        rows; a `Ratio` says it itself. Statistics always count by rows;
+        micro-batches of weight zero are not run, and do not count.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
       **options: those of `value_and_grad`: `num_microbatches` (1 if your
