@@ -80,7 +80,7 @@ QUIRKS = (
         "H100, JAX 0.7.2: 0 P to and fro where 4 P are sent",
         until=HOST,
     ),
-    Quirk("varying_axes", "A type has `.vma`, not `.manual_axis_type`", "`.vma` is read", "JAX 0.9.2", until=(0, 10, 0)),
+    Quirk("varying_axes", "A type has `.vma`, not `.manual_axis_type`", "that is read", "JAX 0.9.2", until=(0, 10, 0)),
     Quirk("as_varying", "`jax.lax.pcast` was `jax.lax.pvary`", "that is called", "JAX 0.8.1", until=(0, 8, 2)),
     Quirk("each_leaf", "There is no `jax.tree.broadcast`", "leaves are repeated by hand", "JAX 0.6.1", until=(0, 6, 2)),
     Quirk(
