@@ -116,11 +116,13 @@ def found() -> dict[str, str]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of them: {', '.join(found())}")
-    parser.add_argument("--list", action="store_true", help="tell which there are")
-    parser.add_argument("--quick", action="store_true", help="a sample of some, under 3 minutes on two quiet cores")
-    parser.add_argument("--output", type=_measure.writable, help="default: benchmarks/RESULTS.md, but for --quick")
+    description = "Runs the benchmarks, all by default, and writes benchmarks/RESULTS.md."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=description)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"the benchmarks to run: {', '.join(found())}")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks")
+    parser.add_argument("--quick", action="store_true", help="run a sample, in under 3 minutes on two quiet cores")
+    where = "the file to write (default: benchmarks/RESULTS.md; none with --quick)"
+    parser.add_argument("--output", type=_measure.writable, help=where)
     options = parser.parse_args()
     if wrong := sorted(set(options.names) - set(found())):
         parser.error(f"unknown: {', '.join(wrong)}. There are {', '.join(found())}.")

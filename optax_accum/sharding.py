@@ -44,9 +44,9 @@ divide none of its dimensions, or if `reduce_to` scatters two of them.
 
 `overlap=True` of `value_and_grad` adds gradients over the devices inside
 the backward pass of the last micro-batch, also layer by layer inside a
-scan, so that the reduction overlaps the matrix products that follow. So
-does that of `value_and_apply_gradients`, where a static `flush=True` closes
-the window. This micro-batch is compiled separately, and all devices run it,
+scan, so that the reduction overlaps the matrix products that follow.
+`value_and_apply_gradients` does so where a static `flush=True` closes the
+window. This micro-batch is compiled separately, and all devices run it,
 also if its weight is zero. On GPUs it is on by default for 64 MiB of sums
 or more, without `reduce_to`: docs/many_devices.md.
 

@@ -107,6 +107,11 @@ def test_inner_that_is_no_transformation(inner):
         optax_accum.accumulate_gradients(inner, 2)
 
 
+def test_every_in_the_place_of_inner():
+    with pytest.raises(TypeError, match=r"inner=4. The optimizer comes first: accumulate_gradients\(optax.adam"):
+        optax_accum.accumulate_gradients(4, optax.sgd(0.1))  # type: ignore[arg-type]
+
+
 def test_gradients_of_another_tree():
     with pytest.raises(
         ValueError, match=r"tree of the state: at \['b'\] the gradients have no leaf and the state.*\(3,\)"
@@ -311,7 +316,7 @@ def test_what_jax_value_and_grad_returns_is_recognised():
 
 def test_arguments_in_another_order():
     tx = build()
-    with pytest.raises(TypeError, match=r"state=dict. The order is \(gradients, state, parameters\)"):
+    with pytest.raises(TypeError, match=r"state=dict. The order is tx.update\(grads, state, params\)"):
         tx.update(tx.init(PARAMS), PARAMS, PARAMS)
 
 
@@ -416,8 +421,17 @@ def test_the_number_of_micro_batches_may_stand_second():
     value, grad = optax_accum.value_and_grad(loss, 4)(W, X)
     np.testing.assert_allclose(value, loss(W, X), rtol=1e-6)
     np.testing.assert_allclose(grad, jax.grad(loss)(W, X), rtol=1e-6)
-    with pytest.raises(TypeError, match="num_microbatches must be an integer >= 1.*Pass an int"):
+    with pytest.raises(TypeError, match=r"num_microbatches must be an integer >= 1.*pass argnums=\(0, 1\)"):
         optax_accum.value_and_grad(loss, (0, 1))  # as argnums stands in jax.value_and_grad
+    with pytest.raises(ValueError, match="num_microbatches=0.*pass argnums=0"):
+        optax_accum.value_and_grad(loss, 0)
+    value, _ = optax_accum.value_and_grad(loss, 4, argnums=0)(W, X)  # the remedy
+    np.testing.assert_allclose(value, loss(W, X), rtol=1e-6)
+
+
+def test_the_names_of_others_in_value_and_grad():
+    with pytest.raises(TypeError, match="another name for accumulation_steps: .*Pass it as num_microbatches="):
+        optax_accum.value_and_grad(loss, accumulation_steps=4)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -445,7 +459,7 @@ def test_what_is_no_function(cut):
 @pytest.mark.parametrize("weight_fn", [3.0, lambda: 1.0, lambda w, x: 1.0], ids=["number", "none", "two"])
 def test_a_weight_fn_that_does_not_take_the_batch(cut, weight_fn):
     with pytest.raises(
-        TypeError, match=r"weight_fn (must be a function|is called with the 1 argument.*takes \().*batch"
+        TypeError, match=r"weight_fn (must be a function|gets the batch alone, the 1 argument.*takes \().*batch"
     ):
         CUTS[cut](loss, weight_fn=weight_fn)
 
@@ -460,7 +474,7 @@ def test_a_weight_fn_of_several_arguments():
         return jnp.mean((x @ w - y - z) ** 2)
 
     options = {"batch_argnums": (1, 2, "z")}
-    with pytest.raises(TypeError, match=r"the 3 arguments of fun in batch_argnums.*takes \(x\)"):
+    with pytest.raises(TypeError, match=r"the 3 arguments of fun in batch_argnums.*takes \(x\).*3 parameters"):
         optax_accum.value_and_grad(loss, 2, weight_fn=lambda x: x.sum(), **options)
     remedy = optax_accum.value_and_grad(loss, 2, weight_fn=lambda x, y, z: 1.0, **options)
     assert jnp.isfinite(remedy(W, X, X[:, 0], z=X[:, 0])[0])

@@ -31,6 +31,7 @@ from optax_accum._space.space import Space
     gradient_accumulation_steps="Pass it as every=.",
     accumulation_steps="Pass it as every=.",
     accum_steps="Pass it as every=.",
+    num_microbatches="Pass it as every=.",
     use_grad_mean='Pass reduction="sum" for False; "mean" is the default.',
     should_skip_update_fn="Pass it as nonfinite=.",
 )
@@ -83,7 +84,7 @@ def accumulate_gradients(
         `gradient_step`, evaluated at run time (a value below 1 counts as
         1); a schedule of `optax_accum.batching`; or `None`: the caller
         closes each window with `flush`. A window closes when
-        `mini_step + 1 >= every`, so a resumed run may change it.
+        `mini_step + 1 >= every`, so a resumed run may change `every`.
       reduction: `"mean"`, for losses that are means; or `"sum"`, for losses
         that are sums.
       accumulator_dtype: the dtype of the sums: a real floating-point dtype,
@@ -175,9 +176,9 @@ def accumulate_gradients(
       errors of adding in low precision are analysed in N. Higham, *The
       accuracy of floating point summation*, SIAM J. Sci. Comput. 14 (1993).
     """
-    schedule, divisor = as_schedule(every), as_divisor(reduction)
+    optimizer, schedule, divisor = checks.as_transformation(inner), as_schedule(every), as_divisor(reduction)
     rules = Rules(
-        inner=checks.as_transformation(inner),
+        inner=optimizer,
         schedule=schedule,
         divisor=divisor,
         policy=as_policy(nonfinite),

@@ -167,7 +167,9 @@ def why_not_in_place(rules: Rules, state: AccumulationState) -> str | None:
 def check_state(state: Any) -> None:
     """Raises unless the state is one of ours."""
     if not isinstance(state, AccumulationState):
-        remedy = "The order is (gradients, state, parameters), of a fused step (parameters, state, ...)."
+        remedy = (
+            "The order is tx.update(grads, state, params), and in value_and_apply_gradients step(params, state, batch)."
+        )
         if isinstance(state, optax.MultiStepsState):
             remedy = "Turn that of optax.MultiSteps into one with from_multi_steps."
         raise TypeError(

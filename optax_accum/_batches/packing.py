@@ -53,10 +53,11 @@ def token_microbatches(
       group_size: this many consecutive rows always stay together, on one
         device.
       buckets: the padded lengths, or how many of them to choose for these
-        rows. By default about 50, the same for all batches: the lengths at
-        which 1, 2, 3, ... rows fill the budget. If these need over 2 % more
-        micro-batches than the best packing, buckets are added; with
-        `num_microbatches`, only if they need more than that number.
+        rows. By default the lengths at which 1, 2, 3, ... rows fill the
+        budget, the same for all batches: 31 of them for a `max_tokens` of
+        256, 77 for 16384. If these need over 2 % more micro-batches than
+        the best packing, buckets are added; with `num_microbatches`, only
+        if they need more than that number.
 
     Returns:
       A `TokenPacking`. Its micro-batches may be added in any order, with

@@ -23,8 +23,8 @@ def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
 
     Returns:
       What `accumulate_gradients` takes as `every`. One program serves all
-      lengths, and the count, which is exact far above what a float32 holds,
-      lies in the state: `metrics(state)["seen"]`.
+      lengths. The state keeps the count, `metrics(state)["seen"]`, exactly,
+      far beyond what a float32 can count.
 
     Raises:
       TypeError, ValueError: no count from 0 on; a negative number of
@@ -80,9 +80,8 @@ def every_by_noise(at_least: int, at_most: int) -> Schedule:
 
     Returns:
       What `accumulate_gradients` takes as `every`, with `statistics=True`.
-      One program serves all lengths; the length of the next window is that
-      of the state, so a run that goes on makes the windows that it would
-      have made.
+      One program serves all lengths. The state determines the length of
+      the next window, so a resumed run makes the same windows.
 
     Raises:
       TypeError, ValueError: no integers, bounds that cross, or a lower one

@@ -13,10 +13,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("make_step", help="module:make_step, or file.py:make_step; make_step(every) -> (step, carry)")
     add("--batch", help="module:batch, arrays or a function; by default `batch` beside make_step")
-    add("--every", type=int, default=4, help="the length of the window")
+    add("--every", type=int, default=4, help="micro-batches per update (default: %(default)s)")
     add("--within-call", action="store_true", help="the step takes the whole batch and splits it itself")
-    add("--no-uneven", dest="uneven", action="store_false", help="micro-batches are always equal")
-    add("--group-size", type=int, default=1, help="how many consecutive rows belong together")
+    add("--no-uneven", dest="uneven", action="store_false", help="test no unequal micro-batches")
+    add("--group-size", type=int, default=1, help="consecutive rows that belong together (default: %(default)s)")
     add("--rtol", type=float, help="the largest relative error that counts as rounding")
 
 

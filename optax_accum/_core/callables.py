@@ -37,12 +37,23 @@ def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
     as_function(weight_fn, "weight_fn", 'Pass lambda batch: batch["mask"].sum(), say.')
     count = len(roles.named["batch_argnums"])
     if not _takes(weight_fn, count):
+        remedy = f"Give it {count} parameters, in that order."
+        if count == 1:
+            remedy = 'Pass lambda batch: batch["mask"].sum(), say.'
         raise TypeError(
-            f"weight_fn is called with the {counted(count, 'argument')} of fun in batch_argnums, and no other: "
-            f"weight_fn takes {_signature(weight_fn)}. Give it {counted(count, 'parameter')}; for one argument, say, "
-            'weight_fn=lambda batch: batch["mask"].sum().'
+            f"weight_fn gets the batch alone, the {counted(count, 'argument')} of fun in batch_argnums: it takes "
+            f"{_signature(weight_fn)}. {remedy}"
         )
     return weight_fn
+
+
+def check_called_with(fun: Any, *given: str) -> None:
+    """Raises unless `fun` can be called with what a train step gives it."""
+    if not _takes(as_function(fun), len(given)):
+        raise TypeError(
+            f"A train step calls fun({', '.join(given)}): it takes {_signature(fun)}. Give it these "
+            f"{len(given)} parameters, in this order."
+        )
 
 
 def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -90,8 +101,7 @@ def as_weight_of(weight_of: Any, weight_fn: Any, given: str = "value, aux") -> A
         raise TypeError(f"weight_of must be a function of what fun returned: weight_of={weight_of!r}. Pass one.")
     if weight_of is not None and not _takes(weight_of, given.count(",") + 1):
         raise TypeError(
-            f"weight_of is called with what fun returned, weight_of({given}): it takes "
-            f"{_signature(weight_of)}. Pass lambda {given}: ..., with the tokens that "
-            "stand in it, say."
+            f"weight_of gets what fun returned, weight_of({given}): it takes {_signature(weight_of)}. Pass lambda "
+            f'{given}: {given.split()[-1]}["tokens"], say.'
         )
     return weight_of

@@ -145,6 +145,11 @@ def check_differentiable(params: Any) -> None:
 
 def check_loss(loss: Any, shares: Any) -> None:
     """Raises unless the loss is a real scalar, or a dict of them with the keys of the weights."""
+    if type(loss) is tuple:
+        raise TypeError(
+            f"fun must return a real scalar loss, or a dict of them: it returned a tuple of {len(loss)}. If that is "
+            "(loss, aux), pass has_aux=True; if it holds gradients, use optax_accum.accumulate."
+        )
     for path, leaf in jax.tree.leaves_with_path(loss):
         if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
@@ -155,8 +160,8 @@ def check_loss(loss: Any, shares: Any) -> None:
     wanted = sorted(shares) if isinstance(shares, dict) else None
     if not terms and not hasattr(loss, "dtype"):
         raise TypeError(
-            f"fun must return a real scalar loss, or a dict of them: it returned {loss!r}. Add up its "
-            "parts; with has_aux=True, what stands beside the loss comes second."
+            f"fun must return a real scalar loss, or a dict of them: it returned {loss!r}. Return one number; "
+            "with has_aux=True, return (loss, aux)."
         )
     if shares is not None and terms != wanted:
         raise ValueError(
@@ -182,7 +187,10 @@ def check_carry(carry: Any, new: Any) -> None:
     """Raises unless the carry that `fun` returns has the tree, shapes and dtypes of the one it was given."""
     old, new_tree = jax.tree.structure(carry), jax.tree.structure(new)
     if old != new_tree:
-        raise TypeError(f"The carry must keep its tree: it came as {old} and left as {new_tree}.")
+        raise TypeError(
+            f"The carry must keep its tree: it came as {old} and left as {new_tree}. Return from fun a carry of the "
+            "first tree."
+        )
     for (path, a), b in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(new), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise TypeError(

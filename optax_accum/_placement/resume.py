@@ -68,14 +68,14 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
 
     Args:
       tx: an optimizer, alone or in a chain.
-      params: the parameters, or their shapes, placed on the mesh of today.
+      params: the parameters, or their shapes, placed on the current mesh.
       num_devices: the devices along `reduce_axes` when the state was saved.
         Save the number beside the state.
       **options: those of `state_sharding`.
 
     Returns:
       A tree like the state, for `orbax.checkpoint`: shapes with the
-      shardings of today. If the number of devices has changed, the partial
+      current shardings. If the number of devices has changed, the partial
       sums are NumPy arrays: pass what was restored to `redistribute`, then
       to `jax.device_put` with `state_sharding`.
 

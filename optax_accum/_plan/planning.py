@@ -34,11 +34,11 @@ def plan_microbatches(
     """Returns the fewest micro-batches with which a step fits in memory.
 
     Nothing is allocated: the step is compiled from shapes, for the
-    accelerator that is here or one that is not, and the compiler tells what
-    it holds at its peak:
+    accelerator that is here or one that is not, and the compiler tells its
+    peak memory:
 
         arguments + outputs
-        - donated arguments that outputs take the place of
+        - donated arguments whose memory outputs reuse
         + temporary memory + the program
 
     which grows almost linearly with the rows of a micro-batch. The search
@@ -83,13 +83,13 @@ def plan_microbatches(
       where there are twice as many.
 
     Raises:
-      ValueError: nothing fits: the smallest peak, the budget, and the ways
-        on; it is an `optax_accum.plan.NothingFitsError`, whose `plan` says
-        what was compiled. A budget or a number that cannot be; a builder
-        that always raises, ignores its number, takes it for the rows of a
+      ValueError: nothing fits; an `optax_accum.plan.NothingFitsError` says
+        the smallest peak, the budget and what to try, and its `plan` what
+        was compiled. An invalid budget or number; a builder that always
+        raises, ignores its number, takes it for the rows of a
         micro-batch, has a batch of other rows, lowers for other devices or
         for some, or shares nothing among them.
-      TypeError: what is no function, or returns no lowered step.
+      TypeError: `make_step` is no function, or returns no lowered step.
       RuntimeError: the target's compiler is not installed, or tells nothing
         about memory.
 
@@ -97,8 +97,9 @@ def plan_microbatches(
       * The whole batch fits: one micro-batch, one compilation.
       * Memory grows with the rows of a micro-batch: the candidate with the
         next fewer micro-batches was compiled too, and does not fit.
-      * Memory does not grow with them: what is left is halved while
-        compilations are left; the table says so, and `Plan.monotone`.
+      * Memory does not grow with them: the remaining candidates are
+        bisected while compilations are left; the table says so, and
+        `Plan.monotone`.
       * Micro-batches of one row: tried last, because their products are
         others, and so is their memory.
       * A number or an option that does not lower: the others are planned,

@@ -23,8 +23,8 @@ from optax_accum._space.shards import Shard
 def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
     """Keeps the gradients of parameters on each device, in `jax.shard_map`.
 
-    JAX adds the gradient of a parameter that all devices share over these
-    devices, at once. The gradient of what this function returns is each
+    If all devices share a parameter, JAX adds up its gradient over these
+    devices at once. The gradient of what this function returns is each
     device's own, and `accumulate_gradients(..., reduce_axes=...)` adds it
     at the end of the window.
 

@@ -70,9 +70,8 @@ def verify(
         parameters will do.
       batch: a pytree of at least 4 rows, and of `num_microbatches` rows; so
         many groups with `group_size`. All of its arrays are cut along their
-        first axis. What has no rows there, such as a table or the weights
-        of classes, is not part of a batch, though it be as long: pass it in
-        `*args`.
+        first axis. Pass arrays without rows, such as a table or class
+        weights, in `*args`, even if they are as long as the batch.
       *args: the other arguments of `fun`; random keys are found by their
         dtype.
       num_microbatches: into how many the batch is cut, 2 or more. Take many
@@ -119,8 +118,9 @@ def verify(
       * `"weights"`: the loss divides by a count, and `weight_fn` returns
         another one.
       * `"sum"`: a sum over rows. The whole is its rows added up.
-      * `"coupled examples"`: example j changes example i's term. Two sets
-        of rows changed do not add up.
+      * `"coupled examples"`: example j changes example i's term. Replacing
+        two sets of rows changes the loss by another amount than the two
+        changes together.
       * `"coupled examples"`, and which leaf: a loss that normalises a leaf
         of the batch over its rows.
       * `"shared key"`: a loss that changes with a key that `rng_argnum`

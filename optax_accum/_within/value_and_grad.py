@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks, tracing
 from optax_accum._core.arithmetic import Tree
-from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
+from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of, renamed
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
@@ -22,6 +22,12 @@ from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.cut import Rules, cut
 
 
+@renamed(
+    gradient_accumulation_steps="Pass it as num_microbatches=.",
+    accumulation_steps="Pass it as num_microbatches=.",
+    accum_steps="Pass it as num_microbatches=.",
+    every="Pass it as num_microbatches=.",
+)
 def value_and_grad(
     fun: Callable[..., Any],
     num_microbatches: int | None = None,
@@ -209,6 +215,7 @@ def value_and_grad(
       (`jax.new_ref`, `jax.vjp(...).with_refs`). The interleaved cut is also
       that of `optax.microbatch`.
     """
+    _check_no_argnums(num_microbatches)
     reductions.check_names("aux_reduction", aux_reduction, reductions.REDUCTIONS)
     single = isinstance(argnums, int | str)
     # Of the tuple of differentiated arguments.
@@ -261,6 +268,15 @@ def _computing(rules: Rules) -> Callable[..., tuple[Any, Any]]:
 
     compute.rules = rules  # type: ignore[attr-defined]
     return compute
+
+
+def _check_no_argnums(num_microbatches: Any) -> None:
+    """Raises for what `jax.value_and_grad` takes as its second argument, unless it could be a number."""
+    if isinstance(num_microbatches, tuple | list | str) or (type(num_microbatches) is int and num_microbatches == 0):
+        raise (ValueError if num_microbatches == 0 else TypeError)(
+            f"num_microbatches must be an integer >= 1: num_microbatches={num_microbatches!r}. It is the second "
+            f"argument here; for that of jax.value_and_grad, pass argnums={num_microbatches!r}."
+        )
 
 
 def _check_options(rules: Rules) -> None:

@@ -14,8 +14,8 @@ from optax_accum._core.arithmetic import Tree, for_each_leaf
 def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
     """Returns moments of BatchNorm that can be averaged over micro-batches.
 
-    They are those of the running statistics that each micro-batch would
-    leave.
+    They are the moments of the running statistics that each micro-batch
+    would leave.
 
     BatchNorm returned `new = momentum old + (1 - momentum) statistics`.
     With `d` and `v`, the mean and the variance of the micro-batch less the

@@ -8,6 +8,7 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import optax_accum
+from optax_accum._core.callables import check_called_with
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._within.value_and_grad import keeping
 from optax_accum.flax import _window
@@ -29,12 +30,11 @@ def train_step(
       fun: `fun(params, batch, key, state) -> (loss, extra)`, where `extra`
         is a dict that may hold `"metrics"`, a dict of scalars, and must
         hold `"batch_stats"`, as the model returned them, if the state has
-        some. Give `state.apply_fn` the key as `rngs`. The state comes
-        without its parameters and those of the optimizer.
+        some. Give `state.apply_fn` the key as `rngs`. `fun` gets
+        the state without parameters and optimizer state.
       weight_fn: how much a micro-batch counts: by default its number of
-        rows; a `Ratio` says it itself. `batch_stats` always count by rows:
-        those of the micro-batches that are run, which those of weight zero
-        are not.
+        rows; a `Ratio` says it itself. `batch_stats` always count by rows;
+        micro-batches of weight zero are not run, and do not count.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches`
         (1 if your loader delivers micro-batches) or `microbatch_size`, and
         others. `reduce_axes` of `accumulate_gradients` need not be repeated
@@ -54,6 +54,7 @@ def train_step(
         metric of the name `"loss"`.
     """
     _window.check_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
+    check_called_with(fun, "params", "batch", "key", "state")
 
     def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
@@ -104,8 +105,8 @@ _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
 def _check_state(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"train_step needs a state that has a window: state={type(state).__name__}. Create it with "
-            "optax_accum.flax.linen.TrainState."
+            f"train_step needs a state with a window: state={type(state).__module__}.{type(state).__qualname__}. "
+            "Create it with optax_accum.flax.linen.TrainState; the order is (state, batch, key)."
         )
     if "metrics" in field_names(type(state)):
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from optax_accum._core.callables import check_called_with
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum.flax import _window
@@ -36,9 +37,8 @@ def train_step(
         `(loss, metrics)`, a dict of scalars. Random keys are those of the
         model.
       weight_fn: how much a micro-batch counts: by default its number of
-        rows; a `Ratio` says it itself. Statistics always count by rows:
-        those of the micro-batches that are run, which those of weight zero
-        are not.
+        rows; a `Ratio` says it itself. Statistics always count by rows;
+        micro-batches of weight zero are not run, and do not count.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
       **options: those of `value_and_grad`: `num_microbatches` (1 if your
@@ -60,6 +60,7 @@ def train_step(
         that changes more than values.
     """
     _window.check_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
+    check_called_with(fun, "model", "batch")
 
     def measured(model: Any, batch: Tree) -> tuple[jax.Array, tuple[WeightedSum, jax.Array]]:
         out = fun(model, batch)

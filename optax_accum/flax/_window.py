@@ -116,9 +116,10 @@ def add_metrics(
     if metrics is None:
         metrics, weight = dict.fromkeys(totals, 0.0), jnp.zeros([])
     if sorted(metrics) != sorted(totals):
+        announced = f"with metrics={tuple(sorted(totals))}" if totals else "without metrics"
         raise ValueError(
-            f"metrics must have the names that TrainState.create or Optimizer was given: those are {sorted(totals)}, "
-            f"and {sorted(metrics)} came. Pass those, or create it with metrics={tuple(sorted(metrics))}."
+            f"TrainState.create, or Optimizer, must be given the names of the metrics: it was created {announced}, and "
+            f"the step measures {sorted(metrics)}. Create it with metrics={tuple(sorted(metrics))}."
         )
     check_metrics(metrics)
     return {name: add(totals[name], wide(metrics[name]), weight, micro_step) for name in totals}

@@ -189,7 +189,7 @@ def test_the_train_step_steps_statistics_once_and_averages_metrics():
     close(statistics(model), statistics(whole))
     means = [np.average([X[rows, 0].mean() for rows in cut], weights=w) for cut, w in zip(CUTS, parts, strict=True)]
     assert_allclose(metrics["first"], np.average(means, weights=np.sum(parts, axis=1)), rtol=1e-5)
-    with pytest.raises(ValueError, match=r"was given: those are \[\], and \['first', 'loss'\] came"):
+    with pytest.raises(ValueError, match=r"without metrics, and .* \['first', 'loss'\]. Create it with"):
         step(model, accum.nnx.Optimizer(model, tx, wrt=nnx.Param), (X, Y))
 
 
@@ -850,6 +850,11 @@ def test_a_gradient_of_nothing_is_refused():
         optimizer.update(model, {"kernel": jnp.ones((6, 3)), "bias": jnp.ones(3)})
     with pytest.raises(TypeError, match="metric= looks like a misspelt metrics=, and would go to the optimizer"):
         optimizer.update(model, nnx.state(model, nnx.Param), metric={})
+
+
+def test_a_train_step_takes_a_fun_of_two():
+    with pytest.raises(TypeError, match=r"calls fun\(model, batch\): it takes \(model, batch, key\). Give it these 2"):
+        accum.nnx.train_step(lambda model, batch, key: 0.0, num_microbatches=2)
 
 
 @pytest.mark.parametrize(

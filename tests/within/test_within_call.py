@@ -794,7 +794,7 @@ def test_a_term_that_is_a_number(weight_fn):
 
 
 def test_a_tuple_is_no_loss():
-    with pytest.raises(TypeError, match="what stands beside the loss comes second"):
+    with pytest.raises(TypeError, match=r"it returned a tuple of 2. If that is \(loss, aux\), pass has_aux=True"):
         optax_accum.value_and_grad(lambda w, x: (w * x.mean(), {}), num_microbatches=2)(jnp.float32(1), jnp.ones(4))
 
 
