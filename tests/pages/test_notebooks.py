@@ -20,7 +20,8 @@ except ModuleNotFoundError:
 
     import jax
 
-    %pip install -q "jax=={{jax.__version__}}" "optax_accum[demo] @ git+{ADDRESS}"EXTRAS
+    repo = "optax_accum[demo] @ git+{ADDRESS}"
+    %pip install -q "jax=={{jax.__version__}}" "{{repo}}"EXTRAS
     assert find_spec("optax_accum"), (
         f"pip cannot add optax_accum beside JAX {{jax.__version__}}: see above."
     )\
@@ -76,7 +77,7 @@ def test_it_says_where_it_runs_and_multiplies_in_float32(path):
 def test_it_is_installed_from_the_one_address(path):
     """It is on no index yet. `.ci/in_colab.py` runs the cell in Colab's versions, of which none changes."""
     install = "".join(cells(path)[0]["source"])
-    assert re.sub('optax_accum"( [a-z-]+)*$', 'optax_accum"EXTRAS', install, flags=re.MULTILINE) == INSTALL
+    assert re.sub('"{repo}"( [a-z-]+)*$', '"{repo}"EXTRAS', install, flags=re.MULTILINE) == INSTALL
 
 
 def test_the_table_of_compiled_steps_is_that_of_the_record():
