@@ -86,7 +86,13 @@ def ready_together(*trees: Tree) -> tuple[Tree, ...]:
     if JAX >= (0, 11, 2):
         return jax.lax.optimization_barrier(trees)
     leaves, treedef = jax.tree.flatten(trees)
-    return treedef.unflatten(_ready_together(leaves))
+    alike: dict[frozenset[str], list[int]] = {}  # what comes out of one barrier is of one type
+    for i, leaf in enumerate(leaves):
+        alike.setdefault(varying_axes(leaf), []).append(i)
+    for places in alike.values():
+        for i, leaf in zip(places, _ready_together([leaves[i] for i in places]), strict=True):
+            leaves[i] = leaf
+    return treedef.unflatten(leaves)
 
 
 @jax.custom_jvp

@@ -31,8 +31,17 @@ class Returns(NamedTuple):
         as_float = lambda leaf: float(leaf) if type(leaf) is int else leaf  # a term that is switched off, say
         loss = jax.tree.map(as_float, ratio.as_ratio(parts.loss))
         if self.weight_of is not None:
-            loss = ratio.of_mean(loss, self.weight_of(loss, parts.aux))
+            loss = ratio.of_mean(loss, self._weight(loss, parts.aux))
         return parts._replace(loss=loss)
+
+    def _weight(self, loss: Any, aux: Tree) -> Any:
+        assert self.weight_of is not None
+        try:
+            return self.weight_of(loss, aux)
+        except Exception as error:
+            if not self.has_aux:
+                error.add_note("weight_of gets aux=None here: pass has_aux=True if fun returns (loss, aux).")
+            raise
 
     def taken_apart(self, out: Any) -> Parts:
         """Takes apart what `fun` returned, as it is."""

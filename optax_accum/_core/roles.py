@@ -132,18 +132,15 @@ class Call:
         fold = lambda key: jax.random.fold_in(key, index)
         return self.with_arguments({self.rng: jax.tree.map(fold, self.arguments[self.rng])})
 
-    def check_shared(self, rows: int | None, *, keys: bool = True, named: bool = True) -> None:
-        """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows.
-
-        `named` says that the caller names the batch, by `batch_argnums`.
-        """
+    def check_shared(self, rows: int | None, *, keys: bool = True) -> None:
+        """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows."""
         known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
         for name in self.arguments.keys() - known:
             for path, leaf in jax.tree.leaves_with_path(self.arguments[name]):
                 where = f"argument {name!r}{jax.tree_util.keystr(path)}"
                 if keys and is_key(leaf):
                     raise ValueError(_unnamed_key(name, where))
-                _check_rows(name, where, leaf, rows, named=named)
+                _check_rows(name, where, leaf, rows)
 
 
 def _as_names(role: str, given: Any, *, empty: bool = True) -> tuple[Name, ...]:
@@ -218,12 +215,11 @@ def _unnamed_key(name: Name, where: str) -> str:
     )
 
 
-def _check_rows(name: Name, where: str, leaf: Any, rows: int | None, *, named: bool) -> None:
+def _check_rows(name: Name, where: str, leaf: Any, rows: int | None) -> None:
     shape = getattr(leaf, "shape", ())
     if rows is not None and rows > 1 and shape and shape[0] == rows:
-        remedy = f"Add {name!r} to batch_argnums" if named else "Put it into the batch"
         raise ValueError(
             f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
-            f"{shape}, the batch {rows} rows. {remedy}; if every micro-batch needs all of it, pass "
+            f"{shape}, the batch {rows} rows. Add {name!r} to batch_argnums; if every micro-batch needs all of it, pass "
             f"whole_argnums={name!r}."
         )

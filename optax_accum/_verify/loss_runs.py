@@ -84,7 +84,7 @@ class LossRuns:
     @functools.cached_property
     def random(self) -> bool:
         """Whether the loss changes with a key among its arguments."""
-        return any(np.ptp(run[0]) for run in (self.whole, *self.asked))
+        return any(np.ptp(run[0]) > 0 for run in (self.whole, *self.asked))  # False of NaN
 
     @functools.cached_property
     def whole(self) -> list[np.ndarray]:

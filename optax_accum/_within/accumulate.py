@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import checks, tracing
-from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
+from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of, renamed
 from optax_accum._core.leaves import Tree
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
@@ -32,6 +32,15 @@ _AGAIN = (
 )
 
 
+@renamed(
+    gradient_accumulation_steps="Pass it as num_microbatches=.",
+    accumulation_steps="Pass it as num_microbatches=.",
+    accum_steps="Pass it as num_microbatches=.",
+    every="Pass it as num_microbatches=.",
+    aux_reduction="Pass reduction=, a prefix of all that fun returns.",
+    has_aux="Leave it out: reduction= covers all that fun returns.",
+    argnums="Pass jax.value_and_grad(fun, argnums), or use optax_accum.value_and_grad.",
+)
 def accumulate(
     fun: Callable[..., Any],
     num_microbatches: int | None = None,
@@ -112,6 +121,7 @@ def accumulate(
       * A batch without rows (Poisson sampling): zeros for a mean, a sum and
         a function that merges, no rows, `-inf` for `"max"`; `fun` is not
         run.
+      * The gradient of an integer (float0, from `allow_int=True`): stays.
       * A mean of integers; `"concat"` of what has no rows; a merge to
         another shape or dtype: an error.
       * `reduce_axes` with `"stack"`, `"last"` or a function that merges: an
@@ -121,7 +131,8 @@ def accumulate(
 
       * A weight of zero: its micro-batch is not run, and has zeros in
         `"concat"` and `"stack"`. With `weight_of` it is run, and adds
-        nothing to a mean.
+        nothing to a mean; if you differentiate the call, guard a 0 / 0 in
+        it with `jnp.maximum`.
       * Weights that add to zero: zeros for a mean.
 
     Example:

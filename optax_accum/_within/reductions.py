@@ -84,9 +84,11 @@ def reduction(name: str | Callable[[Any, Any], Any]) -> Reduction:
 def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "the output") -> Tree:
     """Returns the name of the reduction of each leaf of a tree, of which `names` is a prefix.
 
-    The mean of a `Ratio` is one sum over another: both are added.
+    The mean of a `Ratio` is one sum over another: both are added. The gradient of an integer (float0) has no number:
+    any of them stands for all.
     """
     names = arithmetic.for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", of)
+    names = jax.tree.map(lambda name, leaf: "last" if arithmetic.is_float0(leaf) else name, names, tree)
     added = lambda name: "sum" if name == "mean" else name
     of_node = lambda node, named: jax.tree.map(added, named) if ratio.is_record(node) else named
     return jax.tree.map(of_node, tree, names, is_leaf=ratio.is_record)

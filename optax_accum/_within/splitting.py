@@ -80,7 +80,9 @@ def rows_first(batch: Tree) -> Tree:
         if jnp.ndim(leaf) < 2:
             raise ValueError(
                 "A stacked batch has leaves [k, m, ...], m rows for each of k micro-batches: "
-                f"{jax.tree_util.keystr(path) or 'it'} has shape {jnp.shape(leaf)}. Give it a second axis, of 1."
+                f"{jax.tree_util.keystr(path) or 'it'} has shape {jnp.shape(leaf)}. Stack a list of micro-batches "
+                "(padded to one length): jax.tree.map(lambda *leaves: jnp.stack(leaves), *micro_batches). Give a leaf "
+                "with one number for each micro-batch a second axis, of 1."
             )
         if leaf.shape[0] and not leaf.shape[1]:
             raise ValueError(

@@ -898,7 +898,7 @@ def test_an_all_reduce_of_one_device_is_still_not_partitioned():
         jax.jit(run).lower(rows).compile()
 
 
-@pytest.mark.parametrize("way", ["value_and_grad", "accumulate"])
+@pytest.mark.parametrize("way", ["value_and_grad", "unrolled", "accumulate"])
 def test_a_carry_stays_the_same_on_all_devices(way):
     """One device has nothing that counts: it runs no gradient, and hands on what the others do."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -907,12 +907,13 @@ def test_a_carry_stays_the_same_on_all_devices(way):
     masks = (np.arange(16) >= 4).astype("f"), np.zeros(16, "f")
     options = {"batch_argnums": (1, 2), "carry_argnum": 3, "reduce_axes": "data"}
     options["weight_fn"] = lambda x, mask: mask.sum()
-    ours = optax_accum.value_and_grad if way == "value_and_grad" else optax_accum.accumulate
+    ours = optax_accum.accumulate if way == "accumulate" else optax_accum.value_and_grad
+    options |= {"unroll": True} if way == "unrolled" else {}
     with jax.set_mesh(mesh):
         call = jax.jit(ours(counted, 2, **options))
         for mask, turns in zip(masks, (2, 0), strict=True):
             out = call(w, *jax.device_put((x, mask), NamedSharding(mesh, P("data"))), jnp.int32(0))
-            value, carry = out[0] if way == "value_and_grad" else out
+            value, carry = out if way == "accumulate" else out[0]
             assert {int(shard.data) for shard in carry.addressable_shards} == {turns}
             np.testing.assert_allclose(value, 9.0 if turns else 0.0)
 

@@ -467,3 +467,17 @@ def test_messages_name_options_that_verify_has():
         verify(lambda params, x, y: mse(params, {"x": x, "y": y}), W, BATCH["x"], BATCH["y"])
     with pytest.raises(TypeError, match=r"params must be of floating point.*\['n'\] there is int32\[\]. Pass it in"):
         verify(mse, W | {"n": jnp.int32(3)}, BATCH)
+
+
+def test_a_micro_batch_without_a_token_is_no_randomness():
+    """Its loss is 0 / 0, in the cut batch alone: no key is asked for, and no mean over keys is taken."""
+    x = jnp.arange(1.0, 17).reshape(16, 1) * jnp.array([[1.0, 0.5]]) / 9
+    loss = lambda params, batch: (
+        jnp.sum(batch["m"] * jnp.tanh(batch["x"] @ params["w"]) ** 2) / batch["m"].sum(),
+        batch["m"].sum(),
+    )
+    batch = {"x": x, "m": jnp.array([1.0, 1, 0, 1] * 4)}
+    options = {"num_microbatches": 4, "has_aux": True, "weight_of": lambda value, aux: aux}
+    report = verify(loss, {"w": jnp.ones(2)}, batch, **options)
+    assert not report.holds
+    assert not report.random

@@ -1,6 +1,7 @@
 """`accumulate`: any function of a batch, cut, is that of the whole batch."""
 
 import functools
+import re
 from typing import NamedTuple
 
 import chex
@@ -384,3 +385,46 @@ def test_a_carry_is_the_same_on_all_devices():
         differs = lambda x, carry: (jnp.mean(x), carry + jnp.sum(x))
         with pytest.raises(ValueError, match="the carry must be the same on all devices"):
             jax.jit(optax_accum.accumulate(differs, 4, **options))(x, jnp.float32(0))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_gradient_of_an_integer_stays(reduction):
+    """A ready gradient function with `allow_int=True` returns float0 for it, of which nothing can be added."""
+    params, x = {"w": jnp.float32(2), "steps": jnp.arange(3)}, jnp.arange(1.0, 11)
+    grad = jax.grad(lambda params, x: jnp.mean(params["w"] * x) + 0.0 * params["steps"][0], allow_int=True)
+    for wrap in (jax.jit, lambda fun: fun):
+        found = wrap(optax_accum.accumulate(grad, 4, reduction=reduction))(params, x)
+        assert (found["steps"].dtype, found["steps"].shape) == (jax.dtypes.float0, (3,))
+        parts = [x[0:9:3], x[1:9:3], x[2:9:3], x[9:]] if reduction == "sum" else [x]
+        np.testing.assert_allclose(found["w"], sum(part.mean() for part in parts), rtol=1e-6)
+
+
+def test_an_error_names_the_place_in_what_fun_returns():
+    fun = lambda x: {"text": "a", "mean": x.mean()}
+    with pytest.raises(TypeError, match=re.escape("What fun returns must hold arrays: at ['text'] there is 'a'.")):
+        optax_accum.accumulate(fun, 4, batch_argnums=0)(jnp.arange(8.0))
+
+
+def test_a_list_of_micro_batches_is_to_be_stacked():
+    parts = [{"x": jnp.ones(2)}, {"x": jnp.full(2, 3.0)}]
+    fun = optax_accum.accumulate(lambda batch: batch["x"].mean(), batch_argnums=0, stacked=True)
+    with pytest.raises(ValueError, match=re.escape("Stack a list of micro-batches (padded to one length): jax.tree.map")):
+        fun(parts)
+    np.testing.assert_allclose(fun(jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)), 2.0)  # the remedy
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [("gradient_accumulation_steps", "num_microbatches"), ("has_aux", "reduction="), ("argnums", "jax.value_and_grad")],
+)
+def test_options_of_other_functions_are_refused_with_their_name_here(option, remedy):
+    with pytest.raises(TypeError, match=f"accumulate has another name for {option}.*{re.escape(remedy)}"):
+        optax_accum.accumulate(lambda w, x: x.mean(), **{option: 3})
+
+
+def test_weight_of_without_aux_says_so():
+    loss = lambda w, x: (jnp.mean(w * x), {"tokens": x.sum()})
+    call = optax_accum.value_and_grad(lambda w, x: loss(w, x)[0], 2, weight_of=lambda value, aux: aux["tokens"])
+    with pytest.raises(TypeError) as error:
+        call(1.0, jnp.arange(4.0))
+    assert "weight_of gets aux=None here: pass has_aux=True" in "".join(error.value.__notes__)
