@@ -2,7 +2,7 @@
 
 The update equals the update of the whole batch.
 
-The functions that most users need are here. The submodules:
+Most users need only the functions here. The submodules:
 
 * `sharding`: several devices.
 * `checkpoint`: save and resume in the middle of a window.
@@ -17,9 +17,9 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from optax_accum._across.multi_steps import from_multi_steps
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients, apply_gradients
-from optax_accum._core.multi_steps import from_multi_steps
 from optax_accum._core.ratio import Ratio
 from optax_accum._core.state import AccumulationState, has_updated
 from optax_accum._space.metrics import metrics

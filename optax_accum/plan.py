@@ -1,6 +1,6 @@
 """The fewest micro-batches that fit in memory.
 
-The compiler tells them, before anything is allocated:
+Asks the compiler, before anything is allocated:
 
 * `optax_accum.plan_microbatches(make_step, global_batch)`: the plan, of any
   step.

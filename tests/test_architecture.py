@@ -51,7 +51,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"draws"},
         {"sums", "noise", "seen", "matching"},
         {"state"},
-        {"meter", "multi_steps"},
+        {"meter"},
         {"checks", "callables", "spelling"},
         {"ratio"},
         {"weighing", "parts"},
@@ -70,7 +70,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     ],
     "_across": [
         {"inner", "policy", "divisor", "schedules", "noise_scale"},
-        {"accumulator", "outcomes", "loss"},
+        {"accumulator", "multi_steps", "outcomes", "loss"},
         {"window"},
         {"transformation"},
         {"train_step"},
@@ -241,7 +241,8 @@ ASKED = {
         {"as_meter", "Measuring", "Counting"},
         "_core/meter _across/transformation _within/value_and_grad",
     ),
-    "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step"),
+    "is a gradient measured": ({"measures"}, "_core/meter _across/loss _within/cut"),
+    "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step _across/multi_steps"),
     "does a state hold a sum": ({"holds_sum"}, "_across/accumulator flax/_window"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
     "does it lie in host memory": (

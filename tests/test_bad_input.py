@@ -430,7 +430,7 @@ def test_the_number_of_micro_batches_may_stand_second():
 
 
 def test_the_names_of_others_in_value_and_grad():
-    with pytest.raises(TypeError, match="another name for accumulation_steps: .*Pass it as num_microbatches="):
+    with pytest.raises(TypeError, match="has no accumulation_steps=: .*Pass it as num_microbatches="):
         optax_accum.value_and_grad(loss, accumulation_steps=4)  # type: ignore[call-arg]
 
 
@@ -444,7 +444,7 @@ def test_the_names_of_others_in_value_and_grad():
 )
 def test_the_names_of_multi_steps(name, value, remedy):
     *_, mine = remedy
-    with pytest.raises(TypeError, match=f"another name for {name}: {name}=.*Pass .*{mine}="):
+    with pytest.raises(TypeError, match=f"has no {name}=: {name}=.*Pass .*{mine}="):
         optax_accum.accumulate_gradients(optax.sgd(0.1), **{"every": 4, name: value})
     assert optax_accum.accumulate_gradients(optax.sgd(0.1), **remedy).init(W).mini_step == 0
 
@@ -459,7 +459,7 @@ def test_what_is_no_function(cut):
 @pytest.mark.parametrize("weight_fn", [3.0, lambda: 1.0, lambda w, x: 1.0], ids=["number", "none", "two"])
 def test_a_weight_fn_that_does_not_take_the_batch(cut, weight_fn):
     with pytest.raises(
-        TypeError, match=r"weight_fn (must be a function|gets the batch alone, the 1 argument.*takes \().*batch"
+        TypeError, match=r"weight_fn (must be a function|gets the batch alone \(1 argument, .*takes \().*batch"
     ):
         CUTS[cut](loss, weight_fn=weight_fn)
 
@@ -474,7 +474,7 @@ def test_a_weight_fn_of_several_arguments():
         return jnp.mean((x @ w - y - z) ** 2)
 
     options = {"batch_argnums": (1, 2, "z")}
-    with pytest.raises(TypeError, match=r"the 3 arguments of fun in batch_argnums.*takes \(x\).*3 parameters"):
+    with pytest.raises(TypeError, match=r"3 arguments, those of batch_argnums\).*takes \(x\).*3 parameters"):
         optax_accum.value_and_grad(loss, 2, weight_fn=lambda x: x.sum(), **options)
     remedy = optax_accum.value_and_grad(loss, 2, weight_fn=lambda x, y, z: 1.0, **options)
     assert jnp.isfinite(remedy(W, X, X[:, 0], z=X[:, 0])[0])
@@ -582,7 +582,7 @@ def test_value_and_grad_still_names_the_role():
 def test_who_is_asked_whether_an_update_was_made():
     tx = build()
     with pytest.raises(
-        AttributeError, match=r"stands in the state.*tx.has_updated. Call optax_accum.has_updated\(state"
+        AttributeError, match=r"an optimizer does not: tx.has_updated. Call optax_accum.has_updated\(state"
     ):
         tx.has_updated(tx.init(W))
     assert not hasattr(tx, "has_updated")

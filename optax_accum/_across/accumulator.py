@@ -37,7 +37,7 @@ class Accumulator:
         return state._replace(acc_grads=memory.to_memory_of(total, state.acc_grads))
 
     def left(self, state: AccumulationState, kept: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields that are kept, with what is left of the sum where that of the state lies."""
+        """Puts the buffer that a closed window leaves into the memory (device or host) of the accumulator."""
         if "acc_grads" not in kept:
             return kept
         return kept | {"acc_grads": memory.to_memory_of(kept["acc_grads"], state.acc_grads)}

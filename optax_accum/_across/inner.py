@@ -107,7 +107,7 @@ def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra
 
 
 def unread(inner: Inner, names: Iterable[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> list[str]:
-    """Returns those of the extra arguments that the optimizer does not use."""
+    """Returns the names of the extra arguments that the optimizer ignores."""
     others = lambda name: {other: value for other, value in extra_args.items() if other != name}
     return [name for name in sorted(names) if not _reads(inner, name, extra_args[name], args, others(name))]
 

@@ -80,7 +80,7 @@ def emit_or_hold(
 
 
 def kept_of(state: AccumulationState) -> Kept:
-    """Returns the fields that change only when a window emits, and by what it tells."""
+    """Returns the fields of the state that only an emitting window changes."""
     return {name: getattr(state, name) for name in ("inner_opt_state", "statistics", "seen")}
 
 

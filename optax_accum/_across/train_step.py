@@ -140,8 +140,8 @@ def value_and_apply_gradients(
         micro-batch may be run all the same; it then adds nothing.
       * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
         loss with `jnp.maximum`.
-      * `fun` takes something from the other devices of `reduce_axes`: one
-        number is added over them, too.
+      * `fun` communicates over `reduce_axes`: one more number, the weight, is
+        added over the devices.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, optax, optax_accum
@@ -237,7 +237,7 @@ class _Step:
 
     @property
     def mean_args(self) -> tuple[str, ...]:
-        """The keyword arguments that are known beside those."""
+        """The keyword arguments that are averaged over a window."""
         return ("value",)
 
     def inner_state(self, state: Tree) -> Tree:

@@ -141,14 +141,14 @@ def accumulate_gradients(
 
       Known when tracing:
 
-      * `every=1`: `inner` itself; no accumulator, no branch. To raise
-        `every` with its state is an error.
+      * `every=1`: runs `inner` at every call; no accumulator, no branch. To
+        raise `every` with its state is an error.
       * An extra argument spelt nearly `weight` or `flush`: an error, unless
         `inner` reads it.
       * `None`, `MaskedNode`, empty leaves, float0: pass through; what is
         masked outside has no accumulator.
-      * The state has sums of other `mean_args`, and one is given: an error.
-      * The state of `inner`, or `info`, turns from integers into floats, or
+      * A mean argument of which the state has no sum: an error.
+      * The state of `inner`, or `info`, changes from integer to float or to
         complex: an error.
       * A mean argument is not given at some micro-steps: the mean of the
         others. Not given at the closing one: `inner` does not get it.
@@ -193,8 +193,8 @@ def accumulate_gradients(
             "A callable nonfinite looks at the gradient of a micro-batch, which reduce_axes does not reduce: "
             f'reduce_axes={rules.over.axes}. Take "skip", "omit" or "discard".'
         )
-    if not (divisor.is_mean or not rules.meter.measures):
-        raise ValueError(
+    if not divisor.is_mean:
+        rules.meter.refuse(
             'Statistics compare means of micro-batches: reduction="sum" and statistics are given. Take "mean", with '
             "weights, or leave statistics out."
         )
@@ -212,7 +212,7 @@ class Accumulating(optax.GradientTransformationExtraArgs):
     def has_updated(self) -> NoReturn:
         """Says where to ask instead, as `optax.MultiSteps` is asked."""
         raise AttributeError(
-            "Whether an update was made stands in the state, which no optimizer holds: tx.has_updated. Call "
+            "The state knows whether an update was made, an optimizer does not: tx.has_updated. Call "
             "optax_accum.has_updated(state)."
         )
 

@@ -61,7 +61,7 @@ def advise(
         k = sqrt(N / b * f / m)
 
     so accumulation pays if the batch is below the noise scale *and*
-    optimizer or communication are dear.
+    the optimizer or communication is slow.
 
     Args:
       microbatch_size: b, examples (or tokens) in a micro-step, on all

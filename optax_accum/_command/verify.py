@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", help="module:batch, arrays or a function; by default `batch` beside make_step")
     add("--every", type=int, default=4, help="micro-batches per update (default: %(default)s)")
     add("--within-call", action="store_true", help="the step takes the whole batch and splits it itself")
-    add("--no-uneven", dest="uneven", action="store_false", help="test no unequal micro-batches")
+    add("--no-uneven", dest="uneven", action="store_false", help="skip unequal micro-batches")
     add("--group-size", type=int, default=1, help="consecutive rows that belong together (default: %(default)s)")
     add("--rtol", type=float, help="the largest relative error that counts as rounding")
 

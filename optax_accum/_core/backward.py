@@ -270,7 +270,7 @@ def _log_inside(params: Tree, program: Any) -> None:
 
 
 def at_leaves(params: Tree, squares: Sequence[jax.Array]) -> Tree:
-    """Returns the tree of the parameters with these in the place of those that have a gradient."""
+    """Replaces each parameter that has a gradient by its entry of `squares`."""
     return tracing.parted(params, _is_inexact)[1](squares)
 
 

@@ -41,7 +41,7 @@ def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
         if count == 1:
             remedy = 'Pass lambda batch: batch["mask"].sum(), say.'
         raise TypeError(
-            f"weight_fn gets the batch alone, the {counted(count, 'argument')} of fun in batch_argnums: it takes "
+            f"weight_fn gets the batch alone ({counted(count, 'argument')}, those of batch_argnums), but takes "
             f"{_signature(weight_fn)}. {remedy}"
         )
     return weight_fn
@@ -63,9 +63,7 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(fun)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in names.keys() & kwargs.keys():
-                raise TypeError(
-                    f"{fun.__name__} has another name for {name}: {name}={short(kwargs[name])}. {names[name]}"
-                )
+                raise TypeError(f"{fun.__name__} has no {name}=: {name}={short(kwargs[name])}. {names[name]}")
             return fun(*args, **kwargs)
 
         return checked
@@ -91,7 +89,7 @@ def _takes(fun: Callable[..., Any], count: int) -> bool:
 
 
 def as_weight_of(weight_of: Any, weight_fn: Any, given: str = "value, aux") -> Any:
-    """Returns what tells the weight from what it is `given` of what `fun` returned, if nothing else tells it."""
+    """Returns `weight_of` if it is a function of the results, and the only weight."""
     if weight_of is not None and weight_fn is not None:
         raise ValueError(
             "A micro-batch has one weight: weight_fn knows it from the batch, weight_of from what fun returned, and "

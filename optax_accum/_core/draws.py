@@ -74,7 +74,7 @@ def _draws(program: Any, of_arguments: Sequence[bool], of_constants: Sequence[bo
 
 
 def _around(body: Any, depends: list[bool]) -> tuple[Shapes, list[bool]]:
-    """Returns the same of the body of a loop: what it returns may be any of its inputs that looks like it."""
+    """Does what `_draws` does for the body of a loop, until what depends on a key no longer changes."""
     while True:
         shapes, after = _draws(body, depends)
         returned = [str(var.aval) for var, one in zip(body.outvars, after, strict=True) if one]

@@ -99,8 +99,11 @@ class Meter:
         return {}
 
     def beside(self, value: Any, samples: Any, mean: Tree, weight: jax.Array) -> Any:
-        """Returns what a call returns as its value, whose gradient is `mean`."""
+        """Returns the value of a call whose gradient is `mean`, with the statistics if they are measured."""
         return value
+
+    def refuse(self, why: str) -> None:
+        """Raises an error where gradients cannot be measured, if they are to be."""
 
 
 class Counting(Meter):
@@ -155,6 +158,9 @@ class Measuring(Counting):
 
     def beside(self, value: Any, samples: Samples, mean: Tree, weight: jax.Array) -> Any:
         return value, alone(samples, squared_norms(self.options, mean, like=weight), weight, samples.number)
+
+    def refuse(self, why: str) -> None:
+        raise ValueError(why)
 
 
 def as_meter(statistics: Any, needs: tuple[str, ...] = ()) -> Meter:

@@ -25,7 +25,7 @@ class Statistics(NamedTuple):
 
 
 def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
-    """Smooths noise and signal from one call to the next, each for itself.
+    """Smooths noise and signal separately, from one call to the next.
 
     The calls are those of `value_and_grad(..., statistics=True)`.
 

@@ -220,6 +220,6 @@ def _check_rows(name: Name, where: str, leaf: Any, rows: int | None) -> None:
     if rows is not None and rows > 1 and shape and shape[0] == rows:
         raise ValueError(
             f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
-            f"{shape}, the batch {rows} rows. Add {name!r} to batch_argnums; if every micro-batch needs all of it, pass "
-            f"whole_argnums={name!r}."
+            f"{shape}, the batch {rows} rows. Add {name!r} to batch_argnums; if every micro-batch needs all of it, "
+            f"pass whole_argnums={name!r}."
         )

@@ -56,7 +56,7 @@ class Total:
         return total if finished is None else finished
 
     def finish_unused(self) -> None:
-        """Finishes a sum that no backward pass has: one without a last gradient, or in slices that are none for it."""
+        """Finishes a sum to which the last backward pass added nothing, or slices that cannot be finished alone."""
         if not self.is_finished:
             self.ref[...] = self.finish(self.ref[...])
 
@@ -224,7 +224,7 @@ def is_barrier(equation: Any) -> bool:
 
 
 def _breaks_any(program: Any) -> bool:
-    """Returns whether an equation of a program, or of one inside it, is such."""
+    """Returns whether a program holds a barrier, or hands one array twice to an inner program."""
     for equation in tracing.equations(program):
         operands = _vars(equation.invars)
         twice = any(tracing.inner_programs(equation)) and len(set(operands)) < len(operands)

@@ -111,7 +111,7 @@ class ByShare(Weighing):
         return jnp.asarray(self.weight / devices)
 
     def finished(self, loss: jax.Array, dtype: Any) -> jax.Array:
-        """Returns the loss that was added up in the dtype that `fun` gave it, as far as it is that."""
+        """Casts the summed loss to the dtype that `fun` returned."""
         return loss.astype(dtype)
 
     def check_meter(self, meter: Meter) -> None:
@@ -126,11 +126,10 @@ class Terms(ByShare):
         return jnp.ones([])  # there is no one weight, and none is asked for
 
     def check_meter(self, meter: Meter) -> None:
-        if meter.measures:
-            raise ValueError(
-                "Statistics take one weight for each micro-batch: here each term of the loss has its own. Leave "
-                "statistics out, or return a loss of one term."
-            )
+        meter.refuse(
+            "Statistics take one weight for each micro-batch: here each term of the loss has its own. Leave "
+            "statistics out, or return a loss of one term."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

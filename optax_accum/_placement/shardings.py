@@ -25,7 +25,7 @@ def state_sharding(
     reduce_to: Tree = None,
     offload: str | Sequence[str] = (),
 ) -> Tree:
-    """Returns where each leaf of `tx.init(params)` belongs.
+    """Returns the sharding of each leaf of `tx.init(params)`.
 
     Give the result to `jax.jit(tx.init, out_shardings=...)`.
 

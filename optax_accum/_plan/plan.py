@@ -30,14 +30,14 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """The fewest micro-batches that fit, and all that was compiled to know.
+    """The fewest micro-batches that fit, and all compilations that were tried.
 
     Printed, it is a table.
 
     Attributes:
       num_microbatches: the fewest that fit; None in the plan of an error
         that says that none does.
-      option: with which of the options, the one at `place` among them.
+      option: the option chosen, number `place` of the options.
       global_batch: the rows of one update.
       num_devices: the devices that share each micro-batch.
       target: what it was compiled for.
@@ -48,8 +48,8 @@ class Plan:
         builder knows them.
       sum: the bytes of the sum of their gradients, where the builder knows
         them.
-      monotone: whether, of what was compiled in a loop, larger
-        micro-batches need more memory.
+      monotone: whether larger micro-batches, compiled in a loop, need more
+        memory.
       shards: the parts into which the devices deal the rows, by default one
         for each device.
       skipped: what did not lower, and why.

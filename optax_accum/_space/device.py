@@ -42,7 +42,7 @@ class Device:
         return jax.lax.psum(1, self.axes)
 
     def own(self, call: Call, names: tuple[Name, ...]) -> Call:
-        """Returns the call on this device: these arguments as its own, so that no gradient is reduced, and its key."""
+        """Makes the named arguments and the key this device's own, so that no gradient is reduced."""
         arrays, filled = tracing.parted(call[names], tracing.is_array)
         return self.own_key(call.with_arguments(dict(zip(names, filled(self.vary(arrays)), strict=True))))
 
@@ -60,7 +60,7 @@ class Device:
         return mapped.varying(tree, self.axes)
 
     def gathers(self, name: Name, arg: Tree) -> Tree:
-        """Returns, for each leaf of an argument, the function that makes it whole, of what this device has of it."""
+        """Returns, for each leaf of an argument, the function that gathers this device's shard."""
         if name not in self.shards:
             return jax.tree.map(lambda _: self.vary, arg)
         whole = lambda _, to: functools.partial(mapped.gathered, to=to, axes=self.axes)
@@ -89,7 +89,7 @@ class Device:
         return needs is None and (worth if asked is None else asked)
 
     def added_up(self, acc: Tree) -> list[Finish]:
-        """Returns for each leaf what adds a sum of gradients, or a slice of it, over all devices, in its place.
+        """Returns, for each leaf, the function that adds a sum, or a slice of it, over the devices in place.
 
         It returns None for a slice that has to wait for the others.
         """

@@ -28,7 +28,7 @@ def here(reduction: Reduction) -> Space:
 
 
 def beside(to: Tree) -> Tree:
-    """Returns where sums go, for a pair of them: the first as is said, the second everywhere."""
+    """Extends `reduce_to` to a pair of sums: the second goes to all devices."""
     return to if to is None or isinstance(to, str) else (to, PartitionSpec())
 
 

@@ -87,7 +87,7 @@ def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
 
 
 def beside(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
-    """Returns sums [d], each on the device that has its part of `like`, where that is known."""
+    """Places sums [d] on the devices that hold the parts of `like`, where those are known."""
     spec = meshes.spec_of(like)
     return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else sums
 

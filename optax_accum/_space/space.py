@@ -97,7 +97,7 @@ class Space:
         return sums
 
     def output(self, reduction: str, leaf: Any) -> Any:
-        """Returns an output of the whole batch, of what each device has of it."""
+        """Combines what each device has of an output into that of the whole batch."""
         return leaf
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:

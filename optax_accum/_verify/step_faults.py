@@ -66,7 +66,7 @@ FAULTS = (
     ),
     Fault(
         "rows left out",
-        "The rows that `every` does not divide are in no micro-batch.",
+        "Rows that are left over when `every` divides them are in no micro-batch.",
         "The update equals that of the other rows alone.",
         "Let the rows that are left be one smaller micro-batch, and weigh each by its rows, as value_and_grad does. "
         "Where batches always divide, pass uneven=False.",
@@ -101,21 +101,21 @@ FAULTS = (
     Fault(
         "sum for a mean",
         "Their gradients are added and never divided.",
-        "The update is that of a multiple of the whole batch's gradient.",
+        "The update uses a multiple of the whole batch's gradient.",
         "Divide the sum by what the whole batch's mean divides by: by k for k equal micro-batches.",
         {"foretold": windows.undivided, "related": windows.more},
     ),
     Fault(
         "divided twice",
         "The sum of their gradients is divided once too often.",
-        "The update is that of a fraction of the whole batch's gradient.",
+        "The update uses a fraction of the whole batch's gradient.",
         "Divide once: either each loss, or the sum of the gradients. optax.MultiSteps divides, too.",
         {"foretold": windows.divided_again, "related": windows.less},
     ),
     Fault(
         "mean of means",
         "Each micro-batch counts the same, though they have different numbers of rows or tokens.",
-        "The update is that of the unweighted mean of their gradients; the whole batch's gradient is a weighted mean.",
+        "The update uses the unweighted mean of their gradients; the whole batch's gradient is a weighted mean.",
         "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: apply_gradients(..., weight=w), "
         "or value_and_grad(..., weight_fn=...) within a call. Where micro-batches are always equal, pass uneven=False.",
         {
@@ -128,7 +128,7 @@ FAULTS = (
     Fault(
         "clipping at each micro-step",
         "The gradient of each micro-batch is clipped, not that of the window.",
-        "The update is that of a mean of smaller gradients; the whole batch's gradient is a multiple of such a mean.",
+        "The update uses a mean of smaller gradients; the whole batch's gradient is a multiple of such a mean.",
         "Clip the mean: put clipping inside what accumulates, "
         "accumulate_gradients(optax.chain(optax.clip_by_global_norm(1.0), optimizer), every).",
         {

@@ -60,7 +60,7 @@ def verify(
 
     Errors are relative to the size of what is averaged, the losses and
     gradients of the rows: a loss near 0, or gradients that nearly cancel,
-    are no cause for alarm.
+    raise no alarm.
 
     Args:
       fun: the loss, called as `fun(params, batch, *args)`; what it returns

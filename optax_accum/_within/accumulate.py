@@ -68,9 +68,9 @@ def accumulate(
         sum:   sum_i x_i
         max, min, concat, stack, last
 
-    Sums are in at least float32. For a gradient function this costs one
-    tree of gradients beside the sum, which `value_and_grad`, given the
-    loss, does without.
+    Sums are in at least float32. For a gradient function this keeps one
+    tree of gradients beside the sum; `value_and_grad`, given the loss,
+    does not.
 
     Args:
       fun: any function of a batch, such as

@@ -79,7 +79,7 @@ class Rules:
         return self.returns.parts(call.apply(self.fun))
 
     def parts_of(self, call: Call, params: tuple[Tree, ...]) -> Parts:
-        """Does so with these in the place of the differentiated arguments."""
+        """Calls `fun` with `params` in place of the differentiated arguments."""
         return self.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
 
 

@@ -134,7 +134,7 @@ class MicroBatches:
         return self._at(self.split.last, flags)
 
     def undifferentiable(self, message: str) -> "MicroBatches":
-        """Returns the same; whoever differentiates what is made of it, through a `jit` between, gets the message."""
+        """Returns micro-batches that raise `message` when they are differentiated through a `jit`."""
         values = self.stacked, self.rest, list(self.call.arguments.values())
         stacked, rest, arguments = tracing.refuse_differentiation(values, message)
         call = self.call.with_arguments(dict(zip(self.call.arguments, arguments, strict=True)))

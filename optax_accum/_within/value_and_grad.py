@@ -285,8 +285,8 @@ def _check_options(rules: Rules) -> None:
         raise ValueError(
             "in_place=True adds inside the backward pass, unroll=True after it: in_place=True, unroll=True. Pass one."
         )
-    if rules.meter.measures and rules.over.to == PARTIAL:
-        raise ValueError('Statistics take the sum of gradients: reduce_to="partial" was asked for. Leave it out.')
+    if rules.over.to == PARTIAL:
+        rules.meter.refuse('Statistics take the sum of gradients: reduce_to="partial" was asked for. Leave it out.')
 
 
 def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:

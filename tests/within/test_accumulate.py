@@ -408,7 +408,9 @@ def test_an_error_names_the_place_in_what_fun_returns():
 def test_a_list_of_micro_batches_is_to_be_stacked():
     parts = [{"x": jnp.ones(2)}, {"x": jnp.full(2, 3.0)}]
     fun = optax_accum.accumulate(lambda batch: batch["x"].mean(), batch_argnums=0, stacked=True)
-    with pytest.raises(ValueError, match=re.escape("Stack a list of micro-batches (padded to one length): jax.tree.map")):
+    with pytest.raises(
+        ValueError, match=re.escape("Stack a list of micro-batches (padded to one length): jax.tree.map")
+    ):
         fun(parts)
     np.testing.assert_allclose(fun(jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)), 2.0)  # the remedy
 
@@ -418,7 +420,7 @@ def test_a_list_of_micro_batches_is_to_be_stacked():
     [("gradient_accumulation_steps", "num_microbatches"), ("has_aux", "reduction="), ("argnums", "jax.value_and_grad")],
 )
 def test_options_of_other_functions_are_refused_with_their_name_here(option, remedy):
-    with pytest.raises(TypeError, match=f"accumulate has another name for {option}.*{re.escape(remedy)}"):
+    with pytest.raises(TypeError, match=f"accumulate has no {option}=.*{re.escape(remedy)}"):
         optax_accum.accumulate(lambda w, x: x.mean(), **{option: 3})
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_accum._across.divisor import as_divisor
 from optax_accum._core.state import as_mean_args, default_float, map_states, new_state, states_in
 
 Tree = Any
@@ -60,8 +61,7 @@ def from_multi_steps(
       >>> state.mini_step.item(), state.weight.item()
       (2, 2.0)
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction must be "mean" or "sum": reduction={reduction!r}.')
+    divisor = as_divisor(reduction)
     names = as_mean_args(mean_args)
     if not states_in(state, optax.MultiStepsState):
         raise ValueError(
@@ -71,7 +71,7 @@ def from_multi_steps(
 
     def convert(node: Any) -> Any:
         mini_step = jnp.asarray(node.mini_step, jnp.int32)
-        factor = mini_step if reduction == "mean" else jnp.ones_like(mini_step)
+        factor = mini_step if divisor.is_mean else jnp.ones_like(mini_step)
         return new_state(
             node.inner_opt_state,
             jax.tree.map(lambda acc: acc * factor.astype(acc.dtype), node.acc_grads),
