@@ -161,20 +161,35 @@ class Program:
     def behind(self, computation: Computation, start: Instruction) -> list[Instruction]:
         """Returns the products between a start and its end; a loop, branch or fusion that holds some is one.
 
-        One that ends in the next turn of a loop has the products up to the end of its own.
+        If a loop hands what was started on to its next turn, they are those up to the end of this turn, and those of
+        the next turn up to the end of the operation.
         """
         lines = list(computation.values())
-        handed, products = {start.name}, []
-        for line in lines[lines.index(start) + 1 :]:
+        handed, products = {start.name}, list[Instruction]()
+        if self._has_ended(lines[lines.index(start) + 1 :], handed, products) or computation.root.opcode != "tuple":
+            return products
+        places = {place for place, name in enumerate(computation.root.operands) if name in handed}
+        came = {
+            line.name
+            for line in lines
+            if line.opcode == "get-tuple-element" and computation.element(line.name) in places
+        }
+        if came:
+            self._has_ended(lines[: lines.index(start)], came, products)
+        return products
+
+    def _has_ended(self, lines: list[Instruction], handed: set[str], products: list[Instruction]) -> bool:
+        """Adds the products among these lines, up to the end of what was started, and returns whether it is there."""
+        for line in lines:
             if not handed.isdisjoint(line.operands):
                 stage = self.stage(line)
                 if stage == "Done":
-                    break
+                    return True
                 if stage == "Step" or line.opcode == "get-tuple-element":
                     handed.add(line.name)
             if line.is_product or not self.multiplying.isdisjoint(line.runs):
                 products.append(line)
-        return products
+        return False
 
     def run(self, *, into_fusions: bool = False) -> Iterator[Ran]:
         """Yields what runs, from the first instruction to the last."""

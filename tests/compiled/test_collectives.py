@@ -255,6 +255,26 @@ def test_one_that_ends_in_the_next_turn_has_the_rest_of_its_own():
     assert op.behind == 3
 
 
+def test_one_that_is_awaited_in_the_next_turn_has_the_products_before_that():
+    """Both turns: one product after the start, two before what was started a turn ago is awaited."""
+    body = HIDDEN[HIDDEN.index("%body") : HIDDEN.index("%condition (s")]
+    pipelined = """%body (s: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %s = (s32[], f32[8,8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8,8] get-tuple-element(%s), index=1
+  %y = f32[8,8] custom-call(%i, %i), custom_call_target="__cublas$gemm"
+  %z = f32[8,8] custom-call(%y, %y), custom_call_target="__cublas$gemm"
+  %done = f32[8,8] all-reduce-done(%x)
+  %start = f32[8,8] all-reduce-start(%z), replica_groups={}, to_apply=%add
+  %w = f32[8,8] custom-call(%done, %done), custom_call_target="__cublas$gemm"
+  ROOT %t = (s32[], f32[8,8]) tuple(%i, %start)
+}
+
+"""
+    (op,) = optax_accum.sharding.count_collectives(HIDDEN.replace(body, pipelined)).select(place="loop")
+    assert op.behind == 3
+
+
 def test_one_that_a_gpu_is_told_to_await_hides_nothing():
     start = "%start = f32[8,8] all-reduce-start(%x), replica_groups={}, to_apply=%add"
     sync = ', backend_config={"collective_backend_config":{"is_sync":true}}'
