@@ -80,7 +80,7 @@ TITLES = {
 def main() -> None:
     options = _options()
     if options.list:
-        print(_measure.markdown([("module", "what it owns"), *found().items()], left=(0, 1)))
+        print(_measure.markdown([("benchmark", "what it measures"), *found().items()], left=(0, 1)))
         return
     texts, failed = {}, []
     for name in options.names:
@@ -117,9 +117,14 @@ def found() -> dict[str, str]:
 
 def _options() -> argparse.Namespace:
     description = "Runs the benchmarks, all by default, and writes benchmarks/RESULTS.md."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=description)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"the benchmarks to run: {', '.join(found())}")
-    parser.add_argument("--list", action="store_true", help="list the benchmarks")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=description,
+        epilog="benchmarks:\n" + "\n".join(f"  {name:<14}{what}" for name, what in found().items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the benchmarks to run, of those below")
+    parser.add_argument("--list", action="store_true", help="print the benchmarks as a table")
     parser.add_argument("--quick", action="store_true", help="run a sample, in under 3 minutes on two quiet cores")
     where = "the file to write (default: benchmarks/RESULTS.md; none with --quick)"
     parser.add_argument("--output", type=_measure.writable, help=where)

@@ -99,7 +99,7 @@ QUIRKS = (
     ),
     Quirk(
         "_compiled.absent.check_absent",
-        "A program of one device cannot be compiled for an absent GPU",
+        "JAX 0.8 cannot compile a program of one device for an absent GPU",
         "it is refused",
         'JAX 0.8.3: "Could not find memory addressable by device"',
         until=(0, 9, 0),
