@@ -1,4 +1,4 @@
-"""Save and resume a run, also in the middle of a window.
+"""Save and resume a run, also in mid-window.
 
 It may go on in the middle of a window, on another number of devices, in
 several processes.

@@ -47,6 +47,9 @@ def value_and_apply_gradients(
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
     """Returns a whole micro-step of a loss, which adds gradients in place.
 
+        step = value_and_apply_gradients(loss, tx)
+        value, params, state = step(params, state, batch)
+
     The step does what `jax.value_and_grad(fun)` and then
     `apply_gradients(tx, ...)` do. Its backward pass adds each gradient to
     the accumulator in the state where it arises, scaled by the

@@ -51,6 +51,8 @@ def accumulate_gradients(
 ) -> "Accumulating":
     """Wraps an optimizer so that it updates once per window of micro-steps.
 
+        tx = accumulate_gradients(optax.adamw(1e-3), every=8)
+
     Each update uses the gradient of the whole batch. Over a window of
     micro-batches with gradients `g_i` and weights `w_i`, `inner` sees
 
@@ -277,7 +279,11 @@ def apply_gradients(
 ) -> tuple[Tree, Tree]:
     """Makes a micro-step: `tx.update` and `optax.apply_updates` in one.
 
-        emit:  params + updates of `inner`, inside the branch
+        params, state = apply_gradients(tx, grads, state, params)
+
+    The update is applied inside the branch that makes it:
+
+        emit:  params + updates of `inner`
         hold:  params
 
     A micro-step that only accumulates reads and writes the accumulator, but

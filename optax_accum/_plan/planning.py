@@ -33,6 +33,8 @@ def plan_microbatches(
 ) -> Plan:
     """Returns the fewest micro-batches with which a step fits in memory.
 
+        k = plan_microbatches(make_step, 256).num_microbatches
+
     Nothing is allocated: the step is compiled from shapes, for the
     accelerator that is here or one that is not, and the compiler tells its
     peak memory:

@@ -46,6 +46,8 @@ def verify(
 ) -> Report:
     """Checks whether accumulating a loss gives the whole batch's gradient.
 
+        verify(loss, params, batch, num_microbatches=4).check()
+
     The report also says what to do about it.
 
         whole = grad fun(params, batch)

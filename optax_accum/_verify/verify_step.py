@@ -37,6 +37,8 @@ def verify_step(
 ) -> Report:
     """Tells whether a train step accumulates as it should, and if not, why.
 
+        verify_step(make_step, batch).check()
+
     The report also says what to do about it. The step need not be JAX's.
 
         step, carry = make_step(every)

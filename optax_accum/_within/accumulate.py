@@ -60,6 +60,8 @@ def accumulate(
 ) -> Callable[..., Any]:
     """Runs any function of a batch one micro-batch after the other.
 
+        value, grads = accumulate(grad_fn, 8)(params, batch)
+
     The function may compute gradients, an evaluation, or metrics. Its
     results `x_i` for micro-batches with weights `w_i` are combined, leaf by
     leaf, into its result for the batch:

@@ -55,6 +55,8 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Does what `jax.value_and_grad` does, one micro-batch after the other.
 
+        value, grads = value_and_grad(loss, 8)(params, batch)
+
     Same call, same return, less memory. It splits the rows of the batch
     into micro-batches with losses `l_i` and weights `w_i`, and returns
 
