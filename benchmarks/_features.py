@@ -307,7 +307,7 @@ def _torch_reductions() -> Outcome:
 
 
 FEATURES = [
-    Feature("the update of the whole batch", "Two updates, micro-batches alike.", _even),
+    Feature("the update of the whole batch", "Two updates of equal micro-batches.", _even),
     Feature(
         "uneven weights",
         "One micro-batch counts one row of four; its weight is passed if the library takes one.",
@@ -317,10 +317,10 @@ FEATURES = [
     Feature("rows that k does not divide", "Ten rows in micro-batches of four: four, four, two.", _indivisible),
     Feature(
         "NaN recovers",
-        "One micro-batch is NaN: the update of the others, with the library's option if it has one.",
+        "One micro-batch is NaN: does it make the others' update (option allowed)?",
         _nan,
     ),
-    Feature("one optimizer call per window", "Calls of the optimizer are counted.", _calls),
+    Feature("one optimizer call per window", "We count the optimizer's calls.", _calls),
     Feature(
         "one reduction per window",
         "Reductions of a gradient over two devices are counted in what a CPU's compiler makes.",
@@ -328,7 +328,7 @@ FEATURES = [
     ),
     Feature(
         "own dropout key",
-        "A loss draws a random number; the different ones among four micro-batches are counted.",
+        "A loss draws a random number; we count how many differ among four micro-batches.",
         _key,
     ),
     Feature(
@@ -336,14 +336,14 @@ FEATURES = [
     ),
     Feature(
         "extra arguments through a chain",
-        "What an optimizer that reads `value` gets, wrapped and put into `optax.chain`.",
+        "What a wrapped optimizer in an `optax.chain` gets as `value`.",
         _extra,
     ),
     Feature("the window's mean loss", "The same without the chain, in a window with the losses 1 and 3.", _mean_value),
-    Feature("resumed with another k", "A window of four has three micro-batches and goes on as one of two.", _resumed),
+    Feature("resumed with another k", "A window of four resumes, after three micro-batches, with k = 2.", _resumed),
     Feature(
         "planned ahead",
-        "Whether there is an answer, before anything is allocated, to how many micro-batches fit.",
+        "Can it say how many micro-batches fit, before it allocates anything?",
         _planned,
     ),
     Feature("losses that couple rows", "Each row is compared with all of the batch.", _coupled),

@@ -308,7 +308,7 @@ def _draw(settings: Settings, ways: list[Way]) -> None:
     figure = Figure(figsize=(14, 4.8), layout="constrained")
     axes: Any = figure.subplot_mosaic([["loss", "memory", "time"]], width_ratios=[1.9, 1.1, 1.1])
     rows, every, optimizer = settings.batch_size, settings.every, settings.optimizer
-    figure.suptitle(f"Handwritten digits, {optimizer}: {rows} rows an update, whole and as {every} x {rows // every}")
+    figure.suptitle(f"Handwritten digits, {optimizer}; {rows} images per update: at once, or {every} x {rows // every}")
     _draw_losses(axes["loss"], ways)
     memory = "Memory of a step, with its accumulator,\nwithout parameters and optimizer state"
     _draw_bars(axes["memory"], memory, "MB", [way.megabytes for way in ways])

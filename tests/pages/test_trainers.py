@@ -74,7 +74,9 @@ TRAINERS = [
     Trainer("multi_steps", "`optax.MultiSteps`", "mean of means", from_carry, whole=(CONFIG,), masks=(CHAIN,)),
     Trainer("minibatch_call", "A function that calls", "mean of means", from_carry, (True, True), (ONE,), masks=(OWN,)),
     Trainer("equinox_trainer", "Equinox", "mean of means", from_carry, (True, True), (ONE,), masks=(OWN,)),
-    Trainer("context", "A whole context", "moves while held", from_carry, (False, True), (BARE,), masks=(OF_STATE,)),
+    Trainer(
+        "context", "Parameters and batch", "moves while held", from_carry, (False, True), (BARE,), masks=(OF_STATE,)
+    ),
     Trainer("ppo", "PPO", "coupled examples", from_carry, (True, True), before=(CUT,)),
 ]
 all_trainers = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
