@@ -70,8 +70,8 @@ class MicroBatches:
 
         def parts_of(values: tuple[Any, ...]) -> Parts:
             parts = self.parts(first.with_arguments(dict(zip(names, values, strict=True))))
-            for part in parts:
-                check_arrays("What fun returns", part, "Return arrays and numbers only.")
+            for what, part in zip(("What fun returns", "The aux of fun", "The carry of fun"), parts, strict=True):
+                check_arrays(what, part, "Return arrays and numbers only.")
             return parts
 
         program, shapes = tracing.traced(parts_of, first[names])
