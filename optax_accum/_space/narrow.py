@@ -65,7 +65,8 @@ def _derived_as(wide: Callable[[jax.Array], jax.Array], add: Callable[[jax.Array
 def check(dtype: Any, acc: Any) -> None:
     """Raises unless sums of this tree are wider than the dtype that they are to cross the network in."""
     for leaf in jax.tree.leaves(acc):
-        if dtype is not None and jnp.finfo(leaf.dtype).bits < jnp.finfo(dtype).bits:
+        added = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if added and jnp.finfo(leaf.dtype).bits < jnp.finfo(dtype).bits:
             raise ValueError(
                 f"reduce_dtype must not be wider than the sums: reduce_dtype={jnp.dtype(dtype).name}, and sums are in "
                 f"{leaf.dtype.name}. Leave it out."

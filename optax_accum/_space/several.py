@@ -66,6 +66,12 @@ class Several(Space):
     def check_params(self, params: Tree) -> None:
         mismatch.check_replicated(params, self.axes)
 
+    def _sums_like(self, params: Tree, dtype: Any) -> Tree:
+        """Returns the shapes of a device's sums; raises for a `reduce_dtype` that is wider."""
+        shapes = jax.eval_shape(lambda: arithmetic.zeros(params, dtype))
+        narrow.check(self.dtype, shapes)
+        return shapes
+
     def _sum(self, sums: Tree) -> Tree:
         """Adds partial sums, everywhere: an all-reduce."""
         add = lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
@@ -76,7 +82,7 @@ class OverMesh(Several):
     """Partial sums over a mesh: arrays [d, ...], which pass `jit`, branches and checkpoints like any others."""
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
-        return partials.zeros_for(jax.eval_shape(lambda: arithmetic.zeros(params, dtype)), params, self.axes)
+        return partials.zeros_for(self._sums_like(params, dtype), params, self.axes)
 
     def scalar(self, params: Tree) -> jax.Array:
         return partials.zero_scalars(params, self.axes)
@@ -176,8 +182,8 @@ class InShardMap(Several):
             )
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
-        shapes = jax.eval_shape(lambda: arithmetic.zeros(params, dtype))
-        return mapped.varying(jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), shapes), self.axes)
+        rows = lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype)
+        return mapped.varying(jax.tree.map(rows, self._sums_like(params, dtype)), self.axes)
 
     def scalar(self, params: Tree) -> jax.Array:
         return mapped.varying(jnp.zeros([1], default_float()), self.axes)

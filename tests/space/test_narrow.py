@@ -129,6 +129,13 @@ def test_what_makes_no_sense_is_refused(options, message):
         jax.jit(optax_accum.value_and_grad(loss, 4, **options))(*placed(mesh))
 
 
+def test_a_wire_wider_than_the_sums_of_a_window_is_refused_when_they_are_made():
+    options = {"reduce_axes": "data", "reduce_dtype": jnp.float32, "accumulator_dtype": jnp.bfloat16}
+    tx, mesh = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, **options), mesh_of()
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="must not be wider than the sums"):
+        jax.jit(tx.init)(placed(mesh)[0])
+
+
 @pytest.mark.parametrize("to", [None, {"w": P("data"), "b": P()}, P()], ids=["everywhere", "scattered", "whole"])
 def test_it_is_differentiated_again(to):
     """As the sum in float32 is: what crosses the network are integers, which have no derivative."""
