@@ -25,6 +25,13 @@ QUIRKS = (
         until=(0, 11, 1),
     ),
     Quirk(
+        "warn_of_stale_products",
+        "From 0.7.1 on, a CPU can multiply by what a matrix was before a program updated it in place",
+        "a warning names the flag of XLA that helps",
+        "JAX 0.7.2: a linear model of 512 x 512 whose parameters are donated never trains",
+        until=(0, 8, 2),
+    ),
+    Quirk(
         "extremes",
         "A CPU's compiler writes the magnitudes of an array before it reduces them",
         "two reductions, of the largest and of the smallest number",

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -128,7 +129,8 @@ def start(
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
     command = [sys.executable, os.path.abspath(__file__), "--coordinator", coordinator]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device for each process
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}  # one device for each process
     group: Group = []
     try:
         for number in range(settings.processes):

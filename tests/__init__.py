@@ -11,12 +11,16 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent
 
+JAX = tuple(int(part) for part in importlib.metadata.version("jax").split(".")[:3])
+
 # Below JAX 0.11, XLA can still do without its new emitters for CPUs, which take 40 % of the suite's time.
-OLD_EMITTERS = tuple(int(part) for part in importlib.metadata.version("jax").split(".")[:2]) < (0, 11)
+OLD_EMITTERS = JAX < (0, 11)
+# As `compilers.warn_of_stale_products` tells users to.
+STALE_PRODUCTS = (0, 7, 1) <= JAX < (0, 8, 2)
 
 # A worker has one core to compile on, so programs are not split among threads.
 flags = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen_split_count=1"]
-flags += ["--xla_cpu_use_fusion_emitters=false"] * OLD_EMITTERS
+flags += ["--xla_cpu_use_fusion_emitters=false"] * OLD_EMITTERS + ["--xla_cpu_use_xnnpack=false"] * STALE_PRODUCTS
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -6,6 +6,8 @@ Nobody else compares a version or asks whether JAX has a name, but who asks the 
 
 import contextlib
 import math
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +30,22 @@ def require(what: str, since: tuple[int, ...], remedy: str) -> None:
     """Raises where this JAX is older than what is asked for needs."""
     if since > JAX:
         raise NotImplementedError(f"{what} needs JAX {_text(since)} or later: this is JAX {jax.__version__}. {remedy}")
+
+
+WITHOUT_XNNPACK = "--xla_cpu_use_xnnpack=false"
+
+
+def warn_of_stale_products() -> None:
+    """Warns on a CPU whose XNNPACK packs a matrix once for each address, and so misses an update in place."""
+    if not (0, 7, 1) <= JAX < (0, 8, 2) or WITHOUT_XNNPACK in os.environ.get("XLA_FLAGS", ""):
+        return
+    if jax.default_backend() == "cpu":
+        warnings.warn(
+            f"JAX {jax.__version__} on a CPU can multiply by old parameters if a step that was compiled with "
+            "donate_argnums updates them in place: the gradient is wrong, with this library and without. Set "
+            f'os.environ["XLA_FLAGS"] = "{WITHOUT_XNNPACK}" before you use JAX, or install JAX 0.8.2 or later.',
+            stacklevel=2,
+        )
 
 
 def _text(version: tuple[int, ...]) -> str:

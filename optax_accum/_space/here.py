@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum._core import checks
+from optax_accum._core import checks, compilers
 from optax_accum._core.arithmetic import Tree
 from optax_accum._space import meshes
 from optax_accum._space.several import InShardMap, OverMesh
@@ -14,6 +14,7 @@ from optax_accum._space.space import PARTIAL, Reduction, Space
 
 def here(reduction: Reduction) -> Space:
     """Returns the space of this trace."""
+    compilers.warn_of_stale_products()
     axes, to, _ = reduction
     if not axes:
         return Space()

@@ -1,6 +1,7 @@
 """What an older JAX or Flax lacks is refused by name; other versions are played by `compilers.JAX`."""
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import optax_accum
 from optax_accum import accelerators
 from optax_accum._compiled import absent
 from optax_accum._core import compilers
-from tests import programs
+from tests import programs, versions
 
 AXES = {"reduce_axes": "data"}
 REFUSED = {  # by an older JAX
@@ -48,7 +49,7 @@ def test_what_an_older_jax_lacks_is_refused_by_the_version_that_has_it(what, mon
 
 
 def test_in_place_is_refused_where_it_is_asked_for_alone(monkeypatch):
-    monkeypatch.setattr(compilers, "JAX", (0, 7, 2))
+    monkeypatch.setattr(compilers, "JAX", (0, 7, 0))
     loss, w, x = lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones(3), jnp.ones((4, 3))
     with pytest.raises(TypeError, match=r"in_place=True needs JAX 0.8.1 or later.*Leave in_place=None"):
         optax_accum.value_and_grad(loss, num_microbatches=2, in_place=True)(w, x)
@@ -116,6 +117,59 @@ def test_the_forms_for_an_older_jax_compute_the_same(monkeypatch):
     assert compilers.each_leaf(prefix, tree) == {"a": 1, "b": [2, 2]}
     with pytest.raises(ValueError, match="."):
         compilers.each_leaf({"a": 1}, tree)
+
+
+TRAINS = """
+import jax, jax.numpy as jnp, optax, optax_accum
+
+def step(params, state, x):
+    loss, grads = jax.value_and_grad(lambda params: jnp.mean((x @ params - 1) ** 2))(params)
+    params, state = optax_accum.apply_gradients(tx, grads, state, params)
+    return params, state, loss
+
+tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
+x = jax.random.normal(jax.random.key(0), (512, 512))
+for donated in (), (0, 1):
+    params, step_again = jnp.zeros((512, 512)), jax.jit(step, donate_argnums=donated)
+    state = tx.init(params)
+    for _ in range(3):
+        params, state, loss = step_again(params, state, x)
+    print(float(loss))
+"""
+
+
+def trains(flags):
+    """Returns the last losses of a training, without and with donation, and what it warned of."""
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", TRAINS], env=environment, check=True, capture_output=True, text=True)
+    return [float(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def test_with_the_flag_parameters_that_are_updated_in_place_train_as_others():
+    (copied, donated), warned = trains(compilers.WITHOUT_XNNPACK)
+    assert copied < 0.99
+    assert donated == pytest.approx(copied, rel=1e-5)
+    assert warned == ""
+
+
+def test_where_they_do_not_train_a_warning_names_the_flag():
+    """JAX 0.7.1 to 0.8.1 multiply by what the parameters were before: here for ever by zeros."""
+    (copied, donated), warned = trains("")
+    assert copied < 0.99
+    fails = (0, 7, 1) <= versions.JAX < (0, 8, 2)
+    assert donated == (1.0 if fails else pytest.approx(copied, rel=1e-5))
+    assert (compilers.WITHOUT_XNNPACK in warned) == fails
+
+
+def test_the_warning_is_for_cpus_without_the_flag(monkeypatch):
+    monkeypatch.setattr(compilers, "JAX", (0, 7, 2))
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_some_flag {compilers.WITHOUT_XNNPACK}")
+    compilers.warn_of_stale_products()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_some_flag")
+    with pytest.warns(UserWarning, match='os.environ.*= "--xla_cpu_use_xnnpack=false".*or install JAX 0.8.2'):
+        optax_accum.value_and_grad(jnp.vdot, num_microbatches=1)(jnp.ones(2), jnp.ones(2))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    compilers.warn_of_stale_products()
 
 
 def test_the_text_of_a_program_that_has_none_is_read_from_what_its_compiler_wrote():

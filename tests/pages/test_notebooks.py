@@ -16,6 +16,8 @@ INSTALL = f"""\
 try:
     import optax_accum
 except ModuleNotFoundError:
+    # On a CPU, Colab's JAX 0.7.2 can multiply by parameters that a step has replaced
+    %env XLA_FLAGS=--xla_cpu_use_xnnpack=false
     from importlib.util import find_spec
 
     import jax
