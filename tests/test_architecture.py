@@ -73,6 +73,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"accumulator", "multi_steps", "outcomes", "loss"},
         {"window"},
         {"transformation"},
+        {"steps"},
         {"train_step"},
     ],
     "_within": [
@@ -109,6 +110,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
 }
 
 
+@functools.cache
 def modules(room):
     """The sources of a room, by module."""
     path = PACKAGE / room
@@ -172,12 +174,17 @@ ANSWERED = {  # by modules whose work it is
 }
 
 
+@functools.cache
+def nodes(source):
+    """All of a source, parsed."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def names_in(source):
     """What a source names, but for its strings and comments."""
-    tree = ast.walk(ast.parse(source))
     return {
         node.id if isinstance(node, ast.Name) else node.attr
-        for node in tree
+        for node in nodes(source)
         if isinstance(node, ast.Name | ast.Attribute)
     }
 
@@ -196,11 +203,7 @@ def test_where_is_asked_in_space_alone():
 
 def branches(source):
     """What is asked in the conditions of a source."""
-    tests = (
-        node.test
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert)
-    )
+    tests = (node.test for node in nodes(source) if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert))
     return {ast.unparse(test) for test in tests}
 
 
@@ -222,7 +225,7 @@ def test_policies_are_compared_in_their_table_alone():
     for room in ROOMS:
         for name, source in modules(room).items():
             if (room, name) != ("_across", "policy"):
-                for node in ast.walk(ast.parse(source)):
+                for node in nodes(source):
                     if isinstance(node, ast.Compare):
                         text = ast.unparse(node)
                         assert not any(f"'{policy}'" in text for policy in ("propagate", "skip", "omit", "discard"))
@@ -245,28 +248,38 @@ ASKED = {
     "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step _across/multi_steps"),
     "does a state hold a sum": ({"holds_sum"}, "_across/accumulator flax/_window"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
+    "where does the sum over devices go": (
+        {"is_partial", "PARTIAL", "ToShards"},
+        "_space/space _space/here _space/several _within/cut _within/value_and_grad flax/_window",
+    ),
+    "is the divisor a weight": (
+        {"is_mean"},
+        "_across/divisor _across/window _across/loss _across/multi_steps _across/transformation",
+    ),
+    "may gradients be added in place": ({"added_inside"}, "_across/loss _within/cut"),
     "does it lie in host memory": (
         {"to_device", "to_memory_of"},
         "_across/accumulator _across/inner _across/outcomes",
     ),
     "does it run outside jit": (
         {"is_staged", "is_again"},
-        "_core/tracing _within/loops _within/value_and_grad _within/accumulate _across/train_step",
+        "_core/tracing _within/loops _within/value_and_grad _within/accumulate _across/steps",
     ),
 }
 ALSO = {  # that ask something else by the same name
     "_across/window": {"communicates"},  # whether the space does
     "_space/space": {"communicates"},
-    "_space/several": {"is_staged"},  # whether a reduction can be in place
+    "_space/several": {"is_staged", "communicates"},  # whether a reduction can be in place; that it does
     "_verify/loss": {"is_ratio"},  # of a loss that is not cut
     "flax/_window": {"isinstance Ratio"},  # for the metrics of a train step
     "_space/partials": {"is_staged"},  # whether zeros can be placed
 }
 
 
+@functools.cache
 def asks(source):
     """The names that a source uses, and the classes that it tells instances of."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(source) if isinstance(node, ast.Call)]
     tests = [ast.unparse(call.args[1]) for call in calls if ast.unparse(call.func) == "isinstance"]
     return names_in(source) | {f"isinstance {name}" for test in tests for name in re.findall(r"\w+", test)}
 
@@ -340,7 +353,7 @@ def test_a_question_for_a_version_is_found(source):
 
 def chains(source):
     """What a source takes from JAX, as `jax.sharding.reshard`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and re.fullmatch(r"jax(\.\w+)+", ast.unparse(node)):
             yield ast.unparse(node)
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from optax_accum._core import checks, compilers
 from optax_accum._core.arithmetic import Tree
 from optax_accum._space import meshes
-from optax_accum._space.several import InShardMap, OverMesh
+from optax_accum._space.several import InShardMap, OverMesh, PartialInShardMap, PartialOverMesh, ToShards
 from optax_accum._space.space import PARTIAL, Reduction, Space
 
 
@@ -18,14 +18,17 @@ def here(reduction: Reduction) -> Space:
     axes, to, _ = reduction
     if not axes:
         return Space()
-    if not meshes.is_manual(axes):
-        return OverMesh(reduction)
-    if to is not None and to != PARTIAL:
+    inside = meshes.is_manual(axes)
+    if reduction.is_partial:
+        return (PartialInShardMap if inside else PartialOverMesh)(reduction)
+    if to is None:
+        return (InShardMap if inside else OverMesh)(reduction)
+    if inside:
         raise ValueError(
             f"Inside jax.shard_map over {axes} the sum goes everywhere: reduce_to={to!r}. Leave it out; gather there "
             "what came in sharded (jax.lax.all_gather), and shard what comes out of the shard_map."
         )
-    return InShardMap(reduction)
+    return ToShards(reduction)
 
 
 def beside(to: Tree) -> Tree:

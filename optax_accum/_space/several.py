@@ -1,10 +1,11 @@
 """Owns the partial sums of several devices: over a mesh, or in a `jax.shard_map` of the user.
 
 A tree of them has leaves [d, ...], one partial sum for each of the d devices along the axes, each on its device; inside
-`jax.shard_map` [1, ...], this device's own.
+`jax.shard_map` [1, ...], this device's own. Where their sum goes is a class: to all, to shards, or nowhere.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,13 +23,19 @@ from optax_accum._space.meshes import Axes
 from optax_accum._space.shards import Shard
 from optax_accum._space.space import Local, Reduced, Reduction, Space
 
+_SUMS = ("mean", "sum")
 _EXTREMES = {"max": (jnp.max, jax.lax.pmax), "min": (jnp.min, jax.lax.pmin)}
 
 
 class Several(Space):
-    """Partial sums on several devices. Below are those of a mesh, and those inside a `jax.shard_map`."""
+    """Partial sums on several devices, whose sum goes to all. Below: over a mesh, and inside a `jax.shard_map`."""
 
+    communicates = True
     inside: Axes = ()  # the axes of the `jax.shard_map` that this runs in
+
+    def __init__(self, reduction: Reduction):
+        self.axes, _, self.dtype = reduction
+        self.device = Device(self.axes, one_batch=not reduction.is_partial, dtype=self.dtype)
 
     def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
         mismatch.check_num_devices(like)
@@ -41,20 +48,19 @@ class Several(Space):
         return arithmetic.zeros_of(jax.eval_shape(lambda: self.total(grads)))
 
     def total(self, sums: Tree) -> Tree:
-        return self.as_own(sums) if self.partial else self._sum(sums)
+        return self._sum(sums)
 
     def output(self, reduction: str, leaf: Any) -> Any:
-        if reduction not in ("mean", "sum", *_EXTREMES, "concat"):
-            raise ValueError(
-                f'With reduce_axes, each device has micro-batches of its own, and "{reduction}" of them is not one '
-                'output. Take "mean", "sum", "max", "min" or "concat".'
-            )
         if reduction == "concat":
             return jax.lax.collapse(leaf, 0, 2)
-        if reduction in _EXTREMES and not self.partial:
-            extreme, over = _EXTREMES[reduction]
-            return over(extreme(leaf, axis=0), self.inside)
-        return self.total(leaf)
+        if reduction in _EXTREMES:
+            return self._extreme(reduction, leaf)
+        if reduction in _SUMS:
+            return self.total(leaf)
+        raise ValueError(
+            f'With reduce_axes, each device has micro-batches of its own, and "{reduction}" of them is not one output. '
+            'Take "mean", "sum", "max", "min" or "concat".'
+        )
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
         sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not arithmetic.is_float0(leaf)]
@@ -76,6 +82,14 @@ class Several(Space):
         """Adds partial sums, everywhere: an all-reduce."""
         add = lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
         return jax.tree.map(lambda leaf: leaf if arithmetic.is_float0(leaf) else add(leaf), sums)
+
+    def _extreme(self, reduction: str, leaf: Any) -> Any:
+        extreme, over = _EXTREMES[reduction]
+        return over(extreme(leaf, axis=0), self.inside)
+
+    def _adds_up(self) -> bool:
+        """Returns whether a backward pass may add gradients over the devices."""
+        return tracing.is_staged() and compilers.OVERLAPS
 
 
 class OverMesh(Several):
@@ -99,74 +113,99 @@ class OverMesh(Several):
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
-        if self._is_in_place(acc):
-            total, left = partials.sum_in_place(acc, self.axes, self.dtype)
-            return total, {"acc_grads": left}
-        if self.to is None:
+        if not self._is_in_place(acc):
             return self.total(acc), {}
-        shardings = self._shardings(acc)
-        meshes.check_divisible(
-            shardings, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), acc)
-        )
-        scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes, self.dtype)
-        return jax.tree.map(scatter, acc, shardings), {}
+        total, left = partials.sum_in_place(acc, self.axes, self.dtype)
+        return total, {"acc_grads": left}
 
     def _joined(self, own: Tree) -> Tree:
-        if self.to is None:
-            return mapped.joined(own, self.axes, jax.tree.map(lambda _: PartitionSpec(), own))
-        to = self._shardings(own)
-        return meshes.place(mapped.joined(own, self.axes, jax.tree.map(lambda one: one.spec, to)), to)
+        return mapped.joined(own, self.axes, jax.tree.map(lambda _: PartitionSpec(), own))
 
     def _held(self, acc: Tree) -> dict[str, Tree]:
         return {"acc_grads": acc} if self._is_in_place(acc) else {}
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
-        device, names, shards = self._device(call), tuple(call.arguments), {}
-        if sharded is not None and self.to is not None:
-            to = self._shardings(call.arguments[sharded])
-            meshes.check_shards(to, self.axes)
-            device, shards = Device(self.axes, shards={sharded: to}), {names.index(sharded): to}
+        return self._run(fun, self._device(call), call, sums, {})
+
+    def check_state(self, weight: jax.Array, *trees: Tree) -> None:
+        mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
+
+    def _run(
+        self, fun: Local, device: Device, call: Call, sums: tuple[Any, ...], shards: Mapping[Name, Tree]
+    ) -> tuple[Tree, Tree]:
+        """Runs `fun`, as `run` does, with a shard of each argument in `shards`."""
+        names = tuple(call.arguments)
 
         def local(*args: Any) -> tuple[Tree, Tree]:
             own = call.with_arguments(dict(zip(names, args, strict=False)))
             return fun(device, own, *mapped.as_own(args[len(names) :]))
 
         split = [*map(names.index, call.batch), *range(len(names), len(names) + len(sums))]
-        return mapped.per_device(local, self.axes, split, (*call[names], *sums), shards)
-
-    def shard(self, params: Tree) -> Tree:
-        return params if self.to is None else meshes.place(params, self._shardings(params))
-
-    def gather(self, updates: Tree, params: Tree) -> Tree:
-        return updates if self.to is None else meshes.gather(updates, self._shardings(params), params, self.axes)
-
-    def check_params(self, params: Tree) -> None:
-        if self.to is None:
-            super().check_params(params)
-        else:
-            meshes.check_divisible(self._shardings(params), params)
-
-    def check_state(self, weight: jax.Array, *trees: Tree) -> None:
-        mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
+        sharded = {names.index(name): to for name, to in shards.items()}
+        return mapped.per_device(local, self.axes, split, (*call[names], *sums), sharded)
 
     def _device(self, call: Call) -> Device:
-        adds_up = not self.partial and tracing.is_staged() and compilers.OVERLAPS
-        everywhere = adds_up and self.to is None  # unrolled, XLA combines what is scattered at the end
-        hides = everywhere and meshes.on_gpu(meshes.mesh_of(self.axes, call[tuple(call.arguments)]))
-        shards_of = None if self.to is None else self._shards_of
-        return dataclasses.replace(self.device, adds_up=adds_up, hides=hides, shards_of=shards_of)
+        adds_up = self._adds_up()
+        hides = adds_up and meshes.on_gpu(meshes.mesh_of(self.axes, call[tuple(call.arguments)]))
+        return dataclasses.replace(self.device, adds_up=adds_up, hides=hides)
 
-    def _shards_of(self, params: Tree) -> list[Shard]:
-        return [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
+    def _is_in_place(self, acc: Tree) -> bool:
+        """Returns whether a sum that belongs with every device is written where the partial sums lie."""
+        return self.dtype is not None or (tracing.is_staged() and meshes.in_reach(acc) is not None)
+
+
+class ToShards(OverMesh):
+    """Partial sums over a mesh whose sum is sharded as `reduce_to` says: each device gets what it keeps of it."""
+
+    def __init__(self, reduction: Reduction):
+        super().__init__(reduction)
+        self.to = reduction.to
+
+    def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
+        sums = jax.tree.map(lambda name, leaf: leaf if name in _SUMS else None, reductions, leaves)
+        others = jax.tree.map(lambda name, leaf: None if name in _SUMS else self.output(name, leaf), reductions, leaves)
+        either = lambda one, other: other if one is None else one
+        return jax.tree.map(either, self.reduced(sums)[0], others, is_leaf=lambda leaf: leaf is None)
+
+    def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
+        narrow.check(self.dtype, acc)
+        shardings = self._shardings(acc)
+        shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        meshes.check_divisible(shardings, jax.tree.map(shape, acc))
+        scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes, self.dtype)
+        return jax.tree.map(scatter, acc, shardings), {}
+
+    def _joined(self, own: Tree) -> Tree:
+        to = self._shardings(own)
+        return meshes.place(mapped.joined(own, self.axes, jax.tree.map(lambda one: one.spec, to)), to)
+
+    def _held(self, acc: Tree) -> dict[str, Tree]:
+        return {}
+
+    def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
+        if sharded is None:
+            return super().run(fun, call, *sums)
+        shards = {sharded: self._shardings(call.arguments[sharded])}
+        meshes.check_shards(shards[sharded], self.axes)
+        return self._run(fun, Device(self.axes, shards=shards), call, sums, shards)
+
+    def shard(self, params: Tree) -> Tree:
+        return meshes.place(params, self._shardings(params))
+
+    def gather(self, updates: Tree, params: Tree) -> Tree:
+        return meshes.gather(updates, self._shardings(params), params, self.axes)
+
+    def check_params(self, params: Tree) -> None:
+        meshes.check_divisible(self._shardings(params), params)
+
+    def _device(self, call: Call) -> Device:
+        shards = lambda params: [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
+        # Unrolled, XLA combines what is scattered at the end.
+        return dataclasses.replace(self.device, adds_up=self._adds_up(), shards_of=shards)
 
     def _shardings(self, params: Tree) -> Tree:
         """Returns how the sum of their gradients is sharded."""
         return meshes.shardings(self.to, params, self.axes)
-
-    def _is_in_place(self, acc: Tree) -> bool:
-        """Returns whether a sum that belongs with every device is written where the partial sums lie."""
-        everywhere = self.to is None and not self.partial
-        return everywhere and (self.dtype is not None or (tracing.is_staged() and meshes.in_reach(acc) is not None))
 
 
 class InShardMap(Several):
@@ -194,7 +233,7 @@ class InShardMap(Several):
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
         # Types know of no sum over devices that is written where partial sums lie, and is the same on all.
-        adds_up = not self.partial and tracing.is_staged() and compilers.OVERLAPS and not mapped.tells_apart(self.axes)
+        adds_up = self._adds_up() and not mapped.tells_apart(self.axes)
         own, same = fun(dataclasses.replace(self.device, adds_up=adds_up), call, *self.as_own(sums))
         return self.as_partial(own), same
 
@@ -204,7 +243,7 @@ class InShardMap(Several):
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
         add = lambda leaf: leaf if arithmetic.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)
-        total = self.total(acc) if self.partial else jax.tree.map(add, acc)
+        total = jax.tree.map(add, acc)
         return total, {"acc_grads": mapped.varying(mapped.as_row(total), self.axes)}
 
     def as_own(self, sums: Tree) -> Tree:
@@ -215,3 +254,27 @@ class InShardMap(Several):
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, 1)
+
+
+class Partial(Several):
+    """Partial sums that stay: each device has its own, and their sum goes nowhere."""
+
+    def total(self, sums: Tree) -> Tree:
+        return self.as_own(sums)
+
+    def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
+        return self.as_own(acc), {}
+
+    def _extreme(self, reduction: str, leaf: Any) -> Any:
+        return self.as_own(leaf)
+
+    def _adds_up(self) -> bool:
+        return False
+
+
+class PartialOverMesh(Partial, OverMesh):
+    """Those of a mesh, [d, ...]."""
+
+
+class PartialInShardMap(Partial, InShardMap):
+    """Those of one device, [...], in a `jax.shard_map` of the user."""

@@ -28,6 +28,11 @@ class Reduction(NamedTuple):
     to: Tree = None  # how the sum is to be sharded; to all by default, and `PARTIAL` for nowhere
     dtype: Any = None  # in which it crosses the network
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether each device keeps its own sum."""
+        return isinstance(self.to, str)
+
 
 class Reduced(NamedTuple):
     """Sums that a backward pass has added over the devices: each has the sum, or what it keeps of it."""
@@ -38,11 +43,8 @@ class Reduced(NamedTuple):
 class Space:
     """Where partial sums live. On one device nothing is partial: it answers with what it was given."""
 
-    def __init__(self, reduction: Reduction = Reduction()):  # noqa: B008
-        self.axes, to, self.dtype = reduction
-        self.communicates, self.partial = bool(self.axes), to == PARTIAL
-        self.to = None if self.partial else to
-        self.device = Device(self.axes, one_batch=not self.partial, dtype=self.dtype)
+    communicates = False
+    device = Device()
 
     # The doors: what is empty, and what is to be added, as it is added.
 
@@ -97,8 +99,12 @@ class Space:
         return sums
 
     def output(self, reduction: str, leaf: Any) -> Any:
-        """Combines what each device has of an output into that of the whole batch."""
+        """Combines what each device has of an output into that of the whole batch, for all devices."""
         return leaf
+
+    def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
+        """Combines outputs as their reductions say; sums go where `reduce_to` asks."""
+        return jax.tree.map(self.output, reductions, leaves)
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
         """Returns whether something that counts, on any device, holds a NaN or an infinity."""

@@ -19,13 +19,12 @@ from optax_accum._core.state import default_float
 from optax_accum._core.weighing import ByShare
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
-from optax_accum._space.space import Reduction, Space
+from optax_accum._space.space import Reduction
 from optax_accum._within import microbatches, reductions, splitting
 from optax_accum._within.microbatches import Alive, MicroBatches, Turn
 from optax_accum._within.reductions import Outputs
 from optax_accum._within.weights import weigh
 
-_SUMS = ("mean", "sum")
 _AGAIN = (
     "What accumulate returns is not differentiated through jit where the number of micro-batches is traced "
     "(weight_fn). Differentiate inside fun, or take value_and_grad."
@@ -245,7 +244,8 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
         run = lambda rules, device, call: _part(rules, device, call, static).run(static=static)
     space = here(rules.over)
     own, carry = space.run(functools.partial(run, rules), call)
-    return rules.returns.joined(Parts(_over_devices(rules, space, own), carry=carry))
+    results = space.outputs(reductions.names_of(rules.reduction, own, "reduction"), own)
+    return rules.returns.joined(Parts(results, carry=carry))
 
 
 def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
@@ -260,16 +260,6 @@ def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
     return _Part(rules, micro_batches, weighing, alive, outputs)
-
-
-def _over_devices(rules: _Rules, space: Space, own: Tree) -> Tree:
-    """Returns the outputs of the batch, of what each device has of it: sums are reduced once, together."""
-    names = reductions.names_of(rules.reduction, own, "reduction")
-    if space.to is None:
-        return jax.tree.map(space.output, names, own)
-    added = space.reduced(jax.tree.map(lambda name, leaf: leaf if name in _SUMS else None, names, own))[0]
-    others = jax.tree.map(lambda name, leaf: None if name in _SUMS else space.output(name, leaf), names, own)
-    return jax.tree.map(lambda one, other: other if one is None else one, added, others, is_leaf=lambda x: x is None)
 
 
 def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:

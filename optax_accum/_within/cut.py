@@ -17,7 +17,7 @@ from optax_accum._core.roles import Call, Roles
 from optax_accum._core.state import default_float
 from optax_accum._core.weighing import ByShare, Index
 from optax_accum._space.device import Device
-from optax_accum._space.space import PARTIAL, Reduced, Reduction
+from optax_accum._space.space import Reduced, Reduction
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.gradients import Leaves
 from optax_accum._within.microbatches import Alive, MicroBatches, Turn
@@ -214,7 +214,7 @@ def _counts(
     rules: Rules, micro_batches: MicroBatches, shapes: Parts, static: bool, alive: Alive
 ) -> dict[str, jax.Array]:
     """Runs the micro-batches forward for what the terms of a loss count, and returns this device's sums."""
-    if rules.over.to == PARTIAL:
+    if rules.over.is_partial:
         raise ValueError(
             "A loss of several Ratios is divided by what all devices count, and its gradient is whole: "
             'reduce_to="partial" was asked for. Leave reduce_to out; or return one Ratio.'

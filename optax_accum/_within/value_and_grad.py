@@ -17,7 +17,6 @@ from optax_accum._core.roles import Call, Roles
 from optax_accum._core.signature import Name
 from optax_accum._core.weighing import divided
 from optax_accum._space.here import as_reduction, here
-from optax_accum._space.space import PARTIAL
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.cut import Rules, cut
 
@@ -247,7 +246,7 @@ def value_and_grad(
         unroll=unroll,
         overlap=overlap,
         meter=as_meter(statistics),
-        over=over._replace(to=reduce_to if reduce_to is None or reduce_to == PARTIAL else of_params(reduce_to)),
+        over=over._replace(to=reduce_to if reduce_to is None or over.is_partial else of_params(reduce_to)),
     )
     _check_options(rules)
     return _computing(rules)
@@ -287,7 +286,7 @@ def _check_options(rules: Rules) -> None:
         raise ValueError(
             "in_place=True adds inside the backward pass, unroll=True after it: in_place=True, unroll=True. Pass one."
         )
-    if rules.over.to == PARTIAL:
+    if rules.over.is_partial:
         rules.meter.refuse('Statistics take the sum of gradients: reduce_to="partial" was asked for. Leave it out.')
 
 
