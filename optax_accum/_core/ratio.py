@@ -138,15 +138,19 @@ def as_ratio(loss: Any) -> Any:
     """Returns a loss in which records of a registered class, one or in a dict, are each a Ratio."""
     if type(loss) is dict:
         return {name: as_ratio(term) for name, term in loss.items()}
-    if type(loss) not in _RECORDS:
-        return loss
-    for name in _RECORDS[type(loss)]:
+    names = _attributes(loss)
+    for name in names:
         if not hasattr(loss, name):
             raise TypeError(
                 f"Ratio.register names attributes of the class: {type(loss).__name__} has no {name!r}. Register it "
                 "with the names that it has."
             )
-    return Ratio(*(getattr(loss, name) for name in _RECORDS[type(loss)]))
+    return Ratio(*(getattr(loss, name) for name in names)) if names else loss
+
+
+def _attributes(node: Any) -> tuple[str, ...]:
+    """Returns the attributes that hold the sum and the count, if the class, or one that it extends, is registered."""
+    return next((_RECORDS[kind] for kind in type(node).__mro__ if kind in _RECORDS), ())
 
 
 def of_mean(loss: Any, weight: Any) -> Ratio:
@@ -198,7 +202,7 @@ def are_terms(loss: Any) -> bool:
 
 def is_record(node: Any) -> bool:
     """Returns whether this is a Ratio, or a record of a class that counts as one."""
-    return is_ratio(node) or type(node) in _RECORDS
+    return is_ratio(node) or bool(_attributes(node))
 
 
 def is_ratio(term: Any) -> bool:

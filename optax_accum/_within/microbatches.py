@@ -71,7 +71,7 @@ class MicroBatches:
         def parts_of(values: tuple[Any, ...]) -> Parts:
             parts = self.parts(first.with_arguments(dict(zip(names, values, strict=True))))
             for what, part in zip(("What fun returns", "The aux of fun", "The carry of fun"), parts, strict=True):
-                check_arrays(what, part, "Return arrays and numbers only.")
+                check_arrays(what, part, "Return arrays and numbers, and register a class of them as a pytree.")
             return parts
 
         program, shapes = tracing.traced(parts_of, first[names])
