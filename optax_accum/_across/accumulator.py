@@ -36,11 +36,11 @@ class Accumulator:
         """Returns the state with the sum in it."""
         return state._replace(acc_grads=memory.to_memory_of(total, state.acc_grads))
 
-    def left(self, state: AccumulationState, kept: dict[str, Any]) -> dict[str, Any]:
+    def left(self, state: AccumulationState, fields: dict[str, Any]) -> dict[str, Any]:
         """Puts the buffer that a closed window leaves into the memory (device or host) of the accumulator."""
-        if "acc_grads" not in kept:
-            return kept
-        return kept | {"acc_grads": memory.to_memory_of(kept["acc_grads"], state.acc_grads)}
+        if "acc_grads" not in fields:
+            return fields
+        return fields | {"acc_grads": memory.to_memory_of(fields["acc_grads"], state.acc_grads)}
 
 
 class NoAccumulator(Accumulator):
@@ -64,8 +64,8 @@ class NoAccumulator(Accumulator):
     def with_sum(self, state: AccumulationState, total: Tree) -> AccumulationState:
         return state
 
-    def left(self, state: AccumulationState, kept: dict[str, Any]) -> dict[str, Any]:
-        return {name: field for name, field in kept.items() if name != "acc_grads"}
+    def left(self, state: AccumulationState, fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: field for name, field in fields.items() if name != "acc_grads"}
 
 
 def accumulator_of(state: AccumulationState) -> Accumulator:

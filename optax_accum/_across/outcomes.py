@@ -14,8 +14,8 @@ from optax_accum._core.sums import WeightedSum
 from optax_accum._core.tracing import Flag, known, selected
 from optax_accum._space.space import Space
 
-Kept = dict[str, Any]  # fields of the state
-Outcomes = Callable[[], tuple[Tree, Kept]]
+Fields = dict[str, Any]  # fields of the state
+Outcomes = Callable[[], tuple[Tree, Fields]]
 LEFT = "acc_grads"  # of these, the one whose memory the sum of a closed window may take
 
 
@@ -45,8 +45,8 @@ def emit_or_hold(
     hold: Outcomes,
     *,
     costly: bool,
-    alike: Callable[[Kept], None],
-) -> tuple[tuple[Tree, Kept], Flag]:
+    alike: Callable[[Fields], None],
+) -> tuple[tuple[Tree, Fields], Flag]:
     """Calls the outcome that is known when tracing, else compiles both: a branch, or a select for a static flush.
 
     Each outcome is what a micro-step returns, and the fields of the state that it keeps; beside it comes whether the
@@ -54,12 +54,12 @@ def emit_or_hold(
     where both are compiled, and emitting changes the tree of the state.
     """
 
-    def emit_beside_hold() -> tuple[Tree, Kept]:
-        result, kept = emit()
-        alike(kept)
-        return result, {name: compilers.returned(kept[name]) if name == LEFT else kept[name] for name in kept}
+    def emit_beside_hold() -> tuple[Tree, Fields]:
+        result, fields = emit()
+        alike(fields)
+        return result, {name: compilers.returned(fields[name]) if name == LEFT else fields[name] for name in fields}
 
-    def close() -> tuple[tuple[Tree, Kept], Flag]:
+    def close() -> tuple[tuple[Tree, Fields], Flag]:
         answer = usable()
         return compilers.branch(answer, emit_beside_hold, hold), answer
 
@@ -72,19 +72,19 @@ def emit_or_hold(
         return emit() if emits else hold(), emits
     if closes is not True:
         return compilers.branch(emits, emit_beside_hold, hold), emits
-    result, kept = emit()
-    alike(kept)
+    result, fields = emit()
+    alike(fields)
     before, old = hold()
-    old |= {name: kept[name] for name in old if name == LEFT}  # what is left of a closed window is never read
-    return _select(emits, (result, kept), (before, old)), emits
+    old |= {name: fields[name] for name in old if name == LEFT}  # what is left of a closed window is never read
+    return _select(emits, (result, fields), (before, old)), emits
 
 
-def kept_of(state: AccumulationState) -> Kept:
+def fields_of(state: AccumulationState) -> Fields:
     """Returns the fields of the state that only an emitting window changes."""
     return {name: getattr(state, name) for name in ("inner_opt_state", "statistics", "seen")}
 
 
-def state_after(state: AccumulationState, closes: Flag, emits: Flag, kept: Kept) -> AccumulationState:
+def state_after(state: AccumulationState, closes: Flag, emits: Flag, fields: Fields) -> AccumulationState:
     """Returns the state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
     closes, emits = known(closes), known(emits)
     reset = lambda total: selected(closes, jnp.zeros_like(total), total)
@@ -94,7 +94,7 @@ def state_after(state: AccumulationState, closes: Flag, emits: Flag, kept: Kept)
         weight=reset(state.weight),
         emitted=jnp.asarray(emits),
         discarded=count(state.discarded, closes != emits),
-        **kept,
+        **fields,
     )
 
 

@@ -92,19 +92,19 @@ def micro_step(
 
     def emit() -> tuple[Tree, dict[str, Any]]:
         with jax.named_scope("optax_accum.emit"):
-            updates, kept = update_inner(rules, space, window, like, params, batch.extra_args)
-            return outcome.emitted(updates), kept
+            updates, fields = update_inner(rules, space, window, like, params, batch.extra_args)
+            return outcome.emitted(updates), fields
 
     def hold() -> tuple[Tree, dict[str, Any]]:
         with jax.named_scope("optax_accum.hold"):
-            return outcome.held(emit), outcomes.kept_of(state) | space.held(window.total)
+            return outcome.held(emit), outcomes.fields_of(state) | space.held(window.total)
 
     made_for = like if params is None else params
-    alike = lambda kept: inner.check_tree(rules.inner, kept["inner_opt_state"], state.inner_opt_state, made_for)
+    alike = lambda fields: inner.check_tree(rules.inner, fields["inner_opt_state"], state.inner_opt_state, made_for)
     costly = rules.policy.reads or space.communicates
-    (result, kept), emits = outcomes.emit_or_hold(closes, usable, emit, hold, costly=costly, alike=alike)
-    kept = window.accumulator.left(state, kept)
-    return result, outcomes.state_after(window.state, closes, emits, kept)
+    (result, fields), emits = outcomes.emit_or_hold(closes, usable, emit, hold, costly=costly, alike=alike)
+    fields = window.accumulator.left(state, fields)
+    return result, outcomes.state_after(window.state, closes, emits, fields)
 
 
 def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
@@ -154,7 +154,7 @@ def update_inner(
     extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
     params = None if params is None else space.shard(params)
     updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra_args)
-    return updates, outcomes.kept_of(state) | learnt | left | {"inner_opt_state": inner_opt_state}
+    return updates, outcomes.fields_of(state) | learnt | left | {"inner_opt_state": inner_opt_state}
 
 
 def why_not_in_place(rules: Rules, state: AccumulationState) -> str | None:

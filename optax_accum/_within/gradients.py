@@ -1,4 +1,4 @@
-"""Owns the gradients of micro-batches on their way into one tree: added, in place or not; of some leaves kept."""
+"""Owns the gradients of micro-batches on their way into one tree: added, in place or not, or replaced by new values."""
 
 from typing import Any
 
@@ -10,18 +10,19 @@ from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward
 from optax_accum._space.space import Reduced, Space
 
-# Some leaves (fp8 scales) get a new value from the backward pass, not a gradient: it is kept by max or last. Gradients
-# travel as two parallel lists, references and totals; each has None where the other has the leaf.
-KEPT = {"max": jnp.maximum, "last": lambda _, new: new}
-NAMES = ("mean", *KEPT)
+# For some leaves (fp8 scales) the backward pass returns a new value, not a gradient: of those of all micro-batches the
+# largest counts, or the last. Gradients travel as two parallel lists, references and totals; each has None where the
+# other has the leaf.
+REPLACED = {"max": jnp.maximum, "last": lambda _, new: new}
+NAMES = ("mean", *REPLACED)
 Leaves = list[Any]
 
 
 def start(acc: Tree, names: Tree, *, in_place: bool) -> tuple[Leaves, Leaves]:
     """Returns references to add to, where that is done in place, and what is added to beside them."""
     leaves = list(zip(jax.tree.leaves(names), jax.tree.leaves(acc), strict=True))
-    refs = [jax.new_ref(leaf) if in_place and name not in KEPT else None for name, leaf in leaves]
-    empty = lambda name, leaf: jnp.full_like(leaf, -jnp.inf) if name in KEPT else leaf
+    refs = [jax.new_ref(leaf) if in_place and name not in REPLACED else None for name, leaf in leaves]
+    empty = lambda name, leaf: jnp.full_like(leaf, -jnp.inf) if name in REPLACED else leaf
     return refs, [empty(*pair) if ref is None else None for ref, pair in zip(refs, leaves, strict=True)]
 
 
@@ -32,30 +33,30 @@ def add(refs: Leaves, totals: Leaves, backward: Backward, names: Tree) -> tuple[
         grads = jax.tree.leaves(backward.gradient())
     else:
         new = [None if total is None else jax.new_ref(jnp.zeros_like(total)) for total in totals]
-        squares = backward.add_to([kept if ref is None else ref for ref, kept in zip(refs, new, strict=True)])
-        grads = [None if kept is None else jax.freeze(kept) for kept in new]
+        squares = backward.add_to([value if ref is None else ref for ref, value in zip(refs, new, strict=True)])
+        grads = [None if value is None else jax.freeze(value) for value in new]
 
     def joined(name: str, total: Any, grad: Any) -> Any:
-        if name in KEPT:
-            return KEPT[name](total, grad.astype(total.dtype))
+        if name in REPLACED:
+            return REPLACED[name](total, grad.astype(total.dtype))
         return None if total is None else arithmetic.add(total, grad, 1.0, False)
 
     return list(map(joined, jax.tree.leaves(names), totals, grads)), squares
 
 
 def finish(refs: Leaves, totals: Leaves, acc: Tree) -> Tree:
-    """Returns the tree of what was added, and kept."""
+    """Returns the tree of sums and new values."""
     leaves = [total if ref is None else jax.freeze(ref) for ref, total in zip(refs, totals, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(acc), leaves)
 
 
 def added(tree: Tree, names: Tree) -> Tree:
-    """Returns a tree with the leaves that are added, and not kept."""
-    return jax.tree.map(lambda leaf, name: None if name in KEPT else leaf, tree, names)
+    """Returns a tree with the leaves that have gradients, not new values."""
+    return jax.tree.map(lambda leaf, name: None if name in REPLACED else leaf, tree, names)
 
 
 def over_devices(names: Tree, space: Space, own: Tree | Reduced, grads: Tree, params: Tree) -> Tree:
-    """Returns the gradients of the whole batch, with what was kept of all devices; parameters where nothing was run."""
+    """Returns the gradients of the whole batch, with the new values of all devices; parameters where nothing ran."""
     if isinstance(own, Reduced):
         return grads
 

@@ -252,8 +252,8 @@ def value_and_grad(
     return _computing(rules)
 
 
-def keeping(compute: Any, grad_reduction: Tree) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function that `value_and_grad` made, which keeps the gradients of some leaves instead of adding them.
+def replacing(compute: Any, grad_reduction: Tree) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function that `value_and_grad` made, where some leaves get new values instead of gradients.
 
     `grad_reduction` is a prefix of the one argument that is differentiated: `"mean"` (weighted), or `"max"` or `"last"`
     for leaves whose backward pass returns new values in the place of gradients, such as the statistics of float8.

@@ -10,7 +10,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import optax_accum
 from optax_accum._core.callables import check_called_with
 from optax_accum._core.sums import mean as weighted_mean
-from optax_accum._within.value_and_grad import keeping
+from optax_accum._within.value_and_grad import replacing
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._linen import TrainState, field_names, parted
@@ -78,7 +78,7 @@ def train_step(
         _, overwritten = parted(state.params)
         compute = cut(**own)
         if overwritten is not None:
-            compute = keeping(compute, type(state.params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}))
+            compute = replacing(compute, type(state.params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}))
         (_, sums), grads = compute(state.params, batch, key, still)
         if overwritten is not None:
             grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.over_devices(grads[OVERWRITE_WITH_GRADIENT], own, "max")}

@@ -8,7 +8,7 @@ import pytest
 
 import optax_accum
 from optax_accum import Ratio
-from optax_accum._within.value_and_grad import keeping
+from optax_accum._within.value_and_grad import replacing
 from tests import programs
 from tests.versions import in_places, needs_references
 
@@ -258,7 +258,7 @@ def noting(params, x):
 
 @in_places
 def test_leaves_that_are_no_gradients_are_kept(in_place):
-    f = keeping(optax_accum.value_and_grad(noting, in_place=in_place, **CUT), KEEPS)
+    f = replacing(optax_accum.value_and_grad(noting, in_place=in_place, **CUT), KEEPS)
     value, grads = jax.jit(f)(LEAVES, X)
     whole_value, whole_grads = jax.value_and_grad(noting)(LEAVES, X)
     close((value, grads), (whole_value, whole_grads))  # the last row is the last of the last micro-batch, too
@@ -267,12 +267,12 @@ def test_leaves_that_are_no_gradients_are_kept(in_place):
 
 
 def test_what_is_kept_stays_where_nothing_was_run():
-    f = keeping(optax_accum.value_and_grad(noting, weight_fn=lambda x: 0.0, **CUT), KEEPS)
+    f = replacing(optax_accum.value_and_grad(noting, weight_fn=lambda x: 0.0, **CUT), KEEPS)
     close(jax.jit(f)(LEAVES, X)[1], {"w": jnp.zeros(3), "stats": LEAVES["stats"]})
 
 
 def test_a_ratio_divides_only_gradients():
-    f = keeping(optax_accum.value_and_grad(lambda p, x: Ratio(noting(p, x) * len(x), len(x)), **CUT), KEEPS)
+    f = replacing(optax_accum.value_and_grad(lambda p, x: Ratio(noting(p, x) * len(x), len(x)), **CUT), KEEPS)
     close(jax.jit(f)(LEAVES, X), jax.value_and_grad(noting)(LEAVES, X))
 
 
@@ -281,10 +281,10 @@ def test_the_largest_of_all_devices_and_no_last_of_them():
     options = {"num_microbatches": 2, "reduce_axes": "data"}
     with jax.set_mesh(mesh):
         keeps = {**KEEPS, "stats": "max"}
-        _, grads = jax.jit(keeping(optax_accum.value_and_grad(noting, **options), keeps))(LEAVES, X)
+        _, grads = jax.jit(replacing(optax_accum.value_and_grad(noting, **options), keeps))(LEAVES, X)
         assert grads["stats"]["largest"] == jnp.max(jnp.abs(X))
         with pytest.raises(ValueError, match='"last" of them is not one output'):
-            keeping(optax_accum.value_and_grad(noting, **options), KEEPS)(LEAVES, X)
+            replacing(optax_accum.value_and_grad(noting, **options), KEEPS)(LEAVES, X)
 
 
 @pytest.mark.parametrize(
@@ -296,4 +296,4 @@ def test_the_largest_of_all_devices_and_no_last_of_them():
 )
 def test_a_grad_reduction_that_does_not_fit(keeps, message):
     with pytest.raises(ValueError, match=message):
-        keeping(optax_accum.value_and_grad(noting, **CUT), keeps)(LEAVES, X)
+        replacing(optax_accum.value_and_grad(noting, **CUT), keeps)(LEAVES, X)
