@@ -8,14 +8,14 @@ import tomllib
 TABLE = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
 COLUMNS = {
     "suite": ("name", "python", "install", "here"),
-    "law": ("name", "python", "install"),
+    "law": ("name", "python", "install", "here"),
     "facts": ("name", "python", "install", "compiler", "target"),
 }
 
 
 def rows(kind: str) -> list[dict[str, str]]:
     """Returns the environments of a kind, each with all its columns."""
-    default = {"here": "suite"} if kind == "suite" else {}
+    default = {"here": kind}
     return [
         {column: ({"name": name} | default | row)[column] for column in COLUMNS[kind]}
         for name, row in TABLE[kind].items()
