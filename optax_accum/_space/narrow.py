@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_accum._core import compilers
 from optax_accum._space import mapped
 from optax_accum._space.meshes import Axes
 
@@ -18,7 +19,7 @@ def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
     dtype of the leaf, and sends that sum, rounded, to all. A leaf of which no dimension can be dealt out is added as it
     is.
     """
-    wide = lambda leaf: jax.lax.psum(leaf, axes)
+    wide = lambda leaf: compilers.add_over(leaf, axes)
     dim = dealt(leaf.shape, axes)
     if dim is None or not _is_wider(leaf, dtype):
         return wide(leaf)

@@ -1,6 +1,8 @@
 """On a mesh: one reduction for a window, the law on every mesh, and states that stay where they belong."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -896,6 +898,34 @@ def test_an_all_reduce_of_one_device_is_still_not_partitioned():
     run = jax.shard_map(total, mesh=mesh, axis_names={"data"}, in_specs=P("data"), out_specs=P())
     with pytest.raises(jax.errors.JaxRuntimeError, match="manual partitioning"):
         jax.jit(run).lower(rows).compile()
+
+
+ADDS_COMPLEX_CONSTANTS = """
+import jax, jax.numpy as jnp
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+add = lambda x: jax.lax.psum(jax.lax.pcast(jnp.zeros(3, "complex64"), "data", to="varying"), "data")
+run = jax.shard_map(add, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+jax.jit(run).lower(jnp.ones(8)).compile()
+"""
+
+
+@since(0, 12, why="what it does decides whether a quirk may go")
+def test_an_all_reduce_of_complex_constants_still_ends_python():
+    done = subprocess.run([sys.executable, "-c", ADDS_COMPLEX_CONSTANTS], check=False, capture_output=True, text=True)
+    assert done.returncode < 0
+    assert "Check failed: buffer" in done.stderr
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_a_complex_parameter_that_nobody_uses(unroll):
+    params = {"used": jnp.ones(WIDTH), "unused": jnp.ones(3, jnp.complex64)}
+    loss = lambda params, x: jnp.mean((x @ params["used"]) ** 2)
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("f")
+    with jax.set_mesh(make_mesh("Auto", "data")):
+        gradient = jax.jit(optax_accum.value_and_grad(loss, 2, reduce_axes="data", unroll=unroll))
+        _, grads = gradient(params, x)
+    assert_allclose(grads["used"], jax.grad(loss)(params, x)["used"], rtol=1e-5)
+    assert_array_equal(grads["unused"], np.zeros(3, "complex64"))
 
 
 @pytest.mark.parametrize("way", ["value_and_grad", "unrolled", "accumulate"])
