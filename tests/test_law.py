@@ -294,6 +294,12 @@ def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
 
 
 @needs_devices
+@pytest.mark.parametrize("path", paths.OVERLAPPING)
+def test_such_sums_where_the_last_backward_pass_adds_them_over_devices(path):
+    check(over(paths.OVERLAPPING[path], "Explicit beside Auto"), TIES, "ratio")
+
+
+@needs_devices
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     "path", [paths.sharded_within, functools.partial(paths.manual_within, check_vma=True)], ids=["mesh", "shard_map"]
