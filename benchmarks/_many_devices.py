@@ -15,7 +15,7 @@ from benchmarks import fsdp
 from benchmarks._measure import Tree
 from benchmarks._one_device import OPTIMIZERS, WIDTH, Facts, layers, size
 from optax_accum.accelerators import Target
-from optax_accum.sharding import count_collectives, state_sharding
+from optax_accum.sharding import Collectives, count_collectives, state_sharding
 
 
 def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
@@ -261,10 +261,12 @@ def between_replicas(on: Target, way: str, k: int, sizes: fsdp.Sizes) -> Facts:
         jitted = jax.jit(REPLICATED[way](k), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
         compiled = on.compile(jitted.lower(params, batch))
     found = count_collectives(compiled).select(min_bytes=1024)
-    between = sum(op.times * op.bytes for op in found if op.group == REPLICAS)
+    between = Collectives(tuple(op for op in found if op.group == REPLICAS))
     return {
-        "between replicas, P": between / sizes.copy,
-        "inside, P": (found.bytes - between) / sizes.copy,
+        "between replicas, P": between.bytes / sizes.copy,
+        "of it hidden, P": between.hidden / sizes.copy,
+        "inside, P": (found.bytes - between.bytes) / sizes.copy,
+        "inside hidden, P": (found.hidden - between.hidden) / sizes.copy,
         "temporary, P": compiled.memory_analysis().temp_size_in_bytes / sizes.copy,
     }
 

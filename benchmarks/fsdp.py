@@ -30,8 +30,9 @@ SPECS = {"up": P("data"), "down": P(None, "data")}  # of one layer
 NOTES = """\
 A window is one batch of {rows} rows on each of {devices} devices, cut into k micro-batches, for {layers} layers of
 {millions:.0f} million float32 parameters in all, P. Bytes are those that a device gathers (all-gathers), adds up
-(reduce-scatters and all-reduces) or moves in other ways, in copies of P; trip counts included. Temporary memory is that
-of a device, in copies of P, which itself lies sharded. Compiled, not run."""
+(reduce-scatters and all-reduces) or moves in other ways, in copies of P; trip counts included. Hidden are those that
+move while a product runs. Temporary memory is that of a device, in copies of P, which itself lies sharded.
+Compiled, not run."""
 
 
 class Sizes(NamedTuple):
@@ -55,6 +56,7 @@ class Cost(NamedTuple):
     gathered: float
     reduced: float
     others: float
+    hidden: float  # of all three, what moves while a product runs
     temporary: float
 
 
@@ -74,7 +76,7 @@ def main() -> None:
 
 def table(on: Target, ways: Sequence[str], every: Sequence[int], sizes: Sizes) -> str:
     """Returns the costs of each way and k as Markdown."""
-    head = ("way", "micro-batches", "gathered / P", "reduced / P", "others / P", "temporary / P")
+    head = ("way", "micro-batches", "gathered / P", "reduced / P", "others / P", "hidden / P", "temporary / P")
     rows = [(way, str(k), *(f"{number:.2f}" for number in cost(on, way, k, sizes))) for way in ways for k in every]
     notes = NOTES.format(rows=sizes.rows, devices=len(on.devices), layers=sizes.layers, millions=sizes.copy / 4e6)
     title = f"FSDP windows, compiled for {len(on.devices)} x {on.devices[0].device_kind}"
@@ -93,11 +95,10 @@ def cost(on: Target, way: str, k: int, sizes: Sizes) -> Cost:
     with jax.set_mesh(mesh):
         jitted = jax.jit(WAYS[way](k), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
         compiled = on.compile(jitted.lower(params, batch))
-    found, large = optax_accum.sharding.count_collectives(compiled), 1024
-    gathered = found.select("all-gather", min_bytes=large).bytes
-    reduced = found.select(("all-reduce", "reduce-scatter"), min_bytes=large).bytes
-    others = found.select(min_bytes=large).bytes - gathered - reduced
-    numbers = gathered, reduced, others, compiled.memory_analysis().temp_size_in_bytes
+    found = optax_accum.sharding.count_collectives(compiled).select(min_bytes=1024)
+    gathered, reduced = found.select("all-gather").bytes, found.select(("all-reduce", "reduce-scatter")).bytes
+    others = found.bytes - gathered - reduced
+    numbers = gathered, reduced, others, found.hidden, compiled.memory_analysis().temp_size_in_bytes
     return Cost(*(number / sizes.copy for number in numbers))
 
 

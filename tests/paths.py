@@ -234,9 +234,16 @@ TAKES_NO_INTEGERS = [name for name in PATHS if name.startswith("value_and_grad")
 
 # Over devices: a mesh of two axes, so that what is not named is left alone.
 
+KINDS = {
+    "Auto": (AxisType.Auto, AxisType.Auto),
+    "Explicit": (AxisType.Explicit, AxisType.Explicit),
+    "Auto beside Explicit": (AxisType.Auto, AxisType.Explicit),
+    "Explicit beside Auto": (AxisType.Explicit, AxisType.Auto),
+}
+
 
 def mesh_of(kind):
-    return jax.make_mesh((2, 2), ("data", "other"), axis_types=(kind, kind), devices=jax.devices()[:4])
+    return jax.make_mesh((2, 2), ("data", "other"), axis_types=KINDS[kind], devices=jax.devices()[:4])
 
 
 def on_mesh(mesh, tree, spec):
@@ -261,15 +268,27 @@ def sharded_accumulated(mesh, loss, weigh, start, batch):
     return moved(start, jax.jit(grad)(start, on_mesh(mesh, batch, P("data"))))
 
 
-def sharded_micro_steps(mesh, loss, weigh, start, batch, **options):
+def sharded_micro_steps(mesh, loss, weigh, start, batch, *, of_tx=None, **options):
+    """`value_and_apply_gradients`; where `every` is None, a static flush closes the window."""
     options = options if weigh is None else {"weight_fn": weigh, **options}
-    tx = optax_accum.accumulate_gradients(SGD, len(SIZES), reduce_axes="data")
+    of_tx = {"every": len(SIZES), **(of_tx or {})}
+    tx = optax_accum.accumulate_gradients(SGD, reduce_axes="data", **of_tx)
     now = on_mesh(mesh, start, P())
     state, _ = sharded_state(tx, now)
-    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **options))
-    for micro_batch in cut(batch):
-        _, now, state = step(now, state, on_mesh(mesh, micro_batch, P("data")))
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **options), static_argnames="flush")
+    batches = cut(batch)
+    for micro_batch in batches:
+        flush = of_tx["every"] is None and micro_batch is batches[-1]
+        _, now, state = step(now, state, on_mesh(mesh, micro_batch, P("data")), flush=flush)
     return now
+
+
+def of_devices(batch, sizes):
+    """The rows that each of two devices has of these micro-batches."""
+    halves = [
+        cut(micro_batch, (size // 2, size // 2)) for micro_batch, size in zip(cut(batch, sizes), sizes, strict=True)
+    ]
+    return [jax.tree.map(lambda *parts: np.concatenate(parts), *own) for own in zip(*halves, strict=True)]
 
 
 def sharded_both(mesh, loss, weigh, start, batch, *, nonfinite="propagate"):
@@ -368,8 +387,27 @@ SHARDED = {
     "both, discard": functools.partial(sharded_both, nonfinite="discard"),
 }
 OVERLAPPING = (
-    {"value_and_grad, overlapping": functools.partial(sharded_within, overlap=True)} if compilers.OVERLAPS else {}
+    {
+        "value_and_grad, overlapping": functools.partial(sharded_within, overlap=True),
+        "value_and_apply_gradients, overlapping": functools.partial(
+            sharded_micro_steps, of_tx={"every": None}, overlap=True
+        ),
+    }
+    if compilers.OVERLAPS
+    else {}
 )
+SHARDS = {"table": P(None, "data"), "w": P("data"), "pos": P("data"), "unused": P("data"), "scale": P()}
+TO_SHARDS = {
+    "value_and_grad": functools.partial(sharded_within, reduce_to=SHARDS),
+    "value_and_apply_gradients": functools.partial(sharded_micro_steps, of_tx={"reduce_to": SHARDS}),
+}
+IN_BFLOAT16 = {  # and the micro-batches that are cut from the batch before devices have their rows
+    "value_and_grad": (functools.partial(sharded_within, reduce_dtype=jnp.bfloat16), (ROWS,)),
+    "value_and_apply_gradients": (
+        functools.partial(sharded_micro_steps, of_tx={"reduce_dtype": jnp.bfloat16}),
+        SIZES,
+    ),
+}
 MANUAL = {
     "value_and_grad": manual_within,
     "value_and_apply_gradients": manual_micro_steps,
@@ -377,4 +415,3 @@ MANUAL = {
     "defer_reduction": manual_gradients,
     "both": manual_both,
 }
-KINDS = [AxisType.Auto, AxisType.Explicit]

@@ -205,13 +205,15 @@ def check(path, uses, weight="rows", *, integers=False):
     near(path(paths.loss_of(uses, mean), weigh, start, paths.rows()), want, start)
 
 
-def near(now, want, start):
-    """Each leaf is where it should be: to rounding of what it is, and of how far it moved."""
+def near(now, want, start, parts=()):
+    """Each leaf is where it should be: to rounding of what it is, and of how far it moved; of `parts` to bfloat16's."""
     norm = lambda a, b=0: np.linalg.norm(np.subtract(a, b, dtype=np.float64).ravel())
-    leaves = list(zip(*map(jax.tree.leaves, (now, want, start)), strict=True))
-    assert max(norm(right, before) for _, right, before in leaves) > 1e-3  # it compares something
-    for leaf, right, before in leaves:
-        assert norm(leaf, right) <= 1e-6 * norm(right, before) + 1.2e-7 * norm(before), (leaf, right)
+    leaves = list(zip(*map(jax.tree.leaves, (now, want, start, *parts)), strict=True))
+    assert max(norm(right, before) for _, right, before, *_ in leaves) > 1e-3  # it compares something
+    for leaf, right, before, *rounded in leaves:
+        moved, coarse = norm(right, before), sum(map(norm, rounded))
+        bound = 1e-6 * moved + 1.2e-7 * norm(before) + (2**-8 * (coarse + moved) if parts else 0)
+        assert norm(leaf, right) <= bound, (leaf, right)
 
 
 @by_weight
@@ -275,7 +277,7 @@ def over(path, kind, **options):
     """The path over devices. What it is compared with is made outside of their mesh."""
 
     def run(*args):
-        mesh = paths.mesh_of(paths.KINDS[kind])
+        mesh = paths.mesh_of(kind)
         with jax.set_mesh(mesh):
             return path(mesh, *args, **options)
 
@@ -283,16 +285,22 @@ def over(path, kind, **options):
 
 
 @needs_devices
-@pytest.mark.parametrize("kind", [0, 1], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("path", TAKES_A_RATIO)
 def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
     check(over(paths.SHARDED[path], kind), TIES, "ratio")
-    if kind == 0:
+    if kind == "Auto":
         check(over(paths.MANUAL[path], kind, check_vma=True), TIES, "ratio")
 
 
 @needs_devices
-@pytest.mark.parametrize("kind", [0, 1], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("path", paths.OVERLAPPING)
+def test_such_sums_where_the_last_backward_pass_adds_them_over_devices(path):
+    check(over(paths.OVERLAPPING[path], "Explicit beside Auto"), TIES, "ratio")
+
+
+@needs_devices
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     "path", [paths.sharded_within, functools.partial(paths.manual_within, check_vma=True)], ids=["mesh", "shard_map"]
 )
@@ -302,7 +310,9 @@ def test_several_terms_over_devices(path, kind):
 
 @needs_devices
 @pytest.mark.parametrize(
-    ("kind", "weight"), [(0, "rows"), (0, "mask"), pytest.param(1, "mask", marks=pytest.mark.quick)], ids=str
+    ("kind", "weight"),
+    [("Auto", "mask"), pytest.param("Explicit", "mask", marks=pytest.mark.quick), ("Auto beside Explicit", "rows")],
+    ids=str,
 )
 @pytest.mark.parametrize("path", paths.SHARDED | paths.OVERLAPPING)
 def test_every_path_over_devices(path, kind, weight):
@@ -310,8 +320,35 @@ def test_every_path_over_devices(path, kind, weight):
 
 
 @needs_devices
-@pytest.mark.parametrize(("check_vma", "weight"), [(True, "rows"), (False, "rows"), (False, "mask")], ids=str)
+@pytest.mark.parametrize("path", paths.TO_SHARDS)
+def test_each_device_keeps_a_shard_of_the_sum(path):
+    check(over(paths.TO_SHARDS[path], "Explicit beside Auto"), TIES, "mask")
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("value_and_grad", "Auto beside Explicit"), ("value_and_apply_gradients", "Explicit beside Auto")],
+)
+def test_a_sum_that_crosses_the_network_in_bfloat16(path, kind):
+    """To one rounding of each device's part, and one of their sum."""
+    run, sizes = paths.IN_BFLOAT16[path]
+    loss, start, batch = paths.loss_of(TIES, paths.mean_over_mask), paths.params(), paths.rows()
+    now, want = over(run, kind)(loss, paths.count, start, batch), paths.whole(TIES, paths.mean_over_mask)
+    share = lambda own: paths.count(own) / paths.count(batch)
+    move = lambda p, whole, share: share * (whole - p)
+    ends = [(paths.oracle(loss, start, own), share(own)) for own in paths.of_devices(batch, sizes)]
+    near(now, want, start, [jax.tree.map(functools.partial(move, share=part), start, end) for end, part in ends])
+    with pytest.raises(AssertionError):
+        near(now, want, start)  # it is rounded
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    ("kind", "check_vma", "weight"),
+    [("Explicit", True, "rows"), ("Auto", False, "rows"), ("Explicit beside Auto", False, "mask")],
+    ids=str,
+)
 @pytest.mark.parametrize("path", paths.MANUAL)
-def test_every_path_in_a_shard_map(path, check_vma, weight):
-    # Half of the combinations on either kind of mesh.
-    check(over(paths.MANUAL[path], (weight == "mask") ^ check_vma, check_vma=check_vma), FEW, weight)
+def test_every_path_in_a_shard_map(path, kind, check_vma, weight):
+    check(over(paths.MANUAL[path], kind, check_vma=check_vma), FEW, weight)

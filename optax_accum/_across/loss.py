@@ -1,7 +1,6 @@
 """Owns one micro-batch of a loss across calls: weighed, differentiated, and added where its gradient arises."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from optax_accum._core.backward import (
     MAY_BE_AGAIN,
     Backward,
     Inside,
+    add_last,
     add_to,
     added_inside,
     at_leaves,
@@ -89,22 +89,25 @@ class Loss:
             value = self.returns.joined(one.parts._replace(loss=weighing.value(one.parts.loss)))
             return one.backward, (one.loss, value, weighing.counted(one.parts.loss))
 
-        finish = self._finish(device, acc, inside, weighing.weight, flush)
-        add = functools.partial(add_to, first=index == 0, inside=inside, finish=finish, vary=device.vary)
-        if acc is not None and weighing.weight is not None:
+        finish = self._finish(device, acc, inside, flush)
+        how: dict[str, Any] = {"first": index == 0, "inside": inside, "vary": device.vary}
+        if finish is not None:
+            acc, squares, (loss, value, counted) = add_last(acc, run, weighing.weight, finish=finish, **how)
+            weight = counted if weighing.weight is None else weighing.weight
+        elif acc is not None and weighing.weight is not None:
             weight = weighing.weight
-            acc, squares, (loss, value, _) = add(acc, run, weight)
+            acc, squares, (loss, value, _) = add_to(acc, run, weight, **how)
         else:
             backward, (loss, value, weight) = run(inside)  # a Ratio tells how much it counts when it has been run
             if not inside:
                 return Done(loss, value, weight, backward.gradient())
-            acc, squares, _ = add(acc, lambda _: (backward, None), weight)
+            acc, squares, _ = add_to(acc, lambda _: (backward, None), weight, **how)
         measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
         reduced = None if finish is None else Reduced(device.own_parts(acc))
         return Done(loss, value, weight, Added(acc, measured, reduced))
 
     def _finish(
-        self, device: Device, acc: Tree, inside: Inside | None, weight: Weight | None, flush: Flag | None
+        self, device: Device, acc: Tree | None, inside: Inside | None, flush: Flag | None
     ) -> list[Finish] | None:
         """Returns what adds the sums over the devices, where the backward pass is to do that, as the window closes."""
         if flush is False:
@@ -112,8 +115,6 @@ class Loss:
         needs = None
         if flush is not True:
             needs = f"a Python bool as flush, so that a program of its own closes the window: flush={short(flush)}"
-        elif weight is None:
-            needs = "a weight that is known before the loss is run: the count of a Ratio is not"
         elif not inside:
             needs = 'gradients that are added inside the backward pass (the logger "optax_accum" says why they are not)'
         return device.added_up(acc) if device.overlaps(self.overlap, acc, needs) else None

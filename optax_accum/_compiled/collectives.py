@@ -62,6 +62,9 @@ class Collective:
 class Collectives:
     """What `count_collectives` found; prints as a table.
 
+    If something is hidden, the last line of the table tells how many bytes
+    are, and how many are exposed.
+
     Attributes:
       operations: the collective operations, in the order of the program.
       count: how many run, trip counts included.
@@ -124,6 +127,9 @@ class Collectives:
                 unknown = "" if all(op.known for op in some) else ", in loops of unknown length counted once"
                 where = {"outside": "outside", "branch": "in branches", "loop": "in loops"}[place]
                 lines.append(f"{kind:<20} {where:<12} {some.count:>6} runs {some.bytes:>14,} bytes{hidden}{unknown}")
+        if self.hidden:
+            sums = f"{self.bytes:>14,} bytes, {self.hidden:,} hidden, {self.exposed:,} exposed"
+            lines.append(f"{'in all':<33} {self.count:>6} runs {sums}")
         return "\n".join(lines)
 
 

@@ -75,8 +75,8 @@ class Inside:
     factor: Weight | None = None
     totals: Sequence[Total] = ()
 
-    def last(self, refs: Sequence[Any], finish: Sequence[Finish], counts: tracing.Flag = True) -> "Inside":
-        """Returns how the last gradient is added, if it counts: where it arises, the sum is finished."""
+    def last(self, refs: Sequence[Any], finish: Sequence[Finish], counts: Any = True) -> "Inside":
+        """Returns how the last gradient is added, if it counts (see `Total`): where it arises, the sum is finished."""
         dtypes = tuple(jnp.dtype(ref.dtype) for ref in refs)
         totals = [Total(ref, one, counts) for ref, one in zip(refs, finish, strict=True)]
         return dataclasses.replace(self, sunk=dtypes, totals=totals)
@@ -156,16 +156,13 @@ def add_to(
     first: jax.Array,
     *,
     inside: Inside | None,
-    finish: Sequence[Finish] | None,
     vary: Callable[[Tree], Tree],
 ) -> tuple[Tree, list[jax.Array], Any]:
     """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and what `run` gives beside.
 
     What weighs nothing is not run, for its loss is often 0 / 0: what comes beside it is zeros. `vary` is that of the
-    device; `finish`, for each leaf, what is to become of the sum where this gradient arises.
+    device.
     """
-    if inside and finish is not None:
-        return _add_last(acc, run, weight, first, inside, finish, vary)
 
     def begun() -> Tree:
         if inside:
@@ -193,23 +190,29 @@ def add_to(
     return compilers.branch(counts, added, unrun)
 
 
-def _add_last(
+def add_last(
     acc: Tree,
     run: Callable[[Inside], tuple[Backward, Any]],
-    weight: Weight,
+    weight: Weight | None,
     first: jax.Array,
+    *,
     inside: Inside,
     finish: Sequence[Finish],
     vary: Callable[[Tree], Tree],
 ) -> tuple[Tree, list[jax.Array], Any]:
-    """Adds the last gradient of a window, in a backward pass that also adds each sum over the devices.
+    """Adds the last gradient of a window, in a backward pass that also adds each sum over the devices: see `add_to`.
 
-    It is run whatever it weighs, for devices add a sum together.
+    It is run whatever it weighs, for devices add a sum together. `finish` is, for each leaf, what is to become of the
+    sum. Where only a loss that has run tells its weight, `weight` is None, and comes last beside the gradient.
     """
     refs = jax.tree.map(jax.new_ref, compilers.zeroed(acc, first))
-    counts = tracing.known(weight != 0)
-    backward, beside = run(inside.last(jax.tree.leaves(refs), finish, counts))
-    ran = backward.add_to(jax.tree.leaves(refs), weight), beside
+    told: Any = jax.new_ref(vary(jnp.array(True))) if weight is None else tracing.known(weight != 0)
+    backward, beside = run(inside.last(jax.tree.leaves(refs), finish, told))
+    known = beside[-1] if weight is None else weight
+    counts = tracing.known(known != 0)
+    if weight is None:  # the loss has run, the backward pass has not
+        told[...] = counts
+    ran = backward.add_to(jax.tree.leaves(refs), known), beside
     squares, beside = tracing.selected(counts, ran, jax.tree.map(jnp.zeros_like, ran))
     return jax.tree.map(jax.freeze, refs), vary(squares), vary(beside)
 

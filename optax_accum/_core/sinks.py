@@ -42,11 +42,11 @@ class Total:
       ref: holds the sum so far: of the parameter's shape.
       finish: makes of the whole sum what is to be in its place, such as its sum over devices; or does so with one slice
         after the other, unless it returns None for one.
-      counts: whether the gradient is added.
+      counts: whether the gradient is added; or a reference that will tell when the backward pass begins.
       is_finished: whether the backward pass that was traced last does.
     """
 
-    def __init__(self, ref: Any, finish: Finish, counts: tracing.Flag = True):
+    def __init__(self, ref: Any, finish: Finish, counts: Any = True):
         self.ref, self._finish, self.counts, self.is_finished = ref, finish, counts, False
 
     def finish(self, total: jax.Array) -> jax.Array:
@@ -105,7 +105,7 @@ class _Place(NamedTuple):
 
     ref: Any
     at: tuple[jax.Array, ...]
-    counts: tracing.Flag
+    counts: Any  # see `Total`
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -115,6 +115,7 @@ def _use_last(finish: Callable[[jax.Array], jax.Array], param: jax.Array, sink: 
 
 def _totalled(finish: Any, residuals: tuple[Sink, _Place], cotangent: jax.Array) -> tuple[Any, ...]:
     sink, (ref, at, counts) = residuals
+    counts = counts[...] if isinstance(counts, jax.Ref) else counts
     grad = tracing.selected(counts, cotangent, jnp.zeros_like(cotangent)).astype(ref.dtype)
     grad = grad if sink.factor is None else grad * sink.factor.astype(grad.dtype)
     ref[at or ...] = finish(ref[at or ...] + grad)

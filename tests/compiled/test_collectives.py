@@ -243,10 +243,12 @@ def test_behind_how_many_products_a_collective_runs():
     assert [op.beside for op in counted] == [2 * 260, 2 * 3 * 256, 0, 0, 0]  # a loop's state; two products of three
     assert (counted.hidden, counted.exposed) == (4 * 256, 3 * 256)
     assert counted.hidden + counted.exposed == counted.bytes
-    first, second, third = str(counted).splitlines()
+    first, second, third, total = str(counted).splitlines()
     assert "behind" not in first
     assert second.endswith("1 runs            256 bytes, behind 1 product of 520 bytes")
     assert third.endswith("768 bytes, behind 2 products of 1,536 bytes")
+    assert total == "in all                                 7 runs          1,792 bytes, 1,024 hidden, 768 exposed"
+    assert "exposed" not in str(type(counted)(counted.operations[2:]))  # where nothing is hidden
 
 
 def test_one_that_ends_in_the_next_turn_has_the_rest_of_its_own():

@@ -222,6 +222,8 @@ def test_replicas_exchange_one_shard_whatever_k_is(name):
     shard = _many_devices.REPLICAS / len(on.devices)
     assert [row["between replicas, P"] for row in ours] == pytest.approx([shard] * 4, rel=0.01)
     assert scan["between replicas, P"] == pytest.approx(8 * shard, rel=0.01)
+    if name == "h100" and compilers.OVERLAPS:
+        assert [row["of it hidden, P"] for row in ours[:2]] == pytest.approx([shard] * 2, rel=0.01)
     added_after = 0 if JAX >= compilers.REFERENCES else 0.06  # a gradient beside its sum
     assert ours[1]["temporary, P"] <= scan["temporary, P"] + 0.02 + added_after
 
