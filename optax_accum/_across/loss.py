@@ -80,7 +80,7 @@ class Loss:
         device.check_alone(losses, of_optimizer=True)
         device.check_loss(program.jaxpr, losses)
         weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
-        inside = None if acc is None else self._inside(params, acc, program.jaxpr, weighing.weight, again)
+        inside = None if acc is None else self._inside(params, acc, program, weighing.weight, again)
         if again or (self.meter.measures and not inside):
             acc = None  # what is measured after the backward pass is returned by it
 
@@ -131,7 +131,7 @@ class Loss:
         Where a weight in the cotangent could matter, it is multiplied in where gradients arise: that of a Ratio is
         not known by then.
         """
-        squares, bent = self.meter.no_squares(params), bends(program)
+        squares, bent = self.meter.no_squares(params), bends(program.jaxpr)
         unless = MAY_BE_AGAIN if again else None
         if bent and weight is None and not self.in_place:
             unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"

@@ -228,7 +228,8 @@ def added_inside(
 ) -> Inside | None:
     """Returns how gradients are added inside the backward pass; None where they are not, an error where that is asked.
 
-    `program` is the loss, traced; `squares` and `factor` are as in `Inside`; `unless` is why they are not to be.
+    `program` is the loss, traced, with its constants; `squares` and `factor` are as in `Inside`; `unless` is why they
+    are not to be.
     """
     path = matching.narrower(params, acc)
     why_not = compilers.why_not_in_place()
@@ -237,16 +238,17 @@ def added_inside(
             "needs accumulators at least as wide as the parameters, for a gradient is rounded before it is added: at "
             f"{path} they are narrower (parameters {arithmetic.dtypes(params)}, accumulators {arithmetic.dtypes(acc)})"
         )
-    if why_not is None and sinks.has_loop(program) and tracing.is_batched(params):
-        why_not = "is not possible under jax.vmap, for JAX does not batch a loop over references"
+    batched = tracing.is_batched((params, acc, program.consts))
+    if why_not is None and batched and sinks.has_loop_or_branch(program.jaxpr):
+        why_not = "is not possible under jax.vmap, for JAX batches no loop over references, nor a branch"
     if asked and why_not:
         raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
     if unless or why_not or asked is False:
         log_after(unless or (f"adding inside it {why_not}" if why_not else "in_place=False"))
         return None
-    _log_inside(params, program)
+    _log_inside(params, program.jaxpr)
     always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
-    needs = map(operator.or_, sinks.casts(program), sinks.breaks(program))
+    needs = map(operator.or_, sinks.casts(program.jaxpr), sinks.breaks(program.jaxpr))
     leaves = [pair for pair in zip(jax.tree.leaves(params), needs, strict=True) if _is_inexact(pair[0])]
     if not leaves:
         return None

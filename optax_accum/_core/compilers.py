@@ -152,6 +152,7 @@ def why_not_in_place() -> str | None:
 
 ADDS_TO_SLICES = JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference
 ADDS_IN_CHECKPOINTS = JAX >= (0, 10, 0)  # and to references inside `jax.checkpoint`
+ADDS_IN_BRANCHES = JAX >= (0, 12, 0)  # and to references inside a branch, in less memory than beside it
 OVERLAPS = JAX >= (0, 11, 0)  # whether a `custom_vjp` that writes to a reference may have other arguments before it
 
 

@@ -6,6 +6,7 @@ sink, to which JAX can add in place; and the square of a gradient can be read as
 """
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +35,6 @@ class Sink(NamedTuple):
     factor: jax.Array | None = None
 
 
-@jax.tree_util.register_static
 class Total:
     """An accumulator that takes its last gradient.
 
@@ -61,16 +61,25 @@ class Total:
             self.ref[...] = self.finish(self.ref[...])
 
 
-class Lent(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("param", "sink", "at"), meta_fields=("total", "is_reference")
+)
+@dataclasses.dataclass(frozen=True)
+class Lent:
     """A parameter, or a part of one, with its sink.
 
     If it has a `total`, its gradient goes there, to the slice `at`, and the sink gets zeros.
+
+    Attributes:
+      is_reference: whether JAX adds to the sink itself: that of a slice, or in a checkpoint, has a gradient which is
+        written first.
     """
 
     param: jax.Array
     sink: Sink
     total: Total | None = None
     at: tuple[jax.Array, ...] = ()
+    is_reference: bool = True
 
     @property
     def at_once(self) -> bool:
@@ -81,7 +90,8 @@ class Lent(NamedTuple):
         """Returns this as a scan of so many turns takes it; a reference that Explicit axes shard has no slices."""
         if self.total is None:
             return self
-        return used(self) if compilers.is_sharded(self.param) else self._replace(at=(*self.at, jnp.arange(length)))
+        at = (*self.at, jnp.arange(length))
+        return used(self) if compilers.is_sharded(self.param) else dataclasses.replace(self, at=at)
 
 
 @jax.custom_vjp
@@ -147,8 +157,10 @@ def used(value: Any) -> Any:
     """Returns a value as an equation takes it: a parameter is used here."""
     if not isinstance(value, Lent):
         return value
-    param, sink, total, at = value
-    return _use_last(total.finish, param, sink, _Place(total.ref, at, total.counts)) if total else _use(param, sink)
+    total = value.total
+    if total is None:
+        return _use(value.param, value.sink)
+    return _use_last(total.finish, value.param, value.sink, _Place(total.ref, value.at, total.counts))
 
 
 def run(program: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -184,17 +196,17 @@ def casts(program: Any) -> list[bool]:
     """Returns which of the inputs of a traced program are cast down before it comes to a loop."""
     found: set[Any] = set()
     for equation in program.eqns:
-        if equation.primitive.name == "convert_element_type" and _is_down(equation):
+        name = equation.primitive.name
+        if name == "convert_element_type" and _is_down(equation):
             found.update(_vars(equation.invars))
-        elif equation.primitive.name in ("jit", "pjit", "checkpoint", "remat2"):
-            inner = casts(compilers.opened(equation.params["jaxpr"])[0])
-            found.update(_vars([atom for atom, cast in zip(equation.invars, inner, strict=True) if cast]))
+        elif name != "scan" and name in FOLLOW and any(tracing.inner_programs(equation)):
+            found.update(_vars([atom for atom, cast in _each(equation, casts) if any(cast)]))
     return [var in found for var in program.invars]
 
 
-def has_loop(program: Any) -> bool:
-    """Returns whether a traced program holds a scan."""
-    return any(equation.primitive.name == "scan" for equation in tracing.equations(program))
+def has_loop_or_branch(program: Any) -> bool:
+    """Returns whether a traced program holds a scan or a cond."""
+    return any(equation.primitive.name in ("scan", "cond") for equation in tracing.equations(program))
 
 
 def breaks(program: Any) -> list[bool]:
@@ -212,8 +224,7 @@ def breaks(program: Any) -> list[bool]:
         if is_barrier(equation) or (name not in FOLLOW and any(map(_breaks_any, programs))):
             found.update(operands)
         elif name in FOLLOW and programs:
-            by_operand = zip(equation.invars, breaks(programs[0]), strict=True)
-            found.update(_vars([atom for atom, fails in by_operand if fails]))
+            found.update(_vars([atom for atom, fails in _each(equation, breaks) if any(fails)]))
         elif name in FOLLOW and equation.outvars[0] in found:  # what goes in is what comes out
             found.update(operands[:1])
     return [var in found for var in program.invars]
@@ -243,14 +254,19 @@ def leave_whole(program: Any) -> list[str | None]:
     for equation in reversed(program.eqns):
         name, programs = equation.primitive.name, list(tracing.inner_programs(equation))
         if name in FOLLOW and programs:
-            by_operand = leave_whole(programs[0])
+            pairs = [(atom, next(filter(None, inside), None)) for atom, inside in _each(equation, leave_whole)]
         elif name in FOLLOW:  # what goes in is what comes out
-            by_operand = [found.get(equation.outvars[0]), *[None] * (len(equation.invars) - 1)]
+            pairs = [(equation.invars[0], found.get(equation.outvars[0]))]
         else:
-            by_operand = [name if programs else None] * len(equation.invars)
-        pairs = zip(equation.invars, by_operand, strict=True)
+            pairs = [(atom, name if programs else None) for atom in equation.invars]
         found.update((atom, function) for atom, function in pairs if function and not isinstance(atom, core.Literal))
     return [found.get(var) for var in program.invars]
+
+
+def _each(equation: Any, asked: Callable[[Any], Sequence[Any]]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Returns each operand that goes into the programs inside an equation, and what is asked of it, of each program."""
+    operands = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars
+    return list(zip(operands, zip(*map(asked, tracing.inner_programs(equation)), strict=True), strict=True))
 
 
 # What is known of equations. Where an equation is unknown, the parameter is used there: that is always right.
@@ -283,7 +299,7 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _used_if_twice(values: Sequence[Any]) -> list[Any]:
-    """Returns the operands of a scan, which does not add to one sink in two ways: such a parameter is used before."""
+    """Returns operands of which none has the sink of another: a scan does not add to one in two ways."""
     sinks = collections.Counter(id(value.sink.grad) for value in values if isinstance(value, Lent))
     before: dict[int, Any] = {}
 
@@ -305,7 +321,7 @@ def _shared(value: Any) -> tuple[Any, Any]:
     dtype = value.sink.grad.dtype
     if dtype == value.param.dtype:
         return used(value), None
-    return used(value._replace(param=value.param.astype(dtype))), value.param.dtype
+    return used(dataclasses.replace(value, param=value.param.astype(dtype))), value.param.dtype
 
 
 def _jit(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -319,7 +335,18 @@ def _checkpoint(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
         return _end(equation, values)
     params = equation.params
     again = lambda values: run(*compilers.opened(params["jaxpr"]), values)
-    return jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])(list(values))
+    within = [dataclasses.replace(value, is_reference=False) if isinstance(value, Lent) else value for value in values]
+    return jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])(within)
+
+
+def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """A branch is followed where JAX adds to a reference in it: any other gradient it returns, as wide as the sink."""
+    if equation.params.get("branches_platforms"):  # it is the compiler that chooses
+        return _end(equation, values)
+    goes_in = lambda value: isinstance(value, Lent) and value.is_reference and not value.at_once
+    index, *operands = [value if goes_in(value) else used(value) for value in _used_if_twice(values)]
+    branch = lambda program: lambda *operands: run(*compilers.opened(program), operands)
+    return jax.lax.switch(index, list(map(branch, equation.params["branches"])), *operands)
 
 
 def _cast(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -327,7 +354,7 @@ def _cast(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     if not _is_down(equation):
         return _end(equation, values)
     (value,) = values
-    return [value._replace(param=compilers.bind(equation, [value.param])[0])]
+    return [dataclasses.replace(value, param=compilers.bind(equation, [value.param])[0])]
 
 
 def _is_down(equation: Any) -> bool:
@@ -342,7 +369,7 @@ def _slice(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     if not isinstance(value, Lent) or value.at_once:
         return _end(equation, values)
     part = lambda leaf: compilers.bind(equation, [leaf, *where])[0]
-    return [Lent(part(value.param), value.sink._replace(grad=part(value.sink.grad)))]
+    return [Lent(part(value.param), value.sink._replace(grad=part(value.sink.grad)), is_reference=False)]
 
 
 FOLLOW: dict[str, Callable[[Any, Sequence[Any]], Sequence[Any]]] = {
@@ -356,3 +383,5 @@ FOLLOW: dict[str, Callable[[Any, Sequence[Any]], Sequence[Any]]] = {
     "dynamic_slice": _slice,
     "squeeze": _slice,
 }
+if compilers.ADDS_IN_BRANCHES:
+    FOLLOW["cond"] = _cond

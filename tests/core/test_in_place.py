@@ -11,7 +11,8 @@ import pytest
 
 import optax_accum
 from optax_accum import statistics
-from optax_accum._core import sinks
+from optax_accum._core import compilers, sinks
+from tests import programs
 from tests.versions import needs_references, since
 
 pytestmark = needs_references
@@ -38,6 +39,14 @@ def gate(p):
 
 def block(x, layer):
     return x + jax.nn.gelu(x @ layer[0]) @ layer[1]
+
+
+def tanh(x, _):
+    return jnp.tanh(x)
+
+
+def halved(x, w):
+    return jax.lax.cond(jnp.sum(x) > 0, lambda x, w: x @ w[:, :WIDTH], lambda x, _: x, x, w), None
 
 
 def scanned(run, x, p, **options):
@@ -75,6 +84,22 @@ BODIES = {
     )[0],
     "a branch": lambda x, p: jax.lax.cond(
         jnp.sum(x) > 0, lambda x: block(x, (p["up"][0], p["down"][0])), lambda x: x * gate(p), x
+    ),
+    "layers in a branch, a parameter in both": lambda x, p: jax.lax.cond(
+        jnp.sum(x) > 0, lambda x: scanned(block, x * gate(p), p), lambda x: x * jnp.tanh(gate(p)), x
+    ),
+    "a branch in a branch in a scan, one returns a parameter": lambda x, p: scanned(
+        lambda x, layer: jax.lax.switch(
+            jnp.int32(jnp.sum(x) > 0), [lambda x: x, lambda x: jax.lax.cond(x[0, 0, 0] > 9, tanh, block, x, layer)], x
+        ),
+        x * jax.lax.cond(jnp.sum(x) > 0, lambda g: g, lambda g: 2 * g, gate(p)),
+        p,
+    ),
+    "branches in a checkpoint, of a slice, for each row": lambda x, p: jax.vmap(
+        lambda x: jax.lax.cond(jnp.sum(x) > 0, lambda x: x * p["gate"][None], lambda x: x, x)
+    )(
+        jax.lax.scan(jax.checkpoint(halved), x, p["up"])[0]
+        + jax.lax.cond(jnp.sum(x) > 0, lambda w: x @ w[:WIDTH], lambda w: x, p["down"][1])
     ),
     "a rule of the user": lambda x, p: x @ clipped(p["up"][0]) @ p["down"][0],
     "a function with a derivative of its own": lambda x, p: x * jax.nn.relu(gate(p)) + jax.nn.silu(gate(p)),
@@ -163,6 +188,9 @@ AWKWARD = {
     "in a function twice": lambda w, x: jax.jit(lambda a, b: LAYER(x, a, lambda w, one: b[0]))(w, w),
     "in a branch": lambda w, x: jax.lax.cond(x.sum() > 0, lambda w: LAYER(x, w, lambda w, one: w[0]), lambda w: x, w),
     "scanned over twice": lambda w, x: jax.lax.scan(lambda h, one: (jnp.tanh(h @ one[0]) @ one[1], None), x, (w, w))[0],
+    "in a branch twice": lambda w, x: jax.lax.cond(
+        x.sum() > 0, lambda a, b: LAYER(x, a, lambda w, one: b[0]), lambda a, b: x, w, w
+    ),
     "scanned over and handed on": lambda w, x: jax.lax.scan(
         lambda c, one: ((jnp.tanh(c[0] @ one + 0.01 * c[1].sum()), c[1]), None), (x, w), w
     )[0][0],
@@ -213,19 +241,26 @@ def test_jax_still_batches_no_scan_over_references():
         jax.vmap(lambda w: added_by_jax(loss, w))(jnp.stack([STACK, STACK]))
 
 
-def test_under_vmap_layers_in_a_scan_are_added_after():
-    """Across calls, too. JAX does not batch a scan over references."""
-    loss = lambda w, x: jnp.mean(LAYER(x, w, lambda w, one: one) ** 2)
-    many, x = jnp.stack([STACK, 2 * STACK]), jnp.linspace(-1, 1, 32).reshape(8, 4)
-    want = jax.vmap(jax.grad(loss), (0, None))(many, x)
-    got = jax.jit(jax.vmap(optax_accum.value_and_grad(loss, 2), (0, None)))(many, x)[1]
+@pytest.mark.parametrize("layers", ["scan", "cond"])
+@pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=["parameters", "batch"])
+def test_under_vmap_layers_in_a_scan_or_a_cond_are_added_after(layers, axes):
+    """Across calls, too. JAX batches neither over references."""
+    run = {
+        "scan": lambda w, x: LAYER(x, w, lambda w, one: one),
+        "cond": lambda w, x: jax.lax.cond(w.sum() > 0, lambda x: jnp.tanh(x @ w[0]), lambda x: x, x),
+    }[layers]
+    loss = lambda w, x: jnp.mean(run(w, x) ** 2)
+    both = jnp.stack([STACK, 2 * STACK]), jnp.linspace(-1, 1, 64).reshape(2, 8, 4)
+    args = [each[0] if axis is None else each for each, axis in zip(both, axes, strict=True)]
+    want = jax.vmap(jax.grad(loss), axes)(*args)
+    got = jax.jit(jax.vmap(optax_accum.value_and_grad(loss, 2), axes))(*args)[1]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
     step = optax_accum.value_and_apply_gradients(loss, tx)
-    new = jax.jit(jax.vmap(lambda w: step(w, tx.init(w), x)[1]))(many)
-    np.testing.assert_allclose(new, many - want, rtol=1e-5, atol=1e-6)
+    new = jax.jit(jax.vmap(lambda w, x: step(w, tx.init(w), x, flush=True)[1], axes))(*args)
+    np.testing.assert_allclose(new, np.subtract(args[0], want), rtol=1e-5, atol=1e-6)
     with pytest.raises(TypeError, match="in_place=True is not possible under jax.vmap"):
-        jax.jit(jax.vmap(optax_accum.value_and_grad(loss, 2, in_place=True), (0, None)))(many, x)
+        jax.jit(jax.vmap(optax_accum.value_and_grad(loss, 2, in_place=True), axes)).lower(*args)
 
 
 def test_squares_on_an_explicit_mesh():
@@ -249,7 +284,8 @@ def test_what_is_not_known_of_an_equation_is_no_matter(monkeypatch):
 
 def test_an_integer_has_no_sink_and_a_complex_number_has():
     def loss(p, x):
-        return jnp.mean(jnp.abs(p["c"] * x * p["n"] + p["h"]) ** 2).astype(jnp.float32)
+        c = jax.lax.cond(x[0] > 0, lambda c, n: c * n, lambda c, n: c + n, p["c"], p["n"])
+        return jnp.mean(jnp.abs(c * x + p["h"]) ** 2).astype(jnp.float32)
 
     p = {"c": jnp.complex64(1 + 2j), "n": jnp.int32(3), "h": jnp.float16(0.5)}
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every=2)
@@ -260,6 +296,21 @@ def test_an_integer_has_no_sink_and_a_complex_number_has():
         for flag in (None, False)
     ]
     chex.assert_trees_all_close(*states, rtol=1e-6)
+
+
+@since(0, 12, why="adding inside a branch")
+@pytest.mark.parametrize("cast", [None, jnp.bfloat16])
+def test_a_branch_writes_no_gradient_of_the_layers_that_it_chooses_from(cast):
+    """With a tree of gradients, each branch returns zeros for the layers of all others."""
+
+    def loss(w, x):
+        each = [lambda x, n=n: jnp.tanh(x @ (w[n] if cast is None else w[n].astype(cast))) for n in range(len(w))]
+        return jnp.mean(jax.lax.switch(jnp.int32(x.sum()), each, x.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+    w = jax.ShapeDtypeStruct((8, 128, 128), jnp.bfloat16 if cast is None else jnp.float32)
+    x = jax.ShapeDtypeStruct((4, 128), jnp.float32)
+    step = jax.jit(optax_accum.value_and_grad(loss, 2, accumulator_dtype=jnp.float32))
+    assert programs.compiled(step.lower(w, x)).memory_analysis().temp_size_in_bytes <= 0.25 * 4 * w.size
 
 
 def test_a_parameter_that_is_returned_or_printed_is_no_matter(capfd):
@@ -276,9 +327,8 @@ def test_a_parameter_that_is_returned_or_printed_is_no_matter(capfd):
 
 
 def looked_up(p, batch):
-    index = jnp.int32(batch.sum() > 0)
-    routed = jax.lax.cond(index > 0, lambda w: jnp.tanh(batch @ w), lambda w: batch @ w, p["routed"])
-    layers = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), routed, p["layers"])[0]
+    routed = jax.lax.cond(batch.sum() > 0, lambda w: jnp.tanh(batch @ w), lambda w: batch @ w, p["routed"])
+    layers = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), routed * clipped(p["scale"]), p["layers"])[0]
     return jnp.mean((layers @ p["out"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
 
 
@@ -290,11 +340,12 @@ def told(caplog, fun, *args):
 
 
 def test_the_log_tells_where_gradients_are_added_and_why(caplog):
-    p = {"layers": jnp.ones((2, 4, 4)), "out": jnp.ones((4, 3)), "routed": jnp.ones((4, 4))}
+    p = {"layers": jnp.ones((2, 4, 4)), "out": jnp.ones((4, 3)), "routed": jnp.ones((4, 4)), "scale": jnp.ones([])}
     x = jnp.ones((8, 4))
     found = told(caplog, optax_accum.value_and_grad(looked_up, 2), p, x)
     assert "inside the backward pass" in found
-    assert found.endswith("by the function in brackets: [0]['routed'] (`cond`).")
+    cond = "" if compilers.ADDS_IN_BRANCHES else "[0]['routed'] (`cond`), "
+    assert found.endswith(f"by the function in brackets: {cond}[0]['scale'] (`custom_vjp_call`).")
     assert "unroll=True" in told(caplog, optax_accum.value_and_grad(looked_up, 2, unroll=True), p, x)
     assert "in_place=False" in told(caplog, optax_accum.value_and_grad(looked_up, 2, in_place=False), p, x)
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite="skip")
