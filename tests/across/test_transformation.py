@@ -288,7 +288,7 @@ def test_frozen_parameters_cost_no_accumulator(wrap):
 
 
 def test_frozen_parameters_inside_have_accumulators():
-    """The pages that say which way round: docs/guarantees.md, docs/once_per_update.md, docs/faq.md."""
+    """docs/faq.md says which way round."""
     inner = optax.masked(optax.adam(0.1), {"w": False, "b": True})
     state = optax_accum.accumulate_gradients(inner, 2).init(PARAMS)
     assert [leaf.size for leaf in jax.tree.leaves(state.acc_grads)] == [3, 6]

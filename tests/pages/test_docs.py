@@ -86,7 +86,6 @@ QUICK = {  # pages whose numbers alone are asserted
     "start",
     "weights",
     "when_not",
-    "which_mechanism",
 }
 NEEDS = {"other_libraries": ("equinox", "haiku", "numpyro")}
 

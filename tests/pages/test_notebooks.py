@@ -16,7 +16,7 @@ INSTALL = f"""\
 try:
     import optax_accum
 except ModuleNotFoundError:
-    # On a CPU, Colab's JAX 0.7.2 can multiply by parameters that a step has replaced
+    # Colab's JAX 0.7.2 can multiply by replaced parameters on a CPU
     %env XLA_FLAGS=--xla_cpu_use_xnnpack=false
     from importlib.util import find_spec
 
@@ -80,6 +80,13 @@ def test_it_is_installed_from_the_one_address(path):
     """It is on no index yet. `.ci/in_colab.py` runs the cell in Colab's versions, of which none changes."""
     install = "".join(cells(path)[0]["source"])
     assert re.sub('"{repo}"( [a-z-]+)*$', '"{repo}"EXTRAS', install, flags=re.MULTILINE) == INSTALL
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_code_fits_the_column_of_its_page(path):
+    """At 1280 pixels the site shows 80 characters, as of the other pages."""
+    lines = [line for cell in cells(path) for line in "".join(cell["source"]).splitlines()]
+    assert [line for line in lines if len(line) > 80] == []
 
 
 def test_the_table_of_compiled_steps_is_that_of_the_record():
