@@ -230,7 +230,7 @@ QUIRKS = (
         test="space/test_sharded.py::test_an_all_reduce_of_one_device_is_still_not_partitioned",
     ),
     Quirk(
-        "add_over",
+        "_space.narrow.add_wide",
         "On a CPU, an all-reduce of constant complex numbers, as of an unused parameter, ends Python",
         "real and imaginary parts are added apart",
         "JAX 0.12: Check failed: buffer != nullptr; JAX 0.7.2 is right",

@@ -248,14 +248,6 @@ def moved(leaf: Any, *, to_host: bool) -> Any:
 
 # Collectives
 
-
-def add_over(leaf: jax.Array, axes: Any) -> jax.Array:
-    """Returns the sum of a leaf over devices: of complex numbers in two parts, for constant ones end XLA on a CPU."""
-    if jnp.iscomplexobj(leaf):
-        return jax.lax.complex(jax.lax.psum(leaf.real, axes), jax.lax.psum(leaf.imag, axes))
-    return jax.lax.psum(leaf, axes)
-
-
 CHIPS = 8  # of a TPU, over which one reduce-scatter is one
 WORTH_HIDING = 64 << 20  # bytes
 SLICES, LARGE = 16, 32 << 20  # bytes; an all-reduce of less is mostly waiting

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers
 from optax_accum._space import mapped
 from optax_accum._space.meshes import Axes
 
@@ -19,7 +18,7 @@ def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
     dtype of the leaf, and sends that sum, rounded, to all. A leaf of which no dimension can be dealt out is added as it
     is.
     """
-    wide = lambda leaf: compilers.add_over(leaf, axes)
+    wide = lambda leaf: add_wide(leaf, axes)
     dim = dealt(leaf.shape, axes)
     if dim is None or not _is_wider(leaf, dtype):
         return wide(leaf)
@@ -29,6 +28,13 @@ def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
         return _read(jax.lax.all_gather(_sent(part, dtype), axes, axis=dim, tiled=True), leaf.dtype, dtype)
 
     return _derived_as(wide, add, axes)(leaf)
+
+
+def add_wide(leaf: jax.Array, axes: Axes) -> jax.Array:
+    """Returns the sum of a leaf over devices: of complex numbers in two parts, for constant ones end XLA on a CPU."""
+    if jnp.iscomplexobj(leaf):
+        return jax.lax.complex(jax.lax.psum(leaf.real, axes), jax.lax.psum(leaf.imag, axes))
+    return jax.lax.psum(leaf, axes)
 
 
 def dealt(shape: Sequence[int], axes: Axes) -> int | None:
