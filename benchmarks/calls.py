@@ -6,6 +6,7 @@ Run `python -m benchmarks.calls`. Before a time is printed, results are compared
 import argparse
 import functools
 import gc
+import itertools
 import resource
 import time
 from collections.abc import Callable
@@ -31,7 +32,8 @@ def main() -> None:
     print(_measure.header("Calls outside jit, and compilations", "Times of one run on this machine."))
     print(_eager(options.calls))
     print(_policies(options.leaves, options.turns))
-    print(_in_place(options.leaves, options.turns))
+    for dtype, statistics in itertools.product((jnp.bfloat16, jnp.float32), (False, True)):
+        print(_in_place(dtype, statistics, options.leaves, options.turns))
 
 
 def _eager(calls: int) -> str:
@@ -99,19 +101,21 @@ def _policies(leaves: int, turns: int) -> str:
     return _compilations(f"{leaves} leaves, adam", compiled, ("propagate", "skip", "omit", "discard"), 1.3, turns)
 
 
-def _in_place(leaves: int, turns: int) -> str:
+def _in_place(dtype: Any, statistics: bool, leaves: int, turns: int) -> str:
     """Returns the time that a gradient takes to compile which is added in place, as a multiple of one added after."""
     random = np.random.default_rng(0)
-    params = [jnp.asarray(random.normal(size=(8, 8)) / 3, jnp.bfloat16) for _ in range(leaves)]
-    batch = jnp.asarray(random.normal(size=(8, 8)), jnp.bfloat16)
+    params = [jnp.asarray(random.normal(size=(8, 8)) / 3, dtype) for _ in range(leaves)]
+    batch = jnp.asarray(random.normal(size=(8, 8)), dtype)
     loss = lambda params, x: jnp.mean(functools.reduce(lambda x, w: x + jnp.tanh(x @ w), params, x).astype("f") ** 2)
 
     def compiled(way: str) -> tuple[float, Any]:
-        options = {"num_microbatches": 4, "accumulator_dtype": jnp.float32, "in_place": way == "in place"}
-        seconds, program = _compiled(jax.jit(optax_accum.value_and_grad(loss, **options)), params, batch)
-        return seconds, program(params, batch)
+        options = {"num_microbatches": 4, "accumulator_dtype": jnp.float32, "statistics": statistics}
+        call = optax_accum.value_and_grad(loss, **options, in_place=way == "in place")
+        seconds, program = _compiled(jax.jit(call), params, batch)
+        return seconds, program(params, batch)[1]  # the norms are added up in another order
 
-    return _compilations(f"{leaves} bfloat16 leaves, float32 sums", compiled, ("added after", "in place"), 1.2, turns)
+    of = f"{leaves} {jnp.dtype(dtype)} leaves, float32 sums" + (", statistics" if statistics else "")
+    return _compilations(of, compiled, ("added after", "in place"), 1.2, turns)
 
 
 def _compilations(

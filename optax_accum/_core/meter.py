@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, sinks
+from optax_accum._core import arithmetic, compilers, sinks
 from optax_accum._core.arithmetic import Tree
 from optax_accum._core.noise import ByGroup, Statistics, check_decay, smooth
 from optax_accum._core.seen import new_seen, see
@@ -137,8 +137,13 @@ class Measuring(Counting):
         return super().blank(params) | {"statistics": statistics}
 
     def no_squares(self, params: Tree) -> list[jax.Array]:
-        axes = lambda group, leaf: jnp.shape(leaf)[:1] if isinstance(group, Layers) else ()
-        return [sinks.empty(leaf, axes(group, leaf), default_float()) for group, leaf in _named(self.options, params)]
+        leaves: dict[Any, Any] = {}  # those whose squares are of one type begin with the same zeros: to trace is dear
+        kinds = []
+        for group, leaf in _named(self.options, params):
+            kinds.append((jnp.shape(leaf)[:1] if isinstance(group, Layers) else (), compilers.varying_axes(leaf)))
+            leaves.setdefault(kinds[-1], leaf)
+        zeros = {kind: sinks.empty(leaf, kind[0], default_float()) for kind, leaf in leaves.items()}
+        return [zeros[kind] for kind in kinds]
 
     def by_group(self, squares: Tree) -> ByGroup:
         return _added(_named(self.options, squares))

@@ -8,6 +8,7 @@ sink, to which JAX can add in place; and the square of a gradient can be read as
 import collections
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ _use_last.defvjp(lambda finish, param, sink, place: (param, (sink, place)), _tot
 def _square(cotangent: jax.Array, like: jax.Array) -> jax.Array:
     parts = (cotangent.real, cotangent.imag) if jnp.iscomplexobj(cotangent) else (cotangent,)
     axes = tuple(range(like.ndim, cotangent.ndim))
-    return sum(jnp.sum(jnp.square(part.astype(like.dtype)), axes) for part in parts)  # type: ignore[return-value]
+    return functools.reduce(operator.add, [jnp.sum(jnp.square(part.astype(like.dtype)), axes) for part in parts])
 
 
 def empty(param: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:

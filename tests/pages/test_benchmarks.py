@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from benchmarks import __main__ as entry
 from benchmarks import (
+    _in_place,
     _measure,
     _one_device,
     _plots,
@@ -106,20 +108,57 @@ def test_what_an_accelerator_is_asked_runs_here(name):
         on_device.table("any", {name: facts, "other": other}, 1e-12)
 
 
+# What rows need beyond their goals, by the reasons that docs/accelerators.md gives. P is 16 layers.
+REASONS = {
+    "Layers one by one, cast before": (r"one by one, cast before: in place|v5e.*one by one, float32: in place", 0.51),
+    "A tied embedding": (r"JAX 0\.(9|10)\..*tied embedding.*: in place", 0.07),
+    "Statistics: up to 0.13 P of float32 parameters on an H100": (r"h100.*float32: with statistics", 0.13),
+    "up to 0.06 P on a CPU": (r"cpu.*: with statistics", 0.06),
+    "Layers one by one on a CPU": (r"cpu.*one by one, float32: in place", 0.06),
+}
+GOALS = {"in place": ("one micro-batch", 0.05), "with statistics": ("in place", 0.02)}
+
+
+def _misses(record):
+    """By how much rows of the record miss their goals."""
+    for name, facts in record.items():
+        for case, row in facts["in place"].items():
+            for way, (base, goal) in GOALS.items():
+                more = row[f"{way}, P"] - row[f"{base}, P"]
+                if more > goal + 1e-9:
+                    yield f"{name}: {case}: {way}", more
+
+
 def test_what_needs_more_memory_in_place_is_what_the_page_explains():
-    """Goals: no more than one micro-batch and 0.05 P; with statistics 0.02 P more. P is 16 layers."""
+    """Goals: no more than one micro-batch and 0.05 P; with statistics 0.02 P more. Each reason is needed."""
     record = json.loads(accelerators.FACTS.read_text())
-    rows = {(name, case): row for name, facts in record.items() for case, row in facts["in place"].items()}
-    assert {name.split(",")[0] for name, _ in rows} == {"h100", "v5e:4x4", "cpu"}
-    assert len(rows) == len(record) * 19
-    for (name, case), row in rows.items():
-        one, inside, measured, by_hand = (
-            row[f"{way}, P"] for way in ("one micro-batch", "in place", "with statistics", "by hand")
-        )
-        both_of_a_tied_embedding = 0.02 if "JAX 0.10" in name and "tied" in case else 0
-        kept_in_any_loop = "one by one" in case and inside <= by_hand + 0.03
-        assert inside <= one + 0.05 + both_of_a_tied_embedding or kept_in_any_loop, (name, case)
-        assert measured <= inside + (0.02 if "v5e" in name else 2 / 16 + 0.01), (name, case)
+    assert {name.split(", lib")[0] for name in record} == {
+        *("h100, JAX 0.9.2", "h100, JAX 0.10.0", "h100, JAX 0.12.0.1", "v5e:4x4, JAX 0.12.0.1", "cpu, JAX 0.12.0.1")
+    }
+    assert all(len(facts["in place"]) >= 3 * len(_in_place.CASES) + 1 for facts in record.values())
+    page, needed = (accelerators.FACTS.parents[1] / "docs/accelerators.md").read_text(), set()
+    for where, more in _misses(record):
+        (reason,) = (reason for reason, (rows, most) in REASONS.items() if re.search(rows, where))
+        assert more <= REASONS[reason][1] + 1e-9, where
+        needed.add(reason)
+    assert needed == set(REASONS)
+    assert all(reason in page for reason in REASONS)
+
+
+def test_in_place_no_tree_of_gradients_stands_beside_the_sum():
+    """A tied embedding in bfloat16 at k = 4, checkpointed or not, and norms of a float32 stack, by all compilers."""
+    record = json.loads(accelerators.FACTS.read_text())
+    cases = {
+        (_in_place.FOUR, "in place"): 0.39,
+        (_in_place.KEPT, "in place"): 0.39,
+        ("scan, float32", "with statistics"): 0.85,
+    }
+    for (case, way), gain in cases.items():
+        rows = {name: facts["in place"][case] for name, facts in record.items() if case in facts["in place"]}
+        assert {name[:4] for name in rows} >= {"h100", "cpu,"}
+        for name, row in rows.items():
+            assert row[f"{way}, P"] <= row["by hand, P"] - gain, (name, case)
+            assert row["added after, P"] <= row["by hand, P"] + 0.01, (name, case)
 
 
 def test_an_update_of_other_micro_batches_has_no_time(monkeypatch):
