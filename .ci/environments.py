@@ -8,16 +8,17 @@ import tomllib
 TABLE = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
 COLUMNS = {
     "suite": ("name", "python", "install", "here"),
-    "law": ("name", "python", "install", "here"),
+    "law": ("name", "python", "install", "here", "tests"),
     "facts": ("name", "python", "install", "compiler", "target"),
 }
+LAW = "tests/test_law.py tests/core/test_in_place.py tests/pages/test_docs.py tests/pages/test_support.py"
+DEFAULTS = {"suite": {"here": "suite"}, "law": {"here": "law", "tests": LAW}, "facts": {}}
 
 
 def rows(kind: str) -> list[dict[str, str]]:
     """Returns the environments of a kind, each with all its columns."""
-    default = {"here": kind}
     return [
-        {column: ({"name": name} | default | row)[column] for column in COLUMNS[kind]}
+        {column: ({"name": name} | DEFAULTS[kind] | row)[column] for column in COLUMNS[kind]}
         for name, row in TABLE[kind].items()
     ]
 
