@@ -15,6 +15,7 @@ from optax_accum.accelerators import Target
 
 DEPTH, WIDTH, WORDS, EXPERTS, RANK = 16, 1024, 4096, 4, 64  # no stack fits in the 128 MiB of a TPU's vector memory
 ROWS, LENGTH = 8, 4  # of a micro-batch: few, so that P is more than what is kept of them
+CHOSEN = "one of 16 layers, by a switch, bfloat16"
 FOUR, KEPT = "tied embedding, bfloat16, k = 4", "tied embedding without checkpoint, bfloat16, k = 4"
 
 
@@ -63,6 +64,12 @@ def tied(params: Tree, words: jax.Array, _: Tree, layer: Callable[..., Any] = bl
     x = through(layer, params["table"][words[..., :-1]], params["layers"])
     logits = (x @ params["table"].T).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, words[..., 1:]).mean()
+
+
+def chosen(params: Tree, x: jax.Array, _: Tree) -> jax.Array:
+    each = [lambda x, n=n: block(x, jax.tree.map(lambda w: w[n], params)) for n in range(DEPTH)]
+    x = x.astype(params["up"].dtype)
+    return _mean(jax.lax.switch(jnp.int32(jnp.abs(jnp.sum(x))) % DEPTH, each, x))
 
 
 def adapted(params: Tree, x: jax.Array, frozen: Tree) -> jax.Array:
@@ -123,6 +130,7 @@ def memory(on: Target) -> Iterator[tuple[str, Facts]]:
     bfloat16, case = MIXTURES["bfloat16"], CASES["tied embedding"]
     yield FOUR, Ways(on, case, bfloat16, count=4).facts()
     yield KEPT, Ways(on, case._replace(loss=tied), bfloat16, count=4).facts()
+    yield CHOSEN, Ways(on, Case(chosen, STACK), bfloat16).facts()
 
 
 class Ways(NamedTuple):

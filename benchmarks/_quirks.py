@@ -60,6 +60,13 @@ QUIRKS = (
         until=(0, 11, 0),
     ),
     Quirk(
+        "ADDS_IN_BRANCHES",
+        "With references, JAX 0.11 differentiates some loops wrongly, so it is not trusted with those in branches",
+        "a gradient is added where the branches of `cond` or `switch` end, as a whole",
+        "CPU, a `switch` over 8 layers: 0.10 instead of 0.60 P of temporary memory; JAX 0.11.2 would gain as much",
+        until=(0, 12, 0),
+    ),
+    Quirk(
         "OVERLAPS",
         "A `custom_vjp` that takes a reference mixes up the gradients of its other arguments",
         "devices all-reduce gradients after the backward pass",
@@ -189,7 +196,7 @@ QUIRKS = (
     ),
     Quirk(
         "_core.tracing.is_batched",
-        "`vmap` cannot batch a scan over references",
+        "`vmap` cannot batch a scan or a `cond` over references",
         "gradients are added after the backward pass",
         "JAX 0.12: a NotImplementedError",
         test="core/test_in_place.py::test_jax_still_batches_no_scan_over_references",
