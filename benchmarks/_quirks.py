@@ -181,14 +181,14 @@ QUIRKS = (
         test="compiled/test_facts.py::test_gradients_still_wait_for_the_accumulator",
     ),
     Quirk(
-        "_core.sinks.breaks",
+        "_core.flows.breaks",
         "With references, JAX cannot differentiate a scan that scans over an array and also closes over it",
         "the parameter is used before the scan",
         "JAX 0.12: a NotImplementedError; 0.11.2: a wrong gradient",
         test="core/test_in_place.py::test_jax_still_adds_no_array_that_a_scan_takes_twice",
     ),
     Quirk(
-        "_core.sinks.is_barrier",
+        "_core.flows.is_barrier",
         "With references, JAX cannot differentiate an `optimization_barrier`",
         "the parameter is used before the barrier",
         "JAX 0.12: an AssertionError",

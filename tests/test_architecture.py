@@ -47,7 +47,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"tracing", "rows", "counted", "signature"},
         {"compilers", "leaves"},
         {"memory", "arithmetic", "sinks"},
-        {"roles"},
+        {"roles", "flows"},
         {"draws"},
         {"sums", "noise", "seen", "matching"},
         {"state"},

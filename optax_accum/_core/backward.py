@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers, matching, ratio, sinks, tracing
+from optax_accum._core import arithmetic, compilers, flows, matching, ratio, sinks, tracing
 from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.parts import Parts
 from optax_accum._core.sinks import Finish, Lent, Sink, Total
@@ -239,7 +239,7 @@ def added_inside(
             f"{path} they are narrower (parameters {arithmetic.dtypes(params)}, accumulators {arithmetic.dtypes(acc)})"
         )
     batched = tracing.is_batched((params, acc, program.consts))
-    if why_not is None and batched and sinks.has_loop_or_branch(program.jaxpr):
+    if why_not is None and batched and flows.has_loop_or_branch(program.jaxpr):
         why_not = "is not possible under jax.vmap, for JAX batches no loop over references, nor a branch"
     if asked and why_not:
         raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
@@ -248,7 +248,7 @@ def added_inside(
         return None
     _log_inside(params, program.jaxpr)
     always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
-    needs = map(operator.or_, sinks.casts(program.jaxpr), sinks.breaks(program.jaxpr))
+    needs = map(operator.or_, flows.casts(program.jaxpr), flows.breaks(program.jaxpr))
     leaves = [pair for pair in zip(jax.tree.leaves(params), needs, strict=True) if _is_inexact(pair[0])]
     if not leaves:
         return None
@@ -268,7 +268,7 @@ def _log_inside(params: Tree, program: Any) -> None:
     """Tells who asks where gradients are added inside the backward pass."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    pairs = zip(jax.tree.leaves_with_path(params), sinks.leave_whole(program), strict=True)
+    pairs = zip(jax.tree.leaves_with_path(params), flows.leave_whole(program), strict=True)
     whole = [f"{jax.tree_util.keystr(path)} (`{function}`)" for (path, _), function in pairs if function]
     but = f" Some are written first, by the function in brackets: {', '.join(whole)}." if whole else ""
     _log.info("Gradients are added inside the backward pass.%s", but)
