@@ -238,8 +238,8 @@ def added_inside(
             "needs accumulators at least as wide as the parameters, for a gradient is rounded before it is added: at "
             f"{path} they are narrower (parameters {arithmetic.dtypes(params)}, accumulators {arithmetic.dtypes(acc)})"
         )
-    batched = tracing.is_batched((params, acc, program.consts))
-    if why_not is None and batched and flows.has_loop_or_branch(program.jaxpr):
+    nests = not unless and flows.has_loop_or_branch(program.jaxpr)
+    if why_not is None and nests and tracing.is_batched((params, acc, program.consts)):
         why_not = "is not possible under jax.vmap, for JAX batches no loop over references, nor a branch"
     if asked and why_not:
         raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")

@@ -70,7 +70,8 @@ def is_batched(tree: Tree) -> bool:
         seen.append(True)
         return leaves, in_batched[0]
 
-    identity([leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer)])
+    traced = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer)]
+    identity(jax.lax.stop_gradient(traced))  # a custom_vmap is not always differentiated
     return bool(seen)
 
 
