@@ -283,6 +283,7 @@ def _cast(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def is_down(equation: Any) -> bool:
+    """Returns whether a cast is one to fewer bits."""
     own, to = equation.invars[0].aval.dtype, equation.params["new_dtype"]
     floating = jnp.issubdtype(own, jnp.inexact) and jnp.issubdtype(to, jnp.inexact)
     return floating and jnp.finfo(to).bits < jnp.finfo(own).bits
