@@ -1,6 +1,7 @@
 """Owns what a plan says: its table, its rows, its picture. Compiles nothing."""
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,7 +124,8 @@ class Plan:
         table = [head, *map(self._cells, self.compiled)]
         if self._several:
             table = [("option", *head), *((self.labels[one.place], *self._cells(one)) for one in self.compiled)]
-        return "\n".join([self._title(), *_aligned(table), *self._grid(), *self._notes()])
+        fill = textwrap.TextWrapper(80, subsequent_indent="  ", break_on_hyphens=False).fill
+        return "\n".join([fill(self._title()), *_aligned(table), *self._grid(), *map(fill, self._notes())])
 
     __repr__ = __str__
 

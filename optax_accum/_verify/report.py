@@ -81,15 +81,18 @@ class Report:
             lines.append(
                 f"The {self.subject} is random: means over {self.draws} keys were compared, within six standard errors."
             )
-        worst = sorted(self.errors, key=lambda path: -order(self.errors[path] / self.limits[path]))
-        lines += [f"  {'error':>9}  {'limit':>9}  (relative to the largest entry)"] if worst else []
-        lines += [f"  {self.errors[path]:9.1e}  {self.limits[path]:9.1e}  {path}" for path in worst[:8]]
-        lines += [f"  and {counted(len(worst) - 8, 'other')}, nearer"] if len(worst) > 8 else []
-        lines += [f"Not tried: {note}" for note in self.notes]
+        ends = [f"Not tried: {note}" for note in self.notes]
         for cause in self.causes:
-            lines += [f"Cause: {cause.kind}. {cause.evidence}", f"Remedy: {cause.remedy}"]
-        fill = textwrap.TextWrapper(100, subsequent_indent="  ", replace_whitespace=False, break_on_hyphens=False).fill
-        return "\n".join(map(fill, lines))
+            ends += [f"Cause: {cause.kind}. {cause.evidence}", f"Remedy: {cause.remedy}"]
+        fill = textwrap.TextWrapper(80, subsequent_indent="  ", replace_whitespace=False, break_on_hyphens=False).fill
+        return "\n".join([*map(fill, lines), *self._table(), *map(fill, ends)])
+
+    def _table(self) -> list[str]:
+        """Returns the leaves that are farthest, the farthest first."""
+        worst = sorted(self.errors, key=lambda path: -order(self.errors[path] / self.limits[path]))
+        lines = [f"  {'error':>9}  {'limit':>9}  (relative to the largest entry)"] if worst else []
+        lines += [f"  {self.errors[path]:9.1e}  {self.limits[path]:9.1e}  {path}" for path in worst[:8]]
+        return lines + ([f"  and {counted(len(worst) - 8, 'other')}, nearer"] if len(worst) > 8 else [])
 
 
 def order(error: float) -> float:

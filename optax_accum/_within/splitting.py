@@ -61,9 +61,10 @@ def as_sizes(num_microbatches: Any, microbatch_size: Any, group_size: Any, stack
             )
         return Sizes(None, None, 1, stacked=True)
     if (num_microbatches is None) == (microbatch_size is None):
+        whole = " To accumulate across calls alone, pass num_microbatches=1." if num_microbatches is None else ""
         raise ValueError(
             "Exactly one of num_microbatches and microbatch_size must be given: "
-            f"num_microbatches={num_microbatches}, microbatch_size={microbatch_size}. Pass one of them."
+            f"num_microbatches={num_microbatches}, microbatch_size={microbatch_size}. Pass one of them.{whole}"
         )
     number = checks.as_positive("num_microbatches", num_microbatches)
     size = checks.as_positive("microbatch_size", microbatch_size)

@@ -1,5 +1,6 @@
 """Linen train steps: what a window changes in them, and what acts once per update."""
 
+import re
 import warnings
 
 import flax.serialization
@@ -17,7 +18,7 @@ from numpy.testing import assert_allclose
 import optax_accum
 from optax_accum import flax as accum
 from optax_accum.flax import _window
-from tests import programs
+from tests import ROOT, programs
 from tests.flax_problems import ROWS, X, Y, close, created, cross_entropy, equal, gradient, micro_batches, normalised
 from tests.versions import since
 
@@ -713,6 +714,46 @@ def test_options_that_are_the_steps_own(name):
     if name != "has_aux":
         with pytest.raises(TypeError, match=rf"nnx.train_step sets {name} itself: {name}=1. Leave it out"):
             accum.nnx.train_step(lambda *_: None, num_microbatches=2, **{name: 1})
+
+
+@pytest.mark.parametrize("make", [accum.linen.train_step, accum.nnx.train_step], ids=["linen", "nnx"])
+def test_a_train_step_that_is_not_told_how_to_split_says_what_leaves_the_batch_whole(make):
+    """`test_train_step_across_calls_alone` does what it says."""
+    with pytest.raises(ValueError, match=r"must be given.*To accumulate across calls alone, pass num_microbatches=1"):
+        make(lambda *_: None)
+
+
+def test_train_step_across_calls_alone():
+    plain = created(optax.sgd(0.1), train_state.TrainState)
+    whole = plain.apply_gradients(grads=gradient(plain, (X, Y))[1])
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), every=3), metrics=("loss",))
+    fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
+    step = accum.linen.train_step(fun, num_microbatches=1)
+    for batch in micro_batches():
+        state, _ = step(state, batch, jax.random.key(0))
+    assert int(state.updates) == 1
+    close(state.params, whole.params)
+
+
+def test_a_train_step_of_another_optimizer_needs_no_names_of_metrics():
+    """docs/flax.md says so: its metrics are those of the call."""
+    fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
+    state = created(optax.sgd(0.1))
+    loss = gradient(state, (X, Y))[0]
+    _, metrics = accum.linen.train_step(fun, num_microbatches=2)(state, (X, Y), jax.random.key(0))
+    assert_allclose(metrics["loss"], loss, rtol=1e-6)
+
+
+def test_the_weight_that_flax_takes_for_a_field():
+    """A question of docs/faq.md, and its answer."""
+    says = "TrainState.__init__() got an unexpected keyword argument 'weight'"
+    assert f"\n## `{says}`\n" in (ROOT / "docs/faq.md").read_text()
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    plain, ours = created(tx, train_state.TrainState), created(tx)
+    grads = gradient(ours, (X, Y))[1]
+    with pytest.raises(TypeError, match=re.escape(says)):
+        plain.apply_gradients(grads=grads, weight=3.0)
+    assert ours.apply_gradients(grads=grads, weight=3.0).opt_state.weight == 3
 
 
 @since(0, 8, why="a constraint over other axes inside a shard_map over some")

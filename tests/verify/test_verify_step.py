@@ -157,6 +157,7 @@ def test_each_planted_fault_is_named(kind):
     assert not report.holds
     assert [cause.kind for cause in report.causes] == [kind], str(report)
     assert report.causes[0].remedy in " ".join(str(report).split())
+    assert max(map(len, str(report).splitlines())) <= 80
     with pytest.raises(
         AssertionError, match=f"Differs: in micro-batches this step has another update[^.]*[.](.|\n)*Cause: {kind}"
     ):
@@ -494,7 +495,7 @@ def test_a_leaf_that_stands_twice_is_copied_without_what_stands_beside_it():
 
 def test_what_was_not_tried_is_said():
     report = verify_step(scanned, BATCH, within_call=True)
-    assert "Not tried: micro-batches of [3, 3, 3, 2] rows, which the step refuses" in str(report)
+    assert "Not tried: micro-batches of [3, 3, 3, 2] rows, which the step refuses" in " ".join(str(report).split())
     assert "returns no last_step" in str(verify_step(lambda every: Loop()(every)[:2], BATCH, every=2))
 
 
@@ -502,7 +503,8 @@ def test_a_step_that_cuts_its_batch_itself_is_told_of_the_option():
     """Without it each call is an update: what is said of it would accuse a sound step."""
     report = verify_step(Cut(), BATCH, every=2, uneven=False)
     assert not report.holds
-    assert "Not tried: within_call=True, which a step needs that gets the whole batch in one call" in str(report)
+    says = "Not tried: within_call=True, which a step needs that gets the whole batch in one call"
+    assert says in " ".join(str(report).split())
     assert verify_step(Cut(), BATCH, every=2, uneven=False, within_call=True).holds
 
 
@@ -527,7 +529,7 @@ def test_advantages_normalised_in_the_loss_are_coupled(columns, every):
     make_step = lambda every: narrow(Loop(gained)(every), columns)
     report = verify_step(make_step, BATCH, every=every, uneven=False)
     assert [cause.kind for cause in report.causes] == ["coupled examples"], str(report)
-    assert "['mask'] of the batch is normalised over its rows" in str(report)
+    assert "['mask'] of the batch is normalised over its rows" in " ".join(str(report).split())
     assert "before it is cut" in report.causes[0].remedy
     fixed = (BATCH["mask"] - BATCH["mask"].mean()) / BATCH["mask"].std()  # the remedy
     given = Loop(

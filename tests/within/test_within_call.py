@@ -494,6 +494,14 @@ def test_one_of_number_and_size(wrap, options):
         wrap(MEAN, **options)
 
 
+def test_a_batch_that_is_a_micro_batch_stays_whole():
+    """What the error recommends if neither is given."""
+    with pytest.raises(ValueError, match=r"To accumulate across calls alone, pass num_microbatches=1\.$"):
+        optax_accum.value_and_grad(MEAN)
+    grad = optax_accum.value_and_grad(MEAN, num_microbatches=1)
+    assert jax.tree.map(float, grad(2.0, X)) == (2.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
