@@ -4,12 +4,12 @@ The update equals the update of the whole batch.
 
 Most users need only the functions here. The submodules:
 
-* `sharding`: several devices.
+* `sharding`: train on several devices.
 * `checkpoint`: save and resume in the middle of a window.
 * `batching`: choose batch sizes, pack rows by tokens.
-* `statistics`: the noise of gradients.
-* `accelerators`: read what a program becomes on a GPU or a TPU.
-* `plan`: what fits in memory.
+* `statistics`: measure the noise of gradients.
+* `accelerators`: read programs compiled for a GPU or a TPU.
+* `plan`: find what fits in memory.
 * `flax.linen`, `flax.nnx`: train states, optimizers and train steps.
 """
 

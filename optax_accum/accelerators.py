@@ -7,8 +7,8 @@ and collectives:
   compile for, and its memory.
 * `count_traffic(compiled)`: the bytes that each part of a program moves,
   copies, temporary memory.
-* `optax_accum.sharding.count_collectives(compiled)`: what its devices say
-  to each other.
+* `optax_accum.sharding.count_collectives(compiled)`: the communication
+  between its devices.
 """
 
 from optax_accum._compiled.targets import Target, target

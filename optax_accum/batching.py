@@ -1,15 +1,14 @@
-"""Batch sizes, and windows that grow.
+"""Choose batch sizes, pack rows, let windows grow.
 
-Split rows over processes, pack rows by tokens, choose a window, and let
-windows grow:
+By task:
 
 * `split_global_batch(rows, most, devices)`,
-  `token_microbatches(lengths, max_tokens)`: the split, by rows or by
+  `token_microbatches(lengths, max_tokens)`: split a batch by rows, or by
   tokens.
-* `every_by_tokens({0: 768, 250e9: 1536})`, `every_by_noise(4, 64)`: windows
-  that grow, for `every`.
-* `advise(...)`, `rescale_decay(b2, batch_from, batch_to)`: before you
-  accumulate; experimental. docs/when_not.md.
+* `every_by_tokens({0: 768, 250e9: 1536})`, `every_by_noise(4, 64)`: pass
+  them as `every`, and windows grow.
+* `advise(...)`, `rescale_decay(b2, batch_from, batch_to)`: ask whether to
+  accumulate at all; experimental. docs/when_not.md.
 """
 
 from optax_accum._batches.advise import Advice, advise, rescale_decay

@@ -1,7 +1,6 @@
 """Save and resume a run, also in mid-window.
 
-It may go on in the middle of a window, on another number of devices, in
-several processes.
+A resumed run may have another number of devices, or several processes.
 """
 
 from optax_accum._placement.resume import check_processes, checkpoint_target, redistribute

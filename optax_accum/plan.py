@@ -1,6 +1,6 @@
-"""The fewest micro-batches that fit in memory.
+"""Find the fewest micro-batches that fit in memory.
 
-Asks the compiler, before anything is allocated:
+The compiler tells, before anything is allocated:
 
 * `optax_accum.plan_microbatches(make_step, global_batch)`: the plan, of any
   step.

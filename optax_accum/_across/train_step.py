@@ -34,16 +34,16 @@ def value_and_apply_gradients(
     in_place: bool | None = None,
     overlap: bool | None = None,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
-    """Returns a whole micro-step of a loss, which adds gradients in place.
+    """Returns a train step: loss, gradient added in place, and update.
 
         step = value_and_apply_gradients(loss, tx)
         value, params, state = step(params, state, batch)
 
     The step does what `jax.value_and_grad(fun)` and then
-    `apply_gradients(tx, ...)` do. Its backward pass adds each gradient to
-    the accumulator in the state where it arises, scaled by the
-    micro-batch's weight. So it never stores a tree of gradients beside the
-    accumulator, which would be most of a micro-step's extra memory.
+    `apply_gradients(tx, ...)` do: one micro-step. Its backward pass adds
+    each gradient to the accumulator in the state where it arises, scaled by
+    the micro-batch's weight. So it never stores a tree of gradients beside
+    the accumulator, which would be most of a micro-step's extra memory.
 
     Args:
       fun: a loss `fun(params, *args) -> loss`, or `-> (loss, aux)` with

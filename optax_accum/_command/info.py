@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 _COMMANDS = """\
-python -m optax_accum plan --help: how many micro-batches fit, from the command line.
-python -m optax_accum verify --help: whether a train step accumulates as it should."""
+python -m optax_accum plan --help: find how many micro-batches fit.
+python -m optax_accum verify --help: check whether a train step accumulates as it should."""
 
 
 def _names() -> str:

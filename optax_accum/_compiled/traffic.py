@@ -10,7 +10,7 @@ from optax_accum._compiled.programs import FUSIONS, Computation, Instruction, Pr
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a part of a program moves when it runs.
+    """The bytes that one part of a program moves when it runs.
 
     Attributes:
       within: the branches that must be taken and the loops of unknown

@@ -20,7 +20,7 @@ _WEIGHT = _CONSTANT.replace("The count of a Ratio", "What weight_of returns").re
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """A sum and a count: what a loss returns if only it knows its denominator.
+    """A loss as a total and a count, if only the loss knows its denominator.
 
         loss     = sum_i total_i / sum_i count_i
         gradient = sum_i d(total_i) / sum_i count_i

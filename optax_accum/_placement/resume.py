@@ -16,10 +16,11 @@ _PARTIAL = ("acc_grads", "weight", "mean_args", "samples")  # the fields that ar
 
 
 def redistribute(state: Tree, num_devices: int | None) -> Tree:
-    """Returns a state with its partial sums for another number of devices.
+    """Redistributes a state's partial sums to another number of devices.
 
-    With it, a run goes on elsewhere. A window in flight keeps its sum and
-    its weight: partial sum i is added to number `i mod num_devices`.
+    With it, a run continues on other devices. A window in flight keeps its
+    sum and its weight: partial sum i is added to number
+    `i mod num_devices`.
 
     Args:
       state: an optimizer state with an `AccumulationState`, made with or

@@ -12,6 +12,7 @@ from optax_accum._plan.search import Candidate
 
 KINDS = ("arguments", "kept", "temporary", "code")  # they add up to the peak
 NETWORK = ("network", "exposed")  # of several devices
+WIDTH = 88  # of a table, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +121,13 @@ class Plan:
 
     def __str__(self) -> str:
         memory = ("arguments", "outputs", "temporary", "peak")
-        head = ("micro-batches", "rows each", *memory, *self._network, "fits", "compiled")
+        head = ("micro-batches", "rows each", *memory, "fits", "compiled", *self._network)
         table = [head, *map(self._cells, self.compiled)]
         if self._several:
             table = [("option", *head), *((self.labels[one.place], *self._cells(one)) for one in self.compiled)]
+        rows = _aligned(table, keys=1 + self._several)
         fill = textwrap.TextWrapper(80, subsequent_indent="  ", break_on_hyphens=False).fill
-        return "\n".join([fill(self._title()), *_aligned(table), *self._grid(), *map(fill, self._notes())])
+        return "\n".join([fill(self._title()), *rows, *self._grid(), *map(fill, self._notes())])
 
     __repr__ = __str__
 
@@ -175,7 +177,7 @@ class Plan:
         if found.refused:
             sizes, moved = ["", "", *(f">{size}" for size in sizes[2:])], ["" for _ in moved]
         fits = "yes" if one.fits else "no"
-        return f"{mark} {one.candidate.number}", rows, *sizes, *moved, fits, f"{found.seconds:.1f} s"
+        return f"{mark} {one.candidate.number}", rows, *sizes, fits, f"{found.seconds:.1f} s", *moved
 
     def _grid(self) -> list[str]:
         """Returns the peaks of several options, side by side."""
@@ -244,6 +246,14 @@ class NothingFitsError(ValueError):
         self.add_note(str(plan))
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+def _aligned(table: Sequence[Sequence[str]], keys: int = 1) -> list[str]:
+    """Returns the lines of a table; one that is too wide becomes several, each with the first `keys` columns."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)).rstrip() for cells in table]
+    parts = [[*range(keys)]]
+    for column in range(keys, len(widths)):
+        wide = sum(widths[i] + 2 for i in (*parts[-1], column)) - 2 > WIDTH
+        if wide and len(parts[-1]) > keys:
+            parts.append([*range(keys)])
+        parts[-1].append(column)
+    line = lambda part, cells: "  ".join(cells[i].rjust(widths[i]) for i in part).rstrip()
+    return [line(part, cells) for part in parts for cells in table]

@@ -21,12 +21,13 @@ from optax_accum._space.shards import Shard
 
 
 def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
-    """Keeps the gradients of parameters on each device, in `jax.shard_map`.
+    """Inside `jax.shard_map`, leaves each device the gradient of its rows.
 
     If all devices share a parameter, JAX adds up its gradient over these
-    devices at once. The gradient of what this function returns is each
-    device's own, and `accumulate_gradients(..., reduce_axes=...)` adds it
-    at the end of the window.
+    devices at once. Differentiate with respect to what this function
+    returns instead: each device then gets a gradient of its own, and
+    `accumulate_gradients(..., reduce_axes=...)` adds these gradients at the
+    end of the window.
 
     Args:
       params: the parameters, replicated over `reduce_axes`.

@@ -1,10 +1,10 @@
 """Flax train steps with accumulation.
 
-Those for Linen are in `linen`, those for NNX in `nnx`; here is what belongs
-to both.
+`linen` has them for Flax Linen, `nnx` for Flax NNX. The functions here serve
+both.
 
-Imported as `optax_accum.flax`; `optax_accum` itself loads it when it is
-first asked for.
+`import optax_accum` does not load Flax: `optax_accum.flax` does, at its first
+use.
 """
 
 from importlib.util import find_spec as _find_spec

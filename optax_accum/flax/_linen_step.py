@@ -21,10 +21,10 @@ Tree = Any
 def train_step(
     fun: Callable[..., Any], *, weight_fn: Callable[..., Any] | None = None, **options: Any
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """Returns the usual Linen train step.
+    """Returns a jitted Linen train step that accumulates.
 
-    It has micro-batches within the call, windows across calls, metrics,
-    donation.
+    The step splits its batch into micro-batches, accumulates across calls,
+    averages metrics over the window, and donates its state.
 
     Args:
       fun: `fun(params, batch, key, state) -> (loss, extra)`, where `extra`

@@ -20,9 +20,9 @@ Tree = Any
 
 
 class Optimizer(nnx.Optimizer):
-    """An `nnx.Optimizer` that changes the model only when a window emits.
+    """An `nnx.Optimizer` that changes the model once per window.
 
-    `updates` counts how often that was.
+    `updates` counts these changes; `step` counts calls, as in Flax.
 
     Attributes:
       step: uint32 []. Calls of `update`, as in Flax.

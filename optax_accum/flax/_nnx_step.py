@@ -27,10 +27,10 @@ def train_step(
     has_aux: bool = False,
     **options: Any,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """Returns the usual NNX train step.
+    """Returns a jitted NNX train step that accumulates.
 
-    It has micro-batches within the call, windows across calls, metrics,
-    donation.
+    The step splits its batch into micro-batches, accumulates across calls,
+    averages metrics over the window, and donates model and optimizer.
 
     Args:
       fun: `fun(model, batch) -> loss`, or, with `has_aux`,

@@ -1,6 +1,6 @@
 """For Flax Linen: a train state and a train step.
 
-The train state has a window; the train step is the usual one, over
+The train state also holds the window. The train step splits its batch into
 micro-batches.
 """
 

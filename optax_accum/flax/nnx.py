@@ -1,7 +1,6 @@
 """For Flax NNX: an optimizer and a train step.
 
-Beside `Optimizer` and `train_step` there are `value_and_grad` and
-`accumulate`.
+For a train step of your own, use `value_and_grad` or `accumulate`.
 """
 
 from optax_accum.flax._nnx import accumulate, value_and_grad
