@@ -1,10 +1,10 @@
 """Flax train steps with accumulation.
 
-`linen` has them for Flax Linen, `nnx` for Flax NNX. The functions here serve
-both.
+`linen` has them for Flax Linen, `nnx` for Flax NNX. The functions here
+serve both.
 
-`import optax_accum` does not load Flax: `optax_accum.flax` does, at its first
-use.
+`import optax_accum` does not load Flax; the first use of
+`optax_accum.flax` does.
 """
 
 from importlib.util import find_spec as _find_spec

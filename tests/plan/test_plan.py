@@ -44,11 +44,6 @@ def lower(k, on=None, rows=ROWS, scale=1.0):
     return jax.jit(step).lower(x if on is None else on.shapes(x))
 
 
-def in_one_line(found):
-    """What a plan prints, without its line breaks."""
-    return " ".join(str(found).split())
-
-
 def divisors(n):
     return [k for k in range(1, n + 1) if n % k == 0]
 
@@ -56,6 +51,11 @@ def divisors(n):
 def planned(make_step=lower, rows=ROWS, **options):
     options = {"candidates": divisors(rows), "progress": False, "safety": 1, **options}
     return optax_accum.plan_microbatches(make_step, rows, **options)
+
+
+def in_one_line(found):
+    """What a plan prints, without its line breaks."""
+    return " ".join(str(found).split())
 
 
 # The search, of functions instead of programs.
@@ -709,7 +709,8 @@ def test_a_function_with_a_method_copy():
             return self
 
     with programs.as_shipped():
-        assert "each row of" in str(planned(Function(), budget=ROWS * ROW + 2 * WIDTH * ROW + ROWS * ROW // 3))
+        found = planned(Function(), budget=ROWS * ROW + 2 * WIDTH * ROW + ROWS * ROW // 3)
+    assert "each row of" in in_one_line(found)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "shard_map", "constrained"])
