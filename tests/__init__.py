@@ -23,6 +23,7 @@ flags = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen
 flags += ["--xla_cpu_use_fusion_emitters=false"] * OLD_EMITTERS + ["--xla_cpu_use_xnnpack=false"] * STALE_PRODUCTS
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # in the processes that tests start, too
 
 # Workers and the processes that tests start share what was compiled; it goes with the run.
 if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -9,7 +9,6 @@ from tests import programs
 settings.register_profile("suite", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("suite")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-programs.quickly(True)
 
 
 @pytest.fixture
