@@ -8,10 +8,10 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from optax_accum._core import arithmetic, checks, memory
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core import dtypes, memory, results
 from optax_accum._core.spelling import misspelt
 from optax_accum._core.state import AccumulationState, states_in
+from optax_accum._core.types import Tree
 
 Inner = optax.GradientTransformationExtraArgs
 
@@ -25,27 +25,27 @@ def update(
     """
     old = memory.to_device(state)
     run = lambda grads: inner.update(grads, old, params, **extra_args)
-    same = arithmetic.same_dtypes(mean, grads)
+    same = dtypes.same(mean, grads)
     try:
         with jax.named_scope("optax_accum.inner"):
             updates, new = run(mean)
     except Exception as error:
         check_own(inner, state, mean if params is None else params, error)
         if not same and isinstance(error, TypeError | ValueError):
-            error.add_note(_DTYPE_NOTE.format(emitted=arithmetic.dtypes(mean), given=arithmetic.dtypes(grads)))
-        if any(map(arithmetic.is_float0, jax.tree.leaves(mean))):
+            error.add_note(_DTYPE_NOTE.format(emitted=dtypes.names_in(mean), given=dtypes.names_in(grads)))
+        if any(map(dtypes.is_float0, jax.tree.leaves(mean))):
             error.add_note(_INTEGER_NOTE)
         raise
     if not same:
-        updates = arithmetic.cast_like(updates, jax.eval_shape(lambda: run(grads))[0])
+        updates = dtypes.cast_like(updates, jax.eval_shape(lambda: run(grads))[0])
     if not same_tree(new, state):
-        return updates, arithmetic.strong(new)
+        return updates, dtypes.strong(new)
     leaves = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
     if leaves and all(one is other for one, other in leaves):  # what has no state takes any, and hands it back
         check_own(inner, state, mean if params is None else params)
     remedy = "Begin with that dtype in init: jnp.zeros([]), say, not 0."
-    checks.check_kinds("The state of the inner optimizer", new, old, remedy)
-    return updates, memory.to_memory_of(arithmetic.cast_like(new, old), state)
+    results.check_kinds("The state of the inner optimizer", new, old, remedy)
+    return updates, memory.to_memory_of(dtypes.cast_like(new, old), state)
 
 
 def same_tree(new: Tree, old: Tree) -> bool:

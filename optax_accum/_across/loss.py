@@ -8,18 +8,9 @@ import jax
 
 from optax_accum._across.divisor import Divisor
 from optax_accum._core import checks, tracing
-from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.backward import (
-    MAY_BE_AGAIN,
-    Backward,
-    Inside,
-    add_last,
-    add_to,
-    added_inside,
-    at_leaves,
-    bends,
-    contribution,
-)
+from optax_accum._core.backward import Backward, add_last, add_to, contribution
+from optax_accum._core.equations import bends
+from optax_accum._core.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
 from optax_accum._core.leaves import short
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Returns
@@ -27,7 +18,7 @@ from optax_accum._core.ratio import Ratio, check_loss, check_single
 from optax_accum._core.roles import Call
 from optax_accum._core.rows import check_groups, count_rows, is_split
 from optax_accum._core.sinks import Finish
-from optax_accum._core.tracing import Flag
+from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._core.weighing import ByCount, ByWeight, MeanAndFactor
 from optax_accum._space.device import Device
 from optax_accum._space.space import Reduced

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across.divisor import as_divisor
-from optax_accum._core.state import as_mean_args, default_float, map_states, new_state, states_in
-
-Tree = Any
+from optax_accum._core.dtypes import default_float
+from optax_accum._core.state import as_mean_args, map_states, new_state, states_in
+from optax_accum._core.types import Tree
 
 
 def from_multi_steps(

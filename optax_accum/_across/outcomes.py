@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._core import arithmetic, compilers, memory, sums
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core import arithmetic, compilers, dtypes, memory, sums
+from optax_accum._core.flags import known, selected
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.tracing import Flag, known, selected
+from optax_accum._core.types import Flag, Tree
 from optax_accum._space.space import Space
 
 Fields = dict[str, Any]  # fields of the state
@@ -106,13 +106,13 @@ def mean_args(totals: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> 
             value = jnp.asarray(extra_args[name])
             mean = sums.mean(total, empty=0 if value.ndim else value.astype(total.total.dtype))
             inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-            means[name] = mean.astype(arithmetic.accumulator_dtype(value.dtype, None)) if inexact else mean
+            means[name] = mean.astype(dtypes.accumulator_dtype(value.dtype, None)) if inexact else mean
     return means
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """Does what `optax.apply_updates` does; an integer parameter stays."""
-    moved = jax.tree.map(lambda u, p: jnp.zeros_like(p) if arithmetic.is_float0(u) else u, updates, params)
+    moved = jax.tree.map(lambda u, p: jnp.zeros_like(p) if dtypes.is_float0(u) else u, updates, params)
     return optax.apply_updates(params, moved)
 
 
@@ -122,6 +122,6 @@ def count(total: jax.Array, flag: Flag) -> jax.Array:
 
 
 def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
-    select = lambda a, b: a if arithmetic.is_float0(a) else jnp.where(flag, a, b)
+    select = lambda a, b: a if dtypes.is_float0(a) else jnp.where(flag, a, b)
     chosen = jax.tree.map(select, *map(memory.to_device, (on_true, on_false)))
     return memory.to_memory_of(chosen, on_false)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_accum._core import checks
+from optax_accum._core.flags import either, known
 from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState
-from optax_accum._core.tracing import Flag, either, known
+from optax_accum._core.types import Flag
 
 
 class Schedule(NamedTuple):

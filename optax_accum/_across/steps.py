@@ -17,13 +17,14 @@ from optax_accum._across.schedules import as_flush
 from optax_accum._across.transformation import apply_gradients
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
 from optax_accum._core import arithmetic, checks, tracing
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.backward import log_after
+from optax_accum._core.flags import known
+from optax_accum._core.inside import log_after
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows, is_split
 from optax_accum._core.signature import signature_of
 from optax_accum._core.state import AccumulationState, micro_step_of
+from optax_accum._core.types import Tree
 from optax_accum._space.space import Space
 
 
@@ -61,7 +62,7 @@ class Step:
             given = given._replace(weight=self.weighed(space, given.weight, state))
         again = tracing.is_again((params, state, args, given.weight, given.extra_args))
         index = micro_step_of(state, keyed=call.rng is not None)
-        closes = None if given.flush is None else tracing.known(as_flush(given.flush))
+        closes = None if given.flush is None else known(as_flush(given.flush))
         add = functools.partial(self.loss.add, again=again, flush=closes)
         done, _ = space.run(lambda *own: (add(*own), None), call, self._acc(state), given.weight, index)
         return space.as_own(done.value), *self.apply(space, done, given, state, params)

@@ -11,13 +11,13 @@ from optax_accum._across.loss import Loss
 from optax_accum._across.steps import AccumulatingStep, Given, Step
 from optax_accum._across.transformation import rules_of
 from optax_accum._core import checks
-from optax_accum._core.arithmetic import Tree
 from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn, as_weight_of
 from optax_accum._core.leaves import short
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Returns
 from optax_accum._core.roles import Roles
 from optax_accum._core.signature import Name
+from optax_accum._core.types import Tree
 
 
 def value_and_apply_gradients(

@@ -15,23 +15,20 @@ from optax_accum._across.outcomes import Outcome, new_params, updates_of
 from optax_accum._across.policy import as_policy
 from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
-from optax_accum._core import arithmetic, checks
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.callables import as_optimizer, renamed
+from optax_accum._core import checks, dtypes
+from optax_accum._core.callables import as_optimizer, as_transformation, renamed
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state
+from optax_accum._core.types import Tree
 from optax_accum._space.here import as_reduction
 from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Space
 
 
 @renamed(
+    "every",
     every_k_schedule="Pass it as every=, an integer or a callable.",
-    gradient_accumulation_steps="Pass it as every=.",
-    accumulation_steps="Pass it as every=.",
-    accum_steps="Pass it as every=.",
-    num_microbatches="Pass it as every=.",
     use_grad_mean='Pass reduction="sum" for False; "mean" is the default.',
     should_skip_update_fn="Pass it as nonfinite=.",
 )
@@ -178,7 +175,7 @@ def accumulate_gradients(
       errors of adding in low precision are analysed in N. Higham, *The
       accuracy of floating point summation*, SIAM J. Sci. Comput. 14 (1993).
     """
-    optimizer, schedule, divisor = checks.as_transformation(inner), as_schedule(every), as_divisor(reduction)
+    optimizer, schedule, divisor = as_transformation(inner), as_schedule(every), as_divisor(reduction)
     rules = Rules(
         inner=optimizer,
         schedule=schedule,
@@ -238,7 +235,7 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
     space = rules.here()
     space.check_params(params)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
-    inner_opt_state = arithmetic.strong(rules.inner.init(space.shard(params)))
+    inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))
     check_accumulates_once(inner_opt_state)
     scalar = lambda: space.scalar(params)
     return new_state(

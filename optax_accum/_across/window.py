@@ -16,12 +16,12 @@ from optax_accum._across.outcomes import Outcome
 from optax_accum._across.policy import Policy
 from optax_accum._across.schedules import Schedule
 from optax_accum._core import arithmetic, checks, matching, sums
-from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.flags import known, negated
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Meter
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.tracing import Flag, known, negated
+from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._space.here import here
 from optax_accum._space.space import Reduced, Reduction, Space
 

@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import optax
+
 from optax_accum._core.counted import counted
 from optax_accum._core.leaves import short
 from optax_accum._core.roles import Roles
@@ -23,11 +25,29 @@ def as_function(fun: Any, name: str = "fun", remedy: str = "Pass the function it
 def as_optimizer(tx: Any) -> Any:
     """Returns `tx` if it has what an optimizer has."""
     if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-        remedy = "Pass an optimizer, such as optax.adam(1e-3)."
-        if callable(tx):
-            remedy = "Call it: optax.adam(1e-3), say, returns an optimizer."
-        raise TypeError(f"tx must be an optimizer, with init and update: tx={short(tx)}. {remedy}")
+        raise TypeError(f"tx must be an optimizer, with init and update: tx={short(tx)}. {_remedy(tx)}")
     return tx
+
+
+def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` with support for extra arguments."""
+    if not isinstance(inner, optax.GradientTransformation):
+        remedy = _remedy(inner)
+        if isinstance(inner, int):
+            remedy = "The optimizer comes first: accumulate_gradients(optax.adam(1e-3), every=4)."
+        if isinstance(inner, optax.MultiSteps):
+            remedy = "Pass the optimizer that optax.MultiSteps wraps."
+        raise TypeError(f"inner must be an optax.GradientTransformation: inner={short(inner)}. {remedy}")
+    return optax.with_extra_args_support(inner)
+
+
+def _remedy(passed: Any) -> str:
+    """Returns what to do for somebody who passed something else than an optimizer."""
+    if isinstance(getattr(passed, "tx", None), optax.GradientTransformation):
+        return "Pass its tx."
+    if callable(passed):
+        return "Call it: optax.adam(1e-3), say, returns an optimizer."
+    return "Pass an optimizer, such as optax.adam(1e-3)."
 
 
 def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
@@ -56,8 +76,12 @@ def check_called_with(fun: Any, *given: str) -> None:
         )
 
 
-def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuses keywords of another library, and says what is written here instead."""
+_NUMBERS = ("every", "num_microbatches", "gradient_accumulation_steps", "accumulation_steps", "accum_steps")
+
+
+def renamed(number: str, **names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Refuses keywords of another library, and says what is written here instead: `number` for that of micro-steps."""
+    names = {name: f"Pass it as {number}=." for name in _NUMBERS if name != number} | names
 
     def decorate(fun: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fun)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 
-from optax_accum._core.tracing import Flag, Tree
+from optax_accum._core.types import Flag, Tree
 
 JAX = jax.__version_info__[:3]
 FLOOR, DEVICES, REFERENCES, HOST = (0, 5, 3), (0, 7, 2), (0, 8, 1), (0, 10, 0)  # versions that were run, or asked

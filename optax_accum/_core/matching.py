@@ -8,8 +8,8 @@ import numpy as np
 import optax
 from jax.tree_util import all_leaves, keystr
 
-from optax_accum._core import arithmetic
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core import dtypes
+from optax_accum._core.types import Tree
 
 
 def narrower(params: Tree, acc: Tree) -> str | None:
@@ -33,7 +33,7 @@ def check(acc: Tree, grads: Tree) -> None:
     if isinstance(grads, tuple) and len(grads) == 2:
         remedy += " jax.value_and_grad returns (value, grads): pass the second."
     for path, grad, total in _paired(grads, acc, "state", remedy):
-        dtype = "float0" if arithmetic.is_float0(grad) else jnp.result_type(grad)
+        dtype = "float0" if dtypes.is_float0(grad) else jnp.result_type(grad)
         if isinstance(total, optax.MaskedNode):
             if dtype != "float0":
                 raise TypeError(

@@ -4,7 +4,7 @@ import jax
 
 from optax_accum._core import compilers
 from optax_accum._core.compilers import on_host
-from optax_accum._core.tracing import Tree
+from optax_accum._core.types import Tree
 
 
 def to_device(tree: Tree) -> Tree:

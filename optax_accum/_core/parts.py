@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_accum._core import ratio
-from optax_accum._core.leaves import Tree, short
+from optax_accum._core.leaves import short
+from optax_accum._core.types import Tree
 
 
 class Parts(NamedTuple):

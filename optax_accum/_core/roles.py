@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves
 
-from optax_accum._core import arithmetic
-from optax_accum._core.leaves import check_arrays, is_key, short
+from optax_accum._core import dtypes
+from optax_accum._core.leaves import by_path, check_arrays, is_key, short
 from optax_accum._core.signature import Name, signature_of
+from optax_accum._core.types import Tree
 
-Tree = Any
 Names = dict[str, tuple[Name, ...]]  # those of the arguments in each role
 
 
@@ -114,7 +114,7 @@ class Call:
     @property
     def carried(self) -> Tree:
         """What the first micro-batch is handed; None where nothing is handed on."""
-        return None if self.carry is None else arithmetic.strong(self.arguments[self.carry])
+        return None if self.carry is None else dtypes.strong(self.arguments[self.carry])
 
     def with_arguments(self, arguments: Mapping[Name, Any]) -> "Call":
         """Returns the call with other values for some of its arguments."""
@@ -136,10 +136,13 @@ class Call:
         """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows."""
         known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
         for name in self.arguments.keys() - known:
-            for path, leaf in jax.tree.leaves_with_path(self.arguments[name]):
-                where = f"argument {name!r}{jax.tree_util.keystr(path)}"
+            for path, leaf in by_path(self.arguments[name], ""):
+                where = f"argument {name!r}{path}"
                 if keys and is_key(leaf):
-                    raise ValueError(_unnamed_key(name, where))
+                    raise ValueError(
+                        f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a "
+                        f"key. Pass rng_argnum={name!r}; to share it on purpose, pass whole_argnums={name!r}."
+                    )
                 _check_rows(name, where, leaf, rows)
 
 
@@ -178,11 +181,11 @@ def _check_apart(named: Iterable[tuple[str, Name, Name]]) -> None:
 
 def _check_batch(name: Name, batch: Tree) -> None:
     check_arrays(f"A batch (argument {name!r})", batch, "Pass it as another argument, or make it an array of numbers.")
-    for path, leaf in jax.tree.leaves_with_path(batch):
+    for path, leaf in by_path(batch, ""):
         if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             raise TypeError(
-                f"A key in a batch argument would be the same for every micro-batch: {jax.tree_util.keystr(path)}. "
-                "Pass it as an argument of its own and name it with rng_argnum."
+                f"A key in a batch argument would be the same for every micro-batch: {path}. Pass it as an argument of "
+                "its own and name it with rng_argnum."
             )
     rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     for path, node in jax.tree.leaves_with_path(batch, is_leaf=_is_numbers):
@@ -200,19 +203,12 @@ def _is_numbers(node: Any) -> bool:
 
 
 def _check_rng(keys: Tree) -> None:
-    for path, leaf in jax.tree.leaves_with_path(keys):
+    for path, leaf in by_path(keys, "it"):
         if not is_key(leaf) or (jnp.ndim(leaf) and leaf.dtype != jnp.uint32):
             raise TypeError(
-                f"rng_argnum must name a random key, or a tree of them: {jax.tree_util.keystr(path) or 'it'} is "
-                f"{short(leaf)}. Pass jax.random.key(seed)."
+                f"rng_argnum must name a random key, or a tree of them: {path} is {short(leaf)}. Pass "
+                "jax.random.key(seed)."
             )
-
-
-def _unnamed_key(name: Name, where: str) -> str:
-    return (
-        f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a key. Pass "
-        f"rng_argnum={name!r}; to share it on purpose, pass whole_argnums={name!r}."
-    )
 
 
 def _check_rows(name: Name, where: str, leaf: Any, rows: int | None) -> None:

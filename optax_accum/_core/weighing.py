@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, ratio
-from optax_accum._core.arithmetic import Weight
+from optax_accum._core import arithmetic, dtypes, ratio
+from optax_accum._core.dtypes import default_float
 from optax_accum._core.meter import Meter
 from optax_accum._core.ratio import Ratio
 from optax_accum._core.rows import count_rows
-from optax_accum._core.state import default_float
+from optax_accum._core.types import Weight
 
 Shares = jax.Array | float | dict[str, jax.Array]  # of each micro-batch [m], or one number for all; or of each term
 Index = int | jax.Array
@@ -169,7 +169,7 @@ class ByRatio(ByShare):
         return counted
 
     def finished(self, loss: jax.Array, dtype: Any) -> jax.Array:
-        return loss.astype(arithmetic.accumulator_dtype(dtype, None))  # a sum, which is yet to be divided
+        return loss.astype(dtypes.accumulator_dtype(dtype, None))  # a sum, which is yet to be divided
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _times(loss: Any, share: Any) -> jax.Array:
 
     def term(loss: Any) -> jax.Array:
         loss = loss if isinstance(loss, jax.Array) else jnp.asarray(loss)  # a number: a term that is switched off
-        dtype = arithmetic.accumulator_dtype(loss.dtype, None)
+        dtype = dtypes.accumulator_dtype(loss.dtype, None)
         wide = loss if loss.dtype == dtype else loss.astype(dtype)
         is_one = isinstance(share, float) and share == 1.0
         return wide if is_one else wide * jnp.asarray(share, wide.dtype)

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers, tracing
-from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core import arithmetic, compilers
+from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
 from optax_accum._core.sinks import Finish
+from optax_accum._core.types import Tree, Weight
 from optax_accum._space import mapped, narrow
 from optax_accum._space.meshes import Axes
 from optax_accum._space.shards import Shard
@@ -43,7 +44,7 @@ class Device:
 
     def own(self, call: Call, names: tuple[Name, ...]) -> Call:
         """Makes the named arguments and the key this device's own, so that no gradient is reduced."""
-        arrays, filled = tracing.parted(call[names], tracing.is_array)
+        arrays, filled = parted(call[names], is_array)
         return self.own_key(call.with_arguments(dict(zip(names, filled(self.vary(arrays)), strict=True))))
 
     def own_key(self, call: Call) -> Call:

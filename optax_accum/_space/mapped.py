@@ -10,8 +10,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_accum._core import compilers, tracing
-from optax_accum._core.arithmetic import Tree, is_float0
+from optax_accum._core import compilers
+from optax_accum._core.dtypes import is_float0
+from optax_accum._core.equations import all_equations
+from optax_accum._core.leaves import parted
+from optax_accum._core.types import Tree
 from optax_accum._space import meshes
 from optax_accum._space.meshes import Axes, Mesh
 
@@ -32,7 +35,7 @@ def per_device(
     """
     mesh = meshes.mesh_of(axes, args)
     is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
-    given, filled = tracing.parted(tuple(args), is_array)
+    given, filled = parted(tuple(args), is_array)
 
     def specs_of(number: int, arg: Tree) -> Tree:
         if number in shards:
@@ -50,7 +53,7 @@ def per_device(
 
     def local(*own: Any) -> Tree:
         sums, same = fun(*filled(own))
-        arrays, put_back = tracing.parted(sums, lambda leaf: not is_float0(leaf))
+        arrays, put_back = parted(sums, lambda leaf: not is_float0(leaf))
         with_integers.append(put_back)
         return varying(as_row(arrays), axes), same
 
@@ -122,7 +125,7 @@ def tells_apart(axes: Axes) -> bool:
 
 def communicates(program: Any, axes: Axes) -> bool:
     """Returns whether a traced program takes something from other devices, inside `jax.shard_map`."""
-    for equation in tracing.equations(program):
+    for equation in all_equations(program):
         named = {*_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))}
         if named & set(axes) and equation.primitive.name not in _ALONE:
             return True

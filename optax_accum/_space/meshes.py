@@ -10,7 +10,8 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers
-from optax_accum._core.arithmetic import Tree, for_each_leaf
+from optax_accum._core.leaves import by_path, for_each_leaf
+from optax_accum._core.types import Tree
 
 Axes = tuple[str, ...]
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -119,15 +120,14 @@ def check_shards(to: Tree, axes: Axes) -> None:
 
 def check_divisible(to: Tree, params: Tree) -> None:
     """Raises unless `params` can be sharded as `to` says."""
-    for (path, leaf), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(to), strict=True):
+    for (path, leaf), sharding in zip(by_path(params), jax.tree.leaves(to), strict=True):
         shape, spec = jnp.shape(leaf), sharding.spec
         counts = [num_devices(sharding.mesh, names_of(entry)) for entry in spec]
         if len(counts) > len(shape) or any(size % count for size, count in zip(shape, counts, strict=False)):
             raise ValueError(
-                f"reduce_to must shard each parameter evenly: at {jax.tree_util.keystr(path) or 'the only leaf'} the "
-                f"shape is {shape}, and reduce_to says {spec} over {counts} devices. shard_over(params, reduce_axes) "
-                "leaves such a parameter whole. Inside a scan over layers, give the specs of one layer, without the "
-                "axis of the layers."
+                f"reduce_to must shard each parameter evenly: at {path} the shape is {shape}, and reduce_to says "
+                f"{spec} over {counts} devices. shard_over(params, reduce_axes) leaves such a parameter whole. Inside "
+                "a scan over layers, give the specs of one layer, without the axis of the layers."
             )
 
 

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.meter import ALL, Samples
-from optax_accum._core.noise import Statistics, noise_scale
+from optax_accum._core.groups import ALL
+from optax_accum._core.noise import Samples, Statistics, noise_scale
 from optax_accum._core.seen import as_number
 from optax_accum._core.state import find_state
+from optax_accum._core.types import Tree
 from optax_accum._space import mapped
 from optax_accum._space.meshes import Axes
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers, tracing
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.state import default_float
+from optax_accum._core.dtypes import default_float
+from optax_accum._core.types import Tree
 from optax_accum._space import mapped, meshes, narrow
 from optax_accum._space.meshes import Axes, Mesh
 from optax_accum._space.shards import Shard

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum._core import arithmetic, checks, compilers, tracing
-from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core import arithmetic, checks, compilers, dtypes, tracing
+from optax_accum._core.dtypes import default_float
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
-from optax_accum._core.state import default_float
+from optax_accum._core.types import Tree, Weight
 from optax_accum._space import mapped, meshes, mismatch, narrow, partials
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
@@ -63,7 +63,7 @@ class Several(Space):
         )
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
-        sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not arithmetic.is_float0(leaf)]
+        sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not dtypes.is_float0(leaf)]
         # A device keeps a shard of a sum of others, too.
         counts = True if isinstance(tree, Reduced) else weight != 0
         flags = ~jax.vmap(arithmetic.all_finite)(sums) & counts
@@ -81,7 +81,7 @@ class Several(Space):
     def _sum(self, sums: Tree) -> Tree:
         """Adds partial sums, everywhere: an all-reduce."""
         add = lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
-        return jax.tree.map(lambda leaf: leaf if arithmetic.is_float0(leaf) else add(leaf), sums)
+        return jax.tree.map(lambda leaf: leaf if dtypes.is_float0(leaf) else add(leaf), sums)
 
     def _extreme(self, reduction: str, leaf: Any) -> Any:
         extreme, over = _EXTREMES[reduction]
@@ -242,7 +242,7 @@ class InShardMap(Several):
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
-        add = lambda leaf: leaf if arithmetic.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)
+        add = lambda leaf: leaf if dtypes.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)
         total = jax.tree.map(add, acc)
         return total, {"acc_grads": mapped.varying(mapped.as_row(total), self.axes)}
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks
-from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core.dtypes import default_float
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
-from optax_accum._core.state import default_float
+from optax_accum._core.types import Tree, Weight
 from optax_accum._space.device import Device
 from optax_accum._space.meshes import Axes
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from optax_accum._core import checks, tracing
 from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of, renamed
-from optax_accum._core.leaves import Tree
+from optax_accum._core.dtypes import default_float
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import is_split
 from optax_accum._core.signature import Name
-from optax_accum._core.state import default_float
+from optax_accum._core.types import Tree
 from optax_accum._core.weighing import ByShare
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
@@ -32,10 +32,7 @@ _AGAIN = (
 
 
 @renamed(
-    gradient_accumulation_steps="Pass it as num_microbatches=.",
-    accumulation_steps="Pass it as num_microbatches=.",
-    accum_steps="Pass it as num_microbatches=.",
-    every="Pass it as num_microbatches=.",
+    "num_microbatches",
     aux_reduction="Pass reduction=, a prefix of all that fun returns.",
     has_aux="Leave it out: reduction= covers all that fun returns.",
     argnums="Pass jax.value_and_grad(fun, argnums), or use optax_accum.value_and_grad.",

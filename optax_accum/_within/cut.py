@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, ratio
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.backward import MAY_BE_AGAIN, Contribution, Inside, added_inside, at_leaves, contribution
+from optax_accum._core import arithmetic, checks, dtypes, ratio
+from optax_accum._core.backward import Contribution, contribution
+from optax_accum._core.dtypes import default_float
+from optax_accum._core.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
-from optax_accum._core.state import default_float
+from optax_accum._core.types import Tree
 from optax_accum._core.weighing import ByShare, Index
 from optax_accum._space.device import Device
 from optax_accum._space.space import Reduced, Reduction
@@ -109,7 +110,7 @@ class Cut:
         samples = self.rules.meter.samples(
             gradients.added(self.params, self.kinds), lambda: jnp.zeros([], default_float())
         )
-        loss = jnp.zeros([], arithmetic.accumulator_dtype(self.loss_dtype, None))
+        loss = jnp.zeros([], dtypes.accumulator_dtype(self.loss_dtype, None))
         return refs, Totals(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
 
     def add(self, refs: Leaves, totals: Totals, turn: Turn) -> tuple[Totals, Parts]:

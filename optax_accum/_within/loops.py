@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers, tracing
-from optax_accum._core.tracing import Flag, known
+from optax_accum._core.flags import known
+from optax_accum._core.types import Flag
 
 
 def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, unroll: bool, static: bool) -> Any:

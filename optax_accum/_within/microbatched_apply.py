@@ -7,16 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, draws, tracing
+from optax_accum._core import draws, dtypes, results
 from optax_accum._core.callables import as_function
+from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
+from optax_accum._core.types import Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
 from optax_accum._within import loops, splitting
-
-Tree = Any
 
 
 def microbatched_apply(
@@ -158,7 +158,7 @@ def _shapes(call: Call, rows: int | None = None) -> Call:
     """Returns a call with shapes for arrays, wherever these lie; of the batch, if asked, those of so many rows."""
 
     def shape(name: Name, leaf: Any) -> Any:
-        if not tracing.is_array(leaf):
+        if not is_array(leaf):
             return leaf
         cut = rows is not None and name in call.batch and splitting.is_split(leaf)
         return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]) if cut else jnp.shape(leaf), jnp.result_type(leaf))
@@ -186,15 +186,15 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
 
 def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:
     """Returns the outputs of all micro-batches, in the order of the rows."""
-    stacked, filled = tracing.parted(splitting.stacked(split, batches), splitting.is_split)
+    stacked, filled = parted(splitting.stacked(split, batches), splitting.is_split)
     micro = lambda xs: one(splitting.ungrouped(split, filled(xs[0])), xs[1])
     outputs = loops.mapped(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in stacked], jnp.arange(split.full)))
-    checks.check_rows(outputs, split.size)
+    results.check_rows(outputs, split.size)
     outputs = jax.tree.map(functools.partial(splitting.original_order, split), outputs)
     if not split.rest:
         return outputs
     rest = one(splitting.remainder(split, batches), split.full)
-    checks.check_rest(outputs, rest, split.size, split.rest)
+    results.check_rest(outputs, rest, split.size, split.rest)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, rest)
 
 
@@ -204,10 +204,10 @@ def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, b
 
 
 def _opened(leaf: Any, gather: Callable[[Any], Any]) -> tuple[Any, Any] | None:
-    if not tracing.is_array(leaf):
+    if not is_array(leaf):
         return None  # it stays what it is: a flag, a name, a function
     dtype = jnp.result_type(leaf)
-    narrow = jnp.issubdtype(dtype, jnp.inexact) and arithmetic.accumulator_dtype(dtype, None) != dtype
+    narrow = jnp.issubdtype(dtype, jnp.inexact) and dtypes.accumulator_dtype(dtype, None) != dtype
     return _lend(gather, leaf) if narrow else (gather(leaf), None)
 
 
@@ -218,7 +218,7 @@ def _grafted(leaf: Any, wide: jax.Array | None) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _lend(gather: Callable[[Any], Any], leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     gathered = gather(leaf)
-    return gathered, jnp.zeros_like(gathered, dtype=arithmetic.accumulator_dtype(leaf.dtype, None))
+    return gathered, jnp.zeros_like(gathered, dtype=dtypes.accumulator_dtype(leaf.dtype, None))
 
 
 @_lend.defjvp

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_accum._core import arithmetic, checks, compilers, draws, tracing
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core import compilers, draws, dtypes, results, tracing
+from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays
 from optax_accum._core.parts import Parts
 from optax_accum._core.roles import Call
 from optax_accum._core.rows import count_rows
 from optax_accum._core.signature import Name
-from optax_accum._core.tracing import Flag
+from optax_accum._core.types import Flag, Tree
 from optax_accum._core.weighing import Index
 from optax_accum._space.device import Device
 from optax_accum._within import loops, splitting
@@ -77,7 +77,7 @@ class MicroBatches:
         program, shapes = tracing.traced(parts_of, first[names])
         if draws.may_hide(program, first):
             draws.check_keys(self.parts, self.turn(0, self.call.carried).call, self.call)
-        checks.check_carry(self.call.carried, shapes.carry)
+        results.check_carry(self.call.carried, shapes.carry)
         return program, shapes
 
     def in_order(
@@ -114,7 +114,7 @@ class MicroBatches:
                 return run(index, done)
             here = self._at(index, alive.here)
             done = loops.if_alive(here, functools.partial(run, index), done, static=static)
-            return loops.if_alive(tracing.negated(here), functools.partial(hand_on, index), done, static=static)
+            return loops.if_alive(negated(here), functools.partial(hand_on, index), done, static=static)
 
         start = self.device.vary(sums), self.call.carried
         full, (turns, rest) = self.split.full, alive.turns
@@ -126,8 +126,8 @@ class MicroBatches:
             full, turns = full - 1, turns if isinstance(turns, bool) else turns[:-1]
         done = order(full, turns, totals=start)
         sums, carry = run(self.split.last, done, after=True)
-        sums = tracing.selected(self.last_of(alive.here), sums, done[0])
-        return sums, tracing.selected(self.last_of(alive.turns), carry, done[1])
+        sums = selected(self.last_of(alive.here), sums, done[0])
+        return sums, selected(self.last_of(alive.turns), carry, done[1])
 
     def last_of(self, flags: Flags) -> Flag:
         """Returns the flag of the last micro-batch."""
@@ -154,7 +154,7 @@ class MicroBatches:
 
     def _handed_on(self, parts: Parts) -> Tree:
         self.device.check_carry(parts.carry)
-        return arithmetic.strong(parts.carry)
+        return dtypes.strong(parts.carry)
 
     def _at(self, index: Index, flags: Flags) -> Flag:
         """Returns the flag of one micro-batch."""

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import arithmetic, ratio
+from optax_accum._core import dtypes, ratio
+from optax_accum._core.leaves import for_each_leaf
+from optax_accum._core.types import Tree
 from optax_accum._within.splitting import Split
 
-Tree = Any
 Index = int | jax.Array  # of a micro-batch; the remainder is the last
 
 
@@ -87,8 +88,8 @@ def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "
     The mean of a `Ratio` is one sum over another: both are added. The gradient of an integer (float0) has no number:
     any of them stands for all.
     """
-    names = arithmetic.for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", of)
-    names = jax.tree.map(lambda name, leaf: "last" if arithmetic.is_float0(leaf) else name, names, tree)
+    names = for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", of)
+    names = jax.tree.map(lambda name, leaf: "last" if dtypes.is_float0(leaf) else name, names, tree)
     added = lambda name: "sum" if name == "mean" else name
     of_node = lambda node, named: jax.tree.map(added, named) if ratio.is_record(node) else named
     return jax.tree.map(of_node, tree, names, is_leaf=ratio.is_record)
@@ -166,7 +167,7 @@ def _check_merged(merge: Callable[[Any, Any], Any], where: str, shape: jax.Shape
 def _wide(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return jnp.int32  # a sum of them counts
-    return arithmetic.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    return dtypes.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
 def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:

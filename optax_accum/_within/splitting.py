@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import checks
+from optax_accum._core.leaves import by_path
 from optax_accum._core.rows import check_groups, count_rows, is_split
+from optax_accum._core.types import Tree
 from optax_accum._space import meshes
-
-Tree = Any
 
 # n rows, k full micro-batches of b rows, and one of the r rows that are left; m = k + (r > 0) in all.
 
@@ -76,19 +76,18 @@ def rows_first(batch: Tree) -> Tree:
     Graphs have as many nodes, edges and so on in each micro-batch as they like, if all micro-batches have as many.
     """
     counts = set()
-    for path, leaf in jax.tree.leaves_with_path(batch):
+    for path, leaf in by_path(batch, "it"):
         if jnp.ndim(leaf) < 2:
             raise ValueError(
                 "A stacked batch has leaves [k, m, ...], m rows for each of k micro-batches: "
-                f"{jax.tree_util.keystr(path) or 'it'} has shape {jnp.shape(leaf)}. Stack a list of micro-batches "
+                f"{path} has shape {jnp.shape(leaf)}. Stack a list of micro-batches "
                 "(padded to one length): jax.tree.map(lambda *leaves: jnp.stack(leaves), *micro_batches). Give a leaf "
                 "with one number for each micro-batch a second axis, of 1."
             )
         if leaf.shape[0] and not leaf.shape[1]:
             raise ValueError(
-                f"Each micro-batch of a stacked batch [k, m, ...] must have rows: "
-                f"{jax.tree_util.keystr(path) or 'it'} has shape {jnp.shape(leaf)}. Skip empty micro-batches, or pad "
-                "them and give them a weight of zero."
+                f"Each micro-batch of a stacked batch [k, m, ...] must have rows: {path} has shape {jnp.shape(leaf)}. "
+                "Skip empty micro-batches, or pad them and give them a weight of zero."
             )
         counts.add(leaf.shape[0])
     if counts == {0}:

@@ -8,25 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, tracing
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core import checks, dtypes, tracing
 from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of, renamed
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.signature import Name
+from optax_accum._core.types import Tree
 from optax_accum._core.weighing import divided
 from optax_accum._space.here import as_reduction, here
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.cut import Rules, cut
 
 
-@renamed(
-    gradient_accumulation_steps="Pass it as num_microbatches=.",
-    accumulation_steps="Pass it as num_microbatches=.",
-    accum_steps="Pass it as num_microbatches=.",
-    every="Pass it as num_microbatches=.",
-)
+@renamed("num_microbatches")
 def value_and_grad(
     fun: Callable[..., Any],
     num_microbatches: int | None = None,
@@ -305,7 +300,7 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
     kinds = rules.kinds(call[call.params])
     value = rules.returns.joined(Parts(loss, outputs, carry))
     samples, weight = space.total((own.samples, own.weight))
-    value = rules.meter.beside(value, samples, gradients.added(grads, kinds), weight)
+    value = rules.meter.with_statistics(value, samples, gradients.added(grads, kinds), weight)
     grads = gradients.over_devices(kinds, space, own.grads, grads, call[call.params])
     grads = _in_dtypes(grads, call[call.params], rules.accumulator_dtype)
     return value, grads[0] if rules.single else grads
@@ -314,4 +309,4 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
 def _in_dtypes(grads: Tree, params: Tree, dtype: Tree) -> Tree:
     """Returns gradients in the dtypes that were named, else in those of the parameters."""
     cast = lambda grad, param, named: grad.astype(jnp.result_type(param)) if named is None else grad
-    return jax.tree.map(cast, grads, params, arithmetic.named_dtypes(dtype, params))
+    return jax.tree.map(cast, grads, params, dtypes.named_dtypes(dtype, params))

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import checks, ratio
+from optax_accum._core.dtypes import default_float
 from optax_accum._core.rows import is_split
-from optax_accum._core.state import default_float
-from optax_accum._core.tracing import Flag
+from optax_accum._core.types import Flag
 from optax_accum._core.weighing import ByCounts, ByRatio, ByShare, ByTerms, Shares
 from optax_accum._within import splitting
 from optax_accum._within.microbatches import Alive, Flags, MicroBatches

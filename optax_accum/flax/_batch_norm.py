@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
 
-from optax_accum._core.arithmetic import Tree, for_each_leaf
+from optax_accum._core.leaves import for_each_leaf
+from optax_accum._core.types import Tree
 
 
 def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
