@@ -8,8 +8,7 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from optax_accum._core import dtypes, memory, results
-from optax_accum._core.spelling import misspelt
+from optax_accum._core import dtypes, memory, results, spelling
 from optax_accum._core.state import AccumulationState, states_in
 from optax_accum._core.types import Tree
 
@@ -30,7 +29,7 @@ def update(
         with jax.named_scope("optax_accum.inner"):
             updates, new = run(mean)
     except Exception as error:
-        check_own(inner, state, mean if params is None else params, error)
+        check_inner_state(inner, state, mean if params is None else params, error)
         if not same and isinstance(error, TypeError | ValueError):
             error.add_note(_DTYPE_NOTE.format(emitted=dtypes.names_in(mean), given=dtypes.names_in(grads)))
         if any(map(dtypes.is_float0, jax.tree.leaves(mean))):
@@ -42,7 +41,7 @@ def update(
         return updates, dtypes.strong(new)
     leaves = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
     if leaves and all(one is other for one, other in leaves):  # what has no state takes any, and hands it back
-        check_own(inner, state, mean if params is None else params)
+        check_inner_state(inner, state, mean if params is None else params)
     remedy = "Begin with that dtype in init: jnp.zeros([]), say, not 0."
     results.check_kinds("The state of the inner optimizer", new, old, remedy)
     return updates, memory.to_memory_of(dtypes.cast_like(new, old), state)
@@ -63,7 +62,7 @@ def check_accumulates_once(state: Tree) -> None:
         )
 
 
-def check_own(inner: Inner, state: Tree, params: Tree, cause: Exception | None = None) -> None:
+def check_inner_state(inner: Inner, state: Tree, params: Tree, cause: Exception | None = None) -> None:
     """Raises, where something has failed, for the state of another optimizer than `inner`."""
     try:
         expected = jax.eval_shape(inner.init, params)
@@ -83,7 +82,7 @@ def check_own(inner: Inner, state: Tree, params: Tree, cause: Exception | None =
 def check_tree(inner: Inner, new: Tree, old: Tree, params: Tree) -> None:
     """Raises where the inner optimizer changes the tree of its state, and holding must give the same tree."""
     if not same_tree(new, old):
-        check_own(inner, old, params)
+        check_inner_state(inner, old, params)
         raise ValueError(
             "The inner optimizer must keep the tree of its state, or micro-steps with and without an update would "
             f"return different ones: init gave {_beginning(old)}, update {_beginning(new)}. Put optax.monitor after "
@@ -98,7 +97,7 @@ def _beginning(state: Tree) -> str:
 
 def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> None:
     """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
-    meant = misspelt(names, inner.update)
+    meant = spelling.misspelt(names, inner.update)
     for name in unread(inner, meant, args, extra_args):
         raise TypeError(
             f"{name}= looks like a misspelt {meant[name]}=, and the inner optimizer does not read it: {name!r}. Pass "

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._core import arithmetic, compilers, dtypes, memory, sums
-from optax_accum._core.flags import known, selected
+from optax_accum._core import arithmetic, compilers, dtypes, flags, memory, sums
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Flag, Tree
@@ -67,7 +66,7 @@ def emit_or_hold(
         return hold(), False
     if costly and closes is not True:
         return compilers.branch(closes, close, lambda: (hold(), jnp.array(False)))
-    emits = known(usable()) if closes is True else closes & known(usable())
+    emits = flags.known(usable()) if closes is True else closes & flags.known(usable())
     if isinstance(emits, bool):
         return emit() if emits else hold(), emits
     if closes is not True:
@@ -86,8 +85,8 @@ def fields_of(state: AccumulationState) -> Fields:
 
 def state_after(state: AccumulationState, closes: Flag, emits: Flag, fields: Fields) -> AccumulationState:
     """Returns the state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
-    closes, emits = known(closes), known(emits)
-    reset = lambda total: selected(closes, jnp.zeros_like(total), total)
+    closes, emits = flags.known(closes), flags.known(emits)
+    reset = lambda total: flags.selected(closes, jnp.zeros_like(total), total)
     return state._replace(
         mini_step=reset(state.mini_step),
         gradient_step=count(state.gradient_step, emits),
@@ -118,7 +117,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 def count(total: jax.Array, flag: Flag) -> jax.Array:
     """Adds one if the flag is set; the largest number that there is stays."""
-    return total if flag is False else selected(flag, optax.safe_increment(total), total)
+    return total if flag is False else flags.selected(flag, optax.safe_increment(total), total)
 
 
 def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:

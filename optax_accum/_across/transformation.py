@@ -12,11 +12,9 @@ from optax_accum._across import outcomes, policy
 from optax_accum._across.divisor import as_divisor
 from optax_accum._across.inner import check_accumulates_once
 from optax_accum._across.outcomes import Outcome, new_params, updates_of
-from optax_accum._across.policy import as_policy
 from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
-from optax_accum._core import checks, dtypes
-from optax_accum._core.callables import as_optimizer, as_transformation, renamed
+from optax_accum._core import callables, checks, dtypes
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state
@@ -26,7 +24,7 @@ from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Space
 
 
-@renamed(
+@callables.renamed(
     "every",
     every_k_schedule="Pass it as every=, an integer or a callable.",
     use_grad_mean='Pass reduction="sum" for False; "mean" is the default.',
@@ -175,12 +173,12 @@ def accumulate_gradients(
       errors of adding in low precision are analysed in N. Higham, *The
       accuracy of floating point summation*, SIAM J. Sci. Comput. 14 (1993).
     """
-    optimizer, schedule, divisor = as_transformation(inner), as_schedule(every), as_divisor(reduction)
+    optimizer, schedule, divisor = callables.as_transformation(inner), as_schedule(every), as_divisor(reduction)
     rules = Rules(
         inner=optimizer,
         schedule=schedule,
         divisor=divisor,
-        policy=as_policy(nonfinite),
+        policy=policy.as_policy(nonfinite),
         meter=as_meter(statistics, schedule.needs),
         accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
         emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),
@@ -338,7 +336,7 @@ def apply_gradients(
     """
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
-    as_optimizer(tx)
+    callables.as_optimizer(tx)
     check_arrays("Parameters", params, NOT_ARRAYS)
     if rules := rules_of(tx):
         return _update(rules, new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)

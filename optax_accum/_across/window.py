@@ -15,8 +15,7 @@ from optax_accum._across.loss import Added
 from optax_accum._across.outcomes import Outcome
 from optax_accum._across.policy import Policy
 from optax_accum._across.schedules import Schedule
-from optax_accum._core import arithmetic, checks, matching, sums
-from optax_accum._core.flags import known, negated
+from optax_accum._core import arithmetic, checks, flags, matching, sums
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Meter
 from optax_accum._core.state import AccumulationState
@@ -110,9 +109,9 @@ def micro_step(
 def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
     """Adds the micro-batch to its window, unless the policy leaves it out."""
     skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
-    counts = negated(skip) if rules.policy.waits else True
+    counts = flags.negated(skip) if rules.policy.waits else True
     weight = arithmetic.unless(skip, batch.weight)
-    first, accumulator = known(state.mini_step == 0), accumulator_of(state)
+    first, accumulator = flags.known(state.mini_step == 0), accumulator_of(state)
     added, whole_weight = batch.added, accumulator.weight(state, weight)
     if added is None:
         squares = rules.meter.squares(batch.grads, like=state.weight)

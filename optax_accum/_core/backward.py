@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers, ratio
-from optax_accum._core.flags import known, selected
+from optax_accum._core import arithmetic, compilers, flags, ratio
 from optax_accum._core.inside import Inside, Targets
 from optax_accum._core.parts import Parts
 from optax_accum._core.sinks import Finish
@@ -117,7 +116,7 @@ def add_to(
         returned = arithmetic.zeros_of(jax.eval_shape(lambda: run(inside)[1]))
         return start if inside else begun(), vary(list(inside.squares) if inside else []), vary(returned)
 
-    counts = known(weight != 0)
+    counts = flags.known(weight != 0)
     if isinstance(counts, bool):
         return added() if counts else unrun()
     return compilers.branch(counts, added, unrun)
@@ -139,12 +138,12 @@ def add_last(
     sum. Where only a loss that has run tells its weight, `weight` is None, and comes last of what `run` returns.
     """
     refs = jax.tree.map(jax.new_ref, compilers.zeroed(acc, first))
-    told: Any = jax.new_ref(vary(jnp.array(True))) if weight is None else known(weight != 0)
+    told: Any = jax.new_ref(vary(jnp.array(True))) if weight is None else flags.known(weight != 0)
     backward, returned = run(inside.last(jax.tree.leaves(refs), finish, told))
     actual = returned[-1] if weight is None else weight
-    counts = known(actual != 0)
+    counts = flags.known(actual != 0)
     if weight is None:  # the loss has run, the backward pass has not
         told[...] = counts
     ran = backward.add_to(jax.tree.leaves(refs), actual), returned
-    squares, returned = selected(counts, ran, jax.tree.map(jnp.zeros_like, ran))
+    squares, returned = flags.selected(counts, ran, jax.tree.map(jnp.zeros_like, ran))
     return jax.tree.map(jax.freeze, refs), vary(squares), vary(returned)

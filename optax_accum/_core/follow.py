@@ -18,8 +18,9 @@ from optax_accum._core.leaves import parted
 from optax_accum._core.sinks import Lent, used
 
 
-def run(program: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Evaluates a traced program, of which some values are `Lent`."""
+def run(traced: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a traced program, with its constants or without, of which some values are `Lent`."""
+    program, consts = compilers.opened(traced)
     uses = collections.Counter(var for equation in program.eqns for var in operands(equation))
     uses.update(atom for atom in program.outvars if not isinstance(atom, core.Literal))
     env: dict[Any, Any] = {}
@@ -54,13 +55,13 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     carry = [used(value) for value in values[num_consts:first]]
     turned = [value.turned(params["length"]) if isinstance(value, Lent) else value for value in values[first:]]
     # Before JAX 0.11, of what has a gradient that which has a reference must come first: as this dict is sorted.
-    operands = {(not isinstance(value, Lent), index): value for index, value in enumerate(turned)}
-    slices, whole = parted(operands, lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all turns
+    scanned = {(not isinstance(value, Lent), index): value for index, value in enumerate(turned)}
+    slices, filled = parted(scanned, lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all turns
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        turn = whole(slices)
+        turn = filled(slices)
         shared = [value if dtype is None else value.astype(dtype) for value, dtype in zip(consts, narrow, strict=True)]
-        results = run(*compilers.opened(params["jaxpr"]), [*shared, *carry, *(turn[key] for key in operands)])
+        results = run(params["jaxpr"], [*shared, *carry, *(turn[key] for key in scanned)])
         return results[:num_carry], results[num_carry:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
@@ -97,14 +98,14 @@ def _shared(value: Any) -> tuple[Any, Any]:
 def _jit(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     if not compilers.is_plain_jit(equation):
         return _end(equation, values)
-    return run(*compilers.opened(equation.params["jaxpr"]), values)
+    return run(equation.params["jaxpr"], values)
 
 
 def _checkpoint(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     if not compilers.ADDS_IN_CHECKPOINTS:
         return _end(equation, values)
     params = equation.params
-    again = lambda values: run(*compilers.opened(params["jaxpr"]), values)
+    again = lambda values: run(params["jaxpr"], values)
     within = [dataclasses.replace(value, is_reference=False) if isinstance(value, Lent) else value for value in values]
     return jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])(within)
 
@@ -115,7 +116,7 @@ def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
         return _end(equation, values)
     goes_in = lambda value: isinstance(value, Lent) and value.is_reference and not value.at_once
     index, *operands = [value if goes_in(value) else used(value) for value in _used_if_twice(values)]
-    branch = lambda program: lambda *operands: run(*compilers.opened(program), operands)
+    branch = lambda program: lambda *operands: run(program, operands)
     return jax.lax.switch(index, list(map(branch, equation.params["branches"])), *operands)
 
 

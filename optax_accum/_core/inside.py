@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, dtypes, flows, follow, matching, sinks, tracing
-from optax_accum._core.equations import has_loop_or_branch
+from optax_accum._core import compilers, dtypes, equations, flows, follow, matching, sinks, tracing
 from optax_accum._core.leaves import by_path, is_inexact, parted
 from optax_accum._core.sinks import Finish, Lent, Sink, Total
 from optax_accum._core.types import Tree, Weight
@@ -69,8 +68,7 @@ class Inside:
             squares, totals = targets.squares or none, self.totals or none
             lent = filled(map(self._lent, inexact, self.sunk, targets.leaves, squares, totals))
             values = jax.tree.leaves(lent, is_leaf=lambda node: isinstance(node, Lent))
-            results = follow.run(program.jaxpr, program.consts, values)
-            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+            return jax.tree.unflatten(jax.tree.structure(shapes), follow.run(program, values))
 
         return run
 
@@ -100,7 +98,7 @@ def added_inside(
             "needs accumulators at least as wide as the parameters, for a gradient is rounded before it is added: at "
             f"{path} they are narrower (parameters {dtypes.names_in(params)}, accumulators {dtypes.names_in(acc)})"
         )
-    nests = not unless and has_loop_or_branch(program.jaxpr)
+    nests = not unless and equations.has_loop_or_branch(program.jaxpr)
     if why_not is None and nests and tracing.is_batched((params, acc, program.consts)):
         why_not = "is not possible under jax.vmap, for JAX batches no loop over references, nor a branch"
     if asked and why_not:

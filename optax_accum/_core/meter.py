@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, groups, noise
+from optax_accum._core import arithmetic, groups, noise, seen
 from optax_accum._core.groups import ByGroup
 from optax_accum._core.noise import Samples, Statistics, check_decay
-from optax_accum._core.seen import new_seen, see
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Tree
 
@@ -87,10 +86,10 @@ class Counting(Meter):
     fields = ("seen",)
 
     def blank(self, params: Tree) -> dict[str, Any]:
-        return {"seen": new_seen()}
+        return {"seen": seen.new_seen()}
 
     def learn(self, state: AccumulationState, samples: Any, total: Tree, weight: jax.Array) -> dict[str, Any]:
-        return {"seen": see(state.seen, jnp.asarray(weight, state.seen.rest.dtype))}
+        return {"seen": seen.see(state.seen, jnp.asarray(weight, state.seen.rest.dtype))}
 
 
 class Measuring(Counting):

@@ -125,7 +125,7 @@ class Call:
         args = [arg for name, arg in self.arguments.items() if isinstance(name, int)]
         return fun(*args, **{name: arg for name, arg in self.arguments.items() if isinstance(name, str)})
 
-    def own_key(self, index: Any) -> "Call":
+    def fold_key(self, index: Any) -> "Call":
         """Returns the call with the key of micro-batch `index`, or of a device: `jax.random.fold_in` of each key."""
         if self.rng is None:
             return self

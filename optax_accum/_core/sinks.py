@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers
-from optax_accum._core.flags import selected
+from optax_accum._core import arithmetic, compilers, flags
 
 Finish = Callable[[jax.Array], jax.Array | None]  # of a sum, or of a slice of it: see `Total`
 
@@ -131,7 +130,7 @@ def _use_last(finish: Callable[[jax.Array], jax.Array], param: jax.Array, sink: 
 def _totalled(finish: Any, residuals: tuple[Sink, _Place], cotangent: jax.Array) -> tuple[Any, ...]:
     sink, (ref, at, counts) = residuals
     counts = counts[...] if isinstance(counts, jax.Ref) else counts
-    grad = selected(counts, cotangent, jnp.zeros_like(cotangent)).astype(ref.dtype)
+    grad = flags.selected(counts, cotangent, jnp.zeros_like(cotangent)).astype(ref.dtype)
     ref[at or ...] = finish(ref[at or ...] + sink.scaled(grad))
     return jnp.zeros_like(cotangent), sink.taking(jnp.zeros_like(sink.grad), cotangent), None
 

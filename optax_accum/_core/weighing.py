@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, dtypes, ratio
-from optax_accum._core.dtypes import default_float
 from optax_accum._core.meter import Meter
 from optax_accum._core.ratio import Ratio
 from optax_accum._core.rows import count_rows
@@ -151,7 +150,7 @@ class ByRatio(ByShare):
     """A `Ratio`: totals and counts are added, and divided once, and so are outputs."""
 
     counts_outputs = True
-    nothing: Any = dataclasses.field(default_factory=lambda: jnp.zeros([], default_float()), init=False)
+    nothing: Any = dataclasses.field(default_factory=lambda: jnp.zeros([], dtypes.default_float()), init=False)
 
     def scaled(self, loss: Ratio, index: Index) -> jax.Array:
         return _times(loss.total, 1.0)

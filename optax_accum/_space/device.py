@@ -42,16 +42,16 @@ class Device:
         """The number of devices."""
         return jax.lax.psum(1, self.axes)
 
-    def own(self, call: Call, names: tuple[Name, ...]) -> Call:
+    def localized(self, call: Call, names: tuple[Name, ...]) -> Call:
         """Makes the named arguments and the key this device's own, so that no gradient is reduced."""
         arrays, filled = parted(call[names], is_array)
-        return self.own_key(call.with_arguments(dict(zip(names, filled(self.vary(arrays)), strict=True))))
+        return self.fold_key(call.with_arguments(dict(zip(names, filled(self.vary(arrays)), strict=True))))
 
-    def own_key(self, call: Call) -> Call:
+    def fold_key(self, call: Call) -> Call:
         """Returns the call with a key of this device's own, if there are others."""
-        return call.own_key(jax.lax.axis_index(self.axes)) if self.axes else call
+        return call.fold_key(jax.lax.axis_index(self.axes)) if self.axes else call
 
-    def own_keys(self, keys: Tree) -> Tree:
+    def fold_keys(self, keys: Tree) -> Tree:
         """Returns keys of this device's own, from those that all of several have."""
         fold = jax.vmap(jax.random.fold_in, (0, None))
         return jax.tree.map(lambda key: fold(key.reshape(-1), jax.lax.axis_index(self.axes)).reshape(key.shape), keys)
@@ -101,7 +101,7 @@ class Device:
         in_front = lambda shard, leaf: functools.partial(shard.in_front, ndim=jnp.ndim(leaf))
         return list(map(in_front, shards, leaves))
 
-    def own_parts(self, sums: Tree) -> Tree:
+    def local_parts(self, sums: Tree) -> Tree:
         """Returns what this device keeps of sums that were added up so."""
         shards = self._shards(sums)
         if shards is None:
@@ -149,10 +149,11 @@ class Device:
             mean = jax.lax.pmean(weight, self.axes)
             return self.vary(mean), jnp.where(mean == 0, 0, weight * arithmetic.reciprocal(mean))
 
-        own = lambda weight: (weight, 1.0)
+        unscaled = lambda weight: (weight, 1.0)
         if not self._couples(program):
-            return own
-        return lambda weight: shared(weight) if isinstance(weight, jax.Array) else own(weight)  # rows: all have as many
+            return unscaled
+        # A Python number is that of the rows, of which all have as many.
+        return lambda weight: shared(weight) if isinstance(weight, jax.Array) else unscaled(weight)
 
     def check_loss(self, program: Any, losses: Sequence[Any]) -> None:
         """Raises where a loss, of these types, is averaged over the devices: its gradient would be divided twice."""

@@ -10,9 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_accum._core import compilers
-from optax_accum._core.dtypes import is_float0
-from optax_accum._core.equations import all_equations
+from optax_accum._core import compilers, dtypes, equations
 from optax_accum._core.leaves import parted
 from optax_accum._core.types import Tree
 from optax_accum._space import meshes
@@ -28,7 +26,7 @@ def per_device(
 ) -> tuple[Tree, Tree]:
     """Runs `fun` on each device; mesh axes that are not named are left to the partitioner.
 
-    `fun` returns `(own, same)`: what each device has of its own comes back as rows [d, ...], what all have as it is.
+    `fun` returns `(local, same)`: what each device has of its own comes back as rows [d, ...], what all have as it is.
     The arrays in arguments `split` are dealt out along their first axis, and of those in `shards`, which has their
     shardings, each device has its shard. All others are on every device whole, and so is what `fun` closes over.
     With shards, the backward pass runs `fun` again: what it gathers is not kept.
@@ -51,14 +49,14 @@ def per_device(
 
     with_integers: list[Any] = []  # what puts back the gradients of integer parameters, which no array can hold
 
-    def local(*own: Any) -> Tree:
-        sums, same = fun(*filled(own))
-        arrays, put_back = parted(sums, lambda leaf: not is_float0(leaf))
+    def on_device(*local: Any) -> Tree:
+        sums, same = fun(*filled(local))
+        arrays, put_back = parted(sums, lambda leaf: not dtypes.is_float0(leaf))
         with_integers.append(put_back)
         return varying(as_row(arrays), axes), same
 
     out_specs = PartitionSpec(axes), PartitionSpec()
-    run = over_axes(local, mesh, axes, in_specs=in_specs, out_specs=out_specs)
+    run = over_axes(on_device, mesh, axes, in_specs=in_specs, out_specs=out_specs)
     run = jax.checkpoint(run) if shards else run
 
     def run_placed(*given: Any) -> tuple[Tree, Tree]:
@@ -67,8 +65,8 @@ def per_device(
 
     traced = any(isinstance(leaf, Tracer) for leaf in given)
     # Outside jit, shard_map knows no references, and an array tells how it is sharded over Auto axes, too.
-    own, same = run_placed(*given) if traced else jax.jit(run_placed)(*given)
-    return with_integers[-1](own), same
+    local, same = run_placed(*given) if traced else jax.jit(run_placed)(*given)
+    return with_integers[-1](local), same
 
 
 def over_axes(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
@@ -95,7 +93,7 @@ def joined(rows: Tree, axes: Axes, to: Tree) -> Tree:
     specs = jax.tree.map(lambda _: PartitionSpec(axes), rows)
     to = jax.tree.map(lambda spec: meshes.only(spec, axes), to, is_leaf=meshes.is_spec)
     options = {"in_specs": (specs,), "out_specs": to, "check_vma": False}  # types know of no rows that are alike
-    return over_axes(as_own, meshes.mesh_of(axes, rows), axes, **options)(rows)
+    return over_axes(as_local, meshes.mesh_of(axes, rows), axes, **options)(rows)
 
 
 def varying(tree: Tree, axes: Axes) -> Tree:
@@ -125,7 +123,7 @@ def tells_apart(axes: Axes) -> bool:
 
 def communicates(program: Any, axes: Axes) -> bool:
     """Returns whether a traced program takes something from other devices, inside `jax.shard_map`."""
-    for equation in all_equations(program):
+    for equation in equations.all_equations(program):
         named = {*_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))}
         if named & set(axes) and equation.primitive.name not in _ALONE:
             return True
@@ -139,14 +137,14 @@ def _names(axes: Any) -> tuple[Any, ...]:
 _ALONE = {"axis_index", "pvary", "pcast"}  # name an axis, and take nothing from other devices
 
 
-def as_row(own: Tree) -> Tree:
+def as_row(local: Tree) -> Tree:
     """Returns this device's partial sums [...] as rows [1, ...]."""
-    return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else jnp.asarray(leaf)[None], own)
+    return jax.tree.map(lambda leaf: leaf if dtypes.is_float0(leaf) else jnp.asarray(leaf)[None], local)
 
 
-def as_own(rows: Tree) -> Tree:
+def as_local(rows: Tree) -> Tree:
     """Undoes `as_row`; what all devices have, a scalar, stays."""
-    return jax.tree.map(lambda leaf: leaf[0] if jnp.ndim(leaf) and not is_float0(leaf) else leaf, rows)
+    return jax.tree.map(lambda leaf: leaf[0] if jnp.ndim(leaf) and not dtypes.is_float0(leaf) else leaf, rows)
 
 
 def gathered(leaf: Any, to: NamedSharding, axes: Axes) -> Any:

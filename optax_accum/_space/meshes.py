@@ -74,16 +74,10 @@ def num_devices(mesh: Mesh, axes: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def on_tpu(mesh: Mesh) -> bool:
-    """Returns whether the devices of a mesh are TPUs."""
+def device_kind(mesh: Mesh) -> str:
+    """Returns the kind of the devices of a mesh; where it does not tell, they are taken for CPUs."""
     device = mesh.abstract_mesh.abstract_device
-    return device is not None and compilers.is_tpu(device.device_kind)
-
-
-def on_gpu(mesh: Mesh) -> bool:
-    """Returns whether the devices of a mesh are GPUs."""
-    device = mesh.abstract_mesh.abstract_device
-    return device is not None and compilers.is_gpu(device.device_kind)
+    return "cpu" if device is None else device.device_kind
 
 
 def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
@@ -91,7 +85,7 @@ def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
 
     That is over all at once; on a TPU over each axis for itself, and over one of many devices in two stages.
     """
-    if not on_tpu(mesh):
+    if not compilers.is_tpu(device_kind(mesh)):
         return [(names, None)] if names else []
     return [(name, groups) for name in names for groups in compilers.scatter_stages(mesh.shape[name])]
 

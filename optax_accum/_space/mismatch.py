@@ -17,7 +17,7 @@ def check_num_devices(weight: jax.Array, devices: int | None = None) -> None:
         raise ValueError(_other_devices(weight.shape, devices))
 
 
-def check_own(grads: Tree, axes: Axes) -> None:
+def check_local(grads: Tree, axes: Axes) -> None:
     """Raises for gradients that have been reduced already, inside `jax.shard_map`."""
     if not mapped.tells_apart(axes):
         return

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from optax_accum._core import arithmetic, checks, compilers, dtypes, tracing
-from optax_accum._core.dtypes import default_float
 from optax_accum._core.roles import Call
 from optax_accum._core.signature import Name
 from optax_accum._core.types import Tree, Weight
@@ -118,8 +117,8 @@ class OverMesh(Several):
         total, left = partials.sum_in_place(acc, self.axes, self.dtype)
         return total, {"acc_grads": left}
 
-    def _joined(self, own: Tree) -> Tree:
-        return mapped.joined(own, self.axes, jax.tree.map(lambda _: PartitionSpec(), own))
+    def _joined(self, local: Tree) -> Tree:
+        return mapped.joined(local, self.axes, jax.tree.map(lambda _: PartitionSpec(), local))
 
     def _held(self, acc: Tree) -> dict[str, Tree]:
         return {"acc_grads": acc} if self._is_in_place(acc) else {}
@@ -136,17 +135,17 @@ class OverMesh(Several):
         """Runs `fun`, as `run` does, with a shard of each argument in `shards`."""
         names = tuple(call.arguments)
 
-        def local(*args: Any) -> tuple[Tree, Tree]:
-            own = call.with_arguments(dict(zip(names, args, strict=False)))
-            return fun(device, own, *mapped.as_own(args[len(names) :]))
+        def on_device(*args: Any) -> tuple[Tree, Tree]:
+            call_here = call.with_arguments(dict(zip(names, args, strict=False)))
+            return fun(device, call_here, *mapped.as_local(args[len(names) :]))
 
         split = [*map(names.index, call.batch), *range(len(names), len(names) + len(sums))]
         sharded = {names.index(name): to for name, to in shards.items()}
-        return mapped.per_device(local, self.axes, split, (*call[names], *sums), sharded)
+        return mapped.per_device(on_device, self.axes, split, (*call[names], *sums), sharded)
 
     def _device(self, call: Call) -> Device:
         adds_up = self._adds_up()
-        hides = adds_up and meshes.on_gpu(meshes.mesh_of(self.axes, call[tuple(call.arguments)]))
+        hides = adds_up and compilers.is_gpu(meshes.device_kind(meshes.mesh_of(self.axes, call[tuple(call.arguments)])))
         return dataclasses.replace(self.device, adds_up=adds_up, hides=hides)
 
     def _is_in_place(self, acc: Tree) -> bool:
@@ -175,9 +174,9 @@ class ToShards(OverMesh):
         scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes, self.dtype)
         return jax.tree.map(scatter, acc, shardings), {}
 
-    def _joined(self, own: Tree) -> Tree:
-        to = self._shardings(own)
-        return meshes.place(mapped.joined(own, self.axes, jax.tree.map(lambda one: one.spec, to)), to)
+    def _joined(self, local: Tree) -> Tree:
+        to = self._shardings(local)
+        return meshes.place(mapped.joined(local, self.axes, jax.tree.map(lambda one: one.spec, to)), to)
 
     def _held(self, acc: Tree) -> dict[str, Tree]:
         return {}
@@ -225,20 +224,20 @@ class InShardMap(Several):
         return mapped.varying(jax.tree.map(rows, self._sums_like(params, dtype)), self.axes)
 
     def scalar(self, params: Tree) -> jax.Array:
-        return mapped.varying(jnp.zeros([1], default_float()), self.axes)
+        return mapped.varying(jnp.zeros([1], dtypes.default_float()), self.axes)
 
     def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
-        mismatch.check_own(grads, self.axes)
+        mismatch.check_local(grads, self.axes)
         return self.as_partial(grads)
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
         # Types know of no sum over devices that is written where partial sums lie, and is the same on all.
         adds_up = self._adds_up() and not mapped.tells_apart(self.axes)
-        own, same = fun(dataclasses.replace(self.device, adds_up=adds_up), call, *self.as_own(sums))
-        return self.as_partial(own), same
+        local, same = fun(dataclasses.replace(self.device, adds_up=adds_up), call, *self.as_local(sums))
+        return self.as_partial(local), same
 
-    def _joined(self, own: Tree) -> Tree:
-        return self.as_own(own)
+    def _joined(self, local: Tree) -> Tree:
+        return self.as_local(local)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
@@ -246,11 +245,11 @@ class InShardMap(Several):
         total = jax.tree.map(add, acc)
         return total, {"acc_grads": mapped.varying(mapped.as_row(total), self.axes)}
 
-    def as_own(self, sums: Tree) -> Tree:
-        return mapped.as_own(sums)
+    def as_local(self, sums: Tree) -> Tree:
+        return mapped.as_local(sums)
 
-    def as_partial(self, own: Tree) -> Tree:
-        return mapped.as_row(own)
+    def as_partial(self, local: Tree) -> Tree:
+        return mapped.as_row(local)
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, 1)
@@ -260,13 +259,13 @@ class Partial(Several):
     """Partial sums that stay: each device has its own, and their sum goes nowhere."""
 
     def total(self, sums: Tree) -> Tree:
-        return self.as_own(sums)
+        return self.as_local(sums)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
-        return self.as_own(acc), {}
+        return self.as_local(acc), {}
 
     def _extreme(self, reduction: str, leaf: Any) -> Any:
-        return self.as_own(leaf)
+        return self.as_local(leaf)
 
     def _adds_up(self) -> bool:
         return False

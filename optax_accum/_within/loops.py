@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, tracing
-from optax_accum._core.flags import known
+from optax_accum._core import compilers, flags, tracing
 from optax_accum._core.types import Flag
 
 
@@ -38,7 +37,7 @@ def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, u
 
 def if_alive(alive: Flag, add: Callable[[Any], Any], totals: Any, *, static: bool) -> Any:
     """Adds one micro-batch, unless it is left out: a branch, or where none can be, a loop of at most one turn."""
-    alive = known(alive)
+    alive = flags.known(alive)
     if isinstance(alive, bool):
         return add(totals) if alive else totals
     if static:

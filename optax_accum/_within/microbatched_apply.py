@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import draws, dtypes, results
-from optax_accum._core.callables import as_function
+from optax_accum._core import callables, draws, dtypes, results
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
@@ -127,7 +126,7 @@ def microbatched_apply(
       * J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline
         parallelism*, arXiv:2106.02679.
     """
-    as_function(fun)
+    callables.as_function(fun)
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     over = as_reduction(reduce_axes, reduce_to)
     roles = Roles(
@@ -139,7 +138,7 @@ def microbatched_apply(
     )
 
     @functools.wraps(fun)
-    def outputs(*args: Any, **kwargs: Any) -> Any:
+    def applied(*args: Any, **kwargs: Any) -> Any:
         call = roles.bind(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
         rows = splitting.split_rows(call[call.batch], sizes, 1).size
@@ -147,11 +146,11 @@ def microbatched_apply(
         space = here(over)
         for name in call.params:
             space.check_params(call.arguments[name])
-        local = lambda device, call: (_on_device(fun, sizes, device, call), None)
-        own, _ = space.run(local, call, sharded=next(iter(call.params), None))
-        return jax.tree.map(functools.partial(space.output, "concat"), own)
+        on_device = lambda device, call: (_on_device(fun, sizes, device, call), None)
+        outputs, _ = space.run(on_device, call, sharded=next(iter(call.params), None))
+        return jax.tree.map(functools.partial(space.output, "concat"), outputs)
 
-    return outputs
+    return applied
 
 
 def _shapes(call: Call, rows: int | None = None) -> Call:
@@ -169,7 +168,7 @@ def _shapes(call: Call, rows: int | None = None) -> Call:
 
 def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, call: Call) -> Any:
     """Returns the outputs of the micro-batches of one device, in the order of its rows."""
-    call = device.own_key(call)
+    call = device.fold_key(call)
     batches = call[call.batch]
     split = splitting.split_rows(batches, sizes, device.count)
     names = tuple(name for name in call.arguments if name not in call.batch)
@@ -177,9 +176,9 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
     opened = jax.tree.map(_opened, others, tuple(map(device.gathers, names, others)))
 
     def one(opened: Tree, micro_batches: Sequence[Tree], index: Any) -> Any:
-        own = jax.tree.map(lambda leaf, pair: leaf if pair is None else _grafted(*pair), others, opened)
-        arguments = dict(zip((*names, *call.batch), (*own, *micro_batches), strict=True))
-        return call.with_arguments(arguments).own_key(index).apply(fun)
+        gathered = jax.tree.map(lambda leaf, pair: leaf if pair is None else _grafted(*pair), others, opened)
+        arguments = dict(zip((*names, *call.batch), (*gathered, *micro_batches), strict=True))
+        return call.with_arguments(arguments).fold_key(index).apply(fun)
 
     return _mapped(functools.partial(loops.recomputed(one, (others, batches)), opened), split, batches)
 

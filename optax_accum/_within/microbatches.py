@@ -146,10 +146,10 @@ class MicroBatches:
         return self.rest if is_rest else splitting.micro_batch(self.split, self.stacked, index)
 
     def _of_rows(self, index: Index, rows: Any, carry: Tree) -> Turn:
-        call = self.call.own_key(index).with_arguments(dict(zip(self.call.batch, rows, strict=True)))
+        call = self.call.fold_key(index).with_arguments(dict(zip(self.call.batch, rows, strict=True)))
         if call.carry is not None:
-            own = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
-            call = call.with_arguments({call.carry: own})
+            carried = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
+            call = call.with_arguments({call.carry: carried})
         return Turn(index, rows, call)
 
     def _handed_on(self, parts: Parts) -> Tree:

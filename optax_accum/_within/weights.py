@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import checks, ratio
-from optax_accum._core.dtypes import default_float
+from optax_accum._core import checks, dtypes, ratio
 from optax_accum._core.rows import is_split
 from optax_accum._core.types import Flag
 from optax_accum._core.weighing import ByCounts, ByRatio, ByShare, ByTerms, Shares
@@ -92,4 +91,4 @@ def _weights(weights: Any) -> Any:
 
 
 def _weight(weight: Any, name: str) -> jax.Array:
-    return jnp.asarray(checks.as_weight(weight, name=name), default_float())
+    return jnp.asarray(checks.as_weight(weight, name=name), dtypes.default_float())
