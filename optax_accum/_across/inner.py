@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.extend import core
 
-from optax_accum._core import dtypes, memory, results, spelling
+from optax_accum._core import dtypes, equations, memory, results, spelling
 from optax_accum._core.state import AccumulationState, states_in
 from optax_accum._core.types import Tree
 
@@ -40,7 +39,7 @@ def update(
     if not same_tree(new, state):
         return updates, dtypes.strong(new)
     leaves = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
-    if leaves and all(one is other for one, other in leaves):  # what has no state takes any, and hands it back
+    if leaves and all(leaf is other for leaf, other in leaves):  # what has no state takes any, and hands it back
         check_inner_state(inner, state, mean if params is None else params)
     remedy = "Begin with that dtype in init: jnp.zeros([]), say, not 0."
     results.check_kinds("The state of the inner optimizer", new, old, remedy)
@@ -54,10 +53,10 @@ def same_tree(new: Tree, old: Tree) -> bool:
 
 def check_accumulates_once(state: Tree) -> None:
     """Raises for an inner optimizer that accumulates, too: windows would multiply, and its own take no weights."""
-    if found := states_in(state, (AccumulationState, optax.MultiStepsState)):
+    if accumulating := states_in(state, (AccumulationState, optax.MultiStepsState)):
         raise ValueError(
             "inner must not accumulate gradients itself: the two windows would multiply, and the inner one would not "
-            f"see the weights. The state of inner holds {type(found[0]).__name__}. Accumulate once: "
+            f"see the weights. The state of inner holds {type(accumulating[0]).__name__}. Accumulate once: "
             "accumulate_gradients around the whole chain."
         )
 
@@ -126,7 +125,7 @@ def _reads(inner: Inner, name: str, value: Any, args: tuple[Any, ...], others: M
         program = jax.make_jaxpr(lambda value: inner.update(*args, **{**others, name: value}))(value).jaxpr
     except TypeError:  # it misses the argument, or needs its value
         return True
-    read = {var for equation in program.eqns for var in equation.invars if not isinstance(var, core.Literal)}
+    read = {var for equation in program.eqns for var in equations.operands(equation)}
     return not read.isdisjoint(program.invars) or any(var in program.invars for var in program.outvars)
 
 

@@ -66,7 +66,7 @@ class Loss:
         params = call.arguments[0]
         program, shapes = tracing.traced(fun, params)
         losses = program.out_avals[: len(jax.tree.leaves(shapes.loss))]
-        device.check_alone(losses, of_optimizer=True)
+        device.check_axes(losses, of_optimizer=True)
         device.check_loss(program.jaxpr, losses)
         weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
         inside = None if acc is None else self._inside(params, acc, program, weighing.weight, again)
@@ -139,8 +139,8 @@ class Loss:
     def _check_ratio(self, weighed: bool) -> None:
         """Raises where a Ratio, which says how much it counts, is weighed otherwise."""
         if weighed:
-            given = "weight_fn" if self.weight_fn else "weight"
-            raise ValueError(f"A Ratio brings its own weight, its count: {given} is given, too. Leave that out.")
+            weigher = "weight_fn" if self.weight_fn else "weight"
+            raise ValueError(f"A Ratio brings its own weight, its count: {weigher} is given, too. Leave that out.")
         if not self.divisor.is_mean:
             raise ValueError(
                 'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '

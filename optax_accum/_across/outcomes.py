@@ -27,8 +27,8 @@ class Outcome(NamedTuple):
 
 def updates_of(space: Space, params: Tree | None) -> Outcome:
     """The outcome of `update`: updates, or zeros."""
-    whole = lambda updates: updates if params is None else space.gather(updates, params)
-    return Outcome(whole, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0], compilers.NOTHING))
+    gathered = lambda updates: updates if params is None else space.gather(updates, params)
+    return Outcome(gathered, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0], compilers.NOTHING))
 
 
 def new_params(space: Space, params: Tree) -> Outcome:

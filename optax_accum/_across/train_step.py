@@ -150,11 +150,7 @@ def value_and_apply_gradients(
       9.0 2.0
     """
     roles = Roles(
-        fun,
-        batch_argnums=batch_argnums,
-        whole_argnums=whole_argnums,
-        rng_argnum=rng_argnum,
-        needs_batch=False,
+        fun, batch_argnums=batch_argnums, whole_argnums=whole_argnums, rng_argnum=rng_argnum, needs_batch=False
     )
     fun = callables.as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
@@ -174,15 +170,15 @@ def value_and_apply_gradients(
         meter=rules.meter if rules else Meter(),
     )
     if rules is None:
-        made = Step(loss, roles, optimizer, mean_args=("value",))
+        micro_step = Step(loss, roles, optimizer, mean_args=("value",))
     else:
-        made = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, rules)
+        micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, rules)
 
     @functools.wraps(fun)
     def step(
         params: Tree, state: Tree, *args: Any, weight: Any = None, flush: Any = None, **extra_args: Any
     ) -> tuple[Any, Tree, Tree]:
-        return made.step(params, state, args, Keywords(weight, flush, extra_args))
+        return micro_step.step(params, state, args, Keywords(weight, flush, extra_args))
 
     del step.__wrapped__  # `jax.jit(step, static_argnames="flush")` reads the signature of `step`, not of `fun`
     return step

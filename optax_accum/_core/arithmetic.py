@@ -64,11 +64,11 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: Flag, skip: Flag =
         grad = jnp.asarray(grad)
         dtype = accumulator_dtype(grad.dtype, None) if total is None else total.dtype
         wide = accumulator_dtype(dtype, None)  # a narrow accumulator still adds in float32
-        share = _scale(grad.astype(wide), weight, counts)
+        weighed = _scale(grad.astype(wide), weight, counts)
         if total is None:
-            return share
+            return weighed
         start = total.astype(wide) if first is False else jnp.where(first, compilers.NOTHING, total.astype(wide))
-        return (start + share).astype(dtype)
+        return (start + weighed).astype(dtype)
 
     if acc is None:
         return jax.tree.map(lambda grad: add_leaf(grad, None), grads)

@@ -23,11 +23,7 @@ class Contribution(NamedTuple):
 
 
 def contribution(
-    fun: Callable[[Tree], Parts],
-    params: Tree,
-    weighing: Weighing,
-    index: Index,
-    inside: Inside | None = None,
+    fun: Callable[[Tree], Parts], params: Tree, weighing: Weighing, index: Index, inside: Inside | None = None
 ) -> Contribution:
     """Differentiates a micro-batch: runs `fun(params)` forward, with its loss scaled as it is weighed.
 

@@ -67,12 +67,12 @@ def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
     return weight_fn
 
 
-def check_called_with(fun: Any, *given: str) -> None:
+def check_called_with(fun: Any, *names: str) -> None:
     """Raises unless `fun` can be called with what a train step gives it."""
-    if not _takes(as_function(fun), len(given)):
+    if not _takes(as_function(fun), len(names)):
         raise TypeError(
-            f"A train step calls fun({', '.join(given)}): it takes {_signature(fun)}. Give it these "
-            f"{len(given)} parameters, in this order."
+            f"A train step calls fun({', '.join(names)}): it takes {_signature(fun)}. Give it these "
+            f"{len(names)} parameters, in this order."
         )
 
 
@@ -112,7 +112,7 @@ def _takes(fun: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def as_weight_of(weight_of: Any, weight_fn: Any, given: str = "value, aux") -> Any:
+def as_weight_of(weight_of: Any, weight_fn: Any, results: str = "value, aux") -> Any:
     """Returns `weight_of` if it is a function of the results, and the only weight."""
     if weight_of is not None and weight_fn is not None:
         raise ValueError(
@@ -121,9 +121,9 @@ def as_weight_of(weight_of: Any, weight_fn: Any, given: str = "value, aux") -> A
         )
     if not (weight_of is None or callable(weight_of)):
         raise TypeError(f"weight_of must be a function of what fun returned: weight_of={weight_of!r}. Pass one.")
-    if weight_of is not None and not _takes(weight_of, given.count(",") + 1):
+    if weight_of is not None and not _takes(weight_of, results.count(",") + 1):
         raise TypeError(
-            f"weight_of gets what fun returned, weight_of({given}): it takes {_signature(weight_of)}. Pass lambda "
-            f'{given}: {given.split()[-1]}["tokens"], say.'
+            f"weight_of gets what fun returned, weight_of({results}): it takes {_signature(weight_of)}. Pass lambda "
+            f'{results}: {results.split()[-1]}["tokens"], say.'
         )
     return weight_of

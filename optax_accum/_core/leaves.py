@@ -50,15 +50,15 @@ def parted(tree: Tree, is_chosen: Callable[[Any], bool]) -> tuple[list[Any], Cal
 
 
 def for_each_leaf(
-    name: str, option: Tree, tree: Tree, remedy: str, of: str = "the parameters", is_leaf: Any = None
+    name: str, option: Tree, tree: Tree, remedy: str, tree_of: str = "the parameters", is_leaf: Any = None
 ) -> Tree:
     """Returns the value of an option for each leaf of a tree, of which it is a prefix."""
     try:
         return compilers.each_leaf(option, tree, is_leaf)
     except ValueError as error:
         raise ValueError(
-            f"{name} must be a prefix of the tree of {of}: {name} has {jax.tree.structure(option, is_leaf=is_leaf)}, "
-            f"and the tree is {jax.tree.structure(tree)}. {remedy}"
+            f"{name} must be a prefix of the tree of {tree_of}: {name} has "
+            f"{jax.tree.structure(option, is_leaf=is_leaf)}, and the tree is {jax.tree.structure(tree)}. {remedy}"
         ) from error
 
 

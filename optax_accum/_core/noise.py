@@ -89,8 +89,8 @@ def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
       ValueError: a decay outside [0, 1).
     """
     check_decay(decay)
-    kept = jnp.where(new.known > 0, decay, 1)
-    mix = lambda old, new: kept * old + (1 - decay) * new  # what is not known is 0
+    old_weight = jnp.where(new.known > 0, decay, 1)
+    mix = lambda old, new: old_weight * old + (1 - decay) * new  # what is not known is 0
     noise, signal = (jax.tree.map(mix, *pair) for pair in ((old.noise, new.noise), (old.signal, new.signal)))
     return new._replace(noise=noise, signal=signal, known=mix(old.known, new.known))
 

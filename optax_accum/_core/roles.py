@@ -86,7 +86,7 @@ class Roles:
                 )
             passed.append((role, name, key))
         _check_apart(passed)
-        return {one: tuple(key for role, _, key in passed if role == one) for one in self.named}
+        return {wanted: tuple(key for role, _, key in passed if role == wanted) for wanted in self.named}
 
     @property
     def keywords(self) -> set[str]:
@@ -120,6 +120,10 @@ class Call:
         """Returns the call with other values for some of its arguments."""
         return dataclasses.replace(self, arguments={**self.arguments, **arguments})
 
+    def with_values(self, names: Sequence[Name], values: Sequence[Any]) -> "Call":
+        """Returns the call with these values for the arguments of these names."""
+        return self.with_arguments(dict(zip(names, values, strict=True)))
+
     def apply(self, fun: Callable[..., Any]) -> Any:
         """Calls `fun` as the user did."""
         args = [arg for name, arg in self.arguments.items() if isinstance(name, int)]
@@ -146,25 +150,25 @@ class Call:
                 _check_rows(name, where, leaf, rows)
 
 
-def _as_names(role: str, given: Any, *, empty: bool = True) -> tuple[Name, ...]:
+def _as_names(role: str, named: Any, *, empty: bool = True) -> tuple[Name, ...]:
     """Returns the position or the name of one argument, or several, as a tuple."""
-    names = (given,) if isinstance(given, int | str) else given
+    names = (named,) if isinstance(named, int | str) else named
     are_names = isinstance(names, list | tuple) and all(type(name) in (int, str) for name in names)
     if not are_names or not (names or empty):
         raise TypeError(
-            f"{role} must be the position or the name of an argument, or a tuple of them: {role}={given!r}. Count from "
+            f"{role} must be the position or the name of an argument, or a tuple of them: {role}={named!r}. Count from "
             '0, or pass "x".'
         )
     return tuple(names)
 
 
-def _at_most_one(role: str, given: Any) -> tuple[Name, ...]:
-    if given is not None and type(given) not in (int, str):
+def _at_most_one(role: str, named: Any) -> tuple[Name, ...]:
+    if named is not None and type(named) not in (int, str):
         raise TypeError(
-            f"{role} must be the position or the name of an argument, or None: {role}={given!r}. Count from 0, or pass "
+            f"{role} must be the position or the name of an argument, or None: {role}={named!r}. Count from 0, or pass "
             '"key".'
         )
-    return () if given is None else (given,)
+    return () if named is None else (named,)
 
 
 def _check_apart(named: Iterable[tuple[str, Name, Name]]) -> None:

@@ -172,8 +172,8 @@ def map_states(
 ) -> Tree:
     """Returns an optimizer state with each state of a kind converted, and the `others` leaf by leaf."""
     is_one = lambda node: isinstance(node, kind)
-    one = lambda node, *parts: convert(node, *parts) if is_one(node) else others(node, *parts)
-    return jax.tree.map(one, state, *rest, is_leaf=is_one)
+    convert_one = lambda node, *parts: convert(node, *parts) if is_one(node) else others(node, *parts)
+    return jax.tree.map(convert_one, state, *rest, is_leaf=is_one)
 
 
 def find_state(state: Tree) -> AccumulationState:

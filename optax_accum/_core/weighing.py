@@ -178,7 +178,7 @@ class ByCounts(Terms):
     reciprocals: Any = None  # of the sums of counts, by term
 
     def scaled(self, loss: dict[str, Ratio], index: Index) -> jax.Array:
-        parts = (jnp.where(one != 0, _times(loss[key].total, one), 0) for key, one in self.reciprocals.items())
+        parts = (jnp.where(scale != 0, _times(loss[name].total, scale), 0) for name, scale in self.reciprocals.items())
         return sum(parts)  # type: ignore[return-value]
 
 
@@ -187,7 +187,7 @@ def divided(sums: Any, counted: Any) -> Any:
     return ratio.divided(sums, counted) if jax.tree.leaves(counted) else sums
 
 
-def _times(loss: Any, share: Any) -> jax.Array:
+def _times(loss: Any, factor: Any) -> jax.Array:
     """Returns a loss, or the sum of its terms, times a number, in at least float32.
 
     The backward pass of a loss below 32 bits rounds the number.
@@ -197,7 +197,7 @@ def _times(loss: Any, share: Any) -> jax.Array:
         loss = loss if isinstance(loss, jax.Array) else jnp.asarray(loss)  # a number: a term that is switched off
         dtype = dtypes.accumulator_dtype(loss.dtype, None)
         wide = loss if loss.dtype == dtype else loss.astype(dtype)
-        is_one = isinstance(share, float) and share == 1.0
-        return wide if is_one else wide * jnp.asarray(share, wide.dtype)
+        is_one = isinstance(factor, float) and factor == 1.0
+        return wide if is_one else wide * jnp.asarray(factor, wide.dtype)
 
     return functools.reduce(jnp.add, map(term, jax.tree.leaves(loss)))

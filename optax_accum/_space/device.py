@@ -45,7 +45,7 @@ class Device:
     def localized(self, call: Call, names: tuple[Name, ...]) -> Call:
         """Makes the named arguments and the key this device's own, so that no gradient is reduced."""
         arrays, filled = parted(call[names], is_array)
-        return self.fold_key(call.with_arguments(dict(zip(names, filled(self.vary(arrays)), strict=True))))
+        return self.fold_key(call.with_values(names, filled(self.vary(arrays))))
 
     def fold_key(self, call: Call) -> Call:
         """Returns the call with a key of this device's own, if there are others."""
@@ -64,8 +64,8 @@ class Device:
         """Returns, for each leaf of an argument, the function that gathers this device's shard."""
         if name not in self.shards:
             return jax.tree.map(lambda _: self.vary, arg)
-        whole = lambda _, to: functools.partial(mapped.gathered, to=to, axes=self.axes)
-        return jax.tree.map(whole, arg, self.shards[name])
+        gather = lambda _, to: functools.partial(mapped.gathered, to=to, axes=self.axes)
+        return jax.tree.map(gather, arg, self.shards[name])
 
     def add_up(self, leaf: jax.Array) -> jax.Array:
         """Returns the sum of a leaf over all devices, as their own."""
@@ -81,7 +81,7 @@ class Device:
                 'jax.jit, JAX 0.11, and a sum over the devices: reduce_axes, not reduce_to="partial"; inside '
                 "jax.shard_map also check_vma=False"
             )
-        elif needs is None and not all(shard.is_alone for shard in self._shards(acc) or ()):
+        elif needs is None and not all(shard.is_separable for shard in self._shards(acc) or ()):
             needs = "a reduce_to that shards no dimension over other axes, too, on a mesh where these are Auto"
         if asked and needs:
             raise ValueError(f"overlap=True needs {needs}. Leave overlap=None.")
@@ -164,7 +164,7 @@ class Device:
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."
             )
 
-    def check_alone(self, results: Sequence[Any], *, of_optimizer: bool = False) -> None:
+    def check_axes(self, results: Sequence[Any], *, of_optimizer: bool = False) -> None:
         """Raises where this is one of several devices in a `jax.shard_map`, and nobody says what becomes of theirs.
 
         `results` are the types of what a function returns here; `of_optimizer` says who is told the axes.

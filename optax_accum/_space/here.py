@@ -31,7 +31,7 @@ def here(reduction: Reduction) -> Space:
     return ToShards(reduction)
 
 
-def beside(to: Tree) -> Tree:
+def with_replicated(to: Tree) -> Tree:
     """Extends `reduce_to` to a pair of sums: the second goes to all devices."""
     return to if to is None or isinstance(to, str) else (to, PartitionSpec())
 

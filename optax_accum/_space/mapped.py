@@ -33,7 +33,7 @@ def per_device(
     """
     mesh = meshes.mesh_of(axes, args)
     is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
-    given, filled = parted(tuple(args), is_array)
+    arrays, filled = parted(tuple(args), is_array)
 
     def specs_of(number: int, arg: Tree) -> Tree:
         if number in shards:
@@ -59,13 +59,13 @@ def per_device(
     run = over_axes(on_device, mesh, axes, in_specs=in_specs, out_specs=out_specs)
     run = jax.checkpoint(run) if shards else run
 
-    def run_placed(*given: Any) -> tuple[Tree, Tree]:
+    def run_placed(*arrays: Any) -> tuple[Tree, Tree]:
         placed = lambda leaf, spec: _placed(leaf, spec, mesh, explicit) if explicit else leaf
-        return run(*map(placed, given, in_specs))
+        return run(*map(placed, arrays, in_specs))
 
-    traced = any(isinstance(leaf, Tracer) for leaf in given)
+    traced = any(isinstance(leaf, Tracer) for leaf in arrays)
     # Outside jit, shard_map knows no references, and an array tells how it is sharded over Auto axes, too.
-    local, same = run_placed(*given) if traced else jax.jit(run_placed)(*given)
+    local, same = run_placed(*arrays) if traced else jax.jit(run_placed)(*arrays)
     return with_integers[-1](local), same
 
 

@@ -130,8 +130,8 @@ def cuttable(leaf: jax.Array, rows: int) -> jax.Array:
     spec = spec_of(leaf)
     if not spec or spec[0] is None or rows % num_devices(sharding_of(leaf).mesh, names_of(spec[0])) == 0:
         return leaf
-    whole = over(NamedSharding(sharding_of(leaf).mesh, PartitionSpec(None, *spec[1:])), AxisType.Explicit)
-    return leaf if whole is None else jax.sharding.reshard(leaf, whole)
+    unsharded = over(NamedSharding(sharding_of(leaf).mesh, PartitionSpec(None, *spec[1:])), AxisType.Explicit)
+    return leaf if unsharded is None else jax.sharding.reshard(leaf, unsharded)
 
 
 def place(tree: Tree, to: Tree) -> Tree:
@@ -165,12 +165,12 @@ def over(sharding: NamedSharding, kind: AxisType) -> NamedSharding | None:
 def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
     """Returns `tree`, sharded as `to`, as the parameters are: where they do not tell, without the reduced axes."""
 
-    def whole(param: Any, to: NamedSharding) -> NamedSharding:
+    def like_param(param: Any, to: NamedSharding) -> NamedSharding:
         spec = spec_of(param)
         spec = PartitionSpec(*(without(entry, axes) for entry in to.spec)) if spec is None else spec
         return NamedSharding(to.mesh, spec)
 
-    return place(tree, jax.tree.map(whole, params, to))
+    return place(tree, jax.tree.map(like_param, params, to))
 
 
 def spec_of(leaf: Any) -> PartitionSpec | None:

@@ -85,7 +85,7 @@ def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
     return jax.jit(lambda: _placed_zeros(scalar, mesh, axes, PartitionSpec()))()
 
 
-def beside(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
+def placed_like(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
     """Places sums [d] on the devices that hold the parts of `like`, where those are known."""
     spec = meshes.spec_of(like)
     return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else sums

@@ -36,11 +36,11 @@ class Several(Space):
         self.axes, _, self.dtype = reduction
         self.device = Device(self.axes, one_batch=not reduction.is_partial, dtype=self.dtype)
 
-    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
+    def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> jax.Array:
         mismatch.check_num_devices(like)
         weight = checks.as_weight(weight, len(like))
         is_per_device = jnp.ndim(weight) or mapped.differs(weight, self.axes)
-        part = weight / (len(like) * jax.lax.psum(1, self.inside)) if share and not is_per_device else weight
+        part = weight / (len(like) * jax.lax.psum(1, self.inside)) if spread and not is_per_device else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
 
     def like(self, grads: Tree) -> Tree:
@@ -107,8 +107,8 @@ class OverMesh(Several):
         mismatch.check_partials(grads, sums, self.axes, devices)
         return grads
 
-    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
-        return partials.beside(super().weight(weight, like, share=share), like, self.axes)
+    def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> jax.Array:
+        return partials.placed_like(super().weight(weight, like, spread=spread), like, self.axes)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
@@ -163,7 +163,7 @@ class ToShards(OverMesh):
     def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
         sums = jax.tree.map(lambda name, leaf: leaf if name in _SUMS else None, reductions, leaves)
         others = jax.tree.map(lambda name, leaf: None if name in _SUMS else self.output(name, leaf), reductions, leaves)
-        either = lambda one, other: other if one is None else one
+        either = lambda total, other: other if total is None else total
         return jax.tree.map(either, self.reduced(sums)[0], others, is_leaf=lambda leaf: leaf is None)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
@@ -176,7 +176,7 @@ class ToShards(OverMesh):
 
     def _joined(self, local: Tree) -> Tree:
         to = self._shardings(local)
-        return meshes.place(mapped.joined(local, self.axes, jax.tree.map(lambda one: one.spec, to)), to)
+        return meshes.place(mapped.joined(local, self.axes, jax.tree.map(lambda sharding: sharding.spec, to)), to)
 
     def _held(self, acc: Tree) -> dict[str, Tree]:
         return {}

@@ -59,8 +59,8 @@ class Space:
         """Returns the gradients of a micro-batch as they are added to `acc`, or, if it is (), as they are the sum."""
         return grads
 
-    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
-        """Returns the weight of a micro-batch as it is added to `like`; if `share`, each device's part of it."""
+    def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> Weight:
+        """Returns the weight of a micro-batch as it is added to `like`; if it is to be spread, each device's part."""
         weight = checks.as_weight(weight)
         return weight.astype(like.dtype) if isinstance(weight, jax.Array) else weight
 

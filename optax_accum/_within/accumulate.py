@@ -218,7 +218,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     call = device.localized(call, tuple(name for name in call.arguments if name != call.carry))
     micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
     program, shapes = micro_batches.traced()
-    device.check_alone(program.out_avals)
+    device.check_axes(program.out_avals)
     scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
     weighing, alive = weigh(micro_batches, rules.weight_fn, scalar, program.jaxpr, lambda _: {})
     outputs = rules.outputs(shapes.loss, micro_batches.split)
@@ -244,7 +244,7 @@ def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
     first = () if rules.sizes.stacked else (rows,)
     some = lambda leaf: jnp.zeros((*first, *leaf.shape[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
     few = jax.tree.map(some, call[call.batch])
-    small = call.with_arguments(dict(zip(call.batch, few, strict=True)))
+    small = call.with_values(call.batch, few)
     shapes = jax.eval_shape(lambda: rules.parts(small))
     outputs = rules.outputs(shapes.loss, splitting.Split(0, rows, 0, 0))
     return device.vary(outputs.finish(outputs.start(), lambda: jnp.zeros([]))), call.carried

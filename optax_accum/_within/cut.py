@@ -70,7 +70,7 @@ class Rules:
 
     def parts_of(self, call: Call, params: tuple[Tree, ...]) -> Parts:
         """Calls `fun` with `params` in place of the differentiated arguments."""
-        return self.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
+        return self.parts(call.with_values(call.params, params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Cut:
         with jax.named_scope("optax_accum.add"):
             grads, squares = gradients.add(refs, sums.grads, backward, self.kinds)
             samples = self._sampled(sums.samples, backward, parts.loss, turn.index, squares)
-        share = self.weighing.of_output(parts.loss, turn.index, turn.rows)
-        outputs = self.outputs.add(sums.outputs, parts.aux, turn.index, share)
+        weight = self.weighing.of_output(parts.loss, turn.index, turn.rows)
+        outputs = self.outputs.add(sums.outputs, parts.aux, turn.index, weight)
         counted = jax.tree.map(jnp.add, sums.counted, self.weighing.counted(parts.loss))
         return Sums(sums.loss + loss, counted, grads, outputs, samples), parts
 
@@ -128,7 +128,7 @@ class Cut:
         index, call, inside = turn.index, turn.call, self.inside
         fun = functools.partial(self.rules.parts_of, call)
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
-            inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.here))
+            inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.local))
         return contribution(fun, call[call.params], self.weighing, index, inside)
 
     @property
@@ -181,22 +181,22 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     micro_batches = microbatches.cut(rules.parts, device, device.localized(call, call.params), rules.sizes)
     static = again or rules.unroll or rules.in_place is False
     program, shapes = micro_batches.traced(call.params)
-    device.check_alone(program.out_avals)
+    device.check_axes(program.out_avals)
     device.check_loss(program.jaxpr, program.out_avals[: len(jax.tree.leaves(shapes.loss))])
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
     weighing, alive = weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
-    made = Cut(rules, micro_batches, weighing, alive, shapes, static)
-    made.outputs.start()  # raises where a reduction does not fit
+    call_cut = Cut(rules, micro_batches, weighing, alive, shapes, static)
+    call_cut.outputs.start()  # raises where a reduction does not fit
     unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
-    squares = () if unless else rules.meter.no_squares(made.params)
-    inside = added_inside(rules.in_place, made.params, made.empty, program, squares, unless=unless)
+    squares = () if unless else rules.meter.no_squares(call_cut.params)
+    inside = added_inside(rules.in_place, call_cut.params, call_cut.empty, program, squares, unless=unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
-    inside_all = inside is not None and set(jax.tree.leaves(made.kinds)) == {"mean"}
+    inside_all = inside is not None and set(jax.tree.leaves(call_cut.kinds)) == {"mean"}
     needs = None if inside_all else "gradients that are added inside the backward pass"
-    overlaps = device.overlaps(rules.overlap, made.empty, needs)
-    return dataclasses.replace(made, micro_batches=micro_batches, inside=inside, overlaps=overlaps)
+    overlaps = device.overlaps(rules.overlap, call_cut.empty, needs)
+    return dataclasses.replace(call_cut, micro_batches=micro_batches, inside=inside, overlaps=overlaps)
 
 
 def _counts(

@@ -24,14 +24,14 @@ def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, u
         order = jnp.argsort(jnp.logical_not(alive), stable=True)
         return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
 
-    def one(index: Any, totals: Any) -> Any:
+    def turn(index: Any, totals: Any) -> Any:
         flag = alive if isinstance(alive, bool) else alive[index]
         return if_alive(flag, functools.partial(add, index), totals, static=static)
 
     if staged and not unroll and count > 1:
-        return jax.lax.fori_loop(0, count, one, totals)
+        return jax.lax.fori_loop(0, count, turn, totals)
     for index in range(count):
-        totals = one(index, totals)
+        totals = turn(index, totals)
     return totals
 
 

@@ -130,11 +130,7 @@ def microbatched_apply(
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     over = as_reduction(reduce_axes, reduce_to)
     roles = Roles(
-        fun,
-        batch_argnums=batch_argnums,
-        whole_argnums=whole_argnums,
-        rng_argnum=rng_argnum,
-        needs_params=False,
+        fun, batch_argnums=batch_argnums, whole_argnums=whole_argnums, rng_argnum=rng_argnum, needs_params=False
     )
 
     @functools.wraps(fun)
@@ -162,8 +158,8 @@ def _shapes(call: Call, rows: int | None = None) -> Call:
         cut = rows is not None and name in call.batch and splitting.is_split(leaf)
         return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]) if cut else jnp.shape(leaf), jnp.result_type(leaf))
 
-    given = call.arguments.items()
-    return call.with_arguments({name: jax.tree.map(functools.partial(shape, name), arg) for name, arg in given})
+    named = call.arguments.items()
+    return call.with_arguments({name: jax.tree.map(functools.partial(shape, name), arg) for name, arg in named})
 
 
 def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, call: Call) -> Any:
@@ -175,24 +171,23 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
     others = call[names]
     opened = jax.tree.map(_opened, others, tuple(map(device.gathers, names, others)))
 
-    def one(opened: Tree, micro_batches: Sequence[Tree], index: Any) -> Any:
+    def outputs_of(opened: Tree, micro_batches: Sequence[Tree], index: Any) -> Any:
         gathered = jax.tree.map(lambda leaf, pair: leaf if pair is None else _grafted(*pair), others, opened)
-        arguments = dict(zip((*names, *call.batch), (*gathered, *micro_batches), strict=True))
-        return call.with_arguments(arguments).fold_key(index).apply(fun)
+        return call.with_values((*names, *call.batch), (*gathered, *micro_batches)).fold_key(index).apply(fun)
 
-    return _mapped(functools.partial(loops.recomputed(one, (others, batches)), opened), split, batches)
+    return _mapped(functools.partial(loops.recomputed(outputs_of, (others, batches)), opened), split, batches)
 
 
-def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:
+def _mapped(outputs_of: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:
     """Returns the outputs of all micro-batches, in the order of the rows."""
     stacked, filled = parted(splitting.stacked(split, batches), splitting.is_split)
-    micro = lambda xs: one(splitting.ungrouped(split, filled(xs[0])), xs[1])
+    micro = lambda xs: outputs_of(splitting.ungrouped(split, filled(xs[0])), xs[1])
     outputs = loops.mapped(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in stacked], jnp.arange(split.full)))
     results.check_rows(outputs, split.size)
     outputs = jax.tree.map(functools.partial(splitting.original_order, split), outputs)
     if not split.rest:
         return outputs
-    rest = one(splitting.remainder(split, batches), split.full)
+    rest = outputs_of(splitting.remainder(split, batches), split.full)
     results.check_rest(outputs, rest, split.size, split.rest)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, rest)
 

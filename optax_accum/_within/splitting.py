@@ -38,6 +38,10 @@ class Split(NamedTuple):
         """The index of the last micro-batch."""
         return self.parts - 1
 
+    def is_rest(self, index: int | jax.Array) -> bool:
+        """Returns whether this is the index of the micro-batch of those that are left."""
+        return isinstance(index, int) and index == self.full
+
 
 class Sizes(NamedTuple):
     """What was asked for: so many micro-batches, or so many rows in each; and so many rows that stay together.
@@ -103,8 +107,8 @@ def rows_first(batch: Tree) -> Tree:
 def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
     """Returns how the rows of `batch` are cut, from its shapes alone: those of one of the `devices`."""
     if sizes.stacked:
-        size, whole, *_ = jax.tree.leaves(batch)[0].shape
-        return Split(size * whole, size, whole, 0, stacked=True)
+        size, number, *_ = jax.tree.leaves(batch)[0].shape
+        return Split(size * number, size, number, 0, stacked=True)
     rows, (num_microbatches, microbatch_size, group, _) = count_rows(batch), sizes
     where = "the batch has" if devices == 1 else f"each of {devices} devices has"
     check_groups(where, rows, group)

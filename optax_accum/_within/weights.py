@@ -28,15 +28,15 @@ def weigh(
     device = micro_batches.device
     full, rest, total = _shares(micro_batches, weight_fn)
     ratio.check_loss(loss, None if weight_fn is None else full)
-    here = _live(full), _live(rest)
+    local = _live(full), _live(rest)
     if weight_fn is not None or ratio.is_ratio(loss):
-        here = device.agreed(program, here)
-    alive = Alive(here, here if micro_batches.call.carry is None else device.any_of(here))
+        local = device.agreed(program, local)
+    alive = Alive(local, local if micro_batches.call.carry is None else device.any_of(local))
     known: dict[str, Any] = {"shares": full, "rest": rest, "weight": total, "full": micro_batches.split.full}
     if isinstance(full, dict):
-        return ByTerms(**known, rows=_live_rows(micro_batches, here)), alive
+        return ByTerms(**known, rows=_live_rows(micro_batches, local)), alive
     if ratio.are_terms(loss):
-        reciprocals = {name: ratio.reciprocal(device.total(one)) for name, one in count(alive).items()}
+        reciprocals = {name: ratio.reciprocal(device.total(counts)) for name, counts in count(alive).items()}
         return ByCounts(**known, reciprocals=reciprocals), alive
     return (ByRatio if ratio.is_ratio(loss) else ByShare)(**known), alive
 
@@ -52,7 +52,7 @@ def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -
         rows = split.rows * total_of(1)
         return split.size / rows, split.rest / rows, rows
     axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, stacked)
-    weigh = lambda *rows: _weights(weight_fn(*(splitting.ungrouped(split, one) for one in rows)))
+    weigh = lambda *rows: _weights(weight_fn(*(splitting.ungrouped(split, leaf) for leaf in rows)))
     try:
         parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*stacked)]
     except jax.errors.ConcretizationTypeError as error:

@@ -128,7 +128,7 @@ def momentum_of_each(momentum: Tree, stats: Tree) -> Tree:
                 "otherwise."
             )
     remedy = "Pass one number, or give each layer its own."
-    return for_each_leaf("momentum", unfreeze(momentum), unfreeze(stats), remedy, of="batch_stats")
+    return for_each_leaf("momentum", unfreeze(momentum), unfreeze(stats), remedy, tree_of="batch_stats")
 
 
 def _map_pairs(fun: Callable[[Any, Any], tuple[Any, Any]], stats: Tree) -> Tree:
