@@ -44,8 +44,8 @@ ROOMS = {  # and what each stands on
 FACES = {name for name in ROOMS if not name.startswith("_")}
 FLOORS = {  # inside a room: a module imports from lower floors
     "_core": [
-        {"types", "counted", "signature", "seen", "spelling", "equations"},
-        {"compilers", "flags", "rows"},
+        {"types", "counted", "seen", "spelling", "equations"},
+        {"compilers", "flags", "rows", "signature"},
         {"leaves", "memory"},
         {"tracing", "dtypes", "results"},
         {"arithmetic", "checks", "matching", "roles"},

@@ -9,7 +9,6 @@ import optax
 
 from optax_accum._core import arithmetic, compilers, dtypes, flags, memory, sums
 from optax_accum._core.state import AccumulationState
-from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Flag, Tree
 from optax_accum._space.space import Space
 
@@ -97,7 +96,7 @@ def state_after(state: AccumulationState, closes: Flag, emits: Flag, fields: Fie
     )
 
 
-def mean_args(totals: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
+def mean_args(totals: dict[str, sums.WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Returns the weighted means of those extra arguments that came with this micro-step."""
     means: dict[str, jax.Array] = {}
     for name, total in totals.items():

@@ -15,8 +15,7 @@ from optax_accum._core.leaves import short
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Returns
 from optax_accum._core.roles import Roles
-from optax_accum._core.signature import Name
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Name, Tree
 
 
 def value_and_apply_gradients(

@@ -11,16 +11,14 @@ import optax
 from optax_accum._across import outcomes, policy
 from optax_accum._across.divisor import as_divisor
 from optax_accum._across.inner import check_accumulates_once
-from optax_accum._across.outcomes import Outcome, new_params, updates_of
 from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
 from optax_accum._core import callables, checks, dtypes
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space.here import as_reduction
-from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Space
 
 
@@ -195,7 +193,8 @@ def accumulate_gradients(
             'Statistics compare means of micro-batches: reduction="sum" and statistics are given. Take "mean", with '
             "weights, or leave statistics out."
         )
-    tx = Accumulating(functools.partial(_init, rules), cast(Any, functools.partial(_update, rules, updates_of)))
+    update = functools.partial(_update, rules, outcomes.updates_of)
+    tx = Accumulating(functools.partial(_init, rules), cast(Any, update))
     tx.rules = rules
     return tx
 
@@ -249,7 +248,7 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
 
 def _update(
     rules: Rules,
-    outcome: Callable[[Space, Any], Outcome],
+    outcome: Callable[[Space, Any], outcomes.Outcome],
     /,
     grads: Tree,
     state: AccumulationState,
@@ -339,6 +338,6 @@ def apply_gradients(
     callables.as_optimizer(tx)
     check_arrays("Parameters", params, NOT_ARRAYS)
     if rules := rules_of(tx):
-        return _update(rules, new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
+        return _update(rules, outcomes.new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return outcomes.apply_updates(params, updates), state

@@ -10,8 +10,8 @@ from optax_accum._core import arithmetic, compilers, flags, ratio
 from optax_accum._core.inside import Inside, Targets
 from optax_accum._core.parts import Parts
 from optax_accum._core.sinks import Finish
-from optax_accum._core.types import Tree, Weight
-from optax_accum._core.weighing import Index, Weighing
+from optax_accum._core.types import Index, Tree, Weight
+from optax_accum._core.weighing import Weighing
 
 
 class Contribution(NamedTuple):

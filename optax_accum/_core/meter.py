@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, groups, noise, seen
 from optax_accum._core.groups import ByGroup
-from optax_accum._core.noise import Samples, Statistics, check_decay
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Tree
 
@@ -35,7 +34,7 @@ class Options:
     groups: Tree = None
 
     def __post_init__(self) -> None:
-        check_decay(self.decay)
+        noise.check_decay(self.decay)
 
 
 class Meter:
@@ -101,13 +100,13 @@ class Measuring(Counting):
     def __init__(self, options: Options):
         self.groups, self.decay = options.groups, options.decay
 
-    def samples(self, params: Tree, scalar: Callable[[], jax.Array]) -> Samples:
+    def samples(self, params: Tree, scalar: Callable[[], jax.Array]) -> noise.Samples:
         by_group = lambda: {name: scalar() for name in groups.names_of(self.groups, params)}
-        return Samples(by_group(), scalar(), by_group())
+        return noise.Samples(by_group(), scalar(), by_group())
 
     def blank(self, params: Tree) -> dict[str, Any]:
         by_group = lambda: {name: jnp.zeros([]) for name in groups.names_of(self.groups, params)}
-        statistics = Statistics(by_group(), by_group(), by_group(), jnp.zeros([]), jnp.zeros([]))
+        statistics = noise.Statistics(by_group(), by_group(), by_group(), jnp.zeros([]), jnp.zeros([]))
         return super().blank(params) | {"statistics": statistics}
 
     def no_squares(self, params: Tree) -> list[jax.Array]:
@@ -119,10 +118,10 @@ class Measuring(Counting):
     def squares(self, grads: Tree, like: jax.Array) -> ByGroup:
         return groups.squared_norms(self.groups, grads, like)
 
-    def sample(self, samples: Samples, squares: ByGroup, weight: Any, first: Any) -> Samples:
+    def sample(self, samples: noise.Samples, squares: ByGroup, weight: Any, first: Any) -> noise.Samples:
         return noise.with_sample(samples, squares, weight, first)
 
-    def learn(self, state: AccumulationState, samples: Samples, total: Tree, weight: jax.Array) -> dict[str, Any]:
+    def learn(self, state: AccumulationState, samples: noise.Samples, total: Tree, weight: jax.Array) -> dict[str, Any]:
         weight = jnp.asarray(weight, state.seen.rest.dtype)
         squares = self.squares(total, like=weight)  # of the mean, it would be written
         squares = jax.tree.map(lambda square: square * arithmetic.reciprocal(weight) ** 2, squares)
@@ -130,7 +129,7 @@ class Measuring(Counting):
         learnt = {"statistics": noise.smooth(state.statistics, statistics, self.decay)}
         return super().learn(state, samples, total, weight) | learnt
 
-    def with_statistics(self, value: Any, samples: Samples, mean: Tree, weight: jax.Array) -> Any:
+    def with_statistics(self, value: Any, samples: noise.Samples, mean: Tree, weight: jax.Array) -> Any:
         return value, noise.of_window(samples, self.squares(mean, like=weight), weight, samples.number)
 
     def refuse(self, why: str) -> None:

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves
 
-from optax_accum._core import dtypes
+from optax_accum._core import dtypes, signature
 from optax_accum._core.leaves import by_path, check_arrays, is_key, short
-from optax_accum._core.signature import Name, signature_of
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Name, Tree
 
 Names = dict[str, tuple[Name, ...]]  # those of the arguments in each role
 
@@ -35,7 +34,7 @@ class Roles:
 
         Where `fun` need not have parameters, those of `argnums` are what is there and has no other role.
         """
-        self.signature, self._needs_params = signature_of(fun), needs_params
+        self.signature, self._needs_params = signature.signature_of(fun), needs_params
         self.named: Names = {
             "argnums": () if argnums is None else _as_names("argnums", argnums, empty=False),
             "batch_argnums": _as_names("batch_argnums", batch_argnums, empty=not needs_batch),

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-Name = int | str  # of an argument: its position, or the name of its parameter
+from optax_accum._core.types import Name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, dtypes, ratio
 from optax_accum._core.meter import Meter
-from optax_accum._core.ratio import Ratio
 from optax_accum._core.rows import count_rows
-from optax_accum._core.types import Weight
+from optax_accum._core.types import Index, Weight
 
 Shares = jax.Array | float | dict[str, jax.Array]  # of each micro-batch [m], or one number for all; or of each term
-Index = int | jax.Array
 MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_and_factor`
 
 
@@ -66,13 +64,13 @@ class ByCount(Weighing):
     mean_and_factor: MeanAndFactor
     weight: None = None  # nobody knows it beforehand
 
-    def scaled(self, loss: Ratio, index: Index) -> jax.Array:
+    def scaled(self, loss: ratio.Ratio, index: Index) -> jax.Array:
         return _times(ratio.divided(jnp.asarray(loss.total), jnp.asarray(self.counted(loss))), 1.0)
 
-    def counted(self, loss: Ratio) -> Weight:
+    def counted(self, loss: ratio.Ratio) -> Weight:
         return self.mean_and_factor(loss.count)[0]
 
-    def value(self, loss: Ratio) -> jax.Array:
+    def value(self, loss: ratio.Ratio) -> jax.Array:
         """Returns what the user sees of the loss: the mean."""
         return ratio.divided(jnp.asarray(loss.total), loss.count)
 
@@ -152,16 +150,16 @@ class ByRatio(ByShare):
     counts_outputs = True
     nothing: Any = dataclasses.field(default_factory=lambda: jnp.zeros([], dtypes.default_float()), init=False)
 
-    def scaled(self, loss: Ratio, index: Index) -> jax.Array:
+    def scaled(self, loss: ratio.Ratio, index: Index) -> jax.Array:
         return _times(loss.total, 1.0)
 
-    def counted(self, loss: Ratio) -> jax.Array:
+    def counted(self, loss: ratio.Ratio) -> jax.Array:
         return loss.count
 
-    def of_output(self, loss: Ratio, index: Index, rows: Any) -> jax.Array:
+    def of_output(self, loss: ratio.Ratio, index: Index, rows: Any) -> jax.Array:
         return loss.count
 
-    def of_sample(self, loss: Ratio, index: Index) -> jax.Array:
+    def of_sample(self, loss: ratio.Ratio, index: Index) -> jax.Array:
         return jnp.where(loss.count == 0, 0, arithmetic.reciprocal(loss.count))
 
     def weight_of(self, counted: Any, devices: int) -> jax.Array:
@@ -177,7 +175,7 @@ class ByCounts(Terms):
 
     reciprocals: Any = None  # of the sums of counts, by term
 
-    def scaled(self, loss: dict[str, Ratio], index: Index) -> jax.Array:
+    def scaled(self, loss: dict[str, ratio.Ratio], index: Index) -> jax.Array:
         parts = (jnp.where(scale != 0, _times(loss[name].total, scale), 0) for name, scale in self.reciprocals.items())
         return sum(parts)  # type: ignore[return-value]
 

@@ -11,11 +11,9 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, compilers
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.roles import Call
-from optax_accum._core.signature import Name
 from optax_accum._core.sinks import Finish
-from optax_accum._core.types import Tree, Weight
+from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space import mapped, narrow
-from optax_accum._space.meshes import Axes
 from optax_accum._space.shards import Shard
 
 

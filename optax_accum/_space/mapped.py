@@ -12,9 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers, dtypes, equations
 from optax_accum._core.leaves import parted
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space import meshes
-from optax_accum._space.meshes import Axes, Mesh
 
 
 def per_device(
@@ -69,7 +68,7 @@ def per_device(
     return with_integers[-1](local), same
 
 
-def over_axes(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
+def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
     """Returns `jax.shard_map` of a function over the axes; over all others its arguments stay as they are.
 
     Where the axes are Auto beside Explicit ones they are Explicit while it runs: else JAX 0.12 gathers, at its border,
@@ -166,7 +165,7 @@ def gathered(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
     return gather(leaf)
 
 
-def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, axes: Axes) -> jax.Array:
+def _placed(leaf: Any, spec: PartitionSpec, mesh: meshes.Mesh, axes: Axes) -> jax.Array:
     """Returns an array on an Explicit mesh, over the axes as in `spec`, and over all others as it is."""
     leaf = jnp.asarray(leaf)
     return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), _spec_with(leaf, spec, axes)))
@@ -180,7 +179,7 @@ def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*((*names, *rest) for names, rest in zip(over, others, strict=True)))
 
 
-def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
+def _check_divides(axes: Axes, mesh: meshes.Mesh, rows: int) -> None:
     """Raises unless the rows of a batch can be dealt out evenly."""
     devices = meshes.num_devices(mesh, axes)
     if rows % devices:

@@ -11,9 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers
 from optax_accum._core.leaves import by_path, for_each_leaf
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Axes, Tree
 
-Axes = tuple[str, ...]
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 

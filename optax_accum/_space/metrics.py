@@ -7,9 +7,8 @@ from optax_accum._core.groups import ALL
 from optax_accum._core.noise import Samples, Statistics, noise_scale
 from optax_accum._core.seen import as_number
 from optax_accum._core.state import find_state
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space import mapped
-from optax_accum._space.meshes import Axes
 
 
 def metrics(state: Tree) -> dict[str, jax.Array]:

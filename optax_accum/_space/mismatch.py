@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_float0
 from optax_accum._core.leaves import by_path
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space import mapped, meshes
-from optax_accum._space.meshes import Axes
 
 
 def check_num_devices(weight: jax.Array, devices: int | None = None) -> None:

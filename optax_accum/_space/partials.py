@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers, dtypes, tracing
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space import mapped, meshes, narrow
-from optax_accum._space.meshes import Axes, Mesh
 from optax_accum._space.shards import Shard
 
 
@@ -138,7 +137,7 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -
     return jax.shard_map(on_device, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec, check_vma=typed)(leaf)
 
 
-def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh, axes: Axes, spec: Any, free: Any = None) -> jax.Array:
+def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: meshes.Mesh, axes: Axes, spec: Any, free: Any = None) -> jax.Array:
     """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, or `free`."""
     others = [free] * len(leaf.shape) if spec is None else [meshes.without(entry, axes) for entry in spec]
     sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))

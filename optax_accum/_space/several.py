@@ -14,11 +14,9 @@ from jax.sharding import PartitionSpec
 
 from optax_accum._core import arithmetic, checks, compilers, dtypes, tracing
 from optax_accum._core.roles import Call
-from optax_accum._core.signature import Name
-from optax_accum._core.types import Tree, Weight
+from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space import mapped, meshes, mismatch, narrow, partials
 from optax_accum._space.device import Device
-from optax_accum._space.meshes import Axes
 from optax_accum._space.shards import Shard
 from optax_accum._space.space import Local, Reduced, Reduction, Space
 

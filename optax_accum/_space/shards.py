@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from optax_accum._core.types import Axes
 from optax_accum._space import meshes, narrow
-from optax_accum._space.meshes import Axes
 
 
 @dataclasses.dataclass(frozen=True)

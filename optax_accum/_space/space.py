@@ -11,10 +11,8 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, checks, dtypes
 from optax_accum._core.roles import Call
-from optax_accum._core.signature import Name
-from optax_accum._core.types import Tree, Weight
+from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space.device import Device
-from optax_accum._space.meshes import Axes
 
 PARTIAL = "partial"  # as `reduce_to`: the sum goes nowhere
 Local = Callable[..., tuple[Tree, Tree]]

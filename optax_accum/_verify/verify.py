@@ -16,8 +16,7 @@ from optax_accum._core.parts import Returns
 from optax_accum._core.ratio import check_loss
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
-from optax_accum._core.signature import Name
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Name, Tree
 from optax_accum._verify.loss import Loss, grouped, uneven
 from optax_accum._verify.loss_faults import MUTABLE, SHARED_KEY, causes
 from optax_accum._verify.loss_probes import hidden_key

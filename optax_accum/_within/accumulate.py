@@ -11,15 +11,12 @@ from optax_accum._core import callables, checks, dtypes, tracing
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import is_split
-from optax_accum._core.signature import Name
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
 from optax_accum._space.space import Reduction
-from optax_accum._within import microbatches, reductions, splitting
+from optax_accum._within import microbatches, reductions, splitting, weights
 from optax_accum._within.microbatches import Turn
-from optax_accum._within.reductions import Outputs
-from optax_accum._within.weights import weigh
 
 _AGAIN = (
     "What accumulate returns is not differentiated through jit where the number of micro-batches is traced "
@@ -187,7 +184,7 @@ class _Rules(NamedTuple):
         """Calls `fun`: what it returns stands where a loss does."""
         return self.returns.taken_apart(call.apply(self.fun))
 
-    def outputs(self, shapes: Tree, split: splitting.Split) -> Outputs:
+    def outputs(self, shapes: Tree, split: splitting.Split) -> reductions.Outputs:
         """Returns how results of these shapes are reduced."""
         counted = self.weight_of is not None
         return reductions.outputs_of(self.reduction, shapes, split, "reduction", counted=counted)
@@ -220,7 +217,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     program, shapes = micro_batches.traced()
     device.check_axes(program.out_avals)
     scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
-    weighing, alive = weigh(micro_batches, rules.weight_fn, scalar, program.jaxpr, lambda _: {})
+    weighing, alive = weights.weigh(micro_batches, rules.weight_fn, scalar, program.jaxpr, lambda _: {})
     outputs = rules.outputs(shapes.loss, micro_batches.split)
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)

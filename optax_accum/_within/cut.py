@@ -14,15 +14,12 @@ from optax_accum._core.inside import MAY_BE_AGAIN, Inside, added_inside, at_leav
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
-from optax_accum._core.types import Tree
-from optax_accum._core.weighing import ByShare, Index
+from optax_accum._core.types import Index, Tree
+from optax_accum._core.weighing import ByShare
 from optax_accum._space.device import Device
 from optax_accum._space.space import Reduced, Reduction
-from optax_accum._within import gradients, microbatches, reductions, splitting
-from optax_accum._within.gradients import Leaves
+from optax_accum._within import gradients, microbatches, reductions, splitting, weights
 from optax_accum._within.microbatches import Alive, MicroBatches, Turn
-from optax_accum._within.reductions import Outputs, outputs_of
-from optax_accum._within.weights import weigh
 
 _AGAIN = (
     "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
@@ -93,7 +90,7 @@ class Cut:
         sums, carry = self.micro_batches.in_order(functools.partial(self.add, refs), sums, self.alive, **order)
         return self.finish(refs, sums), carry
 
-    def start(self) -> tuple[Leaves, Sums]:
+    def start(self) -> tuple[gradients.Leaves, Sums]:
         """Returns the references that gradients are added to in place, if any, and the sums before the first."""
         refs, grads = gradients.start(self.empty, self.kinds, in_place=self.inside is not None)
         scalar = lambda: jnp.zeros([], dtypes.default_float())
@@ -101,7 +98,7 @@ class Cut:
         loss = jnp.zeros([], dtypes.accumulator_dtype(self.loss_dtype, None))
         return refs, Sums(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
 
-    def add(self, refs: Leaves, sums: Sums, turn: Turn) -> tuple[Sums, Parts]:
+    def add(self, refs: gradients.Leaves, sums: Sums, turn: Turn) -> tuple[Sums, Parts]:
         """Adds a micro-batch."""
         with jax.named_scope("optax_accum.micro_batch"):
             loss, backward, parts = self.contribution(turn, refs)
@@ -113,7 +110,7 @@ class Cut:
         counted = jax.tree.map(jnp.add, sums.counted, self.weighing.counted(parts.loss))
         return Sums(sums.loss + loss, counted, grads, outputs, samples), parts
 
-    def finish(self, refs: Leaves, sums: Sums) -> Sums:
+    def finish(self, refs: gradients.Leaves, sums: Sums) -> Sums:
         """Returns the sums, the outputs of the batch among them."""
         grads = gradients.finish(refs, sums.grads, self.empty)
         return sums._replace(
@@ -123,7 +120,7 @@ class Cut:
             weight=self.weighing.weight_of(sums.counted, self.device.count),
         )
 
-    def contribution(self, turn: Turn, refs: Leaves) -> Contribution:
+    def contribution(self, turn: Turn, refs: gradients.Leaves) -> Contribution:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         index, call, inside = turn.index, turn.call, self.inside
         fun = functools.partial(self.rules.parts_of, call)
@@ -153,10 +150,10 @@ class Cut:
         return self.rules.kinds(self.params)
 
     @functools.cached_property
-    def outputs(self) -> Outputs:
+    def outputs(self) -> reductions.Outputs:
         """What becomes of each auxiliary output."""
-        counted = self.weighing.counts_outputs
-        return outputs_of(self.rules.aux_reduction, self.shapes.aux, self.micro_batches.split, counted=counted)
+        split, counted = self.micro_batches.split, self.weighing.counts_outputs
+        return reductions.outputs_of(self.rules.aux_reduction, self.shapes.aux, split, counted=counted)
 
     @property
     def loss_dtype(self) -> Any:
@@ -184,7 +181,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     device.check_axes(program.out_avals)
     device.check_loss(program.jaxpr, program.out_avals[: len(jax.tree.leaves(shapes.loss))])
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
-    weighing, alive = weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
+    weighing, alive = weights.weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
     call_cut = Cut(rules, micro_batches, weighing, alive, shapes, static)
     call_cut.outputs.start()  # raises where a reduction does not fit

@@ -11,8 +11,7 @@ from optax_accum._core import callables, draws, dtypes, results
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
-from optax_accum._core.signature import Name
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
 from optax_accum._within import loops, splitting

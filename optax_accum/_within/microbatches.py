@@ -13,12 +13,9 @@ from optax_accum._core.leaves import check_arrays
 from optax_accum._core.parts import Parts
 from optax_accum._core.roles import Call
 from optax_accum._core.rows import count_rows
-from optax_accum._core.signature import Name
-from optax_accum._core.types import Flag, Tree
-from optax_accum._core.weighing import Index
+from optax_accum._core.types import Flag, Index, Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._within import loops, splitting
-from optax_accum._within.splitting import Split
 
 Flags = tuple[Flag, Flag]  # for the full micro-batches, all or [k], and for the remainder
 
@@ -56,7 +53,7 @@ class MicroBatches:
     parts: Callable[[Call], Parts]  # calls `fun`
     device: Device
     call: Call  # of the whole batch
-    split: Split
+    split: splitting.Split
     stacked: Tree  # the full micro-batches: leaves [b, k, ...]
     rest: Tree  # the remainder: leaves [r, ...]
 

@@ -10,10 +10,8 @@ import numpy as np
 
 from optax_accum._core import dtypes, ratio
 from optax_accum._core.leaves import for_each_leaf
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Index, Tree
 from optax_accum._within.splitting import Split
-
-Index = int | jax.Array  # of a micro-batch; the remainder is the last
 
 
 def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -12,8 +12,7 @@ from optax_accum._core import callables, checks, dtypes, tracing
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
-from optax_accum._core.signature import Name
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Name, Tree
 from optax_accum._core.weighing import divided
 from optax_accum._space.here import as_reduction, here
 from optax_accum._within import gradients, microbatches, reductions, splitting

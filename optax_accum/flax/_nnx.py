@@ -12,9 +12,8 @@ from flax import nnx
 import optax_accum
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
-from optax_accum._core.signature import Name
 from optax_accum._core.sums import mean as weighted_mean
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import with_replicated
 from optax_accum._space.meshes import as_axes
