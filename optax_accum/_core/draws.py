@@ -21,17 +21,17 @@ def may_hide(program: Any, call: Call) -> bool:
     return bool(_draws(program.jaxpr, [True] * len(program.jaxpr.invars), constants)[0])
 
 
-def check_keys(fun: Callable[[Call], Any], part: Call, full: Call) -> None:
+def check_keys(fun: Callable[[Call], Any], part: Call, all_rows: Call) -> None:
     """Raises where `fun` draws numbers for each row from a key that is not an argument: all micro-batches get the same.
 
-    `part` is the call for some rows, `whole` for all.
+    `part` is the call for some rows, `all_rows` for all.
     """
     try:
         of_part = hidden_draws(*_of_arrays(fun, part))
-        of_full = hidden_draws(*_of_arrays(fun, full)) if of_part else []
+        of_rows = hidden_draws(*_of_arrays(fun, all_rows)) if of_part else []
     except Exception:  # fun takes batches of one size only, or an axis that is not here: nothing tells draws by row
         return
-    for shape, of_all in zip(of_part, of_full, strict=False):
+    for shape, of_all in zip(of_part, of_rows, strict=False):
         if shape != of_all:
             raise ValueError(
                 "A random key must be an argument of fun, or every micro-batch would draw the same numbers: fun draws "

@@ -43,7 +43,7 @@ class Shard:
         return not others and all(meshes.names_of(self.to.spec[dim]) == names for dim, names in self.dims.items())
 
     def scattered(self, leaf: jax.Array, sliced: int = 0) -> jax.Array:
-        """Returns this device's shard of the sum of `own`: of a leaf, or of a slice along its first dimensions."""
+        """Returns this device's shard of the sum of a leaf, or of a slice along its first dimensions."""
         dims = {dim - sliced: names for dim, names in self.dims.items()}
         scattered = {name for names in dims.values() for name in names}
         unsharded = tuple(axis for axis in self.axes if axis not in scattered)
@@ -60,7 +60,7 @@ class Shard:
         return leaf
 
     def in_front(self, leaf: jax.Array, ndim: int) -> jax.Array | None:
-        """Returns `own` with its shard of the sum in front; None for a slice along a dimension that is scattered."""
+        """Returns a leaf with its shard of the sum in front; None for a slice along a dimension that is scattered."""
         sliced = ndim - leaf.ndim
         if any(dim < sliced for dim in self.dims):
             return None

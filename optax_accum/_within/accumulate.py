@@ -202,7 +202,7 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
     checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.accumulate.")
     run = functools.partial(_of_no_rows, rules)
     if not _is_empty(call[call.batch]):
-        call = microbatches.whole_batch(call, rules.sizes)
+        call = microbatches.checked_batch(call, rules.sizes)
         run = functools.partial(_on_device, rules, tracing.is_again(list(call.arguments.values())))
     space = here(rules.over)
     local, carry = space.run(run, call)

@@ -78,7 +78,7 @@ class Cut:
     micro_batches: MicroBatches
     weighing: ByShare
     alive: Alive
-    shapes: Parts  # that `fun` returns for a whole micro-batch
+    shapes: Parts  # that `fun` returns for a full micro-batch
     static: bool  # whether all micro-batches have a turn, run or not
     inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
     overlaps: bool = False  # whether that of the last micro-batch adds them over the devices, too

@@ -179,9 +179,9 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
 
 def _mapped(outputs_of: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:
     """Returns the outputs of all micro-batches, in the order of the rows."""
-    stacked, filled = parted(splitting.stacked(split, batches), splitting.is_split)
+    interleaved, filled = parted(splitting.interleaved(split, batches), splitting.is_split)
     micro = lambda xs: outputs_of(splitting.ungrouped(split, filled(xs[0])), xs[1])
-    outputs = loops.mapped(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in stacked], jnp.arange(split.full)))
+    outputs = loops.mapped(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in interleaved], jnp.arange(split.full)))
     results.check_rows(outputs, split.size)
     outputs = jax.tree.map(functools.partial(splitting.original_order, split), outputs)
     if not split.rest:

@@ -54,7 +54,7 @@ class MicroBatches:
     device: Device
     call: Call  # of the whole batch
     split: splitting.Split
-    stacked: Tree  # the full micro-batches: leaves [b, k, ...]
+    interleaved: Tree  # the full micro-batches: leaves [b, k, ...]
     rest: Tree  # the remainder: leaves [r, ...]
 
     def turn(self, index: Index, carry: Tree) -> Turn:
@@ -125,14 +125,14 @@ class MicroBatches:
 
     def undifferentiable(self, message: str) -> "MicroBatches":
         """Returns micro-batches that raise `message` when they are differentiated through a `jit`."""
-        values = self.stacked, self.rest, list(self.call.arguments.values())
-        stacked, rest, arguments = tracing.refuse_differentiation(values, message)
+        values = self.interleaved, self.rest, list(self.call.arguments.values())
+        interleaved, rest, arguments = tracing.refuse_differentiation(values, message)
         call = self.call.with_values(tuple(self.call.arguments), arguments)
-        return dataclasses.replace(self, call=call, stacked=stacked, rest=rest)
+        return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
 
     def _rows(self, index: Index) -> Any:
         """Returns the arguments that hold the batch, of one micro-batch."""
-        return self.rest if self.split.is_rest(index) else splitting.micro_batch(self.split, self.stacked, index)
+        return self.rest if self.split.is_rest(index) else splitting.micro_batch(self.split, self.interleaved, index)
 
     def _of_rows(self, index: Index, rows: Any, carry: Tree) -> Turn:
         call = self.call.fold_key(index).with_values(self.call.batch, rows)
@@ -156,11 +156,11 @@ def cut(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: split
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, device.count)
     rest = splitting.remainder(split, batches) if split.rest else None
-    stacked = batches if sizes.stacked else splitting.stacked(split, batches)
-    return MicroBatches(parts, device, call, split, stacked, rest)
+    interleaved = batches if sizes.stacked else splitting.interleaved(split, batches)
+    return MicroBatches(parts, device, call, split, interleaved, rest)
 
 
-def whole_batch(call: Call, sizes: splitting.Sizes) -> Call:
+def checked_batch(call: Call, sizes: splitting.Sizes) -> Call:
     """Returns the call with a batch whose rows come first, checked: nothing that has as many is shared unasked."""
     if sizes.stacked:
         batch = splitting.rows_first(list(call[call.batch]))

@@ -30,7 +30,7 @@ class Outputs(NamedTuple):
     """What a function returns for each micro-batch, on its way to what it returns for the batch."""
 
     names: Tree  # of the reduction of each leaf, or a function that merges two
-    shapes: Tree  # for a whole micro-batch
+    shapes: Tree  # for a full micro-batch
     split: Split
     option: str  # that names the reductions
     counted: bool  # whether the weights in a mean come out of `fun`: it is divided by their sum, at the end
@@ -201,7 +201,7 @@ def _merging(merge: Callable[[Any, Any], Any]) -> Reduction:
 
 
 def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:
-    """Room for the rows of the whole micro-batches, as `splitting.stacked` has them, and of the remainder [r, ...]."""
+    """Room for the rows of the full micro-batches, interleaved, and of the remainder [r, ...]."""
     zeros = lambda *rows: jnp.zeros((*rows, *shape.shape[1:]), shape.dtype)
     together = () if split.group == 1 else (split.group,)
     return zeros(split.size // split.group, split.full, *together), zeros(split.rest)

@@ -132,8 +132,8 @@ def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
     return Split(rows, size, rows // size, rows % size, group)
 
 
-def stacked(split: Split, batch: Tree) -> Tree:
-    """Returns the whole micro-batches with their index as the second axis: leaves [b, k, ...] and scalars.
+def interleaved(split: Split, batch: Tree) -> Tree:
+    """Returns the full micro-batches with their index as the second axis: leaves [b, k, ...] and scalars.
 
     A reshape: interleaving leaves each row on the device where it is. With groups of g rows, [b / g, k, g, ...].
     """
@@ -147,10 +147,10 @@ def stacked(split: Split, batch: Tree) -> Tree:
     return _of_rows(stack, _arrays(batch))
 
 
-def micro_batch(split: Split, stacked_batch: Tree, index: int | jax.Array) -> Tree:
-    """Returns whole micro-batch `index`: leaves [b, ...]."""
+def micro_batch(split: Split, batch: Tree, index: int | jax.Array) -> Tree:
+    """Returns full micro-batch `index`: leaves [b, ...]."""
     take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False)
-    return ungrouped(split, _of_rows(take, stacked_batch))
+    return ungrouped(split, _of_rows(take, batch))
 
 
 def ungrouped(split: Split, micro_batch: Tree) -> Tree:
@@ -161,7 +161,7 @@ def ungrouped(split: Split, micro_batch: Tree) -> Tree:
 
 
 def original_order(split: Split, rows: jax.Array) -> jax.Array:
-    """Returns what the whole micro-batches gave for their rows, [k, b, ...], in the order of the batch."""
+    """Returns what the full micro-batches gave for their rows, [k, b, ...], in the order of the batch."""
     rows = rows.reshape(split.full, split.size // split.group, split.group, *rows.shape[2:])
     return jax.lax.collapse(jnp.moveaxis(rows, 0, 1), 0, 3)
 

@@ -287,7 +287,7 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
     checks.check_no_module(call[call.params])
     again = tracing.is_again(list(call.arguments.values()))
-    call = microbatches.whole_batch(call, rules.sizes)
+    call = microbatches.checked_batch(call, rules.sizes)
     space = here(rules.over)
     space.check_params(call[call.params])
 

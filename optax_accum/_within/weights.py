@@ -47,14 +47,14 @@ def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -
     The weights are added in the default float dtype, so that counts of tokens cannot overflow; and over the devices
     that have parts of one batch.
     """
-    split, stacked, total_of = micro_batches.split, micro_batches.stacked, micro_batches.device.total
+    split, interleaved, total_of = micro_batches.split, micro_batches.interleaved, micro_batches.device.total
     if weight_fn is None:
         rows = split.rows * total_of(1)
         return split.size / rows, split.rest / rows, rows
-    axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, stacked)
+    axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, interleaved)
     weigh = lambda *rows: _weights(weight_fn(*(splitting.ungrouped(split, leaf) for leaf in rows)))
     try:
-        parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*stacked)]
+        parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)]
     except jax.errors.ConcretizationTypeError as error:
         error.add_note("weight_fn must return the traced number: leave out int(), float() and .item().")
         raise
