@@ -43,7 +43,7 @@ def contribution(
 class Backward:
     """The backward pass of a loss: it returns the gradient, or adds it to references."""
 
-    def __init__(self, backward: Any, loss: jax.Array, inside: Inside | None = None):
+    def __init__(self, backward: Any, loss: jax.Array, inside: Inside | None):
         self.backward, self.cotangent, self.inside = backward, jnp.ones_like(loss), inside
         self.grads: Tree | None = None  # once they are written
 

@@ -90,7 +90,7 @@ def placed_like(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
     return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else sums
 
 
-def sum_in_place(acc: Tree, axes: Axes, dtype: Any = None) -> tuple[Tree, Tree]:
+def sum_in_place(acc: Tree, axes: Axes, dtype: Any) -> tuple[Tree, Tree]:
     """Adds the partial sums [d, ...] of each leaf, everywhere: the sums [...], and the same on each device [d, ...].
 
     Whoever keeps the latter in the place of the partial sums lets the all-reduce write where it reads.

@@ -98,7 +98,7 @@ class OverMesh(Several):
     def scalar(self, params: Tree) -> jax.Array:
         return partials.zero_scalars(params, self.axes)
 
-    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
+    def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         devices = meshes.num_devices(meshes.mesh_of(self.axes, acc, grads), self.axes)
         row = lambda param: jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
         sums = jax.tree.map(row, params) if isinstance(acc, tuple) and not acc else acc
@@ -224,15 +224,13 @@ class InShardMap(Several):
     def scalar(self, params: Tree) -> jax.Array:
         return mapped.varying(jnp.zeros([1], dtypes.default_float()), self.axes)
 
-    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
+    def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         mismatch.check_local(grads, self.axes)
         return self.as_partial(grads)
 
-    def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
+    def _device(self, call: Call) -> Device:
         # Types know of no sum over devices that is written where partial sums lie, and is the same on all.
-        adds_up = self._adds_up() and not mapped.tells_apart(self.axes)
-        local, same = fun(dataclasses.replace(self.device, adds_up=adds_up), call, *self.as_local(sums))
-        return self.as_partial(local), same
+        return dataclasses.replace(self.device, adds_up=self._adds_up() and not mapped.tells_apart(self.axes))
 
     def _joined(self, local: Tree) -> Tree:
         return self.as_local(local)

@@ -53,7 +53,7 @@ class Space:
         """Returns an empty sum of weights."""
         return jnp.zeros([], dtypes.default_float())
 
-    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
+    def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         """Returns the gradients of a micro-batch as they are added to `acc`, or, if it is (), as they are the sum."""
         return grads
 
@@ -114,8 +114,11 @@ class Space:
 
         Of argument `sharded`, if there is one, each device has the shard that belongs with it.
         """
-        local, same = fun(self.device, call, *self.as_local(sums))
+        local, same = fun(self._device(call), call, *self.as_local(sums))
         return self.as_partial(local), same
+
+    def _device(self, call: Call) -> Device:
+        return self.device
 
     def as_local(self, sums: Tree) -> Tree:
         """Returns what each device has as users see it: [d, ...], inside `jax.shard_map` its own [...]."""
