@@ -74,9 +74,9 @@ class Loss:
             acc = None  # what is measured after the backward pass is returned by it
 
         def run(inside: Inside | None) -> tuple[Backward, Any]:
-            one = contribution(fun, params, weighing, 0, inside)
-            value = self.returns.joined(one.parts._replace(loss=weighing.value(one.parts.loss)))
-            return one.backward, (one.loss, value, weighing.counted(one.parts.loss))
+            loss, backward, parts = contribution(fun, params, weighing, 0, inside)
+            value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
+            return backward, (loss, value, weighing.counted(parts.loss))
 
         finish = self._finish(device, acc, inside, flush)
         how: dict[str, Any] = {"first": index == 0, "inside": inside, "vary": device.vary}

@@ -54,15 +54,13 @@ def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
     """Returns `weight_fn` if it can be called with the arguments that hold the batch, or None."""
     if weight_fn is None:
         return None
-    as_function(weight_fn, "weight_fn", 'Pass lambda batch: batch["mask"].sum(), say.')
+    example = 'Pass lambda batch: batch["mask"].sum(), say.'
+    as_function(weight_fn, "weight_fn", example)
     count = len(roles.named["batch_argnums"])
     if not _takes(weight_fn, count):
-        remedy = f"Give it {count} parameters, in that order."
-        if count == 1:
-            remedy = 'Pass lambda batch: batch["mask"].sum(), say.'
         raise TypeError(
             f"weight_fn gets the batch alone ({counted(count, 'argument')}, those of batch_argnums), but takes "
-            f"{_signature(weight_fn)}. {remedy}"
+            f"{_signature(weight_fn)}. {example if count == 1 else f'Give it {count} parameters, in that order.'}"
         )
     return weight_fn
 

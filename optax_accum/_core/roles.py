@@ -146,7 +146,13 @@ class Call:
                         f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a "
                         f"key. Pass rng_argnum={name!r}; to share it on purpose, pass whole_argnums={name!r}."
                     )
-                _check_rows(name, where, leaf, rows)
+                shape = getattr(leaf, "shape", ())
+                if rows is not None and rows > 1 and shape and shape[0] == rows:
+                    raise ValueError(
+                        f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} "
+                        f"has shape {shape}, the batch {rows} rows. Add {name!r} to batch_argnums; if every "
+                        f"micro-batch needs all of it, pass whole_argnums={name!r}."
+                    )
 
 
 def _as_names(role: str, named: Any, *, empty: bool = True) -> tuple[Name, ...]:
@@ -212,13 +218,3 @@ def _check_rng(keys: Tree) -> None:
                 f"rng_argnum must name a random key, or a tree of them: {path} is {short(leaf)}. Pass "
                 "jax.random.key(seed)."
             )
-
-
-def _check_rows(name: Name, where: str, leaf: Any, rows: int | None) -> None:
-    shape = getattr(leaf, "shape", ())
-    if rows is not None and rows > 1 and shape and shape[0] == rows:
-        raise ValueError(
-            f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
-            f"{shape}, the batch {rows} rows. Add {name!r} to batch_argnums; if every micro-batch needs all of it, "
-            f"pass whole_argnums={name!r}."
-        )

@@ -65,10 +65,6 @@ class Rules:
         """Calls `fun` and takes apart what it returns."""
         return self.returns.parts(call.apply(self.fun))
 
-    def parts_of(self, call: Call, params: tuple[Tree, ...]) -> Parts:
-        """Calls `fun` with `params` in place of the differentiated arguments."""
-        return self.parts(call.with_values(call.params, params))
-
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -123,7 +119,7 @@ class Cut:
     def contribution(self, turn: Turn, refs: gradients.Leaves) -> Contribution:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         index, call, inside = turn.index, turn.call, self.inside
-        fun = functools.partial(self.rules.parts_of, call)
+        fun = lambda params: self.rules.parts(call.with_values(call.params, params))
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
             inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.local))
         return contribution(fun, call[call.params], self.weighing, index, inside)
