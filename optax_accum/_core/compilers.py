@@ -205,7 +205,7 @@ def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
     return jax.lax.pvary(leaf, tuple(axes))  # type: ignore[attr-defined]
 
 
-def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None) -> Tree:
+def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """Does what `jax.tree.broadcast` does; raises a ValueError where `prefix` is no prefix of `tree`."""
     if hasattr(jax.tree, "broadcast"):
         return jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
