@@ -188,7 +188,7 @@ QUIRKS = (
         test="core/test_in_place.py::test_jax_still_adds_no_array_that_a_scan_takes_twice",
     ),
     Quirk(
-        "_core.flows.is_barrier",
+        "_core.equations.is_barrier",
         "With references, JAX cannot differentiate an `optimization_barrier`",
         "the parameter is used before the barrier",
         "JAX 0.12: an AssertionError",

@@ -44,17 +44,16 @@ ROOMS = {  # and what each stands on
 FACES = {name for name in ROOMS if not name.startswith("_")}
 FLOORS = {  # inside a room: a module imports from lower floors
     "_core": [
-        {"tracing", "rows", "counted", "signature"},
-        {"compilers", "leaves"},
-        {"memory", "arithmetic", "sinks"},
-        {"roles", "flows"},
-        {"draws"},
-        {"sums", "noise", "seen", "matching"},
-        {"state"},
-        {"meter"},
-        {"checks", "callables", "spelling"},
-        {"ratio"},
-        {"weighing", "parts"},
+        {"types", "counted", "seen", "spelling", "equations"},
+        {"compilers", "flags", "rows", "signature"},
+        {"leaves", "memory"},
+        {"tracing", "dtypes", "results"},
+        {"arithmetic", "checks", "matching", "roles"},
+        {"callables", "draws", "ratio", "sinks", "sums"},
+        {"follow", "groups", "parts", "state"},
+        {"flows", "noise"},
+        {"inside", "meter"},
+        {"weighing"},
         {"backward"},
     ],
     "_space": [

@@ -6,9 +6,8 @@ import jax
 
 from optax_accum._across.schedules import Schedule
 from optax_accum._core import arithmetic, matching, memory
-from optax_accum._core.arithmetic import Tree, Weight
 from optax_accum._core.state import AccumulationState, holds_sum
-from optax_accum._core.tracing import Flag
+from optax_accum._core.types import Flag, Tree, Weight
 
 
 class Accumulator:

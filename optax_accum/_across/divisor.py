@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from optax_accum._core import arithmetic, checks
-from optax_accum._core.arithmetic import Weight
-from optax_accum._core.tracing import Flag
+from optax_accum._core.types import Flag, Weight
 
 
 class Divisor(NamedTuple):

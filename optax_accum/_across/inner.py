@@ -6,12 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.extend import core
 
-from optax_accum._core import arithmetic, checks, memory
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.spelling import misspelt
+from optax_accum._core import dtypes, equations, memory, results, spelling
 from optax_accum._core.state import AccumulationState, states_in
+from optax_accum._core.types import Tree
 
 Inner = optax.GradientTransformationExtraArgs
 
@@ -25,27 +23,27 @@ def update(
     """
     old = memory.to_device(state)
     run = lambda grads: inner.update(grads, old, params, **extra_args)
-    same = arithmetic.same_dtypes(mean, grads)
+    same = dtypes.same(mean, grads)
     try:
         with jax.named_scope("optax_accum.inner"):
             updates, new = run(mean)
     except Exception as error:
-        check_own(inner, state, mean if params is None else params, error)
+        check_inner_state(inner, state, mean if params is None else params, error)
         if not same and isinstance(error, TypeError | ValueError):
-            error.add_note(_DTYPE_NOTE.format(emitted=arithmetic.dtypes(mean), given=arithmetic.dtypes(grads)))
-        if any(map(arithmetic.is_float0, jax.tree.leaves(mean))):
+            error.add_note(_DTYPE_NOTE.format(emitted=dtypes.names_in(mean), given=dtypes.names_in(grads)))
+        if any(map(dtypes.is_float0, jax.tree.leaves(mean))):
             error.add_note(_INTEGER_NOTE)
         raise
     if not same:
-        updates = arithmetic.cast_like(updates, jax.eval_shape(lambda: run(grads))[0])
+        updates = dtypes.cast_like(updates, jax.eval_shape(lambda: run(grads))[0])
     if not same_tree(new, state):
-        return updates, arithmetic.strong(new)
+        return updates, dtypes.strong(new)
     leaves = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
-    if leaves and all(one is other for one, other in leaves):  # what has no state takes any, and hands it back
-        check_own(inner, state, mean if params is None else params)
+    if leaves and all(leaf is other for leaf, other in leaves):  # what has no state takes any, and hands it back
+        check_inner_state(inner, state, mean if params is None else params)
     remedy = "Begin with that dtype in init: jnp.zeros([]), say, not 0."
-    checks.check_kinds("The state of the inner optimizer", new, old, remedy)
-    return updates, memory.to_memory_of(arithmetic.cast_like(new, old), state)
+    results.check_kinds("The state of the inner optimizer", new, old, remedy)
+    return updates, memory.to_memory_of(dtypes.cast_like(new, old), state)
 
 
 def same_tree(new: Tree, old: Tree) -> bool:
@@ -55,15 +53,15 @@ def same_tree(new: Tree, old: Tree) -> bool:
 
 def check_accumulates_once(state: Tree) -> None:
     """Raises for an inner optimizer that accumulates, too: windows would multiply, and its own take no weights."""
-    if found := states_in(state, (AccumulationState, optax.MultiStepsState)):
+    if accumulating := states_in(state, (AccumulationState, optax.MultiStepsState)):
         raise ValueError(
             "inner must not accumulate gradients itself: the two windows would multiply, and the inner one would not "
-            f"see the weights. The state of inner holds {type(found[0]).__name__}. Accumulate once: "
+            f"see the weights. The state of inner holds {type(accumulating[0]).__name__}. Accumulate once: "
             "accumulate_gradients around the whole chain."
         )
 
 
-def check_own(inner: Inner, state: Tree, params: Tree, cause: Exception | None = None) -> None:
+def check_inner_state(inner: Inner, state: Tree, params: Tree, cause: Exception | None = None) -> None:
     """Raises, where something has failed, for the state of another optimizer than `inner`."""
     try:
         expected = jax.eval_shape(inner.init, params)
@@ -83,7 +81,7 @@ def check_own(inner: Inner, state: Tree, params: Tree, cause: Exception | None =
 def check_tree(inner: Inner, new: Tree, old: Tree, params: Tree) -> None:
     """Raises where the inner optimizer changes the tree of its state, and holding must give the same tree."""
     if not same_tree(new, old):
-        check_own(inner, old, params)
+        check_inner_state(inner, old, params)
         raise ValueError(
             "The inner optimizer must keep the tree of its state, or micro-steps with and without an update would "
             f"return different ones: init gave {_beginning(old)}, update {_beginning(new)}. Put optax.monitor after "
@@ -98,7 +96,7 @@ def _beginning(state: Tree) -> str:
 
 def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> None:
     """Raises for a misspelt `weight` or `flush`, which would pass for an argument of `inner` and be lost."""
-    meant = misspelt(names, inner.update)
+    meant = spelling.misspelt(names, inner.update)
     for name in unread(inner, meant, args, extra_args):
         raise TypeError(
             f"{name}= looks like a misspelt {meant[name]}=, and the inner optimizer does not read it: {name!r}. Pass "
@@ -127,7 +125,7 @@ def _reads(inner: Inner, name: str, value: Any, args: tuple[Any, ...], others: M
         program = jax.make_jaxpr(lambda value: inner.update(*args, **{**others, name: value}))(value).jaxpr
     except TypeError:  # it misses the argument, or needs its value
         return True
-    read = {var for equation in program.eqns for var in equation.invars if not isinstance(var, core.Literal)}
+    read = {var for equation in program.eqns for var in equations.operands(equation)}
     return not read.isdisjoint(program.invars) or any(var in program.invars for var in program.outvars)
 
 

@@ -7,27 +7,16 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_accum._across.divisor import Divisor
-from optax_accum._core import checks, tracing
-from optax_accum._core.arithmetic import Tree, Weight
-from optax_accum._core.backward import (
-    MAY_BE_AGAIN,
-    Backward,
-    Inside,
-    add_last,
-    add_to,
-    added_inside,
-    at_leaves,
-    bends,
-    contribution,
-)
+from optax_accum._core import checks, equations, rows, tracing
+from optax_accum._core.backward import Backward, add_last, add_to, contribution
+from optax_accum._core.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
 from optax_accum._core.leaves import short
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Returns
 from optax_accum._core.ratio import Ratio, check_loss, check_single
 from optax_accum._core.roles import Call
-from optax_accum._core.rows import check_groups, count_rows, is_split
 from optax_accum._core.sinks import Finish
-from optax_accum._core.tracing import Flag
+from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._core.weighing import ByCount, ByWeight, MeanAndFactor
 from optax_accum._space.device import Device
 from optax_accum._space.space import Reduced
@@ -72,12 +61,12 @@ class Loss:
         `flush` whether the caller closes the window with it.
         """
         self._check_groups(device, call)
-        call = device.own(call, call.params).own_key(index)
+        call = device.localized(call, call.params).fold_key(index)
         fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
         params = call.arguments[0]
         program, shapes = tracing.traced(fun, params)
         losses = program.out_avals[: len(jax.tree.leaves(shapes.loss))]
-        device.check_alone(losses, of_optimizer=True)
+        device.check_axes(losses, of_optimizer=True)
         device.check_loss(program.jaxpr, losses)
         weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
         inside = None if acc is None else self._inside(params, acc, program, weighing.weight, again)
@@ -85,9 +74,9 @@ class Loss:
             acc = None  # what is measured after the backward pass is returned by it
 
         def run(inside: Inside | None) -> tuple[Backward, Any]:
-            one = contribution(fun, params, weighing, 0, inside)
-            value = self.returns.joined(one.parts._replace(loss=weighing.value(one.parts.loss)))
-            return one.backward, (one.loss, value, weighing.counted(one.parts.loss))
+            loss, backward, parts = contribution(fun, params, weighing, 0, inside)
+            value = self.returns.joined(parts._replace(loss=weighing.value(parts.loss)))
+            return backward, (loss, value, weighing.counted(parts.loss))
 
         finish = self._finish(device, acc, inside, flush)
         how: dict[str, Any] = {"first": index == 0, "inside": inside, "vary": device.vary}
@@ -103,7 +92,7 @@ class Loss:
                 return Done(loss, value, weight, backward.gradient())
             acc, squares, _ = add_to(acc, lambda _: (backward, None), weight, **how)
         measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
-        reduced = None if finish is None else Reduced(device.own_parts(acc))
+        reduced = None if finish is None else Reduced(device.local_parts(acc))
         return Done(loss, value, weight, Added(acc, measured, reduced))
 
     def _finish(
@@ -121,9 +110,9 @@ class Loss:
 
     def _check_groups(self, device: Device, call: Call) -> None:
         """Raises where rows that belong together are on two devices, or in two micro-batches."""
-        if self.group_size > 1 and any(map(is_split, jax.tree.leaves(call[call.batch]))):
+        if self.group_size > 1 and any(map(rows.is_split, jax.tree.leaves(call[call.batch]))):
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
-            check_groups(where, count_rows(call[call.batch]), self.group_size)
+            rows.check_groups(where, rows.count_rows(call[call.batch]), self.group_size)
 
     def _inside(self, params: Tree, acc: Tree, program: Any, weight: Weight | None, again: bool) -> Inside | None:
         """Returns how the gradient is added to the accumulator inside the backward pass, if it is.
@@ -131,7 +120,7 @@ class Loss:
         Where a weight in the cotangent could matter, it is multiplied in where gradients arise: that of a Ratio is
         not known by then.
         """
-        squares, bent = self.meter.no_squares(params), bends(program.jaxpr)
+        squares, bent = self.meter.no_squares(params), equations.bends(program.jaxpr)
         unless = MAY_BE_AGAIN if again else None
         if bent and weight is None and not self.in_place:
             unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
@@ -150,8 +139,8 @@ class Loss:
     def _check_ratio(self, weighed: bool) -> None:
         """Raises where a Ratio, which says how much it counts, is weighed otherwise."""
         if weighed:
-            given = "weight_fn" if self.weight_fn else "weight"
-            raise ValueError(f"A Ratio brings its own weight, its count: {given} is given, too. Leave that out.")
+            weigher = "weight_fn" if self.weight_fn else "weight"
+            raise ValueError(f"A Ratio brings its own weight, its count: {weigher} is given, too. Leave that out.")
         if not self.divisor.is_mean:
             raise ValueError(
                 'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '
@@ -162,4 +151,4 @@ class Loss:
         """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
         if self.weight_fn:
             return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
-        return self.divisor.unweighed(count_rows(call[call.batch]) if call.batch else 1)
+        return self.divisor.unweighed(rows.count_rows(call[call.batch]) if call.batch else 1)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across.divisor import as_divisor
-from optax_accum._core.state import as_mean_args, default_float, map_states, new_state, states_in
-
-Tree = Any
+from optax_accum._core import dtypes
+from optax_accum._core.state import as_mean_args, map_states, new_state, states_in
+from optax_accum._core.types import Tree
 
 
 def from_multi_steps(
@@ -78,7 +78,7 @@ def from_multi_steps(
             names,
             mini_step=mini_step,
             gradient_step=jnp.asarray(node.gradient_step, jnp.int32),
-            weight=mini_step.astype(default_float()),
+            weight=mini_step.astype(dtypes.default_float()),
             skip_state=node.skip_state,
             emitted=jnp.asarray((node.mini_step == 0) & (node.gradient_step > 0)),
         )

@@ -1,11 +1,8 @@
 """Owns the question how noisy the gradients of a run are, asked of its state."""
 
-from typing import Any
-
 from optax_accum._core.noise import NoiseScale, Statistics, noise_scale
 from optax_accum._core.state import find_state
-
-Tree = Any
+from optax_accum._core.types import Tree
 
 
 def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:

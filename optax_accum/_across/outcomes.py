@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._core import arithmetic, compilers, memory, sums
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core import arithmetic, compilers, dtypes, flags, memory, sums
 from optax_accum._core.state import AccumulationState
-from optax_accum._core.sums import WeightedSum
-from optax_accum._core.tracing import Flag, known, selected
+from optax_accum._core.types import Flag, Tree
 from optax_accum._space.space import Space
 
 Fields = dict[str, Any]  # fields of the state
@@ -28,8 +26,8 @@ class Outcome(NamedTuple):
 
 def updates_of(space: Space, params: Tree | None) -> Outcome:
     """The outcome of `update`: updates, or zeros."""
-    whole = lambda updates: updates if params is None else space.gather(updates, params)
-    return Outcome(whole, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0], compilers.NOTHING))
+    gathered = lambda updates: updates if params is None else space.gather(updates, params)
+    return Outcome(gathered, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0], compilers.NOTHING))
 
 
 def new_params(space: Space, params: Tree) -> Outcome:
@@ -67,7 +65,7 @@ def emit_or_hold(
         return hold(), False
     if costly and closes is not True:
         return compilers.branch(closes, close, lambda: (hold(), jnp.array(False)))
-    emits = known(usable()) if closes is True else closes & known(usable())
+    emits = flags.known(usable()) if closes is True else closes & flags.known(usable())
     if isinstance(emits, bool):
         return emit() if emits else hold(), emits
     if closes is not True:
@@ -86,8 +84,8 @@ def fields_of(state: AccumulationState) -> Fields:
 
 def state_after(state: AccumulationState, closes: Flag, emits: Flag, fields: Fields) -> AccumulationState:
     """Returns the state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
-    closes, emits = known(closes), known(emits)
-    reset = lambda total: selected(closes, jnp.zeros_like(total), total)
+    closes, emits = flags.known(closes), flags.known(emits)
+    reset = lambda total: flags.selected(closes, jnp.zeros_like(total), total)
     return state._replace(
         mini_step=reset(state.mini_step),
         gradient_step=count(state.gradient_step, emits),
@@ -98,7 +96,7 @@ def state_after(state: AccumulationState, closes: Flag, emits: Flag, fields: Fie
     )
 
 
-def mean_args(totals: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
+def mean_args(totals: dict[str, sums.WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Returns the weighted means of those extra arguments that came with this micro-step."""
     means: dict[str, jax.Array] = {}
     for name, total in totals.items():
@@ -106,22 +104,22 @@ def mean_args(totals: dict[str, WeightedSum], extra_args: Mapping[str, Any]) -> 
             value = jnp.asarray(extra_args[name])
             mean = sums.mean(total, empty=0 if value.ndim else value.astype(total.total.dtype))
             inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-            means[name] = mean.astype(arithmetic.accumulator_dtype(value.dtype, None)) if inexact else mean
+            means[name] = mean.astype(dtypes.accumulator_dtype(value.dtype, None)) if inexact else mean
     return means
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """Does what `optax.apply_updates` does; an integer parameter stays."""
-    moved = jax.tree.map(lambda u, p: jnp.zeros_like(p) if arithmetic.is_float0(u) else u, updates, params)
+    moved = jax.tree.map(lambda u, p: jnp.zeros_like(p) if dtypes.is_float0(u) else u, updates, params)
     return optax.apply_updates(params, moved)
 
 
 def count(total: jax.Array, flag: Flag) -> jax.Array:
     """Adds one if the flag is set; the largest number that there is stays."""
-    return total if flag is False else selected(flag, optax.safe_increment(total), total)
+    return total if flag is False else flags.selected(flag, optax.safe_increment(total), total)
 
 
 def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
-    select = lambda a, b: a if arithmetic.is_float0(a) else jnp.where(flag, a, b)
+    select = lambda a, b: a if dtypes.is_float0(a) else jnp.where(flag, a, b)
     chosen = jax.tree.map(select, *map(memory.to_device, (on_true, on_false)))
     return memory.to_memory_of(chosen, on_false)

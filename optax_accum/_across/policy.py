@@ -7,11 +7,10 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks
-from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core import arithmetic, checks, dtypes, results
 from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState
-from optax_accum._core.tracing import Flag
+from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._space.space import Space
 
 Name = Literal["propagate", "skip", "omit", "discard"]
@@ -83,7 +82,7 @@ def _of_callable(skip: Skip) -> Policy:
 
     def blank(params: Tree) -> Tree:
         if remembers:
-            return arithmetic.strong(remembers.default)
+            return dtypes.strong(remembers.default)
         answer = jax.eval_shape(skip, params, jnp.zeros([], jnp.int32), params)
         return arithmetic.zeros_of(_as_screened(answer)[1])
 
@@ -118,5 +117,5 @@ def _like_skip_state(info: Tree, state: AccumulationState) -> Tree:
             "state._replace(skip_state=tx.init(params).skip_state)."
         )
     remedy = "Make it what the default of the parameter info is, info=0.0 for a float; the state is made by init."
-    checks.check_kinds("The info of a callable nonfinite", info, state.skip_state, remedy)
-    return arithmetic.cast_like(info, state.skip_state)
+    results.check_kinds("The info of a callable nonfinite", info, state.skip_state, remedy)
+    return dtypes.cast_like(info, state.skip_state)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from optax_accum._core import checks
+from optax_accum._core import checks, flags
 from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState
-from optax_accum._core.tracing import Flag, either, known
+from optax_accum._core.types import Flag
 
 
 class Schedule(NamedTuple):
@@ -57,7 +57,7 @@ def _or_flush(due: Callable[[AccumulationState, Flag], Flag]) -> Callable[[Accum
 
     def closes(state: AccumulationState, counts: Flag, flush: Any) -> Flag:
         asked = False if flush is None else as_flush(flush)
-        return asked if asked is True else known(either(due(state, counts), asked))
+        return asked if asked is True else flags.known(flags.either(due(state, counts), asked))
 
     return closes
 
@@ -68,7 +68,7 @@ def _by_caller(state: AccumulationState, counts: Flag, flush: Any) -> Flag:
             "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "
             "close it."
         )
-    return known(as_flush(flush))
+    return flags.known(as_flush(flush))
 
 
 def _as_int(every: Any) -> int:

@@ -9,26 +9,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._across.accumulator import accumulator_of
+from optax_accum._across import accumulator, outcomes, schedules, transformation
 from optax_accum._across.inner import check_extra_args, is_data, unread
 from optax_accum._across.loss import Added, Done, Loss
-from optax_accum._across.outcomes import new_params
-from optax_accum._across.schedules import as_flush
-from optax_accum._across.transformation import apply_gradients
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
-from optax_accum._core import arithmetic, checks, tracing
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.backward import log_after
+from optax_accum._core import arithmetic, checks, flags, inside, rows, tracing
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.roles import Call, Roles
-from optax_accum._core.rows import count_rows, is_split
 from optax_accum._core.signature import signature_of
 from optax_accum._core.state import AccumulationState, micro_step_of
+from optax_accum._core.types import Tree
 from optax_accum._space.space import Space
 
 
-class Given(NamedTuple):
-    """What a call gives beside parameters, state and the arguments of `fun` by position."""
+class Keywords(NamedTuple):
+    """What a call gives by keyword."""
 
     weight: Any
     flush: Any
@@ -36,7 +31,7 @@ class Given(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """The keywords that it gives."""
+        """Their names."""
         return {name for name in ("weight", "flush") if getattr(self, name) is not None} | self.extra_args.keys()
 
 
@@ -45,39 +40,30 @@ class Step:
     """A step of any optimizer: it is handed the gradient of a micro-batch, and how much that counts."""
 
     loss: Loss
-    tx: optax.GradientTransformationExtraArgs
     roles: Roles
+    inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
+    mean_args: tuple[str, ...]  # the keyword arguments that are averaged over a window
 
-    def step(self, params: Tree, state: Tree, args: Sequence[Any], given: Given) -> tuple[Any, Tree, Tree]:
+    def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies what comes out."""
         checks.check_no_module([params])
         check_arrays("Parameters", params, NOT_ARRAYS)
         params = jax.tree.map(jnp.asarray, params)
-        call, given = self._bound((params, *args), given)
-        self._check(call, weighted=given.weight is not None or self.loss.weight_fn is not None)
+        call, keywords = self._bound((params, *args), keywords)
+        self._check(call, weighted=keywords.weight is not None or self.loss.weight_fn is not None)
         space = self.space(state, call)
-        self._check_read(given.extra_args, state, params)
-        if given.weight is not None:
-            given = given._replace(weight=self.weighed(space, given.weight, state))
-        again = tracing.is_again((params, state, args, given.weight, given.extra_args))
+        self._check_read(keywords.extra_args, state, params)
+        if keywords.weight is not None:
+            keywords = keywords._replace(weight=self.weighed(space, keywords.weight, state))
+        again = tracing.is_again((params, state, args, keywords.weight, keywords.extra_args))
         index = micro_step_of(state, keyed=call.rng is not None)
-        closes = None if given.flush is None else tracing.known(as_flush(given.flush))
+        closes = None if keywords.flush is None else flags.known(schedules.as_flush(keywords.flush))
         add = functools.partial(self.loss.add, again=again, flush=closes)
-        done, _ = space.run(lambda *own: (add(*own), None), call, self._acc(state), given.weight, index)
-        return space.as_own(done.value), *self.apply(space, done, given, state, params)
-
-    @property
-    def inner(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer that takes the keyword arguments which nobody else names."""
-        return self.tx
-
-    @property
-    def mean_args(self) -> tuple[str, ...]:
-        """The keyword arguments that are averaged over a window."""
-        return ("value",)
+        done, _ = space.run(lambda *local: (add(*local), None), call, self._acc(state), keywords.weight, index)
+        return space.as_local(done.value), *self.apply(space, done, keywords, state, params)
 
     def inner_state(self, state: Tree) -> Tree:
-        """Returns the state of that optimizer."""
+        """Returns the state of the inner optimizer."""
         return state
 
     def space(self, state: Tree, call: Call) -> Space:
@@ -92,36 +78,37 @@ class Step:
         """Returns what keeps a backward pass from adding to an accumulator, if something does."""
         return "it does not accumulate"
 
-    def apply(self, space: Space, done: Done, given: Given, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def apply(self, space: Space, done: Done, keywords: Keywords, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """Returns the parameters and the state after the micro-batch."""
-        named = given.weight is not None or self.loss.weight_fn or isinstance(done.weight, jax.Array)
+        named = keywords.weight is not None or self.loss.weight_fn or isinstance(done.weight, jax.Array)
         counted = {"weight": done.weight} if named else {"rows": int(done.weight)}
-        extra_args = {"value": done.loss, **counted, "flush": given.flush, **given.extra_args}
-        return apply_gradients(self.tx, done.grads, state, params, **extra_args)
+        extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
+        return transformation.apply_gradients(self.inner, done.grads, state, params, **extra_args)
 
-    def _bound(self, args: Sequence[Any], given: Given) -> tuple[Call, Given]:
+    def _bound(self, args: Sequence[Any], keywords: Keywords) -> tuple[Call, Keywords]:
         """Binds the arguments of `fun`, those that are given by keyword too; the other keywords are the optimizer's."""
-        signature, names = self.roles.signature, given.names
-        if both := sorted(names & self._of_tx & signature.keywords_after(len(args))):
+        signature, names = self.roles.signature, keywords.names
+        if both := sorted(names & self._of_inner & signature.keywords_after(len(args))):
             raise TypeError(
                 f"A keyword argument must be for fun or for the optimizer: {both[0]!r} is an argument of both. Pass "
                 "that of fun by position, or give it another name there."
             )
-        of_fun = names & (set(signature.keywords) - self._of_tx | self.roles.keywords)
-        call = self.roles.bind(args, {name: arg for name, arg in given.extra_args.items() if name in of_fun})
-        rest = {name: arg for name, arg in given.extra_args.items() if name not in of_fun}
-        return call, given._replace(extra_args=rest)
+        of_fun = names & (set(signature.keywords) - self._of_inner | self.roles.keywords)
+        call = self.roles.bind(args, {name: arg for name, arg in keywords.extra_args.items() if name in of_fun})
+        rest = {name: arg for name, arg in keywords.extra_args.items() if name not in of_fun}
+        return call, keywords._replace(extra_args=rest)
 
     @property
-    def _of_tx(self) -> set[str]:
+    def _of_inner(self) -> set[str]:
         """The keyword arguments that the optimizer names."""
         return {"weight", "flush", *self.mean_args, *signature_of(self.inner.update).keywords_after(3)}
 
     def _check_read(self, extra_args: Mapping[str, Any], state: Tree, params: Tree) -> None:
         """Raises for a keyword argument that nobody reads, such as one that `fun` takes as one of its **kwargs."""
-        given = self.inner, extra_args.keys() - self._of_tx, (params, self.inner_state(state), params), extra_args
-        check_extra_args(*given)
-        for name in (name for name in unread(*given) if is_data(extra_args[name])):
+        args = params, self.inner_state(state), params
+        names = extra_args.keys() - self._of_inner
+        check_extra_args(self.inner, names, args, extra_args)
+        for name in (name for name in unread(self.inner, names, args, extra_args) if is_data(extra_args[name])):
             raise TypeError(
                 f"A keyword argument must be named by fun or read by the optimizer: {name!r} is neither, and fun is "
                 f"{self.roles.signature}. Name it there, or leave it out."
@@ -130,13 +117,13 @@ class Step:
     def _check(self, call: Call, *, weighted: bool) -> None:
         """Raises for a batch whose rows do not fit, and for what every micro-batch would share unasked."""
         batch = call[call.batch]
-        has_rows = any(map(is_split, jax.tree.leaves(batch)))
+        has_rows = any(map(rows.is_split, jax.tree.leaves(batch)))
         if call.batch and not (has_rows or weighted):
             raise ValueError(
                 "A micro-batch counts by its rows unless it is weighed: the batch arguments hold scalars only. Pass "
                 "weight=, or batch_argnums=() if the loss has no batch."
             )
-        call.check_shared(count_rows(batch) if has_rows else None)
+        call.check_shared(rows.count_rows(batch) if has_rows else None)
 
     def _acc(self, state: Tree) -> Tree | None:
         """Returns the accumulator that a backward pass may add to, or None."""
@@ -144,9 +131,9 @@ class Step:
         if self.loss.in_place and why_not:
             raise ValueError(f"in_place=True needs an accumulator to add to: {why_not}. Leave in_place=None.")
         if why_not or self.loss.in_place is False:
-            log_after(why_not or "in_place=False")
+            inside.log_after(why_not or "in_place=False")
             return None
-        return accumulator_of(state).on_device(state)
+        return accumulator.accumulator_of(state).on_device(state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,14 +141,6 @@ class AccumulatingStep(Step):
     """A micro-step: the gradient is added to the window, where it arises if it can be."""
 
     rules: Rules
-
-    @property
-    def inner(self) -> optax.GradientTransformationExtraArgs:
-        return self.rules.inner
-
-    @property
-    def mean_args(self) -> tuple[str, ...]:
-        return self.rules.mean_args
 
     def inner_state(self, state: AccumulationState) -> Tree:
         return state.inner_opt_state
@@ -180,11 +159,11 @@ class AccumulatingStep(Step):
         return why_not_in_place(self.rules, state)
 
     def apply(
-        self, space: Space, done: Done, given: Given, state: AccumulationState, params: Tree
+        self, space: Space, done: Done, keywords: Keywords, state: AccumulationState, params: Tree
     ) -> tuple[Tree, Tree]:
         value = {"value": done.loss} if "value" in self.mean_args else {}
-        weight = self.weighed(space, done.weight, state) if given.weight is None else given.weight
-        batch = MicroBatch(done.grads, weight, given.flush, {**value, **given.extra_args})
+        weight = self.weighed(space, done.weight, state) if keywords.weight is None else keywords.weight
+        batch = MicroBatch(done.grads, weight, keywords.flush, {**value, **keywords.extra_args})
         if isinstance(done.grads, Added):
             batch = batch._replace(grads=arithmetic.like_gradients(params, state.acc_grads), added=done.grads)
-        return micro_step(self.rules, space, batch, state, params, new_params(space, params))
+        return micro_step(self.rules, space, batch, state, params, outcomes.new_params(space, params))

@@ -8,16 +8,14 @@ import optax
 
 from optax_accum._across.divisor import as_divisor
 from optax_accum._across.loss import Loss
-from optax_accum._across.steps import AccumulatingStep, Given, Step
+from optax_accum._across.steps import AccumulatingStep, Keywords, Step
 from optax_accum._across.transformation import rules_of
-from optax_accum._core import checks
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.callables import as_function, as_optimizer, as_weight_fn, as_weight_of
+from optax_accum._core import callables, checks
 from optax_accum._core.leaves import short
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Returns
 from optax_accum._core.roles import Roles
-from optax_accum._core.signature import Name
+from optax_accum._core.types import Name, Tree
 
 
 def value_and_apply_gradients(
@@ -151,14 +149,10 @@ def value_and_apply_gradients(
       9.0 2.0
     """
     roles = Roles(
-        fun,
-        batch_argnums=batch_argnums,
-        whole_argnums=whole_argnums,
-        rng_argnum=rng_argnum,
-        needs_batch=False,
+        fun, batch_argnums=batch_argnums, whole_argnums=whole_argnums, rng_argnum=rng_argnum, needs_batch=False
     )
-    fun = as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
-    optimizer, rules = as_optimizer(tx), rules_of(tx)
+    fun = callables.as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
+    optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
     if overlap and rules is None:
         raise ValueError(
             f"overlap=True needs an optimizer that accumulate_gradients returned, and that is in no other: tx is "
@@ -166,21 +160,24 @@ def value_and_apply_gradients(
         )
     loss = Loss(
         fun,
-        returns=Returns(has_aux, weight_of=as_weight_of(weight_of, weight_fn)),
+        returns=Returns(has_aux, weight_of=callables.as_weight_of(weight_of, weight_fn)),
         group_size=checks.as_positive("group_size", group_size) or 1,
-        weight_fn=as_weight_fn(weight_fn, roles),
+        weight_fn=callables.as_weight_fn(weight_fn, roles),
         in_place=in_place,
         overlap=overlap,
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
     )
-    made = AccumulatingStep(loss, optimizer, roles, rules) if rules else Step(loss, optimizer, roles)
+    if rules is None:
+        micro_step = Step(loss, roles, optimizer, mean_args=("value",))
+    else:
+        micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, rules)
 
     @functools.wraps(fun)
     def step(
         params: Tree, state: Tree, *args: Any, weight: Any = None, flush: Any = None, **extra_args: Any
     ) -> tuple[Any, Tree, Tree]:
-        return made.step(params, state, args, Given(weight, flush, extra_args))
+        return micro_step.step(params, state, args, Keywords(weight, flush, extra_args))
 
     del step.__wrapped__  # `jax.jit(step, static_argnames="flush")` reads the signature of `step`, not of `fun`
     return step

@@ -11,27 +11,20 @@ import optax
 from optax_accum._across import outcomes, policy
 from optax_accum._across.divisor import as_divisor
 from optax_accum._across.inner import check_accumulates_once
-from optax_accum._across.outcomes import Outcome, new_params, updates_of
-from optax_accum._across.policy import as_policy
 from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
-from optax_accum._core import arithmetic, checks
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.callables import as_optimizer, renamed
+from optax_accum._core import callables, checks, dtypes
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space.here import as_reduction
-from optax_accum._space.meshes import Axes
 from optax_accum._space.space import Space
 
 
-@renamed(
+@callables.renamed(
+    "every",
     every_k_schedule="Pass it as every=, an integer or a callable.",
-    gradient_accumulation_steps="Pass it as every=.",
-    accumulation_steps="Pass it as every=.",
-    accum_steps="Pass it as every=.",
-    num_microbatches="Pass it as every=.",
     use_grad_mean='Pass reduction="sum" for False; "mean" is the default.',
     should_skip_update_fn="Pass it as nonfinite=.",
 )
@@ -178,12 +171,12 @@ def accumulate_gradients(
       errors of adding in low precision are analysed in N. Higham, *The
       accuracy of floating point summation*, SIAM J. Sci. Comput. 14 (1993).
     """
-    optimizer, schedule, divisor = checks.as_transformation(inner), as_schedule(every), as_divisor(reduction)
+    optimizer, schedule, divisor = callables.as_transformation(inner), as_schedule(every), as_divisor(reduction)
     rules = Rules(
         inner=optimizer,
         schedule=schedule,
         divisor=divisor,
-        policy=as_policy(nonfinite),
+        policy=policy.as_policy(nonfinite),
         meter=as_meter(statistics, schedule.needs),
         accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
         emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),
@@ -200,7 +193,8 @@ def accumulate_gradients(
             'Statistics compare means of micro-batches: reduction="sum" and statistics are given. Take "mean", with '
             "weights, or leave statistics out."
         )
-    tx = Accumulating(functools.partial(_init, rules), cast(Any, functools.partial(_update, rules, updates_of)))
+    update = functools.partial(_update, rules, outcomes.updates_of)
+    tx = Accumulating(functools.partial(_init, rules), cast(Any, update))
     tx.rules = rules
     return tx
 
@@ -238,7 +232,7 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
     space = rules.here()
     space.check_params(params)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
-    inner_opt_state = arithmetic.strong(rules.inner.init(space.shard(params)))
+    inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))
     check_accumulates_once(inner_opt_state)
     scalar = lambda: space.scalar(params)
     return new_state(
@@ -254,7 +248,7 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
 
 def _update(
     rules: Rules,
-    outcome: Callable[[Space, Any], Outcome],
+    outcome: Callable[[Space, Any], outcomes.Outcome],
     /,
     grads: Tree,
     state: AccumulationState,
@@ -341,9 +335,9 @@ def apply_gradients(
     """
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
-    as_optimizer(tx)
+    callables.as_optimizer(tx)
     check_arrays("Parameters", params, NOT_ARRAYS)
     if rules := rules_of(tx):
-        return _update(rules, new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
+        return _update(rules, outcomes.new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return outcomes.apply_updates(params, updates), state

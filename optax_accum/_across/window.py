@@ -15,13 +15,12 @@ from optax_accum._across.loss import Added
 from optax_accum._across.outcomes import Outcome
 from optax_accum._across.policy import Policy
 from optax_accum._across.schedules import Schedule
-from optax_accum._core import arithmetic, checks, matching, sums
-from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core import arithmetic, checks, flags, matching, sums
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.meter import Meter
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.tracing import Flag, known, negated
+from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._space.here import here
 from optax_accum._space.space import Reduced, Reduction, Space
 
@@ -68,16 +67,11 @@ class Window(NamedTuple):
 def weighed(rules: Rules, space: Space, weight: Any, state: AccumulationState) -> Weight:
     """Takes a weight through the door: a share of it for each device where a mean is taken."""
     check_state(state)
-    return space.weight(weight, state.weight, share=rules.divisor.is_mean)
+    return space.weight(weight, state.weight, spread=rules.divisor.is_mean)
 
 
 def micro_step(
-    rules: Rules,
-    space: Space,
-    batch: MicroBatch,
-    state: AccumulationState,
-    params: Tree | None,
-    outcome: Outcome,
+    rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None, outcome: Outcome
 ) -> tuple[Tree, AccumulationState]:
     """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
     like = checked(rules, space, batch, state, params)
@@ -110,10 +104,10 @@ def micro_step(
 def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
     """Adds the micro-batch to its window, unless the policy leaves it out."""
     skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
-    counts = negated(skip) if rules.policy.waits else True
+    counts = flags.negated(skip) if rules.policy.waits else True
     weight = arithmetic.unless(skip, batch.weight)
-    first, accumulator = known(state.mini_step == 0), accumulator_of(state)
-    added, whole_weight = batch.added, accumulator.weight(state, weight)
+    first, accumulator = flags.known(state.mini_step == 0), accumulator_of(state)
+    added, window_weight = batch.added, accumulator.weight(state, weight)
     if added is None:
         squares = rules.meter.squares(batch.grads, like=state.weight)
         added = Added(accumulator.plus(state, batch.grads, batch.weight, first, skip), squares, None)
@@ -126,7 +120,7 @@ def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState
         samples=rules.meter.sample(state.samples, added.squares, weight, first),
     )
     state = accumulator.with_sum(state, added.acc)
-    return Window(state, accumulator, added.reduced or added.acc, whole_weight, counts)
+    return Window(state, accumulator, added.reduced or added.acc, window_weight, counts)
 
 
 def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight: Weight, first: Flag) -> WeightedSum:

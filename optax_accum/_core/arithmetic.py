@@ -1,5 +1,7 @@
-"""Owns the arithmetic of an accumulator: zeros, add, scale, dtypes. Knows no counters, batches or meshes."""
+"""Owns the arithmetic of an accumulator: zeros, add, scale. Knows no counters, batches or meshes."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -7,17 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_accum._core import compilers, tracing
-
-Tree = Any
-Leaf = Any
-Weight = float | jax.Array  # a Python float is known when tracing, an array when running
+from optax_accum._core import compilers
+from optax_accum._core.dtypes import accumulator_dtype, emitted_dtype, is_float0, named_dtypes
+from optax_accum._core.types import Flag, Tree, Weight
 
 
 def zeros(params: Tree, dtype: Tree) -> Tree:
     """Returns an empty accumulator for gradients of `params`; leaves without a gradient get none."""
 
-    def empty(param: Leaf, named: jnp.dtype | None) -> Leaf:
+    def empty(param: Any, named: jnp.dtype | None) -> Any:
         param = jnp.asarray(param)
         if not jnp.issubdtype(param.dtype, jnp.inexact):
             return optax.MaskedNode()  # its gradient is a float0: nothing to add
@@ -41,16 +41,16 @@ def zeros_of(shapes: Tree, zero: float = 0) -> Tree:
 def like_gradients(params: Tree, acc: Tree) -> Tree:
     """Returns leaves of the shapes and dtypes of the gradients in an accumulator: a float0 where there is none."""
 
-    def like(param: Leaf, total: Leaf) -> Leaf:
+    def like(param: Any, total: Any) -> Any:
         if not hasattr(total, "dtype"):
-            return np.zeros(jnp.shape(param), jax.dtypes.float0)
+            return np.zeros(jnp.shape(param), jax.float0)
         dtype = jnp.result_type(param)
         return total if total.dtype == dtype else total.astype(dtype)  # a reference has that of its parameter
 
     return jax.tree.map(like, params, acc)
 
 
-def add(acc: Tree | None, grads: Tree, weight: Weight, first: tracing.Flag, skip: tracing.Flag = False) -> Tree:
+def add(acc: Tree | None, grads: Tree, weight: Weight, first: Flag, skip: Flag = False) -> Tree:
     """Returns `acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
 
     The weight is [], or [d] with one for each partial sum of leaves [d, ...]. A weight of zero adds nothing, whatever
@@ -58,17 +58,17 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: tracing.Flag, skip
     """
     counts = weight != 0 if skip is False else jnp.logical_not(skip) & (weight != 0)
 
-    def add_leaf(grad: Leaf, total: Leaf) -> Leaf:
+    def add_leaf(grad: Any, total: Any) -> Any:
         if is_float0(grad):
             return optax.MaskedNode()
         grad = jnp.asarray(grad)
         dtype = accumulator_dtype(grad.dtype, None) if total is None else total.dtype
         wide = accumulator_dtype(dtype, None)  # a narrow accumulator still adds in float32
-        share = _scale(grad.astype(wide), weight, counts)
+        weighed = _scale(grad.astype(wide), weight, counts)
         if total is None:
-            return share
+            return weighed
         start = total.astype(wide) if first is False else jnp.where(first, compilers.NOTHING, total.astype(wide))
-        return (start + share).astype(dtype)
+        return (start + weighed).astype(dtype)
 
     if acc is None:
         return jax.tree.map(lambda grad: add_leaf(grad, None), grads)
@@ -81,7 +81,7 @@ def emitted(acc: Tree, grads: Tree, factor: Weight, dtype: jnp.dtype | str | Non
     A mean is a product with one reciprocal: dividing each leaf by a traced scalar would not fuse into the optimizer.
     """
 
-    def leaf(grad: Leaf, total: Leaf) -> Leaf:
+    def leaf(grad: Any, total: Any) -> Any:
         if is_float0(grad):
             return grad
         return scaled(total, factor, emitted_dtype(jnp.asarray(grad).dtype, total.dtype, dtype))
@@ -95,13 +95,24 @@ def all_finite(tree: Tree) -> jax.Array:
     A leaf is finite if its extremes are: unlike `isfinite` of every element, that writes nothing beside the leaf.
     """
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if not is_float0(leaf)]
-    reals = [part for leaf in leaves for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
-    extremes = [extreme for real in reals if real.size for extreme in compilers.extremes(real)]
+    reals = [real for leaf in leaves for real in _reals(leaf) if real.size]
+    extremes = [extreme for real in reals for extreme in compilers.extremes(real)]
     if not extremes:
         return jnp.array(True)
     widest = max((accumulator_dtype(extreme.dtype, None) for extreme in extremes), key=lambda dtype: dtype.itemsize)
     together = jnp.stack([extreme.astype(widest) for extreme in extremes])
     return jnp.all(jnp.isfinite(together))
+
+
+def squared_norm(leaf: jax.Array, dtype: Any, left: int = 0) -> jax.Array:
+    """Returns the sum of squares of a leaf, computed in a dtype, over all axes but the first ones that are left."""
+    axes = tuple(range(left, leaf.ndim))
+    return functools.reduce(operator.add, [jnp.sum(jnp.square(real.astype(dtype)), axes) for real in _reals(leaf)])
+
+
+def _reals(leaf: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns a leaf of real numbers, or its real and its imaginary part."""
+    return (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
 
 
 def scaled(leaf: jax.Array, factor: Weight, dtype: Any) -> jax.Array:
@@ -110,7 +121,7 @@ def scaled(leaf: jax.Array, factor: Weight, dtype: Any) -> jax.Array:
     return (leaf.astype(wide) * along_rows(factor, leaf).astype(wide)).astype(dtype)
 
 
-def unless(skip: tracing.Flag, weight: Weight) -> Weight:
+def unless(skip: Flag, weight: Weight) -> Weight:
     """Returns a weight, and 0 where the micro-batch is left out."""
     return weight if skip is False else jnp.where(skip, 0, weight)
 
@@ -126,7 +137,7 @@ def reciprocal(weight: Weight) -> Weight:
     return 1 / jnp.where(weight == 0, 1, weight) if isinstance(weight, jax.Array) else 1 / (weight or 1.0)
 
 
-def divides(weight: Weight) -> tracing.Flag:
+def divides(weight: Weight) -> Flag:
     """Returns whether a sum can be divided by this weight: not by 0, nor where the reciprocal is flushed to 0.
 
     A NaN does, and shows.
@@ -136,75 +147,7 @@ def divides(weight: Weight) -> tracing.Flag:
     return (weight != 0) & (jnp.logical_not(is_larger) if isinstance(weight, jax.Array) else not is_larger)
 
 
-def accumulator_dtype(dtype: Any, named: jnp.dtype | None) -> jnp.dtype:
-    """Returns `named`, or at least float32 and never narrower than `dtype`; complex stays complex."""
-    real = jnp.finfo(dtype).dtype
-    if named is None:
-        named = jnp.dtype(real if jnp.finfo(real).bits >= 32 else jnp.float32)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return jnp.dtype(jnp.complex128 if jnp.finfo(named).bits == 64 else jnp.complex64)
-    return named
-
-
-def named_dtypes(dtype: Tree, params: Tree) -> Tree:
-    """Returns the dtype named for each leaf, or None: `dtype` is a prefix of the tree of the parameters."""
-    remedy = "Name one dtype, or one (or None) for each branch."
-    return for_each_leaf("accumulator_dtype", dtype, params, remedy, is_leaf=lambda node: node is None)
-
-
-def for_each_leaf(
-    name: str, option: Tree, tree: Tree, remedy: str, of: str = "the parameters", is_leaf: Any = None
-) -> Tree:
-    """Returns the value of an option for each leaf of a tree, of which it is a prefix."""
-    try:
-        return compilers.each_leaf(option, tree, is_leaf)
-    except ValueError as error:
-        raise ValueError(
-            f"{name} must be a prefix of the tree of {of}: {name} has {jax.tree.structure(option, is_leaf=is_leaf)}, "
-            f"and the tree is {jax.tree.structure(tree)}. {remedy}"
-        ) from error
-
-
-def emitted_dtype(grad: jnp.dtype, acc: jnp.dtype, emit_dtype: jnp.dtype | str | None) -> jnp.dtype:
-    """Returns the dtype in which the inner optimizer sees the gradient."""
-    if emit_dtype is None:
-        return acc
-    return grad if isinstance(emit_dtype, str) else accumulator_dtype(grad, emit_dtype)
-
-
-def strong(tree: Tree) -> Tree:
-    """Returns `tree` without weak types, which an update would not give back."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), tree)
-
-
-def cast_like(tree: Tree, like: Tree) -> Tree:
-    """Returns `tree` in the dtypes of `like`; keys stay as they are, Python numbers become arrays."""
-
-    def cast(leaf: Any, to: Any) -> Any:
-        leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
-        dtype = to.dtype if hasattr(to, "dtype") else jnp.result_type(to)  # a Python number put there by hand
-        return leaf if leaf.dtype == dtype else leaf.astype(dtype)
-
-    return jax.tree.map(cast, tree, like)
-
-
-def dtypes(tree: Tree) -> str:
-    """Returns the names of the dtypes in `tree`, each once, for a message."""
-    return ", ".join(dict.fromkeys(jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)))
-
-
-def same_dtypes(tree: Tree, other: Tree) -> bool:
-    """Returns whether two trees have the same dtypes, leaf by leaf."""
-    dtypes_of = lambda tree: list(map(jnp.result_type, jax.tree.leaves(tree)))
-    return dtypes_of(tree) == dtypes_of(other)
-
-
-def is_float0(leaf: Leaf) -> bool:
-    """Returns whether `leaf` is the gradient that JAX gives to an integer parameter."""
-    return getattr(leaf, "dtype", None) == jax.dtypes.float0
-
-
-def _scale(grad: jax.Array, weight: Weight, counts: tracing.Flag) -> jax.Array:
+def _scale(grad: jax.Array, weight: Weight, counts: Flag) -> jax.Array:
     """Returns `weight * grad` where it counts, and zeros elsewhere."""
     if isinstance(weight, jax.Array):
         grad = grad * along_rows(weight, grad).astype(grad.dtype)

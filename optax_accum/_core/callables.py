@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import optax
+
 from optax_accum._core.counted import counted
 from optax_accum._core.leaves import short
 from optax_accum._core.roles import Roles
@@ -23,41 +25,61 @@ def as_function(fun: Any, name: str = "fun", remedy: str = "Pass the function it
 def as_optimizer(tx: Any) -> Any:
     """Returns `tx` if it has what an optimizer has."""
     if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-        remedy = "Pass an optimizer, such as optax.adam(1e-3)."
-        if callable(tx):
-            remedy = "Call it: optax.adam(1e-3), say, returns an optimizer."
-        raise TypeError(f"tx must be an optimizer, with init and update: tx={short(tx)}. {remedy}")
+        raise TypeError(f"tx must be an optimizer, with init and update: tx={short(tx)}. {_remedy(tx)}")
     return tx
+
+
+def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` with support for extra arguments."""
+    if not isinstance(inner, optax.GradientTransformation):
+        remedy = _remedy(inner)
+        if isinstance(inner, int):
+            remedy = "The optimizer comes first: accumulate_gradients(optax.adam(1e-3), every=4)."
+        if isinstance(inner, optax.MultiSteps):
+            remedy = "Pass the optimizer that optax.MultiSteps wraps."
+        raise TypeError(f"inner must be an optax.GradientTransformation: inner={short(inner)}. {remedy}")
+    return optax.with_extra_args_support(inner)
+
+
+def _remedy(passed: Any) -> str:
+    """Returns what to do for somebody who passed something else than an optimizer."""
+    if isinstance(getattr(passed, "tx", None), optax.GradientTransformation):
+        return "Pass its tx."
+    if callable(passed):
+        return "Call it: optax.adam(1e-3), say, returns an optimizer."
+    return "Pass an optimizer, such as optax.adam(1e-3)."
 
 
 def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
     """Returns `weight_fn` if it can be called with the arguments that hold the batch, or None."""
     if weight_fn is None:
         return None
-    as_function(weight_fn, "weight_fn", 'Pass lambda batch: batch["mask"].sum(), say.')
+    example = 'Pass lambda batch: batch["mask"].sum(), say.'
+    as_function(weight_fn, "weight_fn", example)
     count = len(roles.named["batch_argnums"])
     if not _takes(weight_fn, count):
-        remedy = f"Give it {count} parameters, in that order."
-        if count == 1:
-            remedy = 'Pass lambda batch: batch["mask"].sum(), say.'
         raise TypeError(
             f"weight_fn gets the batch alone ({counted(count, 'argument')}, those of batch_argnums), but takes "
-            f"{_signature(weight_fn)}. {remedy}"
+            f"{_signature(weight_fn)}. {example if count == 1 else f'Give it {count} parameters, in that order.'}"
         )
     return weight_fn
 
 
-def check_called_with(fun: Any, *given: str) -> None:
+def check_called_with(fun: Any, *names: str) -> None:
     """Raises unless `fun` can be called with what a train step gives it."""
-    if not _takes(as_function(fun), len(given)):
+    if not _takes(as_function(fun), len(names)):
         raise TypeError(
-            f"A train step calls fun({', '.join(given)}): it takes {_signature(fun)}. Give it these "
-            f"{len(given)} parameters, in this order."
+            f"A train step calls fun({', '.join(names)}): it takes {_signature(fun)}. Give it these "
+            f"{len(names)} parameters, in this order."
         )
 
 
-def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuses keywords of another library, and says what is written here instead."""
+_NUMBERS = ("every", "num_microbatches", "gradient_accumulation_steps", "accumulation_steps", "accum_steps")
+
+
+def renamed(number: str, **names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Refuses keywords of another library, and says what is written here instead: `number` for that of micro-steps."""
+    names = {name: f"Pass it as {number}=." for name in _NUMBERS if name != number} | names
 
     def decorate(fun: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fun)
@@ -88,7 +110,7 @@ def _takes(fun: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def as_weight_of(weight_of: Any, weight_fn: Any, given: str = "value, aux") -> Any:
+def as_weight_of(weight_of: Any, weight_fn: Any, results: str = "value, aux") -> Any:
     """Returns `weight_of` if it is a function of the results, and the only weight."""
     if weight_of is not None and weight_fn is not None:
         raise ValueError(
@@ -97,9 +119,9 @@ def as_weight_of(weight_of: Any, weight_fn: Any, given: str = "value, aux") -> A
         )
     if not (weight_of is None or callable(weight_of)):
         raise TypeError(f"weight_of must be a function of what fun returned: weight_of={weight_of!r}. Pass one.")
-    if weight_of is not None and not _takes(weight_of, given.count(",") + 1):
+    if weight_of is not None and not _takes(weight_of, results.count(",") + 1):
         raise TypeError(
-            f"weight_of gets what fun returned, weight_of({given}): it takes {_signature(weight_of)}. Pass lambda "
-            f'{given}: {given.split()[-1]}["tokens"], say.'
+            f"weight_of gets what fun returned, weight_of({results}): it takes {_signature(weight_of)}. Pass lambda "
+            f'{results}: {results.split()[-1]}["tokens"], say.'
         )
     return weight_of

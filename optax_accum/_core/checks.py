@@ -9,30 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from optax_accum._core.arithmetic import Weight
-from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, short
-from optax_accum._core.state import default_float
-
-
-def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` with support for extra arguments."""
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(f"inner must be an optax.GradientTransformation: inner={short(inner)}. {_remedy(inner)}")
-    return optax.with_extra_args_support(inner)
-
-
-def _remedy(inner: Any) -> str:
-    if isinstance(inner, int):
-        return "The optimizer comes first: accumulate_gradients(optax.adam(1e-3), every=4)."
-    if isinstance(inner, optax.MultiSteps):
-        return "Pass the optimizer that optax.MultiSteps wraps."
-    if isinstance(getattr(inner, "tx", None), optax.GradientTransformation):
-        return "Pass its tx."
-    if callable(inner):
-        return "Call it: optax.adam(1e-3), say, returns an optimizer."
-    return "Pass an optimizer, such as optax.adam(1e-3)."
+from optax_accum._core.dtypes import default_float
+from optax_accum._core.leaves import NOT_ARRAYS, by_path, check_arrays, is_inexact, short
+from optax_accum._core.types import Weight
 
 
 def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Weight:
@@ -134,89 +114,11 @@ def check_no_module(args: Iterable[Any], remedy: str = _OF_MODULES) -> None:
 def check_differentiable(params: Any) -> None:
     """Raises unless every leaf that is differentiated is of a floating-point dtype."""
     check_arrays("What argnums names", params, NOT_ARRAYS)
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+    for path, leaf in by_path(params):
+        if not is_inexact(leaf):
             raise TypeError(
                 f"Only floating-point arguments can be differentiated: argnums holds {jnp.result_type(leaf)} at "
-                f"{jax.tree_util.keystr(path) or 'the only leaf'}. Pass it as another argument, named by whole_argnums "
-                "if it has as many rows as the batch."
-            )
-
-
-def check_loss(loss: Any, shares: Any) -> None:
-    """Raises unless the loss is a real scalar, or a dict of them with the keys of the weights."""
-    if type(loss) is tuple:
-        raise TypeError(
-            f"fun must return a real scalar loss, or a dict of them: it returned a tuple of {len(loss)}. If that is "
-            "(loss, aux), pass has_aux=True; if it holds gradients, use optax_accum.accumulate."
-        )
-    for path, leaf in jax.tree.leaves_with_path(loss):
-        if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"fun must return a real scalar loss, or a dict of them: {jax.tree_util.keystr(path) or 'the loss'} is "
-                f"{leaf.dtype}{list(leaf.shape)}. Reduce it with jnp.mean, say; with has_aux=True the loss comes first."
-            )
-    terms = sorted(loss) if isinstance(loss, dict) else None
-    wanted = sorted(shares) if isinstance(shares, dict) else None
-    if not terms and not hasattr(loss, "dtype"):
-        raise TypeError(
-            f"fun must return a real scalar loss, or a dict of them: it returned {loss!r}. Return one number; "
-            "with has_aux=True, return (loss, aux)."
-        )
-    if shares is not None and terms != wanted:
-        raise ValueError(
-            f"weight_fn must return a weight for each term of the loss: the loss has {terms or 'no terms'}, the "
-            f"weights have {wanted or 'no terms'}. Return dicts with the same keys from both."
-        )
-
-
-def check_kinds(name: str, tree: Any, like: Any, remedy: str) -> None:
-    """Raises where the dtypes of `like` have no room for `tree`: no fraction fits into an integer."""
-    for (path, leaf), to in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(like), strict=True):
-        new, old = (leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf) for leaf in (leaf, to))
-        for kind in (jnp.inexact, jnp.complexfloating):
-            if jnp.issubdtype(new, kind) and not jnp.issubdtype(old, kind):
-                where = jax.tree_util.keystr(path) or "the only leaf"
-                raise TypeError(
-                    f"{name} must keep its dtypes: at {where} it began as {old} and became {new}, which would be cut "
-                    f"off. {remedy}"
-                )
-
-
-def check_carry(carry: Any, new: Any) -> None:
-    """Raises unless the carry that `fun` returns has the tree, shapes and dtypes of the one it was given."""
-    old, new_tree = jax.tree.structure(carry), jax.tree.structure(new)
-    if old != new_tree:
-        raise TypeError(
-            f"The carry must keep its tree: it came as {old} and left as {new_tree}. Return from fun a carry of the "
-            "first tree."
-        )
-    for (path, a), b in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(new), strict=True):
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise TypeError(
-                f"The carry must keep its type: at {jax.tree_util.keystr(path) or 'its only leaf'} it came as "
-                f"{a.dtype}{list(a.shape)} and left as {b.dtype}{list(b.shape)}. Cast it back in fun."
-            )
-
-
-def check_rows(outputs: Any, size: int) -> None:
-    """Raises unless every leaf of the outputs of the micro-batches [k, ...] has one row for each example."""
-    for path, leaf in jax.tree.leaves_with_path(outputs):
-        if leaf.ndim < 2 or leaf.shape[1] != size:
-            raise ValueError(
-                f"Outputs must have one row for each example: {jax.tree_util.keystr(path) or 'the output'} has shape "
-                f"{leaf.shape[1:]} for a micro-batch of {size} rows. Return rows, and reduce them outside."
-            )
-
-
-def check_rest(outputs: Any, rest: Any, size: int, rows: int) -> None:
-    """Raises unless the outputs of the remainder join those of the whole micro-batches, all in one [n, ...]."""
-    for (path, leaf), last in zip(jax.tree.leaves_with_path(outputs), jax.tree.leaves(rest), strict=True):
-        if jnp.shape(last) != (rows, *leaf.shape[1:]):
-            raise ValueError(
-                f"Outputs must have one row for each example, and rows of one shape: "
-                f"{jax.tree_util.keystr(path) or 'the output'} has shape {(size, *leaf.shape[1:])} for {size} rows and "
-                f"{jnp.shape(last)} for the remainder of {rows}. Return rows, and reduce them outside."
+                f"{path}. Pass it as another argument, named by whole_argnums if it has as many rows as the batch."
             )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 
-from optax_accum._core.tracing import Flag, Tree
+from optax_accum._core.types import Flag, Tree
 
 JAX = jax.__version_info__[:3]
 FLOOR, DEVICES, REFERENCES, HOST = (0, 5, 3), (0, 7, 2), (0, 8, 1), (0, 10, 0)  # versions that were run, or asked
@@ -121,7 +121,7 @@ def _ready_together(leaves: list[Any]) -> list[Any]:
 def _moves_together(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
     is_zero = lambda tangent: isinstance(tangent, jax.custom_derivatives.SymbolicZero)
     moving = iter(jax.lax.optimization_barrier([tangent for tangent in tangents[0] if not is_zero(tangent)]))
-    return _ready_together(*primals), [one if is_zero(one) else next(moving) for one in tangents[0]]
+    return _ready_together(*primals), [tangent if is_zero(tangent) else next(moving) for tangent in tangents[0]]
 
 
 _ready_together.defjvp(_moves_together, symbolic_zeros=True)
@@ -209,9 +209,10 @@ def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
     """Does what `jax.tree.broadcast` does; raises a ValueError where `prefix` is no prefix of `tree`."""
     if hasattr(jax.tree, "broadcast"):
         return jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
-    found: list[Any] = []
-    jax.tree.map(lambda one, under: found.extend([one] * len(jax.tree.leaves(under))), prefix, tree, is_leaf=is_leaf)
-    return jax.tree.unflatten(jax.tree.structure(tree), found)
+    values: list[Any] = []
+    extend = lambda value, part: values.extend([value] * len(jax.tree.leaves(part)))
+    jax.tree.map(extend, prefix, tree, is_leaf=is_leaf)
+    return jax.tree.unflatten(jax.tree.structure(tree), values)
 
 
 def running_on(mesh: Any) -> Any:

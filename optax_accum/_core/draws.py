@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 
+from optax_accum._core.equations import inner_programs
+from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.roles import Call
-from optax_accum._core.tracing import inner_programs, is_array, parted
 
 Shapes = list[tuple[int, ...]]
 LOOPS = ("scan", "while")
@@ -20,17 +21,17 @@ def may_hide(program: Any, call: Call) -> bool:
     return bool(_draws(program.jaxpr, [True] * len(program.jaxpr.invars), constants)[0])
 
 
-def check_keys(fun: Callable[[Call], Any], part: Call, whole: Call) -> None:
+def check_keys(fun: Callable[[Call], Any], part: Call, all_rows: Call) -> None:
     """Raises where `fun` draws numbers for each row from a key that is not an argument: all micro-batches get the same.
 
-    `part` is the call for some rows, `whole` for all.
+    `part` is the call for some rows, `all_rows` for all.
     """
     try:
         of_part = hidden_draws(*_of_arrays(fun, part))
-        of_whole = hidden_draws(*_of_arrays(fun, whole)) if of_part else []
+        of_rows = hidden_draws(*_of_arrays(fun, all_rows)) if of_part else []
     except Exception:  # fun takes batches of one size only, or an axis that is not here: nothing tells draws by row
         return
-    for shape, of_all in zip(of_part, of_whole, strict=False):
+    for shape, of_all in zip(of_part, of_rows, strict=False):
         if shape != of_all:
             raise ValueError(
                 "A random key must be an argument of fun, or every micro-batch would draw the same numbers: fun draws "
@@ -43,8 +44,8 @@ def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], 
     """Returns `fun(call)` as a function of the arrays among its arguments, and these."""
     names = tuple(call.arguments)
     arrays, filled = parted(call[names], lambda leaf: is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
-    given = lambda arrays: call.with_arguments(dict(zip(names, filled(arrays), strict=True)))
-    return lambda arrays: fun(given(arrays)), arrays
+    with_arrays = lambda arrays: call.with_values(names, filled(arrays))
+    return lambda arrays: fun(with_arrays(arrays)), arrays
 
 
 def hidden_draws(fun: Callable[..., Any], *args: Any) -> Shapes:
@@ -65,8 +66,8 @@ def _draws(program: Any, of_arguments: Sequence[bool], of_constants: Sequence[bo
             shapes.append(equation.outvars[0].aval.shape)
         for inner in inner_programs(equation):
             loops = equation.primitive.name in LOOPS
-            found, after = _around(inner, _last(depends, inner)) if loops else _draws(inner, _last(depends, inner))
-            shapes += found
+            hidden, after = _around(inner, _last(depends, inner)) if loops else _draws(inner, _last(depends, inner))
+            shapes += hidden
             if not loops and len(after) == len(outputs):
                 outputs = after
         known |= {id(var) for var, depends in zip(equation.outvars, outputs, strict=True) if depends}
@@ -77,8 +78,8 @@ def _around(body: Any, depends: list[bool]) -> tuple[Shapes, list[bool]]:
     """Does what `_draws` does for the body of a loop, until what depends on a key no longer changes."""
     while True:
         shapes, after = _draws(body, depends)
-        returned = [str(var.aval) for var, one in zip(body.outvars, after, strict=True) if one]
-        more = [one or str(var.aval) in returned for var, one in zip(body.invars, depends, strict=True)]
+        returned = [str(var.aval) for var, dependent in zip(body.outvars, after, strict=True) if dependent]
+        more = [dependent or str(var.aval) in returned for var, dependent in zip(body.invars, depends, strict=True)]
         if more == depends:
             return shapes, after
         depends = more

@@ -6,24 +6,20 @@ from typing import Any
 
 from jax.extend import core
 
-from optax_accum._core import sinks, tracing
+from optax_accum._core import follow
+from optax_accum._core.equations import all_equations, inner_programs, is_barrier, is_cast_down, operands
 
 
 def casts(program: Any) -> list[bool]:
     """Returns which of the inputs of a traced program are cast down before it comes to a loop."""
-    found: set[Any] = set()
+    cast: set[Any] = set()
     for equation in program.eqns:
         name = equation.primitive.name
-        if name == "convert_element_type" and sinks.is_down(equation):
-            found.update(sinks.variables(equation.invars))
-        elif name != "scan" and name in sinks.FOLLOW and any(tracing.inner_programs(equation)):
-            found.update(sinks.variables([atom for atom, cast in _each(equation, casts) if any(cast)]))
-    return [var in found for var in program.invars]
-
-
-def has_loop_or_branch(program: Any) -> bool:
-    """Returns whether a traced program holds a scan or a cond."""
-    return any(equation.primitive.name in ("scan", "cond") for equation in tracing.equations(program))
+        if is_cast_down(equation):
+            cast.update(operands(equation))
+        elif name != "scan" and name in follow.FOLLOW:
+            cast.update(var for var, inside in _inside(equation, casts) if any(inside))
+    return [var in cast for var in program.invars]
 
 
 def breaks(program: Any) -> list[bool]:
@@ -32,34 +28,27 @@ def breaks(program: Any) -> list[bool]:
     A scan that takes one array in two ways, say scanned over and closed over, and a barrier. What has a sink is used
     before it comes there.
     """
-    found: set[Any] = set()
+    broken: set[Any] = set()
     for equation in reversed(program.eqns):
-        name, programs = equation.primitive.name, list(tracing.inner_programs(equation))
-        operands = sinks.variables(equation.invars)
+        name, programs = equation.primitive.name, list(inner_programs(equation))
         if programs:
-            found.update(var for var, count in collections.Counter(operands).items() if count > 1)
-        if is_barrier(equation) or (name not in sinks.FOLLOW and any(map(_breaks_any, programs))):
-            found.update(operands)
-        elif name in sinks.FOLLOW and programs:
-            found.update(sinks.variables([atom for atom, fails in _each(equation, breaks) if any(fails)]))
-        elif name in sinks.FOLLOW and equation.outvars[0] in found:  # what goes in is what comes out
-            found.update(operands[:1])
-    return [var in found for var in program.invars]
-
-
-def is_barrier(equation: Any) -> bool:
-    """Returns whether an equation only orders others."""
-    return equation.primitive.name == "optimization_barrier"
+            broken.update(var for var, count in collections.Counter(operands(equation)).items() if count > 1)
+        if is_barrier(equation) or (name not in follow.FOLLOW and any(map(_breaks_any, programs))):
+            broken.update(operands(equation))
+        elif name in follow.FOLLOW and programs:
+            broken.update(var for var, inside in _inside(equation, breaks) if any(inside))
+        elif name in follow.FOLLOW and equation.outvars[0] in broken:  # what goes in is what comes out
+            broken.update(operands(equation)[:1])
+    return [var in broken for var in program.invars]
 
 
 def _breaks_any(program: Any) -> bool:
     """Returns whether a program holds a barrier, or hands one array twice to an inner program."""
-    for equation in tracing.equations(program):
-        operands = sinks.variables(equation.invars)
-        twice = any(tracing.inner_programs(equation)) and len(set(operands)) < len(operands)
-        if twice or is_barrier(equation):
-            return True
-    return False
+    twice = lambda variables: len(set(variables)) < len(variables)
+    return any(
+        is_barrier(equation) or (any(inner_programs(equation)) and twice(operands(equation)))
+        for equation in all_equations(program)
+    )
 
 
 def leave_whole(program: Any) -> list[str | None]:
@@ -67,20 +56,22 @@ def leave_whole(program: Any) -> list[str | None]:
 
     That is one that takes a function, and that sinks do not go into.
     """
-    found: dict[Any, str | None] = {}
+    left_by: dict[Any, str | None] = {}
     for equation in reversed(program.eqns):
-        name, programs = equation.primitive.name, list(tracing.inner_programs(equation))
-        if name in sinks.FOLLOW and programs:
-            pairs = [(atom, next(filter(None, inside), None)) for atom, inside in _each(equation, leave_whole)]
-        elif name in sinks.FOLLOW:  # what goes in is what comes out
-            pairs = [(equation.invars[0], found.get(equation.outvars[0]))]
+        name, programs = equation.primitive.name, list(inner_programs(equation))
+        if name in follow.FOLLOW and programs:
+            pairs = [(var, next(filter(None, inside), None)) for var, inside in _inside(equation, leave_whole)]
+        elif name in follow.FOLLOW:  # what goes in is what comes out
+            pairs = [(var, left_by.get(equation.outvars[0])) for var in operands(equation)[:1]]
         else:
-            pairs = [(atom, name if programs else None) for atom in equation.invars]
-        found.update((atom, function) for atom, function in pairs if function and not isinstance(atom, core.Literal))
-    return [found.get(var) for var in program.invars]
+            pairs = [(var, name if programs else None) for var in operands(equation)]
+        left_by.update((var, function) for var, function in pairs if function)
+    return [left_by.get(var) for var in program.invars]
 
 
-def _each(equation: Any, asked: Callable[[Any], Sequence[Any]]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Returns each operand that goes into the programs inside an equation, and what is asked of it, of each program."""
-    operands = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars
-    return list(zip(operands, zip(*map(asked, tracing.inner_programs(equation)), strict=True), strict=True))
+def _inside(equation: Any, asked: Callable[[Any], Sequence[Any]]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Returns each variable that goes into programs inside an equation, and what is asked of it, of each program."""
+    programs = list(inner_programs(equation))
+    atoms = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars
+    pairs = zip(atoms, zip(*map(asked, programs), strict=True), strict=True) if programs else ()
+    return [(atom, answers) for atom, answers in pairs if not isinstance(atom, core.Literal)]

@@ -1,25 +1,23 @@
-"""Owns what a leaf may be: an array, a number, a random key; and how errors describe it. Knows no roles."""
+"""Owns the leaves of trees: which are arrays or keys, where they stand, how errors describe them. Knows no roles."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from optax_accum._core import tracing
+from optax_accum._core import compilers
+from optax_accum._core.types import Tree
 
-Tree = Any
 NOT_ARRAYS = "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0] of Equinox."
 
 
-def check_arrays(what: str, tree: Tree, remedy: str) -> None:
-    """Raises for a leaf that is neither an array nor a number, naming its path."""
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        is_array = tracing.is_array(leaf) or isinstance(leaf, bool | int | float | complex)
-        if not (is_array or isinstance(leaf, jax.ShapeDtypeStruct) or hasattr(leaf, "__jax_array__")):
-            raise TypeError(
-                f"{what} must hold arrays: at {jax.tree_util.keystr(path) or 'the only leaf'} there is {short(leaf)}. "
-                f"{remedy}"
-            )
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array that JAX can hold: NumPy has arrays of strings and of objects, too."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype in (np.bool_, jax.dtypes.float0)
+    return isinstance(leaf, jax.Array)
 
 
 def is_key(leaf: Any) -> bool:
@@ -34,9 +32,52 @@ def _shape_of_old_keys() -> tuple[int, ...]:
     return (4,) if jax.config.jax_default_prng_impl in ("rbg", "unsafe_rbg") else (2,)  # type: ignore[attr-defined]
 
 
+def is_inexact(leaf: Any) -> bool:
+    """Returns whether a leaf has a gradient."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def parted(tree: Tree, is_chosen: Callable[[Any], bool]) -> tuple[list[Any], Callable[[Iterable[Any]], Tree]]:
+    """Returns some of the leaves of a tree, and what puts others in their place."""
+    leaves, treedef = jax.tree.flatten(tree)
+    chosen = list(map(is_chosen, leaves))
+
+    def filled(others: Iterable[Any]) -> Tree:
+        rest = iter(others)
+        return treedef.unflatten([next(rest) if taken else leaf for leaf, taken in zip(leaves, chosen, strict=True)])
+
+    return [leaf for leaf, taken in zip(leaves, chosen, strict=True) if taken], filled
+
+
+def for_each_leaf(
+    name: str, option: Tree, tree: Tree, remedy: str, tree_of: str = "the parameters", is_leaf: Any = None
+) -> Tree:
+    """Returns the value of an option for each leaf of a tree, of which it is a prefix."""
+    try:
+        return compilers.each_leaf(option, tree, is_leaf)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} must be a prefix of the tree of {tree_of}: {name} has "
+            f"{jax.tree.structure(option, is_leaf=is_leaf)}, and the tree is {jax.tree.structure(tree)}. {remedy}"
+        ) from error
+
+
+def by_path(tree: Tree, only: str = "the only leaf") -> list[tuple[str, Any]]:
+    """Returns each leaf with its path, as an error names it: `only` for a tree that is one leaf."""
+    return [(jax.tree_util.keystr(path) or only, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
 def short(leaf: Any) -> str:
     """Describes an array by its dtype and shape, anything else by the beginning of its text."""
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         return f"{leaf.dtype}{list(leaf.shape)}"
     text = repr(leaf)
     return f"{text[:57]}..." if len(text) > 60 else text
+
+
+def check_arrays(what: str, tree: Tree, remedy: str) -> None:
+    """Raises for a leaf that is neither an array nor a number, naming its path."""
+    for path, leaf in by_path(tree):
+        is_number = isinstance(leaf, bool | int | float | complex | jax.ShapeDtypeStruct)
+        if not (is_array(leaf) or is_number or hasattr(leaf, "__jax_array__")):
+            raise TypeError(f"{what} must hold arrays: at {path} there is {short(leaf)}. {remedy}")

@@ -8,15 +8,13 @@ import numpy as np
 import optax
 from jax.tree_util import all_leaves, keystr
 
-from optax_accum._core import arithmetic
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core import dtypes
+from optax_accum._core.types import Tree
 
 
 def narrower(params: Tree, acc: Tree) -> str | None:
     """Returns the path of a parameter whose accumulator is narrower than its gradient, if there is one."""
-    for path, leaf, total in _paired(
-        params, acc, "state", "Call init again with these parameters.", given="parameters"
-    ):
+    for path, leaf, total in _paired(params, acc, "state", "Call init again with these parameters.", what="parameters"):
         if hasattr(total, "dtype") and jnp.promote_types(jnp.result_type(leaf), total.dtype) != total.dtype:
             return path
     return None
@@ -33,7 +31,7 @@ def check(acc: Tree, grads: Tree) -> None:
     if isinstance(grads, tuple) and len(grads) == 2:
         remedy += " jax.value_and_grad returns (value, grads): pass the second."
     for path, grad, total in _paired(grads, acc, "state", remedy):
-        dtype = "float0" if arithmetic.is_float0(grad) else jnp.result_type(grad)
+        dtype = "float0" if dtypes.is_float0(grad) else jnp.result_type(grad)
         if isinstance(total, optax.MaskedNode):
             if dtype != "float0":
                 raise TypeError(
@@ -54,20 +52,18 @@ def check(acc: Tree, grads: Tree) -> None:
             )
 
 
-def _paired(
-    tree: Tree, others: Tree, name: str, remedy: str, *, given: str = "gradients"
-) -> list[tuple[str, Any, Any]]:
+def _paired(tree: Tree, others: Tree, name: str, remedy: str, *, what: str = "gradients") -> list[tuple[str, Any, Any]]:
     """Returns the leaves of two trees side by side, with their path; raises unless trees and shapes are the same.
 
     A `MaskedNode` in a state stands for a leaf without a gradient.
     """
     leaves, treedef = jax.tree.flatten_with_path(tree)
-    mismatch = lambda: ValueError(_tree_mismatch(others, tree, name, remedy, given))
+    mismatch = lambda: ValueError(_tree_mismatch(others, tree, name, remedy, what))
     try:
-        beside = treedef.flatten_up_to(others)
+        paired = treedef.flatten_up_to(others)
     except ValueError as error:
         raise mismatch() from error
-    pairs = [(keystr(path) or "the only leaf", leaf, other) for (path, leaf), other in zip(leaves, beside, strict=True)]
+    pairs = [(keystr(path) or "the only leaf", leaf, other) for (path, leaf), other in zip(leaves, paired, strict=True)]
     for path, leaf, other in pairs:
         if name == "state" and isinstance(other, optax.MaskedNode):
             continue
@@ -75,25 +71,25 @@ def _paired(
             raise mismatch()
         if jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(
-                f"{given.capitalize()} must have the shapes of the {name}: at {path} the {given} have shape "
+                f"{what.capitalize()} must have the shapes of the {name}: at {path} the {what} have shape "
                 f"{jnp.shape(leaf)} and the {name} {jnp.shape(other)}. {remedy}"
             )
     return pairs
 
 
-def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str, given: str) -> str:
+def _tree_mismatch(acc: Tree, grads: Tree, name: str, remedy: str, what: str) -> str:
     keep = lambda node: name == "state" and isinstance(node, optax.MaskedNode)
     shapes = [
         {keystr(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=keep)}
         for tree in (grads, acc)
     ]
-    rule = f"{given.capitalize()} must have the tree of the {name}"
+    rule = f"{what.capitalize()} must have the tree of the {name}"
     if grads is None:
-        return f"{rule}: {given}=None. Pass {'what jax.grad returned' if given == 'gradients' else 'them'}."
+        return f"{rule}: {what}=None. Pass {'what jax.grad returned' if what == 'gradients' else 'them'}."
     has = "have" if name.endswith("s") else "has"
     for path in [*shapes[0], *shapes[1]]:
         described = [f"shape {shape[path]}" if path in shape else "no leaf" for shape in shapes]
         if "no leaf" in described:
             path = path or "the only leaf"
-            return f"{rule}: at {path} the {given} have {described[0]} and the {name} {has} {described[1]}. {remedy}"
+            return f"{rule}: at {path} the {what} have {described[0]} and the {name} {has} {described[1]}. {remedy}"
     return f"{rule}: they have {jax.tree.structure(grads)}, the {name} {has} {jax.tree.structure(acc)}. {remedy}"

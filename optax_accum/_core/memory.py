@@ -3,16 +3,15 @@
 import jax
 
 from optax_accum._core import compilers
-from optax_accum._core.compilers import on_host
-from optax_accum._core.tracing import Tree
+from optax_accum._core.types import Tree
 
 
 def to_device(tree: Tree) -> Tree:
     """Returns `tree` with the leaves that lie in host memory moved to the device."""
-    return jax.tree.map(lambda leaf: compilers.moved(leaf, to_host=False) if on_host(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: compilers.moved(leaf, to_host=False) if compilers.on_host(leaf) else leaf, tree)
 
 
 def to_memory_of(tree: Tree, like: Tree) -> Tree:
     """Returns `tree` with the leaves moved to host memory that lie there in `like`."""
-    move = lambda leaf, old: compilers.moved(leaf, to_host=True) if on_host(old) else leaf
+    move = lambda leaf, old: compilers.moved(leaf, to_host=True) if compilers.on_host(old) else leaf
     return jax.tree.map(move, tree, like)

@@ -1,11 +1,12 @@
-"""Owns the estimates of gradient noise and signal: unbiased, smoothed, as one number. Measures nothing."""
+"""Owns the estimates of gradient noise and signal: of one window, smoothed, as one number. Measures nothing."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-ByGroup = dict[str, jax.Array]
+from optax_accum._core import arithmetic
+from optax_accum._core.groups import ByGroup
 
 
 class Statistics(NamedTuple):
@@ -22,6 +23,52 @@ class Statistics(NamedTuple):
     signal: ByGroup
     known: jax.Array  # the weight of what is in the two: 0 before a window with two samples
     step_weight: jax.Array  # the weight of a micro-step, a mean over the last window
+
+
+class Samples(NamedTuple):
+    """Sums over the window, of each device its own: a gradient with a weight other than 0 is a sample.
+
+    While `mini_step` is 0 they are those of the window before, which the next micro-step overwrites.
+    """
+
+    squares: ByGroup  # sum(w |g|^2)
+    number: jax.Array  # of samples
+    latest: ByGroup  # |g|^2 of the last micro-step, whatever became of it
+
+
+def with_sample(samples: Samples, squares: ByGroup, weight: Any, first: Any) -> Samples:
+    """Returns the sums with a sample in them, or only this where `first`. What weighs nothing is no sample."""
+    if squares.keys() != samples.squares.keys():
+        raise ValueError(
+            f"The groups of statistics must be those of the state: groups={list(squares)}, and the state has "
+            f"{list(samples.squares)}. Between two windows, take those of a new state, new = tx.init(params): "
+            "state._replace(samples=new.samples, statistics=new.statistics)."
+        )
+    return Samples(
+        squares=arithmetic.add(samples.squares, squares, weight, first),
+        number=arithmetic.add(samples.number, jnp.asarray(weight != 0), 1.0, first),
+        latest=jax.tree.map(lambda new, old: new.astype(old.dtype), squares, samples.latest),
+    )
+
+
+def of_window(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any) -> Statistics:
+    """Returns the statistics of one window, with nothing smoothed: unbiased, and zeros where they are not known.
+
+    With weights `b_i`, `B = sum b_i`, K samples `g_i`, and `g` their weighted mean,
+
+        noise = (sum_i b_i |g_i|^2 - B |g|^2) / (K - 1)        signal = |g|^2 - noise / B
+
+    References:
+      S. McCandlish et al., *An empirical model of large-batch training*, arXiv:1812.06162, appendix A, has the case of
+      two sizes; weighing by `b_i` makes it that of K uneven ones.
+    """
+    spare = jnp.where(samples.number > 1, samples.number - 1, 1)
+    noise = {name: (total - weight * squares[name]) / spare for name, total in samples.squares.items()}
+    signal = {name: squares[name] - noise[name] / weight for name in noise}
+    known = (samples.number > 1) & jnp.isfinite(sum(noise.values()) + sum(signal.values()))
+    noise, signal = jax.tree.map(lambda part: jnp.where(known, part, 0), (noise, signal))
+    steps = jnp.maximum(jnp.asarray(steps, weight.dtype), 1)  # none where nothing counts
+    return Statistics(squares, noise, signal, known.astype(weight.dtype), weight / steps)
 
 
 def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
@@ -42,8 +89,8 @@ def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
       ValueError: a decay outside [0, 1).
     """
     check_decay(decay)
-    kept = jnp.where(new.known > 0, decay, 1)
-    mix = lambda old, new: kept * old + (1 - decay) * new  # what is not known is 0
+    old_weight = jnp.where(new.known > 0, decay, 1)
+    mix = lambda old, new: old_weight * old + (1 - decay) * new  # what is not known is 0
     noise, signal = (jax.tree.map(mix, *pair) for pair in ((old.noise, new.noise), (old.signal, new.signal)))
     return new._replace(noise=noise, signal=signal, known=mix(old.known, new.known))
 
@@ -72,9 +119,7 @@ class NoiseScale(NamedTuple):
 
 def noise_scale(statistics: Statistics, group: str | None = None) -> NoiseScale:
     """Returns noise, signal and their ratio, of one group or of all together."""
-    mean_of = lambda parts: (
-        (sum(parts.values()) if group is None else parts[group]) / statistics.known
-    )  # 0 / 0: not known
-    noise, signal = mean_of(statistics.noise), mean_of(statistics.signal)
+    total = lambda parts: sum(parts.values()) if group is None else parts[group]
+    noise, signal = (total(parts) / statistics.known for parts in (statistics.noise, statistics.signal))  # 0 / 0: NaN
     scale = jnp.maximum(noise, 0) / jnp.where(signal > 0, signal, 1)
     return NoiseScale(noise, signal, jnp.where(signal <= 0, jnp.inf, scale))

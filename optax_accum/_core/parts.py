@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_accum._core import ratio
-from optax_accum._core.leaves import Tree, short
+from optax_accum._core.leaves import short
+from optax_accum._core.types import Tree
 
 
 class Parts(NamedTuple):
@@ -49,23 +50,23 @@ class Returns(NamedTuple):
             return Parts(out)
         if not isinstance(out, tuple) or len(out) != 2:
             option = " and ".join(["has_aux"] * self.has_aux + ["carry_argnum"] * self.has_carry)
-            beside = "aux" if not self.has_carry else "(aux, carry)" if self.has_aux else "carry"
+            second = "aux" if not self.has_carry else "(aux, carry)" if self.has_aux else "carry"
             raise TypeError(
-                f"With {option}, fun must return a pair, ({self.what}, {beside}): it returned {short(out)}. Return "
+                f"With {option}, fun must return a pair, ({self.what}, {second}): it returned {short(out)}. Return "
                 "that, or leave out the option."
             )
-        loss, beside = out
+        loss, second = out
         if not self.has_carry:
-            return Parts(loss, aux=beside)
+            return Parts(loss, aux=second)
         if not self.has_aux:
-            return Parts(loss, carry=beside)
-        if not isinstance(beside, tuple) or len(beside) != 2:
+            return Parts(loss, carry=second)
+        if not isinstance(second, tuple) or len(second) != 2:
             raise TypeError(f"With has_aux and carry_argnum, fun returns (loss, (aux, carry)): it returned {out!r}.")
-        return Parts(loss, *beside)
+        return Parts(loss, *second)
 
     def joined(self, parts: Parts) -> Any:
         """Puts together what `parts` took apart."""
-        beside = (parts.aux, parts.carry)
+        others = (parts.aux, parts.carry)
         if self.has_aux and self.has_carry:
-            return parts.loss, beside
-        return (parts.loss, beside[self.has_carry]) if self.has_aux or self.has_carry else parts.loss
+            return parts.loss, others
+        return (parts.loss, others[self.has_carry]) if self.has_aux or self.has_carry else parts.loss

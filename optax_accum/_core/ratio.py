@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, tracing
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core import arithmetic, checks, dtypes, results, tracing
+from optax_accum._core.types import Tree
 
 _CONSTANT = (
     "The count of a Ratio must not depend on the parameters in a way that has a derivative: sums of gradients alone "
@@ -163,14 +163,14 @@ def of_mean(loss: Any, weight: Any) -> Ratio:
     weight = jnp.asarray(checks.as_weight(weight, name="weight_of's result"))
     weight = tracing.refuse_differentiation(weight, _WEIGHT)
     loss = jnp.asarray(loss)
-    return Ratio(loss * weight.astype(arithmetic.accumulator_dtype(loss.dtype, None)), weight)
+    return Ratio(loss * weight.astype(dtypes.accumulator_dtype(loss.dtype, None)), weight)
 
 
 def check_loss(loss: Any, shares: Any) -> None:
     """Raises unless a loss is a Ratio of real scalars, a dict of them, or what `checks.check_loss` lets pass."""
     terms = jax.tree.leaves(loss, is_leaf=is_ratio)
     if not any(map(is_ratio, terms)):
-        return checks.check_loss(loss, shares)
+        return results.check_loss(loss, shares)
     if not is_ratio(loss) and not (isinstance(loss, dict) and all(map(is_ratio, loss.values()))):
         raise TypeError(
             "A loss of several Ratios is a dict of nothing else: fun returned "
@@ -182,7 +182,7 @@ def check_loss(loss: Any, shares: Any) -> None:
             "A Ratio brings its own denominator: weight_fn weighs losses that are means. Leave out weight_fn, or "
             "return the mean."
         )
-    return checks.check_loss(totals(loss), None)
+    return results.check_loss(totals(loss), None)
 
 
 def check_single(loss: Any) -> None:

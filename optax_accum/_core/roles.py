@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves
 
-from optax_accum._core import arithmetic
-from optax_accum._core.leaves import check_arrays, is_key, short
-from optax_accum._core.signature import Name, signature_of
+from optax_accum._core import dtypes, signature
+from optax_accum._core.leaves import by_path, check_arrays, is_key, short
+from optax_accum._core.types import Name, Tree
 
-Tree = Any
 Names = dict[str, tuple[Name, ...]]  # those of the arguments in each role
 
 
@@ -35,7 +34,7 @@ class Roles:
 
         Where `fun` need not have parameters, those of `argnums` are what is there and has no other role.
         """
-        self.signature, self._needs_params = signature_of(fun), needs_params
+        self.signature, self._needs_params = signature.signature_of(fun), needs_params
         self.named: Names = {
             "argnums": () if argnums is None else _as_names("argnums", argnums, empty=False),
             "batch_argnums": _as_names("batch_argnums", batch_argnums, empty=not needs_batch),
@@ -86,7 +85,7 @@ class Roles:
                 )
             passed.append((role, name, key))
         _check_apart(passed)
-        return {one: tuple(key for role, _, key in passed if role == one) for one in self.named}
+        return {wanted: tuple(key for role, _, key in passed if role == wanted) for wanted in self.named}
 
     @property
     def keywords(self) -> set[str]:
@@ -114,18 +113,22 @@ class Call:
     @property
     def carried(self) -> Tree:
         """What the first micro-batch is handed; None where nothing is handed on."""
-        return None if self.carry is None else arithmetic.strong(self.arguments[self.carry])
+        return None if self.carry is None else dtypes.strong(self.arguments[self.carry])
 
     def with_arguments(self, arguments: Mapping[Name, Any]) -> "Call":
         """Returns the call with other values for some of its arguments."""
         return dataclasses.replace(self, arguments={**self.arguments, **arguments})
+
+    def with_values(self, names: Sequence[Name], values: Sequence[Any]) -> "Call":
+        """Returns the call with these values for the arguments of these names."""
+        return self.with_arguments(dict(zip(names, values, strict=True)))
 
     def apply(self, fun: Callable[..., Any]) -> Any:
         """Calls `fun` as the user did."""
         args = [arg for name, arg in self.arguments.items() if isinstance(name, int)]
         return fun(*args, **{name: arg for name, arg in self.arguments.items() if isinstance(name, str)})
 
-    def own_key(self, index: Any) -> "Call":
+    def fold_key(self, index: Any) -> "Call":
         """Returns the call with the key of micro-batch `index`, or of a device: `jax.random.fold_in` of each key."""
         if self.rng is None:
             return self
@@ -136,32 +139,41 @@ class Call:
         """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows."""
         known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
         for name in self.arguments.keys() - known:
-            for path, leaf in jax.tree.leaves_with_path(self.arguments[name]):
-                where = f"argument {name!r}{jax.tree_util.keystr(path)}"
+            for path, leaf in by_path(self.arguments[name], ""):
+                where = f"argument {name!r}{path}"
                 if keys and is_key(leaf):
-                    raise ValueError(_unnamed_key(name, where))
-                _check_rows(name, where, leaf, rows)
+                    raise ValueError(
+                        f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a "
+                        f"key. Pass rng_argnum={name!r}; to share it on purpose, pass whole_argnums={name!r}."
+                    )
+                shape = getattr(leaf, "shape", ())
+                if rows is not None and rows > 1 and shape and shape[0] == rows:
+                    raise ValueError(
+                        f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} "
+                        f"has shape {shape}, the batch {rows} rows. Add {name!r} to batch_argnums; if every "
+                        f"micro-batch needs all of it, pass whole_argnums={name!r}."
+                    )
 
 
-def _as_names(role: str, given: Any, *, empty: bool = True) -> tuple[Name, ...]:
+def _as_names(role: str, named: Any, *, empty: bool = True) -> tuple[Name, ...]:
     """Returns the position or the name of one argument, or several, as a tuple."""
-    names = (given,) if isinstance(given, int | str) else given
+    names = (named,) if isinstance(named, int | str) else named
     are_names = isinstance(names, list | tuple) and all(type(name) in (int, str) for name in names)
     if not are_names or not (names or empty):
         raise TypeError(
-            f"{role} must be the position or the name of an argument, or a tuple of them: {role}={given!r}. Count from "
+            f"{role} must be the position or the name of an argument, or a tuple of them: {role}={named!r}. Count from "
             '0, or pass "x".'
         )
     return tuple(names)
 
 
-def _at_most_one(role: str, given: Any) -> tuple[Name, ...]:
-    if given is not None and type(given) not in (int, str):
+def _at_most_one(role: str, named: Any) -> tuple[Name, ...]:
+    if named is not None and type(named) not in (int, str):
         raise TypeError(
-            f"{role} must be the position or the name of an argument, or None: {role}={given!r}. Count from 0, or pass "
+            f"{role} must be the position or the name of an argument, or None: {role}={named!r}. Count from 0, or pass "
             '"key".'
         )
-    return () if given is None else (given,)
+    return () if named is None else (named,)
 
 
 def _check_apart(named: Iterable[tuple[str, Name, Name]]) -> None:
@@ -178,11 +190,11 @@ def _check_apart(named: Iterable[tuple[str, Name, Name]]) -> None:
 
 def _check_batch(name: Name, batch: Tree) -> None:
     check_arrays(f"A batch (argument {name!r})", batch, "Pass it as another argument, or make it an array of numbers.")
-    for path, leaf in jax.tree.leaves_with_path(batch):
+    for path, leaf in by_path(batch, ""):
         if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             raise TypeError(
-                f"A key in a batch argument would be the same for every micro-batch: {jax.tree_util.keystr(path)}. "
-                "Pass it as an argument of its own and name it with rng_argnum."
+                f"A key in a batch argument would be the same for every micro-batch: {path}. Pass it as an argument of "
+                "its own and name it with rng_argnum."
             )
     rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     for path, node in jax.tree.leaves_with_path(batch, is_leaf=_is_numbers):
@@ -200,26 +212,9 @@ def _is_numbers(node: Any) -> bool:
 
 
 def _check_rng(keys: Tree) -> None:
-    for path, leaf in jax.tree.leaves_with_path(keys):
+    for path, leaf in by_path(keys, "it"):
         if not is_key(leaf) or (jnp.ndim(leaf) and leaf.dtype != jnp.uint32):
             raise TypeError(
-                f"rng_argnum must name a random key, or a tree of them: {jax.tree_util.keystr(path) or 'it'} is "
-                f"{short(leaf)}. Pass jax.random.key(seed)."
+                f"rng_argnum must name a random key, or a tree of them: {path} is {short(leaf)}. Pass "
+                "jax.random.key(seed)."
             )
-
-
-def _unnamed_key(name: Name, where: str) -> str:
-    return (
-        f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a key. Pass "
-        f"rng_argnum={name!r}; to share it on purpose, pass whole_argnums={name!r}."
-    )
-
-
-def _check_rows(name: Name, where: str, leaf: Any, rows: int | None) -> None:
-    shape = getattr(leaf, "shape", ())
-    if rows is not None and rows > 1 and shape and shape[0] == rows:
-        raise ValueError(
-            f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} has shape "
-            f"{shape}, the batch {rows} rows. Add {name!r} to batch_argnums; if every micro-batch needs all of it, "
-            f"pass whole_argnums={name!r}."
-        )

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Tree = Any
+from optax_accum._core.types import Tree
 
 
 def check_groups(where: str, rows: int, group: int) -> None:

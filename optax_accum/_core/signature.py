@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-Name = int | str  # of an argument: its position, or the name of its parameter
+from optax_accum._core.types import Name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,11 @@ def signature_of(fun: Callable[..., Any]) -> Signature:
     try:
         parameters = inspect.signature(fun, follow_wrapped=False).parameters.values()
         wrapped = getattr(fun, "__wrapped__", None)
-        if wrapped and any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
+        if wrapped and any(param.kind in (param.VAR_POSITIONAL, param.VAR_KEYWORD) for param in parameters):
             return signature_of(wrapped)
     except (TypeError, ValueError):  # it does not tell
         return Signature()
-    of_kind = lambda *kinds: tuple(one.name for one in parameters if one.kind in kinds)
+    of_kind = lambda *kinds: tuple(param.name for param in parameters if param.kind in kinds)
     kind = inspect.Parameter
     return Signature(
         of_kind(kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD),

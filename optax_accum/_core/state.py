@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core.sums import WeightedSum
-
-Tree = Any
+from optax_accum._core.types import Tree
 
 
 class AccumulationState(NamedTuple):
@@ -173,8 +172,8 @@ def map_states(
 ) -> Tree:
     """Returns an optimizer state with each state of a kind converted, and the `others` leaf by leaf."""
     is_one = lambda node: isinstance(node, kind)
-    one = lambda node, *parts: convert(node, *parts) if is_one(node) else others(node, *parts)
-    return jax.tree.map(one, state, *rest, is_leaf=is_one)
+    convert_one = lambda node, *parts: convert(node, *parts) if is_one(node) else others(node, *parts)
+    return jax.tree.map(convert_one, state, *rest, is_leaf=is_one)
 
 
 def find_state(state: Tree) -> AccumulationState:
@@ -202,8 +201,3 @@ def micro_step_of(state: Tree, *, keyed: bool) -> jax.Array | int:
             "Pass a key of your own at each micro-step and share it by whole_argnums."
         )
     return windows[0].mini_step if windows else 0
-
-
-def default_float() -> jnp.dtype:
-    """Returns the dtype of weights: float32, or float64 when JAX runs with 64-bit numbers."""
-    return jnp.result_type(float)

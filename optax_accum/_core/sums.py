@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import arithmetic
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core.types import Tree
 
 
 class WeightedSum(NamedTuple):

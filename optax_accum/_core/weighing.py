@@ -8,15 +8,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, ratio
-from optax_accum._core.arithmetic import Weight
+from optax_accum._core import arithmetic, dtypes, ratio
 from optax_accum._core.meter import Meter
-from optax_accum._core.ratio import Ratio
 from optax_accum._core.rows import count_rows
-from optax_accum._core.state import default_float
+from optax_accum._core.types import Index, Weight
 
 Shares = jax.Array | float | dict[str, jax.Array]  # of each micro-batch [m], or one number for all; or of each term
-Index = int | jax.Array
 MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_and_factor`
 
 
@@ -67,13 +64,13 @@ class ByCount(Weighing):
     mean_and_factor: MeanAndFactor
     weight: None = None  # nobody knows it beforehand
 
-    def scaled(self, loss: Ratio, index: Index) -> jax.Array:
+    def scaled(self, loss: ratio.Ratio, index: Index) -> jax.Array:
         return _times(ratio.divided(jnp.asarray(loss.total), jnp.asarray(self.counted(loss))), 1.0)
 
-    def counted(self, loss: Ratio) -> Weight:
+    def counted(self, loss: ratio.Ratio) -> Weight:
         return self.mean_and_factor(loss.count)[0]
 
-    def value(self, loss: Ratio) -> jax.Array:
+    def value(self, loss: ratio.Ratio) -> jax.Array:
         """Returns what the user sees of the loss: the mean."""
         return ratio.divided(jnp.asarray(loss.total), loss.count)
 
@@ -151,25 +148,25 @@ class ByRatio(ByShare):
     """A `Ratio`: totals and counts are added, and divided once, and so are outputs."""
 
     counts_outputs = True
-    nothing: Any = dataclasses.field(default_factory=lambda: jnp.zeros([], default_float()), init=False)
+    nothing: Any = dataclasses.field(default_factory=lambda: jnp.zeros([], dtypes.default_float()), init=False)
 
-    def scaled(self, loss: Ratio, index: Index) -> jax.Array:
+    def scaled(self, loss: ratio.Ratio, index: Index) -> jax.Array:
         return _times(loss.total, 1.0)
 
-    def counted(self, loss: Ratio) -> jax.Array:
+    def counted(self, loss: ratio.Ratio) -> jax.Array:
         return loss.count
 
-    def of_output(self, loss: Ratio, index: Index, rows: Any) -> jax.Array:
+    def of_output(self, loss: ratio.Ratio, index: Index, rows: Any) -> jax.Array:
         return loss.count
 
-    def of_sample(self, loss: Ratio, index: Index) -> jax.Array:
+    def of_sample(self, loss: ratio.Ratio, index: Index) -> jax.Array:
         return jnp.where(loss.count == 0, 0, arithmetic.reciprocal(loss.count))
 
     def weight_of(self, counted: Any, devices: int) -> jax.Array:
         return counted
 
     def finished(self, loss: jax.Array, dtype: Any) -> jax.Array:
-        return loss.astype(arithmetic.accumulator_dtype(dtype, None))  # a sum, which is yet to be divided
+        return loss.astype(dtypes.accumulator_dtype(dtype, None))  # a sum, which is yet to be divided
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +175,8 @@ class ByCounts(Terms):
 
     reciprocals: Any = None  # of the sums of counts, by term
 
-    def scaled(self, loss: dict[str, Ratio], index: Index) -> jax.Array:
-        parts = (jnp.where(one != 0, _times(loss[key].total, one), 0) for key, one in self.reciprocals.items())
+    def scaled(self, loss: dict[str, ratio.Ratio], index: Index) -> jax.Array:
+        parts = (jnp.where(scale != 0, _times(loss[name].total, scale), 0) for name, scale in self.reciprocals.items())
         return sum(parts)  # type: ignore[return-value]
 
 
@@ -188,7 +185,7 @@ def divided(sums: Any, counted: Any) -> Any:
     return ratio.divided(sums, counted) if jax.tree.leaves(counted) else sums
 
 
-def _times(loss: Any, share: Any) -> jax.Array:
+def _times(loss: Any, factor: Any) -> jax.Array:
     """Returns a loss, or the sum of its terms, times a number, in at least float32.
 
     The backward pass of a loss below 32 bits rounds the number.
@@ -196,9 +193,9 @@ def _times(loss: Any, share: Any) -> jax.Array:
 
     def term(loss: Any) -> jax.Array:
         loss = loss if isinstance(loss, jax.Array) else jnp.asarray(loss)  # a number: a term that is switched off
-        dtype = arithmetic.accumulator_dtype(loss.dtype, None)
+        dtype = dtypes.accumulator_dtype(loss.dtype, None)
         wide = loss if loss.dtype == dtype else loss.astype(dtype)
-        is_one = isinstance(share, float) and share == 1.0
-        return wide if is_one else wide * jnp.asarray(share, wide.dtype)
+        is_one = isinstance(factor, float) and factor == 1.0
+        return wide if is_one else wide * jnp.asarray(factor, wide.dtype)
 
     return functools.reduce(jnp.add, map(term, jax.tree.leaves(loss)))

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_accum._across.transformation import rules_of
 from optax_accum._core import compilers
 from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
+from optax_accum._core.types import Axes
 from optax_accum._space import meshes, mismatch
-from optax_accum._space.meshes import Axes
 
 Tree = Any
 OFFLOADABLE = ("acc_grads", "inner_opt_state")

@@ -10,9 +10,9 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_accum._compiled.targets import Target
-from optax_accum._core import arithmetic, checks, compilers
+from optax_accum._core import checks, compilers, dtypes
 from optax_accum._core.roles import Roles
-from optax_accum._core.signature import Name
+from optax_accum._core.types import Name
 from optax_accum._placement.shardings import state_sharding
 from optax_accum._within.value_and_grad import value_and_grad
 
@@ -207,9 +207,9 @@ def _bytes_of_sum(params: Tree, dtype: Tree) -> int:
 
     def wide(leaf: Any, named: Any) -> int:
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return _bytes(leaf, arithmetic.accumulator_dtype(leaf.dtype, named)) if inexact else 0
+        return _bytes(leaf, dtypes.accumulator_dtype(leaf.dtype, named)) if inexact else 0
 
-    named = arithmetic.named_dtypes(checks.as_float_dtypes("accumulator_dtype", dtype), params)
+    named = dtypes.named_dtypes(checks.as_float_dtypes("accumulator_dtype", dtype), params)
     return sum(jax.tree.leaves(jax.tree.map(wide, params, named)))
 
 

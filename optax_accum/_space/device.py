@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers, tracing
-from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core import arithmetic, compilers
+from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.roles import Call
-from optax_accum._core.signature import Name
 from optax_accum._core.sinks import Finish
+from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space import mapped, narrow
-from optax_accum._space.meshes import Axes
 from optax_accum._space.shards import Shard
 
 
@@ -41,16 +40,16 @@ class Device:
         """The number of devices."""
         return jax.lax.psum(1, self.axes)
 
-    def own(self, call: Call, names: tuple[Name, ...]) -> Call:
+    def localized(self, call: Call, names: tuple[Name, ...]) -> Call:
         """Makes the named arguments and the key this device's own, so that no gradient is reduced."""
-        arrays, filled = tracing.parted(call[names], tracing.is_array)
-        return self.own_key(call.with_arguments(dict(zip(names, filled(self.vary(arrays)), strict=True))))
+        arrays, filled = parted(call[names], is_array)
+        return self.fold_key(call.with_values(names, filled(self.vary(arrays))))
 
-    def own_key(self, call: Call) -> Call:
+    def fold_key(self, call: Call) -> Call:
         """Returns the call with a key of this device's own, if there are others."""
-        return call.own_key(jax.lax.axis_index(self.axes)) if self.axes else call
+        return call.fold_key(jax.lax.axis_index(self.axes)) if self.axes else call
 
-    def own_keys(self, keys: Tree) -> Tree:
+    def fold_keys(self, keys: Tree) -> Tree:
         """Returns keys of this device's own, from those that all of several have."""
         fold = jax.vmap(jax.random.fold_in, (0, None))
         return jax.tree.map(lambda key: fold(key.reshape(-1), jax.lax.axis_index(self.axes)).reshape(key.shape), keys)
@@ -63,8 +62,8 @@ class Device:
         """Returns, for each leaf of an argument, the function that gathers this device's shard."""
         if name not in self.shards:
             return jax.tree.map(lambda _: self.vary, arg)
-        whole = lambda _, to: functools.partial(mapped.gathered, to=to, axes=self.axes)
-        return jax.tree.map(whole, arg, self.shards[name])
+        gather = lambda _, to: functools.partial(mapped.gathered, to=to, axes=self.axes)
+        return jax.tree.map(gather, arg, self.shards[name])
 
     def add_up(self, leaf: jax.Array) -> jax.Array:
         """Returns the sum of a leaf over all devices, as their own."""
@@ -80,7 +79,7 @@ class Device:
                 'jax.jit, JAX 0.11, and a sum over the devices: reduce_axes, not reduce_to="partial"; inside '
                 "jax.shard_map also check_vma=False"
             )
-        elif needs is None and not all(shard.is_alone for shard in self._shards(acc) or ()):
+        elif needs is None and not all(shard.is_separable for shard in self._shards(acc) or ()):
             needs = "a reduce_to that shards no dimension over other axes, too, on a mesh where these are Auto"
         if asked and needs:
             raise ValueError(f"overlap=True needs {needs}. Leave overlap=None.")
@@ -100,7 +99,7 @@ class Device:
         in_front = lambda shard, leaf: functools.partial(shard.in_front, ndim=jnp.ndim(leaf))
         return list(map(in_front, shards, leaves))
 
-    def own_parts(self, sums: Tree) -> Tree:
+    def local_parts(self, sums: Tree) -> Tree:
         """Returns what this device keeps of sums that were added up so."""
         shards = self._shards(sums)
         if shards is None:
@@ -148,10 +147,11 @@ class Device:
             mean = jax.lax.pmean(weight, self.axes)
             return self.vary(mean), jnp.where(mean == 0, 0, weight * arithmetic.reciprocal(mean))
 
-        own = lambda weight: (weight, 1.0)
+        unscaled = lambda weight: (weight, 1.0)
         if not self._couples(program):
-            return own
-        return lambda weight: shared(weight) if isinstance(weight, jax.Array) else own(weight)  # rows: all have as many
+            return unscaled
+        # A Python number is that of the rows, of which all have as many.
+        return lambda weight: shared(weight) if isinstance(weight, jax.Array) else unscaled(weight)
 
     def check_loss(self, program: Any, losses: Sequence[Any]) -> None:
         """Raises where a loss, of these types, is averaged over the devices: its gradient would be divided twice."""
@@ -162,7 +162,7 @@ class Device:
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."
             )
 
-    def check_alone(self, results: Sequence[Any], *, of_optimizer: bool = False) -> None:
+    def check_axes(self, results: Sequence[Any], *, of_optimizer: bool = False) -> None:
         """Raises where this is one of several devices in a `jax.shard_map`, and nobody says what becomes of theirs.
 
         `results` are the types of what a function returns here; `of_optimizer` says who is told the axes.

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from optax_accum._core import checks, compilers
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core.types import Tree
 from optax_accum._space import meshes
 from optax_accum._space.several import InShardMap, OverMesh, PartialInShardMap, PartialOverMesh, ToShards
 from optax_accum._space.space import PARTIAL, Reduction, Space
@@ -31,7 +31,7 @@ def here(reduction: Reduction) -> Space:
     return ToShards(reduction)
 
 
-def beside(to: Tree) -> Tree:
+def with_replicated(to: Tree) -> Tree:
     """Extends `reduce_to` to a pair of sums: the second goes to all devices."""
     return to if to is None or isinstance(to, str) else (to, PartitionSpec())
 

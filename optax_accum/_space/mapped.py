@@ -10,10 +10,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_accum._core import compilers, tracing
-from optax_accum._core.arithmetic import Tree, is_float0
+from optax_accum._core import compilers, dtypes, equations
+from optax_accum._core.leaves import parted
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space import meshes
-from optax_accum._space.meshes import Axes, Mesh
 
 
 def per_device(
@@ -25,14 +25,14 @@ def per_device(
 ) -> tuple[Tree, Tree]:
     """Runs `fun` on each device; mesh axes that are not named are left to the partitioner.
 
-    `fun` returns `(own, same)`: what each device has of its own comes back as rows [d, ...], what all have as it is.
+    `fun` returns `(local, same)`: what each device has of its own comes back as rows [d, ...], what all have as it is.
     The arrays in arguments `split` are dealt out along their first axis, and of those in `shards`, which has their
     shardings, each device has its shard. All others are on every device whole, and so is what `fun` closes over.
     With shards, the backward pass runs `fun` again: what it gathers is not kept.
     """
     mesh = meshes.mesh_of(axes, args)
     is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
-    given, filled = tracing.parted(tuple(args), is_array)
+    arrays, filled = parted(tuple(args), is_array)
 
     def specs_of(number: int, arg: Tree) -> Tree:
         if number in shards:
@@ -48,27 +48,27 @@ def per_device(
 
     with_integers: list[Any] = []  # what puts back the gradients of integer parameters, which no array can hold
 
-    def local(*own: Any) -> Tree:
-        sums, same = fun(*filled(own))
-        arrays, put_back = tracing.parted(sums, lambda leaf: not is_float0(leaf))
+    def on_device(*local: Any) -> Tree:
+        sums, same = fun(*filled(local))
+        arrays, put_back = parted(sums, lambda leaf: not dtypes.is_float0(leaf))
         with_integers.append(put_back)
         return varying(as_row(arrays), axes), same
 
     out_specs = PartitionSpec(axes), PartitionSpec()
-    run = over_axes(local, mesh, axes, in_specs=in_specs, out_specs=out_specs)
+    run = over_axes(on_device, mesh, axes, in_specs=in_specs, out_specs=out_specs)
     run = jax.checkpoint(run) if shards else run
 
-    def run_placed(*given: Any) -> tuple[Tree, Tree]:
+    def run_placed(*arrays: Any) -> tuple[Tree, Tree]:
         placed = lambda leaf, spec: _placed(leaf, spec, mesh, explicit) if explicit else leaf
-        return run(*map(placed, given, in_specs))
+        return run(*map(placed, arrays, in_specs))
 
-    traced = any(isinstance(leaf, Tracer) for leaf in given)
+    traced = any(isinstance(leaf, Tracer) for leaf in arrays)
     # Outside jit, shard_map knows no references, and an array tells how it is sharded over Auto axes, too.
-    own, same = run_placed(*given) if traced else jax.jit(run_placed)(*given)
-    return with_integers[-1](own), same
+    local, same = run_placed(*arrays) if traced else jax.jit(run_placed)(*arrays)
+    return with_integers[-1](local), same
 
 
-def over_axes(fun: Callable[..., Any], mesh: Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
+def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
     """Returns `jax.shard_map` of a function over the axes; over all others its arguments stay as they are.
 
     Where the axes are Auto beside Explicit ones they are Explicit while it runs: else JAX 0.12 gathers, at its border,
@@ -92,7 +92,7 @@ def joined(rows: Tree, axes: Axes, to: Tree) -> Tree:
     specs = jax.tree.map(lambda _: PartitionSpec(axes), rows)
     to = jax.tree.map(lambda spec: meshes.only(spec, axes), to, is_leaf=meshes.is_spec)
     options = {"in_specs": (specs,), "out_specs": to, "check_vma": False}  # types know of no rows that are alike
-    return over_axes(as_own, meshes.mesh_of(axes, rows), axes, **options)(rows)
+    return over_axes(as_local, meshes.mesh_of(axes, rows), axes, **options)(rows)
 
 
 def varying(tree: Tree, axes: Axes) -> Tree:
@@ -122,7 +122,7 @@ def tells_apart(axes: Axes) -> bool:
 
 def communicates(program: Any, axes: Axes) -> bool:
     """Returns whether a traced program takes something from other devices, inside `jax.shard_map`."""
-    for equation in tracing.equations(program):
+    for equation in equations.all_equations(program):
         named = {*_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))}
         if named & set(axes) and equation.primitive.name not in _ALONE:
             return True
@@ -136,14 +136,14 @@ def _names(axes: Any) -> tuple[Any, ...]:
 _ALONE = {"axis_index", "pvary", "pcast"}  # name an axis, and take nothing from other devices
 
 
-def as_row(own: Tree) -> Tree:
+def as_row(local: Tree) -> Tree:
     """Returns this device's partial sums [...] as rows [1, ...]."""
-    return jax.tree.map(lambda leaf: leaf if is_float0(leaf) else jnp.asarray(leaf)[None], own)
+    return jax.tree.map(lambda leaf: leaf if dtypes.is_float0(leaf) else jnp.asarray(leaf)[None], local)
 
 
-def as_own(rows: Tree) -> Tree:
+def as_local(rows: Tree) -> Tree:
     """Undoes `as_row`; what all devices have, a scalar, stays."""
-    return jax.tree.map(lambda leaf: leaf[0] if jnp.ndim(leaf) and not is_float0(leaf) else leaf, rows)
+    return jax.tree.map(lambda leaf: leaf[0] if jnp.ndim(leaf) and not dtypes.is_float0(leaf) else leaf, rows)
 
 
 def gathered(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
@@ -165,7 +165,7 @@ def gathered(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
     return gather(leaf)
 
 
-def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh, axes: Axes) -> jax.Array:
+def _placed(leaf: Any, spec: PartitionSpec, mesh: meshes.Mesh, axes: Axes) -> jax.Array:
     """Returns an array on an Explicit mesh, over the axes as in `spec`, and over all others as it is."""
     leaf = jnp.asarray(leaf)
     return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), _spec_with(leaf, spec, axes)))
@@ -179,7 +179,7 @@ def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*((*names, *rest) for names, rest in zip(over, others, strict=True)))
 
 
-def _check_divides(axes: Axes, mesh: Mesh, rows: int) -> None:
+def _check_divides(axes: Axes, mesh: meshes.Mesh, rows: int) -> None:
     """Raises unless the rows of a batch can be dealt out evenly."""
     devices = meshes.num_devices(mesh, axes)
     if rows % devices:

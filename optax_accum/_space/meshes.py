@@ -10,9 +10,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers
-from optax_accum._core.arithmetic import Tree, for_each_leaf
+from optax_accum._core.leaves import by_path, for_each_leaf
+from optax_accum._core.types import Axes, Tree
 
-Axes = tuple[str, ...]
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
@@ -73,16 +73,10 @@ def num_devices(mesh: Mesh, axes: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def on_tpu(mesh: Mesh) -> bool:
-    """Returns whether the devices of a mesh are TPUs."""
+def device_kind(mesh: Mesh) -> str:
+    """Returns the kind of the devices of a mesh; where it does not tell, they are taken for CPUs."""
     device = mesh.abstract_mesh.abstract_device
-    return device is not None and compilers.is_tpu(device.device_kind)
-
-
-def on_gpu(mesh: Mesh) -> bool:
-    """Returns whether the devices of a mesh are GPUs."""
-    device = mesh.abstract_mesh.abstract_device
-    return device is not None and compilers.is_gpu(device.device_kind)
+    return "cpu" if device is None else device.device_kind
 
 
 def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
@@ -90,7 +84,7 @@ def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
 
     That is over all at once; on a TPU over each axis for itself, and over one of many devices in two stages.
     """
-    if not on_tpu(mesh):
+    if not compilers.is_tpu(device_kind(mesh)):
         return [(names, None)] if names else []
     return [(name, groups) for name in names for groups in compilers.scatter_stages(mesh.shape[name])]
 
@@ -119,15 +113,14 @@ def check_shards(to: Tree, axes: Axes) -> None:
 
 def check_divisible(to: Tree, params: Tree) -> None:
     """Raises unless `params` can be sharded as `to` says."""
-    for (path, leaf), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(to), strict=True):
+    for (path, leaf), sharding in zip(by_path(params), jax.tree.leaves(to), strict=True):
         shape, spec = jnp.shape(leaf), sharding.spec
         counts = [num_devices(sharding.mesh, names_of(entry)) for entry in spec]
         if len(counts) > len(shape) or any(size % count for size, count in zip(shape, counts, strict=False)):
             raise ValueError(
-                f"reduce_to must shard each parameter evenly: at {jax.tree_util.keystr(path) or 'the only leaf'} the "
-                f"shape is {shape}, and reduce_to says {spec} over {counts} devices. shard_over(params, reduce_axes) "
-                "leaves such a parameter whole. Inside a scan over layers, give the specs of one layer, without the "
-                "axis of the layers."
+                f"reduce_to must shard each parameter evenly: at {path} the shape is {shape}, and reduce_to says "
+                f"{spec} over {counts} devices. shard_over(params, reduce_axes) leaves such a parameter whole. Inside "
+                "a scan over layers, give the specs of one layer, without the axis of the layers."
             )
 
 
@@ -136,8 +129,8 @@ def cuttable(leaf: jax.Array, rows: int) -> jax.Array:
     spec = spec_of(leaf)
     if not spec or spec[0] is None or rows % num_devices(sharding_of(leaf).mesh, names_of(spec[0])) == 0:
         return leaf
-    whole = over(NamedSharding(sharding_of(leaf).mesh, PartitionSpec(None, *spec[1:])), AxisType.Explicit)
-    return leaf if whole is None else jax.sharding.reshard(leaf, whole)
+    unsharded = over(NamedSharding(sharding_of(leaf).mesh, PartitionSpec(None, *spec[1:])), AxisType.Explicit)
+    return leaf if unsharded is None else jax.sharding.reshard(leaf, unsharded)
 
 
 def place(tree: Tree, to: Tree) -> Tree:
@@ -171,12 +164,12 @@ def over(sharding: NamedSharding, kind: AxisType) -> NamedSharding | None:
 def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
     """Returns `tree`, sharded as `to`, as the parameters are: where they do not tell, without the reduced axes."""
 
-    def whole(param: Any, to: NamedSharding) -> NamedSharding:
+    def like_param(param: Any, to: NamedSharding) -> NamedSharding:
         spec = spec_of(param)
         spec = PartitionSpec(*(without(entry, axes) for entry in to.spec)) if spec is None else spec
         return NamedSharding(to.mesh, spec)
 
-    return place(tree, jax.tree.map(whole, params, to))
+    return place(tree, jax.tree.map(like_param, params, to))
 
 
 def spec_of(leaf: Any) -> PartitionSpec | None:

@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.meter import ALL, Samples
-from optax_accum._core.noise import Statistics, noise_scale
+from optax_accum._core.groups import ALL
+from optax_accum._core.noise import Samples, Statistics, noise_scale
 from optax_accum._core.seen import as_number
 from optax_accum._core.state import find_state
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space import mapped
-from optax_accum._space.meshes import Axes
 
 
 def metrics(state: Tree) -> dict[str, jax.Array]:
@@ -56,24 +55,24 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
       {'mini_step': 1, 'gradient_step': 0, 'weight': 7.0, 'skipped': 0,
        'discarded': 0}
     """
-    found = find_state(state)
-    counts = {name: getattr(found, name) for name in ("mini_step", "gradient_step", "weight", "skipped", "discarded")}
-    axes = mapped.axes_of(jnp.asarray(found.weight))
-    counts["weight"] = jax.lax.psum(jnp.sum(found.weight), axes)
-    seen = {"seen": as_number(found.seen)} if found.seen else {}
-    return counts | seen | (_measured(found.samples, found.statistics, axes) if found.statistics else {})
+    window = find_state(state)
+    counts = {name: getattr(window, name) for name in ("mini_step", "gradient_step", "weight", "skipped", "discarded")}
+    axes = mapped.axes_of(jnp.asarray(window.weight))
+    counts["weight"] = jax.lax.psum(jnp.sum(window.weight), axes)
+    seen = {"seen": as_number(window.seen)} if window.seen else {}
+    return counts | seen | (_measured(window.samples, window.statistics, axes) if window.statistics else {})
 
 
 def _measured(samples: Samples, statistics: Statistics, axes: Axes) -> dict[str, jax.Array]:
     """Returns norms and noise by name; those of a group end in its name."""
-    found: dict[str, jax.Array] = {}
+    scalars: dict[str, jax.Array] = {}
     latest = jax.tree.map(lambda squares: jax.lax.pmean(jnp.mean(squares), axes), samples.latest)
     names = [] if set(statistics.noise) == {ALL} else list(statistics.noise)
     for group in (None, *names):
-        whole = lambda parts: sum(parts.values()) if group is None else parts[group]  # noqa: B023
+        of_group = lambda parts: sum(parts.values()) if group is None else parts[group]  # noqa: B023
         end = "" if group is None else f"/{group}"
-        found[f"gradient_norm{end}"] = jnp.sqrt(whole(statistics.squares))
-        found[f"micro_gradient_norm{end}"] = jnp.sqrt(whole(latest))
+        scalars[f"gradient_norm{end}"] = jnp.sqrt(of_group(statistics.squares))
+        scalars[f"micro_gradient_norm{end}"] = jnp.sqrt(of_group(latest))
         noise, signal, scale = noise_scale(statistics, group)
-        found |= {f"gradient_noise{end}": noise, f"gradient_signal{end}": signal, f"noise_scale{end}": scale}
-    return found
+        scalars |= {f"gradient_noise{end}": noise, f"gradient_signal{end}": signal, f"noise_scale{end}": scale}
+    return scalars

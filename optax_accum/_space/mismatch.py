@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers
-from optax_accum._core.arithmetic import Tree, is_float0
+from optax_accum._core.dtypes import is_float0
+from optax_accum._core.leaves import by_path
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space import mapped, meshes
-from optax_accum._space.meshes import Axes
 
 
 def check_num_devices(weight: jax.Array, devices: int | None = None) -> None:
@@ -15,29 +16,29 @@ def check_num_devices(weight: jax.Array, devices: int | None = None) -> None:
         raise ValueError(_other_devices(weight.shape, devices))
 
 
-def check_own(grads: Tree, axes: Axes) -> None:
+def check_local(grads: Tree, axes: Axes) -> None:
     """Raises for gradients that have been reduced already, inside `jax.shard_map`."""
     if not mapped.tells_apart(axes):
         return
-    for path, leaf in jax.tree.leaves_with_path(grads):
+    for path, leaf in by_path(grads):
         if not is_float0(leaf) and not set(axes) <= compilers.varying_axes(leaf):
             raise ValueError(
-                f"With reduce_axes, gradients must not be reduced before the window closes: at "
-                f"{jax.tree_util.keystr(path) or 'the only leaf'} the gradient is the same on all devices of {axes}. "
-                "Differentiate with respect to defer_reduction(params, reduce_axes)."
+                f"With reduce_axes, gradients must not be reduced before the window closes: at {path} the gradient is "
+                f"the same on all devices of {axes}. Differentiate with respect to "
+                "defer_reduction(params, reduce_axes)."
             )
 
 
 def check_replicated(params: Tree, axes: Axes) -> None:
     """Raises where a parameter is known to be sharded over the reduced axes: it would be gathered unasked."""
-    for path, leaf in jax.tree.leaves_with_path(params):
+    for path, leaf in by_path(params):
         spec = meshes.spec_of(leaf) or ()
         if any(set(meshes.names_of(entry)) & set(axes) for entry in spec):
             raise ValueError(
                 f"Parameters must be replicated over reduce_axes, unless reduce_to says where their gradients go: at "
-                f"{jax.tree_util.keystr(path) or 'the only leaf'} the sharding is {spec}. To gather them before each "
-                "gradient and keep a whole accumulator on each device, pass reduce_to=shard_over(params, reduce_axes); "
-                "to reduce every micro-batch instead, leave out reduce_axes."
+                f"{path} the sharding is {spec}. To gather them before each gradient and keep a whole accumulator on "
+                "each device, pass reduce_to=shard_over(params, reduce_axes); to reduce every micro-batch instead, "
+                "leave out reduce_axes."
             )
 
 
@@ -56,20 +57,19 @@ def check_partials(grads: Tree, sums: Tree, axes: Axes, devices: int) -> None:
         totals = jax.tree.structure(grads).flatten_up_to(sums)
     except ValueError:
         return
-    for (path, grad), total in zip(jax.tree.leaves_with_path(grads), totals, strict=True):
+    for (path, grad), total in zip(by_path(grads), totals, strict=True):
         old, new = getattr(total, "shape", ()), jnp.shape(grad)
-        at = jax.tree_util.keystr(path) or "the only leaf"
         if len(old) == len(new) and old[1:] == new[1:] and old != new:
             if old[:1] != (devices,):
                 raise ValueError(_other_devices(old[:1], devices))
             raise ValueError(
-                f"Gradients must be partial sums over the reduce_axes of the optimizer, {axes}: at {at} they are of "
+                f"Gradients must be partial sums over the reduce_axes of the optimizer, {axes}: at {path} they are of "
                 f"{new[0]} devices, and there are {devices} along these axes. Pass reduce_axes={axes} to "
                 "value_and_grad, too."
             )
         if old != new and new == old[1:]:
             raise ValueError(
-                f"With reduce_axes, gradients come as partial sums [d, ...]: at {at} the gradient has shape {new}, and "
-                f"partial sums have {old}, so it has been reduced already. Take it from value_and_grad or "
+                f"With reduce_axes, gradients come as partial sums [d, ...]: at {path} the gradient has shape {new}, "
+                f"and partial sums have {old}, so it has been reduced already. Take it from value_and_grad or "
                 'accumulate with reduce_axes=..., reduce_to="partial", or call value_and_apply_gradients.'
             )

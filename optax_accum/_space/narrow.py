@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_accum._core.types import Axes
 from optax_accum._space import mapped
-from optax_accum._space.meshes import Axes
 
 
 def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:

@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_accum._core import compilers, tracing
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.state import default_float
+from optax_accum._core import compilers, dtypes, tracing
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space import mapped, meshes, narrow
-from optax_accum._space.meshes import Axes, Mesh
 from optax_accum._space.shards import Shard
 
 
@@ -82,18 +80,18 @@ def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
 
 def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
     """Returns one zero of the default float dtype for each device: [d]."""
-    scalar = jax.ShapeDtypeStruct((), default_float())
+    scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
     mesh = meshes.mesh_of(axes, params)
     return jax.jit(lambda: _placed_zeros(scalar, mesh, axes, PartitionSpec()))()
 
 
-def beside(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
+def placed_like(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
     """Places sums [d] on the devices that hold the parts of `like`, where those are known."""
     spec = meshes.spec_of(like)
     return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else sums
 
 
-def sum_in_place(acc: Tree, axes: Axes, dtype: Any = None) -> tuple[Tree, Tree]:
+def sum_in_place(acc: Tree, axes: Axes, dtype: Any) -> tuple[Tree, Tree]:
     """Adds the partial sums [d, ...] of each leaf, everywhere: the sums [...], and the same on each device [d, ...].
 
     Whoever keeps the latter in the place of the partial sums lets the all-reduce write where it reads.
@@ -102,12 +100,12 @@ def sum_in_place(acc: Tree, axes: Axes, dtype: Any = None) -> tuple[Tree, Tree]:
     if meshes.num_devices(mesh, axes) == 1:
         return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), acc), acc  # XLA partitions no all-reduce of one device
     # No other axis shards what is sliced.
-    sliced = meshes.on_tpu(mesh) and set(mesh.axis_names) == set(axes)
+    sliced = compilers.is_tpu(meshes.device_kind(mesh)) and set(mesh.axis_names) == set(axes)
 
-    def sum_leaf(own: jax.Array) -> jax.Array:
+    def sum_leaf(row: jax.Array) -> jax.Array:
         sum_up = lambda leaf: narrow.add_up(leaf, axes, dtype)
-        wide_in_slices = dtype is not None and narrow.dealt(own.shape[2:], axes) is None
-        return compilers.by_slices(sum_up, own[0]) if sliced and not wide_in_slices else sum_up(own[0])
+        wide_in_slices = dtype is not None and narrow.dealt(row.shape[2:], axes) is None
+        return compilers.by_slices(sum_up, row[0]) if sliced and not wide_in_slices else sum_up(row[0])
 
     def add(acc: Tree) -> tuple[Tree, Tree]:
         total = jax.tree.map(sum_leaf, acc)
@@ -135,12 +133,12 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -
     in_specs = PartitionSpec(*meshes.names_over_devices(axes, to.spec))
     explicit = meshes.over(NamedSharding(to.mesh, in_specs), AxisType.Explicit)
     leaf = leaf if explicit is None else jax.sharding.reshard(leaf, explicit)  # parameters may be whole over the others
-    local = lambda own: shard.scattered(own[0])
+    on_device = lambda row: shard.scattered(row[0])
     typed = dtype is None  # as in `sum_in_place`
-    return jax.shard_map(local, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec, check_vma=typed)(leaf)
+    return jax.shard_map(on_device, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec, check_vma=typed)(leaf)
 
 
-def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: Mesh, axes: Axes, spec: Any, free: Any = None) -> jax.Array:
+def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: meshes.Mesh, axes: Axes, spec: Any, free: Any = None) -> jax.Array:
     """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, or `free`."""
     others = [free] * len(leaf.shape) if spec is None else [meshes.without(entry, axes) for entry in spec]
     sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))

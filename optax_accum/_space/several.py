@@ -12,14 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum._core import arithmetic, checks, compilers, tracing
-from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core import arithmetic, checks, compilers, dtypes, tracing
 from optax_accum._core.roles import Call
-from optax_accum._core.signature import Name
-from optax_accum._core.state import default_float
+from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space import mapped, meshes, mismatch, narrow, partials
 from optax_accum._space.device import Device
-from optax_accum._space.meshes import Axes
 from optax_accum._space.shards import Shard
 from optax_accum._space.space import Local, Reduced, Reduction, Space
 
@@ -37,11 +34,11 @@ class Several(Space):
         self.axes, _, self.dtype = reduction
         self.device = Device(self.axes, one_batch=not reduction.is_partial, dtype=self.dtype)
 
-    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
+    def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> jax.Array:
         mismatch.check_num_devices(like)
         weight = checks.as_weight(weight, len(like))
         is_per_device = jnp.ndim(weight) or mapped.differs(weight, self.axes)
-        part = weight / (len(like) * jax.lax.psum(1, self.inside)) if share and not is_per_device else weight
+        part = weight / (len(like) * jax.lax.psum(1, self.inside)) if spread and not is_per_device else weight
         return jnp.broadcast_to(jnp.asarray(part, like.dtype), like.shape)
 
     def like(self, grads: Tree) -> Tree:
@@ -63,7 +60,7 @@ class Several(Space):
         )
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
-        sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not arithmetic.is_float0(leaf)]
+        sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not dtypes.is_float0(leaf)]
         # A device keeps a shard of a sum of others, too.
         counts = True if isinstance(tree, Reduced) else weight != 0
         flags = ~jax.vmap(arithmetic.all_finite)(sums) & counts
@@ -81,7 +78,7 @@ class Several(Space):
     def _sum(self, sums: Tree) -> Tree:
         """Adds partial sums, everywhere: an all-reduce."""
         add = lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
-        return jax.tree.map(lambda leaf: leaf if arithmetic.is_float0(leaf) else add(leaf), sums)
+        return jax.tree.map(lambda leaf: leaf if dtypes.is_float0(leaf) else add(leaf), sums)
 
     def _extreme(self, reduction: str, leaf: Any) -> Any:
         extreme, over = _EXTREMES[reduction]
@@ -101,15 +98,15 @@ class OverMesh(Several):
     def scalar(self, params: Tree) -> jax.Array:
         return partials.zero_scalars(params, self.axes)
 
-    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
+    def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         devices = meshes.num_devices(meshes.mesh_of(self.axes, acc, grads), self.axes)
         row = lambda param: jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
         sums = jax.tree.map(row, params) if isinstance(acc, tuple) and not acc else acc
         mismatch.check_partials(grads, sums, self.axes, devices)
         return grads
 
-    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> jax.Array:
-        return partials.beside(super().weight(weight, like, share=share), like, self.axes)
+    def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> jax.Array:
+        return partials.placed_like(super().weight(weight, like, spread=spread), like, self.axes)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
@@ -118,8 +115,8 @@ class OverMesh(Several):
         total, left = partials.sum_in_place(acc, self.axes, self.dtype)
         return total, {"acc_grads": left}
 
-    def _joined(self, own: Tree) -> Tree:
-        return mapped.joined(own, self.axes, jax.tree.map(lambda _: PartitionSpec(), own))
+    def _joined(self, local: Tree) -> Tree:
+        return mapped.joined(local, self.axes, jax.tree.map(lambda _: PartitionSpec(), local))
 
     def _held(self, acc: Tree) -> dict[str, Tree]:
         return {"acc_grads": acc} if self._is_in_place(acc) else {}
@@ -136,17 +133,17 @@ class OverMesh(Several):
         """Runs `fun`, as `run` does, with a shard of each argument in `shards`."""
         names = tuple(call.arguments)
 
-        def local(*args: Any) -> tuple[Tree, Tree]:
-            own = call.with_arguments(dict(zip(names, args, strict=False)))
-            return fun(device, own, *mapped.as_own(args[len(names) :]))
+        def on_device(*args: Any) -> tuple[Tree, Tree]:
+            call_here = call.with_arguments(dict(zip(names, args, strict=False)))
+            return fun(device, call_here, *mapped.as_local(args[len(names) :]))
 
         split = [*map(names.index, call.batch), *range(len(names), len(names) + len(sums))]
         sharded = {names.index(name): to for name, to in shards.items()}
-        return mapped.per_device(local, self.axes, split, (*call[names], *sums), sharded)
+        return mapped.per_device(on_device, self.axes, split, (*call[names], *sums), sharded)
 
     def _device(self, call: Call) -> Device:
         adds_up = self._adds_up()
-        hides = adds_up and meshes.on_gpu(meshes.mesh_of(self.axes, call[tuple(call.arguments)]))
+        hides = adds_up and compilers.is_gpu(meshes.device_kind(meshes.mesh_of(self.axes, call[tuple(call.arguments)])))
         return dataclasses.replace(self.device, adds_up=adds_up, hides=hides)
 
     def _is_in_place(self, acc: Tree) -> bool:
@@ -164,7 +161,7 @@ class ToShards(OverMesh):
     def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
         sums = jax.tree.map(lambda name, leaf: leaf if name in _SUMS else None, reductions, leaves)
         others = jax.tree.map(lambda name, leaf: None if name in _SUMS else self.output(name, leaf), reductions, leaves)
-        either = lambda one, other: other if one is None else one
+        either = lambda total, other: other if total is None else total
         return jax.tree.map(either, self.reduced(sums)[0], others, is_leaf=lambda leaf: leaf is None)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
@@ -175,9 +172,9 @@ class ToShards(OverMesh):
         scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes, self.dtype)
         return jax.tree.map(scatter, acc, shardings), {}
 
-    def _joined(self, own: Tree) -> Tree:
-        to = self._shardings(own)
-        return meshes.place(mapped.joined(own, self.axes, jax.tree.map(lambda one: one.spec, to)), to)
+    def _joined(self, local: Tree) -> Tree:
+        to = self._shardings(local)
+        return meshes.place(mapped.joined(local, self.axes, jax.tree.map(lambda sharding: sharding.spec, to)), to)
 
     def _held(self, acc: Tree) -> dict[str, Tree]:
         return {}
@@ -225,32 +222,30 @@ class InShardMap(Several):
         return mapped.varying(jax.tree.map(rows, self._sums_like(params, dtype)), self.axes)
 
     def scalar(self, params: Tree) -> jax.Array:
-        return mapped.varying(jnp.zeros([1], default_float()), self.axes)
+        return mapped.varying(jnp.zeros([1], dtypes.default_float()), self.axes)
 
-    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
-        mismatch.check_own(grads, self.axes)
+    def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
+        mismatch.check_local(grads, self.axes)
         return self.as_partial(grads)
 
-    def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
+    def _device(self, call: Call) -> Device:
         # Types know of no sum over devices that is written where partial sums lie, and is the same on all.
-        adds_up = self._adds_up() and not mapped.tells_apart(self.axes)
-        own, same = fun(dataclasses.replace(self.device, adds_up=adds_up), call, *self.as_own(sums))
-        return self.as_partial(own), same
+        return dataclasses.replace(self.device, adds_up=self._adds_up() and not mapped.tells_apart(self.axes))
 
-    def _joined(self, own: Tree) -> Tree:
-        return self.as_own(own)
+    def _joined(self, local: Tree) -> Tree:
+        return self.as_local(local)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
-        add = lambda leaf: leaf if arithmetic.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)
+        add = lambda leaf: leaf if dtypes.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)
         total = jax.tree.map(add, acc)
         return total, {"acc_grads": mapped.varying(mapped.as_row(total), self.axes)}
 
-    def as_own(self, sums: Tree) -> Tree:
-        return mapped.as_own(sums)
+    def as_local(self, sums: Tree) -> Tree:
+        return mapped.as_local(sums)
 
-    def as_partial(self, own: Tree) -> Tree:
-        return mapped.as_row(own)
+    def as_partial(self, local: Tree) -> Tree:
+        return mapped.as_row(local)
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, 1)
@@ -260,13 +255,13 @@ class Partial(Several):
     """Partial sums that stay: each device has its own, and their sum goes nowhere."""
 
     def total(self, sums: Tree) -> Tree:
-        return self.as_own(sums)
+        return self.as_local(sums)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
-        return self.as_own(acc), {}
+        return self.as_local(acc), {}
 
     def _extreme(self, reduction: str, leaf: Any) -> Any:
-        return self.as_own(leaf)
+        return self.as_local(leaf)
 
     def _adds_up(self) -> bool:
         return False

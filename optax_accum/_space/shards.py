@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from optax_accum._core.types import Axes
 from optax_accum._space import meshes, narrow
-from optax_accum._space.meshes import Axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,34 +37,34 @@ class Shard:
                 )
 
     @property
-    def is_alone(self) -> bool:
+    def is_separable(self) -> bool:
         """Whether it can be taken where the other axes are left to the partitioner: no dimension is over both."""
         others = set(meshes.explicit_axes(self.to.mesh)) - set(self.axes)
         return not others and all(meshes.names_of(self.to.spec[dim]) == names for dim, names in self.dims.items())
 
-    def scattered(self, own: jax.Array, sliced: int = 0) -> jax.Array:
-        """Returns this device's shard of the sum of `own`: of a leaf, or of a slice along its first dimensions."""
+    def scattered(self, leaf: jax.Array, sliced: int = 0) -> jax.Array:
+        """Returns this device's shard of the sum of a leaf, or of a slice along its first dimensions."""
         dims = {dim - sliced: names for dim, names in self.dims.items()}
         scattered = {name for names in dims.values() for name in names}
         unsharded = tuple(axis for axis in self.axes if axis not in scattered)
         if not dims:
-            return narrow.add_up(own, self.axes, self.dtype)
+            return narrow.add_up(leaf, self.axes, self.dtype)
         if self.dtype is not None and len(dims) == 1:
             ((dim, names),) = dims.items()
-            own = narrow.scatter(own, names, dim, self.dtype)
-            return jax.lax.psum(own, unsharded) if unsharded else own
-        own = jax.lax.psum(own, unsharded) if unsharded else own
+            leaf = narrow.scatter(leaf, names, dim, self.dtype)
+            return jax.lax.psum(leaf, unsharded) if unsharded else leaf
+        leaf = jax.lax.psum(leaf, unsharded) if unsharded else leaf
         for dim, names in dims.items():
             for name, groups in meshes.stages(self.to.mesh, names):
-                own = jax.lax.psum_scatter(own, name, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
-        return own
+                leaf = jax.lax.psum_scatter(leaf, name, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+        return leaf
 
-    def in_front(self, own: jax.Array, ndim: int) -> jax.Array | None:
-        """Returns `own` with its shard of the sum in front; None for a slice along a dimension that is scattered."""
-        sliced = ndim - own.ndim
+    def in_front(self, leaf: jax.Array, ndim: int) -> jax.Array | None:
+        """Returns a leaf with its shard of the sum in front; None for a slice along a dimension that is scattered."""
+        sliced = ndim - leaf.ndim
         if any(dim < sliced for dim in self.dims):
             return None
-        return jax.lax.dynamic_update_slice(own, self.scattered(own, sliced), [0] * own.ndim)
+        return jax.lax.dynamic_update_slice(leaf, self.scattered(leaf, sliced), [0] * leaf.ndim)
 
     def front(self, leaf: jax.Array) -> jax.Array:
         """Returns the shard that `in_front` has put there."""

@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks
-from optax_accum._core.arithmetic import Tree, Weight
+from optax_accum._core import arithmetic, checks, dtypes
 from optax_accum._core.roles import Call
-from optax_accum._core.signature import Name
-from optax_accum._core.state import default_float
+from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space.device import Device
-from optax_accum._space.meshes import Axes
 
 PARTIAL = "partial"  # as `reduce_to`: the sum goes nowhere
 Local = Callable[..., tuple[Tree, Tree]]
@@ -54,14 +51,14 @@ class Space:
 
     def scalar(self, params: Tree) -> jax.Array:
         """Returns an empty sum of weights."""
-        return jnp.zeros([], default_float())
+        return jnp.zeros([], dtypes.default_float())
 
-    def grads(self, grads: Tree, acc: Tree, params: Tree = None) -> Tree:
+    def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         """Returns the gradients of a micro-batch as they are added to `acc`, or, if it is (), as they are the sum."""
         return grads
 
-    def weight(self, weight: Any, like: jax.Array, *, share: bool) -> Weight:
-        """Returns the weight of a micro-batch as it is added to `like`; if `share`, each device's part of it."""
+    def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> Weight:
+        """Returns the weight of a micro-batch as it is added to `like`; if it is to be spread, each device's part."""
         weight = checks.as_weight(weight)
         return weight.astype(like.dtype) if isinstance(weight, jax.Array) else weight
 
@@ -82,8 +79,8 @@ class Space:
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         return acc, {"acc_grads": acc}
 
-    def _joined(self, own: Tree) -> Tree:
-        return own
+    def _joined(self, local: Tree) -> Tree:
+        return local
 
     def _held(self, acc: Tree) -> dict[str, Tree]:
         return {"acc_grads": acc}
@@ -113,20 +110,23 @@ class Space:
     # The work: a function on each device's own examples, and what came of it as users see it.
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
-        """Runs `fun(device, call, *sums) -> (own, same)` on each device, with its rows of the batch and of the sums.
+        """Runs `fun(device, call, *sums) -> (local, same)` on each device, with its rows of the batch and of the sums.
 
         Of argument `sharded`, if there is one, each device has the shard that belongs with it.
         """
-        own, same = fun(self.device, call, *self.as_own(sums))
-        return self.as_partial(own), same
+        local, same = fun(self._device(call), call, *self.as_local(sums))
+        return self.as_partial(local), same
 
-    def as_own(self, sums: Tree) -> Tree:
-        """Returns what each device has of its own as users see it: [d, ...], inside `jax.shard_map` its own [...]."""
+    def _device(self, call: Call) -> Device:
+        return self.device
+
+    def as_local(self, sums: Tree) -> Tree:
+        """Returns what each device has as users see it: [d, ...], inside `jax.shard_map` its own [...]."""
         return sums
 
-    def as_partial(self, own: Tree) -> Tree:
-        """Undoes `as_own`."""
-        return own
+    def as_partial(self, local: Tree) -> Tree:
+        """Undoes `as_local`."""
+        return local
 
     # The parameters: beside sums that are sharded they are, too.
 

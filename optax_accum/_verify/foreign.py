@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core.types import Tree
 
 
 class Kept(NamedTuple):

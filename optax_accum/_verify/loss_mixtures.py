@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core.types import Tree
 from optax_accum._verify.loss import Loss, largest, scaled, take, wide
 from optax_accum._within import splitting
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.arithmetic import Tree
 from optax_accum._core.draws import hidden_draws
 from optax_accum._core.leaves import is_key
+from optax_accum._core.types import Tree
 from optax_accum._verify import loss_mixtures as mixtures
 from optax_accum._verify.loss import Loss, floats, moved, moved_apart, numbers_by_row, scaled, take, wide
 from optax_accum._verify.loss_runs import LossRuns, within

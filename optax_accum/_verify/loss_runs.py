@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.arithmetic import Tree
 from optax_accum._core.leaves import is_key
-from optax_accum._core.signature import Name
+from optax_accum._core.types import Name, Tree
 from optax_accum._verify import loss_mixtures as mixtures
 from optax_accum._verify.loss import Loss, largest, take, uneven, wide
 from optax_accum._verify.report import DRAWS, order

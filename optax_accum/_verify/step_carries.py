@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.arithmetic import Tree
 from optax_accum._core.leaves import is_key
+from optax_accum._core.types import Tree
 from optax_accum._verify import foreign
 from optax_accum._verify.loss import wide
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core.types import Tree
 from optax_accum._verify.loss import floats, largest, moved, moved_apart
 from optax_accum._verify.report import order
 from optax_accum._verify.step_calls import nudged

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core.types import Tree
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify.loss import wide
 from optax_accum._verify.step_carries import Path, inside, is_inexact, leaves_of, named, plain, states

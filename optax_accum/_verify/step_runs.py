@@ -7,7 +7,7 @@ import math
 import jax
 import numpy as np
 
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core.types import Tree
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify import step_params
 from optax_accum._verify.loss import largest

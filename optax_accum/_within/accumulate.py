@@ -1,6 +1,5 @@
 """Owns any function of a batch, run one micro-batch after the other. Differentiates nothing."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,22 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import checks, tracing
-from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of, renamed
-from optax_accum._core.leaves import Tree
+from optax_accum._core import callables, checks, dtypes, tracing
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import is_split
-from optax_accum._core.signature import Name
-from optax_accum._core.state import default_float
-from optax_accum._core.weighing import ByShare
+from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
 from optax_accum._space.space import Reduction
-from optax_accum._within import microbatches, reductions, splitting
-from optax_accum._within.microbatches import Alive, MicroBatches, Turn
-from optax_accum._within.reductions import Outputs
-from optax_accum._within.weights import weigh
+from optax_accum._within import microbatches, reductions, splitting, weights
+from optax_accum._within.microbatches import Turn
 
 _AGAIN = (
     "What accumulate returns is not differentiated through jit where the number of micro-batches is traced "
@@ -31,11 +24,8 @@ _AGAIN = (
 )
 
 
-@renamed(
-    gradient_accumulation_steps="Pass it as num_microbatches=.",
-    accumulation_steps="Pass it as num_microbatches=.",
-    accum_steps="Pass it as num_microbatches=.",
-    every="Pass it as num_microbatches=.",
+@callables.renamed(
+    "num_microbatches",
     aux_reduction="Pass reduction=, a prefix of all that fun returns.",
     has_aux="Leave it out: reduction= covers all that fun returns.",
     argnums="Pass jax.value_and_grad(fun, argnums), or use optax_accum.value_and_grad.",
@@ -163,11 +153,11 @@ def accumulate(
         carry_argnum=carry_argnum,
     )
     rules = _Rules(
-        fun=as_function(fun),
+        fun=callables.as_function(fun),
         returns=Returns(has_carry=carry_argnum is not None, what="result"),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size, stacked),
-        weight_fn=as_weight_fn(weight_fn, roles),
-        weight_of=as_weight_of(weight_of, weight_fn, "result"),
+        weight_fn=callables.as_weight_fn(weight_fn, roles),
+        weight_of=callables.as_weight_of(weight_of, weight_fn, "result"),
         reduction=reduction,
         over=as_reduction(reduce_axes, reduce_to, partial=True),
     )
@@ -194,7 +184,7 @@ class _Rules(NamedTuple):
         """Calls `fun`: what it returns stands where a loss does."""
         return self.returns.taken_apart(call.apply(self.fun))
 
-    def outputs(self, shapes: Tree, split: splitting.Split) -> Outputs:
+    def outputs(self, shapes: Tree, split: splitting.Split) -> reductions.Outputs:
         """Returns how results of these shapes are reduced."""
         counted = self.weight_of is not None
         return reductions.outputs_of(self.reduction, shapes, split, "reduction", counted=counted)
@@ -207,59 +197,42 @@ class _Sums(NamedTuple):
     weight: jax.Array  # [], what they said that they count
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """The micro-batches of one device, and what they give."""
-
-    rules: _Rules
-    micro_batches: MicroBatches
-    weighing: ByShare
-    alive: Alive
-    outputs: Outputs
-
-    def run(self, *, static: bool) -> tuple[Tree, Tree]:
-        """Runs them in order, and returns what came of them, and the last carry."""
-        start = _Sums(self.outputs.start(), jnp.zeros([], default_float()))
-        sums, carry = self.micro_batches.in_order(self.add, start, self.alive, static=static)
-        return self.outputs.finish(sums.outputs, lambda: self.micro_batches.device.total(sums.weight)), carry
-
-    def add(self, sums: _Sums, turn: Turn) -> tuple[_Sums, Parts]:
-        """Adds what comes of a micro-batch."""
-        with jax.named_scope("optax_accum.micro_batch"):
-            parts = self.rules.parts(turn.call)
-        share, weight, result = self.weighing.share(turn.index), jnp.zeros_like(sums.weight), parts.loss
-        if self.rules.weight_of is not None:
-            share = weight = checks.as_weight(self.rules.weight_of(result), name="weight_of's result")
-        outputs = self.outputs.add(sums.outputs, result, turn.index, share)
-        return _Sums(outputs, sums.weight + weight), parts
-
-
 def _accumulate(rules: _Rules, call: Call) -> Any:
     """Runs the micro-batches of the batch, on all devices, and returns what `fun` would."""
     checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.accumulate.")
-    run = _of_no_rows
+    run = functools.partial(_of_no_rows, rules)
     if not _is_empty(call[call.batch]):
-        call = microbatches.whole_batch(call, rules.sizes)
-        static = tracing.is_again(list(call.arguments.values()))
-        run = lambda rules, device, call: _part(rules, device, call, static).run(static=static)
+        call = microbatches.checked_batch(call, rules.sizes)
+        run = functools.partial(_on_device, rules, tracing.is_again(list(call.arguments.values())))
     space = here(rules.over)
-    own, carry = space.run(functools.partial(run, rules), call)
-    results = space.outputs(reductions.names_of(rules.reduction, own, "reduction"), own)
+    local, carry = space.run(run, call)
+    results = space.outputs(reductions.names_of(rules.reduction, local, "reduction"), local)
     return rules.returns.joined(Parts(results, carry=carry))
 
 
-def _part(rules: _Rules, device: Device, call: Call, static: bool) -> _Part:
-    """Cuts what one device has of the batch."""
-    call = device.own(call, tuple(name for name in call.arguments if name != call.carry))
+def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple[Tree, Tree]:
+    """Runs the micro-batches of one device in order, and returns what came of them, and the last carry."""
+    call = device.localized(call, tuple(name for name in call.arguments if name != call.carry))
     micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
     program, shapes = micro_batches.traced()
-    device.check_alone(program.out_avals)
-    one = jax.ShapeDtypeStruct((), default_float())
-    weighing, alive = weigh(micro_batches, rules.weight_fn, one, program.jaxpr, lambda _: {})
+    device.check_axes(program.out_avals)
+    scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
+    weighing, alive = weights.weigh(micro_batches, rules.weight_fn, scalar, program.jaxpr, lambda _: {})
     outputs = rules.outputs(shapes.loss, micro_batches.split)
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
-    return _Part(rules, micro_batches, weighing, alive, outputs)
+
+    def add(sums: _Sums, turn: Turn) -> tuple[_Sums, Parts]:
+        with jax.named_scope("optax_accum.micro_batch"):
+            parts = rules.parts(turn.call)
+        share, weight, result = weighing.share(turn.index), jnp.zeros_like(sums.weight), parts.loss
+        if rules.weight_of is not None:
+            share = weight = checks.as_weight(rules.weight_of(result), name="weight_of's result")
+        return _Sums(outputs.add(sums.outputs, result, turn.index, share), sums.weight + weight), parts
+
+    start = _Sums(outputs.start(), jnp.zeros([], dtypes.default_float()))
+    sums, carry = micro_batches.in_order(add, start, alive, static=static)
+    return outputs.finish(sums.outputs, lambda: device.total(sums.weight)), carry
 
 
 def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
@@ -268,8 +241,8 @@ def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
     first = () if rules.sizes.stacked else (rows,)
     some = lambda leaf: jnp.zeros((*first, *leaf.shape[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
     few = jax.tree.map(some, call[call.batch])
-    own = call.with_arguments(dict(zip(call.batch, few, strict=True)))
-    shapes = jax.eval_shape(lambda: rules.parts(own))
+    small = call.with_values(call.batch, few)
+    shapes = jax.eval_shape(lambda: rules.parts(small))
     outputs = rules.outputs(shapes.loss, splitting.Split(0, rows, 0, 0))
     return device.vary(outputs.finish(outputs.start(), lambda: jnp.zeros([]))), call.carried
 

@@ -8,21 +8,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, ratio
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.backward import MAY_BE_AGAIN, Contribution, Inside, added_inside, at_leaves, contribution
+from optax_accum._core import arithmetic, checks, dtypes, ratio
+from optax_accum._core.backward import Backward, Contribution, contribution
+from optax_accum._core.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
 from optax_accum._core.meter import Meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
-from optax_accum._core.state import default_float
-from optax_accum._core.weighing import ByShare, Index
+from optax_accum._core.types import Index, Tree
+from optax_accum._core.weighing import ByShare
 from optax_accum._space.device import Device
 from optax_accum._space.space import Reduced, Reduction
-from optax_accum._within import gradients, microbatches, reductions, splitting
-from optax_accum._within.gradients import Leaves
+from optax_accum._within import gradients, microbatches, reductions, splitting, weights
 from optax_accum._within.microbatches import Alive, MicroBatches, Turn
-from optax_accum._within.reductions import Outputs, outputs_of
-from optax_accum._within.weights import weigh
 
 _AGAIN = (
     "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
@@ -30,25 +27,15 @@ _AGAIN = (
 )
 
 
-class Totals(NamedTuple):
-    """What is added up over the micro-batches."""
+class Sums(NamedTuple):
+    """What is added up over the micro-batches of one device."""
 
     loss: jax.Array  # [], the sum of what micro-batches contribute
     counted: Any  # what their losses say that they count, [], or () where that was known
-    grads: Any  # the sum of their gradients, leaf by leaf; None while a reference holds it
+    grads: Any  # the sum of their gradients: leaf by leaf, None while a reference holds it; in the end a tree
     outputs: Any
     samples: Any  # of the meter
-
-
-class Sums(NamedTuple):
-    """What one device has of a call."""
-
-    loss: jax.Array  # []
-    counted: Any
-    grads: Tree
-    outputs: Tree
-    samples: Any
-    weight: jax.Array  # [], this device's part of the weight of all micro-batches
+    weight: jax.Array | None = None  # [], in the end: this device's part of the weight of all micro-batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +65,6 @@ class Rules:
         """Calls `fun` and takes apart what it returns."""
         return self.returns.parts(call.apply(self.fun))
 
-    def parts_of(self, call: Call, params: tuple[Tree, ...]) -> Parts:
-        """Calls `fun` with `params` in place of the differentiated arguments."""
-        return self.parts(call.with_arguments(dict(zip(call.params, params, strict=True))))
-
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -91,55 +74,54 @@ class Cut:
     micro_batches: MicroBatches
     weighing: ByShare
     alive: Alive
-    shapes: Parts  # that `fun` returns for a whole micro-batch
+    shapes: Parts  # that `fun` returns for a full micro-batch
     static: bool  # whether all micro-batches have a turn, run or not
     inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
     overlaps: bool = False  # whether that of the last micro-batch adds them over the devices, too
 
     def add_up(self) -> tuple[Sums, Tree]:
         """Adds up what the micro-batches contribute; beside the sums comes the last carry."""
-        refs, totals = self.start()
+        refs, sums = self.start()
         order = {"unroll": self.rules.unroll, "static": self.static, "last_apart": self.overlaps}
-        totals, carry = self.micro_batches.in_order(functools.partial(self.add, refs), totals, self.alive, **order)
-        return self.finish(refs, totals), carry
+        sums, carry = self.micro_batches.in_order(functools.partial(self.add, refs), sums, self.alive, **order)
+        return self.finish(refs, sums), carry
 
-    def start(self) -> tuple[Leaves, Totals]:
-        """Returns the references that gradients are added to in place, if any, and the totals before the first."""
+    def start(self) -> tuple[gradients.Leaves, Sums]:
+        """Returns the references that gradients are added to in place, if any, and the sums before the first."""
         refs, grads = gradients.start(self.empty, self.kinds, in_place=self.inside is not None)
-        samples = self.rules.meter.samples(
-            gradients.added(self.params, self.kinds), lambda: jnp.zeros([], default_float())
-        )
-        loss = jnp.zeros([], arithmetic.accumulator_dtype(self.loss_dtype, None))
-        return refs, Totals(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
+        scalar = lambda: jnp.zeros([], dtypes.default_float())
+        samples = self.rules.meter.samples(gradients.added(self.params, self.kinds), scalar)
+        loss = jnp.zeros([], dtypes.accumulator_dtype(self.loss_dtype, None))
+        return refs, Sums(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
 
-    def add(self, refs: Leaves, totals: Totals, turn: Turn) -> tuple[Totals, Parts]:
+    def add(self, refs: gradients.Leaves, sums: Sums, turn: Turn) -> tuple[Sums, Parts]:
         """Adds a micro-batch."""
-        index = turn.index
         with jax.named_scope("optax_accum.micro_batch"):
-            one = self.contribution(turn, refs)
+            loss, backward, parts = self.contribution(turn, refs)
         with jax.named_scope("optax_accum.add"):
-            grads, squares = gradients.add(refs, totals.grads, one.backward, self.kinds)
-            samples = self._sampled(totals.samples, one, index, squares)
-        share = self.weighing.of_output(one.parts.loss, index, turn.rows)
-        outputs = self.outputs.add(totals.outputs, one.parts.aux, index, share)
-        counted = jax.tree.map(jnp.add, totals.counted, self.weighing.counted(one.parts.loss))
-        return Totals(totals.loss + one.loss, counted, grads, outputs, samples), one.parts
+            grads, squares = gradients.add(refs, sums.grads, backward, self.kinds)
+            samples = self._sampled(sums.samples, backward, parts.loss, turn.index, squares)
+        weight = self.weighing.of_output(parts.loss, turn.index, turn.rows)
+        outputs = self.outputs.add(sums.outputs, parts.aux, turn.index, weight)
+        counted = jax.tree.map(jnp.add, sums.counted, self.weighing.counted(parts.loss))
+        return Sums(sums.loss + loss, counted, grads, outputs, samples), parts
 
-    def finish(self, refs: Leaves, totals: Totals) -> Sums:
+    def finish(self, refs: gradients.Leaves, sums: Sums) -> Sums:
         """Returns the sums, the outputs of the batch among them."""
-        grads = gradients.finish(refs, totals.grads, self.empty)
-        loss = self.weighing.finished(totals.loss, self.loss_dtype)
-        weight = self.weighing.weight_of(totals.counted, self.device.count)
-        grads = Reduced(self.device.own_parts(grads)) if self.overlaps else grads
-        outputs = self.outputs.finish(totals.outputs, lambda: self.device.total(totals.counted))
-        return Sums(loss, totals.counted, grads, outputs, totals.samples, weight)
+        grads = gradients.finish(refs, sums.grads, self.empty)
+        return sums._replace(
+            loss=self.weighing.finished(sums.loss, self.loss_dtype),
+            grads=Reduced(self.device.local_parts(grads)) if self.overlaps else grads,
+            outputs=self.outputs.finish(sums.outputs, lambda: self.device.total(sums.counted)),
+            weight=self.weighing.weight_of(sums.counted, self.device.count),
+        )
 
-    def contribution(self, turn: Turn, refs: Leaves) -> Contribution:
+    def contribution(self, turn: Turn, refs: gradients.Leaves) -> Contribution:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         index, call, inside = turn.index, turn.call, self.inside
-        fun = functools.partial(self.rules.parts_of, call)
+        fun = lambda params: self.rules.parts(call.with_values(call.params, params))
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
-            inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.here))
+            inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.local))
         return contribution(fun, call[call.params], self.weighing, index, inside)
 
     @property
@@ -164,50 +146,50 @@ class Cut:
         return self.rules.kinds(self.params)
 
     @functools.cached_property
-    def outputs(self) -> Outputs:
+    def outputs(self) -> reductions.Outputs:
         """What becomes of each auxiliary output."""
-        counted = self.weighing.counts_outputs
-        return outputs_of(self.rules.aux_reduction, self.shapes.aux, self.micro_batches.split, counted=counted)
+        split, counted = self.micro_batches.split, self.weighing.counts_outputs
+        return reductions.outputs_of(self.rules.aux_reduction, self.shapes.aux, split, counted=counted)
 
     @property
     def loss_dtype(self) -> Any:
         """The dtype that the loss has."""
         return jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(ratio.totals(self.shapes.loss))))
 
-    def _sampled(self, samples: Any, one: Contribution, index: Index, squares: list[jax.Array]) -> Any:
+    def _sampled(self, samples: Any, backward: Backward, loss: Any, index: Index, squares: list[jax.Array]) -> Any:
         """Returns the sums of the meter with `w |g|^2` of a gradient in them, which came scaled."""
         meter = self.rules.meter
         if not meter.measures:
             return samples
         if squares:
-            found = meter.by_group(gradients.added(at_leaves(self.params, squares), self.kinds))
+            by_group = meter.by_group(gradients.added(at_leaves(self.params, squares), self.kinds))
         else:
-            found = meter.squares(gradients.added(one.backward.gradient(), self.kinds), like=samples.number)
-        return meter.sample(samples, found, self.weighing.of_sample(one.parts.loss, index), False)
+            by_group = meter.squares(gradients.added(backward.gradient(), self.kinds), like=samples.number)
+        return meter.sample(samples, by_group, self.weighing.of_sample(loss, index), False)
 
 
 def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     """Cuts the batch of a call on one device; `again` says that the sums are to be differentiated again."""
     checks.check_differentiable(call[call.params])
-    micro_batches = microbatches.cut(rules.parts, device, device.own(call, call.params), rules.sizes)
+    micro_batches = microbatches.cut(rules.parts, device, device.localized(call, call.params), rules.sizes)
     static = again or rules.unroll or rules.in_place is False
     program, shapes = micro_batches.traced(call.params)
-    device.check_alone(program.out_avals)
+    device.check_axes(program.out_avals)
     device.check_loss(program.jaxpr, program.out_avals[: len(jax.tree.leaves(shapes.loss))])
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
-    weighing, alive = weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
+    weighing, alive = weights.weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
-    made = Cut(rules, micro_batches, weighing, alive, shapes, static)
-    made.outputs.start()  # raises where a reduction does not fit
+    call_cut = Cut(rules, micro_batches, weighing, alive, shapes, static)
+    call_cut.outputs.start()  # raises where a reduction does not fit
     unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
-    squares = () if unless else rules.meter.no_squares(made.params)
-    inside = added_inside(rules.in_place, made.params, made.empty, program, squares, unless=unless)
+    squares = () if unless else rules.meter.no_squares(call_cut.params)
+    inside = added_inside(rules.in_place, call_cut.params, call_cut.empty, program, squares, unless=unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
-    inside_all = inside is not None and set(jax.tree.leaves(made.kinds)) == {"mean"}
+    inside_all = inside is not None and set(jax.tree.leaves(call_cut.kinds)) == {"mean"}
     needs = None if inside_all else "gradients that are added inside the backward pass"
-    overlaps = device.overlaps(rules.overlap, made.empty, needs)
-    return dataclasses.replace(made, micro_batches=micro_batches, inside=inside, overlaps=overlaps)
+    overlaps = device.overlaps(rules.overlap, call_cut.empty, needs)
+    return dataclasses.replace(call_cut, micro_batches=micro_batches, inside=inside, overlaps=overlaps)
 
 
 def _counts(
@@ -225,5 +207,5 @@ def _counts(
         return {name: counts[name] + term.checked().count for name, term in parts.loss.items()}, parts
 
     with jax.named_scope("optax_accum.count"):
-        counts = {name: jnp.zeros([], default_float()) for name in shapes.loss}
+        counts = {name: jnp.zeros([], dtypes.default_float()) for name in shapes.loss}
         return micro_batches.in_order(add, counts, alive, unroll=rules.unroll, static=static)[0]

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import arithmetic
-from optax_accum._core.arithmetic import Tree
 from optax_accum._core.backward import Backward
+from optax_accum._core.types import Tree
 from optax_accum._space.space import Reduced, Space
 
 # For some leaves (fp8 scales) the backward pass returns a new value, not a gradient: of those of all micro-batches the
@@ -55,15 +55,15 @@ def added(tree: Tree, names: Tree) -> Tree:
     return jax.tree.map(lambda leaf, name: None if name in REPLACED else leaf, tree, names)
 
 
-def over_devices(names: Tree, space: Space, own: Tree | Reduced, grads: Tree, params: Tree) -> Tree:
+def over_devices(names: Tree, space: Space, local: Tree | Reduced, grads: Tree, params: Tree) -> Tree:
     """Returns the gradients of the whole batch, with the new values of all devices; parameters where nothing ran."""
-    if isinstance(own, Reduced):
+    if isinstance(local, Reduced):
         return grads
 
-    def leaf(name: str, own: Any, grad: Any, param: Any) -> Any:
+    def leaf(name: str, local: Any, grad: Any, param: Any) -> Any:
         if name == "mean":
             return grad
-        value = space.output(name, own)
+        value = space.output(name, local)
         return jnp.where(jnp.isneginf(value), jnp.broadcast_to(param, value.shape).astype(value.dtype), value)
 
-    return jax.tree.map(leaf, names, own, grads, params)
+    return jax.tree.map(leaf, names, local, grads, params)

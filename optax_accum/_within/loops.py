@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, tracing
-from optax_accum._core.tracing import Flag, known
+from optax_accum._core import compilers, flags, tracing
+from optax_accum._core.types import Flag
 
 
 def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, unroll: bool, static: bool) -> Any:
@@ -24,20 +24,20 @@ def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, u
         order = jnp.argsort(jnp.logical_not(alive), stable=True)
         return jax.lax.fori_loop(0, jnp.sum(alive), lambda step, totals: add(order[step], totals), totals)
 
-    def one(index: Any, totals: Any) -> Any:
+    def turn(index: Any, totals: Any) -> Any:
         flag = alive if isinstance(alive, bool) else alive[index]
         return if_alive(flag, functools.partial(add, index), totals, static=static)
 
     if staged and not unroll and count > 1:
-        return jax.lax.fori_loop(0, count, one, totals)
+        return jax.lax.fori_loop(0, count, turn, totals)
     for index in range(count):
-        totals = one(index, totals)
+        totals = turn(index, totals)
     return totals
 
 
 def if_alive(alive: Flag, add: Callable[[Any], Any], totals: Any, *, static: bool) -> Any:
     """Adds one micro-batch, unless it is left out: a branch, or where none can be, a loop of at most one turn."""
-    alive = known(alive)
+    alive = flags.known(alive)
     if isinstance(alive, bool):
         return add(totals) if alive else totals
     if static:

@@ -7,16 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, draws, tracing
-from optax_accum._core.callables import as_function
+from optax_accum._core import callables, draws, dtypes, results
+from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
-from optax_accum._core.signature import Name
+from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
 from optax_accum._within import loops, splitting
-
-Tree = Any
 
 
 def microbatched_apply(
@@ -127,19 +125,15 @@ def microbatched_apply(
       * J. Lamy-Poirier, *Layered gradient accumulation and modular pipeline
         parallelism*, arXiv:2106.02679.
     """
-    as_function(fun)
+    callables.as_function(fun)
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
     over = as_reduction(reduce_axes, reduce_to)
     roles = Roles(
-        fun,
-        batch_argnums=batch_argnums,
-        whole_argnums=whole_argnums,
-        rng_argnum=rng_argnum,
-        needs_params=False,
+        fun, batch_argnums=batch_argnums, whole_argnums=whole_argnums, rng_argnum=rng_argnum, needs_params=False
     )
 
     @functools.wraps(fun)
-    def outputs(*args: Any, **kwargs: Any) -> Any:
+    def applied(*args: Any, **kwargs: Any) -> Any:
         call = roles.bind(args, kwargs)
         call.check_shared(count_rows(call[call.batch]))
         rows = splitting.split_rows(call[call.batch], sizes, 1).size
@@ -147,54 +141,53 @@ def microbatched_apply(
         space = here(over)
         for name in call.params:
             space.check_params(call.arguments[name])
-        local = lambda device, call: (_on_device(fun, sizes, device, call), None)
-        own, _ = space.run(local, call, sharded=next(iter(call.params), None))
-        return jax.tree.map(functools.partial(space.output, "concat"), own)
+        on_device = lambda device, call: (_on_device(fun, sizes, device, call), None)
+        outputs, _ = space.run(on_device, call, sharded=next(iter(call.params), None))
+        return jax.tree.map(functools.partial(space.output, "concat"), outputs)
 
-    return outputs
+    return applied
 
 
 def _shapes(call: Call, rows: int | None = None) -> Call:
     """Returns a call with shapes for arrays, wherever these lie; of the batch, if asked, those of so many rows."""
 
     def shape(name: Name, leaf: Any) -> Any:
-        if not tracing.is_array(leaf):
+        if not is_array(leaf):
             return leaf
         cut = rows is not None and name in call.batch and splitting.is_split(leaf)
         return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]) if cut else jnp.shape(leaf), jnp.result_type(leaf))
 
-    given = call.arguments.items()
-    return call.with_arguments({name: jax.tree.map(functools.partial(shape, name), arg) for name, arg in given})
+    named = call.arguments.items()
+    return call.with_arguments({name: jax.tree.map(functools.partial(shape, name), arg) for name, arg in named})
 
 
 def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, call: Call) -> Any:
     """Returns the outputs of the micro-batches of one device, in the order of its rows."""
-    call = device.own_key(call)
+    call = device.fold_key(call)
     batches = call[call.batch]
     split = splitting.split_rows(batches, sizes, device.count)
     names = tuple(name for name in call.arguments if name not in call.batch)
     others = call[names]
     opened = jax.tree.map(_opened, others, tuple(map(device.gathers, names, others)))
 
-    def one(opened: Tree, micro_batches: Sequence[Tree], index: Any) -> Any:
-        own = jax.tree.map(lambda leaf, pair: leaf if pair is None else _grafted(*pair), others, opened)
-        arguments = dict(zip((*names, *call.batch), (*own, *micro_batches), strict=True))
-        return call.with_arguments(arguments).own_key(index).apply(fun)
+    def outputs_of(opened: Tree, micro_batches: Sequence[Tree], index: Any) -> Any:
+        gathered = jax.tree.map(lambda leaf, pair: leaf if pair is None else _grafted(*pair), others, opened)
+        return call.with_values((*names, *call.batch), (*gathered, *micro_batches)).fold_key(index).apply(fun)
 
-    return _mapped(functools.partial(loops.recomputed(one, (others, batches)), opened), split, batches)
+    return _mapped(functools.partial(loops.recomputed(outputs_of, (others, batches)), opened), split, batches)
 
 
-def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:
+def _mapped(outputs_of: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:
     """Returns the outputs of all micro-batches, in the order of the rows."""
-    stacked, filled = tracing.parted(splitting.stacked(split, batches), splitting.is_split)
-    micro = lambda xs: one(splitting.ungrouped(split, filled(xs[0])), xs[1])
-    outputs = loops.mapped(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in stacked], jnp.arange(split.full)))
-    checks.check_rows(outputs, split.size)
+    interleaved, filled = parted(splitting.interleaved(split, batches), splitting.is_split)
+    micro = lambda xs: outputs_of(splitting.ungrouped(split, filled(xs[0])), xs[1])
+    outputs = loops.mapped(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in interleaved], jnp.arange(split.full)))
+    results.check_rows(outputs, split.size)
     outputs = jax.tree.map(functools.partial(splitting.original_order, split), outputs)
     if not split.rest:
         return outputs
-    rest = one(splitting.remainder(split, batches), split.full)
-    checks.check_rest(outputs, rest, split.size, split.rest)
+    rest = outputs_of(splitting.remainder(split, batches), split.full)
+    results.check_rest(outputs, rest, split.size, split.rest)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, rest)
 
 
@@ -204,10 +197,10 @@ def _mapped(one: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, b
 
 
 def _opened(leaf: Any, gather: Callable[[Any], Any]) -> tuple[Any, Any] | None:
-    if not tracing.is_array(leaf):
+    if not is_array(leaf):
         return None  # it stays what it is: a flag, a name, a function
     dtype = jnp.result_type(leaf)
-    narrow = jnp.issubdtype(dtype, jnp.inexact) and arithmetic.accumulator_dtype(dtype, None) != dtype
+    narrow = jnp.issubdtype(dtype, jnp.inexact) and dtypes.accumulator_dtype(dtype, None) != dtype
     return _lend(gather, leaf) if narrow else (gather(leaf), None)
 
 
@@ -218,7 +211,7 @@ def _grafted(leaf: Any, wide: jax.Array | None) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _lend(gather: Callable[[Any], Any], leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     gathered = gather(leaf)
-    return gathered, jnp.zeros_like(gathered, dtype=arithmetic.accumulator_dtype(leaf.dtype, None))
+    return gathered, jnp.zeros_like(gathered, dtype=dtypes.accumulator_dtype(leaf.dtype, None))
 
 
 @_lend.defjvp

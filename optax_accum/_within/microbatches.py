@@ -7,18 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_accum._core import arithmetic, checks, compilers, draws, tracing
-from optax_accum._core.arithmetic import Tree
+from optax_accum._core import compilers, draws, dtypes, results, tracing
+from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays
 from optax_accum._core.parts import Parts
 from optax_accum._core.roles import Call
 from optax_accum._core.rows import count_rows
-from optax_accum._core.signature import Name
-from optax_accum._core.tracing import Flag
-from optax_accum._core.weighing import Index
+from optax_accum._core.types import Flag, Index, Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._within import loops, splitting
-from optax_accum._within.splitting import Split
 
 Flags = tuple[Flag, Flag]  # for the full micro-batches, all or [k], and for the remainder
 
@@ -27,12 +24,12 @@ class Alive(NamedTuple):
     """Which micro-batches are run.
 
     Attributes:
-      here: those of this device.
+      local: those of this device.
       turns: those that have a turn, here or on another device: what one micro-batch hands on to the next is handed on
         by all devices, so that it stays the same on all.
     """
 
-    here: Flags
+    local: Flags
     turns: Flags
 
 
@@ -56,8 +53,8 @@ class MicroBatches:
     parts: Callable[[Call], Parts]  # calls `fun`
     device: Device
     call: Call  # of the whole batch
-    split: Split
-    stacked: Tree  # the full micro-batches: leaves [b, k, ...]
+    split: splitting.Split
+    interleaved: Tree  # the full micro-batches: leaves [b, k, ...]
     rest: Tree  # the remainder: leaves [r, ...]
 
     def turn(self, index: Index, carry: Tree) -> Turn:
@@ -69,7 +66,7 @@ class MicroBatches:
         first = self.turn(0, self.call.carried).call
 
         def parts_of(values: tuple[Any, ...]) -> Parts:
-            parts = self.parts(first.with_arguments(dict(zip(names, values, strict=True))))
+            parts = self.parts(first.with_values(names, values))
             for what, part in zip(("What fun returns", "The aux of fun", "The carry of fun"), parts, strict=True):
                 check_arrays(what, part, "Return arrays and numbers, and register a class of them as a pytree.")
             return parts
@@ -77,18 +74,11 @@ class MicroBatches:
         program, shapes = tracing.traced(parts_of, first[names])
         if draws.may_hide(program, first):
             draws.check_keys(self.parts, self.turn(0, self.call.carried).call, self.call)
-        checks.check_carry(self.call.carried, shapes.carry)
+        results.check_carry(self.call.carried, shapes.carry)
         return program, shapes
 
     def in_order(
-        self,
-        add: Add,
-        sums: Any,
-        alive: Alive,
-        *,
-        unroll: bool = False,
-        static: bool = False,
-        last_apart: bool = False,
+        self, add: Add, sums: Any, alive: Alive, *, unroll: bool = False, static: bool = False, last_apart: bool = False
     ) -> Done:
         """Runs `sums, parts = add(sums, turn)` for those that are alive, the remainder last.
 
@@ -109,25 +99,25 @@ class MicroBatches:
             sums, carry = done
             return sums, self._handed_on(self.parts(self.turn(index, carry).call))
 
-        def one(index: Any, done: Done) -> Done:
-            if alive.here is alive.turns:
+        def take_turn(index: Any, done: Done) -> Done:
+            if alive.local is alive.turns:
                 return run(index, done)
-            here = self._at(index, alive.here)
-            done = loops.if_alive(here, functools.partial(run, index), done, static=static)
-            return loops.if_alive(tracing.negated(here), functools.partial(hand_on, index), done, static=static)
+            local = self._at(index, alive.local)
+            done = loops.if_alive(local, functools.partial(run, index), done, static=static)
+            return loops.if_alive(negated(local), functools.partial(hand_on, index), done, static=static)
 
         start = self.device.vary(sums), self.call.carried
         full, (turns, rest) = self.split.full, alive.turns
-        order = functools.partial(loops.in_order, add=one, unroll=unroll, static=static)
+        order = functools.partial(loops.in_order, add=take_turn, unroll=unroll, static=static)
         if not last_apart:
             done = order(full, turns, totals=start)
-            return loops.if_alive(rest, functools.partial(one, full), done, static=static)
+            return loops.if_alive(rest, functools.partial(take_turn, full), done, static=static)
         if not self.split.rest:
             full, turns = full - 1, turns if isinstance(turns, bool) else turns[:-1]
         done = order(full, turns, totals=start)
         sums, carry = run(self.split.last, done, after=True)
-        sums = tracing.selected(self.last_of(alive.here), sums, done[0])
-        return sums, tracing.selected(self.last_of(alive.turns), carry, done[1])
+        sums = selected(self.last_of(alive.local), sums, done[0])
+        return sums, selected(self.last_of(alive.turns), carry, done[1])
 
     def last_of(self, flags: Flags) -> Flag:
         """Returns the flag of the last micro-batch."""
@@ -135,32 +125,30 @@ class MicroBatches:
 
     def undifferentiable(self, message: str) -> "MicroBatches":
         """Returns micro-batches that raise `message` when they are differentiated through a `jit`."""
-        values = self.stacked, self.rest, list(self.call.arguments.values())
-        stacked, rest, arguments = tracing.refuse_differentiation(values, message)
-        call = self.call.with_arguments(dict(zip(self.call.arguments, arguments, strict=True)))
-        return dataclasses.replace(self, call=call, stacked=stacked, rest=rest)
+        values = self.interleaved, self.rest, list(self.call.arguments.values())
+        interleaved, rest, arguments = tracing.refuse_differentiation(values, message)
+        call = self.call.with_values(tuple(self.call.arguments), arguments)
+        return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
 
     def _rows(self, index: Index) -> Any:
         """Returns the arguments that hold the batch, of one micro-batch."""
-        is_rest = isinstance(index, int) and index == self.split.full
-        return self.rest if is_rest else splitting.micro_batch(self.split, self.stacked, index)
+        return self.rest if self.split.is_rest(index) else splitting.micro_batch(self.split, self.interleaved, index)
 
     def _of_rows(self, index: Index, rows: Any, carry: Tree) -> Turn:
-        call = self.call.own_key(index).with_arguments(dict(zip(self.call.batch, rows, strict=True)))
+        call = self.call.fold_key(index).with_values(self.call.batch, rows)
         if call.carry is not None:
-            own = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
-            call = call.with_arguments({call.carry: own})
+            carried = jax.tree.map(lambda leaf: leaf, carry)  # some may be used only once
+            call = call.with_arguments({call.carry: carried})
         return Turn(index, rows, call)
 
     def _handed_on(self, parts: Parts) -> Tree:
         self.device.check_carry(parts.carry)
-        return arithmetic.strong(parts.carry)
+        return dtypes.strong(parts.carry)
 
     def _at(self, index: Index, flags: Flags) -> Flag:
         """Returns the flag of one micro-batch."""
-        if isinstance(index, int) and index == self.split.full:
-            return flags[1]
-        return flags[0] if isinstance(flags[0], bool) else flags[0][index]
+        full, rest = flags
+        return rest if self.split.is_rest(index) else full if isinstance(full, bool) else full[index]
 
 
 def cut(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:
@@ -168,15 +156,15 @@ def cut(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: split
     batches = list(call[call.batch])
     split = splitting.split_rows(batches, sizes, device.count)
     rest = splitting.remainder(split, batches) if split.rest else None
-    stacked = batches if sizes.stacked else splitting.stacked(split, batches)
-    return MicroBatches(parts, device, call, split, stacked, rest)
+    interleaved = batches if sizes.stacked else splitting.interleaved(split, batches)
+    return MicroBatches(parts, device, call, split, interleaved, rest)
 
 
-def whole_batch(call: Call, sizes: splitting.Sizes) -> Call:
+def checked_batch(call: Call, sizes: splitting.Sizes) -> Call:
     """Returns the call with a batch whose rows come first, checked: nothing that has as many is shared unasked."""
     if sizes.stacked:
         batch = splitting.rows_first(list(call[call.batch]))
-        call = call.with_arguments(dict(zip(call.batch, batch, strict=True)))
+        call = call.with_values(call.batch, batch)
         call.check_shared(None)
     else:
         call.check_shared(count_rows(call[call.batch]))

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import arithmetic, ratio
+from optax_accum._core import dtypes, ratio
+from optax_accum._core.leaves import for_each_leaf
+from optax_accum._core.types import Index, Tree
 from optax_accum._within.splitting import Split
-
-Tree = Any
-Index = int | jax.Array  # of a micro-batch; the remainder is the last
 
 
 def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -31,7 +30,7 @@ class Outputs(NamedTuple):
     """What a function returns for each micro-batch, on its way to what it returns for the batch."""
 
     names: Tree  # of the reduction of each leaf, or a function that merges two
-    shapes: Tree  # for a whole micro-batch
+    shapes: Tree  # for a full micro-batch
     split: Split
     option: str  # that names the reductions
     counted: bool  # whether the weights in a mean come out of `fun`: it is divided by their sum, at the end
@@ -43,7 +42,7 @@ class Outputs(NamedTuple):
 
     def add(self, totals: Tree, outputs: Tree, index: Index, share: Any) -> Tree:
         """Returns the outputs with those of a micro-batch among them, whose share, or weight, in a mean is given."""
-        if isinstance(index, int) and index == self.split.full:
+        if self.split.is_rest(index):
             check_rest(self, outputs)
 
         def add(name: str, total: Any, output: Any) -> Any:
@@ -70,10 +69,10 @@ def outputs_of(
     names: Tree, shapes: Tree, split: Split, option: str = "aux_reduction", *, counted: bool = False
 ) -> Outputs:
     """Returns how outputs of these shapes are reduced; raises where a reduction does not fit."""
-    made = Outputs(names_of(names, shapes, option), shapes, split, option, counted)
-    for name, (path, shape) in zip(jax.tree.leaves(made.names), jax.tree.leaves_with_path(shapes), strict=True):
-        _check(name, _where(option, path), shape, made)
-    return made
+    expected = Outputs(names_of(names, shapes, option), shapes, split, option, counted)
+    for name, (path, shape) in zip(jax.tree.leaves(expected.names), jax.tree.leaves_with_path(shapes), strict=True):
+        _check(name, _where(option, path), shape, expected)
+    return expected
 
 
 def reduction(name: str | Callable[[Any, Any], Any]) -> Reduction:
@@ -81,34 +80,34 @@ def reduction(name: str | Callable[[Any, Any], Any]) -> Reduction:
     return _merging(name) if callable(name) else REDUCTIONS[name]
 
 
-def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", of: str = "the output") -> Tree:
+def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", tree_of: str = "the output") -> Tree:
     """Returns the name of the reduction of each leaf of a tree, of which `names` is a prefix.
 
     The mean of a `Ratio` is one sum over another: both are added. The gradient of an integer (float0) has no number:
     any of them stands for all.
     """
-    names = arithmetic.for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", of)
-    names = jax.tree.map(lambda name, leaf: "last" if arithmetic.is_float0(leaf) else name, names, tree)
+    names = for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", tree_of)
+    names = jax.tree.map(lambda name, leaf: "last" if dtypes.is_float0(leaf) else name, names, tree)
     added = lambda name: "sum" if name == "mean" else name
     of_node = lambda node, named: jax.tree.map(added, named) if ratio.is_record(node) else named
     return jax.tree.map(of_node, tree, names, is_leaf=ratio.is_record)
 
 
-def check_rest(made: Outputs, outputs: Tree) -> None:
+def check_rest(expected: Outputs, outputs: Tree) -> None:
     """Raises unless the remainder's outputs join those of the full micro-batches."""
-    split = made.split
+    split = expected.split
 
     def check_leaf(path: Any, name: str, shape: jax.ShapeDtypeStruct, output: Any) -> None:
-        found, rows = jnp.shape(output), name == "concat"
-        if found != ((split.rest, *shape.shape[1:]) if rows else shape.shape):
+        output_shape, rows = jnp.shape(output), name == "concat"
+        if output_shape != ((split.rest, *shape.shape[1:]) if rows else shape.shape):
             rule = "one row for each example" if rows else "one shape in all micro-batches"
             raise ValueError(
-                f'"{name}" needs {rule}: {_where(made.option, path)} has shape {shape.shape} for {split.size} rows and '
-                f"{found} for the remainder of {split.rest}. "
+                f'"{name}" needs {rule}: {_where(expected.option, path)} has shape {shape.shape} for {split.size} rows '
+                f"and {output_shape} for the remainder of {split.rest}. "
                 + ('Take "stack", or another reduction.' if rows else 'Reduce it over its rows, or take "concat".')
             )
 
-    jax.tree.map_with_path(check_leaf, made.names, made.shapes, outputs)
+    jax.tree.map_with_path(check_leaf, expected.names, expected.shapes, outputs)
 
 
 def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:
@@ -125,15 +124,15 @@ def _where(option: str, path: Any) -> str:
     return f"{what} at {jax.tree_util.keystr(path)}" if path else what
 
 
-def _check(name: Any, where: str, shape: jax.ShapeDtypeStruct, made: Outputs) -> None:
-    split = made.split
+def _check(name: Any, where: str, shape: jax.ShapeDtypeStruct, expected: Outputs) -> None:
+    split = expected.split
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         raise TypeError(f"What is reduced is data: {where} is a key. Return jax.random.key_data(key), or leave it out.")
     if name == "mean" and not jnp.issubdtype(shape.dtype, jnp.inexact):
         raise TypeError(
             f'"mean", the default, needs floating-point numbers: {where} has dtype {shape.dtype}. Take '
-            f'{made.option}="sum" (or a prefix of the output, {{"count": "sum", "loss": "mean"}}) for counts; cast it '
-            "to float32 for a mean."
+            f'{expected.option}="sum" (or a prefix of the output, {{"count": "sum", "loss": "mean"}}) for counts; cast '
+            "it to float32 for a mean."
         )
     if callable(name):
         _check_merged(name, where, shape)
@@ -166,7 +165,7 @@ def _check_merged(merge: Callable[[Any, Any], Any], where: str, shape: jax.Shape
 def _wide(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return jnp.int32  # a sum of them counts
-    return arithmetic.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    return dtypes.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
 def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
@@ -202,24 +201,24 @@ def _merging(merge: Callable[[Any, Any], Any]) -> Reduction:
 
 
 def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:
-    """Room for the rows of the whole micro-batches, as `splitting.stacked` has them, and of the remainder [r, ...]."""
+    """Room for the rows of the full micro-batches, interleaved, and of the remainder [r, ...]."""
     zeros = lambda *rows: jnp.zeros((*rows, *shape.shape[1:]), shape.dtype)
     together = () if split.group == 1 else (split.group,)
     return zeros(split.size // split.group, split.full, *together), zeros(split.rest)
 
 
 def _put_rows(rows: Any, output: jax.Array, index: Index, share: Any) -> Any:
-    whole, rest = rows
-    count, number, *shape = whole.shape
+    full, rest = rows
+    count, number, *shape = full.shape
     if isinstance(index, int) and index == number:
-        return whole, output
-    return whole.at[:, index].set(output.reshape(count, *shape)), rest
+        return full, output
+    return full.at[:, index].set(output.reshape(count, *shape)), rest
 
 
 def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    whole, rest = rows
-    whole = jax.lax.collapse(whole, 0, whole.ndim - len(shape.shape) + 1)
-    return jnp.concatenate([whole, rest]) if len(rest) else whole
+    full, rest = rows
+    full = jax.lax.collapse(full, 0, full.ndim - len(shape.shape) + 1)
+    return jnp.concatenate([full, rest]) if len(rest) else full
 
 
 REDUCTIONS = {

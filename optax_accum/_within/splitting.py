@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import checks
+from optax_accum._core.leaves import by_path
 from optax_accum._core.rows import check_groups, count_rows, is_split
+from optax_accum._core.types import Tree
 from optax_accum._space import meshes
-
-Tree = Any
 
 # n rows, k full micro-batches of b rows, and one of the r rows that are left; m = k + (r > 0) in all.
 
@@ -37,6 +37,10 @@ class Split(NamedTuple):
     def last(self) -> int:
         """The index of the last micro-batch."""
         return self.parts - 1
+
+    def is_rest(self, index: int | jax.Array) -> bool:
+        """Returns whether this is the index of the micro-batch of those that are left."""
+        return isinstance(index, int) and index == self.full
 
 
 class Sizes(NamedTuple):
@@ -77,19 +81,18 @@ def rows_first(batch: Tree) -> Tree:
     Graphs have as many nodes, edges and so on in each micro-batch as they like, if all micro-batches have as many.
     """
     counts = set()
-    for path, leaf in jax.tree.leaves_with_path(batch):
+    for path, leaf in by_path(batch, "it"):
         if jnp.ndim(leaf) < 2:
             raise ValueError(
                 "A stacked batch has leaves [k, m, ...], m rows for each of k micro-batches: "
-                f"{jax.tree_util.keystr(path) or 'it'} has shape {jnp.shape(leaf)}. Stack a list of micro-batches "
+                f"{path} has shape {jnp.shape(leaf)}. Stack a list of micro-batches "
                 "(padded to one length): jax.tree.map(lambda *leaves: jnp.stack(leaves), *micro_batches). Give a leaf "
                 "with one number for each micro-batch a second axis, of 1."
             )
         if leaf.shape[0] and not leaf.shape[1]:
             raise ValueError(
-                f"Each micro-batch of a stacked batch [k, m, ...] must have rows: "
-                f"{jax.tree_util.keystr(path) or 'it'} has shape {jnp.shape(leaf)}. Skip empty micro-batches, or pad "
-                "them and give them a weight of zero."
+                f"Each micro-batch of a stacked batch [k, m, ...] must have rows: {path} has shape {jnp.shape(leaf)}. "
+                "Skip empty micro-batches, or pad them and give them a weight of zero."
             )
         counts.add(leaf.shape[0])
     if counts == {0}:
@@ -105,8 +108,8 @@ def rows_first(batch: Tree) -> Tree:
 def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
     """Returns how the rows of `batch` are cut, from its shapes alone: those of one of the `devices`."""
     if sizes.stacked:
-        size, whole, *_ = jax.tree.leaves(batch)[0].shape
-        return Split(size * whole, size, whole, 0, stacked=True)
+        size, number, *_ = jax.tree.leaves(batch)[0].shape
+        return Split(size * number, size, number, 0, stacked=True)
     rows, (num_microbatches, microbatch_size, group, _) = count_rows(batch), sizes
     where = "the batch has" if devices == 1 else f"each of {devices} devices has"
     check_groups(where, rows, group)
@@ -130,8 +133,8 @@ def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
     return Split(rows, size, rows // size, rows % size, group)
 
 
-def stacked(split: Split, batch: Tree) -> Tree:
-    """Returns the whole micro-batches with their index as the second axis: leaves [b, k, ...] and scalars.
+def interleaved(split: Split, batch: Tree) -> Tree:
+    """Returns the full micro-batches with their index as the second axis: leaves [b, k, ...] and scalars.
 
     A reshape: interleaving leaves each row on the device where it is. With groups of g rows, [b / g, k, g, ...].
     """
@@ -145,10 +148,10 @@ def stacked(split: Split, batch: Tree) -> Tree:
     return _of_rows(stack, _arrays(batch))
 
 
-def micro_batch(split: Split, stacked_batch: Tree, index: int | jax.Array) -> Tree:
-    """Returns whole micro-batch `index`: leaves [b, ...]."""
+def micro_batch(split: Split, batch: Tree, index: int | jax.Array) -> Tree:
+    """Returns full micro-batch `index`: leaves [b, ...]."""
     take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False)
-    return ungrouped(split, _of_rows(take, stacked_batch))
+    return ungrouped(split, _of_rows(take, batch))
 
 
 def ungrouped(split: Split, micro_batch: Tree) -> Tree:
@@ -159,7 +162,7 @@ def ungrouped(split: Split, micro_batch: Tree) -> Tree:
 
 
 def original_order(split: Split, rows: jax.Array) -> jax.Array:
-    """Returns what the whole micro-batches gave for their rows, [k, b, ...], in the order of the batch."""
+    """Returns what the full micro-batches gave for their rows, [k, b, ...], in the order of the batch."""
     rows = rows.reshape(split.full, split.size // split.group, split.group, *rows.shape[2:])
     return jax.lax.collapse(jnp.moveaxis(rows, 0, 1), 0, 3)
 

@@ -8,25 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, tracing
-from optax_accum._core.arithmetic import Tree
-from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of, renamed
+from optax_accum._core import callables, checks, dtypes, tracing
 from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.roles import Call, Roles
-from optax_accum._core.signature import Name
+from optax_accum._core.types import Name, Tree
 from optax_accum._core.weighing import divided
 from optax_accum._space.here import as_reduction, here
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.cut import Rules, cut
 
 
-@renamed(
-    gradient_accumulation_steps="Pass it as num_microbatches=.",
-    accumulation_steps="Pass it as num_microbatches=.",
-    accum_steps="Pass it as num_microbatches=.",
-    every="Pass it as num_microbatches=.",
-)
+@callables.renamed("num_microbatches")
 def value_and_grad(
     fun: Callable[..., Any],
     num_microbatches: int | None = None,
@@ -233,12 +226,12 @@ def value_and_grad(
     )
     over = as_reduction(reduce_axes, reduce_to, reduce_dtype, partial=True)
     rules = Rules(
-        fun=as_function(fun),
+        fun=callables.as_function(fun),
         roles=roles,
-        returns=Returns(has_aux, carry_argnum is not None, as_weight_of(weight_of, weight_fn)),
+        returns=Returns(has_aux, carry_argnum is not None, callables.as_weight_of(weight_of, weight_fn)),
         sizes=splitting.as_sizes(num_microbatches, microbatch_size, group_size, stacked),
         single=single,
-        weight_fn=as_weight_fn(weight_fn, roles),
+        weight_fn=callables.as_weight_fn(weight_fn, roles),
         aux_reduction=aux_reduction,
         grad_reduction="mean",
         accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
@@ -294,19 +287,19 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
     checks.check_no_module(call[call.params])
     again = tracing.is_again(list(call.arguments.values()))
-    call = microbatches.whole_batch(call, rules.sizes)
+    call = microbatches.checked_batch(call, rules.sizes)
     space = here(rules.over)
     space.check_params(call[call.params])
 
-    own, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)
-    outputs = jax.tree.map(space.output, reductions.names_of(rules.aux_reduction, own.outputs), own.outputs)
-    loss, grads = space.total(own.loss), space.reduced(own.grads)[0]
-    loss, grads = divided((loss, grads), space.total(own.counted))
+    local, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)
+    outputs = jax.tree.map(space.output, reductions.names_of(rules.aux_reduction, local.outputs), local.outputs)
+    loss, grads = space.total(local.loss), space.reduced(local.grads)[0]
+    loss, grads = divided((loss, grads), space.total(local.counted))
     kinds = rules.kinds(call[call.params])
     value = rules.returns.joined(Parts(loss, outputs, carry))
-    samples, weight = space.total((own.samples, own.weight))
-    value = rules.meter.beside(value, samples, gradients.added(grads, kinds), weight)
-    grads = gradients.over_devices(kinds, space, own.grads, grads, call[call.params])
+    samples, weight = space.total((local.samples, local.weight))
+    value = rules.meter.with_statistics(value, samples, gradients.added(grads, kinds), weight)
+    grads = gradients.over_devices(kinds, space, local.grads, grads, call[call.params])
     grads = _in_dtypes(grads, call[call.params], rules.accumulator_dtype)
     return value, grads[0] if rules.single else grads
 
@@ -314,4 +307,4 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
 def _in_dtypes(grads: Tree, params: Tree, dtype: Tree) -> Tree:
     """Returns gradients in the dtypes that were named, else in those of the parameters."""
     cast = lambda grad, param, named: grad.astype(jnp.result_type(param)) if named is None else grad
-    return jax.tree.map(cast, grads, params, arithmetic.named_dtypes(dtype, params))
+    return jax.tree.map(cast, grads, params, dtypes.named_dtypes(dtype, params))

@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import checks, ratio
+from optax_accum._core import checks, dtypes, ratio
 from optax_accum._core.rows import is_split
-from optax_accum._core.state import default_float
-from optax_accum._core.tracing import Flag
+from optax_accum._core.types import Flag
 from optax_accum._core.weighing import ByCounts, ByRatio, ByShare, ByTerms, Shares
 from optax_accum._within import splitting
 from optax_accum._within.microbatches import Alive, Flags, MicroBatches
@@ -29,15 +28,15 @@ def weigh(
     device = micro_batches.device
     full, rest, total = _shares(micro_batches, weight_fn)
     ratio.check_loss(loss, None if weight_fn is None else full)
-    here = _live(full), _live(rest)
+    local = _live(full), _live(rest)
     if weight_fn is not None or ratio.is_ratio(loss):
-        here = device.agreed(program, here)
-    alive = Alive(here, here if micro_batches.call.carry is None else device.any_of(here))
+        local = device.agreed(program, local)
+    alive = Alive(local, local if micro_batches.call.carry is None else device.any_of(local))
     known: dict[str, Any] = {"shares": full, "rest": rest, "weight": total, "full": micro_batches.split.full}
     if isinstance(full, dict):
-        return ByTerms(**known, rows=_live_rows(micro_batches, here)), alive
+        return ByTerms(**known, rows=_live_rows(micro_batches, local)), alive
     if ratio.are_terms(loss):
-        reciprocals = {name: ratio.reciprocal(device.total(one)) for name, one in count(alive).items()}
+        reciprocals = {name: ratio.reciprocal(device.total(counts)) for name, counts in count(alive).items()}
         return ByCounts(**known, reciprocals=reciprocals), alive
     return (ByRatio if ratio.is_ratio(loss) else ByShare)(**known), alive
 
@@ -48,14 +47,14 @@ def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -
     The weights are added in the default float dtype, so that counts of tokens cannot overflow; and over the devices
     that have parts of one batch.
     """
-    split, stacked, total_of = micro_batches.split, micro_batches.stacked, micro_batches.device.total
+    split, interleaved, total_of = micro_batches.split, micro_batches.interleaved, micro_batches.device.total
     if weight_fn is None:
         rows = split.rows * total_of(1)
         return split.size / rows, split.rest / rows, rows
-    axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, stacked)
-    weigh = lambda *rows: _weights(weight_fn(*(splitting.ungrouped(split, one) for one in rows)))
+    axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, interleaved)
+    weigh = lambda *rows: _weights(weight_fn(*(splitting.ungrouped(split, leaf) for leaf in rows)))
     try:
-        parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*stacked)]
+        parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)]
     except jax.errors.ConcretizationTypeError as error:
         error.add_note("weight_fn must return the traced number: leave out int(), float() and .item().")
         raise
@@ -92,4 +91,4 @@ def _weights(weights: Any) -> Any:
 
 
 def _weight(weight: Any, name: str) -> jax.Array:
-    return jnp.asarray(checks.as_weight(weight, name=name), default_float())
+    return jnp.asarray(checks.as_weight(weight, name=name), dtypes.default_float())

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
 
-from optax_accum._core.arithmetic import Tree, for_each_leaf
+from optax_accum._core.leaves import for_each_leaf
+from optax_accum._core.types import Tree
 
 
 def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
@@ -127,7 +128,7 @@ def momentum_of_each(momentum: Tree, stats: Tree) -> Tree:
                 "otherwise."
             )
     remedy = "Pass one number, or give each layer its own."
-    return for_each_leaf("momentum", unfreeze(momentum), unfreeze(stats), remedy, of="batch_stats")
+    return for_each_leaf("momentum", unfreeze(momentum), unfreeze(stats), remedy, tree_of="batch_stats")
 
 
 def _map_pairs(fun: Callable[[Any, Any], tuple[Any, Any]], stats: Tree) -> Tree:

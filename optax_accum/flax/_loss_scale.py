@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 import optax_accum
-from optax_accum._core.arithmetic import Tree, all_finite
+from optax_accum._core.arithmetic import all_finite
+from optax_accum._core.types import Tree
 from optax_accum.flax._window import find_window
 
 

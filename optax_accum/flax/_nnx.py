@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_accum
-from optax_accum._core.leaves import Tree
 from optax_accum._core.roles import Call, Roles
 from optax_accum._core.rows import count_rows
-from optax_accum._core.signature import Name
 from optax_accum._core.sums import mean as weighted_mean
+from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
-from optax_accum._space.here import beside
+from optax_accum._space.here import with_replicated
 from optax_accum._space.meshes import as_axes
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
@@ -155,7 +154,7 @@ def accumulate(
     _window.check_options("optax_accum.flax.nnx.accumulate", options, own)
     axes = as_axes(options.get("reduce_axes"))
     options |= {"num_microbatches": num_microbatches, "reduction": (options.get("reduction", "mean"), "sum")}
-    options["reduce_to"] = beside(options.get("reduce_to"))
+    options["reduce_to"] = with_replicated(options.get("reduce_to"))
     if weight_of := options.get("weight_of"):
         options["weight_of"] = lambda result: weight_of(result[0])
     optax_accum.accumulate(fun, **options)  # its errors come when this is built

@@ -37,7 +37,7 @@ def own_streams(model: Any, device: Device) -> Any:
     if device.count == 1:
         return None
     keys = jax.tree.map(lambda key: key, nnx.state(model, nnx.RngKey))  # not the variables of the model
-    nnx.update(model, device.own_keys(keys))
+    nnx.update(model, device.fold_keys(keys))
     return keys
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_accum
-from optax_accum._core import arithmetic
+from optax_accum._core import dtypes
 from tests import programs
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64]
@@ -58,7 +58,7 @@ def test_wrapping_changes_no_dtype(inner, every, emit_dtype, dtype):
     ],
 )
 def test_the_dtype_of_the_accumulator(dtype, named, expected):
-    assert arithmetic.accumulator_dtype(dtype, named and jnp.dtype(named)) == expected
+    assert dtypes.accumulator_dtype(dtype, named and jnp.dtype(named)) == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,7 @@ import pytest
 
 import optax_accum
 from optax_accum import statistics
-from optax_accum._core import compilers, sinks
+from optax_accum._core import compilers, follow
 from tests import programs
 from tests.versions import needs_references, since
 
@@ -278,7 +278,7 @@ def test_what_is_not_known_of_an_equation_is_no_matter(monkeypatch):
     """Where nothing is followed, each parameter is used where the loss takes it in."""
     p, f = cut("checkpoint in a scan", "bfloat16")
     known = jax.jit(f(in_place=True))(p, TOKENS)
-    monkeypatch.setattr(sinks, "FOLLOW", {})
+    monkeypatch.setattr(follow, "FOLLOW", {})
     chex.assert_trees_all_equal(jax.jit(f(in_place=True))(p, TOKENS), known)
 
 

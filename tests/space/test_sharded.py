@@ -320,7 +320,7 @@ def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
 @pytest.fixture
 def as_on_a_tpu(monkeypatch):
     """The forms that a TPU's compiler wants, for leaves and meshes of any size."""
-    monkeypatch.setattr(meshes, "on_tpu", lambda mesh: True)
+    monkeypatch.setattr(meshes, "device_kind", lambda mesh: "TPU v5 lite")
     monkeypatch.setattr(compilers, "CHIPS", 4)
     monkeypatch.setattr(compilers, "LARGE", 1)
 

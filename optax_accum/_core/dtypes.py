@@ -1,0 +1,69 @@
+"""Owns dtypes: those of sums, those that options name, those of gradients that are none. Adds nothing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core.leaves import for_each_leaf
+from optax_accum._core.types import Tree
+
+
+def accumulator_dtype(dtype: Any, named: jnp.dtype | None) -> jnp.dtype:
+    """Returns `named`, or at least float32 and never narrower than `dtype`; complex stays complex."""
+    real = jnp.finfo(dtype).dtype
+    if named is None:
+        named = jnp.dtype(real if jnp.finfo(real).bits >= 32 else jnp.float32)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.dtype(jnp.complex128 if jnp.finfo(named).bits == 64 else jnp.complex64)
+    return named
+
+
+def named_dtypes(dtype: Tree, params: Tree) -> Tree:
+    """Returns the dtype named for each leaf, or None: `dtype` is a prefix of the tree of the parameters."""
+    remedy = "Name one dtype, or one (or None) for each branch."
+    return for_each_leaf("accumulator_dtype", dtype, params, remedy, is_leaf=lambda node: node is None)
+
+
+def emitted_dtype(grad: jnp.dtype, acc: jnp.dtype, emit_dtype: jnp.dtype | str | None) -> jnp.dtype:
+    """Returns the dtype in which the inner optimizer sees the gradient."""
+    if emit_dtype is None:
+        return acc
+    return grad if isinstance(emit_dtype, str) else accumulator_dtype(grad, emit_dtype)
+
+
+def strong(tree: Tree) -> Tree:
+    """Returns `tree` without weak types, which an update would not give back."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), tree)
+
+
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """Returns `tree` in the dtypes of `like`; keys stay as they are, Python numbers become arrays."""
+
+    def cast(leaf: Any, to: Any) -> Any:
+        leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        dtype = to.dtype if hasattr(to, "dtype") else jnp.result_type(to)  # a Python number put there by hand
+        return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+
+    return jax.tree.map(cast, tree, like)
+
+
+def names_in(tree: Tree) -> str:
+    """Returns the names of the dtypes in `tree`, each once, for a message."""
+    return ", ".join(dict.fromkeys(jnp.result_type(leaf).name for leaf in jax.tree.leaves(tree)))
+
+
+def same(tree: Tree, other: Tree) -> bool:
+    """Returns whether two trees have the same dtypes, leaf by leaf."""
+    dtypes_of = lambda tree: list(map(jnp.result_type, jax.tree.leaves(tree)))
+    return dtypes_of(tree) == dtypes_of(other)
+
+
+def is_float0(leaf: Any) -> bool:
+    """Returns whether `leaf` is the gradient that JAX gives to an integer parameter."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def default_float() -> jnp.dtype:
+    """Returns the dtype of weights: float32, or float64 when JAX runs with 64-bit numbers."""
+    return jnp.result_type(float)

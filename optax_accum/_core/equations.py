@@ -1,0 +1,63 @@
+"""Owns the equations of a traced program: which there are, what they take, what they are. Runs none."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+
+def inner_programs(equation: Any) -> Iterator[Any]:
+    """Yields the programs inside an equation of a traced program: of a loop, a branch, a function."""
+    for inner in jax.tree.leaves(list(equation.params.values())):
+        program = getattr(inner, "jaxpr", inner)  # with or without its constants
+        if isinstance(program, core.Jaxpr):
+            yield program
+
+
+def all_equations(program: Any) -> Iterator[Any]:
+    """Yields the equations of a traced program, and of all programs inside it."""
+    for equation in program.eqns:
+        yield equation
+        for inner in inner_programs(equation):
+            yield from all_equations(inner)
+
+
+def operands(equation: Any) -> list[Any]:
+    """Returns the variables that an equation takes: no literals."""
+    return [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
+
+
+def is_cast_down(equation: Any) -> bool:
+    """Returns whether an equation casts to fewer bits."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    before, after = equation.invars[0].aval.dtype, equation.params["new_dtype"]
+    floating = jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact)
+    return floating and jnp.finfo(after).bits < jnp.finfo(before).bits
+
+
+def is_barrier(equation: Any) -> bool:
+    """Returns whether an equation only orders others."""
+    return equation.primitive.name == "optimization_barrier"
+
+
+def has_loop_or_branch(program: Any) -> bool:
+    """Returns whether a traced program holds a scan or a cond."""
+    return any(equation.primitive.name in ("scan", "cond") for equation in all_equations(program))
+
+
+def bends(program: Any) -> bool:
+    """Returns whether a factor in the cotangent could give another gradient than one on the gradient.
+
+    Where a number has a shorter range than float32 (float16, float8), a large weight overflows and a small one
+    vanishes; and a backward pass that the user wrote need not be linear (a clip).
+    """
+    widest = jnp.finfo(jnp.float32).maxexp
+    is_short = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < widest
+    return any(
+        equation.primitive.name.startswith("custom_vjp_call")
+        or any(is_short(getattr(var.aval, "dtype", jnp.dtype(bool))) for var in equation.outvars)
+        for equation in all_equations(program)
+    )

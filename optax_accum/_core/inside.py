@@ -1,0 +1,139 @@
+"""Owns how the gradients of a loss are added inside its backward pass: whether they are, and to what."""
+
+import dataclasses
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import compilers, dtypes, equations, flows, follow, matching, sinks, tracing
+from optax_accum._core.leaves import by_path, is_inexact, parted
+from optax_accum._core.sinks import Finish, Lent, Sink, Total
+from optax_accum._core.types import Tree, Weight
+
+MAY_BE_AGAIN = "the result may be differentiated again, as it always may outside jax.jit"
+
+_log = logging.getLogger("optax_accum")
+
+
+class Targets(NamedTuple):
+    """What a loss is differentiated by, so that its gradients can be added inside the backward pass."""
+
+    leaves: list[Any]  # of each inexact parameter: itself, or its sink
+    squares: Sequence[Any]  # what takes |g|^2 of each, or nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """How the gradients of a loss are added inside the backward pass.
+
+    Attributes:
+      sunk: for each inexact parameter the dtype of its sink, or None where it is differentiated itself.
+      squares: zeros for `|g|^2` of each: [], or [n] with one number for each slice; empty if nobody asks.
+      factor: what each gradient is multiplied by where it arises; None if the loss is scaled instead.
+      totals: the accumulators, if this is their last gradient.
+    """
+
+    sunk: tuple[Any, ...]
+    squares: Sequence[jax.Array] = ()
+    factor: Weight | None = None
+    totals: Sequence[Total] = ()
+
+    def last(self, refs: Sequence[Any], finish: Sequence[Finish], counts: Any) -> "Inside":
+        """Returns how the last gradient is added, if it counts (see `Total`): where it arises, the sum is finished."""
+        totals = [Total(ref, finished, counts) for ref, finished in zip(refs, finish, strict=True)]
+        return dataclasses.replace(self, sunk=tuple(jnp.dtype(ref.dtype) for ref in refs), totals=totals)
+
+    def targets(self, params: Tree) -> Targets:
+        """Returns what the loss is differentiated by."""
+        shape = lambda param: () if self.totals else jnp.shape(param)
+        leaves = [
+            param if dtype is None else sinks.empty(param, shape(param), dtype)
+            for param, dtype in zip(parted(params, is_inexact)[0], self.sunk, strict=True)
+        ]
+        return Targets(leaves, list(self.squares))
+
+    def through(self, fun: Callable[[Tree], Any], params: Tree) -> Callable[[Targets], Any]:
+        """Returns `fun(params)` as a function of the targets."""
+        inexact, filled = parted(params, is_inexact)
+        if all(dtype is None for dtype in self.sunk):
+            return lambda targets: fun(filled(targets.leaves))
+        program, shapes = jax.make_jaxpr(fun, return_shape=True)(params)
+
+        def run(targets: Targets) -> Any:
+            none = [None] * len(targets.leaves)
+            squares, totals = targets.squares or none, self.totals or none
+            lent = filled(map(self._lent, inexact, self.sunk, targets.leaves, squares, totals))
+            values = jax.tree.leaves(lent, is_leaf=lambda node: isinstance(node, Lent))
+            return jax.tree.unflatten(jax.tree.structure(shapes), follow.run(program, values))
+
+        return run
+
+    def _lent(self, param: Any, dtype: Any, target: Any, square: Any, total: Total | None) -> Any:
+        factor = None if self.factor is None else jnp.asarray(self.factor)
+        return target if dtype is None else Lent(param, Sink(target, square, factor), total)
+
+
+def added_inside(
+    asked: bool | None,
+    params: Tree,
+    acc: Tree,
+    program: Any,
+    squares: Sequence[jax.Array] = (),
+    factor: Weight | None = None,
+    unless: str | None = None,
+) -> Inside | None:
+    """Returns how gradients are added inside the backward pass; None where they are not, an error where that is asked.
+
+    `program` is the loss, traced, with its constants; `squares` and `factor` are as in `Inside`; `unless` is why they
+    are not to be.
+    """
+    path = matching.narrower(params, acc)
+    why_not = compilers.why_not_in_place()
+    if path is not None:
+        why_not = (
+            "needs accumulators at least as wide as the parameters, for a gradient is rounded before it is added: at "
+            f"{path} they are narrower (parameters {dtypes.names_in(params)}, accumulators {dtypes.names_in(acc)})"
+        )
+    nests = not unless and equations.has_loop_or_branch(program.jaxpr)
+    if why_not is None and nests and tracing.is_batched((params, acc, program.consts)):
+        why_not = "is not possible under jax.vmap, for JAX batches no loop over references, nor a branch"
+    if asked and why_not:
+        raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
+    if unless or why_not or asked is False:
+        log_after(unless or (f"adding inside it {why_not}" if why_not else "in_place=False"))
+        return None
+    _log_inside(params, program.jaxpr)
+    always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
+    needs = map(operator.or_, flows.casts(program.jaxpr), flows.breaks(program.jaxpr))
+    leaves = [pair for pair in zip(jax.tree.leaves(params), needs, strict=True) if is_inexact(pair[0])]
+    if not leaves:
+        return None
+    sunk = [
+        total.dtype if always or needs or total.dtype != jnp.result_type(leaf) else None
+        for (leaf, needs), total in zip(leaves, jax.tree.leaves(acc), strict=True)
+    ]
+    return Inside(tuple(sunk), squares, factor)
+
+
+def log_after(reason: str) -> None:
+    """Tells who asks why gradients are added after the backward pass."""
+    _log.info("Gradients are added after the backward pass, as a tree: %s.", reason)
+
+
+def _log_inside(params: Tree, program: Any) -> None:
+    """Tells who asks where gradients are added inside the backward pass."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    pairs = zip(by_path(params, ""), flows.leave_whole(program), strict=True)
+    written = [f"{path} (`{function}`)" for (path, _), function in pairs if function]
+    but = f" Some are written first, by the function in brackets: {', '.join(written)}." if written else ""
+    _log.info("Gradients are added inside the backward pass.%s", but)
+
+
+def at_leaves(params: Tree, squares: Sequence[jax.Array]) -> Tree:
+    """Replaces each parameter that has a gradient by its entry of `squares`."""
+    return parted(params, is_inexact)[1](squares)

@@ -1,0 +1,84 @@
+"""Owns the checks of what functions of users return: each says the rule, the value and the remedy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core.leaves import by_path, short
+
+
+def check_loss(loss: Any, shares: Any) -> None:
+    """Raises unless the loss is a real scalar, or a dict of them with the keys of the weights."""
+    if type(loss) is tuple:
+        raise TypeError(
+            f"fun must return a real scalar loss, or a dict of them: it returned a tuple of {len(loss)}. If that is "
+            "(loss, aux), pass has_aux=True; if it holds gradients, use optax_accum.accumulate."
+        )
+    for path, leaf in by_path(loss, "the loss"):
+        if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"fun must return a real scalar loss, or a dict of them: {path} is {short(leaf)}. Reduce it with "
+                "jnp.mean, say; with has_aux=True the loss comes first."
+            )
+    terms = sorted(loss) if isinstance(loss, dict) else None
+    wanted = sorted(shares) if isinstance(shares, dict) else None
+    if not terms and not hasattr(loss, "dtype"):
+        raise TypeError(
+            f"fun must return a real scalar loss, or a dict of them: it returned {loss!r}. Return one number; "
+            "with has_aux=True, return (loss, aux)."
+        )
+    if shares is not None and terms != wanted:
+        raise ValueError(
+            f"weight_fn must return a weight for each term of the loss: the loss has {terms or 'no terms'}, the "
+            f"weights have {wanted or 'no terms'}. Return dicts with the same keys from both."
+        )
+
+
+def check_kinds(name: str, tree: Any, like: Any, remedy: str) -> None:
+    """Raises where the dtypes of `like` have no room for `tree`: no fraction fits into an integer."""
+    for (path, leaf), to in zip(by_path(tree), jax.tree.leaves(like), strict=True):
+        new, old = (leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf) for leaf in (leaf, to))
+        for kind in (jnp.inexact, jnp.complexfloating):
+            if jnp.issubdtype(new, kind) and not jnp.issubdtype(old, kind):
+                raise TypeError(
+                    f"{name} must keep its dtypes: at {path} it began as {old} and became {new}, which would be cut "
+                    f"off. {remedy}"
+                )
+
+
+def check_carry(carry: Any, new: Any) -> None:
+    """Raises unless the carry that `fun` returns has the tree, shapes and dtypes of the one it was given."""
+    old, new_tree = jax.tree.structure(carry), jax.tree.structure(new)
+    if old != new_tree:
+        raise TypeError(
+            f"The carry must keep its tree: it came as {old} and left as {new_tree}. Return from fun a carry of the "
+            "first tree."
+        )
+    for (path, a), b in zip(by_path(carry, "its only leaf"), jax.tree.leaves(new), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise TypeError(
+                f"The carry must keep its type: at {path} it came as {short(a)} and left as {short(b)}. Cast it back "
+                "in fun."
+            )
+
+
+def check_rows(outputs: Any, size: int) -> None:
+    """Raises unless every leaf of the outputs of the micro-batches [k, ...] has one row for each example."""
+    for path, leaf in by_path(outputs, "the output"):
+        if leaf.ndim < 2 or leaf.shape[1] != size:
+            raise ValueError(
+                f"Outputs must have one row for each example: {path} has shape {leaf.shape[1:]} for a micro-batch of "
+                f"{size} rows. Return rows, and reduce them outside."
+            )
+
+
+def check_rest(outputs: Any, rest: Any, size: int, rows: int) -> None:
+    """Raises unless the outputs of the remainder join those of the full micro-batches, all in one [n, ...]."""
+    for (path, leaf), last in zip(by_path(outputs, "the output"), jax.tree.leaves(rest), strict=True):
+        if jnp.shape(last) != (rows, *leaf.shape[1:]):
+            raise ValueError(
+                f"Outputs must have one row for each example, and rows of one shape: {path} has shape "
+                f"{(size, *leaf.shape[1:])} for {size} rows and {jnp.shape(last)} for the remainder of {rows}. Return "
+                "rows, and reduce them outside."
+            )
