@@ -52,8 +52,9 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"callables", "draws", "ratio", "sinks", "sums"},
         {"follow", "groups", "parts", "state"},
         {"flows", "noise"},
-        {"inside", "meter"},
+        {"meter"},
         {"weighing"},
+        {"inside"},
         {"backward"},
     ],
     "_space": [

@@ -69,7 +69,7 @@ class Loss:
         device.check_axes(losses, of_optimizer=True)
         device.check_loss(program.jaxpr, losses)
         weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
-        inside = None if acc is None else self._inside(params, acc, program, weighing.weight, again)
+        inside = None if acc is None else self._inside(params, acc, program, weighing, again)
         if again or (self.meter.measures and not inside):
             acc = None  # what is measured after the backward pass is returned by it
 
@@ -114,7 +114,9 @@ class Loss:
             where = "the micro-batch has" if device.count == 1 else f"each of {device.count} devices has"
             rows.check_groups(where, rows.count_rows(call[call.batch]), self.group_size)
 
-    def _inside(self, params: Tree, acc: Tree, program: Any, weight: Weight | None, again: bool) -> Inside | None:
+    def _inside(
+        self, params: Tree, acc: Tree, program: Any, weighing: ByWeight | ByCount, again: bool
+    ) -> Inside | None:
         """Returns how the gradient is added to the accumulator inside the backward pass, if it is.
 
         Where a weight in the cotangent could matter, it is multiplied in where gradients arise: that of a Ratio is
@@ -122,10 +124,10 @@ class Loss:
         """
         squares, bent = self.meter.no_squares(params), equations.bends(program.jaxpr)
         unless = MAY_BE_AGAIN if again else None
-        if bent and weight is None and not self.in_place:
+        if bent and weighing.weight is None and not self.in_place:
             unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
-        factor = weight if bent else None
-        return added_inside(self.in_place, params, acc, program, squares, factor, unless)
+        factor = weighing.weight if bent else None
+        return added_inside(self.in_place, params, acc, program, weighing, squares, factor, unless)
 
     def _weighing(self, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor) -> ByWeight | ByCount:
         """Returns how the micro-batch is weighed, whose loss has these shapes."""

@@ -140,6 +140,8 @@ def add_last(
     counts = flags.known(actual != 0)
     if weight is None:  # the loss has run, the backward pass has not
         told[...] = counts
-    ran = backward.add_to(jax.tree.leaves(refs), actual), returned
-    squares, returned = flags.selected(counts, ran, jax.tree.map(jnp.zeros_like, ran))
+    where_it_counts = lambda tree: flags.selected(counts, tree, jax.tree.map(jnp.zeros_like, tree))
+    squares = where_it_counts(backward.add_to(jax.tree.leaves(refs), actual))
+    if weight is not None:  # what was known to weigh nothing has no loss, as if it had not run
+        returned = where_it_counts(returned)
     return jax.tree.map(jax.freeze, refs), vary(squares), vary(returned)

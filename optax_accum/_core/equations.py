@@ -43,6 +43,11 @@ def is_barrier(equation: Any) -> bool:
     return equation.primitive.name == "optimization_barrier"
 
 
+def is_checkpoint(equation: Any) -> bool:
+    """Returns whether an equation is a function that the backward pass runs again."""
+    return equation.primitive.name in ("checkpoint", "remat2")
+
+
 def has_loop_or_branch(program: Any) -> bool:
     """Returns whether a traced program holds a scan or a cond."""
     return any(equation.primitive.name in ("scan", "cond") for equation in all_equations(program))

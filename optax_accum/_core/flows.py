@@ -1,13 +1,14 @@
 """Owns what becomes of the gradient of each input of a traced program, read from its equations. Runs none."""
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
 
 from optax_accum._core import follow
-from optax_accum._core.equations import all_equations, inner_programs, is_barrier, is_cast_down, operands
+from optax_accum._core.equations import all_equations, inner_programs, is_barrier, is_cast_down, is_checkpoint, operands
 
 
 def casts(program: Any) -> list[bool]:
@@ -51,17 +52,20 @@ def _breaks_any(program: Any) -> bool:
     )
 
 
-def leave_whole(program: Any) -> list[str | None]:
+def leave_whole(program: Any, into_branches: bool) -> list[str | None]:
     """Returns for each input of a traced program the function that its gradient leaves as a whole, if there is one.
 
-    That is one that takes a function, and that sinks do not go into.
+    That is one that takes a function, and that sinks do not go into: into branches they do not go inside a checkpoint,
+    nor where squares are taken.
     """
     left_by: dict[Any, str | None] = {}
     for equation in reversed(program.eqns):
         name, programs = equation.primitive.name, list(inner_programs(equation))
-        if name in follow.FOLLOW and programs:
-            pairs = [(var, next(filter(None, inside), None)) for var, inside in _inside(equation, leave_whole)]
-        elif name in follow.FOLLOW:  # what goes in is what comes out
+        followed = name in follow.FOLLOW and (into_branches or name != "cond")
+        if followed and programs:
+            asked = functools.partial(leave_whole, into_branches=into_branches and not is_checkpoint(equation))
+            pairs = [(var, next(filter(None, inside), None)) for var, inside in _inside(equation, asked)]
+        elif followed:  # what goes in is what comes out
             pairs = [(var, left_by.get(equation.outvars[0])) for var in operands(equation)[:1]]
         else:
             pairs = [(var, name if programs else None) for var in operands(equation)]

@@ -13,6 +13,7 @@ from optax_accum._core import compilers, dtypes, equations, flows, follow, match
 from optax_accum._core.leaves import by_path, is_inexact, parted
 from optax_accum._core.sinks import Finish, Lent, Sink, Total
 from optax_accum._core.types import Tree, Weight
+from optax_accum._core.weighing import Weighing
 
 MAY_BE_AGAIN = "the result may be differentiated again, as it always may outside jax.jit"
 
@@ -82,14 +83,15 @@ def added_inside(
     params: Tree,
     acc: Tree,
     program: Any,
+    weighing: Weighing,
     squares: Sequence[jax.Array] = (),
     factor: Weight | None = None,
     unless: str | None = None,
 ) -> Inside | None:
     """Returns how gradients are added inside the backward pass; None where they are not, an error where that is asked.
 
-    `program` is the loss, traced, with its constants; `squares` and `factor` are as in `Inside`; `unless` is why they
-    are not to be.
+    `program` is the loss, traced, with its constants, and `weighing` how it is weighed; `squares` and `factor` are as
+    in `Inside`; `unless` is why they are not to be.
     """
     path = matching.narrower(params, acc)
     why_not = compilers.why_not_in_place()
@@ -99,14 +101,14 @@ def added_inside(
             f"{path} they are narrower (parameters {dtypes.names_in(params)}, accumulators {dtypes.names_in(acc)})"
         )
     nests = not unless and equations.has_loop_or_branch(program.jaxpr)
-    if why_not is None and nests and tracing.is_batched((params, acc, program.consts)):
+    if why_not is None and nests and tracing.is_batched((params, acc, program.consts, vars(weighing))):
         why_not = "is not possible under jax.vmap, for JAX batches no loop over references, nor a branch"
     if asked and why_not:
         raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
     if unless or why_not or asked is False:
         log_after(unless or (f"adding inside it {why_not}" if why_not else "in_place=False"))
         return None
-    _log_inside(params, program.jaxpr)
+    _log_inside(params, program.jaxpr, measured=bool(squares))
     always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
     needs = map(operator.or_, flows.casts(program.jaxpr), flows.breaks(program.jaxpr))
     leaves = [pair for pair in zip(jax.tree.leaves(params), needs, strict=True) if is_inexact(pair[0])]
@@ -124,11 +126,11 @@ def log_after(reason: str) -> None:
     _log.info("Gradients are added after the backward pass, as a tree: %s.", reason)
 
 
-def _log_inside(params: Tree, program: Any) -> None:
+def _log_inside(params: Tree, program: Any, measured: bool) -> None:
     """Tells who asks where gradients are added inside the backward pass."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    pairs = zip(by_path(params, ""), flows.leave_whole(program), strict=True)
+    pairs = zip(by_path(params, ""), flows.leave_whole(program, into_branches=not measured), strict=True)
     written = [f"{path} (`{function}`)" for (path, _), function in pairs if function]
     but = f" Some are written first, by the function in brackets: {', '.join(written)}." if written else ""
     _log.info("Gradients are added inside the backward pass.%s", but)

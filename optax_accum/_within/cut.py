@@ -183,7 +183,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     call_cut.outputs.start()  # raises where a reduction does not fit
     unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
     squares = () if unless else rules.meter.no_squares(call_cut.params)
-    inside = added_inside(rules.in_place, call_cut.params, call_cut.empty, program, squares, unless=unless)
+    inside = added_inside(rules.in_place, call_cut.params, call_cut.empty, program, weighing, squares, unless=unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
     inside_all = inside is not None and set(jax.tree.leaves(call_cut.kinds)) == {"mean"}

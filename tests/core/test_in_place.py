@@ -125,9 +125,10 @@ def loss_of(body, cast=None):
 
 
 def cut(body, cast):
-    dtype, inner = CASTS[cast]
+    """Parameters, and a gradient in three micro-batches; of one body the last is smaller, and is compiled for itself."""
+    (dtype, inner), size = CASTS[cast], 5 if body == "checkpoint in a scan" else 4
     return params(dtype), functools.partial(
-        optax_accum.value_and_grad, loss_of(body, inner), microbatch_size=5, accumulator_dtype=jnp.float32
+        optax_accum.value_and_grad, loss_of(body, inner), microbatch_size=size, accumulator_dtype=jnp.float32
     )
 
 
@@ -263,6 +264,23 @@ def test_under_vmap_layers_in_a_scan_or_a_cond_are_added_after(layers, axes):
         jax.jit(jax.vmap(optax_accum.value_and_grad(loss, 2, in_place=True), axes)).lower(*args)
 
 
+@pytest.mark.parametrize("within", [True, False])
+def test_under_vmap_of_weights_alone_such_layers_are_added_after(within):
+    """Of a mask that the loss does not read, or of `weight=`."""
+    loss = lambda w, batch: jnp.mean(LAYER(batch["x"], w, lambda w, one: one) ** 2)
+    mask = jnp.asarray([[1.0, 1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 0, 1]])
+    x, counted = jnp.linspace(-1, 1, 32).reshape(8, 4), lambda batch: batch["mask"].sum()
+    gradient = optax_accum.value_and_grad(loss, 2, weight_fn=counted)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduction="sum")
+    step = optax_accum.value_and_apply_gradients(loss, tx)
+    if within:
+        run = lambda mask: gradient(STACK, {"x": x, "mask": mask})[1]
+    else:
+        run = lambda mask: step(STACK, tx.init(STACK), {"x": x}, weight=mask.sum())[2].acc_grads
+    want = jnp.stack([run(each) for each in mask])
+    np.testing.assert_allclose(jax.jit(jax.vmap(run))(mask), want, rtol=1e-5, atol=1e-6)
+
+
 def test_squares_on_an_explicit_mesh():
     """Whose axes types tell, although nothing is reduced over them."""
     loss = lambda w, x: jnp.mean((x * w[None]) ** 2)
@@ -348,6 +366,10 @@ def test_the_log_tells_where_gradients_are_added_and_why(caplog):
     assert found.endswith(f"by the function in brackets: {cond}[0]['scale'] (`custom_vjp_call`).")
     assert "unroll=True" in told(caplog, optax_accum.value_and_grad(looked_up, 2, unroll=True), p, x)
     assert "in_place=False" in told(caplog, optax_accum.value_and_grad(looked_up, 2, in_place=False), p, x)
+    routed = "[0]['routed'] (`cond`)"  # into a branch sinks do not go where squares are taken, nor inside a checkpoint
+    assert routed in told(caplog, optax_accum.value_and_grad(looked_up, 2, statistics=True), p, x)
+    if compilers.ADDS_IN_CHECKPOINTS:
+        assert routed in told(caplog, optax_accum.value_and_grad(jax.checkpoint(looked_up), 2), p, x)
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite="skip")
     step = optax_accum.value_and_apply_gradients(looked_up, tx)
     assert "nonfinite=" in told(caplog, step, p, tx.init(p), x)

@@ -71,22 +71,6 @@ def test_a_python_block_of_the_readme(code):
     exec(compile(code, "README.md", "exec"), {})
 
 
-QUICK = {  # pages whose numbers alone are asserted
-    "batch_norm",
-    "check_your_step",
-    "coming_from",
-    "faq",
-    "growing_batches",
-    "how_it_works",
-    "losses",
-    "nan_policy",
-    "noise_scale",
-    "once_per_update",
-    "outliers",
-    "start",
-    "weights",
-    "when_not",
-}
 NEEDS = {"other_libraries": ("equinox", "haiku", "numpyro")}
 
 
@@ -105,8 +89,7 @@ def test_the_python_blocks_of_a_page_run_one_after_the_other(page):
     code = "\n".join(blocks("python", page.read_text()))
     if reason := why_not(code):
         pytest.skip(reason)
-    env = {**os.environ, **({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if page.stem in QUICK else {})}
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT, env=env)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
