@@ -26,9 +26,9 @@ QUIRKS = (
     ),
     Quirk(
         "warn_of_stale_products",
-        "On a CPU, from 0.7.1 on, a product can use the old values of a matrix that was updated in place",
+        "On some CPUs, from 0.7.1 on, a product uses the old values of a matrix that was updated in place",
         "a warning names the XLA flag that helps",
-        "JAX 0.7.2: a linear model of 512 x 512 whose parameters are donated never trains",
+        "JAX 0.7.2, AMD EPYC: a linear model of 512 x 512 whose parameters are donated never trains",
         until=(0, 8, 2),
     ),
     Quirk(

@@ -153,13 +153,13 @@ def test_with_the_flag_parameters_that_are_updated_in_place_train_as_others():
     assert warned == ""
 
 
-def test_where_they_do_not_train_a_warning_names_the_flag():
-    """JAX 0.7.1 to 0.8.1 multiply by what the parameters were before: here for ever by zeros."""
+def test_where_they_may_not_train_a_warning_names_the_flag():
+    """JAX 0.7.1 to 0.8.1 multiply on some CPUs by what the parameters were before: here for ever by zeros."""
     (copied, donated), warned = trains("")
     assert copied < 0.99
-    fails = (0, 7, 1) <= versions.JAX < (0, 8, 2)
-    assert donated == (1.0 if fails else pytest.approx(copied, rel=1e-5))
-    assert (compilers.WITHOUT_XNNPACK in warned) == fails
+    may_fail = (0, 7, 1) <= versions.JAX < (0, 8, 2)
+    assert donated == pytest.approx(copied, rel=1e-5) or (may_fail and donated == 1.0)
+    assert (compilers.WITHOUT_XNNPACK in warned) == may_fail
 
 
 def test_the_warning_is_for_cpus_without_the_flag(monkeypatch):
