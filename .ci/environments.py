@@ -11,7 +11,7 @@ COLUMNS = {
     "law": ("name", "python", "install", "here", "tests"),
     "facts": ("name", "python", "install", "compiler", "target"),
 }
-LAW = "tests/test_law.py tests/core/test_in_place.py tests/pages/test_docs.py tests/pages/test_support.py"
+LAW = "tests/test_law.py tests/loss/test_in_place.py tests/pages/test_docs.py tests/pages/test_support.py"
 DEFAULTS = {"suite": {"here": "suite"}, "law": {"here": "law", "tests": LAW}, "facts": {}}
 
 

@@ -20,8 +20,8 @@ from typing import Any as _Any
 from optax_accum._across.multi_steps import from_multi_steps
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients, apply_gradients
-from optax_accum._core.ratio import Ratio
 from optax_accum._core.state import AccumulationState, has_updated
+from optax_accum._loss.ratio import Ratio
 from optax_accum._space.metrics import metrics
 from optax_accum._within.accumulate import accumulate
 from optax_accum._within.microbatched_apply import microbatched_apply

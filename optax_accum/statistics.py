@@ -19,9 +19,9 @@ docs/growing_batches.md have sources and examples. What to make of it:
 """
 
 from optax_accum._across.noise_scale import gradient_noise_scale
-from optax_accum._core.groups import Layers
-from optax_accum._core.meter import Options
-from optax_accum._core.noise import NoiseScale, Statistics, smooth
+from optax_accum._loss.groups import Layers
+from optax_accum._loss.meter import Options
+from optax_accum._loss.noise import NoiseScale, Statistics, smooth
 
 __all__ = [
     "Layers",

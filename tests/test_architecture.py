@@ -23,14 +23,16 @@ pytestmark = pytest.mark.quick
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
 ROOMS = {  # and what each stands on
     "_core": set(),
-    "_space": {"_core"},
-    "_across": {"_core", "_space"},
-    "_within": {"_core", "_space"},
-    "_batches": {"_core", "_across"},
-    "_placement": {"_core", "_space", "_across"},
-    "_compiled": {"_core"},
-    "_plan": {"_core", "_within", "_placement", "_compiled"},
-    "_verify": {"_core", "_within"},
+    "_arguments": {"_core"},
+    "_loss": {"_core", "_arguments"},
+    "_space": {"_core", "_arguments", "_loss"},
+    "_across": {"_core", "_arguments", "_loss", "_space"},
+    "_within": {"_core", "_arguments", "_loss", "_space"},
+    "_batches": {"_core", "_arguments", "_loss", "_across"},
+    "_placement": {"_core", "_arguments", "_space", "_across"},
+    "_compiled": {"_core", "_arguments"},
+    "_plan": {"_core", "_arguments", "_within", "_placement", "_compiled"},
+    "_verify": {"_core", "_arguments", "_loss", "_within"},
     "_command": {"_compiled", "_plan", "_verify"},
     "sharding": {"_space", "_placement", "_compiled"},
     "checkpoint": {"_placement"},
@@ -38,19 +40,28 @@ ROOMS = {  # and what each stands on
     "accelerators": {"_compiled"},
     "__main__": {"_command"},
     "plan": {"_plan"},
-    "statistics": {"_core", "_across"},
-    "flax": {"_core", "_space", "_across", "_within"},
+    "statistics": {"_loss", "_across"},
+    "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_within"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
 FLOORS = {  # inside a room: a module imports from lower floors
     "_core": [
-        {"types", "counted", "seen", "spelling", "equations"},
-        {"compilers", "flags", "rows", "signature"},
-        {"leaves", "memory"},
-        {"tracing", "dtypes", "results"},
-        {"arithmetic", "checks", "matching", "roles"},
-        {"callables", "draws", "ratio", "sinks", "sums"},
-        {"follow", "groups", "parts", "state"},
+        {"types", "seen", "equations"},
+        {"compilers"},
+        {"flags", "leaves", "memory"},
+        {"tracing", "dtypes"},
+        {"arithmetic", "matching"},
+        {"sums"},
+        {"state"},
+    ],
+    "_arguments": [
+        {"counted", "spelling", "rows", "signature", "checks", "results"},
+        {"roles"},
+        {"callables", "draws"},
+    ],
+    "_loss": [
+        {"ratio", "sinks"},
+        {"follow", "groups", "parts"},
         {"flows", "noise"},
         {"meter"},
         {"weighing"},
@@ -211,7 +222,7 @@ def test_axes_are_asked_for_at_the_doors_alone():
     """No `if reduce_axes` but where an option is read."""
     asked = {
         (f"{room}/{name}", test)
-        for room in ("_core", "_across", "_within")
+        for room in ("_core", "_arguments", "_loss", "_across", "_within")
         for name, source in modules(room).items()
         for test in branches(source)
         if "axes" in test
@@ -236,15 +247,15 @@ def test_policies_are_compared_in_their_table_alone():
 ASKED = {
     "which form has a loss": (
         {"is_ratio", "are_terms", "isinstance Ratio"},
-        "_core/ratio _within/weights _across/loss",
+        "_loss/ratio _within/weights _across/loss",
     ),
-    "how is a micro-batch differentiated": ({"vjp"}, "_core/backward"),
+    "how is a micro-batch differentiated": ({"vjp"}, "_loss/backward"),
     "which kind of every": ({"isinstance Schedule", "as_schedule"}, "_across/schedules _across/transformation"),
     "what is measured": (
         {"as_meter", "Measuring", "Counting"},
-        "_core/meter _across/transformation _within/value_and_grad",
+        "_loss/meter _across/transformation _within/value_and_grad",
     ),
-    "is a gradient measured": ({"measures"}, "_core/meter _across/loss _within/cut"),
+    "is a gradient measured": ({"measures"}, "_loss/meter _across/loss _within/cut"),
     "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step _across/multi_steps"),
     "does a state hold a sum": ({"holds_sum"}, "_across/accumulator flax/_window"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
@@ -422,7 +433,7 @@ def test_a_wrong_arrow_is_found():
         "import optax_accum.flax",
     ):
         assert wrong_arrows("_core", source)
-    assert wrong_arrows_inside("_core", "tracing", "from optax_accum._core import checks")
+    assert wrong_arrows_inside("_core", "tracing", "from optax_accum._core import state")
 
 
 def test_nothing_private_of_jax_is_used():

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from optax_accum._core import arithmetic, checks
+from optax_accum._arguments import checks
+from optax_accum._core import arithmetic
 from optax_accum._core.types import Flag, Weight
 
 

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import optax
 
-from optax_accum._core import dtypes, equations, memory, results, spelling
+from optax_accum._arguments import results, spelling
+from optax_accum._core import dtypes, equations, memory
 from optax_accum._core.state import AccumulationState, states_in
 from optax_accum._core.types import Tree
 

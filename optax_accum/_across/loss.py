@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_accum._across.divisor import Divisor
-from optax_accum._core import checks, equations, rows, tracing
-from optax_accum._core.backward import Backward, add_last, add_to, contribution
-from optax_accum._core.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
+from optax_accum._arguments import checks, rows
+from optax_accum._arguments.roles import Call
+from optax_accum._core import equations, tracing
 from optax_accum._core.leaves import short
-from optax_accum._core.meter import Meter
-from optax_accum._core.parts import Returns
-from optax_accum._core.ratio import Ratio, check_loss, check_single
-from optax_accum._core.roles import Call
-from optax_accum._core.sinks import Finish
 from optax_accum._core.types import Flag, Tree, Weight
-from optax_accum._core.weighing import ByCount, ByWeight, MeanAndFactor
+from optax_accum._loss.backward import Backward, add_last, add_to, contribution
+from optax_accum._loss.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
+from optax_accum._loss.meter import Meter
+from optax_accum._loss.parts import Returns
+from optax_accum._loss.ratio import Ratio, check_loss, check_single
+from optax_accum._loss.sinks import Finish
+from optax_accum._loss.weighing import ByCount, ByWeight, MeanAndFactor
 from optax_accum._space.device import Device
 from optax_accum._space.space import Reduced
 

@@ -1,8 +1,8 @@
 """Owns the question how noisy the gradients of a run are, asked of its state."""
 
-from optax_accum._core.noise import NoiseScale, Statistics, noise_scale
 from optax_accum._core.state import find_state
 from optax_accum._core.types import Tree
+from optax_accum._loss.noise import NoiseScale, Statistics, noise_scale
 
 
 def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:

@@ -7,7 +7,8 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, dtypes, results
+from optax_accum._arguments import checks, results
+from optax_accum._core import arithmetic, dtypes
 from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Flag, Tree, Weight

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from optax_accum._core import checks, flags
+from optax_accum._arguments import checks
+from optax_accum._core import flags
 from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Flag

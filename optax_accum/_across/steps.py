@@ -13,12 +13,14 @@ from optax_accum._across import accumulator, outcomes, schedules, transformation
 from optax_accum._across.inner import check_extra_args, is_data, unread
 from optax_accum._across.loss import Added, Done, Loss
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
-from optax_accum._core import arithmetic, checks, flags, inside, rows, tracing
+from optax_accum._arguments import checks, rows
+from optax_accum._arguments.roles import Call, Roles
+from optax_accum._arguments.signature import signature_of
+from optax_accum._core import arithmetic, flags, tracing
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
-from optax_accum._core.roles import Call, Roles
-from optax_accum._core.signature import signature_of
 from optax_accum._core.state import AccumulationState, micro_step_of
 from optax_accum._core.types import Tree
+from optax_accum._loss import inside
 from optax_accum._space.space import Space
 
 

@@ -10,12 +10,12 @@ from optax_accum._across.divisor import as_divisor
 from optax_accum._across.loss import Loss
 from optax_accum._across.steps import AccumulatingStep, Keywords, Step
 from optax_accum._across.transformation import rules_of
-from optax_accum._core import callables, checks
+from optax_accum._arguments import callables, checks
+from optax_accum._arguments.roles import Roles
 from optax_accum._core.leaves import short
-from optax_accum._core.meter import Meter
-from optax_accum._core.parts import Returns
-from optax_accum._core.roles import Roles
 from optax_accum._core.types import Name, Tree
+from optax_accum._loss.meter import Meter
+from optax_accum._loss.parts import Returns
 
 
 def value_and_apply_gradients(

@@ -13,11 +13,12 @@ from optax_accum._across.divisor import as_divisor
 from optax_accum._across.inner import check_accumulates_once
 from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
-from optax_accum._core import callables, checks, dtypes
+from optax_accum._arguments import callables, checks
+from optax_accum._core import dtypes
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
-from optax_accum._core.meter import Options, as_meter
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state
 from optax_accum._core.types import Axes, Tree
+from optax_accum._loss.meter import Options, as_meter
 from optax_accum._space.here import as_reduction
 from optax_accum._space.space import Space
 

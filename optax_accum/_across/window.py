@@ -15,12 +15,13 @@ from optax_accum._across.loss import Added
 from optax_accum._across.outcomes import Outcome
 from optax_accum._across.policy import Policy
 from optax_accum._across.schedules import Schedule
-from optax_accum._core import arithmetic, checks, flags, matching, sums
+from optax_accum._arguments import checks
+from optax_accum._core import arithmetic, flags, matching, sums
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
-from optax_accum._core.meter import Meter
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Flag, Tree, Weight
+from optax_accum._loss.meter import Meter
 from optax_accum._space.here import here
 from optax_accum._space.space import Reduced, Reduction, Space
 

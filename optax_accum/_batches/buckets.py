@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from optax_accum._arguments import checks
+from optax_accum._arguments.counted import counted
 from optax_accum._batches.packed import Ints
-from optax_accum._core import checks
-from optax_accum._core.counted import counted
 
 STEP = 1.1  # the rows that fit a default bucket, by those that fit the next longer one
 MORE = 1.02  # micro-batches with default buckets, at most, by the fewest of any packing

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from optax_accum._arguments import checks
+from optax_accum._arguments.counted import counted, there_are
 from optax_accum._batches.buckets import Room, bucket_of, chosen_buckets, positive
 from optax_accum._batches.packed import Ints, TokenPacking
-from optax_accum._core import checks
-from optax_accum._core.counted import counted, there_are
 
 Cost = Literal["tokens", "squares"] | Callable[[Ints], Any]
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from optax_accum._core import checks
+from optax_accum._arguments import checks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._across.schedules import Schedule, by_count
-from optax_accum._core import checks
-from optax_accum._core.noise import noise_scale
+from optax_accum._arguments import checks
 from optax_accum._core.seen import has_seen
 from optax_accum._core.state import AccumulationState
+from optax_accum._loss.noise import noise_scale
 
 
 def every_by_tokens(counts: Mapping[float, int]) -> Schedule:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from optax_accum._arguments.counted import counted
 from optax_accum._compiled import programs
 from optax_accum._compiled.programs import Computation, Instruction
-from optax_accum._core.counted import counted
 
 KINDS = (
     "all-reduce",

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from optax_accum._arguments import checks
+from optax_accum._arguments.counted import counted, there_are
 from optax_accum._compiled import absent
-from optax_accum._core import checks
-from optax_accum._core.counted import counted, there_are
 
 Tree = Any
 GIB = 1 << 30

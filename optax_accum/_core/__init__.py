@@ -1,1 +1,1 @@
-"""Arithmetic, arguments, state, and the one backward pass: what every other room stands on."""
+"""Trees, their dtypes and sums, the state, traced programs and what JAX's versions do: every other room stands on it."""

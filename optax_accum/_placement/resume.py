@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import optax
 
-from optax_accum._core import checks, compilers
+from optax_accum._arguments import checks
+from optax_accum._core import compilers
 from optax_accum._core.state import holds_partial_sums, map_states, states_in
 from optax_accum._placement.shardings import state_sharding
 

@@ -4,7 +4,7 @@ import math
 import textwrap
 from typing import Any
 
-from optax_accum._core.counted import counted
+from optax_accum._arguments.counted import counted
 
 _KINDS = {"arguments": "C0", "kept": "C4", "temporary": "C1", "code": "C7"}
 _NAMES = {"kept": "outputs", "code": "the program"}

@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from optax_accum._arguments.counted import counted
 from optax_accum._compiled.footprint import Footprint
-from optax_accum._core.counted import counted
 from optax_accum._plan.budgets import as_text
 from optax_accum._plan.search import Candidate
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from optax_accum._arguments import checks
+from optax_accum._arguments.counted import counted, there_are
 from optax_accum._compiled.footprint import shards_of
 from optax_accum._compiled.targets import Target
 from optax_accum._compiled.targets import target as find_target
-from optax_accum._core import checks
-from optax_accum._core.counted import counted, there_are
 from optax_accum._plan import budgets, search
 from optax_accum._plan.plan import NothingFitsError, Plan
 from optax_accum._plan.search import Candidate

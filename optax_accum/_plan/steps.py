@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from optax_accum._arguments import checks
+from optax_accum._arguments.roles import Roles
 from optax_accum._compiled.targets import Target
-from optax_accum._core import checks, compilers, dtypes
-from optax_accum._core.roles import Roles
+from optax_accum._core import compilers, dtypes
 from optax_accum._core.types import Name
 from optax_accum._placement.shardings import state_sharding
 from optax_accum._within.value_and_grad import value_and_grad

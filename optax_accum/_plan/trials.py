@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from optax_accum._arguments.counted import counted
 from optax_accum._compiled.footprint import Footprint, footprint, largest_product, text_key
 from optax_accum._compiled.targets import Target
-from optax_accum._core.counted import counted
 from optax_accum._plan import search
 from optax_accum._plan.plan import Compiled
 from optax_accum._plan.search import Candidate

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers
 from optax_accum._core.leaves import is_array, parted
-from optax_accum._core.roles import Call
-from optax_accum._core.sinks import Finish
 from optax_accum._core.types import Axes, Name, Tree, Weight
+from optax_accum._loss.sinks import Finish
 from optax_accum._space import mapped, narrow
 from optax_accum._space.shards import Shard
 

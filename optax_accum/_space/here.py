@@ -5,7 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum._core import checks, compilers
+from optax_accum._arguments import checks
+from optax_accum._core import compilers
 from optax_accum._core.types import Tree
 from optax_accum._space import meshes
 from optax_accum._space.several import InShardMap, OverMesh, PartialInShardMap, PartialOverMesh, ToShards

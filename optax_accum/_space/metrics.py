@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core.groups import ALL
-from optax_accum._core.noise import Samples, Statistics, noise_scale
 from optax_accum._core.seen import as_number
 from optax_accum._core.state import find_state
 from optax_accum._core.types import Axes, Tree
+from optax_accum._loss.groups import ALL
+from optax_accum._loss.noise import Samples, Statistics, noise_scale
 from optax_accum._space import mapped
 
 

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum._core import arithmetic, checks, compilers, dtypes, tracing
-from optax_accum._core.roles import Call
+from optax_accum._arguments import checks
+from optax_accum._arguments.roles import Call
+from optax_accum._core import arithmetic, compilers, dtypes, tracing
 from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space import mapped, meshes, mismatch, narrow, partials
 from optax_accum._space.device import Device

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, dtypes
-from optax_accum._core.roles import Call
+from optax_accum._arguments import checks
+from optax_accum._arguments.roles import Call
+from optax_accum._core import arithmetic, dtypes
 from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space.device import Device
 

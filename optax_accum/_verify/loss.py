@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import ratio
 from optax_accum._core.leaves import is_key
-from optax_accum._core.parts import Parts, Returns
 from optax_accum._core.types import Name, Tree
+from optax_accum._loss import ratio
+from optax_accum._loss.parts import Parts, Returns
 from optax_accum._within import splitting
 from optax_accum._within.value_and_grad import value_and_grad
 

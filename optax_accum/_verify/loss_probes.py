@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core.draws import hidden_draws
+from optax_accum._arguments.draws import hidden_draws
 from optax_accum._core.leaves import is_key
 from optax_accum._core.types import Tree
 from optax_accum._verify import loss_mixtures as mixtures

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from optax_accum._core.counted import counted
+from optax_accum._arguments.counted import counted
 
 DRAWS = 128  # keys over which a random loss is averaged
 

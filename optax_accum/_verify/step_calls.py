@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_accum._core.callables import as_function
-from optax_accum._core.draws import hidden_draws
+from optax_accum._arguments.callables import as_function
+from optax_accum._arguments.draws import hidden_draws
 from optax_accum._core.types import Tree
 from optax_accum._verify import foreign
 from optax_accum._verify import step_carries as carries

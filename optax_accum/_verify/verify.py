@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import checks
-from optax_accum._core.callables import as_function, as_weight_fn, as_weight_of
+from optax_accum._arguments import checks
+from optax_accum._arguments.callables import as_function, as_weight_fn, as_weight_of
+from optax_accum._arguments.roles import Call, Roles
+from optax_accum._arguments.rows import count_rows
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, short
-from optax_accum._core.parts import Returns
-from optax_accum._core.ratio import check_loss
-from optax_accum._core.roles import Call, Roles
-from optax_accum._core.rows import count_rows
 from optax_accum._core.types import Name, Tree
+from optax_accum._loss.parts import Returns
+from optax_accum._loss.ratio import check_loss
 from optax_accum._verify.loss import Loss, grouped, uneven
 from optax_accum._verify.loss_faults import MUTABLE, SHARED_KEY, causes
 from optax_accum._verify.loss_probes import hidden_key

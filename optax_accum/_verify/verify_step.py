@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import optax
 
-from optax_accum._core import checks
-from optax_accum._core.callables import as_function
+from optax_accum._arguments import checks
+from optax_accum._arguments.callables import as_function
+from optax_accum._arguments.rows import count_rows
 from optax_accum._core.leaves import short
-from optax_accum._core.rows import count_rows
 from optax_accum._core.types import Tree
 from optax_accum._verify import foreign, step_params, step_probes
 from optax_accum._verify import step_faults as faults

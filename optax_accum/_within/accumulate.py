@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import callables, checks, dtypes, tracing
-from optax_accum._core.parts import Parts, Returns
-from optax_accum._core.roles import Call, Roles
-from optax_accum._core.rows import is_split
+from optax_accum._arguments import callables, checks
+from optax_accum._arguments.roles import Call, Roles
+from optax_accum._arguments.rows import is_split
+from optax_accum._core import dtypes, tracing
 from optax_accum._core.types import Name, Tree
+from optax_accum._loss.parts import Parts, Returns
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
 from optax_accum._space.space import Reduction

@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, dtypes, ratio
-from optax_accum._core.backward import Backward, Contribution, contribution
-from optax_accum._core.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
-from optax_accum._core.meter import Meter
-from optax_accum._core.parts import Parts, Returns
-from optax_accum._core.roles import Call, Roles
+from optax_accum._arguments import checks
+from optax_accum._arguments.roles import Call, Roles
+from optax_accum._core import arithmetic, dtypes
 from optax_accum._core.types import Index, Tree
-from optax_accum._core.weighing import ByShare
+from optax_accum._loss import ratio
+from optax_accum._loss.backward import Backward, Contribution, contribution
+from optax_accum._loss.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
+from optax_accum._loss.meter import Meter
+from optax_accum._loss.parts import Parts, Returns
+from optax_accum._loss.weighing import ByShare
 from optax_accum._space.device import Device
 from optax_accum._space.space import Reduced, Reduction
 from optax_accum._within import gradients, microbatches, reductions, splitting, weights

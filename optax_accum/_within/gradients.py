@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import arithmetic
-from optax_accum._core.backward import Backward
 from optax_accum._core.types import Tree
+from optax_accum._loss.backward import Backward
 from optax_accum._space.space import Reduced, Space
 
 # For some leaves (fp8 scales) the backward pass returns a new value, not a gradient: of those of all micro-batches the

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import callables, draws, dtypes, results
+from optax_accum._arguments import callables, draws, results
+from optax_accum._arguments.roles import Call, Roles
+from optax_accum._arguments.rows import count_rows
+from optax_accum._core import dtypes
 from optax_accum._core.leaves import is_array, parted
-from optax_accum._core.roles import Call, Roles
-from optax_accum._core.rows import count_rows
 from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_accum._core import compilers, draws, dtypes, results, tracing
+from optax_accum._arguments import draws, results
+from optax_accum._arguments.roles import Call
+from optax_accum._arguments.rows import count_rows
+from optax_accum._core import compilers, dtypes, tracing
 from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays
-from optax_accum._core.parts import Parts
-from optax_accum._core.roles import Call
-from optax_accum._core.rows import count_rows
 from optax_accum._core.types import Flag, Index, Name, Tree
+from optax_accum._loss.parts import Parts
 from optax_accum._space.device import Device
 from optax_accum._within import loops, splitting
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import dtypes, ratio
+from optax_accum._core import dtypes
 from optax_accum._core.leaves import for_each_leaf
 from optax_accum._core.types import Index, Tree
+from optax_accum._loss import ratio
 from optax_accum._within.splitting import Split
 
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import checks
+from optax_accum._arguments import checks
+from optax_accum._arguments.rows import check_groups, count_rows, is_split
 from optax_accum._core.leaves import by_path
-from optax_accum._core.rows import check_groups, count_rows, is_split
 from optax_accum._core.types import Tree
 from optax_accum._space import meshes
 

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import callables, checks, dtypes, tracing
-from optax_accum._core.meter import Options, as_meter
-from optax_accum._core.parts import Parts, Returns
-from optax_accum._core.roles import Call, Roles
+from optax_accum._arguments import callables, checks
+from optax_accum._arguments.roles import Call, Roles
+from optax_accum._core import dtypes, tracing
 from optax_accum._core.types import Name, Tree
-from optax_accum._core.weighing import divided
+from optax_accum._loss.meter import Options, as_meter
+from optax_accum._loss.parts import Parts, Returns
+from optax_accum._loss.weighing import divided
 from optax_accum._space.here import as_reduction, here
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.cut import Rules, cut

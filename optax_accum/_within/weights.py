@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import checks, dtypes, ratio
-from optax_accum._core.rows import is_split
+from optax_accum._arguments import checks
+from optax_accum._arguments.rows import is_split
+from optax_accum._core import dtypes
 from optax_accum._core.types import Flag
-from optax_accum._core.weighing import ByCounts, ByRatio, ByShare, ByTerms, Shares
+from optax_accum._loss import ratio
+from optax_accum._loss.weighing import ByCounts, ByRatio, ByShare, ByTerms, Shares
 from optax_accum._within import splitting
 from optax_accum._within.microbatches import Alive, Flags, MicroBatches
 

@@ -8,7 +8,7 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import optax_accum
-from optax_accum._core.callables import check_called_with
+from optax_accum._arguments.callables import check_called_with
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._within.value_and_grad import replacing
 from optax_accum.flax import _window

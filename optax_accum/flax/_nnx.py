@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_accum
-from optax_accum._core.roles import Call, Roles
-from optax_accum._core.rows import count_rows
+from optax_accum._arguments.roles import Call, Roles
+from optax_accum._arguments.rows import count_rows
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from optax_accum._core.callables import check_called_with
+from optax_accum._arguments.callables import check_called_with
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum.flax import _window

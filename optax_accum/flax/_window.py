@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._across.transformation import axes_of
+from optax_accum._arguments.rows import count_rows
 from optax_accum._core import sums
-from optax_accum._core.ratio import Ratio, check_single, divided
-from optax_accum._core.rows import count_rows
 from optax_accum._core.state import AccumulationState, holds_partial_sums, holds_sum, map_states, states_in
 from optax_accum._core.sums import WeightedSum
+from optax_accum._loss.ratio import Ratio, check_single, divided
 from optax_accum._space.here import here
 from optax_accum._space.meshes import as_axes
 from optax_accum._space.space import PARTIAL, Reduction

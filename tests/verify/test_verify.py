@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.verify import KINDS, fault, sound_loss
 from optax_accum import verify
-from optax_accum._core import ratio
+from optax_accum._loss import ratio
 from optax_accum._verify.report import Report
 
 rng = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from optax_accum._core import ratio
+from optax_accum._loss import ratio
 from optax_accum.sharding import count_collectives
 from tests.versions import needs_devices
 

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers, sinks
+from optax_accum._core import arithmetic, compilers
 from optax_accum._core.dtypes import default_float
 from optax_accum._core.leaves import for_each_leaf
 from optax_accum._core.types import Tree
+from optax_accum._loss import sinks
 
 ALL = "all"  # the one group, where none are named
 ByGroup = dict[str, jax.Array]

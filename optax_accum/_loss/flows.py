@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.extend import core
 
-from optax_accum._core import follow
 from optax_accum._core.equations import all_equations, inner_programs, is_barrier, is_cast_down, is_checkpoint, operands
+from optax_accum._loss import follow
 
 
 def casts(program: Any) -> list[bool]:

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, compilers, flags, ratio
-from optax_accum._core.inside import Inside, Targets
-from optax_accum._core.parts import Parts
-from optax_accum._core.sinks import Finish
+from optax_accum._core import arithmetic, compilers, flags
 from optax_accum._core.types import Index, Tree, Weight
-from optax_accum._core.weighing import Weighing
+from optax_accum._loss import ratio
+from optax_accum._loss.inside import Inside, Targets
+from optax_accum._loss.parts import Parts
+from optax_accum._loss.sinks import Finish
+from optax_accum._loss.weighing import Weighing
 
 
 class Contribution(NamedTuple):

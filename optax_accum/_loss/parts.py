@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_accum._core import ratio
 from optax_accum._core.leaves import short
 from optax_accum._core.types import Tree
+from optax_accum._loss import ratio
 
 
 class Parts(NamedTuple):

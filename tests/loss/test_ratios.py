@@ -9,7 +9,7 @@ import pytest
 import optax_accum
 from optax_accum import Ratio
 from tests import programs
-from tests.core.test_ratio import CUT, W, X, close, passed, whole
+from tests.loss.test_ratio import CUT, W, X, close, passed, whole
 from tests.versions import in_places
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, groups, noise, seen
-from optax_accum._core.groups import ByGroup
+from optax_accum._core import arithmetic, seen
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Tree
+from optax_accum._loss import groups, noise
+from optax_accum._loss.groups import ByGroup
 
 
 @dataclasses.dataclass(frozen=True)

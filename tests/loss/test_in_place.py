@@ -11,7 +11,8 @@ import pytest
 
 import optax_accum
 from optax_accum import statistics
-from optax_accum._core import compilers, follow
+from optax_accum._core import compilers
+from optax_accum._loss import follow
 from tests import programs
 from tests.versions import needs_references, since
 

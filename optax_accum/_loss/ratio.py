@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, checks, dtypes, results, tracing
+from optax_accum._arguments import checks, results
+from optax_accum._core import arithmetic, dtypes, tracing
 from optax_accum._core.types import Tree
 
 _CONSTANT = (

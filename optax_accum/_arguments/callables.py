@@ -7,9 +7,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import optax
 
-from optax_accum._core.counted import counted
+from optax_accum._arguments.counted import counted
+from optax_accum._arguments.roles import Roles
 from optax_accum._core.leaves import short
-from optax_accum._core.roles import Roles
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves
 
-from optax_accum._core import dtypes, signature
+from optax_accum._arguments import signature
+from optax_accum._core import dtypes
 from optax_accum._core.leaves import by_path, check_arrays, is_key, short
 from optax_accum._core.types import Name, Tree
 

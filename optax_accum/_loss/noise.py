@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import arithmetic
-from optax_accum._core.groups import ByGroup
+from optax_accum._loss.groups import ByGroup
 
 
 class Statistics(NamedTuple):

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
+from optax_accum._arguments.roles import Call
 from optax_accum._core.equations import inner_programs
 from optax_accum._core.leaves import is_array, parted
-from optax_accum._core.roles import Call
 
 Shapes = list[tuple[int, ...]]
 LOOPS = ("scan", "while")

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, dtypes, ratio
-from optax_accum._core.meter import Meter
-from optax_accum._core.rows import count_rows
+from optax_accum._arguments.rows import count_rows
+from optax_accum._core import arithmetic, dtypes
 from optax_accum._core.types import Index, Weight
+from optax_accum._loss import ratio
+from optax_accum._loss.meter import Meter
 
 Shares = jax.Array | float | dict[str, jax.Array]  # of each micro-batch [m], or one number for all; or of each term
 MeanAndFactor = Callable[[Weight], tuple[Weight, Weight]]  # see `Device.mean_and_factor`

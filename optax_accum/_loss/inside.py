@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, dtypes, equations, flows, follow, matching, sinks, tracing
+from optax_accum._core import compilers, dtypes, equations, matching, tracing
 from optax_accum._core.leaves import by_path, is_inexact, parted
-from optax_accum._core.sinks import Finish, Lent, Sink, Total
 from optax_accum._core.types import Tree, Weight
-from optax_accum._core.weighing import Weighing
+from optax_accum._loss import flows, follow, sinks
+from optax_accum._loss.sinks import Finish, Lent, Sink, Total
+from optax_accum._loss.weighing import Weighing
 
 MAY_BE_AGAIN = "the result may be differentiated again, as it always may outside jax.jit"
 

@@ -15,7 +15,7 @@ from jax.extend import core
 from optax_accum._core import compilers
 from optax_accum._core.equations import is_cast_down, operands
 from optax_accum._core.leaves import parted
-from optax_accum._core.sinks import Lent, used
+from optax_accum._loss.sinks import Lent, used
 
 
 def run(traced: Any, values: Sequence[Any]) -> list[Any]:
