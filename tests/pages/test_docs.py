@@ -34,6 +34,8 @@ def why_not(code):
     """What the JAX or the Flax that is here cannot do of the code of a page."""
     if versions.JAX < (0, 7, 2) and re.search(r"reduce_axes=|set_mesh|shard_map", code):
         return "JAX 0.7.2: everything over devices"
+    if versions.JAX < (0, 11) and "overlap=True" in code:
+        return "JAX 0.11: overlap"
     if re.search(r"from flax|optax_accum.flax", code) and versions.flax_before(0, 11):
         return "Flax 0.11"
     return None
