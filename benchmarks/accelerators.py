@@ -3,7 +3,8 @@
 Run `python -m benchmarks.accelerators --targets h100`; no accelerator is needed, but its compiler is. JAX comes with
 that of CPUs (`--targets cpu`), which is asked about the memory of one device alone. `--facts FILE` adds them to a JSON
 of targets and versions of JAX, where a change shows as a diff; with `--pages docs/accelerators.md docs/fsdp.md
-docs/hsdp.md docs/many_devices.md docs/overlap.md` nothing is compiled, and the tables of those pages become those of the JSON.
+docs/hsdp.md docs/many_devices.md docs/overlap.md` nothing is compiled, and the tables of those pages become those of
+the JSON.
 """
 
 import argparse

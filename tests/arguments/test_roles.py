@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optax_accum
+from tests.pairs import every_pair
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
 Y = jnp.arange(12.0)
@@ -160,7 +161,9 @@ ROLES = {  # by position, by name, and both
     "names": {"batch_argnums": ("x", "y"), "carry_argnum": "carry", "rng_argnum": "key", "whole_argnums": "table"},
     "both": {"batch_argnums": (1, "y"), "carry_argnum": 3, "rng_argnum": "key", "whole_argnums": ["table"]},
 }
-BY_POSITION = pytest.mark.parametrize("by_position", range(6))  # so many arguments after the parameters
+CALLS = pytest.mark.parametrize(  # so many arguments after the parameters are given by position
+    ("named", "by_position", "jit"), every_pair(ROLES, range(6), [False, True])
+)
 
 
 def split(arguments, count):
@@ -170,9 +173,7 @@ def split(arguments, count):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("named", ROLES)
-@BY_POSITION
+@CALLS
 def test_roles_by_position_or_name_in_calls_by_either(named, by_position, jit):
     f = optax_accum.value_and_grad(
         linear, microbatch_size=5, weight_fn=lambda x, y: x.shape[0] + y.ndim - 1, **ROLES[named]
@@ -183,9 +184,7 @@ def test_roles_by_position_or_name_in_calls_by_either(named, by_position, jit):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ((loss, carry), grad), want)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("named", ROLES)
-@BY_POSITION
+@CALLS
 def test_roles_of_a_micro_step(named, by_position, jit):
     def loss(w, x, y, carry, key, table):
         return linear(w, x, y, carry, key, table)[0]
@@ -200,9 +199,7 @@ def test_roles_of_a_micro_step(named, by_position, jit):
     np.testing.assert_allclose(w, W - 0.5 * jax.grad(loss)(W, **ARGUMENTS), rtol=1e-5)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("named", ROLES)
-@BY_POSITION
+@CALLS
 def test_roles_of_outputs(named, by_position, jit):
     outputs = lambda w, x, y, carry, key, table: x @ w - y + carry + jnp.sum(table) + 0 * jax.random.normal(key)
     options = {name: of for name, of in ROLES[named].items() if name != "carry_argnum"}

@@ -24,7 +24,10 @@ TYPES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 INNER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))  # needs the norm of all
 
 
-@pytest.fixture(params=["Auto Auto", "Explicit Explicit", "Auto Explicit", "Explicit Auto"])
+MESHES = ["Auto Auto", "Explicit Explicit", "Auto Explicit", "Explicit Auto"]
+
+
+@pytest.fixture(params=MESHES)
 def mesh(request):
     kinds = tuple(TYPES[name] for name in request.param.split())
     mesh = jax.make_mesh((REPLICAS, SHARDS), ("replica", "shard"), axis_types=kinds)
@@ -153,7 +156,11 @@ def _free(spec):
     return P(*(name if name in explicit else None for name in spec)) if explicit else None
 
 
-@pytest.mark.parametrize("make", [in_place, in_two_parts])
+@pytest.mark.parametrize(
+    ("mesh", "make"),
+    [*((kinds, in_place) for kinds in MESHES), *((kinds, in_two_parts) for kinds in MESHES[:2])],
+    indirect=["mesh"],
+)
 def test_across_calls_a_shard_is_exchanged_when_the_window_closes(mesh, make):
     params = place(mesh, host_params(), P("shard"))
     tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="replica")

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from tests import paths
+from tests.pairs import every_pair
 
 BATCH = paths.rows()
 loss = paths.loss_of(("gathers",))
@@ -62,8 +63,11 @@ def test_what_reduced_false_returns_in_a_shard_map(mesh, reduction):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, jax.tree.map(np.asarray, rows))
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("mesh", "nonfinite", "every"),
+    every_pair(["Auto", "Explicit"], ["skip", "omit", "discard"], [1, 2]),
+    indirect=["mesh"],
+)
 def test_policies_over_rows_of_devices(mesh, nonfinite, every):
     """A NaN on one device, in a micro-step of its own, and the step after."""
     tx = optax_accum.accumulate_gradients(paths.SGD, every, reduce_axes="data", nonfinite=nonfinite)

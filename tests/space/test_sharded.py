@@ -721,9 +721,8 @@ def test_where_it_can_be_seen_that_parameters_are_sharded_over_the_reduced_axis(
 
 
 @pytest.mark.parametrize("to", [P("tensor"), P("data", "tensor"), P(("tensor", "data"))], ids=str)
+@pytest.mark.parametrize("mesh", [*((kind, "data x tensor") for kind in TYPES), *MIXED], indirect=True, ids=" ".join)
 def test_a_sum_goes_over_axes_that_parameters_are_whole_over(mesh, to):
-    if "tensor" not in mesh.axis_names:
-        return
     params, batch = place(mesh, {"w": host_params()["w"]}, P()), place(mesh, host_batch()["x"], P("data"))
     fun = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
     run = optax_accum.value_and_grad(fun, num_microbatches=2, reduce_axes="data", reduce_to=to)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
+from tests.pairs import every_pair
 
 DEVICES, ROWS = 4, 4  # in a micro-batch on each device
 INNER = optax.adam(0.1, eps=1e-2)
@@ -83,10 +84,12 @@ def expected(kind, params, rows):
     return value, grads, optax.apply_updates(params, INNER.update(grads, INNER.init(params), params)[0])
 
 
-@pytest.fixture(params=["Auto", "Explicit"])
+TYPES = [AxisType.Auto, AxisType.Explicit]
+
+
+@pytest.fixture(params=TYPES, ids=str)
 def mesh(request):
-    kind = getattr(AxisType, request.param)
-    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,), devices=jax.devices()[:DEVICES])
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(request.param,), devices=jax.devices()[:DEVICES])
     with jax.set_mesh(mesh):
         yield mesh
 
@@ -139,10 +142,13 @@ def count(rows):
 HOW = ("in place", "added after", "written", "looked at first")
 
 
-@pytest.mark.parametrize(("form", "how"), [*(("mean", how) for how in HOW), *(("Ratio", how) for how in HOW[:3])])
-@pytest.mark.parametrize("kind", KINDS)
-def test_over_calls(mesh, kind, form, how):
+FORMED = [*(("mean", how) for how in HOW), *(("Ratio", how) for how in HOW[:3])]
+
+
+@pytest.mark.parametrize(("mesh", "kind", "formed"), every_pair(TYPES, KINDS, FORMED), indirect=["mesh"], ids=str)
+def test_over_calls(mesh, kind, formed):
     """The weight of a device is no factor of a gradient in which the losses of all have a part."""
+    form, how = formed
     params, rows = problem()
     value, _, updated = expected(kind, params, rows)
     fun = FORMS[form](kind)
@@ -155,9 +161,12 @@ def test_over_calls(mesh, kind, form, how):
     check((now, state.inner_opt_state[1]), (updated, value))
 
 
-@pytest.mark.parametrize("how", [{}, {"in_place": False}, {"unroll": True}], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+OPTIONS = [{}, {"in_place": False}, {"unroll": True}]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "form", "how"), every_pair(TYPES, KINDS, FORMS, OPTIONS), indirect=["mesh"], ids=str
+)
 def test_within_a_call(mesh, kind, form, how):
     """A micro-batch is run by all devices or by none: else they would wait for one another, or pair different ones."""
     params, rows = problem()

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum.sharding import count_collectives
+from tests.pairs import every_pair
 from tests.versions import since
 
 pytestmark = since(0, 11, why="overlapping")
@@ -169,9 +170,7 @@ def test_weights_of_few_micro_batches_and_what_they_hand_on(size):
         assert {int(shard.data) for shard in carry.addressable_shards} == {size.get("num_microbatches", 2)}
 
 
-@pytest.mark.parametrize("to", [None, SHARDS["rows"]], ids=["everywhere", "to shards"])
-@pytest.mark.parametrize("size", SIZES[:2], ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "size", "to"), every_pair(LOSSES, SIZES[:2], [None, SHARDS["rows"]]), ids=str)
 def test_whatever_a_loss_counts(loss, size, to):
     fun, options = LOSSES[loss]
     chex.assert_trees_all_close(*both(fun, reduce_to=to, **options, **size), rtol=1e-5, atol=1e-7)
