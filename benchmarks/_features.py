@@ -310,20 +310,20 @@ FEATURES = [
     Feature("the update of the whole batch", "Two updates of equal micro-batches.", _even),
     Feature(
         "uneven weights",
-        "One micro-batch counts one row of four; its weight is passed if the library takes one.",
+        "In one micro-batch only one row of four counts; we pass its weight if the library takes one.",
         _uneven,
     ),
     Feature("short last window", "Two micro-batches are left for a window of four.", _short),
     Feature("rows that k does not divide", "Ten rows in micro-batches of four: four, four, two.", _indivisible),
     Feature(
         "NaN recovers",
-        "One micro-batch is NaN: does it make the others' update (option allowed)?",
+        "One micro-batch is NaN: is the update that of the others (options allowed)?",
         _nan,
     ),
     Feature("one optimizer call per window", "We count the optimizer's calls.", _calls),
     Feature(
         "one reduction per window",
-        "Reductions of a gradient over two devices are counted in what a CPU's compiler makes.",
+        "We count the reductions of a gradient over two devices in a program compiled for CPUs.",
         _reductions,
     ),
     Feature(
@@ -331,9 +331,7 @@ FEATURES = [
         "A loss draws a random number; we count how many differ among four micro-batches.",
         _key,
     ),
-    Feature(
-        "bfloat16 sums", "512 gradients of 0.01 for bfloat16 parameters: whether the update is within 1 %.", _bfloat16
-    ),
+    Feature("bfloat16 sums", "512 gradients of 0.01 for bfloat16 parameters: is the update within 1 %?", _bfloat16),
     Feature(
         "extra arguments through a chain",
         "What a wrapped optimizer in an `optax.chain` gets as `value`.",

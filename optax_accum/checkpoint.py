@@ -1,4 +1,4 @@
-"""Save and resume a run, also in mid-window.
+"""Save and resume a run, even in mid-window.
 
 A resumed run may have another number of devices, or several processes.
 """

@@ -1,6 +1,6 @@
 """Find the fewest micro-batches that fit in memory.
 
-The compiler tells, before anything is allocated:
+The compiler reports memory before anything is allocated:
 
 * `optax_accum.plan_microbatches(make_step, global_batch)`: the plan, of any
   step.

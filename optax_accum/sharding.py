@@ -1,6 +1,6 @@
 """Accumulation over devices: one reduction per window.
 
-`state_sharding` says where the state lives.
+`state_sharding` returns the state's shardings.
 
 `reduce_axes` names the mesh axis, or axes, over which the batch is sharded.
 Each device then adds its own gradients to its own partial sum (arrays
@@ -37,15 +37,16 @@ mesh axes.
 
 `reduce_dtype=jnp.bfloat16` sends half the bytes: each device rounds its sum
 once, receives the others' (all-to-all) and adds them in the dtype of the
-sums; where the sum goes to all, it is rounded once more on the way. With
-`u = 2**-8` the error is at most `u (sum_i |p_i| + |sum_i p_i|)` for partial
-sums `p_i`. Off by default. A leaf is added in its own dtype if the devices
-divide none of its dimensions, or if `reduce_to` scatters two of them.
+sums; if the sum goes to all devices, it is rounded once more on the way.
+With `u = 2**-8` the error is at most `u (sum_i |p_i| + |sum_i p_i|)` for
+partial sums `p_i`. Off by default. A leaf is added in its own dtype if the
+devices divide none of its dimensions, or if `reduce_to` scatters two of
+them.
 
 `overlap=True` of `value_and_grad` adds gradients over the devices inside
 the backward pass of the last micro-batch, also layer by layer inside a
 scan, so that the reduction overlaps the matrix products that follow.
-`value_and_apply_gradients` does so where a static `flush=True` closes the
+`value_and_apply_gradients` does so if a static `flush=True` closes the
 window. This micro-batch is compiled separately, and all devices run it,
 also if its weight is zero. On GPUs it is on by default for 64 MiB of sums
 or more, without `reduce_to`: docs/overlap.md.
@@ -64,8 +65,8 @@ Known when tracing:
 * A carry that differs between devices; outputs `"stack"` and `"last"`: an
   error.
 * Parameters sharded over the axis (FSDP): an error that says what it costs;
-  with `reduce_to`, they are gathered. Inside `jit` on an Auto mesh nobody
-  can see that they are: `value_and_grad` gathers them.
+  with `reduce_to`, they are gathered. Inside `jit` on an Auto mesh their
+  sharding is invisible: `value_and_grad` gathers them.
 * `reduce_dtype` inside `jax.shard_map`: needs `check_vma=False`, as does
   `overlap=True`.
 * A mesh with Auto and Explicit axes: both work.

@@ -6,7 +6,7 @@ Gradients are measured while they are accumulated:
   `statistics=Options(decay, groups)`: `metrics(state)` has norms, noise and
   signal by name. `Layers` measures stacked layers one by one.
 * `value_and_grad(..., statistics=True)` returns
-  `((value, statistics), gradient)`, where `value` is what it is without;
+  `((value, statistics), gradient)`, with the usual `value`;
   `smooth(old, new, decay)` smooths statistics from one call to the next.
 * `gradient_noise_scale(state_or_statistics)`: noise, signal and their
   ratio, in examples or tokens.
@@ -14,8 +14,8 @@ Gradients are measured while they are accumulated:
 `value_and_grad` and `value_and_apply_gradients` measure each gradient
 inside the backward pass, where it is added; `tx.update` and
 `apply_gradients` read it once more. docs/noise_scale.md and
-docs/growing_batches.md have sources and examples. What to make of it:
-`optax_accum.batching`.
+docs/growing_batches.md have sources and examples. `optax_accum.batching`
+acts on the results.
 """
 
 from optax_accum._across.noise_scale import gradient_noise_scale

@@ -29,7 +29,7 @@ def from_multi_steps(
       mean_args: what `accumulate_gradients` is given as `mean_args`.
 
     Returns:
-      The state with which `accumulate_gradients(inner, every)` goes on,
+      The state to continue with in `accumulate_gradients(inner, every)`,
       with the same `inner`.
 
     Raises:

@@ -11,7 +11,7 @@ def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:
     The ratio is the gradient noise scale. The variance of the mean gradient
     of a batch of B examples is `noise / B`. Where that equals the signal,
     at `B = scale`, twice the batch saves a quarter of the updates, and half
-    the batch takes half as many again.
+    the batch takes 1.5 times as many.
 
     Args:
       state: an optimizer state that holds exactly one `AccumulationState`,
@@ -30,7 +30,7 @@ def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:
     Guarantees:
       Noise and signal are unbiased for every choice of the sizes of
       micro-batches, before they are smoothed and divided; they are smoothed
-      apart, because the mean of ratios is not the ratio of means.
+      separately, because the mean of ratios is not the ratio of means.
 
       * One micro-batch in each window, on one device: NaN, which means not
         known.

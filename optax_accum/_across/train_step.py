@@ -39,9 +39,9 @@ def value_and_apply_gradients(
 
     The step does what `jax.value_and_grad(fun)` and then
     `apply_gradients(tx, ...)` do: one micro-step. Its backward pass adds
-    each gradient to the accumulator in the state where it arises, scaled by
-    the micro-batch's weight. So it never stores a tree of gradients beside
-    the accumulator, which would be most of a micro-step's extra memory.
+    each gradient, scaled by the micro-batch's weight, to the accumulator in
+    the state as soon as it is computed. So it never stores a tree of
+    gradients beside the accumulator, most of a micro-step's extra memory.
 
     Args:
       fun: a loss `fun(params, *args) -> loss`, or `-> (loss, aux)` with
@@ -60,10 +60,9 @@ def value_and_apply_gradients(
       weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such
         as `batch["mask"].sum()`. By default the number of its rows, and 1
         if `tx` takes a sum.
-      weight_of: `weight_of(value, aux)`, where only what `fun` returned
-        tells how much the micro-batch counts (`aux` is None without
-        `has_aux`): losses times weights are added, and divided by the sum
-        of weights, as with a `Ratio`.
+      weight_of: `weight_of(value, aux)`, for a weight that `fun` computes
+        (`aux` is None without `has_aux`): losses times weights are added,
+        and divided by the sum of weights, as with a `Ratio`.
       rng_argnum: an argument that is a key, or a tree of keys: micro-step i
         of a window gets `jax.random.fold_in(key, i)`, with `reduce_axes` of
         a key of the device's own. Pass another key in each window.
@@ -76,7 +75,7 @@ def value_and_apply_gradients(
 
     With `reduce_axes` in `tx`, each device differentiates its own rows of
     the batch and adds to its own partial sum; `fun` and `weight_fn` see the
-    rows of one device. Every other argument is on all devices whole.
+    rows of one device. All devices get every other argument whole.
 
     Returns:
       A function `step(params, state, *args, **keywords) -> (value, params,

@@ -53,11 +53,11 @@ def accumulate_gradients(
         mean:  g = sum_i w_i g_i / sum_i w_i
         sum:   g = sum_i w_i g_i
 
-    and sees it only when the window closes. Then this transformation
-    *emits* the updates of `inner`. At every other micro-step it *holds*:
-    the updates are zeros, and neither `inner` nor its state is touched.
+    only when the window closes. Then this transformation *emits* the
+    updates of `inner`. At every other micro-step it *holds*: updates are
+    zeros, and neither `inner` nor its state is touched.
     Schedules inside `inner` count updates. Put clipping inside as well:
-    before this transformation, it would clip each micro-batch.
+    outside, it would clip each micro-batch's gradient.
 
     Example:
       Four micro-batches of unequal length, weighted by their tokens:
@@ -283,8 +283,8 @@ def apply_gradients(
 
     A micro-step that only accumulates reads and writes the accumulator, but
     neither parameters nor optimizer state nor a tree of zeros, so it costs
-    no more than adding. The result is that of the two calls: bit for bit
-    outside `jit`, and inside it to the rounding of the compiler's fusions.
+    no more than adding. The result equals that of the two calls: bit for
+    bit outside `jit`, and up to rounding inside it.
 
     Args:
       tx: what `accumulate_gradients` returned. For any other transformation

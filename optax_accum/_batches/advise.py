@@ -49,10 +49,10 @@ def advise(
     """Recommends how many micro-steps to accumulate.
 
     The advice follows from what micro-steps cost and how noisy gradients
-    are. A window of k micro-steps of b examples takes `k m + f`, with `f`
-    for what happens once, and training to a given loss about
-    `1 + N / (k b)` windows, in units of those that a batch without noise
-    would need. The product
+    are. A window of k micro-steps of b examples takes a time `k m + f`,
+    where `f` is what happens once. Training to a given loss takes about
+    `1 + N / (k b)` times the windows that a batch without noise would need.
+    The product
 
         T(k) = (1 + N / (k b)) (k m + f)
 
@@ -164,9 +164,8 @@ def rescale_decay(decay: float, batch_from: float, batch_to: float) -> float:
         decay ** (batch_to / batch_from)
 
     The half-life in examples stays the same. For Adam's second moment
-    (`b2`) this is what lets small batches train as well as large ones, and
-    it is the first thing to try before accumulating to keep a recipe's
-    batch.
+    (`b2`) this lets small batches train as well as large ones: try it
+    before you accumulate to keep a recipe's batch.
 
     Args:
       decay: the decay that goes with `batch_from`, in [0, 1).

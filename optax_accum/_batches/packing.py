@@ -28,9 +28,9 @@ def token_microbatches(
     """Packs rows of different lengths into micro-batches by their tokens.
 
     A micro-batch has at most `max_tokens` tokens on a device, padding
-    included. Rows are sorted, the longest first, and dealt to one
-    micro-batch after the other: with L the bucket of its longest row, the
-    shortest padded length that holds it, a micro-batch takes the next
+    included. Rows are sorted, longest first, and fill one micro-batch after
+    the other. With L the bucket of its longest row (the shortest padded
+    length that holds it), a micro-batch takes the next
 
         num_devices * floor(max_tokens / L)    rows
 
@@ -47,7 +47,7 @@ def token_microbatches(
       num_microbatches: how many micro-batches to return, by default as many
         as are needed. Spare ones hold no row: they have weight 0 and the
         shape of another, so that nothing is compiled again.
-      cost: what is balanced over devices: `"tokens"`, `"squares"` of
+      cost: the quantity to balance over devices: `"tokens"`, `"squares"` of
         lengths, as attention costs, or a function from lengths [n] to costs
         [n].
       group_size: this many consecutive rows always stay together, on one

@@ -32,7 +32,8 @@ class BatchSplit:
     def padding(self) -> tuple[int, ...]:
         """The rows of weight zero that each micro-batch needs.
 
-        With them it is dealt out evenly; they are fewer than the devices.
+        With them, all devices get equally many; they are fewer than the
+        devices.
         """
         rows = zip(self.device_rows, self.sizes, strict=True)
         return tuple(most * self.num_devices - size for most, size in rows)
@@ -41,13 +42,13 @@ class BatchSplit:
 def split_global_batch(global_batch: int, max_microbatch_size: int, num_devices: int = 1) -> BatchSplit:
     """Returns how to split the batch of one update over devices.
 
-    The batch stays the same on another number of devices.
+    The batch is the same on any number of devices.
 
         rows = ceil(global_batch / num_devices)    # on a device
         micro-batches = ceil(rows / max_microbatch_size)
 
     Args:
-      global_batch: the rows of one update, which decide what is learnt.
+      global_batch: the rows of one update.
       max_microbatch_size: the most rows that fit on one device.
       num_devices: the devices along the reduced axes.
 

@@ -71,7 +71,7 @@ def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
 def every_by_noise(at_least: int, at_most: int) -> Schedule:
     """Returns an `every` that makes the batch as large as the noise scale.
 
-    This is the gradient noise scale; windows stay between two bounds.
+    It follows the gradient noise scale, between two bounds.
 
     Args:
       at_least: micro-steps in a window, at least 2: from one gradient alone

@@ -40,8 +40,8 @@ class Collective:
         say.
       source: the operation of the user's program that it came from, as the
         compiler names it.
-      behind: how many products stand between its start and its end, of
-        matrices or convolutions; a loop that holds some is one. 0 for a
+      behind: how many matrix products or convolutions stand between its
+        start and its end; a loop that holds some counts as one. 0 for a
         collective that is awaited at once: nothing hides it.
       beside: the bytes that these products read and write. A large
         collective is not hidden by a small product, so compare them.
@@ -62,8 +62,8 @@ class Collective:
 class Collectives:
     """What `count_collectives` found; prints as a table.
 
-    If something is hidden, the last line of the table tells how many bytes
-    are, and how many are exposed.
+    If any bytes are hidden, the table's last line says how many, and how
+    many are exposed.
 
     Attributes:
       operations: the collective operations, in the order of the program.

@@ -40,8 +40,7 @@ class Target:
     """An accelerator to compile for.
 
     Attributes:
-      name: what it was asked for by, or the kind of the devices that are
-        here.
+      name: the name you asked for, or the kind of this machine's devices.
       devices: its devices; of an accelerator that is not here, they compile
         and do not run.
       memory: the bytes of one device, or None if unknown.
@@ -82,8 +81,8 @@ class Target:
         """Compiles `jax.jit(f).lower(*shapes)` with the target's compiler.
 
         The shapes are those on this accelerator. Raises a ValueError for a
-        program that was lowered for other devices, whose figures would be
-        those of others.
+        program that was lowered for other devices: its figures would be
+        theirs.
         """
         platform = self.devices[0].platform
         is_absent = not any(device in self.devices for device in jax.devices())
@@ -107,17 +106,16 @@ def target(name: str | None = None, num_devices: int | None = None) -> Target:
     Without a name, it returns the devices that are here.
 
     The compilers of NVIDIA and of TPUs run on any x86-64 Linux machine.
-    They tell what a program becomes on the chip: its temporary memory, the
-    bytes that move, copies and collectives. They do not tell how long it
-    takes.
+    They show what a program becomes on the chip: its temporary memory, the
+    bytes that move, copies and collectives, but not how long it takes.
 
     Args:
       name: a GPU (`"t4"`, `"a100"`, `"h100"`, `"h200"`, `"b200"`) or a TPU,
         with its topology (`"v5e:4x4"`, `"v5p:2x2x1"`, `"v6e:2x2"`,
         `"v4:2x2x1"`) or with `num_devices`. None: the devices of
         `jax.devices()`.
-      num_devices: the number of GPUs in one host, 1 by default; of the
-        chips of a v5e or v6e without a topology.
+      num_devices: the number of GPUs in one host, 1 by default; or of
+        chips, for a v5e or v6e without a topology.
 
     Returns:
       A `Target`, with `devices` for a mesh, and `memory` in bytes.

@@ -98,11 +98,11 @@ class Traffic:
 def count_traffic(compiled: Any, *, min_copy: int = 1 << 20) -> Traffic:
     """Returns the bytes that each part of a compiled program moves.
 
-    One part always runs, and each branch of a conditional is another. These
-    bytes are what an optimizer's step costs on an accelerator, which waits
-    for its memory. The sum is over operands and results of the instructions
-    as they were fused; an array that is indexed counts with the part that
-    is read or written.
+    One part always runs, and each branch of a conditional is another. On an
+    accelerator, an optimizer's step waits for memory, so these bytes are
+    its cost. They are summed over operands and results of fused
+    instructions; of an indexed array only the part that is read or written
+    counts.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for a CPU, a GPU or a

@@ -50,9 +50,9 @@ class AccumulationState(NamedTuple):
 
     With `reduce_axes`, the sums are those of each of the d devices: leaves
     of `acc_grads` are [d, ...], `weight` and those of `mean_args` and
-    `samples` [d], one on each device. Once a window has emitted, nothing
-    in `acc_grads` is to be read: the sum over devices, or a shard of it,
-    may have overwritten the partial sums.
+    `samples` [d], one on each device. Once a window has emitted, do not
+    read `acc_grads`: the sum over devices, or a shard of it, may have
+    overwritten the partial sums.
     """
 
     mini_step: jax.Array
@@ -92,7 +92,7 @@ def has_updated(state: Tree) -> jax.Array:
       ValueError: `state` holds none, or several.
 
     Guarantees:
-      The answer is stored where it happens, not guessed from counters:
+      The state stores the answer; it is not guessed from counters:
 
       | case | result |
       |---|---|

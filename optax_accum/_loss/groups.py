@@ -21,7 +21,7 @@ ByGroup = dict[str, jax.Array]
 class Layers:
     """A group for leaves that stack layers along their first axis.
 
-    Layer i is measured apart, as `name/i`.
+    Layer i is measured separately, as `name/i`.
     """
 
     name: str

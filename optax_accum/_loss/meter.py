@@ -19,10 +19,10 @@ class Options:
     """What `statistics=` asks for.
 
     Attributes:
-      decay: of the noise and the signal from one window to the next, each
-        smoothed for itself: 0.99 is a mean over about the last 100 windows.
-      groups: names for groups of leaves, which are measured apart: a prefix
-        of the tree of the parameters with strings as leaves, as
+      decay: how much of noise and signal, smoothed separately, a window
+        keeps: 0.99 averages about the last 100 windows.
+      groups: names for groups of leaves, which are measured separately: a
+        prefix of the tree of the parameters with strings as leaves, as
         `optax.partition` takes, or `Layers("block")` where a leaf stacks
         layers, each of which is then a group. By default all leaves are one
         group.

@@ -26,10 +26,10 @@ class Ratio:
         loss     = sum_i total_i / sum_i count_i
         gradient = sum_i d(total_i) / sum_i count_i
 
-    If the batch alone tells how much a micro-batch counts, return a mean
-    and pass `weight_fn`. A `Ratio` is for counts that the loss computes:
-    tokens left after packing or sampling there, rows that the model itself
-    lets through. Nothing is computed twice: sums and counts are added as
+    If the batch alone determines how much a micro-batch counts, return a
+    mean and pass `weight_fn`. A `Ratio` is for counts that the loss
+    computes: tokens left after packing or sampling, rows that the model
+    selects. Nothing is computed twice: sums and counts are added as
     they come, and divided once, at the end.
 
     A dict of them is a loss of several terms, each with its own
@@ -38,9 +38,9 @@ class Ratio:
         loss = sum_t (sum_i total_ti / sum_i count_ti)
 
     All terms share one sum of gradients, so their counts must be known
-    first: each micro-batch runs forward once more, as far as its counts
-    need it (not at all if they come from data and keys alone). There is
-    still one accumulator, and gradients are added in place.
+    first: each micro-batch runs the part of the forward pass that its
+    counts need once more (nothing if they depend on data and keys alone).
+    There is still one accumulator, and gradients are added in place.
 
     Attributes:
       total: a real scalar, the sum over the micro-batch; in float16 it may
@@ -101,7 +101,7 @@ class Ratio:
         Args:
           kind: the class, such as a `WeightedMetric` of a trainer.
           total: the name of its attribute that holds the sum.
-          count: the name of the one that holds how much was added up.
+          count: the name of its attribute that holds the count.
 
         Raises:
           TypeError: `kind` is no class.

@@ -121,8 +121,8 @@ def _shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 def check_processes(**facts: Any) -> None:
     """Raises if the processes of a run were given different arguments.
 
-    A run whose processes differ hangs, or is wrong. Call this in every
-    process before the first step; it communicates once.
+    A run whose processes differ hangs, or gives wrong results. Call this in
+    every process before the first step; it communicates once.
 
     Args:
       **facts: what must be the same, by name, of values that print:

@@ -29,8 +29,8 @@ def state_sharding(
 
     Give the result to `jax.jit(tx.init, out_shardings=...)`.
 
-    An optimizer state that is made without these shardings is replicated,
-    or lies on the first device. Here each leaf that belongs to a parameter
+    Without these shardings, an optimizer state is replicated, or lies on
+    the first device. Here each leaf that belongs to a parameter
     (by its path and its shape) is sharded as that parameter is; an
     accumulator under `reduce_axes` has its partial sums on their devices;
     all else is replicated.

@@ -236,8 +236,7 @@ class NothingFitsError(ValueError):
     """What `plan_microbatches` raises where nothing fits.
 
     Attributes:
-      plan: all that was compiled to know, a `Plan` without a number of
-        micro-batches.
+      plan: a `Plan` of all compilations, without a number of micro-batches.
     """
 
     def __init__(self, says: str, plan: Plan):

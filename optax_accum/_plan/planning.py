@@ -35,8 +35,8 @@ def plan_microbatches(
 
         k = plan_microbatches(make_step, 256).num_microbatches
 
-    Nothing is allocated: the step is compiled from shapes, for the
-    accelerator that is here or one that is not, and the compiler tells its
+    Nothing is allocated: the step is compiled from shapes, for this
+    machine's accelerator or an absent one, and the compiler reports its
     peak memory:
 
         arguments + outputs
@@ -45,7 +45,7 @@ def plan_microbatches(
 
     which grows almost linearly with the rows of a micro-batch. The search
     bisects between a size that fits and one that does not. A linear fit
-    proposes the next size, and a compilation decides: what is returned was
+    proposes the next size, and a compilation decides: the result was
     compiled, and fits.
 
     Args:
@@ -68,8 +68,8 @@ def plan_microbatches(
         number of micro-batches: pass the one that you like best first, such
         as the one that computes nothing twice.
       candidates: the numbers of micro-batches to choose from; by default
-        the divisors of the rows. All of them are `range(1, rows + 1)`, for
-        a step whose last micro-batch may be smaller. Numbers that give the
+        the divisors of the rows. Pass `range(1, rows + 1)` for all numbers,
+        if the step allows a smaller last micro-batch. Numbers that give the
         same micro-batch size are one candidate: the smallest is tried.
       safety: the part of the budget to use. The compiler does not count
         other processes, fragmentation, and what the runtime keeps for

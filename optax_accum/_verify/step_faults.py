@@ -38,7 +38,7 @@ FAULTS = (
     Fault(
         "optimizer at each micro-step",
         "Each micro-batch makes an update, or counts as one for the schedule.",
-        "A counter of Optax goes up too often; or the parameters moved by several updates; or the gradient is right, "
+        "An Optax counter goes up too often; or the parameters moved by several updates; or the gradient is right, "
         "and its update is a multiple of the right one.",
         "Let optimizer and schedule see one gradient for each window: accumulate_gradients(optimizer, every), with the "
         "schedule inside; apply_every comes first in a chain.",
@@ -60,13 +60,13 @@ FAULTS = (
     Fault(
         "divided by the full k",
         "Micro-batches of a short last window count too little.",
-        "The update is too small by the part of the window that is missing.",
+        "The update is too small by the missing part of the window.",
         "Divide by the number of micro-batches that came, or by their weights: apply_gradients(..., flush=True) does.",
         {"other": probes.by_the_full_k},
     ),
     Fault(
         "rows left out",
-        "Rows that are left over when `every` divides them are in no micro-batch.",
+        "Rows left over after division by `every` are in no micro-batch.",
         "The update equals that of the other rows alone.",
         "Let the rows that are left be one smaller micro-batch, and weigh each by its rows, as value_and_grad does. "
         "Where batches always divide, pass uneven=False.",
@@ -89,7 +89,7 @@ FAULTS = (
     Fault(
         "low-precision sum",
         "Their gradients are added in bfloat16 or float16.",
-        "The same micro-batches repeated many times give another mean than once.",
+        "Repeating the same micro-batches many times changes their mean.",
         "Add gradients in float32: acc + g.astype(jnp.float32), from float32 zeros.",
         {
             "right": lambda w: w.rounded(),

@@ -47,7 +47,7 @@ def verify(
 
         verify(loss, params, batch, num_microbatches=4).check()
 
-    The report also says what to do about it.
+    If it does not, the report names cause and remedy.
 
         whole = grad fun(params, batch)
         cut   = sum_i w_i grad fun(params, batch_i) / sum_i w_i
@@ -55,7 +55,7 @@ def verify(
     A small batch is run whole, by `jax.value_and_grad`, and cut, by
     `optax_accum.value_and_grad` with your options, once into
     `num_microbatches` and once into micro-batches of unequal size. Where
-    the two differ, each possible cause is tested by a probe of its own. Run
+    the two differ, a probe tests each possible cause. Run
     it once, on a batch like those of training: with masks of unequal
     length, say.
 

@@ -39,7 +39,7 @@ def verify_step(
 
         verify_step(make_step, batch).check()
 
-    The report also says what to do about it. The step need not be JAX's.
+    The report also names the remedy. The step need not use JAX.
 
         step, carry = make_step(every)
         carry = step(carry, micro_batch)    # for each micro-batch
@@ -47,10 +47,10 @@ def verify_step(
     `make_step(1)` is the reference: its step gets the whole batch. Both run
     two windows from the same carry, and the parameters and the optimizer's
     state are compared; then windows of unequal micro-batches, and one with
-    NaN. Where they differ, each known fault is computed from the
-    micro-batches' own updates and compared with yours. If there are few
-    parameters, any change is some mixture of those updates; then a fault is
-    named only if it agrees to rounding.
+    NaN. Where they differ, the update of each known fault is computed from
+    the micro-batches' updates and compared with yours. With few parameters,
+    any change is some mixture of those updates; a fault is then named only
+    if it agrees to rounding.
 
     Args:
       make_step: called with the length of a window, returns

@@ -60,9 +60,8 @@ def accumulate(
         sum:   sum_i x_i
         max, min, concat, stack, last
 
-    Sums are in at least float32. For a gradient function this keeps one
-    tree of gradients beside the sum; `value_and_grad`, given the loss,
-    does not.
+    Sums are in at least float32. For a gradient function this stores one
+    tree of gradients beside the sum; `value_and_grad` of the loss does not.
 
     Args:
       fun: any function of a batch, such as

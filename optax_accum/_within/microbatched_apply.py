@@ -36,21 +36,21 @@ def microbatched_apply(
 
     It returns the outputs of all rows, with the memory of one micro-batch.
 
-    For losses that couple examples: contrastive and ranking losses,
-    balances over a batch. Their gradient is not a sum of micro-batch
-    gradients. With this, any loss of all outputs has the whole batch's
-    exact gradient, with respect to parameters, batch and anything that
+    Use it for losses that couple examples (contrastive, ranking, load
+    balancing): their gradient is not a sum of micro-batch gradients. With
+    this function, any loss of all outputs has the whole batch's exact
+    gradient, with respect to parameters, batch and anything that
     `fun` closes over. The price is a second forward pass.
 
-    For layers whose parameters are sharded (FSDP): with `reduce_axes`, each
-    device splits its own rows, and `fun` sees the parameters whole. They
-    are gathered once for all micro-batches, and once more in the backward
-    pass; their gradients are added on each device and scattered once. The
-    network traffic does not grow with k: docs/fsdp.md.
+    Use it also for layers whose parameters are sharded (FSDP): with
+    `reduce_axes`, each device splits its own rows, and `fun` sees whole
+    parameters. They are gathered once for all micro-batches, and once more
+    in the backward pass; their gradients are added on each device and
+    scattered once. The network traffic does not grow with k: docs/fsdp.md.
 
     Args:
       fun: `fun(params, batch)` returns a tree of arrays with one row for
-        each example, and treats each row alone.
+        each example, and treats each row independently.
       num_microbatches: the most micro-batches to make.
       microbatch_size: the rows of a micro-batch. Pass exactly one of these
         two.

@@ -46,7 +46,7 @@ def value_and_grad(
     reduce_dtype: Any = None,
     statistics: bool | Options = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Does what `jax.value_and_grad` does, one micro-batch after the other.
+    """Replaces `jax.value_and_grad`, one micro-batch at a time.
 
         value, grads = value_and_grad(loss, 8)(params, batch)
 
@@ -56,13 +56,12 @@ def value_and_grad(
         loss     = sum_i s_i l_i
         gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
 
-    The shares `s_i` are computed first, from the data (with `weight_of` or
-    a `Ratio`, last). Each micro-batch's loss is scaled by its share, so the
+    It computes the shares `s_i` first, from the data (with `weight_of` or a
+    `Ratio`, last). Each micro-batch's loss is scaled by its share, so the
     backward pass can add its gradient straight into the sum, and inside
     `jit` no second tree of gradients is stored. If k divides the rows, row
-    r is in micro-batch `r mod k`; dealt like this, the rows of a sharded
-    batch need not move. The rows that are left over form one smaller
-    micro-batch, the last.
+    r is in micro-batch `r mod k`, so the rows of a sharded batch need not
+    move. Leftover rows form a last, smaller micro-batch.
 
     Example:
       Rows with masks of different lengths, and dropout:

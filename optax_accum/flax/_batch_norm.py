@@ -19,8 +19,8 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
     would leave.
 
     BatchNorm returned `new = momentum old + (1 - momentum) statistics`.
-    With `d` and `v`, the mean and the variance of the micro-batch less the
-    running ones,
+    With `d` and `v`, the micro-batch's mean and variance minus the running
+    ones,
 
         d_i,    v_i + d_i^2
 
@@ -31,7 +31,7 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
     Args:
       new: the statistics that the model returned for one micro-batch, given
         `old`: a tree whose `mean` and `var` stand side by side, as Flax has
-        them. What stands alone is averaged.
+        them. A leaf without a partner is averaged.
       old: the running statistics before the update: the same for all its
         micro-batches.
       momentum: of the BatchNorm layers: 0.99 is Flax's default. A number,
@@ -59,17 +59,16 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
         mean = sum_i n_i mean_i / n
         var  = sum_i n_i (var_i + mean_i^2) / n - mean^2
 
-    The moments are taken about the running mean, which the law allows and
-    rounding prefers: a mean of 1000 with a variance of 1 would lose that
+    The moments are taken about the running mean, to lose less to rounding:
+    a mean of 1000 with a variance of 1 would lose that
     variance in float32.
 
     It is exact for the inputs that a layer has seen, if `fun` calls it
     once: a layer that is called twice steps twice, and the variances
-    between micro-batches of its calls cannot be told apart afterwards. What
-    it cannot change: inside a micro-batch, BatchNorm normalises with the
-    statistics of that micro-batch, so gradients, and what a second
-    BatchNorm behind it sees, are not those of the whole batch; `verify`
-    says so.
+    between micro-batches of its calls cannot be told apart afterwards. But
+    BatchNorm still normalises each micro-batch with its own statistics, so
+    gradients, and the inputs of a second BatchNorm, are not those of the
+    whole batch; `verify` says so.
 
     Args:
       moments: the mean of `batch_moments` over the micro-batches, weighted

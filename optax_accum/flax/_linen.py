@@ -55,9 +55,9 @@ class TrainState(train_state.TrainState, kw_only=True):
         keys, the names of checkpoints, resumed loops.
       updates: int32 []. Updates made: for learning rates, logs and
         evaluations.
-      batch_stats: the running statistics of BatchNorm, or None. They stay
-        what they are while a window is held, and make one momentum step
-        when it emits, with the statistics of the whole window (see
+      batch_stats: the running statistics of BatchNorm, or None. They do not
+        change while a window is held, and make one momentum step when it
+        emits, with the statistics of the whole window (see
         `merge_batch_stats`).
       window: the sums over the window so far: see `window_metrics`.
       momentum: that of the BatchNorm layers, needed with `batch_stats`; a
@@ -188,8 +188,8 @@ class TrainState(train_state.TrainState, kw_only=True):
             `create`; they are averaged over the window.
           stats_weight: how much its `batch_stats` count: their rows, where
             `weight` counts something else.
-          **kwargs: fields of the state are replaced, as Flax does
-            (`batch_stats` as said above); all else goes to the optimizer.
+          **kwargs: fields of the state are replaced, as in Flax
+            (`batch_stats` as above); all else goes to the optimizer.
 
         Raises:
           TypeError: a metric that is no real number; an extra argument that

@@ -24,8 +24,8 @@ def unscale() -> optax.GradientTransformationExtraArgs:
     Multiply the loss by the scale, pass `scale=` to every micro-step, and
     move it with `next_scale` when a window has closed.
     `DynamicScale.value_and_grad` itself is wrong with accumulation: it
-    moves the scale at every micro-batch, so that one window would add
-    gradients of different scales, and divides k times.
+    changes the scale at every micro-batch, so a window would add gradients
+    of different scales, and it divides k times.
     """
 
     def update(grads: Tree, state: Any, params: Tree = None, *, scale: Any, **_: Any) -> tuple[Tree, Any]:
@@ -38,7 +38,7 @@ def unscale() -> optax.GradientTransformationExtraArgs:
 def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
     """Returns the dynamic scale after a micro-step.
 
-    The scale moves only when a window has closed.
+    The scale changes only when a window has closed.
 
     Args:
       dynamic_scale: a `flax.training.dynamic_scale.DynamicScale`.
@@ -47,9 +47,9 @@ def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
         `accumulate_gradients(..., nonfinite="discard")`.
 
     Returns:
-      The scale grown after `growth_interval` updates in a row, backed off
-      after a window that was discarded for an infinity or a NaN in it; not
-      after one that was empty.
+      The scale: larger after `growth_interval` updates in a row, smaller
+      after a window that was discarded for an infinity or a NaN (not for
+      being empty).
     """
     updated = optax_accum.has_updated(after)
     discarded = optax_accum.metrics(after)["discarded"] > optax_accum.metrics(before)["discarded"]

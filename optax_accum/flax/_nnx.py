@@ -37,14 +37,14 @@ def value_and_grad(
     has_aux: bool = False,
     **options: Any,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Does what `nnx.value_and_grad` does, one micro-batch after the other.
+    """Replaces `nnx.value_and_grad`, one micro-batch at a time.
 
     Args:
       fun: a loss `fun(model, batch, *args, **kwargs)`, whose first argument
         is an NNX module; it may change the values of the module's
-        variables, and make no new ones: what `sow` makes, `fun` removes
-        with `nnx.pop`. All other arguments are arrays and trees of them: an
-        `nnx.Rngs` belongs into the module.
+        variables, but not create new ones: remove what `sow` creates with
+        `nnx.pop`. All other arguments are trees of arrays: put an
+        `nnx.Rngs` into the module.
       num_microbatches: as in `optax_accum.value_and_grad`; or
         `microbatch_size`.
       wrt: the variables to differentiate, such as `nnx.LoRAParam`: all
@@ -71,10 +71,9 @@ def value_and_grad(
         `reduce_axes`, each device has streams of its own.
       * `nnx.BatchNorm`: has made one momentum step, with the statistics of
         all rows (`merge_batch_stats`).
-      * Whatever else there is: is passed on from micro-batch to
-        micro-batch.
+      * Other variables: are passed on from micro-batch to micro-batch.
       * Variables of `wrt` that `fun` assigns, as `nnx.SpectralNorm` does:
-        are what they were; only gradients come out.
+        are restored; only gradients come out.
 
     Example:
       >>> import jax.numpy as jnp, optax_accum.flax
@@ -113,7 +112,7 @@ def accumulate(
 ) -> Callable[..., Any]:
     """Does what `optax_accum.accumulate` does, for a function of a module.
 
-    Pass a ready `nnx.value_and_grad`, an evaluation, or any other function
+    Pass an `nnx.value_and_grad(loss)`, an evaluation, or any other function
     of a batch. If you have the loss, `value_and_grad` needs less memory.
 
     Args:
@@ -121,7 +120,7 @@ def accumulate(
         as in `value_and_grad`.
       num_microbatches: as in `optax_accum.accumulate`; or
         `microbatch_size`.
-      wrt: the variables that `fun` differentiates, or reads only.
+      wrt: the variables that `fun` differentiates, or only reads.
       **options: those of `optax_accum.accumulate`: `microbatch_size`,
         `weight_fn`, `reduction`, ...; the positions in them are those in
         `fun`, the model being 0.

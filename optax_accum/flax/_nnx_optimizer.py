@@ -43,7 +43,7 @@ class Optimizer(nnx.Optimizer):
       * `wrt` names no variable of the model: an error, where Flax's own
         trains nothing.
       * Several optimizers on one model with BatchNorm: each would take its
-        statistics; take one, `optax.partition`.
+        statistics; use one, with `optax.partition`.
       * Statistics are loaded into the model later: create the optimizer
         after that, or load its state as well.
 

@@ -34,7 +34,7 @@ def train_step(
 
     Args:
       fun: `fun(model, batch) -> loss`, or, with `has_aux`,
-        `(loss, metrics)`, a dict of scalars. Random keys are those of the
+        `(loss, metrics)`, a dict of scalars. Random keys come from the
         model.
       weight_fn: how much a micro-batch counts: by default its number of
         rows; a `Ratio` says it itself. Statistics always count by rows;
@@ -49,7 +49,7 @@ def train_step(
       A jitted `step(model, optimizer, batch, flush=None) -> metrics`, which
       donates the model and the optimizer, an `Optimizer` of this module
       created with `metrics=("loss", ...)`, and changes the values of their
-      variables. Changes that you make to the model between steps are seen.
+      variables. It sees changes that you make to the model between steps.
       The metrics are those of the window so far; of the call, if the
       optimizer does not accumulate.
 
