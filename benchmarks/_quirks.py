@@ -76,7 +76,7 @@ QUIRKS = (
     Quirk(
         "sizes_of_scan",
         "A traced `scan` has `num_consts` and `num_carry`, not `ft_in`",
-        "the library reads those",
+        "the library reads `num_consts` and `num_carry`",
         "JAX 0.10.2",
         until=(0, 11, 2),
     ),
@@ -97,7 +97,7 @@ QUIRKS = (
     Quirk(
         "varying_axes",
         "A type has `.vma`, not `.manual_axis_type`",
-        "the library reads that",
+        "the library reads `.vma`",
         "JAX 0.9.2",
         until=(0, 10, 0),
     ),
@@ -238,8 +238,8 @@ QUIRKS = (
     ),
     Quirk(
         "_space.narrow.add_wide",
-        "On a CPU, an all-reduce of constant complex numbers, as of an unused parameter, ends Python",
-        "real and imaginary parts are added apart",
+        "On a CPU, an all-reduce of constant complex numbers, such as for an unused parameter, crashes Python",
+        "real and imaginary parts are added separately",
         "JAX 0.12: Check failed: buffer != nullptr; JAX 0.7.2 is right",
         test="space/test_sharded.py::test_an_all_reduce_of_complex_constants_still_ends_python",
     ),

@@ -62,7 +62,8 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
         "weights",
         "Each micro-batch divides by its own tokens, and all count the same.",
         "Other weights than those in use make the loss a sum over rows.",
-        "Pass weight_fn (value_and_apply_gradients takes it, too): what each mean divides by, such as mask.sum(). For "
+        "Pass a weight_fn that returns the number that each mean divides by, such as mask.sum(); "
+        "value_and_apply_gradients takes it, too. For "
         "means with their own denominators, return a dict of terms from fun and a dict with the same keys from "
         "weight_fn. If only fun knows the denominator, pass weight_of, or return a Ratio.",
         {"formula": probes.weights},

@@ -166,7 +166,7 @@ def weights(runs: LossRuns) -> str:
         return "Examples act on the loss one by one, but no weight per micro-batch explains it: several denominators."
     if abs(runs.factor - 1) > 0.01:
         return (
-            "The loss divides by a number that depends on its rows, and micro-batches are not weighed by it: with "
-            f"other rows in some places it was {runs.factor:.2f} times as large."
+            "The loss divides by a count of its rows or tokens, and micro-batches are not weighted by that count: when "
+            f"some rows were replaced by others, it became {runs.factor:.2f} times as large."
         )
     return "All rows count the same in the loss, and micro-batches do not count by their rows."

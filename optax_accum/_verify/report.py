@@ -74,9 +74,8 @@ class Report:
 
     def __str__(self) -> str:
         same = "gradient" if self.subject == "loss" else "update"
-        says = f"has the {same} of the whole batch" if self.holds else f"has another {same}"
-        counts = f"{self.rows} rows, {self.num_microbatches} micro-batches"
-        lines = [f"{'Holds' if self.holds else 'Differs'}: in micro-batches this {self.subject} {says} ({counts})."]
+        says = f"Holds: the {same} of micro-batches is" if self.holds else f"Differs: the {same} of micro-batches is not"
+        lines = [f"{says} that of the whole batch ({self.rows} rows, {self.num_microbatches} micro-batches)."]
         if self.random:
             lines.append(
                 f"The {self.subject} is random: means over {self.draws} keys were compared, within six standard errors."

@@ -30,7 +30,7 @@ FAULTS = (
         "never closes",
         "None of them makes an update, or none at the end of the window.",
         "The parameters do not move.",
-        "Return the new carry from the step, every time: what a jitted function keeps to itself is lost. Count "
+        "Return the new carry from the step, every time: jit discards a change that is not returned. Count "
         "micro-steps in the carry, and update when as many as the window have come. Pass within_call=True only if the "
         "step takes the whole batch and splits it.",
         {"moves": probes.stays, "other": probes.stays_open},

@@ -281,7 +281,7 @@ def test_nothing_is_found_in_a_sound_loss(name):
     assert report.holds, str(report)
     assert not report.causes
     assert len(report.errors) == 1 + len(jax.tree.leaves(params))
-    says = "Holds: in micro-batches this loss has the gradient of the whole batch"
+    says = "Holds: the gradient of micro-batches is that of the whole batch"
     assert " ".join(str(report).split()).startswith(says)
 
 
