@@ -122,7 +122,7 @@ class Step:
         has_rows = any(map(rows.is_split, jax.tree.leaves(batch)))
         if call.batch and not (has_rows or weighted):
             raise ValueError(
-                "A micro-batch counts by its rows unless it is weighed: the batch arguments hold scalars only. Pass "
+                "A micro-batch counts by its rows unless it is weighted: the batch arguments hold scalars only. Pass "
                 "weight=, or batch_argnums=() if the loss has no batch."
             )
         call.check_shared(rows.count_rows(batch) if has_rows else None)

@@ -72,7 +72,7 @@ class Ratio:
         so is its gradient.
       * A dict of Ratios: prints and callbacks in `fun` happen twice for
         each micro-batch.
-      * `reduce_to="partial"`: each device has its own quotient; weigh it by
+      * `reduce_to="partial"`: each device has its own quotient; weight it by
         the device's own count.
 
     Example:
@@ -158,7 +158,7 @@ def of_mean(loss: Any, weight: Any) -> Ratio:
     """Returns a mean with its weight."""
     if isinstance(loss, dict) or is_ratio(loss):
         raise TypeError(
-            "weight_of weighs a loss that is one mean: fun returned a dict, or a Ratio, which says itself what it "
+            "weight_of is for a loss that is one mean: fun returned a dict, or a Ratio, which says itself what it "
             "counts. Leave weight_of out."
         )
     weight = jnp.asarray(checks.as_weight(weight, name="weight_of's result"))
@@ -180,7 +180,7 @@ def check_loss(loss: Any, shares: Any) -> None:
         )
     if shares is not None:
         raise ValueError(
-            "A Ratio brings its own denominator: weight_fn weighs losses that are means. Leave out weight_fn, or "
+            "A Ratio brings its own denominator: weight_fn is for losses that are means. Leave out weight_fn, or "
             "return the mean."
         )
     return results.check_loss(totals(loss), None)

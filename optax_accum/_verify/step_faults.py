@@ -68,7 +68,7 @@ FAULTS = (
         "rows left out",
         "Rows left over after division by `every` are in no micro-batch.",
         "The update equals that of the other rows alone.",
-        "Let the rows that are left be one smaller micro-batch, and weigh each by its rows, as value_and_grad does. "
+        "Let the rows that are left be one smaller micro-batch, and weight each by its rows, as value_and_grad does. "
         "Where batches always divide, pass uneven=False.",
         {"other": probes.left_out},
     ),
