@@ -182,6 +182,8 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Evaluates one equation of a traced program."""
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
+    if equation.primitive.name.startswith("custom_"):  # rules take arrays: constants of a traced program are NumPy's
+        values = [jnp.asarray(value) if jnp.ndim(value) else value for value in values]
     with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
         results = equation.primitive.bind(*functions, *values, **params)
     return results if equation.primitive.multiple_results else [results]

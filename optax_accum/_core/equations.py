@@ -43,6 +43,16 @@ def is_barrier(equation: Any) -> bool:
     return equation.primitive.name == "optimization_barrier"
 
 
+def may_be_clamped(equation: Any) -> bool:
+    """Returns whether an equation takes a slice of which nobody can tell that it lies inside its array."""
+    if equation.primitive.name != "dynamic_slice":
+        return False
+    array, *starts = equation.invars
+    limits = (size - length for size, length in zip(array.aval.shape, equation.params["slice_sizes"], strict=True))
+    known = lambda start, limit: isinstance(start, core.Literal) and 0 <= int(start.val) <= limit
+    return not all(map(known, starts, limits))
+
+
 def is_checkpoint(equation: Any) -> bool:
     """Returns whether an equation is a function that the backward pass runs again."""
     return equation.primitive.name in ("checkpoint", "remat2")

@@ -7,7 +7,15 @@ from typing import Any
 
 from jax.extend import core
 
-from optax_accum._core.equations import all_equations, inner_programs, is_barrier, is_cast_down, is_checkpoint, operands
+from optax_accum._core.equations import (
+    all_equations,
+    inner_programs,
+    is_barrier,
+    is_cast_down,
+    is_checkpoint,
+    may_be_clamped,
+    operands,
+)
 from optax_accum._loss import follow
 
 
@@ -26,15 +34,15 @@ def casts(program: Any) -> list[bool]:
 def breaks(program: Any) -> list[bool]:
     """Returns for which inputs of a traced program JAX fails to differentiate with references, or does so wrongly.
 
-    A scan that takes one array in two ways, say scanned over and closed over, and a barrier. What has a sink is used
-    before it comes there.
+    A scan that takes one array in two ways, say scanned over and closed over; a barrier; a slice that may be clamped.
+    What has a sink is used before it comes to the first two, and is clamped before the third.
     """
     broken: set[Any] = set()
     for equation in reversed(program.eqns):
         name, programs = equation.primitive.name, list(inner_programs(equation))
         if programs:
             broken.update(var for var, count in collections.Counter(operands(equation)).items() if count > 1)
-        if is_barrier(equation) or (name not in follow.FOLLOW and any(map(_breaks_any, programs))):
+        if _breaks_here(equation) or (name not in follow.FOLLOW and any(map(_breaks_any, programs))):
             broken.update(operands(equation))
         elif name in follow.FOLLOW and programs:
             broken.update(var for var, inside in _inside(equation, breaks) if any(inside))
@@ -43,11 +51,16 @@ def breaks(program: Any) -> list[bool]:
     return [var in broken for var in program.invars]
 
 
+def _breaks_here(equation: Any) -> bool:
+    """Returns whether an equation breaks whatever it takes."""
+    return is_barrier(equation) or may_be_clamped(equation)
+
+
 def _breaks_any(program: Any) -> bool:
-    """Returns whether a program holds a barrier, or hands one array twice to an inner program."""
+    """Returns whether a program holds an equation that breaks, or hands one array twice to an inner program."""
     twice = lambda variables: len(set(variables)) < len(variables)
     return any(
-        is_barrier(equation) or (any(inner_programs(equation)) and twice(operands(equation)))
+        _breaks_here(equation) or (any(inner_programs(equation)) and twice(operands(equation)))
         for equation in all_equations(program)
     )
 

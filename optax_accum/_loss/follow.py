@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._core.equations import is_cast_down, operands
+from optax_accum._core.equations import is_cast_down, may_be_clamped, operands
 from optax_accum._core.leaves import parted
 from optax_accum._loss.sinks import Lent, used
 
@@ -129,12 +129,19 @@ def _cast(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _slice(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """A slice is followed where JAX adds to a slice of a reference."""
-    value, *where = values
+    """A slice is followed where JAX adds to a slice of a reference, which it does not clamp as it does the slice."""
+    value, *starts = values
     if not isinstance(value, Lent) or value.at_once:
         return _end(equation, values)
+    where = _clamped(equation, starts) if may_be_clamped(equation) else starts
     part = lambda leaf: compilers.bind(equation, [leaf, *where])[0]
     return [Lent(part(value.param), value.sink._replace(grad=part(value.sink.grad)), is_reference=False)]
+
+
+def _clamped(equation: Any, starts: Sequence[Any]) -> Sequence[Any]:
+    """Returns where a dynamic slice starts that would reach beyond its array."""
+    sizes = zip(equation.invars[0].aval.shape, equation.params["slice_sizes"], strict=True)
+    return [jnp.clip(start, 0, size - length) for start, (size, length) in zip(starts, sizes, strict=True)]
 
 
 FOLLOW: dict[str, Callable[[Any, Sequence[Any]], Sequence[Any]]] = {

@@ -74,7 +74,9 @@ class Report:
 
     def __str__(self) -> str:
         same = "gradient" if self.subject == "loss" else "update"
-        says = f"Holds: the {same} of micro-batches is" if self.holds else f"Differs: the {same} of micro-batches is not"
+        says = (
+            f"Holds: the {same} of micro-batches is" if self.holds else f"Differs: the {same} of micro-batches is not"
+        )
         lines = [f"{says} that of the whole batch ({self.rows} rows, {self.num_microbatches} micro-batches)."]
         if self.random:
             lines.append(

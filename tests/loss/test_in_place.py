@@ -187,6 +187,26 @@ def test_a_micro_step_weighs_gradients_where_they_arise(body, cast):
 
 STACK = jnp.arange(32.0).reshape(2, 4, 4) / 32
 LAYER = lambda x, w, also: jax.lax.scan(lambda h, one: (jnp.tanh(h @ one) @ also(w, one), None), x, w)[0]
+
+
+def sliced(w, starts, size, at=None):
+    """Adds up slices of layers, which JAX clamps."""
+    part = lambda n: jax.lax.dynamic_slice_in_dim(w, n if at is None else at, size).sum(0)
+    return jax.lax.scan(lambda total, n: (total + part(n), None), jnp.zeros(w.shape[1:], w.dtype), starts)[0]
+
+
+@jax.custom_vjp
+def scaled_by(w, scales):
+    return w * jnp.sum(scales).astype(w.dtype)
+
+
+def _scaled_back(scales, cotangent):
+    total = jax.lax.fori_loop(0, scales.size, lambda n, total: total + scales[n], 0.0)  # no number in NumPy's array
+    return cotangent * total.astype(cotangent.dtype), jnp.zeros_like(scales)
+
+
+scaled_by.defvjp(lambda w, scales: (scaled_by(w, scales), scales), _scaled_back)
+
 AWKWARD = {
     "scanned over and closed over": lambda w, x: LAYER(x, w, lambda w, one: w[0]),
     "in a function twice": lambda w, x: jax.jit(lambda a, b: LAYER(x, a, lambda w, one: b[0]))(w, w),
@@ -199,6 +219,9 @@ AWKWARD = {
         lambda c, one: ((jnp.tanh(c[0] @ one + 0.01 * c[1].sum()), c[1]), None), (x, w), w
     )[0][0],
     "a barrier": lambda w, x: x @ jax.lax.optimization_barrier(w)[0],
+    "slices before the start and beyond the end": lambda w, x: x @ sliced(w, jnp.array([-5, -3, -1, 0, 1, 7]), 1),
+    "a slice known to reach beyond the end": lambda w, x: x @ sliced(w, jnp.zeros(2, jnp.int32), 2, at=1),
+    "constants in a rule of the user": lambda w, x: x @ scaled_by(w, jnp.array([1.0, 2.0]))[0],
     "a barrier around a slice": lambda w, x: LAYER(x, w, lambda w, one: jax.lax.optimization_barrier(one)),
 }
 
@@ -236,6 +259,12 @@ def test_jax_still_adds_no_array_that_a_scan_takes_twice():
 def test_jax_still_adds_nothing_behind_a_barrier():
     with pytest.raises(AssertionError):
         added_by_jax(lambda w: jnp.sum(jax.lax.optimization_barrier(w) ** 2), STACK)
+
+
+@since(0, 12, why="a version to look at")
+def test_jax_still_adds_to_other_rows_than_a_slice_that_is_clamped():
+    loss = lambda w: jnp.sum(sliced(w, jnp.array([-3]), 1) * jnp.ones(4)[None])
+    assert jnp.sum(jax.grad(loss)(STACK)[0]) == jnp.sum(added_by_jax(loss, STACK)[1]) == 16
 
 
 @since(0, 12, why="a version to look at")

@@ -159,7 +159,8 @@ def test_each_planted_fault_is_named(kind):
     assert report.causes[0].remedy in " ".join(str(report).split())
     assert max(map(len, str(report).splitlines())) <= 80
     with pytest.raises(
-        AssertionError, match=f"Differs: the update of micro-batches is not that of the whole batch[^.]*[.](.|\n)*Cause: {kind}"
+        AssertionError,
+        match=f"Differs: the update of micro-batches is not that of the whole batch[^.]*[.](.|\n)*Cause: {kind}",
     ):
         report.check()
 
