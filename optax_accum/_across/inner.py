@@ -62,6 +62,15 @@ def check_accumulates_once(state: Tree) -> None:
         )
 
 
+def check_no_lookahead(params: Tree) -> None:
+    """Raises for parameters that are no tree like their gradients."""
+    if isinstance(params, optax.LookaheadParams):
+        raise TypeError(
+            "Parameters must have the tree of their gradients: params=LookaheadParams(fast, slow). Put optax.lookahead "
+            "outside: optax.lookahead(accumulate_gradients(...), sync_period, slow_step_size)."
+        )
+
+
 def check_inner_state(inner: Inner, state: Tree, params: Tree, cause: Exception | None = None) -> None:
     """Raises, where something has failed, for the state of another optimizer than `inner`."""
     try:

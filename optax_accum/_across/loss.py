@@ -66,6 +66,7 @@ class Loss:
         fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
         params = call.arguments[0]
         program, shapes = tracing.traced(fun, params)
+        again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
         losses = program.out_avals[: len(jax.tree.leaves(shapes.loss))]
         device.check_axes(losses, of_optimizer=True)
         device.check_loss(program.jaxpr, losses)

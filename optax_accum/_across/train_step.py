@@ -168,6 +168,7 @@ def value_and_apply_gradients(
         meter=rules.meter if rules else Meter(),
     )
     if rules is None:
+        optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "flush")
         micro_step = Step(loss, roles, optimizer, mean_args=("value",))
     else:
         micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, rules)

@@ -10,7 +10,7 @@ import optax
 
 from optax_accum._across import outcomes, policy
 from optax_accum._across.divisor import as_divisor
-from optax_accum._across.inner import check_accumulates_once
+from optax_accum._across.inner import check_accumulates_once, check_no_lookahead
 from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
 from optax_accum._arguments import callables, checks
@@ -230,6 +230,7 @@ def axes_of(tx: Any) -> Axes:
 
 def _init(rules: Rules, params: Tree) -> AccumulationState:
     check_arrays("Parameters", params, NOT_ARRAYS)
+    check_no_lookahead(params)
     space = rules.here()
     space.check_params(params)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()

@@ -9,6 +9,7 @@ import optax
 
 from optax_accum._arguments.counted import counted
 from optax_accum._arguments.roles import Roles
+from optax_accum._arguments.signature import signature_of
 from optax_accum._core.leaves import short
 
 P = ParamSpec("P")
@@ -38,7 +39,21 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         if isinstance(inner, optax.MultiSteps):
             remedy = "Pass the optimizer that optax.MultiSteps wraps."
         raise TypeError(f"inner must be an optax.GradientTransformation: inner={short(inner)}. {remedy}")
-    return optax.with_extra_args_support(inner)
+    return ignoring(optax.with_extra_args_support(inner), "value")
+
+
+def ignoring(tx: Any, *names: str) -> Any:
+    """Returns an optimizer that ignores those of these keyword arguments that it does not take."""
+    takes = signature_of(tx.update).takes
+    ignored = [name for name in names if not takes(name)]
+    if not ignored or not isinstance(tx, optax.GradientTransformationExtraArgs):
+        return tx
+
+    @functools.wraps(tx.update)
+    def update(*args: Any, **extra_args: Any) -> tuple[Any, Any]:
+        return tx.update(*args, **{name: arg for name, arg in extra_args.items() if name not in ignored})
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _remedy(passed: Any) -> str:

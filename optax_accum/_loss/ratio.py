@@ -223,7 +223,9 @@ def totals(loss: Any) -> Any:
 
 def reciprocal(count: jax.Array) -> jax.Array:
     """Returns the reciprocal of a count, 0 of 0, and NaN, which shows, of one that is too large to divide by."""
-    return jnp.where(arithmetic.divides(count), arithmetic.reciprocal(count), jnp.where(count == 0, 0, jnp.nan))
+    is_empty = count == 0
+    factor = jnp.where(is_empty, 0, arithmetic.reciprocal(count))
+    return jnp.where(is_empty | arithmetic.divides(count), factor, jnp.nan)  # no NaN before: `jax.debug_nans` sees each
 
 
 def divided(totals: Tree, count: jax.Array) -> Tree:

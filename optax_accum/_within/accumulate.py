@@ -215,6 +215,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     call = device.localized(call, tuple(name for name in call.arguments if name != call.carry))
     micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
     program, shapes = micro_batches.traced()
+    static = static or tracing.is_differentiated(program.consts)  # what `fun` closes over
     device.check_axes(program.out_avals)
     scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
     weighing, alive = weights.weigh(micro_batches, rules.weight_fn, scalar, program.jaxpr, lambda _: {})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core import arithmetic, dtypes
+from optax_accum._core import arithmetic, dtypes, tracing
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.backward import Backward, Contribution, contribution
@@ -174,8 +174,9 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     """Cuts the batch of a call on one device; `again` says that the sums are to be differentiated again."""
     checks.check_differentiable(call[call.params])
     micro_batches = microbatches.cut(rules.parts, device, device.localized(call, call.params), rules.sizes)
-    static = again or rules.unroll or rules.in_place is False
     program, shapes = micro_batches.traced(call.params)
+    again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
+    static = again or rules.unroll or rules.in_place is False
     device.check_axes(program.out_avals)
     device.check_loss(program.jaxpr, program.out_avals[: len(jax.tree.leaves(shapes.loss))])
     count = functools.partial(_counts, rules, micro_batches, shapes, static)

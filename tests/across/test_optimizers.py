@@ -180,3 +180,31 @@ def test_the_update_is_that_of_the_whole_batch(name):
 def unkeyed(tree):
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_optimizer_that_takes_no_keyword_is_given_none_of_ours(wrapped):
+    """Sharpness-aware minimisation, which takes the gradient at every second call to climb."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
+    tx = optax_accum.accumulate_gradients(sam, 2) if wrapped else sam
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    step, w, x = optax_accum.value_and_apply_gradients(loss, tx), jnp.ones(3), jnp.arange(12.0).reshape(4, 3)
+    now, state = w, tx.init(w)
+    for index in range(4):
+        _, now, state = step(now, state, x[index % 2 :: 2] if wrapped else x)
+    want, state = w, sam.init(w)
+    for _ in range(2 if wrapped else 4):
+        updates, state = sam.update(jax.grad(loss)(want, x), state, want)
+        want = optax.apply_updates(want, updates)
+    np.testing.assert_allclose(now, want, rtol=1e-5)
+
+
+def test_lookahead_goes_outside():
+    params = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
+    with pytest.raises(TypeError, match=r"Put optax.lookahead outside"):
+        optax_accum.accumulate_gradients(optax.lookahead(optax.sgd(0.1), 2, 0.5), 2).init(params)
+    tx = optax.lookahead(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), sync_period=4, slow_step_size=0.5)
+    state = tx.init(params)
+    for grad in (1.0, 3.0):
+        updates, state = tx.update({"w": jnp.full(3, grad)}, state, params)
+    np.testing.assert_allclose(updates.fast["w"], -0.2, rtol=1e-6)

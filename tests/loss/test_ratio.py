@@ -119,6 +119,13 @@ def test_a_loss_or_a_total_that_is_a_number(jit, number):
         step(W, tx.init(W), X)
 
 
+def test_nothing_is_nan_on_the_way():
+    """Outside `jit` `jax.debug_nans` looks at each operation."""
+    loss = lambda w, x: Ratio(jnp.sum((x @ w) ** 2), jnp.sum(x > 0))
+    with jax.debug_nans(True):
+        close(optax_accum.value_and_grad(loss, **CUT)(W, X), whole(loss, W, X))
+
+
 def test_a_window_in_which_nothing_counts_makes_no_update():
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
     value, now, state = optax_accum.value_and_apply_gradients(passed, tx)(W, tx.init(W), jnp.zeros_like(X))

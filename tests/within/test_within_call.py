@@ -845,3 +845,20 @@ def test_groups_of_a_loss_without_rows():
     step = optax_accum.value_and_apply_gradients(loss, tx, group_size=2)
     w = jnp.ones(3)
     assert step(w, tx.init(w), 2.0, weight=3.0)[0] == 6
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_fn": len}], ids=str)
+def test_what_a_loss_closes_over_is_differentiated_again(options):
+    """Hyperparameters of a loss, by the gradient that it gives, twice."""
+    w, x = jnp.eye(4), jnp.linspace(-1, 1, 24).reshape(6, 4)
+
+    def outer(gradient, scale):
+        def loss(w, x):
+            return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w * scale), None), x, None, length=2)[0] ** 2)
+
+        return jnp.sum(gradient(loss)(w, x)[1] ** 2)
+
+    ours = functools.partial(outer, lambda loss: optax_accum.value_and_grad(loss, 3, **options))
+    want = functools.partial(outer, jax.value_and_grad)
+    for derivative in (jax.grad, jax.hessian):
+        np.testing.assert_allclose(jax.jit(derivative(ours))(0.5), jax.jit(derivative(want))(0.5), rtol=1e-5)
