@@ -32,6 +32,11 @@ def emitted_dtype(grad: jnp.dtype, acc: jnp.dtype, emit_dtype: jnp.dtype | str |
     return grad if isinstance(emit_dtype, str) else accumulator_dtype(grad, emit_dtype)
 
 
+def is_short(dtype: Any) -> bool:
+    """Returns whether a dtype has a shorter range than float32, as float16 has."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
+
+
 def strong(tree: Tree) -> Tree:
     """Returns `tree` without weak types, which an update would not give back."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), tree)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from optax_accum._core import dtypes
+
 
 def inner_programs(equation: Any) -> Iterator[Any]:
     """Yields the programs inside an equation of a traced program: of a loop, a branch, a function."""
@@ -64,15 +66,16 @@ def has_loop_or_branch(program: Any) -> bool:
 
 
 def bends(program: Any) -> bool:
-    """Returns whether a factor in the cotangent could give another gradient than one on the gradient.
+    """Returns whether a factor in the cotangent could give another gradient than one on the gradient."""
+    return is_short(program) or has_rule(program)
 
-    Where a number has a shorter range than float32 (float16, float8), a large weight overflows and a small one
-    vanishes; and a backward pass that the user wrote need not be linear (a clip).
-    """
-    widest = jnp.finfo(jnp.float32).maxexp
-    is_short = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < widest
-    return any(
-        equation.primitive.name.startswith("custom_vjp_call")
-        or any(is_short(getattr(var.aval, "dtype", jnp.dtype(bool))) for var in equation.outvars)
-        for equation in all_equations(program)
-    )
+
+def is_short(program: Any) -> bool:
+    """Returns whether a number of a program has a shorter range than float32, as float16: a small one vanishes."""
+    outcomes = (var.aval for equation in all_equations(program) for var in equation.outvars)
+    return any(dtypes.is_short(getattr(aval, "dtype", bool)) for aval in outcomes)
+
+
+def has_rule(program: Any) -> bool:
+    """Returns whether the user wrote a part of the backward pass, which need not be linear (a clip)."""
+    return any(equation.primitive.name.startswith("custom_vjp_call") for equation in all_equations(program))

@@ -24,11 +24,16 @@ class Contribution(NamedTuple):
 
 
 def contribution(
-    fun: Callable[[Tree], Parts], params: Tree, weighing: Weighing, index: Index, inside: Inside | None = None
+    fun: Callable[[Tree], Parts],
+    params: Tree,
+    weighing: Weighing,
+    index: Index,
+    inside: Inside | None = None,
+    scale: float = 1.0,
 ) -> Contribution:
     """Differentiates a micro-batch: runs `fun(params)` forward, with its loss scaled as it is weighed.
 
-    `inside` tells how gradients are added inside the backward pass, if they are.
+    `inside` tells how gradients are added inside the backward pass, if they are. They come `scale` times as large.
     """
 
     def scaled(params: Tree) -> tuple[jax.Array, Parts]:
@@ -38,14 +43,14 @@ def contribution(
 
     run, targets = (inside.through(scaled, params), inside.targets(params)) if inside else (scaled, params)
     loss, backward, parts = jax.vjp(run, targets, has_aux=True)
-    return Contribution(loss, Backward(backward, loss, inside), parts)
+    return Contribution(loss, Backward(backward, jnp.full_like(loss, scale), inside), parts)
 
 
 class Backward:
     """The backward pass of a loss: it returns the gradient, or adds it to references."""
 
-    def __init__(self, backward: Any, loss: jax.Array, inside: Inside | None):
-        self.backward, self.cotangent, self.inside = backward, jnp.ones_like(loss), inside
+    def __init__(self, backward: Any, cotangent: jax.Array, inside: Inside | None):
+        self.backward, self.cotangent, self.inside = backward, cotangent, inside
         self.grads: Tree | None = None  # once they are written
 
     def gradient(self) -> Tree:

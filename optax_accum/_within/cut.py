@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core import arithmetic, dtypes, tracing
+from optax_accum._core import arithmetic, dtypes, equations, tracing
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.backward import Backward, Contribution, contribution
@@ -80,6 +81,7 @@ class Cut:
     static: bool  # whether all micro-batches have a turn, run or not
     inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
     overlaps: bool = False  # whether that of the last micro-batch adds them over the devices, too
+    scale: float = 1.0  # of gradients until all are added
 
     def add_up(self) -> tuple[Sums, Tree]:
         """Adds up what the micro-batches contribute; beside the sums comes the last carry."""
@@ -111,6 +113,8 @@ class Cut:
     def finish(self, refs: gradients.Leaves, sums: Sums) -> Sums:
         """Returns the sums, the outputs of the batch among them."""
         grads = gradients.finish(refs, sums.grads, self.empty)
+        if self.scale != 1:
+            grads = jax.tree.map(lambda leaf: leaf * jnp.asarray(1 / self.scale, leaf.dtype), grads)
         return sums._replace(
             loss=self.weighing.finished(sums.loss, self.loss_dtype),
             grads=Reduced(self.device.local_parts(grads)) if self.overlaps else grads,
@@ -124,7 +128,7 @@ class Cut:
         fun = lambda params: self.rules.parts(call.with_values(call.params, params))
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
             inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.local))
-        return contribution(fun, call[call.params], self.weighing, index, inside)
+        return contribution(fun, call[call.params], self.weighing, index, inside, self.scale)
 
     @property
     def params(self) -> tuple[Tree, ...]:
@@ -167,7 +171,7 @@ class Cut:
             by_group = meter.by_group(gradients.added(at_leaves(self.params, squares), self.kinds))
         else:
             by_group = meter.squares(gradients.added(backward.gradient(), self.kinds), like=samples.number)
-        return meter.sample(samples, by_group, self.weighing.of_sample(loss, index), False)
+        return meter.sample(samples, by_group, self.weighing.of_sample(loss, index) / self.scale**2, False)
 
 
 def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
@@ -182,7 +186,8 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
     weighing, alive = weights.weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
-    call_cut = Cut(rules, micro_batches, weighing, alive, shapes, static)
+    scale = 1.0 if weighing.counts_outputs else _scale(rules, device, micro_batches, program.jaxpr)
+    call_cut = Cut(rules, micro_batches, weighing, alive, shapes, static, scale=scale)
     call_cut.outputs.start()  # raises where a reduction does not fit
     unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
     squares = () if unless else rules.meter.no_squares(call_cut.params)
@@ -193,6 +198,19 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     needs = None if inside_all else "gradients that are added inside the backward pass"
     overlaps = device.overlaps(rules.overlap, call_cut.empty, needs)
     return dataclasses.replace(call_cut, micro_batches=micro_batches, inside=inside, overlaps=overlaps)
+
+
+def _scale(rules: Rules, device: Device, micro_batches: MicroBatches, program: Any) -> float:
+    """Returns by how much gradients are scaled while they are added.
+
+    A micro-batch has a small share of the gradient, which float16 would round to zero: so there it is made as large as
+    the whole, by a power of two. What the user's own rules make of a larger cotangent, nobody can tell.
+    """
+    added = jax.tree.leaves(rules.kinds(micro_batches.call[micro_batches.call.params]))
+    wide = not any(map(dtypes.is_short, jax.tree.leaves(rules.accumulator_dtype)))
+    if not (equations.is_short(program) and wide and set(added) <= {"mean"}) or equations.has_rule(program):
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(device.count * micro_batches.split.parts))
 
 
 def _counts(

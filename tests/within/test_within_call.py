@@ -862,3 +862,21 @@ def test_what_a_loss_closes_over_is_differentiated_again(options):
     want = functools.partial(outer, jax.value_and_grad)
     for derivative in (jax.grad, jax.hessian):
         np.testing.assert_allclose(jax.jit(derivative(ours))(0.5), jax.jit(derivative(want))(0.5), rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", [{}, {"in_place": False}, {"unroll": True}, {"statistics": True}], ids=str)
+def test_shares_of_a_gradient_do_not_vanish_in_float16(how):
+    """That of one micro-batch in 128 would be below the smallest number."""
+    x, y = np.random.default_rng(0).normal(size=(2, 128, 4)).astype("f") * 0.01
+    half = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float16), tree)
+    errors = lambda w, batch: batch[0] @ w - batch[1]
+    loss = lambda w, batch: jnp.mean(errors(*half((w, batch))).astype(jnp.float32) ** 2)
+    want = jax.grad(lambda w, batch: jnp.mean(errors(w, batch) ** 2))
+    value, got = jax.jit(optax_accum.value_and_grad(loss, 128, **how))(jnp.zeros((4, 4)), (x, y))
+    np.testing.assert_allclose(got, want(jnp.zeros((4, 4)), (x, y)), rtol=0, atol=1e-7)
+    assert np.max(np.abs(got)) > 1e-6
+    if "statistics" in how:
+        _, measured = jax.jit(optax_accum.value_and_grad(lambda w, b: jnp.mean(errors(w, b) ** 2), 128, **how))(
+            jnp.zeros((4, 4)), (x, y)
+        )[0]
+        chex.assert_trees_all_close(value[1], measured, rtol=1e-2)
