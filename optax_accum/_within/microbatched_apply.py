@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from optax_accum._arguments import callables, draws, results
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_rows
-from optax_accum._core import dtypes
+from optax_accum._core import dtypes, tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
@@ -175,14 +175,21 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
         gathered = jax.tree.map(lambda leaf, pair: leaf if pair is None else _grafted(*pair), others, opened)
         return call.with_values((*names, *call.batch), (*gathered, *micro_batches)).fold_key(index).apply(fun)
 
-    return _mapped(functools.partial(loops.recomputed(outputs_of, (others, batches)), opened), split, batches)
+    run = functools.partial(loops.recomputed(outputs_of, (others, batches)), opened)
+    return _mapped(run, split, batches, functools.partial(_with_closure, device, opened))
 
 
-def _mapped(outputs_of: Callable[[Sequence[Tree], Any], Any], split: splitting.Split, batches: Sequence[Tree]) -> Any:
+def _mapped(
+    outputs_of: Callable[[Sequence[Tree], Any], Any],
+    split: splitting.Split,
+    batches: Sequence[Tree],
+    with_closure: Callable[..., Callable[[Any], Any]],
+) -> Any:
     """Returns the outputs of all micro-batches, in the order of the rows."""
     interleaved, filled = parted(splitting.interleaved(split, batches), splitting.is_split)
     micro = lambda xs: outputs_of(splitting.ungrouped(split, filled(xs[0])), xs[1])
-    outputs = loops.mapped(micro, ([jnp.moveaxis(leaf, 1, 0) for leaf in interleaved], jnp.arange(split.full)))
+    turns = [jnp.moveaxis(leaf, 1, 0) for leaf in interleaved], jnp.arange(split.full)
+    outputs = loops.mapped(with_closure(micro, jax.tree.map(lambda leaf: leaf[0], turns)), turns)
     results.check_rows(outputs, split.size)
     outputs = jax.tree.map(functools.partial(splitting.original_order, split), outputs)
     if not split.rest:
@@ -197,12 +204,28 @@ def _mapped(outputs_of: Callable[[Sequence[Tree], Any], Any], split: splitting.S
 # micro-batch there, cast up, and the backward pass of `_opened` adds over the devices and casts the sum down.
 
 
+def _with_closure(device: Device, opened: Tree, fun: Callable[[Any], Any], example: Any) -> Callable[[Any], Any]:
+    """Returns `fun`, with what it closes over opened as well, where that is narrow and may be differentiated."""
+    try:
+        converted, closed = jax.closure_convert(fun, example)
+    except tracing.NEEDS_VALUES:  # outside `jit` it may look at values
+        return fun
+    known = set(map(id, jax.tree.leaves(opened)))
+    if not any(_is_narrow(leaf) and id(leaf) not in known for leaf in closed):
+        return fun
+    pairs = [_opened(leaf, device.vary) for leaf in closed]
+    return lambda xs: converted(xs, *(_grafted(*pair) for pair in pairs if pair))
+
+
+def _is_narrow(leaf: Any) -> bool:
+    dtype = jnp.result_type(leaf)
+    return jnp.issubdtype(dtype, jnp.inexact) and dtypes.accumulator_dtype(dtype, None) != dtype
+
+
 def _opened(leaf: Any, gather: Callable[[Any], Any]) -> tuple[Any, Any] | None:
     if not is_array(leaf):
         return None  # it stays what it is: a flag, a name, a function
-    dtype = jnp.result_type(leaf)
-    narrow = jnp.issubdtype(dtype, jnp.inexact) and dtypes.accumulator_dtype(dtype, None) != dtype
-    return _lend(gather, leaf) if narrow else (gather(leaf), None)
+    return _lend(gather, leaf) if _is_narrow(leaf) else (gather(leaf), None)
 
 
 def _grafted(leaf: Any, wide: jax.Array | None) -> Any:

@@ -473,6 +473,21 @@ def test_the_gradient_of_bfloat16_parameters_is_added_in_float32():
     np.testing.assert_allclose(jax.grad(lambda w: jnp.sum(f(w, x).astype(jnp.float32)))(w).astype(float), 512 * x[0, 0])
 
 
+@pytest.mark.parametrize("run", [jax.jit, lambda fun: fun], ids=["jit", "outside jit"])
+def test_so_is_that_of_bfloat16_parameters_that_the_function_closes_over(run):
+    w, x = jnp.ones(2, jnp.bfloat16), jnp.ones((515, 2))  # in bfloat16, 256 + 1 is 256
+
+    def total(w):
+        outputs = optax_accum.microbatched_apply(
+            lambda x: x * w.astype(jnp.float32)[None], microbatch_size=2, batch_argnums=0
+        )
+        return jnp.sum(outputs(x))
+
+    np.testing.assert_array_equal(
+        run(jax.grad(total))(w), jax.grad(lambda w: jnp.sum(x * w.astype(jnp.float32)[None]))(w)
+    )
+
+
 def test_the_forward_pass_keeps_one_micro_batch():
     params = {"layers": jnp.ones((6, 32, 32)) / 32}
     run = lambda p, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0][:, :4]
