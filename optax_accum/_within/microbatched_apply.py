@@ -176,7 +176,7 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
         return call.with_values((*names, *call.batch), (*gathered, *micro_batches)).fold_key(index).apply(fun)
 
     run = functools.partial(loops.recomputed(outputs_of, (others, batches)), opened)
-    return _mapped(run, split, batches, functools.partial(_with_closure, device, opened))
+    return _mapped(run, split, batches, functools.partial(_with_closure, device, opened, {}))
 
 
 def _mapped(
@@ -194,7 +194,8 @@ def _mapped(
     outputs = jax.tree.map(functools.partial(splitting.original_order, split), outputs)
     if not split.rest:
         return outputs
-    rest = outputs_of(splitting.remainder(split, batches), split.full)
+    left, filled = parted(splitting.remainder(split, batches), splitting.is_split)
+    rest = with_closure(lambda left: outputs_of(filled(left), split.full), left)(left)
     results.check_rest(outputs, rest, split.size, split.rest)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, rest)
 
@@ -204,8 +205,10 @@ def _mapped(
 # micro-batch there, cast up, and the backward pass of `_opened` adds over the devices and casts the sum down.
 
 
-def _with_closure(device: Device, opened: Tree, fun: Callable[[Any], Any], example: Any) -> Callable[[Any], Any]:
-    """Returns `fun`, with what it closes over opened as well, where that is narrow and may be differentiated."""
+def _with_closure(
+    device: Device, opened: Tree, closure: dict[int, Any], fun: Callable[[Any], Any], example: Any
+) -> Callable[[Any], Any]:
+    """Returns `fun`, with what it closes over opened as well, once, if that is narrow and may be differentiated."""
     try:
         converted, closed = jax.closure_convert(fun, example)
     except tracing.NEEDS_VALUES:  # outside `jit` it may look at values
@@ -213,8 +216,10 @@ def _with_closure(device: Device, opened: Tree, fun: Callable[[Any], Any], examp
     known = set(map(id, jax.tree.leaves(opened)))
     if not any(_is_narrow(leaf) and id(leaf) not in known for leaf in closed):
         return fun
-    pairs = [_opened(leaf, device.vary) for leaf in closed]
-    return lambda xs: converted(xs, *(_grafted(*pair) for pair in pairs if pair))
+    for leaf in closed:  # kept beside what it became, so that no other has its identity
+        if id(leaf) not in closure:
+            closure[id(leaf)] = leaf, _opened(leaf, device.vary)
+    return lambda xs: converted(xs, *(_grafted(*closure[id(leaf)][1]) for leaf in closed))
 
 
 def _is_narrow(leaf: Any) -> bool:
