@@ -177,6 +177,9 @@ def value_and_grad(
         `loss.astype(jnp.float32)`.
       * bfloat16 parameters, or float32 ones that `fun` casts: their
         gradients are added inside the backward pass, in float32.
+      * float16 in `fun`, without a `jax.custom_vjp`: while gradients are
+        added they are scaled up to the size of the whole gradient, so that
+        the share of a micro-batch does not underflow.
       * A parameter that is used twice: the parts of its gradient are added
         one by one; the sum is the same to rounding.
       * Differentiated again (`hessian`); JAX before 0.8.1; an
