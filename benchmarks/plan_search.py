@@ -79,7 +79,7 @@ def found_of(name: str, model: Small) -> Found:
     every = search.candidates(model.rows)
     rows = {c: ask(candidates=[c.number], budget="1TB").rows[0] for c in every}
     peaks = {c: row["peak"] for c, row in rows.items()}
-    least = rows[every[0]]["arguments"] + rows[every[0]]["kept"]
+    least = rows[every[0]]["arguments"] + rows[every[0]]["unaliased"]
     sizes = sorted({*peaks.values()})
     budgets = [sizes[0] - 1, *((a + b) / 2 for a, b in itertools.pairwise(sizes)), sizes[-1] + 1]
     number = lambda c: c.number if c else None

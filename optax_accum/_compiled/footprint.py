@@ -41,14 +41,14 @@ class Footprint:
     refused: bool = False
 
     @property
-    def kept(self) -> int:
+    def unaliased(self) -> int:
         """Outputs that need memory of their own."""
         return self.outputs - self.aliased
 
     @property
     def peak(self) -> float:
         """All that the step holds at once; where the compiler stopped, at least so much."""
-        return self.arguments + self.kept + self.temporary + self.code
+        return self.arguments + self.unaliased + self.temporary + self.code
 
 
 def text_key(lowered: jax.stages.Lowered, target: Target) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 from optax_accum._arguments.counted import counted
 
-_KINDS = {"arguments": "C0", "kept": "C4", "temporary": "C1", "code": "C7"}
-_NAMES = {"kept": "outputs", "code": "the program"}
+_KINDS = {"arguments": "C0", "unaliased": "C4", "temporary": "C1", "code": "C7"}
+_NAMES = {"unaliased": "outputs", "code": "the program"}
 
 
 def draw(plan: Any) -> Any:

@@ -10,7 +10,7 @@ from optax_accum._compiled.footprint import Footprint
 from optax_accum._plan.budgets import as_text
 from optax_accum._plan.search import Candidate
 
-KINDS = ("arguments", "kept", "temporary", "code")  # they add up to the peak
+KINDS = ("arguments", "unaliased", "temporary", "code")  # they add up to the peak
 NETWORK = ("network", "exposed")  # of several devices
 WIDTH = 88  # of a table, at most
 
@@ -172,7 +172,7 @@ class Plan:
     def _cells(self, one: Compiled) -> tuple[str, ...]:
         found, mark = one.footprint, "*" if one is self._chosen_or_none else " "
         rows = f"{one.candidate.rows}{' a device' if self.num_devices > 1 else ''}"
-        sizes = [as_text(size) for size in (found.arguments, found.kept, found.temporary, found.peak)]
+        sizes = [as_text(size) for size in (found.arguments, found.unaliased, found.temporary, found.peak)]
         moved = [as_text(getattr(found, kind)) for kind in self._network]
         if found.refused:
             sizes, moved = ["", "", *(f">{size}" for size in sizes[2:])], ["" for _ in moved]
@@ -219,7 +219,7 @@ class Plan:
 
         That is on the line through the two sizes of a kind that are farthest apart.
         """
-        beside = lambda found: found.peak - found.arguments - found.kept
+        beside = lambda found: found.peak - found.arguments - found.unaliased
         loops = [one for one in self.compiled if one.place == self.place and one.candidate.number > 1]
         for ragged in (False, True):
             kind = [one for one in loops if one.candidate.ragged == ragged and not one.footprint.refused]

@@ -180,10 +180,10 @@ def _chosen(trials: Sequence[Trial], plan: Plan) -> Plan:
 def _nothing_fits(trials: Sequence[Trial], plan: Plan) -> str:
     small = f'The budget is {plan.budget} bytes: for more pass text, such as "80GB". ' * (plan.budget < 2**20)
     if all(trial.least > plan.limit for trial in trials):
-        found = min(plan.compiled, key=lambda one: one.footprint.arguments + one.footprint.kept).footprint
+        found = min(plan.compiled, key=lambda one: one.footprint.arguments + one.footprint.unaliased).footprint
         return (
             f"The budget must hold what the step is given and returns: {budgets.as_text(found.arguments)} of "
-            f"arguments and {budgets.as_text(found.kept)} of outputs that replace none, limit="
+            f"arguments and {budgets.as_text(found.unaliased)} of outputs that replace none, limit="
             f"{budgets.as_text(plan.limit)}. No number of micro-batches changes that. {small}{_WAYS_FOR_ARGUMENTS}"
         )
     least = min(plan.compiled, key=lambda one: one.footprint.peak)

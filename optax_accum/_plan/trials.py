@@ -100,7 +100,7 @@ class Trial:
         """The bytes of arguments, and of outputs that replace none; 0 where they shrink with the micro-batches."""
         shapes = {_shapes(self._lowered[candidate.number]) for candidate in self.every[:2]}
         found = self.found[min(self.found)]
-        return found.arguments + found.kept if len(shapes) == 1 else 0.0
+        return found.arguments + found.unaliased if len(shapes) == 1 else 0.0
 
     @property
     def ignores_number(self) -> bool:

@@ -172,15 +172,15 @@ def test_the_bytes_of_a_program_that_is_known():
     with programs.as_shipped():
         found = planned(budget="1GB").rows[0]
     assert found["arguments"] == ROWS * ROW
-    assert found["kept"] == WIDTH * ROW
+    assert found["unaliased"] == WIDTH * ROW
     assert found["temporary"] == pytest.approx(ROWS * ROW, rel=0.1)  # sin(rows)
-    assert found["peak"] == sum(found[kind] for kind in ("arguments", "kept", "temporary", "code"))
+    assert found["peak"] == sum(found[kind] for kind in ("arguments", "unaliased", "temporary", "code"))
 
 
 def test_a_donated_argument_counts_once():
     donated = lambda k: jax.jit(lambda x: x + 1, donate_argnums=0).lower(shape(ROWS, WIDTH))
     found = planned(donated, budget="1GB").rows[0]
-    assert (found["arguments"], found["kept"]) == (ROWS * ROW, 0)
+    assert (found["arguments"], found["unaliased"]) == (ROWS * ROW, 0)
 
 
 @functools.cache
