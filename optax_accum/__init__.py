@@ -17,9 +17,10 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from optax_accum._across.apply import apply_gradients
 from optax_accum._across.multi_steps import from_multi_steps
 from optax_accum._across.train_step import value_and_apply_gradients
-from optax_accum._across.transformation import accumulate_gradients, apply_gradients
+from optax_accum._across.transformation import accumulate_gradients
 from optax_accum._core.state import AccumulationState, has_updated
 from optax_accum._loss.ratio import Ratio
 from optax_accum._space.metrics import metrics

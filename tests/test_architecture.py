@@ -84,6 +84,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"accumulator", "multi_steps", "outcomes", "loss"},
         {"window"},
         {"transformation"},
+        {"apply"},
         {"steps"},
         {"train_step"},
     ],

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._across import accumulator, outcomes, schedules, transformation
+from optax_accum._across import accumulator, outcomes, schedules
+from optax_accum._across.apply import apply_gradients
 from optax_accum._across.inner import check_extra_args, is_data, unread
 from optax_accum._across.loss import Added, Done, Loss
 from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
@@ -85,7 +86,7 @@ class Step:
         named = keywords.weight is not None or self.loss.weight_fn or isinstance(done.weight, jax.Array)
         counted = {"weight": done.weight} if named else {"rows": int(done.weight)}
         extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
-        return transformation.apply_gradients(self.inner, done.grads, state, params, **extra_args)
+        return apply_gradients(self.inner, done.grads, state, params, **extra_args)
 
     def _bound(self, args: Sequence[Any], keywords: Keywords) -> tuple[Call, Keywords]:
         """Binds the arguments of `fun`, those that are given by keyword too; the other keywords are the optimizer's."""
