@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -660,3 +661,16 @@ def test_an_optimizer_without_state_takes_no_other_one(jit, every):
     adam, sgd = (optax_accum.accumulate_gradients(inner, every) for inner in (optax.adam(0.1), optax.sgd(0.1)))
     with pytest.raises(ValueError, match="must be that of this inner optimizer.*inner_opt_state="):
         jit(sgd.update)(PARAMS, adam.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_number_of_rows_that_an_export_leaves_open(within):
+    (rows,) = jax.export.symbolic_shape("rows")
+    loss, tx, w = lambda w, x: jnp.mean(x * w), optax_accum.accumulate_gradients(optax.sgd(1.0), 2), jnp.float32(1)
+    x = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    step = lambda **options: optax_accum.value_and_apply_gradients(loss, tx, **options)
+    run = optax_accum.value_and_grad(loss, 2) if within else lambda w, x: step()(w, tx.init(w), x)
+    with pytest.raises(ValueError, match=r"known when tracing: it is the symbolic dimension rows.*pass weight_fn"):
+        jax.export.export(jax.jit(run))(w, x)
+    weighed = lambda w, x: step(weight_fn=jnp.sum)(w, tx.init(w), x)[0]
+    assert jax.export.export(jax.jit(weighed))(w, x).call(w, jnp.arange(3.0)) == 1

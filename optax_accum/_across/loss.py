@@ -155,4 +155,4 @@ class Loss:
         """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
         if self.weight_fn:
             return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
-        return self.divisor.unweighed(rows.count_rows(call[call.batch]) if call.batch else 1)
+        return self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1)

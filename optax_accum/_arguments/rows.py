@@ -39,6 +39,17 @@ def count_rows(batch: Tree, *, named: bool = True) -> int:
     return rows
 
 
+def count_known_rows(batch: Tree) -> int:
+    """Returns the number of rows, and raises where `jax.export` leaves it open."""
+    rows = count_rows(batch)
+    if not isinstance(rows, int):
+        raise ValueError(
+            f"The number of rows must be known when tracing: it is the symbolic dimension {rows}. Export a program for "
+            "each number of rows; or, in value_and_apply_gradients, pass weight_fn."
+        )
+    return rows
+
+
 def is_split(leaf: Any) -> bool:
     """Returns whether a leaf of a batch is cut: arrays are, along their first axis; scalars stay whole."""
     return jnp.ndim(leaf) > 0

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.rows import check_groups, count_rows, is_split
+from optax_accum._arguments.rows import check_groups, count_known_rows, is_split
 from optax_accum._core.leaves import by_path
 from optax_accum._core.types import Tree
 from optax_accum._space import meshes
@@ -110,7 +110,7 @@ def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
     if sizes.stacked:
         size, number, *_ = jax.tree.leaves(batch)[0].shape
         return Split(size * number, size, number, 0, stacked=True)
-    rows, (num_microbatches, microbatch_size, group, _) = count_rows(batch), sizes
+    rows, (num_microbatches, microbatch_size, group, _) = count_known_rows(batch), sizes
     where = "the batch has" if devices == 1 else f"each of {devices} devices has"
     check_groups(where, rows, group)
     if num_microbatches is not None and num_microbatches > rows // group:
