@@ -41,7 +41,7 @@ def count_rows(batch: Tree, *, named: bool = True) -> int:
 
 def count_known_rows(batch: Tree) -> int:
     """Returns the number of rows, and raises where `jax.export` leaves it open."""
-    rows = count_rows(batch)
+    rows: Any = count_rows(batch)
     if not isinstance(rows, int):
         raise ValueError(
             f"The number of rows must be known when tracing: it is the symbolic dimension {rows}. Export a program for "
