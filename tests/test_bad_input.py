@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 import optax_accum
+import optax_accum.flax
+from optax_accum import batching, checkpoint, sharding
 
 pytestmark = pytest.mark.quick
 
@@ -674,3 +676,41 @@ def test_a_number_of_rows_that_an_export_leaves_open(within):
         jax.export.export(jax.jit(run))(w, x)
     weighed = lambda w, x: step(weight_fn=jnp.sum)(w, tx.init(w), x)[0]
     assert jax.export.export(jax.jit(weighed))(w, x).call(w, jnp.arange(3.0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: advise(max_every=2.5), TypeError, r"max_every must be an integer >= 1: max_every=2\.5"),
+        (lambda: advise(micro_step="0.1"), TypeError, r"micro_step must be a number: micro_step='0\.1'"),
+        (lambda: advise(optimizer=float("inf")), ValueError, "Times must be finite: optimizer=inf"),
+        (lambda: batching.every_by_tokens(4), TypeError, r"counts must be a dict, .*: 4\. Write"),
+        (lambda: batching.every_by_tokens({0: 2, float("nan"): 3}), ValueError, "counts must say what holds from 0"),
+        (lambda: target(None), TypeError, "num_devices must be an integer >= 1: num_devices=None"),
+        (lambda: target(0), ValueError, "num_devices must be an integer >= 1: num_devices=0"),
+        (
+            lambda: sharding.state_sharding(build(), PARAMS, offload=True),
+            ValueError,
+            "offload must name fields .* True",
+        ),
+        (lambda: sharding.count_collectives(jax.jit(jnp.sin).lower(1.0)), ValueError, r"Compile what was lowered"),
+        (lambda: swapped(), TypeError, r"The order is optimizer\.update\(model, grads\)"),
+    ],
+)
+def test_what_surrounds_a_window_is_checked(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def advise(**options):
+    return batching.advise(**{"microbatch_size": 8, "micro_step": 0.1, "optimizer": 0.02, **options})
+
+
+def target(num_devices):
+    return checkpoint.checkpoint_target(build(), PARAMS, num_devices)
+
+
+def swapped():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = optax_accum.flax.nnx.Optimizer(model, build(), wrt=nnx.Param)
+    optimizer.update(nnx.state(model, nnx.Param), model)

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from optax_accum._arguments import checks
+
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
@@ -108,7 +110,13 @@ def advise(
       it leaves out.
     """
     _check(microbatch_size=(microbatch_size, True), micro_step=(micro_step, True), optimizer=(optimizer, False))
-    _check(communication=(communication, False), max_every=(max_every, True))
+    _check(communication=(communication, False))
+    if checks.as_positive("max_every", max_every) is None:
+        raise TypeError("max_every must be an integer >= 1: max_every=None. Pass the most micro-steps that you allow.")
+    if math.isinf(optimizer + communication):
+        raise ValueError(
+            f"Times must be finite: optimizer={optimizer}, communication={communication}. Pass what was measured."
+        )
     once = optimizer + communication
     ratio = once / micro_step
     lines = [f"what happens once: {optimizer:g} + {communication:g} = {once:g}, the time of {ratio:.2f} micro-steps"]
@@ -196,6 +204,8 @@ def rescale_decay(decay: float, batch_from: float, batch_to: float) -> float:
 def _check(**given: tuple[float, bool]) -> None:
     """Raises for a number that is negative or NaN; or 0, or infinite, where it must be `positive`."""
     for name, (value, positive) in given.items():
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"{name} must be a number: {name}={value!r}. Pass what was measured.")
         if not value >= 0 or (positive and not 0 < value < math.inf):
             rule = "must be positive and finite" if positive else "must not be negative or NaN"
             raise ValueError(f"{name} {rule}: {name}={value!r}. Pass what was measured.")

@@ -94,10 +94,15 @@ class TokenPacking:
         rows = np.asarray(rows) if isinstance(rows, jax.Array) else rows
         numbers, length, like = self._numbers(index), self.padded_lengths[index], np.asarray(rows[self.order[0]])
         shape = (len(numbers), length, *like.shape[1:]) if like.ndim else (len(numbers),)
-        taken = np.full(shape, fill, like.dtype)
+        taken = np.full(shape, _as_fill(fill, like.dtype), like.dtype)
         for place in np.flatnonzero(numbers >= 0):
             number = numbers[place]
             row, tokens = np.asarray(rows[number]), self.lengths[number]
+            if not np.can_cast(row.dtype, like.dtype):
+                raise TypeError(
+                    f"All rows must have one dtype: row {number} has {row.dtype}, row {self.order[0]} has "
+                    f"{like.dtype}. Convert them, with np.asarray(row, np.{np.result_type(row, like)})."
+                )
             if like.ndim == 0:
                 taken[place] = row
             elif len(row) < tokens:
@@ -181,3 +186,12 @@ class TokenPacking:
         own = self.rows[index, :, : self.device_rows[index]]
         numbers[:, : own.shape[1]] = own
         return numbers.reshape(-1)
+
+
+def _as_fill(fill: Any, dtype: np.dtype[Any]) -> Any:
+    """Returns what stands where there is no token, and raises where the dtype of the rows has no such number."""
+    with np.errstate(invalid="ignore"):
+        number = np.asarray(fill).astype(dtype)
+    if dtype.kind in "biu" and number != fill:
+        raise ValueError(f"fill must be a number of the dtype of the rows: fill={fill}, {dtype}. Convert the rows.")
+    return number

@@ -1,5 +1,6 @@
 """Owns windows that grow: schedules for `every` by what has been trained on, and by the noise of gradients."""
 
+import math
 from collections.abc import Mapping
 
 import jax
@@ -52,7 +53,9 @@ def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
       3 400.0
       4 600.0
     """
-    if not counts or min(counts) != 0 or None in counts.values():
+    if not callable(getattr(counts, "values", None)):
+        raise TypeError(f"counts must be a dict, from tokens to micro-steps: {counts!r}. Write {{0: 4, 1e9: 8}}, say.")
+    if not counts or any(math.isnan(start) for start in counts) or min(counts) != 0 or None in counts.values():
         raise ValueError(
             f"counts must say what holds from 0 tokens on, and then from more: counts={dict(counts)}. Write "
             "{0: 4, 1e9: 8}, say."

@@ -131,7 +131,10 @@ class Program:
                 words = re.findall(r"%?([\w.\-~]+)", rest.split(")", 1)[0])
                 current[name] = Instruction(name, shape, opcode, tuple(word for word in words if word in current), rest)
         if not entry:
-            raise ValueError(f"{reader} reads the text of a compiled program, which has an ENTRY: there is none.")
+            raise ValueError(
+                f"{reader} reads the text of a compiled program, which has an ENTRY: there is none. "
+                "Compile what was lowered: jax.jit(f).lower(...).compile()."
+            )
         return cls(computations, entry, ":T(" in text)
 
     @functools.cached_property

@@ -98,6 +98,8 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
       >>> target.acc_grads.shape == (before, 3)
       True
     """
+    if checks.as_positive("num_devices", num_devices) is None:
+        raise TypeError("num_devices must be an integer >= 1: num_devices=None. Pass the devices that saved the state.")
     where = state_sharding(tx, params, **options)
     mesh = jax.tree.leaves(where)[0].mesh
     with compilers.tracing_on(getattr(mesh, "abstract_mesh", mesh)):

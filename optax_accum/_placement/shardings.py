@@ -87,7 +87,8 @@ def state_sharding(
     rules = rules_of(tx)
     axes = meshes.as_axes(reduce_axes) or (rules.over.axes if rules else ())
     reduce_to = rules.over.to if rules and reduce_to is None else reduce_to
-    offload = (offload,) if isinstance(offload, str) else tuple(offload)
+    several = not isinstance(offload, str) and hasattr(offload, "__iter__")
+    offload = tuple(offload) if several else (cast(str, offload),)
     for name in offload:
         if name not in OFFLOADABLE:
             raise ValueError(f"offload must name fields of the state: {name!r} is none of {', '.join(OFFLOADABLE)}.")

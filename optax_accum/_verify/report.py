@@ -82,6 +82,9 @@ class Report:
             lines.append(
                 f"The {self.subject} is random: means over {self.draws} keys were compared, within six standard errors."
             )
+        blind = max(self.limits.values(), default=0.0)
+        if self.holds and not self.random and blind > 0.01:
+            lines.append(f"In this precision an error of {blind:.0%} would not be seen. Check once in float32.")
         ends = [f"Not tried: {note}" for note in self.notes]
         for cause in self.causes:
             ends += [f"Cause: {cause.kind}. {cause.evidence}", f"Remedy: {cause.remedy}"]

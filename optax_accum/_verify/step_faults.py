@@ -134,6 +134,7 @@ FAULTS = (
         {
             "foretold": windows.plain_mean(windows.clipped),
             "related": windows.mean_somewhere(windows.clipped),
+            "weighed": windows.clipped_weighed,
             "combined": windows.combined(windows.clipped),
         },
     ),

@@ -209,7 +209,7 @@ def rate(w: Window) -> str:
     factor = w.e.factor(w.found, "params")
     if not factor or abs(factor - 1) < w.e.near:
         return ""
-    return f"The gradient is right, its update {factor:.3g} times what it is to be: does the rate count micro-steps?"
+    return f"The gradient is right, its update {factor:.4g} times what it is to be: does the rate count micro-steps?"
 
 
 def rate_alone(w: Window) -> str:
@@ -217,7 +217,10 @@ def rate_alone(w: Window) -> str:
     others = [slot for slot in w.e.slots if slot != "params"]
     alone = w.e.unclipped() if w.linear == ["params"] else bool(others) and not w.linear
     right = not others or w.linear or w.e.far(w.found, w.e.whole, others) < w.e.near
-    return rate(w) if alone and right and not w.means else ""
+    said = rate(w) if alone and right and not w.means else ""
+    if said and not others:
+        return f"{said} Or is the sum of the gradients divided by another number? With plain SGD both look the same."
+    return said
 
 
 def more(w: Window) -> str:
@@ -240,9 +243,22 @@ def weighed(w: Window) -> str:
     """Micro-batches count, but not as much as in the whole batch: both may be clipped afterwards."""
     for slot in [] if w.e.few or w.coupling else w.linear:
         (right, _), (shares, far) = w.e.combined(slot), w.e.combined(slot, of=w.found)
-        if far < w.e.near:
+        if far < w.e.near and sum(right) < 1 + w.e.near:  # more than all: each is made smaller before it is added
             each = [", ".join(f"{share:.3g}" for share in counts) for counts in (shares, right)]
             return f"The micro-batches count for {each[0]}; in the whole batch for {each[1]}."
+    return ""
+
+
+def clipped_weighed(w: Window) -> str:
+    """What they were weighed by came out, and the whole batch's change is a larger combination of theirs."""
+    for slot in [] if w.e.few or w.coupling else w.linear:
+        (right, fits), (shares, far) = w.e.combined(slot), w.e.combined(slot, of=w.found)
+        if max(far, fits) < w.e.near < sum(right) - 1 and min(*shares, *right) > 0:
+            each = [", ".join(f"{share:.3g}" for share in counts) for counts in (shares, right)]
+            return (
+                f"The micro-batches count for {each[0]}. The whole batch counts them for {each[1]}, in all more than "
+                "1: each is clipped, or normalised, before it is added."
+            )
     return ""
 
 

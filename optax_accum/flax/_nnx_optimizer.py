@@ -10,6 +10,7 @@ from flax import nnx
 
 import optax_accum
 from optax_accum._across.transformation import axes_of
+from optax_accum._arguments import callables
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
 from optax_accum.flax._nnx_variables import batch_norms, check_trained, running_stats
@@ -68,7 +69,7 @@ class Optimizer(nnx.Optimizer):
         `metrics` names what `update` will be given.
         """
         check_trained(model, nnx.state(model, wrt), wrt, "Pass those that are to be trained.")
-        super().__init__(model, _placing_rows(tx), wrt=wrt, **kwargs)
+        super().__init__(model, _placing_rows(callables.as_optimizer(tx)), wrt=wrt, **kwargs)
         self.tx = tx
         own = _window.own_buffers(as_pure(self.opt_state), as_pure(nnx.state(model)))
         nnx.update(self.opt_state, nnx.state(own))
@@ -113,6 +114,8 @@ class Optimizer(nnx.Optimizer):
             gradients of other variables than those of `wrt`; a model with
             other layers than before.
         """
+        if isinstance(model, nnx.State):
+            raise TypeError("update takes the model first: model=State. The order is optimizer.update(model, grads).")
         params, state = as_pure(nnx.state(model, self.wrt)), as_pure(self.opt_state)
         before = _window.find_window(state)
         own = "metrics", "stats_weight"

@@ -482,9 +482,26 @@ def test_rows_and_outputs_that_do_not_fit():
     packing = token_microbatches([3, 2], 8)
     with pytest.raises(ValueError, match=r"row 0 has 2, lengths\[0\]=3\. Pass the lengths of these rows"):
         packing.take(0, [[1, 2], [3, 4]])
-    with pytest.raises(TypeError, match="Cannot cast"):
+    with pytest.raises(TypeError, match=r"All rows must have one dtype: row . has .*Convert them, with np.asarray"):
         packing.take(0, [[1, 2, 3], [0.5, 1.5]])
     with pytest.raises(ValueError, match="2 outputs, 1 micro-batch. Pass None for spare"):
         packing.restore([np.zeros(2), np.zeros(2)])
     with pytest.raises(ValueError, match=r"outputs\[0\] has 5, take\(0, ...\) has 2. Return all rows"):
         packing.restore([np.zeros(5)])
+
+
+@pytest.mark.parametrize("values", [[3, 2.5, 4.75], [True, 7, 3]])
+def test_numbers_of_rows_are_not_rounded_to_those_of_the_longest(values):
+    packing = token_microbatches([5, 3, 2], 10)
+    with pytest.raises(TypeError, match="All rows must have one dtype: row"):
+        [packing.take(index, values) for index in range(packing.num_microbatches)]
+    taken = packing.take(0, np.asarray(values, np.float32))
+    assert set(taken) <= {*np.asarray(values, np.float32), 0}
+
+
+@pytest.mark.parametrize(("fill", "dtype"), [(0.5, int), (np.nan, int), (-100, np.uint8)])
+def test_what_fills_has_the_dtype_of_the_rows(fill, dtype):
+    packing = token_microbatches([2, 1], 4)
+    with pytest.raises(ValueError, match="fill must be a number of the dtype of the rows"):
+        packing.take(0, [np.ones(2, dtype), np.ones(1, dtype)], fill=fill)
+    assert np.isnan(packing.take(0, [np.ones(2), np.ones(1)], fill=np.nan)).sum() == 1

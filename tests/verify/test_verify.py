@@ -484,3 +484,12 @@ def test_a_micro_batch_without_a_token_is_no_randomness():
     report = verify(loss, {"w": jnp.ones(2)}, batch, **options)
     assert not report.holds
     assert not report.random
+
+
+def test_a_report_tells_what_it_could_not_see():
+    """The mean of means of a bfloat16 loss may be within its rounding."""
+    narrow = lambda params, batch: masked(*half((params, batch), jnp.bfloat16)).astype(jnp.float32)
+    for loss, sees in ((narrow, False), (masked, True)):
+        report = verify(loss, W, BATCH, weight_fn=tokens)
+        assert report.holds
+        assert ("would not be seen. Check once in float32." not in " ".join(str(report).split())) == sees

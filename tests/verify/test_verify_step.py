@@ -737,3 +737,25 @@ def test_a_window_that_is_not_finite_is_no_other_fault():
 def test_what_is_no_make_step(make_step, message):
     with pytest.raises(TypeError, match=message):
         verify_step(make_step, BATCH)
+
+
+def test_clipping_is_named_where_micro_batches_have_weights():
+    """Weights explain the update, too: those of clipped gradients, of which the whole batch has more than all."""
+
+    def loss(params, batch):
+        error = (batch["x"] @ params["w"] - batch["y"]) ** 2
+        return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
+
+    def make_step(every):
+        sgd = optax_accum.accumulate_gradients(optax.sgd(0.1), every)
+        tx = optax.chain(optax.clip_by_global_norm(0.1), sgd)
+        apply = lambda carry, batch: optax_accum.apply_gradients(
+            tx, jax.grad(loss)(carry[0], batch), carry[1], carry[0], weight=batch["mask"].sum()
+        )
+        params = {"w": jax.random.normal(jax.random.key(0), (6, 3))}
+        return jax.jit(apply), (params, tx.init(params))
+
+    x = jax.random.normal(jax.random.key(1), (16, 6))
+    mask = jax.random.bernoulli(jax.random.key(2), 0.5, (16, 3)).at[:, 0].set(True)
+    report = verify_step(make_step, {"x": x, "y": x[:, :3], "mask": mask}, every=4)
+    assert [cause.kind for cause in report.causes] == ["clipping at each micro-step"], str(report)

@@ -314,7 +314,7 @@ def test_a_record_of_a_trainer_is_a_ratio(monkeypatch):
 
 def test_weight_of_weighs_one_mean():
     for fun in (lambda p, b: {"a": loss(p, b)[0]}, lambda p, b: optax_accum.Ratio(loss(p, b)[0], 1)):
-        with pytest.raises(TypeError, match="weighs a loss that is one mean"):
+        with pytest.raises(TypeError, match="is for a loss that is one mean"):
             optax_accum.value_and_grad(fun, 4, weight_of=lambda value, aux: 1)(PARAMS, BATCH)
 
 
