@@ -1,4 +1,4 @@
-"""Turns what this project writes in docstrings into what Sphinx reads: Markdown's code, tables and indented formulas.
+"""Turns what this project writes in docstrings into what Sphinx reads: Markdown's code and indented formulas.
 
 Google's sections are left to napoleon, which comes after. Public names in backticks become links.
 """
@@ -76,16 +76,7 @@ def restructured(
     lines: list[str], public: dict[str, str], own: str = ""
 ) -> list[str]:
     """Returns the lines of a docstring as reStructuredText."""
-    out: list[str] = []
-    table: list[str] = []
-    for line in _code(_formulas(lines), public, own):
-        if line.lstrip().startswith("|"):
-            table.append(line)
-            continue
-        out += _table(table)
-        table = []
-        out.append(line)
-    return out + _table(table)
+    return _code(_formulas(lines), public, own)
 
 
 def _code(lines: list[str], public: dict[str, str], own: str) -> list[str]:
@@ -137,18 +128,3 @@ def _formulas(lines: list[str]) -> list[str]:
             last = line
         out.append(line)
     return out
-
-
-def _table(rows: list[str]) -> list[str]:
-    """A Markdown table becomes a list-table."""
-    if not rows:
-        return []
-    indent = rows[0][: -len(rows[0].lstrip())]
-    out = ["", ".. list-table::", "   :header-rows: 1", "   :class: edges", ""]
-    for row in (rows[0], *rows[2:]):
-        cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
-        out += [
-            f"   {'* -' if i == 0 else '  -'} {cell}"
-            for i, cell in enumerate(cells)
-        ]
-    return [indent + line if line else "" for line in [*out, ""]]

@@ -91,11 +91,9 @@ def every_by_noise(at_least: int, at_most: int) -> Schedule:
         below 2.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | nothing is known yet | `at_least` |
-      | no signal can be told from the noise | `at_most` |
-      | the noise scale falls | windows become shorter again |
+      * Nothing is known yet: `at_least`.
+      * No signal can be told from the noise: `at_most`.
+      * The noise scale falls: windows become shorter again.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum

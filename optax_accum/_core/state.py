@@ -94,13 +94,11 @@ def has_updated(state: Tree) -> jax.Array:
     Guarantees:
       The state stores the answer; it is not guessed from counters:
 
-      | case | result |
-      |---|---|
-      | before the first micro-step | False |
-      | the window was held | False |
-      | the window closed and `inner` ran | True |
-      | the window closed and was discarded | False |
-      | the micro-batch was skipped after an update | False |
+      * Before the first micro-step: False.
+      * The window was held: False.
+      * The window closed and `inner` ran: True.
+      * The window closed and was discarded: False.
+      * The micro-batch was skipped after an update: False.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum

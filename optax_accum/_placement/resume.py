@@ -39,11 +39,9 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
         below 1; a TypeError if it is no integer.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | the same number of devices | the same state, bit for bit |
-      | another number | the same sums, to rounding |
-      | a state without `reduce_axes` | its sum is the first partial sum |
+      * The same number of devices: the same state, bit for bit.
+      * Another number: the same sums, to rounding.
+      * A state without `reduce_axes`: its sum is the first partial sum.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum

@@ -77,11 +77,9 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
       momentum: of the BatchNorm layers, as given to `batch_moments`.
 
     Guarantees:
-      | case | result |
-      |---|---|
-      | one micro-batch | the statistics that the model gave, to rounding |
-      | the layers are in inference mode | `old`, bit for bit |
-      | variances that rounding would make negative | zero |
+      * One micro-batch: the statistics that the model gave, to rounding.
+      * The layers are in inference mode: `old`, bit for bit.
+      * Variances that rounding would make negative: zero.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The diffs of the README and of docs/flax.md, applied to scripts: small batches then make the updates of large ones."""
+"""The diffs of the README and the docs of Flax, applied to scripts: small batches then make the updates of large ones."""
 
 import re
 
@@ -11,9 +11,9 @@ import pytest
 import optax_accum
 from tests import ROOT
 
-README, FLAX = (
+README, FLAX, TRAINERS = (
     re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    for page in ("README.md", "docs/flax.md")
+    for page in ("README.md", "docs/flax.md", "docs/in_a_trainer.md")
 )
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
@@ -76,10 +76,12 @@ def test_one_line_makes_small_batches_into_large_ones(name, one_line, counting):
 
 def test_where_one_line_is_not_enough():
     """Sentences of many lengths: with one line a mean of means, with the whole diff the update of the whole batch."""
+    joined = lambda diff: [(old, re.sub(r"\s", "", new)) for old, new in changes(diff)]
+    assert joined(TRAINERS[0]) == joined(README[3])  # one has shorter lines
     (one_line,) = (change for change in changes(README[3]) if "accumulate_gradients" in change[1])
     whole, rates = run("text_language_model", 64)
     short, _ = run("text_language_model", 16, [one_line])
-    full, log = run("text_language_model", 16, changes(README[3]))
+    full, log = run("text_language_model", 16, changes(TRAINERS[0]))
     assert (whole.step, full.step, full.updates) == (8, 32, 8)
     assert gap(short.params, whole.params) > 1e-3
     assert gap(full.params, whole.params) < 1e-6

@@ -49,15 +49,11 @@ def public():
 
 
 @pytest.mark.parametrize(("name", "value"), list(public()), ids=lambda value: value if isinstance(value, str) else "")
-def test_the_docstring_of_a_public_name_can_be_read_by_sphinx(name, value):
+def test_a_public_name_has_a_docstring_without_tables(name, value):
+    """`help()` shows a table as it was typed: edge cases are a list."""
     text = inspect.getdoc(value)
     assert text
-    rows = re.findall(r"^ *\|.*\|$", text, re.MULTILINE)
-    tables = docstrings.restructured(text.splitlines(), {})
-    assert not [line for line in tables if line.lstrip().startswith("|")]
-    assert sum(line.lstrip().startswith("* - ") for line in tables) == sum("|---" not in row for row in rows)
-    for table in re.findall(r"(?:^ *\|.*\|(?:\n|\Z))+", text, re.MULTILINE):
-        assert len({row.count("|") for row in table.splitlines()}) == 1  # a | in a cell would end it
+    assert not re.search(r"^ *\|", text, re.MULTILINE)
 
 
 def wide(value):
@@ -94,10 +90,6 @@ def test_what_becomes_of_a_docstring():
         "Of `tx`, `Leaf`s (docs/fsdp.md):",
         "",
         "    f = g / w",
-        "",
-        "| case | result |",
-        "|---|---|",
-        "| `a` | b |",
     ]
     assert docstrings.restructured(markdown, {"tx": "package.tx"}) == [
         "Of :py:obj:`tx <package.tx>`, ``Leaf``\\ s (:doc:`/fsdp`):",
@@ -105,9 +97,6 @@ def test_what_becomes_of_a_docstring():
         "::",
         "",
         "    f = g / w",
-        "",
-        *["", ".. list-table::", "   :header-rows: 1", "   :class: edges", ""],
-        *["   * - case", "     - result", "   * - ``a``", "     - b", ""],
     ]
 
 
