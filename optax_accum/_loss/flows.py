@@ -65,11 +65,10 @@ def _breaks_any(program: Any) -> bool:
     )
 
 
-def leave_whole(program: Any, into_branches: bool) -> list[str | None]:
+def leave_whole(program: Any, into_branches: bool = True) -> list[str | None]:
     """Returns for each input of a traced program the function that its gradient leaves as a whole, if there is one.
 
-    That is one that takes a function, and that sinks do not go into: into branches they do not go inside a checkpoint,
-    nor where squares are taken.
+    That is one that takes a function, and that sinks do not go into: inside a checkpoint they go into no branches.
     """
     left_by: dict[Any, str | None] = {}
     for equation in reversed(program.eqns):

@@ -114,7 +114,7 @@ def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """A branch is followed where JAX adds to a reference in it: any other gradient it returns, as wide as the sink."""
     if equation.params.get("branches_platforms"):  # it is the compiler that chooses
         return _end(equation, values)
-    goes_in = lambda value: isinstance(value, Lent) and value.is_reference and not value.at_once
+    goes_in = lambda value: isinstance(value, Lent) and value.is_reference and value.total is None
     index, *operands = [value if goes_in(value) else used(value) for value in _used_if_twice(values)]
     branch = lambda program: lambda *operands: run(program, operands)
     return jax.lax.switch(index, list(map(branch, equation.params["branches"])), *operands)
@@ -131,7 +131,7 @@ def _cast(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 def _slice(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """A slice is followed where JAX adds to a slice of a reference, which it does not clamp as it does the slice."""
     value, *starts = values
-    if not isinstance(value, Lent) or value.at_once:
+    if not isinstance(value, Lent) or not value.has_slices:
         return _end(equation, values)
     where = _clamped(equation, starts) if may_be_clamped(equation) else starts
     part = lambda leaf: compilers.bind(equation, [leaf, *where])[0]

@@ -109,7 +109,7 @@ def added_inside(
     if unless or why_not or asked is False:
         log_after(unless or (f"adding inside it {why_not}" if why_not else "in_place=False"))
         return None
-    _log_inside(params, program.jaxpr, measured=bool(squares))
+    _log_inside(params, program.jaxpr)
     always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
     needs = map(operator.or_, flows.casts(program.jaxpr), flows.breaks(program.jaxpr))
     leaves = [pair for pair in zip(jax.tree.leaves(params), needs, strict=True) if is_inexact(pair[0])]
@@ -127,11 +127,11 @@ def log_after(reason: str) -> None:
     _log.info("Gradients are added after the backward pass, as a tree: %s.", reason)
 
 
-def _log_inside(params: Tree, program: Any, measured: bool) -> None:
+def _log_inside(params: Tree, program: Any) -> None:
     """Tells who asks where gradients are added inside the backward pass."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    pairs = zip(by_path(params, ""), flows.leave_whole(program, into_branches=not measured), strict=True)
+    pairs = zip(by_path(params, ""), flows.leave_whole(program), strict=True)
     written = [f"{path} (`{function}`)" for (path, _), function in pairs if function]
     but = f" Some are written first, by the function in brackets: {', '.join(written)}." if written else ""
     _log.info("Gradients are added inside the backward pass.%s", but)

@@ -93,6 +93,12 @@ class Lent:
         """Whether the whole gradient is wanted at once: a square of a sum is no sum of squares."""
         return self.sink.square is not None or self.total is not None or not compilers.ADDS_TO_SLICES
 
+    @property
+    def has_slices(self) -> bool:
+        """Whether its only slice that is used can take its gradient: the rest is zeros, and adds no square."""
+        square = self.sink.square
+        return compilers.ADDS_TO_SLICES and self.total is None and (square is None or jnp.ndim(square) == 0)
+
     def turned(self, length: int) -> Any:
         """Returns this as a scan of so many turns takes it; a reference that Explicit axes shard has no slices."""
         if self.total is None:
