@@ -323,7 +323,8 @@ FEATURES = [
     Feature("one optimizer call per window", "We count the optimizer's calls.", _calls),
     Feature(
         "one reduction per window",
-        "We count the reductions of a gradient over two devices in a program compiled for CPUs.",
+        "We count the reductions of a gradient over two devices, in a program compiled for CPUs; of PyTorch those of "
+        "DDP, with `no_sync`.",
         _reductions,
     ),
     Feature(

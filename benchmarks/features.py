@@ -32,7 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     found = {feature.name: {column: cell(feature, column) for column in COLUMNS} for feature in FEATURES}
     text = tables(found)
-    print(f"## What each can do\n\n{text}")
+    print(f"## What each library can do\n\n{text}")
     if options.write:
         before, rest = PAGE.read_text().split(BEGIN)
         _measure.write(PAGE, f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}".rstrip("\n"), None)

@@ -395,7 +395,7 @@ FAULTS: dict[str, tuple[Maker, ...]] = {
     "sum": (_sum_of_rows, _sum_of_tokens, _sum_by_constant),
     "coupled examples": (_batch_norm, _contrastive, _ranking, _variance, _undeclared_groups),
     "shared key": (_one_key, _one_key, _second_key),
-    "low-precision accumulator": (_narrow_sums,),
+    "low-precision sum": (_narrow_sums,),
     "not rows": (_cut_table,),
     "mutable state": (_carried_norm, _carried_count, _counts_calls, _numpy_noise),
 }

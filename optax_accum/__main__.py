@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     example = lambda command: f"example, from the folder of the repository:\n\n  {command}\n"
     parser = argparse.ArgumentParser(
         prog="python -m optax_accum",
-        description="Plan how many micro-batches fit, or check a train step. Without a command: names and versions.",
+        description="Find the fewest micro-batches that fit, or check a train step. By default: names and versions.",
         epilog=example(f"{plan.EXAMPLE}\n  {verify.EXAMPLE}"),
         formatter_class=form,
     )

@@ -52,8 +52,8 @@ def apply_gradients(
     Guarantees:
       Known when tracing:
 
-      * A leaf whose gradient is a float0: the same parameter, where `inner`
-        leaves it out (`optax.masked`).
+      * An integer parameter (its gradient is a float0): is returned as it
+        is, if `inner` leaves it out (`optax.masked`).
       * `tx` does not accumulate: one update; `weight` and `flush` are
         ignored like any extra argument.
 

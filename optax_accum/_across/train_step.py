@@ -68,9 +68,9 @@ def value_and_apply_gradients(
         a key of the device's own. Pass another key in each window.
       in_place: whether to add inside the backward pass. By default wherever
         that gives the same gradient.
-      overlap: with `reduce_axes`, whether the backward pass that closes a
-        window also adds the sums over the devices, each as soon as it is
-        there. Only a static `flush=True` (a Python bool) can do it. By
+      overlap: with `reduce_axes`, whether the last backward pass of a
+        window reduces each gradient over the devices as soon as it is
+        computed. Only a static `flush=True` (a Python bool) can do it. By
         default on GPUs, from 64 MiB of gradients on, without `reduce_to`.
 
     With `reduce_axes` in `tx`, each device differentiates its own rows of
@@ -126,7 +126,8 @@ def value_and_apply_gradients(
       * `weight` or `weight_fn` gives 0: the micro-batch is not run, and
         zeros stand for what `fun` returned. Where the gradient is written
         first (above), with `in_place=False`, or where it overlaps, the
-        micro-batch may be run all the same; it then adds nothing.
+        micro-batch may be run all the same: it adds nothing, and what `fun`
+        returned is returned.
       * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
         loss with `jnp.maximum`.
       * `fun` communicates over `reduce_axes`: one more number, the weight, is

@@ -53,7 +53,7 @@ def accumulate_gradients(
 
     only when the window closes. Then this transformation *emits* the
     updates of `inner`. At every other micro-step it *holds*: updates are
-    zeros, and neither `inner` nor its state is touched.
+    zeros, and the state of `inner` does not change.
     Schedules inside `inner` count updates. Put clipping inside as well:
     outside, it would clip each micro-batch's gradient.
 
@@ -129,9 +129,9 @@ def accumulate_gradients(
 
     Guarantees:
       The update equals that of the whole batch, to rounding. The state
-      keeps types, shapes and shardings (also another accumulator dtype than
-      asked for); updates and inner state have the dtypes that `inner` alone
-      would give them.
+      keeps types, shapes and shardings (a restored state also its
+      accumulator's dtype); updates and inner state have the dtypes that
+      `inner` alone would give them.
 
       Known when tracing:
 
@@ -139,13 +139,13 @@ def accumulate_gradients(
         raise `every` with its state is an error.
       * An extra argument spelt nearly `weight` or `flush`: an error, unless
         `inner` reads it.
-      * `None`, `MaskedNode`, empty leaves, float0: pass through; what is
-        masked outside has no accumulator.
-      * A mean argument of which the state has no sum: an error.
+      * `None`, `MaskedNode`, empty leaves, float0: pass through. What an
+        outer `optax.masked` leaves out has no accumulator.
+      * A name in `mean_args` that the state was not created with: an error.
       * The state of `inner`, or `info`, changes from integer to float or to
         complex: an error.
-      * A mean argument is not given at some micro-steps: the mean of the
-        others. Not given at the closing one: `inner` does not get it.
+      * A mean argument is missing at some micro-steps: its mean is that of
+        the others. Missing at the closing one: `inner` does not get it.
       * Under `jax.vmap`: a window for each member; the branch becomes a
         select, so `inner` always runs.
 

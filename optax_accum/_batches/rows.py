@@ -32,8 +32,8 @@ class BatchSplit:
     def padding(self) -> tuple[int, ...]:
         """The rows of weight zero that each micro-batch needs.
 
-        With them, all devices get equally many; they are fewer than the
-        devices.
+        With these, all devices get the same number of rows. They are fewer
+        than the devices.
         """
         rows = zip(self.device_rows, self.sizes, strict=True)
         return tuple(most * self.num_devices - size for most, size in rows)

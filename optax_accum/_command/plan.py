@@ -22,16 +22,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("make_step", help="module:make_step, or file.py:make_step; make_step(num_microbatches) -> the lowered step")
     add("--global-batch", type=int, required=True, metavar="ROWS", help="the rows of one update, over all devices")
     add("--target", help=f"{_TARGETS}; needs its compiler, not the device; by default the devices here")
-    add("--devices", type=int, metavar="N", help="the number of devices that share a micro-batch")
+    add(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="the devices that share a micro-batch; by default 1, or a TPU topology's",
+    )
     add("--budget", metavar="SIZE", help='the memory of one device, such as 70GB or "7.5 GiB"; by default all of it')
-    add("--safety", type=float, default=0.9, help="the part of the budget to use (default: 0.9)")
-    add("--options", nargs="+", metavar="OPTION", help="second arguments of make_step; the first that fits is chosen")
-    add("--candidates", nargs="+", type=int, metavar="K", help="numbers of micro-batches to choose from")
+    add("--safety", type=float, default=0.9, help="the fraction of the budget that the plan may use (default: 0.9)")
+    add("--options", nargs="+", metavar="OPTION", help="second arguments of make_step, tried in this order")
+    add(
+        "--candidates",
+        nargs="+",
+        type=int,
+        metavar="K",
+        help="numbers of micro-batches to try; by default the divisors of ROWS",
+    )
     add("--json", action="store_true", help="print JSON in place of the table")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Finds the fewest micro-batches with which a step fits, as its compiler says; exits with 1 if none does."""
+    """Finds the fewest micro-batches with which a step fits, according to its compiler.
+
+    Exits with 1 if nothing fits, with 2 after an error.
+    """
     status = 0
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what a user's module prints is not ours

@@ -11,13 +11,13 @@ EXAMPLE = "python -m optax_accum verify examples.verified_step:make_step --every
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Takes a step, and what `verify_step` is to know of it."""
     add = parser.add_argument
-    add("make_step", help="module:make_step, or file.py:make_step; make_step(every) -> (step, carry)")
+    add("make_step", help="module:make_step, or file.py:make_step; make_step(every) -> (step, carry[, last_step])")
     add("--batch", help="module:batch, arrays or a function; by default `batch` beside make_step")
     add("--every", type=int, default=4, help="micro-batches per update (default: %(default)s)")
     add("--within-call", action="store_true", help="the step takes the whole batch and splits it itself")
-    add("--no-uneven", dest="uneven", action="store_false", help="skip unequal micro-batches")
+    add("--no-uneven", dest="uneven", action="store_false", help="do not try unequal micro-batches")
     add("--group-size", type=int, default=1, help="consecutive rows that belong together (default: %(default)s)")
-    add("--rtol", type=float, help="the largest relative error that counts as rounding")
+    add("--rtol", type=float, help="the largest relative error that counts as rounding (default: by dtype)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -72,7 +72,7 @@ class Target:
     def shapes(self, tree: Tree, spec: PartitionSpec = PartitionSpec(), mesh: Mesh | None = None) -> Tree:  # noqa: B008
         """Returns shapes on this accelerator, to lower a function for it.
 
-        They are made of arrays, or of shapes of arrays.
+        `tree` has arrays or shapes of arrays; `spec` shards each of them.
         """
         sharding = NamedSharding(mesh or self.mesh(), spec)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
@@ -81,8 +81,8 @@ class Target:
         """Compiles `jax.jit(f).lower(*shapes)` with the target's compiler.
 
         The shapes are those on this accelerator. Raises a ValueError for a
-        program that was lowered for other devices: its figures would be
-        theirs.
+        program that was lowered for other devices, which its figures would
+        describe.
         """
         platform = self.devices[0].platform
         is_absent = not any(device in self.devices for device in jax.devices())

@@ -29,8 +29,8 @@ class Ratio:
     If the batch alone determines how much a micro-batch counts, return a
     mean and pass `weight_fn`. A `Ratio` is for counts that the loss
     computes: tokens left after packing or sampling, rows that the model
-    selects. Nothing is computed twice: sums and counts are added as
-    they come, and divided once, at the end.
+    selects. Sums and counts are added as they come, and divided once, at
+    the end.
 
     A dict of them is a loss of several terms, each with its own
     denominator, within a call:
@@ -38,9 +38,9 @@ class Ratio:
         loss = sum_t (sum_i total_ti / sum_i count_ti)
 
     All terms share one sum of gradients, so their counts must be known
-    first: each micro-batch runs the part of the forward pass that its
-    counts need once more (nothing if they depend on data and keys alone).
-    There is still one accumulator, and gradients are added in place.
+    first: the part of the forward pass that they depend on runs twice
+    (none of it, if they depend on data and keys alone). There is still one
+    accumulator, and gradients are added in place.
 
     Attributes:
       total: a real scalar, the sum over the micro-batch; in float16 it may
@@ -72,8 +72,8 @@ class Ratio:
         so is its gradient.
       * A dict of Ratios: prints and callbacks in `fun` happen twice for
         each micro-batch.
-      * `reduce_to="partial"`: each device has its own quotient; weight it by
-        the device's own count.
+      * `reduce_to="partial"`: each device returns its own quotient; to
+        combine them, weight each by its device's count.
 
     Example:
       Tokens are masked inside the loss, at random:

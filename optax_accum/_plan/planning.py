@@ -71,7 +71,7 @@ def plan_microbatches(
         the divisors of the rows. Pass `range(1, rows + 1)` for all numbers,
         if the step allows a smaller last micro-batch. Numbers that give the
         same micro-batch size are one candidate: the smallest is tried.
-      safety: the part of the budget to use. The compiler does not count
+      safety: the fraction of the budget to use. The compiler does not count
         other processes, fragmentation, and what the runtime keeps for
         itself.
       progress: whether to show a bar over the compilations, with tqdm if it
@@ -79,18 +79,17 @@ def plan_microbatches(
 
     Returns:
       A `Plan`. Printed it is a table; it has `num_microbatches`, `sizes`,
-      `option`, `rows` and `plot()`. To find it, 6 programs at most are
-      compiled for each option that has up to 17 divisors to choose from
-      (all batches of up to 1024 rows that are a power of two), one more
-      where there are twice as many.
+      `option`, `rows` and `plot()`. To find it, at most 6 programs are
+      compiled for each option, if the batch has up to 17 divisors (1024
+      rows have 11), and one more each time that the divisors double.
 
     Raises:
       ValueError: nothing fits; an `optax_accum.plan.NothingFitsError` says
         the smallest peak, the budget and what to try, and its `plan` what
-        was compiled. An invalid budget or number; a builder that always
-        raises, ignores its number, takes it for the rows of a
-        micro-batch, has a batch of other rows, lowers for other devices or
-        for some, or shares nothing among them.
+        was compiled. An invalid budget or number. A `make_step` that raises
+        for every number, ignores it, takes it for the rows of a
+        micro-batch, has a batch of other rows, or lowers a step for other
+        devices, for only some of them, or so that each computes all rows.
       TypeError: `make_step` is no function, or returns no lowered step.
       RuntimeError: the target's compiler is not installed, or tells nothing
         about memory.

@@ -25,7 +25,7 @@ SHARED_KEY = Fault(
 FAULTS = (  # options are asked all; of a wrong formula the first that shows is the cause
     SHARED_KEY,
     Fault(
-        "low-precision accumulator",
+        "low-precision sum",
         "Their gradients are added in bfloat16 or float16.",
         "The default accumulator gives another gradient.",
         "Leave accumulator_dtype=None: at least float32, never narrower than the parameter.",
@@ -42,8 +42,8 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
     Fault(
         "coupled examples",
         "Each micro-batch compares its rows with one another, not with those of the whole batch.",
-        "A constant added to a leaf changes nothing; or replacing two sets of rows at once changes the loss by "
-        "something other than the sum of both changes, whatever the weights.",
+        "A constant added to a leaf of the batch does not change the loss; or replacing two rows at once changes it by "
+        "another amount than both changes alone together, whatever the weights.",
         "Normalise data, such as advantages, over the whole batch, before the call. Compute what is per example with "
         "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
         "together with group_size. For BatchNorm use running statistics through carry_argnum, or LayerNorm or "

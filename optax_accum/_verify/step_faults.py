@@ -38,8 +38,8 @@ FAULTS = (
     Fault(
         "optimizer at each micro-step",
         "Each micro-batch makes an update, or counts as one for the schedule.",
-        "An Optax counter goes up too often; or the parameters moved by several updates; or the gradient is right, "
-        "and its update is a multiple of the right one.",
+        "An Optax counter goes up too often; or the parameters moved by several updates; or the moments are right, "
+        "and the update is a multiple of the right one.",
         "Let optimizer and schedule see one gradient for each window: accumulate_gradients(optimizer, every), with the "
         "schedule inside; apply_every comes first in a chain.",
         {
@@ -172,7 +172,7 @@ FAULTS = (
     Fault(
         "not known",
         "One of these, or something else: too few parameters change to tell.",
-        "An update changes `every + 3` parameters or fewer.",
+        "An update changes `every + 3` numbers or fewer.",
         "Check a model of more parameters, every + 4 or more of which the batch moves, or a smaller every: then the "
         "cause is named.",
         {"moves": probes.moves_somehow, "other": probes.stays_open_somehow, "unexplained": probes.unknown},

@@ -127,24 +127,24 @@ def verify(
       * `"shared key"`: a loss that changes with a key that `rng_argnum`
         does not name; or (tracing) rows drawn from a key that is no
         argument, because `fun` closes over it, or makes it.
-      * `"low-precision accumulator"`: a narrow `accumulator_dtype`. A wide
-        one gives another gradient.
+      * `"low-precision sum"`: a narrow `accumulator_dtype`. A wide one
+        gives another gradient.
       * `"mutable state"`: a loss that depends on the carry. Holding the
         carry fixed gives another gradient.
       * `"mutable state"`: a loss that differs between equal calls. Nothing
         is compared.
       * `"not rows"`: a leaf of the batch without rows, as long as the
-        batch. Kept whole, the law holds.
+        batch. If it is not split, the gradients agree.
 
       Other cases, likewise:
 
       * A `Ratio`, or a dict of them: as `value_and_grad` divides it.
       * A loss over groups, without `group_size`: an error (tracing) that
         names the size with which it runs.
-      * A random loss with `rng_argnum`: means over 128 keys are compared; a
-        formula, at one key.
-      * A random loss in which few outcomes decide: compared with one key
-        for all micro-batches, too.
+      * A random loss with `rng_argnum`: the mean gradients over 128 keys
+        are compared. To name a cause, the loss is read at one key.
+      * A random loss that only few outcomes change: gradients are also
+        compared at one key for all micro-batches, without that noise.
       * A leaf below 1 % of the largest gradient: its error is relative to
         that 1 %.
 

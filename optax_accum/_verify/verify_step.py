@@ -103,7 +103,7 @@ def verify_step(
         micro-batch counts.
       * `"sum for a mean"`, `"divided twice"`, `"divided by the full k"`:
         the wrong divisor.
-      * `"mean of means"`: micro-batches that should count differently.
+      * `"mean of means"`: micro-batches of different sizes count the same.
       * `"clipping at each micro-step"`: clipping, by norm or by value, of
         each gradient.
       * `"optimizer at each micro-step"`: an optimizer or a schedule that
@@ -118,8 +118,8 @@ def verify_step(
         divide do not count.
       * `"not emptied"`: the sum of a window is in the next one, too.
       * `"another difference"`: a difference that no probe explains.
-      * `"not known"`: the same where the batch moves `every + 3` numbers or
-        fewer.
+      * `"not known"`: the cause cannot be told, because an update changes
+        `every + 3` numbers or fewer.
 
       Also:
 

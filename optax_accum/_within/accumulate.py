@@ -109,9 +109,9 @@ def accumulate(
 
       * The rows do not divide: one smaller micro-batch; nothing is padded
         or dropped.
-      * A batch without rows (Poisson sampling): zeros for a mean, a sum and
-        a function that merges, no rows, `-inf` for `"max"`; `fun` is not
-        run.
+      * A batch without rows (Poisson sampling): `fun` is not run. Means,
+        sums and functions that merge give zeros, `"concat"` no rows,
+        `"max"` `-inf`.
       * The gradient of an integer (float0, from `allow_int=True`): stays.
       * A mean of integers; `"concat"` of what has no rows; a merge to
         another shape or dtype: an error.

@@ -56,12 +56,13 @@ def value_and_grad(
         loss     = sum_i s_i l_i
         gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
 
-    It computes the shares `s_i` first, from the data (with `weight_of` or a
-    `Ratio`, last). Each micro-batch's loss is scaled by its share, so the
-    backward pass can add its gradient straight into the sum, and inside
-    `jit` no second tree of gradients is stored. If k divides the rows, row
-    r is in micro-batch `r mod k`, so the rows of a sharded batch need not
-    move. Leftover rows form a last, smaller micro-batch.
+    It computes the shares `s_i` from the data, before the first
+    micro-batch (with `weight_of` or a `Ratio` after the last). Each
+    micro-batch's loss is scaled by its share, so the backward pass can add
+    its gradient straight into the sum, and inside `jit` no second tree of
+    gradients is stored. If k divides the rows, row r is in micro-batch
+    `r mod k`, so the rows of a sharded batch need not move. If not, the
+    last rows form a smaller micro-batch.
 
     Example:
       Rows with masks of different lengths, and dropout:
@@ -177,9 +178,9 @@ def value_and_grad(
         `loss.astype(jnp.float32)`.
       * bfloat16 parameters, or float32 ones that `fun` casts: their
         gradients are added inside the backward pass, in float32.
-      * float16 in `fun`, without a `jax.custom_vjp`: while gradients are
-        added they are scaled up to the size of the whole gradient, so that
-        the share of a micro-batch does not underflow.
+      * float16 in `fun`, without a `jax.custom_vjp`: gradients are added
+        as large as those of the whole batch, and scaled by their shares at
+        the end, so that a small share does not underflow.
       * A parameter that is used twice: the parts of its gradient are added
         one by one; the sum is the same to rounding.
       * Differentiated again (`hessian`); JAX before 0.8.1; an
@@ -194,18 +195,21 @@ def value_and_grad(
       * A weight of zero: its micro-batch is not run, so the number of those
         that run may vary without a new compilation. A micro-batch that is
         not run has zeros in `"concat"` and `"stack"`, and nothing
-        elsewhere. On several devices its carry is handed on all the same,
-        if it counts on one of them; with `overlap`, the last one is run.
+        elsewhere. On several devices a micro-batch that counts on one of
+        them hands its carry on from all; with `overlap`, the last one is
+        always run.
       * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
         loss with `jnp.maximum`.
       * The weights add to zero: a zero loss and a zero gradient. `"max"` of
         nothing is the lowest number of its dtype: `-inf`, False of bools.
-      * A weight of zero for one term only: the term's value is left out;
-        guard a 0 / 0 in it with `jnp.maximum`.
+      * A weight of zero for one term only: the term adds nothing, but is
+        computed, and a NaN of it reaches the gradient. Guard a 0 / 0 in it
+        with `jnp.maximum`.
       * Called outside `jit`: the micro-batches run one after the other in
         Python, and `fun` may look at values. It is traced first, for the
         shapes of its results. Gradients are added after the backward pass.
-        Nothing is compiled; with `reduce_axes` every call is, so use `jit`.
+        Nothing is compiled, but with `reduce_axes`, where every call is:
+        use `jit`.
 
     References:
       Adding inside the backward pass uses JAX's mutable arrays

@@ -64,8 +64,8 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
     variance in float32.
 
     It is exact for the inputs that a layer has seen, if `fun` calls it
-    once: a layer that is called twice steps twice, and the variances
-    between micro-batches of its calls cannot be told apart afterwards. But
+    once: a layer that is called twice makes two momentum steps, and its
+    variance is then only approximate. But
     BatchNorm still normalises each micro-batch with its own statistics, so
     gradients, and the inputs of a second BatchNorm, are not those of the
     whole batch; `verify` says so.

@@ -77,15 +77,16 @@ class TrainState(train_state.TrainState, kw_only=True):
         `batch_stats`; a NaN in them does not stay.
       * No micro-batch of the window has counted yet: `window_metrics` are
         NaN.
-      * A subclass has a field `metrics`: it is replaced, as by Flax; the
-        window averages none.
+      * A subclass has a field `metrics` of its own: `metrics=` sets that
+        field, as in Flax, and the window averages no metrics.
       * fp8 statistics beside the parameters: the maximum over the window
         overwrites them when it emits.
       * A checkpoint of Flax's own `TrainState`: is restored; `updates` is
         read off its window, if it accumulated.
       * A checkpoint of another model, optimizer or dtype: refused by
         `flax.serialization`, with the name of what differs.
-      * A checkpoint of other metrics: those of the same names go on.
+      * A checkpoint of other metrics: they are restored by name; others
+        start anew.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_accum

@@ -25,7 +25,7 @@ def unscale() -> optax.GradientTransformationExtraArgs:
     move it with `next_scale` when a window has closed.
     `DynamicScale.value_and_grad` itself is wrong with accumulation: it
     changes the scale at every micro-batch, so a window would add gradients
-    of different scales, and it divides k times.
+    of different scales.
     """
 
     def update(grads: Tree, state: Any, params: Tree = None, *, scale: Any, **_: Any) -> tuple[Tree, Any]:

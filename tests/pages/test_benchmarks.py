@@ -113,8 +113,8 @@ REASONS = {
     "Layers one by one, cast before": (r"one by one, cast before: in place|v5e.*one by one, float32: in place", 0.51),
     "A tied embedding": (r"JAX 0\.(9|10)\..*tied embedding.*: in place", 0.07),
     "Statistics: up to 0.13 P of float32 parameters on an H100": (r"h100.*float32: with statistics", 0.13),
-    "up to 0.06 P on a CPU": (r"cpu(?!.*switch).*: with statistics", 0.06),
-    "Statistics in a `cond` or `switch`": (r"a switch.*: with statistics", 1.22),
+    "up to 0.06 P on a CPU": (r"cpu.*: with statistics", 0.06),
+    "Before JAX 0.12, 0.27 P": (r"JAX 0\.(9|10)\..*a switch.*: in place", 0.27),
     "Layers one by one on a CPU": (r"cpu.*one by one, float32: in place", 0.06),
 }
 GOALS = {"in place": ("one micro-batch", 0.05), "with statistics": ("in place", 0.02)}
@@ -156,8 +156,10 @@ def test_in_place_no_tree_of_gradients_stands_beside_the_sum():
         ("scan, float32", "with statistics"): 0.85,
     }
     for (case, way), gain in cases.items():
-        rows = {name: facts["in place"][case] for name, facts in record.items() if case in facts["in place"]}
-        assert {name[:4] for name in rows} >= {"h100", "cpu,"}
+        rows = {name: facts["in place"][case] for name, facts in record.items()}
+        if case == _in_place.CHOSEN:  # into branches sinks go from JAX 0.12 on
+            rows = {name: row for name, row in rows.items() if not re.search(r"JAX 0\.(9|10)\.", name)}
+        assert {name[:4] for name in rows} == {"h100", "v5e:", "cpu,"}
         for name, row in rows.items():
             assert row[f"{way}, P"] <= row["by hand, P"] - gain, (name, case)
             assert row["added after, P"] <= row["by hand, P"] + 0.01, (name, case)

@@ -180,7 +180,7 @@ def test_a_script_like_lm1b_before():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", TRAINERS[:-1], ids=lambda trainer: trainer.name)
+@pytest.mark.parametrize("trainer", [TRAINERS[1], TRAINERS[3]], ids=lambda trainer: trainer.name)
 def test_with_dropout_it_finds_none_after(trainer):
     """Means over keys are compared. Before, one key for all micro-batches is what they show."""
     reported(trainer, diff(trainer), trainer.within[1]).check()

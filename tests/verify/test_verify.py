@@ -176,7 +176,7 @@ PLANTED = {
     "ranking of integer tokens": ("coupled examples", ranking, TABLE, {"token": BATCH["token"]}, (), {}),
     "dropout, one key": ("shared key", dropout, W, BATCH, (KEY,), {}),
     "bfloat16 sums": (
-        "low-precision accumulator",
+        "low-precision sum",
         mse,
         W,
         MANY,
@@ -313,13 +313,13 @@ def test_a_report_in_an_assert_is_whether_the_law_holds():
 
 def test_two_causes_are_both_found():
     report = verify(masked, W, MANY, accumulator_dtype=jnp.bfloat16, num_microbatches=16)
-    assert [cause.kind for cause in report.causes] == ["low-precision accumulator", "weights"]
+    assert [cause.kind for cause in report.causes] == ["low-precision sum", "weights"]
 
 
 def test_dtypes_by_leaf_are_named():
     dtypes = {"w": jnp.bfloat16, "b": None}
     report = verify(mse, W, MANY, accumulator_dtype=dtypes, num_microbatches=64)
-    assert [cause.kind for cause in report.causes] == ["low-precision accumulator"]
+    assert [cause.kind for cause in report.causes] == ["low-precision sum"]
     assert "Added in bfloat16, the gradient is off" in " ".join(str(report).split())
 
 
