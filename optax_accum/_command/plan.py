@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the devices that share a micro-batch; by default 1, or a TPU topology's",
     )
-    add("--budget", metavar="SIZE", help='the memory of one device, such as 70GB or "7.5 GiB"; by default all of it')
+    add(
+        "--budget",
+        metavar="SIZE",
+        help='memory of one device, such as 70GB or "7.5 GiB" (default: what the target has)',
+    )
     add("--safety", type=float, default=0.9, help="the fraction of the budget that the plan may use (default: 0.9)")
     add("--options", nargs="+", metavar="OPTION", help="second arguments of make_step, tried in this order")
     add(

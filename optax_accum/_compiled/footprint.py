@@ -11,7 +11,7 @@ import jax
 
 from optax_accum._compiled.collectives import Collectives, count_collectives
 from optax_accum._compiled.programs import Computation, Instruction, Program
-from optax_accum._compiled.targets import Target, devices_of
+from optax_accum._compiled.targets import Target, compiled_for, devices_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def footprint(lowered: jax.stages.Lowered, target: Target) -> Footprint:
     """Compiles a step, and returns what its compiler says of its memory."""
     start = time.perf_counter()
     try:
-        compiled = target.compile(lowered)
+        compiled = compiled_for(target, lowered)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -50,6 +50,16 @@ class Target:
     devices: tuple[Any, ...]
     memory: int | None
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether it is not here."""
+        return not any(device in self.devices for device in jax.devices())
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU."""
+        return self.devices[0].platform in ("gpu", "cuda")
+
     def one(self) -> "Target":
         """Returns its first device alone, to compile a program of one device."""
         return dataclasses.replace(self, devices=self.devices[:1])
@@ -84,11 +94,7 @@ class Target:
         program that was lowered for other devices, which its figures would
         describe.
         """
-        platform = self.devices[0].platform
-        is_absent = not any(device in self.devices for device in jax.devices())
-        # To choose among kernels by timing them, XLA would need the GPU.
-        untimed = {"xla_gpu_autotune_level": 0} if is_absent and platform in ("gpu", "cuda") else None
-        compiled = absent.compiled(lowered, untimed) if is_absent else lowered.compile()
+        compiled = compiled_for(self, lowered)
         devices = devices_of(compiled)
         if not devices <= set(self.devices):
             kinds = ", ".join(sorted({device.device_kind for device in devices}))
@@ -98,6 +104,13 @@ class Target:
                 "jax.jit(step).lower(*map(target.shapes, args)), or with those of target.one() for one device."
             )
         return compiled
+
+
+def compiled_for(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program with the compiler of its devices, which may be others than the target's."""
+    # To choose among kernels by timing them, XLA would need the GPU.
+    untimed = {"xla_gpu_autotune_level": 0} if target.is_gpu else None
+    return absent.compiled(lowered, untimed) if target.is_absent else lowered.compile()
 
 
 def target(name: str | None = None, num_devices: int | None = None) -> Target:

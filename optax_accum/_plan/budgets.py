@@ -12,6 +12,7 @@ from optax_accum._compiled.targets import Target
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_OF_A_GPU = 0.75  # that JAX takes of its memory; a GPU that is here says so itself
 _ROOT = Path("/")  # of what the system tells
 _CGROUPS = {  # by the controller that /proc/self/cgroup names: version 2 names none
     "": ("sys/fs/cgroup", "memory.max", "memory.current"),
@@ -45,8 +46,10 @@ def as_text(size: float) -> str:
 
 
 def memory_of(target: Target, *, here: bool, devices: int) -> int:
-    """Returns the memory of one device: of a CPU that is here its share of what is free."""
+    """Returns the memory of one device: of a CPU that is here its share of what is free, of a GPU what JAX takes."""
     memory = target.memory
+    if memory and target.is_gpu and target.is_absent:
+        memory = int(_OF_A_GPU * memory)
     if here and target.devices[0].platform == "cpu":
         free = _free()
         memory = (memory or 0) // devices if free is None else max(1, free // devices)

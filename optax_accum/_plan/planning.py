@@ -59,7 +59,8 @@ def plan_microbatches(
         `optax_accum.accelerators.target` returns it; None for the devices
         here.
       budget: the memory of one device: bytes, or text ("80GB", "7.5 GiB").
-        By default the target's own; for a CPU, what is free.
+        By default the target's own: of a CPU what is free, of a GPU that is
+        not here the 75 % that JAX takes by default.
       num_devices: how many devices share a micro-batch. None: those of a
         `Target` or a topology, else 1.
       options: the step is planned with each, as

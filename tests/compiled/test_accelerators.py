@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import accelerators as facts
-from optax_accum import accelerators
+from optax_accum import accelerators, plan_microbatches
 from optax_accum._compiled import absent, targets
 from optax_accum.accelerators import count_traffic
 from optax_accum.sharding import count_collectives
@@ -378,3 +378,15 @@ def test_what_a_compiler_refuses(name):
     if "v5e" in name:
         with pytest.raises(ValueError, match="cannot make the target name='v5e:3x3'"):
             accelerators.target("v5e:3x3")
+
+
+@pytest.mark.parametrize("name", programs.installed(*NAMES))
+def test_what_fits_there(name):
+    """Of a GPU that is not here JAX takes three quarters, as one that is here says itself."""
+    alone = programs.target(name).one()
+    step, rows = jax.jit(lambda x: jnp.sin(x) + 1), jnp.ones((8, 128))
+    found = plan_microbatches(lambda _, target: step.lower(target.shapes(rows)), 8, target=alone, progress=False)
+    assert (found.num_microbatches, found.rows[0]["arguments"]) == (1, rows.nbytes)
+    assert found.budget == int(alone.memory * (0.75 if name == "h100" else 1))
+    with pytest.raises(ValueError, match="must lower for all devices of the target.*a parameter `target` is given it"):
+        plan_microbatches(lambda _: step.lower(rows), 8, target=alone, progress=False)
