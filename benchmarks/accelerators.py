@@ -106,7 +106,7 @@ def targets(record: dict[str, Any]) -> str:
     memory = lambda case: read("decoder", case, "memory, P")
     flow = [read("FSDP", f"by layer, k = {k}", fact) for k in (2, 32) for fact in ("gathered, P", "reduced, P")]
     through = [{name: flow[i][name] + flow[i + 1][name] for name in flow[i]} for i in (0, 2)]
-    inside = {name: list(facts["in place"].values()) for name, facts in record.items()}
+    inside = {name: list(facts["in place"].values()) for name, facts in record.items() if "in place" in facts}
     beyond = lambda base, way: {name: max(row[way] - row[base] for row in rows) for name, rows in inside.items()}
     four = read("in place", _in_place.FOUR, "in place, P")
     adamw = lambda fact: read("apply_gradients, by optimizer", "AdamW", fact)

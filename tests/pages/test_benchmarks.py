@@ -123,7 +123,7 @@ GOALS = {"in place": ("one micro-batch", 0.05), "with statistics": ("in place", 
 def _misses(record):
     """By how much rows of the record miss their goals."""
     for name, facts in record.items():
-        for case, row in facts["in place"].items():
+        for case, row in facts.get("in place", {}).items():
             for way, (base, goal) in GOALS.items():
                 more = row[f"{way}, P"] - row[f"{base}, P"]
                 if more > goal + 1e-9:
@@ -134,9 +134,11 @@ def test_what_needs_more_memory_in_place_is_what_the_page_explains():
     """Goals: no more than one micro-batch and 0.05 P; with statistics 0.02 P more. Each reason is needed."""
     record = json.loads(accelerators.FACTS.read_text())
     assert {name.split(", lib")[0] for name in record} == {
-        *("h100, JAX 0.9.2", "h100, JAX 0.10.0", "h100, JAX 0.12.0.1", "v5e:4x4, JAX 0.12.0.1", "cpu, JAX 0.12.0.1")
+        *("h100, JAX 0.9.2", "h100, JAX 0.10.0", "h100, JAX 0.12.0.1", "v5e:4x4, JAX 0.12.0.1", "cpu, JAX 0.12.0.1"),
+        "h100, JAX 0.11.0",  # the oldest that overlaps: that alone
     }
-    assert all(len(facts["in place"]) >= 3 * len(_in_place.CASES) + 1 for facts in record.values())
+    record.pop("h100, JAX 0.11.0")
+    assert all(len(facts["in place"]) == 3 * len(_in_place.CASES) + 3 for facts in record.values())
     page, needed = (accelerators.FACTS.parents[1] / "docs/accelerators.md").read_text(), set()
     for where, more in _misses(record):
         (reason,) = (reason for reason, (rows, most) in REASONS.items() if re.search(rows, where))
@@ -156,7 +158,7 @@ def test_in_place_no_tree_of_gradients_stands_beside_the_sum():
         ("scan, float32", "with statistics"): 0.85,
     }
     for (case, way), gain in cases.items():
-        rows = {name: facts["in place"][case] for name, facts in record.items()}
+        rows = {name: facts["in place"][case] for name, facts in record.items() if "in place" in facts}
         if case == _in_place.CHOSEN:  # into branches sinks go from JAX 0.12 on
             rows = {name: row for name, row in rows.items() if not re.search(r"JAX 0\.(9|10)\.", name)}
         assert {name[:4] for name in rows} == {"h100", "v5e:", "cpu,"}
