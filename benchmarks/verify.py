@@ -390,12 +390,28 @@ def _numpy_noise(random: Random) -> Problem:
     return s.problem("NumPy's noise", fun)
 
 
+def _clipped_inside(random: Random) -> Problem:
+    """A rule that clips each gradient to a tenth or a half of its largest number."""
+    s = setting(random, noise=0.0, narrow=0.0)
+    part = float(random.choice((0.1, 0.5)))
+    limits = jax.tree.map(lambda g: part * jnp.max(jnp.abs(g)), jax.grad(functools.partial(mean, s))(s.params, s.batch))
+
+    @jax.custom_vjp
+    def clipped(params: Tree) -> Tree:
+        return params
+
+    bent = lambda _, grads: (jax.tree.map(lambda g, most: jnp.clip(g, -most, most), grads, limits),)
+    clipped.defvjp(lambda params: (params, None), bent)
+    return s.problem("a clip inside", lambda params, batch: mean(s, clipped(params), batch))
+
+
 FAULTS: dict[str, tuple[Maker, ...]] = {
     "weights": (_unweighted, _wrong_weights, _two_denominators, _unweighted_classes, _unweighted_terms),
     "sum": (_sum_of_rows, _sum_of_tokens, _sum_by_constant),
     "coupled examples": (_batch_norm, _contrastive, _ranking, _variance, _undeclared_groups),
     "shared key": (_one_key, _one_key, _second_key),
     "low-precision sum": (_narrow_sums,),
+    "nonlinear derivative": (_clipped_inside,),
     "not rows": (_cut_table,),
     "mutable state": (_carried_norm, _carried_count, _counts_calls, _numpy_noise),
 }

@@ -177,7 +177,7 @@ def test_an_integer_gradient_for_a_float_parameter():
     float0 = np.zeros(3, jax.dtypes.float0)
     with pytest.raises(TypeError, match=r"at \['b'\] it is float0 and.*init"):
         tx.update({**PARAMS, "b": float0}, tx.init(PARAMS))
-    with pytest.raises(TypeError, match=r"floating-point dtype: at \['b'\] it is int32"):
+    with pytest.raises(TypeError, match=r"floating-point dtype: at \['b'\] it is int32 .* as jax.grad returns it"):
         tx.update({**PARAMS, "b": jnp.ones(3, int)}, tx.init(PARAMS))
 
 
@@ -714,3 +714,22 @@ def swapped():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     optimizer = optax_accum.flax.nnx.Optimizer(model, build(), wrt=nnx.Param)
     optimizer.update(nnx.state(model, nnx.Param), model)
+
+
+@pytest.mark.parametrize("options", [{"unroll": 4}, {"unroll": None}, {"in_place": "no"}, {"overlap": 1}], ids=str)
+def test_what_is_no_flag(options):
+    ((name, value),) = options.items()
+    with pytest.raises(TypeError, match=f"{name} must be True.*False.*: {name}={value!r}. Leave it out"):
+        optax_accum.value_and_grad(lambda p, x: jnp.mean(p * x), 2, **options)
+    if name != "unroll":
+        with pytest.raises(TypeError, match=f"{name} must be True, False or None: {name}={value!r}"):
+            optax_accum.value_and_apply_gradients(lambda p, x: jnp.mean(p * x), build(), **options)
+
+
+def test_a_weight_beside_weight_of():
+    tx, x = build(), jnp.ones((2, 1))
+    step = optax_accum.value_and_apply_gradients(
+        lambda p, x: (jnp.mean(x @ p), 2.0), tx, has_aux=True, weight_of=lambda value, aux: aux
+    )
+    with pytest.raises(ValueError, match="weight_of brings the weight.*weight is given, too. Leave that out"):
+        step(jnp.ones(1), tx.init(jnp.ones(1)), x, weight=3.0)

@@ -144,7 +144,8 @@ class Loss:
         """Raises where a Ratio, which says how much it counts, is weighed otherwise."""
         if weighed:
             weigher = "weight_fn" if self.weight_fn else "weight"
-            raise ValueError(f"A Ratio brings its own weight, its count: {weigher} is given, too. Leave that out.")
+            owner = "weight_of" if self.returns.weight_of else "A Ratio"
+            raise ValueError(f"{owner} brings the weight of a micro-batch: {weigher} is given, too. Leave that out.")
         if not self.divisor.is_mean:
             raise ValueError(
                 'A Ratio is divided by the counts of its window, and the optimizer takes a sum: reduction="sum". Take '

@@ -58,6 +58,11 @@ def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:
       S. McCandlish et al., *An empirical model of large-batch training*,
       arXiv:1812.06162.
     """
+    if type(state) is tuple and any(isinstance(part, Statistics) for part in state):
+        raise TypeError(
+            "The noise scale is that of the statistics alone: this is (value, statistics), as value_and_grad returns "
+            "it. Pass the second."
+        )
     statistics = state if isinstance(state, Statistics) else find_state(state).statistics
     if not statistics:
         raise ValueError(

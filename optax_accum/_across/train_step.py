@@ -59,7 +59,7 @@ def value_and_apply_gradients(
         must divide the rows of each device.
       weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such
         as `batch["mask"].sum()`. By default the number of its rows, and 1
-        if `tx` takes a sum.
+        if `tx` takes a sum. `weight=` in a call replaces it.
       weight_of: `weight_of(value, aux)`, for a weight that `fun` computes
         (`aux` is None without `has_aux`): losses times weights are added,
         and divided by the sum of weights, as with a `Ratio`.
@@ -97,7 +97,8 @@ def value_and_apply_gradients(
 
       Gradients of parameters of any dtype, whatever `fun` casts them to,
       are added in place. With a `jax.custom_vjp`, float16 or float8 in
-      `fun`, the weight is multiplied in where gradients arise. The gradient
+      `fun`, the weight is multiplied in where gradients arise: a rule that
+      is not linear (a clip) sees the gradient of the micro-batch alone. The gradient
       is first written and then added in these cases, all known when
       tracing:
 
@@ -111,7 +112,8 @@ def value_and_apply_gradients(
 
       Also known when tracing:
 
-      * `in_place=True` where it cannot be: an error.
+      * `in_place=True` where JAX or the accumulators do not allow it: an
+        error. Outside `jit` it is added after the backward pass.
       * An integer parameter: stays, where `tx` leaves it out
         (`optax.masked`); else an error says how.
       * A key that no role names; an argument with as many rows as the
@@ -153,6 +155,8 @@ def value_and_apply_gradients(
     )
     fun = callables.as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
+    checks.check_flag("in_place", in_place)
+    checks.check_flag("overlap", overlap)
     if overlap and rules is None:
         raise ValueError(
             f"overlap=True needs an optimizer that accumulate_gradients returned, and that is in no other: tx is "

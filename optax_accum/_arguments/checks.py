@@ -82,6 +82,13 @@ def as_positive(name: str, count: Any) -> int | None:
     return None if count is None else as_integer(rule, name, count, "Pass 1 or more.")
 
 
+def check_flag(name: str, value: Any, *, may_be_none: bool = True) -> None:
+    """Raises unless `value` is a Python bool, or None."""
+    if not (isinstance(value, bool | np.bool_) or (may_be_none and value is None)):
+        words = "True, False or None" if may_be_none else "True or False"
+        raise TypeError(f"{name} must be {words}: {name}={short(value)}. Leave it out for the default.")
+
+
 def as_tolerance(name: str, tolerance: Any) -> float | None:
     """Returns `tolerance` as a number above 0, or None."""
     if tolerance is None or 0 < float(tolerance) < math.inf:

@@ -58,8 +58,14 @@ def for_each_leaf(
     except ValueError as error:
         raise ValueError(
             f"{name} must be a prefix of the tree of {tree_of}: {name} has "
-            f"{jax.tree.structure(option, is_leaf=is_leaf)}, and the tree is {jax.tree.structure(tree)}. {remedy}"
+            f"{_cut(jax.tree.structure(option, is_leaf=is_leaf))}, and the tree is {_cut(jax.tree.structure(tree))}. "
+            f"{remedy}"
         ) from error
+
+
+def _cut(structure: Any) -> str:
+    text = str(structure)
+    return f"{text[:297]}..." if len(text) > 300 else text
 
 
 def by_path(tree: Tree, only: str = "the only leaf") -> list[tuple[str, Any]]:

@@ -42,7 +42,7 @@ def check(acc: Tree, grads: Tree) -> None:
         elif dtype == "float0" or not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"A gradient must have a floating-point dtype: at {path} it is {dtype} and the state accumulates "
-                f"{total.dtype}. {remedy}"
+                f"{total.dtype}. {remedy if dtype == 'float0' else 'Pass the gradient as jax.grad returns it.'}"
             )
         elif jnp.iscomplexobj(grad) and not jnp.iscomplexobj(total):
             raise TypeError(

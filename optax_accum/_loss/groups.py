@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import arithmetic, compilers
 from optax_accum._core.dtypes import default_float
-from optax_accum._core.leaves import for_each_leaf
+from optax_accum._core.leaves import by_path, for_each_leaf
 from optax_accum._core.types import Tree
 from optax_accum._loss import sinks
 
@@ -34,7 +34,14 @@ def names_of(groups: Tree, params: Tree) -> list[str]:
     """Returns the names of the groups; of all where parameters have no leaves, as those that Optax's tools make."""
     if not jax.tree.leaves(params):
         return [ALL] if groups is None else jax.tree.leaves(groups)
-    return [name for group, leaf in _with_group(groups, params) for name in _names(group, jnp.shape(leaf))]
+    names: dict[str, Group] = {}
+    for group, leaf in _with_group(groups, params):
+        for name in _names(group, jnp.shape(leaf)):
+            if names.setdefault(name, group) != group:
+                raise ValueError(
+                    f"Two groups must not have one name: {name!r} is {names[name]!r} and {group!r}. Rename one."
+                )
+    return list(names)
 
 
 def no_squares(groups: Tree, params: Tree) -> list[jax.Array]:
@@ -80,9 +87,16 @@ def _names(group: Group, shape: tuple[int, ...]) -> list[str]:
 def _with_group(groups: Tree, tree: Tree) -> list[tuple[Group, Any]]:
     """Returns each leaf that has a gradient with its group."""
     groups = ALL if groups is None else groups
-    of_leaves = jax.tree.leaves(for_each_leaf("groups", groups, tree, "Name one group for each branch."))
-    for group in of_leaves:
+    of_leaves = jax.tree.leaves(
+        for_each_leaf("groups", groups, tree, "Name one group for each branch; of a module of NNX, in an nnx.State.")
+    )
+    pairs = list(zip(of_leaves, by_path(tree), strict=True))
+    for group, (path, leaf) in pairs:
         if not isinstance(group, Group):
             raise TypeError(f'groups must have strings as leaves: {group!r}. Name a group, such as "embedding".')
-    pairs = zip(of_leaves, jax.tree.leaves(tree), strict=True)
-    return [(group, leaf) for group, leaf in pairs if jnp.issubdtype(getattr(leaf, "dtype", float), jnp.inexact)]
+        if isinstance(group, Layers) and not jnp.ndim(leaf):
+            raise ValueError(
+                f"Layers are stacked along the first axis of a leaf: {group!r} has {path}, one number. Name a string "
+                "for it."
+            )
+    return [(group, leaf) for group, (_, leaf) in pairs if jnp.issubdtype(getattr(leaf, "dtype", float), jnp.inexact)]

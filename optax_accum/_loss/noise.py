@@ -86,9 +86,14 @@ def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
       leaves noise and signal as they were.
 
     Raises:
-      ValueError: a decay outside [0, 1).
+      ValueError: a decay outside [0, 1); statistics of other groups.
     """
     check_decay(decay)
+    if set(old.noise) != set(new.noise):
+        raise ValueError(
+            f"Both statistics must be of the same groups: old has {', '.join(old.noise)}, new has "
+            f"{', '.join(new.noise)}. Begin anew with the statistics of this call."
+        )
     old_weight = jnp.where(new.known > 0, decay, 1)
     mix = lambda old, new: old_weight * old + (1 - decay) * new  # what is not known is 0
     noise, signal = (jax.tree.map(mix, *pair) for pair in ((old.noise, new.noise), (old.signal, new.signal)))

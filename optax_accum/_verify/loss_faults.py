@@ -33,6 +33,14 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
     ),
     MUTABLE,
     Fault(
+        "nonlinear derivative",
+        "A rule of the user, as a clip in a `jax.custom_vjp`, takes the gradient of each micro-batch.",
+        "A part of the loss does not have the same part of the gradient.",
+        "Clip or round gradients in the optimizer, which sees that of the whole batch: optax.clip. A rule that takes "
+        "the gradients of rows one by one may stay.",
+        {"formula": probes.nonlinear},
+    ),
+    Fault(
         "not rows",
         "Each micro-batch gets a part of a table that it needs whole.",
         "If that leaf is not split, the gradients agree.",

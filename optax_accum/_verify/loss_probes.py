@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._arguments.draws import hidden_draws
+from optax_accum._core import equations
 from optax_accum._core.leaves import is_key
 from optax_accum._core.types import Tree
 from optax_accum._verify import loss_mixtures as mixtures
@@ -59,6 +60,17 @@ def state(runs: LossRuns) -> str:
     )
 
 
+def nonlinear(runs: LossRuns) -> str:
+    """A part of the loss does not have the same part of the gradient, because the user wrote the backward pass."""
+    if not equations.has_rule(jax.make_jaxpr(runs.loss.total)(runs.loss.params, runs.batch, *runs.loss.args).jaxpr):
+        return ""
+    k = runs.num_microbatches
+    part = runs.measure(jax.value_and_grad(lambda *args: runs.loss.total(*args) / k))
+    errors = runs.differences([k * leaf for leaf in part(runs.batch)])
+    wrong = [path for path, (error, limit) in errors.items() if error > limit]
+    return f"The loss divided by {k} does not have the gradient divided by {k}, at {wrong[0]}." if wrong else ""
+
+
 def not_rows(runs: LossRuns) -> str:
     """A leaf of the batch kept whole gives the gradient of the whole batch, and a loss that has others."""
     for path, loss, batch in runs.loss.holding(runs.batch):
@@ -91,9 +103,7 @@ def coupled(runs: LossRuns) -> str:
     may_weigh = set() if weighed else _weights(runs.batch)  # what weighs rows together does so alone
     for path, terms in runs.alone.items():
         if path not in may_weigh and mixtures.couples(terms, runs.rtol):
-            says = (
-                f"Replacing some rows of the leaf {path}, the others, and all of them gives changes that do not add up"
-            )
+            says = f"Replacing some rows of {_leaf(path)}, the others, and all of them gives changes that do not add up"
             return f"{says} (off by {mixtures.defect(terms):.1e}): one row's input changes another row's term."
     if weighed:
         return ""
@@ -125,8 +135,13 @@ def _normalised(runs: LossRuns) -> str:
         signed, apart = np.min(leaf) < 0 < np.max(leaf), numbers_by_row(leaf)
         if constant or (signed and same(put(2 * leaf)) and not same(put(apart * leaf))):
             how = "moved by a constant" if constant else "doubled"
-            return f"The leaf {path} of the batch is normalised over its rows: {how}, it changes nothing."
+            return f"What is in {_leaf(path)} is normalised over its rows: {how}, it changes nothing."
     return ""
+
+
+def _leaf(path: str) -> str:
+    """Names a leaf of the batch, which may be its only one."""
+    return f"the leaf {path} of the batch" if path else "the batch"
 
 
 def total(runs: LossRuns) -> str:

@@ -133,6 +133,8 @@ def verify(
         carry fixed gives another gradient.
       * `"mutable state"`: a loss that differs between equal calls. Nothing
         is compared.
+      * `"nonlinear derivative"`: a `jax.custom_vjp` that clips or rounds a
+        gradient. A part of the loss has another part of the gradient.
       * `"not rows"`: a leaf of the batch without rows, as long as the
         batch. If it is not split, the gradients agree.
 

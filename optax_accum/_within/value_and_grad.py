@@ -90,7 +90,7 @@ def value_and_grad(
         only the loss knows the denominator, or a dict of those.
         docs/losses.md has losses of each kind. If your loss is a sum over
         rows, return the mean and multiply the gradient.
-      num_microbatches: the most micro-batches to make, of
+      num_microbatches: the most micro-batches to make, n at most, of
         `ceil(n / num_microbatches)` rows each. It is the second positional
         argument, where `jax.value_and_grad` has `argnums`.
       microbatch_size: the rows of a micro-batch. Pass exactly one of these
@@ -181,6 +181,10 @@ def value_and_grad(
       * float16 in `fun`, without a `jax.custom_vjp`: gradients are added
         as large as those of the whole batch, and scaled by their shares at
         the end, so that a small share does not underflow.
+      * A `jax.custom_vjp` in `fun` whose rule is not linear (a clip): the
+        rule gets `s_i dl_i`, the micro-batch's part of the gradient. That
+        is exact for a rule that takes rows one by one; a gradient of
+        parameters is not the whole batch's then, as `verify` says.
       * A parameter that is used twice: the parts of its gradient are added
         one by one; the sum is the same to rounding.
       * Differentiated again (`hessian`); JAX before 0.8.1; an
@@ -281,7 +285,10 @@ def _check_no_argnums(num_microbatches: Any) -> None:
 
 
 def _check_options(rules: Rules) -> None:
-    """Raises for options that contradict each other."""
+    """Raises for options that are no bools, or contradict each other."""
+    checks.check_flag("unroll", rules.unroll, may_be_none=False)
+    for name in ("in_place", "overlap"):
+        checks.check_flag(name, getattr(rules, name))
     if rules.in_place and rules.unroll:
         raise ValueError(
             "in_place=True adds inside the backward pass, unroll=True after it: in_place=True, unroll=True. Pass one."

@@ -549,3 +549,22 @@ def test_of_a_batch_that_weighs_nothing_nothing_is_known():
     )
     (_, found), _ = jax.jit(call)(jnp.ones(3), jnp.ones((4, 3)))
     assert all(float(leaf) == 0 for leaf in jax.tree.leaves(found))
+
+
+def test_groups_that_cannot_be():
+    """Layers of one number; two groups of one name; statistics of other groups; a value beside its statistics."""
+    params = {"w": jnp.ones((2, 3)), "scale": jnp.ones([])}
+    made = lambda groups: optax_accum.accumulate_gradients(
+        optax.sgd(0.1), 2, statistics=statistics.Options(groups=groups)
+    ).init(params)
+    with pytest.raises(ValueError, match=r"stacked along the first axis.*\['scale'\], one number. Name a string"):
+        made(statistics.Layers("layer"))
+    with pytest.raises(ValueError, match="must not have one name: 'w/0' is 'w/0' and Layers.*Rename one"):
+        made({"w": statistics.Layers("w"), "scale": "w/0"})
+    one, two = (made(groups).statistics for groups in ("a", {"w": "a", "scale": "b"}))
+    with pytest.raises(
+        ValueError, match="of the same groups: old has a, new has b, a|of the same groups: old has a, new"
+    ):
+        statistics.smooth(one, two, 0.9)
+    with pytest.raises(TypeError, match=r"this is \(value, statistics\).*Pass the second"):
+        statistics.gradient_noise_scale((1.0, one))

@@ -188,8 +188,8 @@ def test_what_cannot_be_right_is_refused_within_a_call_and_across(loss, error, m
 @pytest.mark.parametrize(
     ("tx", "options", "extra", "message"),
     [
-        (2, {"weight_fn": lambda x: 1.0}, {}, "brings its own weight, its count: weight_fn is given"),
-        (2, {}, {"weight": 3.0}, "brings its own weight, its count: weight is given"),
+        (2, {"weight_fn": lambda x: 1.0}, {}, "A Ratio brings the weight of a micro-batch: weight_fn is given"),
+        (2, {}, {"weight": 3.0}, "A Ratio brings the weight of a micro-batch: weight is given"),
         ("sum", {}, {}, 'the optimizer takes a sum: reduction="sum"'),
     ],
     ids=["weight_fn", "weight", "sum"],

@@ -160,6 +160,18 @@ def largest_row(params, batch):
     return jnp.max((batch["x"] @ params["w"] - 1) ** 2)
 
 
+@jax.custom_vjp
+def clipped(params):
+    return params
+
+
+clipped.defvjp(lambda params: (params, None), lambda _, grads: (jax.tree.map(lambda g: jnp.clip(g, -0.1, 0.1), grads),))
+
+
+def clipped_inside(params, batch):
+    return mse(clipped(params), batch)
+
+
 TABLE = {"table": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)}
 ADVANTAGES = jnp.asarray((lambda a: (a - a.mean()) / a.std())(rng.normal(size=N)), jnp.float32)
 REWARDS = BATCH | {"reward": jnp.asarray(rng.normal(1, 2, size=N), jnp.float32)}
@@ -192,6 +204,7 @@ PLANTED = {
     "weights that are none": ("weights", mse, W, BATCH, (), {"weight_fn": lambda batch: 1.0}),
     "the largest row": ("coupled examples", largest_row, {"w": W["w"][:, 0]}, BATCH, (), {}),
     "neighbours": ("coupled examples", neighbours, W, BATCH, (), {}),
+    "a clip of the gradient in the loss": ("nonlinear derivative", clipped_inside, W, BATCH, (), {}),
     "carry in the loss": ("mutable state", with_carry, W, BATCH, (jnp.float32(0.5),), {"carry_argnum": 2}),
 }
 
