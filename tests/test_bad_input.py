@@ -733,3 +733,20 @@ def test_a_weight_beside_weight_of():
     )
     with pytest.raises(ValueError, match="weight_of brings the weight.*weight is given, too. Leave that out"):
         step(jnp.ones(1), tx.init(jnp.ones(1)), x, weight=3.0)
+
+
+def test_what_comes_in_another_order():
+    x = jnp.ones((4, 3))
+    with pytest.raises(TypeError, match=r"fun must be a function.*of_loss\(loss, tx, params, batch\)"):
+        optax_accum.plan.of_loss(optax.sgd(0.1), loss, W, x)
+    with pytest.raises(TypeError, match="tx must be an optimizer"):
+        optax_accum.plan.of_loss(loss, W, optax.sgd(0.1), x)
+    with pytest.raises(TypeError, match="decay must be a number: decay='0.9'"):
+        optax_accum.batching.rescale_decay("0.9", 512, 8)
+
+
+def test_a_micro_batch_that_is_not_in_a_packing():
+    packing = optax_accum.batching.token_microbatches([3, 2, 4], max_tokens=8)
+    for index in (packing.num_microbatches, -1):
+        with pytest.raises(IndexError, match=f"index={index}, and there are {packing.num_microbatches}"):
+            packing.mask(index)

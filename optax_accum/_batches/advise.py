@@ -195,9 +195,9 @@ def rescale_decay(decay: float, batch_from: float, batch_to: float) -> float:
       M. Marek et al., *Small batch size training for language models*,
       arXiv:2507.07101.
     """
+    _check(decay=(decay, False), batch_from=(batch_from, True), batch_to=(batch_to, True))
     if not 0 <= decay < 1:
         raise ValueError(f"decay must be in [0, 1): decay={decay!r}. Pass that of the optimizer, such as 0.999.")
-    _check(batch_from=(batch_from, True), batch_to=(batch_to, True))
     return float(decay ** (batch_to / batch_from))
 
 

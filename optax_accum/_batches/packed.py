@@ -182,6 +182,11 @@ class TokenPacking:
 
     def _numbers(self, index: int) -> Ints:
         """The row numbers of a micro-batch, -1 for padding, device after device [d * device_rows]."""
+        if not 0 <= index < self.num_microbatches:
+            raise IndexError(
+                f"index must be that of a micro-batch: index={index}, and there are {self.num_microbatches}. Pass one "
+                "of range(num_microbatches)."
+            )
         numbers = np.full((self.num_devices, self.device_rows[index]), -1)
         own = self.rows[index, :, : self.device_rows[index]]
         numbers[:, : own.shape[1]] = own

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from optax_accum._arguments import checks
+from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Roles
 from optax_accum._compiled.targets import Target
 from optax_accum._core import compilers, dtypes
@@ -86,6 +86,8 @@ def of_loss(
     """
     if own := sorted({"num_microbatches", "microbatch_size", "argnums"} & set(options)):
         raise ValueError(f"of_loss sets this itself: {own[0]}={options[own[0]]!r}. Leave it out.")
+    loss = callables.as_function(loss, remedy="Pass the loss first: of_loss(loss, tx, params, batch).")
+    callables.as_optimizer(tx)
     roles = Roles(loss, batch_argnums=options.get("batch_argnums", 1))
     batch = roles.passed_as(1 + len(args))["batch_argnums"]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from optax_accum._arguments import callables, draws, results
 from optax_accum._arguments.roles import Call, Roles
@@ -210,16 +211,22 @@ def _with_closure(
 ) -> Callable[[Any], Any]:
     """Returns `fun`, with what it closes over opened as well, once, if that is narrow and may be differentiated."""
     try:
-        converted, closed = jax.closure_convert(fun, example)
+        program, shapes = jax.make_jaxpr(fun, return_shape=True)(example)
     except tracing.NEEDS_VALUES:  # outside `jit` it may look at values
         return fun
     known = set(map(id, jax.tree.leaves(opened)))
-    if not any(_is_narrow(leaf) and id(leaf) not in known for leaf in closed):
+    if not any(_is_narrow(leaf) and id(leaf) not in known for leaf in program.consts):
         return fun
-    for leaf in closed:  # kept beside what it became, so that no other has its identity
+    for leaf in program.consts:  # kept beside what it became, so that no other has its identity
         if id(leaf) not in closure:
             closure[id(leaf)] = leaf, _opened(leaf, device.vary)
-    return lambda xs: converted(xs, *(_grafted(*closure[id(leaf)][1]) for leaf in closed))
+
+    def converted(xs: Any) -> Any:
+        grafted = [_grafted(*closure[id(leaf)][1]) for leaf in program.consts]
+        run = core.jaxpr_as_fun(core.ClosedJaxpr(program.jaxpr, grafted))
+        return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(xs)))
+
+    return converted
 
 
 def _is_narrow(leaf: Any) -> bool:

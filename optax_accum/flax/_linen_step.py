@@ -9,6 +9,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import optax_accum
 from optax_accum._arguments.callables import check_called_with
+from optax_accum._core.leaves import is_key, short
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._within.value_and_grad import replacing
 from optax_accum.flax import _window
@@ -73,6 +74,7 @@ def train_step(
         state: TrainState, batch: Tree, key: jax.Array, flush: Any = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state)
+        _check_key(key)
         own = _window.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
         _, overwritten = parted(state.params)
@@ -113,6 +115,11 @@ def _check_state(state: Any) -> None:
             f"train_step averages metrics over the window: {type(state).__name__} has a field `metrics`. Give it "
             "another name."
         )
+
+
+def _check_key(key: Any) -> None:
+    if not all(map(is_key, jax.tree.leaves(key))):
+        raise TypeError(f"The key must be one of jax.random: key={short(key)}. The order is (state, batch, key).")
 
 
 def _checked(out: Any, state: TrainState) -> tuple[jax.Array, Mapping[str, Any]]:

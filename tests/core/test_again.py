@@ -242,8 +242,15 @@ def test_what_a_loss_closes_over_may_change_between_calls():
     assert len(set(seen)) == len(seen)
 
 
-def test_many_calls_outside_jit_keep_nothing():
-    f = optax_accum.value_and_grad(loss, num_microbatches=3)
+def coupled(w, batch):
+    shift = jnp.ones(3) * w  # what the function closes over
+    return jnp.mean(optax_accum.microbatched_apply(lambda w, x: x @ (w + shift), 3)(w, batch["x"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    "f", [optax_accum.value_and_grad(loss, num_microbatches=3), jax.grad(coupled)], ids=["value_and_grad", "coupled"]
+)
+def test_many_calls_outside_jit_keep_nothing(f):
     f(W, BATCH)
     gc.collect()
     before, arrays = len(gc.get_objects()), len(jax.live_arrays())

@@ -202,6 +202,13 @@ def test_a_field_named_metrics_stays_the_users():
         accum.linen.train_step(lambda *_: None, num_microbatches=2)(state, (X, Y), jax.random.key(0))
 
 
+def test_a_train_step_whose_batch_and_key_are_swapped():
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2))
+    step = accum.linen.train_step(lambda *_: (jnp.float32(0), {}), num_microbatches=2)
+    with pytest.raises(TypeError, match=r"The key must be one of jax.random.*The order is \(state, batch, key\)"):
+        step(state, jax.random.key(0), (X, Y))
+
+
 def test_fp8_statistics_are_overwritten_by_their_maximum_over_the_window():
     """That of the inputs is what the whole batch leaves; held micro-steps leave all as it was."""
     model = nn.Dense(3, dot_general_cls=nn.Fp8DirectDotGeneralOp)
