@@ -1,7 +1,7 @@
 """Gradient accumulation for JAX, Optax and Flax.
 
-The update equals the update of the whole batch, if micro-batches that differ
-are weighted.
+The update equals the update of the whole batch, if micro-batches that
+differ are weighted.
 
 Most users need only the functions here. The submodules:
 

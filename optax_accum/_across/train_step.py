@@ -97,10 +97,10 @@ def value_and_apply_gradients(
 
       Gradients of parameters of any dtype, whatever `fun` casts them to,
       are added in place. With a `jax.custom_vjp`, float16 or float8 in
-      `fun`, the weight is multiplied in where gradients arise: a rule that
-      is not linear (a clip) sees the gradient of the micro-batch alone. The gradient
-      is first written and then added in these cases, all known when
-      tracing:
+      `fun`, the weight is multiplied in where gradients arise. (A rule that
+      is not linear, such as a clip, sees the gradient of the micro-batch
+      alone.) The gradient is first written and then added in these cases,
+      all known when tracing:
 
       * `fun` has a `jax.custom_vjp`, float16 or float8 and returns a
         `Ratio`, whose weight is known too late.

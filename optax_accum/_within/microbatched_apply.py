@@ -223,7 +223,7 @@ def _with_closure(
 
     def converted(xs: Any) -> Any:
         grafted = [_grafted(*closure[id(leaf)][1]) for leaf in program.consts]
-        run = core.jaxpr_as_fun(core.ClosedJaxpr(program.jaxpr, grafted))
+        run = core.jaxpr_as_fun(program.replace(consts=grafted))
         return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(xs)))
 
     return converted
