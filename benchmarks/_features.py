@@ -320,7 +320,7 @@ FEATURES = [
         "One micro-batch is NaN: is the update that of the others (options allowed)?",
         _nan,
     ),
-    Feature("one optimizer call per window", "We count the optimizer's calls.", _calls),
+    Feature("one optimizer call per window", "We count the optimizer's calls, on a CPU.", _calls),
     Feature(
         "one reduction per window",
         "We count the reductions of a gradient over two devices, in a program compiled for CPUs; of PyTorch those of "
