@@ -61,7 +61,7 @@ QUIRKS = (
     ),
     Quirk(
         "ADDS_IN_BRANCHES",
-        "With references, JAX 0.11 differentiates some loops wrongly, so it is not trusted with those in branches",
+        "With references (`jax.new_ref`), JAX 0.11 differentiates some loops wrongly, so none is used in branches",
         "a gradient is added where the branches of `cond` or `switch` end, as a whole",
         "CPU, a `switch` over 8 layers: 0.10 instead of 0.60 P of temporary memory; JAX 0.11.2 would gain as much",
         until=(0, 12, 0),

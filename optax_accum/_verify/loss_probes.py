@@ -103,7 +103,7 @@ def coupled(runs: LossRuns) -> str:
     may_weigh = set() if weighed else _weights(runs.batch)  # what weighs rows together does so alone
     for path, terms in runs.alone.items():
         if path not in may_weigh and mixtures.couples(terms, runs.rtol):
-            says = f"Replacing some rows of {_leaf(path)}, the others, and all of them gives changes that do not add up"
+            says = f"Replacing some rows of the {_leaf(path)}, the others, and all of them gives changes that do not add up"
             return f"{says} (off by {mixtures.defect(terms):.1e}): one row's input changes another row's term."
     if weighed:
         return ""
@@ -135,13 +135,13 @@ def _normalised(runs: LossRuns) -> str:
         signed, apart = np.min(leaf) < 0 < np.max(leaf), numbers_by_row(leaf)
         if constant or (signed and same(put(2 * leaf)) and not same(put(apart * leaf))):
             how = "moved by a constant" if constant else "doubled"
-            return f"What is in {_leaf(path)} is normalised over its rows: {how}, it changes nothing."
+            return f"The {_leaf(path)} is normalised over its rows: {how}, it changes nothing."
     return ""
 
 
 def _leaf(path: str) -> str:
     """Names a leaf of the batch, which may be its only one."""
-    return f"the leaf {path} of the batch" if path else "the batch"
+    return f"leaf {path} of the batch" if path else "batch"
 
 
 def total(runs: LossRuns) -> str:
