@@ -103,7 +103,8 @@ def coupled(runs: LossRuns) -> str:
     may_weigh = set() if weighed else _weights(runs.batch)  # what weighs rows together does so alone
     for path, terms in runs.alone.items():
         if path not in may_weigh and mixtures.couples(terms, runs.rtol):
-            says = f"Replacing some rows of the {_leaf(path)}, the others, and all of them gives changes that do not add up"
+            leaf = _leaf(path)
+            says = f"Replacing some rows of the {leaf}, the others, and all of them gives changes that do not add up"
             return f"{says} (off by {mixtures.defect(terms):.1e}): one row's input changes another row's term."
     if weighed:
         return ""
