@@ -26,6 +26,7 @@ def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:
 
     Raises:
       ValueError: the state holds no statistics, or no such group.
+      TypeError: the statistics come with a value, as from a call.
 
     Guarantees:
       Noise and signal are unbiased for every choice of the sizes of

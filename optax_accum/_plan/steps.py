@@ -71,6 +71,7 @@ def of_loss(
 
     Raises:
       ValueError: an option that the plan or the step sets itself.
+      TypeError: a loss that is no function, a `tx` that is no optimizer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_accum

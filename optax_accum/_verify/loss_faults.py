@@ -50,8 +50,8 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
     Fault(
         "coupled examples",
         "Each micro-batch compares its rows with one another, not with those of the whole batch.",
-        "A constant added to a leaf of the batch does not change the loss; or replacing two rows at once changes it by "
-        "another amount than both changes alone together, whatever the weights.",
+        "A constant added to a leaf of the batch does not change the loss; or replacing two sets of rows at once "
+        "changes it by another amount than both changes alone together, whatever the weights.",
         "Normalise data, such as advantages, over the whole batch, before the call. Compute what is per example with "
         "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
         "together with group_size. For BatchNorm use running statistics through carry_argnum, or LayerNorm or "

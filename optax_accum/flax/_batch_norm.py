@@ -65,10 +65,9 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
 
     It is exact for the inputs that a layer has seen, if `fun` calls it
     once: a layer that is called twice makes two momentum steps, and its
-    variance is then only approximate. But
-    BatchNorm still normalises each micro-batch with its own statistics, so
-    gradients, and the inputs of a second BatchNorm, are not those of the
-    whole batch; `verify` says so.
+    variance is then only approximate. But BatchNorm still normalises each
+    micro-batch with its own statistics, so gradients, and the inputs of a
+    second BatchNorm, are not those of the whole batch; `verify` says so.
 
     Args:
       moments: the mean of `batch_moments` over the micro-batches, weighted

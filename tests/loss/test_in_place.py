@@ -159,6 +159,7 @@ def test_the_gradient_is_that_which_is_added_after_bit_for_bit(body, cast):
         ("layers in a branch, a parameter in both", "bfloat16"),
         ("a branch in a branch in a scan, one returns a parameter", "cast before"),
         ("a branch", "bfloat16"),
+        ("of two layers at a time", "bfloat16"),
         *((body, "float32") for body in sorted(TWICE)),
     ],
 )

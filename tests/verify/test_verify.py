@@ -450,6 +450,11 @@ def test_several_arguments_may_hold_the_batch(name):
     assert ("the key in argument 2" in " ".join(str(report).split())) == (kinds == ["shared key"])
 
 
+def test_a_batch_that_is_one_array_is_named():
+    report = verify(lambda w, x: jnp.mean(((x - x.mean(0, keepdims=True)) @ w - 1) ** 2), jnp.ones(D), BATCH["x"])
+    assert report.causes[0].evidence.startswith("The batch is normalised over its rows")
+
+
 def test_a_leaf_of_one_of_them_is_named():
     def loss(params, x, target):
         reward = (target["reward"] - target["reward"].mean()) / target["reward"].std()
