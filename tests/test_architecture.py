@@ -89,7 +89,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"train_step"},
     ],
     "_within": [
-        {"splitting", "loops"},
+        {"splitting", "loops", "shared"},
         {"reductions", "gradients", "microbatched_apply", "microbatches"},
         {"weights"},
         {"cut", "accumulate"},

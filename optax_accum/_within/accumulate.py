@@ -1,5 +1,6 @@
 """Owns any function of a batch, run one micro-batch after the other. Differentiates nothing."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,12 +12,13 @@ from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import is_split
 from optax_accum._core import dtypes, tracing
+from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
 from optax_accum._space.space import Reduction
-from optax_accum._within import microbatches, reductions, splitting, weights
+from optax_accum._within import microbatches, reductions, shared, splitting, weights
 from optax_accum._within.microbatches import Turn
 
 _AGAIN = (
@@ -113,6 +115,9 @@ def accumulate(
         sums and functions that merge give zeros, `"concat"` no rows,
         `"max"` `-inf`.
       * The gradient of an integer (float0, from `allow_int=True`): stays.
+      * `jax.grad` of the call: the whole batch's gradient, that of bfloat16
+        arguments added in float32; it keeps what every micro-batch needs
+        for its backward pass, unlike `value_and_grad`.
       * A mean of integers; `"concat"` of what has no rows; a merge to
         another shape or dtype: an error.
       * `reduce_axes` with `"stack"`, `"last"` or a function that merges: an
@@ -212,9 +217,15 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
 
 def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple[Tree, Tree]:
     """Runs the micro-batches of one device in order, and returns what came of them, and the last carry."""
-    call = device.localized(call, tuple(name for name in call.arguments if name != call.carry))
-    micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
+    names = tuple(name for name in call.arguments if name not in (*call.batch, call.rng, call.carry))
+    lent = shared.lend(call[names], tuple(map(device.gathers, names, call[names])))
+    call = device.localized(call, tuple(name for name in (*call.batch, call.rng) if name is not None))
+    parts = lambda call: rules.parts(call.with_values(names, shared.graft(call[names])))
+    micro_batches = microbatches.cut(parts, device, call.with_values(names, lent), rules.sizes)
     program, shapes = micro_batches.traced()
+    closure = shared.Closure(list(micro_batches.call.arguments.values()), device.vary)
+    if closure.lend(program.consts):
+        micro_batches = dataclasses.replace(micro_batches, parts=functools.partial(_closing_over, closure, parts))
     static = static or tracing.is_differentiated(program.consts)  # what `fun` closes over
     device.check_axes(program.out_avals)
     scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
@@ -225,7 +236,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
 
     def add(sums: _Sums, turn: Turn) -> tuple[_Sums, Parts]:
         with jax.named_scope("optax_accum.micro_batch"):
-            parts = rules.parts(turn.call)
+            parts = micro_batches.parts(turn.call)
         share, weight, result = weighing.share(turn.index), jnp.zeros_like(sums.weight), parts.loss
         if rules.weight_of is not None:
             share = weight = checks.as_weight(rules.weight_of(result), name="weight_of's result")
@@ -234,6 +245,13 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     start = _Sums(outputs.start(), jnp.zeros([], dtypes.default_float()))
     sums, carry = micro_batches.in_order(add, start, alive, static=static)
     return outputs.finish(sums.outputs, lambda: device.total(sums.weight)), carry
+
+
+def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call: Call) -> Parts:
+    """Calls `fun`, with what it closes over lent."""
+    arrays, filled = parted(list(call.arguments.values()), is_array)
+    of_arrays = lambda arrays: parts(call.with_values(tuple(call.arguments), filled(arrays)))
+    return closure.opened(of_arrays, arrays)(arrays)
 
 
 def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:

@@ -6,17 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from optax_accum._arguments import callables, draws, results
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_rows
-from optax_accum._core import dtypes, tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import as_reduction, here
-from optax_accum._within import loops, splitting
+from optax_accum._within import loops, shared, splitting
 
 
 def microbatched_apply(
@@ -169,98 +167,32 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
     batches = call[call.batch]
     split = splitting.split_rows(batches, sizes, device.count)
     names = tuple(name for name in call.arguments if name not in call.batch)
-    others = call[names]
-    opened = jax.tree.map(_opened, others, tuple(map(device.gathers, names, others)))
+    lent, filled = parted(shared.lend(call[names], tuple(map(device.gathers, names, call[names]))), is_array)
 
-    def outputs_of(opened: Tree, micro_batches: Sequence[Tree], index: Any) -> Any:
-        gathered = jax.tree.map(lambda leaf, pair: leaf if pair is None else _grafted(*pair), others, opened)
-        return call.with_values((*names, *call.batch), (*gathered, *micro_batches)).fold_key(index).apply(fun)
+    def outputs_of(lent: Sequence[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
+        values = (*shared.graft(filled(lent)), *micro_batches)
+        return call.with_values((*names, *call.batch), values).fold_key(index).apply(fun)
 
-    run = functools.partial(loops.recomputed(outputs_of, (others, batches)), opened)
-    return _mapped(run, split, batches, functools.partial(_with_closure, device, opened, {}))
+    run = functools.partial(loops.recomputed(outputs_of, (call[names], batches)), lent)
+    return _mapped(run, split, batches, shared.Closure(lent, device.vary))
 
 
 def _mapped(
     outputs_of: Callable[[Sequence[Tree], Any], Any],
     split: splitting.Split,
     batches: Sequence[Tree],
-    with_closure: Callable[..., Callable[[Any], Any]],
+    closure: shared.Closure,
 ) -> Any:
     """Returns the outputs of all micro-batches, in the order of the rows."""
     interleaved, filled = parted(splitting.interleaved(split, batches), splitting.is_split)
     micro = lambda xs: outputs_of(splitting.ungrouped(split, filled(xs[0])), xs[1])
     turns = [jnp.moveaxis(leaf, 1, 0) for leaf in interleaved], jnp.arange(split.full)
-    outputs = loops.mapped(with_closure(micro, jax.tree.map(lambda leaf: leaf[0], turns)), turns)
+    outputs = loops.mapped(closure.opened(micro, jax.tree.map(lambda leaf: leaf[0], turns)), turns)
     results.check_rows(outputs, split.size)
     outputs = jax.tree.map(functools.partial(splitting.original_order, split), outputs)
     if not split.rest:
         return outputs
     left, filled = parted(splitting.remainder(split, batches), splitting.is_split)
-    rest = with_closure(lambda left: outputs_of(filled(left), split.full), left)(left)
+    rest = closure.opened(lambda left: outputs_of(filled(left), split.full), left)(left)
     results.check_rest(outputs, rest, split.size, split.rest)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, rest)
-
-
-# The gradient of a narrow leaf (bfloat16, say) is a sum over micro-batches and devices, so it is added in float32:
-# `_opened` lends the leaf an array of zeros that no forward pass reads, `_grafted` sends the gradient of each
-# micro-batch there, cast up, and the backward pass of `_opened` adds over the devices and casts the sum down.
-
-
-def _with_closure(
-    device: Device, opened: Tree, closure: dict[int, Any], fun: Callable[[Any], Any], example: Any
-) -> Callable[[Any], Any]:
-    """Returns `fun`, with what it closes over opened as well, once, if that is narrow and may be differentiated."""
-    try:
-        program, shapes = jax.make_jaxpr(fun, return_shape=True)(example)
-    except tracing.NEEDS_VALUES:  # outside `jit` it may look at values
-        return fun
-    known = set(map(id, jax.tree.leaves(opened)))
-    if not any(_is_narrow(leaf) and id(leaf) not in known for leaf in program.consts):
-        return fun
-    for leaf in program.consts:  # kept beside what it became, so that no other has its identity
-        if id(leaf) not in closure:
-            closure[id(leaf)] = leaf, _opened(leaf, device.vary)
-
-    def converted(xs: Any) -> Any:
-        grafted = [_grafted(*closure[id(leaf)][1]) for leaf in program.consts]
-        run = core.jaxpr_as_fun(program.replace(consts=grafted))
-        return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(xs)))
-
-    return converted
-
-
-def _is_narrow(leaf: Any) -> bool:
-    dtype = jnp.result_type(leaf)
-    return jnp.issubdtype(dtype, jnp.inexact) and dtypes.accumulator_dtype(dtype, None) != dtype
-
-
-def _opened(leaf: Any, gather: Callable[[Any], Any]) -> tuple[Any, Any] | None:
-    if not is_array(leaf):
-        return None  # it stays what it is: a flag, a name, a function
-    return _lend(gather, leaf) if _is_narrow(leaf) else (gather(leaf), None)
-
-
-def _grafted(leaf: Any, wide: jax.Array | None) -> Any:
-    return leaf if wide is None else _graft(leaf, wide)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _lend(gather: Callable[[Any], Any], leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    gathered = gather(leaf)
-    return gathered, jnp.zeros_like(gathered, dtype=dtypes.accumulator_dtype(leaf.dtype, None))
-
-
-@_lend.defjvp
-def _(gather: Callable[[Any], Any], primals: Any, tangents: Any) -> Any:
-    lent = _lend(gather, *primals)
-    return lent, (jnp.zeros_like(lent[0]), gather(tangents[0].astype(lent[1].dtype)))
-
-
-@jax.custom_jvp
-def _graft(leaf: jax.Array, wide: jax.Array) -> jax.Array:
-    return leaf
-
-
-@_graft.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    return _graft(*primals), tangents[1].astype(primals[0].dtype)  # that, and not the leaf: for second derivatives

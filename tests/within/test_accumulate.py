@@ -1,5 +1,6 @@
 """`accumulate`: any function of a batch, cut, is that of the whole batch."""
 
+import contextlib
 import functools
 import re
 from typing import NamedTuple
@@ -197,6 +198,28 @@ def test_it_is_differentiated():
     f = optax_accum.accumulate(lambda p, b: loss(p, b)[0], 4, weight_fn=COUNT)
     want = jax.grad(lambda p: loss(p, BATCH)[0])(PARAMS)
     chex.assert_trees_all_close(jax.grad(lambda p: f(p, BATCH))(PARAMS), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["argument", "closure", pytest.param("mesh", marks=needs_devices)])
+def test_its_gradient_by_bfloat16_is_added_in_float32(where):
+    """JAX adds what a loop gives back in the dtype of the value: the sum stalls at 4."""
+    fun = lambda w, x: jnp.sum(w * x.sum().astype(w.dtype))
+    w, x = jnp.ones(3, jnp.bfloat16), jnp.full(512, 0.01)
+
+    def total(w, x):
+        if where == "closure":
+            options = {"batch_argnums": 0, "reduction": "sum"}
+            return optax_accum.accumulate(lambda x: fun(w, x), microbatch_size=1, **options)(x)
+        options = {"microbatch_size": 2, "reduce_axes": "data"} if where == "mesh" else {"microbatch_size": 1}
+        return optax_accum.accumulate(fun, reduction="sum", **options)(w, x)
+
+    with jax.set_mesh(jax.make_mesh((2,), ("data",))) if where == "mesh" else contextlib.nullcontext():
+        got = jax.jit(jax.grad(total))(w, x)
+        if where != "mesh":
+            chex.assert_trees_all_equal(jax.grad(total)(w, x[:96]), jax.jit(jax.grad(total))(w, x[:96]))
+            chex.assert_trees_all_close(jax.jit(jax.jvp, static_argnums=0)(total, (w, x), (w, x))[1], 30.72, rtol=1e-2)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), 5.12, rtol=4e-3)
 
 
 @pytest.mark.parametrize(
