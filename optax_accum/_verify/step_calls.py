@@ -33,6 +33,7 @@ class Steps:
         self.step, self._carry, self.last = self._made()
         self.is_jax = foreign.is_jax(self._carry)
         self.carry = self._end = foreign.opened("carry", self._carry)
+        self._began = carries.numbers(self.carry)
         self._later: Numbers = {}  # zeros for what is carried from the first update on
         self._fresh = not all(map(_is_copied, jax.tree.leaves(self._carry)))
 
@@ -40,7 +41,8 @@ class Steps:
         """Returns the numbers of the carry at first and after each window; `last` is the step for the last call."""
         step, carry, last_step = self._made() if self._fresh else (self.step, _copied(self._carry), self.last)
         carry = foreign.ordered_like(carries.redrawn(carry, draw), self._carry)
-        seen = [self._numbers(carry if self.is_jax else self.carry)]  # which has the dtypes that its numbers get later
+        anew = self._fresh and self.is_jax  # else it begins with the same numbers, in the dtypes that they get later
+        seen = [self._numbers(carry) if anew else self._later | self._began]
         for window in windows:
             for number, batch in enumerate(window, start=1):
                 take = last_step if last and number == len(window) else step
@@ -55,8 +57,8 @@ class Steps:
         self._fresh = self._fresh or not all(map(same, *runs))
         if not self.is_jax:
             self.carry = foreign.begun(self.carry, self._end)
-            began = carries.numbers(self.carry)
-            self._later = {path: leaf for path, leaf in began.items() if path not in runs[0][0]}
+            self._began = carries.numbers(self.carry)
+            self._later = {path: leaf for path, leaf in self._began.items() if path not in runs[0][0]}
 
     def rounding(self, batch: Tree) -> float:
         """Returns the machine epsilon of the narrowest float in the step, or in its arguments if it is not traced.
@@ -94,7 +96,7 @@ class Steps:
         self._end = foreign.opened("carry", carry)
         found = carries.numbers(self._end)
         objects = any(map(foreign.is_held, jax.tree.leaves(self._carry)))  # an optimizer may drop what it kept
-        if not objects and (lost := carries.numbers(self.carry).keys() - found.keys()):
+        if not objects and (lost := self._began.keys() - found.keys()):
             raise TypeError(
                 f"step must return the whole carry: {', '.join(sorted(map(carries.named, lost)))} is not in what it "
                 "returned. Return it as it came, if the step does not change it."
