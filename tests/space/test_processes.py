@@ -77,21 +77,20 @@ def test_several_processes_train_what_one_does(tmp_path):
     close(got, alone(1), 1e-4)  # one device: other micro-batches, the same updates
 
 
-def crash(group, checkpoints, seed):
-    """Waits for a new checkpoint, and at a random moment after it ends one process with SIGKILL; the rest cannot go on.
-
-    Returns whether a checkpoint was being written.
-    """
+def crash(group, checkpoints, seed, *, saving=False):
+    """Waits for a new checkpoint, and at a random moment after it, or while the next is being written (`saving`), ends
+    one process with SIGKILL; the rest cannot go on. Returns whether a checkpoint was left unfinished."""
     before = saved(checkpoints)
     chance = random.Random(seed)
-    while saved(checkpoints) <= before:
+    being_written = lambda: any("tmp" in path.name for path in checkpoints.glob("*"))
+    while saved(checkpoints) <= before or (saving and not being_written()):
         assert all(process.poll() is None for process in group), "the run ended before it was killed"
         time.sleep(0.002)
-    time.sleep(chance.uniform(0, 0.6))
+    if not saving:
+        time.sleep(chance.uniform(0, 0.6))
     chance.choice(group).kill()
-    cut = any("tmp" in path.name for path in checkpoints.glob("*"))
     processes.kill(group)
-    return cut
+    return being_written()
 
 
 def saved(checkpoints):
@@ -105,12 +104,11 @@ def test_a_group_that_is_killed_again_and_again_ends_bit_identical(tmp_path, mon
     undisturbed = launched(tmp_path, processes=2, updates=24)
     checkpoints = tmp_path / "checkpoints"
     settings = dataclasses.replace(settings, checkpoints=str(checkpoints), restarts=1)
-    cut: list[bool] = []
-    while len(cut) < 3 or not any(cut):  # once at least while a checkpoint is being written
-        cut.append(crash(processes.start(settings), checkpoints, len(cut)))
-        if len(cut) == 2:
-            largest = max((checkpoints / str(saved(checkpoints))).rglob("*"), key=lambda path: path.stat().st_size)
-            largest.write_bytes(largest.read_bytes()[:10])
+    crash(processes.start(settings), checkpoints, 0)
+    while not crash(processes.start(settings), checkpoints, 1, saving=True):
+        pass  # the checkpoint was finished before the process was ended
+    largest = max((checkpoints / str(saved(checkpoints))).rglob("*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:10])
     assert 0 < saved(checkpoints) < 24 * settings.global_batch
     start, groups = processes.start, []
 
