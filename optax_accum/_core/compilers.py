@@ -156,6 +156,11 @@ ADDS_IN_BRANCHES = JAX >= (0, 12, 0)  # and to references inside a branch, in le
 OVERLAPS = JAX >= (0, 11, 0)  # whether a `custom_vjp` that writes to a reference may have other arguments before it
 
 
+def lacks_overlap() -> str | None:
+    """Returns the JAX that a backward pass needs to add gradients over devices; None where it is this one."""
+    return None if OVERLAPS else "JAX 0.11"
+
+
 # Equations of traced programs
 
 

@@ -22,15 +22,15 @@ class Device:
     """One of the devices along the axes, seen from inside what a space runs; without axes the only one.
 
     `one_batch` says that their examples are those of one batch, `shards` how arguments are sharded of which each has
-    a shard, `dtype` in which gradients cross the network, `adds_up` that a backward pass may add gradients over the
-    devices, `hides` that this goes on beside other work, and `shards_of(sums)` which shard of each a device
-    keeps: without it, all get the sum.
+    a shard, `dtype` in which gradients cross the network, `lacks` what a backward pass needs that is to add gradients
+    over the devices and is not there, `hides` that this goes on beside other work, and `shards_of(sums)` which shard
+    of each a device keeps: without it, all get the sum.
     """
 
     axes: Axes = ()
     one_batch: bool = True
     dtype: Any = None
-    adds_up: bool = False
+    lacks: str | None = "a sum over devices: reduce_axes"
     hides: bool = False
     shards_of: Callable[[Tree], Sequence[Shard]] | None = None
     shards: Mapping[Name, Tree] = dataclasses.field(default_factory=dict)
@@ -74,12 +74,8 @@ class Device:
 
         `needs` is what the caller lacks for it. By default it does on GPUs, from so many bytes on that it pays.
         """
-        if not self.adds_up:
-            needs = (
-                'jax.jit, JAX 0.11, and a sum over the devices: reduce_axes, not reduce_to="partial"; inside '
-                "jax.shard_map also check_vma=False"
-            )
-        elif needs is None and not all(shard.is_separable for shard in self._shards(acc) or ()):
+        needs = self.lacks or needs
+        if needs is None and not all(shard.is_separable for shard in self._shards(acc) or ()):
             needs = "a reduce_to that shards no dimension over other axes, too, on a mesh where these are Auto"
         if asked and needs:
             raise ValueError(f"overlap=True needs {needs}. Leave overlap=None.")

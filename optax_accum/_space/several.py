@@ -85,9 +85,9 @@ class Several(Space):
         extreme, over = _EXTREMES[reduction]
         return over(extreme(leaf, axis=0), self.inside)
 
-    def _adds_up(self) -> bool:
-        """Returns whether a backward pass may add gradients over the devices."""
-        return tracing.is_staged() and compilers.OVERLAPS
+    def _lacks(self) -> str | None:
+        """Returns what a backward pass needs that is to add gradients over the devices, and is not there."""
+        return compilers.lacks_overlap() if tracing.is_staged() else "jax.jit"
 
 
 class OverMesh(Several):
@@ -143,9 +143,8 @@ class OverMesh(Several):
         return mapped.per_device(on_device, self.axes, split, (*call[names], *sums), sharded)
 
     def _device(self, call: Call) -> Device:
-        adds_up = self._adds_up()
-        hides = adds_up and compilers.is_gpu(meshes.device_kind(meshes.mesh_of(self.axes, call[tuple(call.arguments)])))
-        return dataclasses.replace(self.device, adds_up=adds_up, hides=hides)
+        hides = compilers.is_gpu(meshes.device_kind(meshes.mesh_of(self.axes, call[tuple(call.arguments)])))
+        return dataclasses.replace(self.device, lacks=self._lacks(), hides=hides)
 
     def _is_in_place(self, acc: Tree) -> bool:
         """Returns whether a sum that belongs with every device is written where the partial sums lie."""
@@ -199,7 +198,7 @@ class ToShards(OverMesh):
     def _device(self, call: Call) -> Device:
         shards = lambda params: [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
         # Unrolled, XLA combines what is scattered at the end.
-        return dataclasses.replace(self.device, adds_up=self._adds_up(), shards_of=shards)
+        return dataclasses.replace(self.device, lacks=self._lacks(), shards_of=shards)
 
     def _shardings(self, params: Tree) -> Tree:
         """Returns how the sum of their gradients is sharded."""
@@ -231,7 +230,8 @@ class InShardMap(Several):
 
     def _device(self, call: Call) -> Device:
         # Types know of no sum over devices that is written where partial sums lie, and is the same on all.
-        return dataclasses.replace(self.device, adds_up=self._adds_up() and not mapped.tells_apart(self.axes))
+        typed = "check_vma=False in jax.shard_map" if mapped.tells_apart(self.axes) else None
+        return dataclasses.replace(self.device, lacks=self._lacks() or typed)
 
     def _joined(self, local: Tree) -> Tree:
         return self.as_local(local)
@@ -264,8 +264,8 @@ class Partial(Several):
     def _extreme(self, reduction: str, leaf: Any) -> Any:
         return self.as_local(leaf)
 
-    def _adds_up(self) -> bool:
-        return False
+    def _lacks(self) -> str | None:
+        return 'a sum over the devices, not reduce_to="partial"'
 
 
 class PartialOverMesh(Partial, OverMesh):

@@ -177,7 +177,7 @@ def test_inside_a_shard_map_without_types():
     [
         (mean, {"every": 3}, None, "a Python bool as flush.*flush=None"),
         (mean, {"nonfinite": "skip"}, True, "gradients that are added inside the backward pass"),
-        (mean, {"reduce_axes": None}, True, "jax.jit, JAX 0.11, and a sum over the devices"),
+        (mean, {"reduce_axes": None}, True, "a sum over devices: reduce_axes"),
     ],
     ids=["every=3", "skip", "one device"],
 )

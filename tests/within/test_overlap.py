@@ -121,7 +121,7 @@ def test_inside_a_shard_map_without_types(loss):
     chex.assert_trees_all_close(*got, rtol=1e-5, atol=1e-7)
     f = optax_accum.value_and_grad(fun, 4, reduce_axes="data", overlap=True, **options)
     typed = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
-    with pytest.raises(ValueError, match="overlap=True needs .*inside jax.shard_map also check_vma=False"):
+    with pytest.raises(ValueError, match="overlap=True needs check_vma=False in jax.shard_map"):
         typed.lower(PARAMS, BATCH)
 
 
@@ -216,15 +216,26 @@ def test_each_layer_is_reduced_once_inside_the_last_backward_pass():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"reduce_axes": None}, {"reduce_to": "partial"}, {"in_place": False}, {"unroll": True}],
+    ("options", "needs"),
+    [
+        ({"reduce_axes": None}, "a sum over devices: reduce_axes"),
+        ({"reduce_to": "partial"}, 'not reduce_to="partial"'),
+        ({"in_place": False}, "gradients that are added inside"),
+        ({"unroll": True}, "gradients that are added inside"),
+    ],
     ids=str,
 )
-def test_where_it_cannot_be_an_error_says_what_it_needs(options):
+def test_where_it_cannot_be_an_error_says_what_it_needs(options, needs):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     call = optax_accum.value_and_grad(mean, 2, **{"reduce_axes": "data", "overlap": True, **options})
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"overlap=True needs .*\. Leave overlap=None"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=f"overlap=True needs .*{needs}.*\\. Leave overlap=None"):
         jax.jit(call)(PARAMS, BATCH)
+
+
+def test_outside_jit_it_says_so():
+    call = optax_accum.value_and_grad(mean, 2, reduce_axes="data", overlap=True)
+    with jax.set_mesh(jax.make_mesh((4,), ("data",))), pytest.raises(ValueError, match=r"overlap=True needs jax\.jit\. "):
+        call(PARAMS, BATCH)
 
 
 def test_layers_that_an_explicit_axis_shards():
