@@ -1,7 +1,5 @@
 """Owns what a state holds of a window in flight: its sum, or with `every=1` nothing."""
 
-from typing import Any
-
 import jax
 
 from optax_accum._across.schedules import Schedule
@@ -35,12 +33,6 @@ class Accumulator:
         """Returns the state with the sum in it."""
         return state._replace(acc_grads=memory.to_memory_of(total, state.acc_grads))
 
-    def left(self, state: AccumulationState, fields: dict[str, Any]) -> dict[str, Any]:
-        """Puts the buffer that a closed window leaves into the memory (device or host) of the accumulator."""
-        if "acc_grads" not in fields:
-            return fields
-        return fields | {"acc_grads": memory.to_memory_of(fields["acc_grads"], state.acc_grads)}
-
 
 class NoAccumulator(Accumulator):
     """A state that holds no sum: each micro-step closes its window."""
@@ -62,9 +54,6 @@ class NoAccumulator(Accumulator):
 
     def with_sum(self, state: AccumulationState, total: Tree) -> AccumulationState:
         return state
-
-    def left(self, state: AccumulationState, fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: field for name, field in fields.items() if name != "acc_grads"}
 
 
 def accumulator_of(state: AccumulationState) -> Accumulator:

@@ -72,8 +72,6 @@ class Loss:
         device.check_loss(program.jaxpr, losses)
         weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
         inside = None if acc is None else self._inside(params, acc, program, weighing, again)
-        if again or (self.meter.measures and not inside):
-            acc = None  # what is measured after the backward pass is returned by it
 
         def run(inside: Inside | None) -> tuple[Backward, Any]:
             loss, backward, parts = contribution(fun, params, weighing, 0, inside)
@@ -81,17 +79,18 @@ class Loss:
             return backward, (loss, value, weighing.counted(parts.loss))
 
         finish = self._finish(device, acc, inside, flush)
+        if not inside:
+            backward, (loss, value, weight) = run(None)
+            return Done(loss, value, weight, backward.gradient())
         how: dict[str, Any] = {"first": index == 0, "inside": inside, "vary": device.vary}
         if finish is not None:
             acc, squares, (loss, value, counted) = add_last(acc, run, weighing.weight, finish=finish, **how)
             weight = counted if weighing.weight is None else weighing.weight
-        elif acc is not None and weighing.weight is not None:
+        elif weighing.weight is not None:
             weight = weighing.weight
             acc, squares, (loss, value, _) = add_to(acc, run, weight, **how)
         else:
             backward, (loss, value, weight) = run(inside)  # a Ratio tells how much it counts when it has been run
-            if not inside:
-                return Done(loss, value, weight, backward.gradient())
             acc, squares, _ = add_to(acc, lambda _: (backward, None), weight, **how)
         measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
         reduced = None if finish is None else Reduced(device.local_parts(acc))

@@ -43,7 +43,7 @@ def emit_or_hold(
     hold: Outcomes,
     *,
     costly: bool,
-    alike: Callable[[Fields], None],
+    alike: Callable[[Tree], None],
 ) -> tuple[tuple[Tree, Fields], Flag]:
     """Calls the outcome that is known when tracing, else compiles both: a branch, or a select for a static flush.
 
@@ -54,7 +54,7 @@ def emit_or_hold(
 
     def emit_beside_hold() -> tuple[Tree, Fields]:
         result, fields = emit()
-        alike(fields)
+        alike(fields["inner_opt_state"])
         return result, {name: compilers.returned(fields[name]) if name == LEFT else fields[name] for name in fields}
 
     def close() -> tuple[tuple[Tree, Fields], Flag]:
@@ -71,7 +71,7 @@ def emit_or_hold(
     if closes is not True:
         return compilers.branch(emits, emit_beside_hold, hold), emits
     result, fields = emit()
-    alike(fields)
+    alike(fields["inner_opt_state"])
     before, old = hold()
     old |= {name: fields[name] for name in old if name == LEFT}  # what is left of a closed window is never read
     return _select(emits, (result, fields), (before, old)), emits

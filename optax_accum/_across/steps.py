@@ -7,21 +7,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_accum._across import accumulator, outcomes, schedules
 from optax_accum._across.apply import apply_gradients
 from optax_accum._across.inner import check_extra_args, is_data, unread
 from optax_accum._across.loss import Added, Done, Loss
-from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed, why_not_in_place
+from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.signature import signature_of
-from optax_accum._core import arithmetic, flags, tracing
-from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
+from optax_accum._core import flags, tracing
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_inexact
 from optax_accum._core.state import AccumulationState, micro_step_of
 from optax_accum._core.types import Tree
 from optax_accum._loss import inside
+from optax_accum._space.here import here
 from optax_accum._space.space import Space
 
 
@@ -149,7 +151,7 @@ class AccumulatingStep(Step):
         return state.inner_opt_state
 
     def space(self, state: Tree, call: Call) -> Space:
-        space = self.rules.here()
+        space = here(self.rules.over)
         check_state(state)
         space.check_state(state.weight, call[tuple(call.arguments)])
         space.check_params(call.arguments[0])
@@ -159,7 +161,9 @@ class AccumulatingStep(Step):
         return weighed(self.rules, space, weight, state)
 
     def why_not_in_place(self, state: AccumulationState) -> str | None:
-        return why_not_in_place(self.rules, state)
+        if not self.rules.policy.unseen:
+            return f"a policy has to see the gradient before it is added (nonfinite={self.rules.policy.text})"
+        return accumulator.accumulator_of(state).why_not_in_place
 
     def apply(
         self, space: Space, done: Done, keywords: Keywords, state: AccumulationState, params: Tree
@@ -168,5 +172,6 @@ class AccumulatingStep(Step):
         weight = self.weighed(space, done.weight, state) if keywords.weight is None else keywords.weight
         batch = MicroBatch(done.grads, weight, keywords.flush, {**value, **keywords.extra_args})
         if isinstance(done.grads, Added):
-            batch = batch._replace(grads=arithmetic.like_gradients(params, state.acc_grads), added=done.grads)
+            like = lambda param: param if is_inexact(param) else np.zeros(param.shape, jax.float0)
+            batch = batch._replace(grads=jax.tree.map(like, params), added=done.grads)
         return micro_step(self.rules, space, batch, state, params, outcomes.new_params(space, params))

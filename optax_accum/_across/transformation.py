@@ -17,7 +17,7 @@ from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Options, as_meter
-from optax_accum._space.here import as_reduction
+from optax_accum._space.here import as_reduction, here
 from optax_accum._space.space import Space
 
 
@@ -229,7 +229,7 @@ def axes_of(tx: Any) -> Axes:
 def _init(rules: Rules, params: Tree) -> AccumulationState:
     check_arrays("Parameters", params, NOT_ARRAYS)
     check_no_lookahead(params)
-    space = rules.here()
+    space = here(rules.over)
     space.check_params(params)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))
@@ -260,7 +260,7 @@ def update(
     **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
     """Takes a gradient, and what else a micro-step is given, through the door of the space, and does the step."""
-    space = rules.here()
+    space = here(rules.over)
     grads = space.grads(grads, getattr(state, "acc_grads", ()), params)
     rows = checks.as_positive("rows", rows) or 1
     weight = rules.divisor.unweighed(rows) if weight is None else weight

@@ -1,7 +1,7 @@
 """Owns the micro-step: a micro-batch joins its window, which holds or emits. Knows neither devices nor policies."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,6 @@ from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss.meter import Meter
-from optax_accum._space.here import here
 from optax_accum._space.space import Reduced, Reduction, Space
 
 
@@ -39,10 +38,6 @@ class Rules:
     emit_dtype: jnp.dtype | str | None
     mean_args: tuple[str, ...]
     over: Reduction
-
-    def here(self) -> Space:
-        """Returns where the partial sums of this trace live."""
-        return here(self.over)
 
 
 class MicroBatch(NamedTuple):
@@ -64,6 +59,11 @@ class Window(NamedTuple):
     weight: Weight  # sum(w)
     counts: Flag  # whether the micro-batch is a micro-step
 
+    def with_left(self, fields: dict[str, Any]) -> AccumulationState:
+        """Takes out of the fields the buffer that a closed window leaves, if any, and returns the state with it."""
+        left = fields.pop("acc_grads", None)
+        return self.state if left is None else self.accumulator.with_sum(self.state, left)
+
 
 def weighed(rules: Rules, space: Space, weight: Any, state: AccumulationState) -> Weight:
     """Takes a weight through the door: a share of it for each device where a mean is taken."""
@@ -76,37 +76,23 @@ def micro_step(
 ) -> tuple[Tree, AccumulationState]:
     """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
     like = checked(rules, space, batch, state, params)
-    with jax.named_scope("optax_accum.add"):
-        window = join(rules, space, batch, state, params)
-        closes = rules.schedule.due(window.state, window.counts, batch.flush)
-
-    def usable() -> Flag:
-        with jax.named_scope("optax_accum.add"):
-            weight = space.total(window.weight)
-            return rules.divisor.divides(weight) & rules.policy.accepts(space, window.total, window.weight)
-
-    def emit() -> tuple[Tree, dict[str, Any]]:
-        with jax.named_scope("optax_accum.emit"):
-            updates, fields = update_inner(rules, space, window, like, params, batch.extra_args)
-            return outcome.emitted(updates), fields
-
-    def hold() -> tuple[Tree, dict[str, Any]]:
-        with jax.named_scope("optax_accum.hold"):
-            return outcome.held(emit), outcomes.fields_of(state) | space.held(window.total)
-
-    made_for = like if params is None else params
-    alike = lambda fields: inner.check_tree(rules.inner, fields["inner_opt_state"], state.inner_opt_state, made_for)
+    window = join(rules, space, batch, state, params)
+    closes = rules.schedule.due(window.state, window.counts, batch.flush)
+    usable = lambda: is_usable(rules, space, window)
+    emit = lambda: emitted(rules, space, window, like, params, batch.extra_args, outcome)
+    hold = lambda: held(space, window, outcome, emit)
+    alike = lambda new: inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
     costly = rules.policy.reads or space.communicates
     (result, fields), emits = outcomes.emit_or_hold(closes, usable, emit, hold, costly=costly, alike=alike)
-    fields = window.accumulator.left(state, fields)
-    return result, outcomes.state_after(window.state, closes, emits, fields)
+    return result, outcomes.state_after(window.with_left(fields), closes, emits, fields)
 
 
+@jax.named_scope("optax_accum.add")
 def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
     """Adds the micro-batch to its window, unless the policy leaves it out."""
     skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
     counts = flags.negated(skip) if rules.policy.waits else True
-    weight = arithmetic.unless(skip, batch.weight)
+    weight = flags.selected(skip, 0, batch.weight)
     first, accumulator = flags.known(state.mini_step == 0), accumulator_of(state)
     added, window_weight = batch.added, accumulator.weight(state, weight)
     if added is None:
@@ -134,12 +120,25 @@ def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight:
     return sums.add(old, jnp.broadcast_to(value, rows), weight, first)
 
 
-def update_inner(
-    rules: Rules, space: Space, window: Window, like: Tree, params: Tree | None, extra_args: Mapping[str, Any]
+@jax.named_scope("optax_accum.add")
+def is_usable(rules: Rules, space: Space, window: Window) -> Flag:
+    """Returns whether the sum of a window can be divided, and its policy accepts it."""
+    return rules.divisor.divides(space.total(window.weight)) & rules.policy.accepts(space, window.total, window.weight)
+
+
+@jax.named_scope("optax_accum.emit")
+def emitted(
+    rules: Rules,
+    space: Space,
+    window: Window,
+    like: Tree,
+    params: Tree | None,
+    extra_args: Mapping[str, Any],
+    outcome: Outcome,
 ) -> tuple[Tree, dict[str, Any]]:
     """Reduces the window, once, and calls the inner optimizer with its mean, or sum.
 
-    Returns the updates, and the fields of the state that change when a window emits.
+    Returns what comes of the updates, and the fields of the state that change when a window emits.
     """
     state = window.state
     weight = space.total(window.weight)
@@ -149,14 +148,16 @@ def update_inner(
     extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
     params = None if params is None else space.shard(params)
     updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra_args)
-    return updates, outcomes.fields_of(state) | learnt | left | {"inner_opt_state": inner_opt_state}
+    fields = outcomes.fields_of(state) | learnt | left | {"inner_opt_state": inner_opt_state}
+    return outcome.emitted(updates), fields
 
 
-def why_not_in_place(rules: Rules, state: AccumulationState) -> str | None:
-    """Returns what keeps a backward pass from adding to the accumulator, if something does."""
-    if not rules.policy.unseen:
-        return f"a policy has to see the gradient before it is added (nonfinite={rules.policy.text})"
-    return accumulator_of(state).why_not_in_place
+@jax.named_scope("optax_accum.hold")
+def held(
+    space: Space, window: Window, outcome: Outcome, emit: Callable[[], tuple[Tree, dict[str, Any]]]
+) -> tuple[Tree, dict[str, Any]]:
+    """Returns what a window that goes on returns, and the fields of the state, unchanged."""
+    return outcome.held(emit), outcomes.fields_of(window.state) | space.held(window.total)
 
 
 def check_state(state: Any) -> None:
@@ -174,7 +175,8 @@ def check_state(state: Any) -> None:
 
 def checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Tree:
     """Raises for what does not fit the state; returns leaves of the shapes and dtypes of the gradient of the whole."""
-    accumulator_of(state).check(rules.schedule, state, batch.grads)
+    if batch.added is None:
+        accumulator_of(state).check(rules.schedule, state, batch.grads)
     for name in (name for name in rules.meter.fields if not getattr(state, name)):
         raise ValueError(
             f"The state holds no {name}, which was made without: state.{name}=(). Add what is missing with "
@@ -186,7 +188,7 @@ def checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationSt
             f"and the state has sums for {tuple(state.mean_args)}. Between two windows, take those of a new state: "
             "state._replace(mean_args=tx.init(params).mean_args)."
         )
-    like = space.like(batch.grads)
+    like = batch.grads if batch.added else space.like(batch.grads)
     if params is not None:
         check_arrays("Parameters", params, NOT_ARRAYS)
         matching.check_params(params, like)

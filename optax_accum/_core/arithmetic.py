@@ -38,18 +38,6 @@ def zeros_of(shapes: Tree, zero: float = 0) -> Tree:
     return jax.tree.map(fill, shapes)
 
 
-def like_gradients(params: Tree, acc: Tree) -> Tree:
-    """Returns leaves of the shapes and dtypes of the gradients in an accumulator: a float0 where there is none."""
-
-    def like(param: Any, total: Any) -> Any:
-        if not hasattr(total, "dtype"):
-            return np.zeros(jnp.shape(param), jax.float0)
-        dtype = jnp.result_type(param)
-        return total if total.dtype == dtype else total.astype(dtype)  # a reference has that of its parameter
-
-    return jax.tree.map(like, params, acc)
-
-
 def add(acc: Tree | None, grads: Tree, weight: Weight, first: Flag, skip: Flag = False) -> Tree:
     """Returns `acc + weight * grads`, or `weight * grads` where `first` (or where `acc` is None).
 
@@ -119,11 +107,6 @@ def scaled(leaf: jax.Array, factor: Weight, dtype: Any) -> jax.Array:
     """Returns a leaf times a factor, [] or [d], computed in at least float32, in the dtype named."""
     wide = accumulator_dtype(leaf.dtype, None)
     return (leaf.astype(wide) * along_rows(factor, leaf).astype(wide)).astype(dtype)
-
-
-def unless(skip: Flag, weight: Weight) -> Weight:
-    """Returns a weight, and 0 where the micro-batch is left out."""
-    return weight if skip is False else jnp.where(skip, 0, weight)
 
 
 def along_rows(numbers: Any, leaf: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Owns the backward pass: a loss differentiated once, its gradient added inside that pass or after it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,6 @@ from optax_accum._loss.sinks import Finish
 from optax_accum._loss.weighing import Weighing
 
 
-class Contribution(NamedTuple):
-    """One micro-batch, differentiated."""
-
-    loss: jax.Array  # [], as it was scaled, in at least float32
-    backward: "Backward"
-    parts: Parts  # what `fun` returned; the count of a Ratio is checked
-
-
 def contribution(
     fun: Callable[[Tree], Parts],
     params: Tree,
@@ -30,8 +22,8 @@ def contribution(
     index: Index,
     inside: Inside | None = None,
     scale: float = 1.0,
-) -> Contribution:
-    """Differentiates a micro-batch: runs `fun(params)` forward, with its loss scaled as it is weighed.
+) -> tuple[jax.Array, "Backward", Parts]:
+    """Differentiates a micro-batch: returns its loss [] as it is weighed, its backward pass, and what `fun` returned.
 
     `inside` tells how gradients are added inside the backward pass, if they are. They come `scale` times as large.
     """
@@ -43,7 +35,7 @@ def contribution(
 
     run, targets = (inside.through(scaled, params), inside.targets(params)) if inside else (scaled, params)
     loss, backward, parts = jax.vjp(run, targets, has_aux=True)
-    return Contribution(loss, Backward(backward, jnp.full_like(loss, scale), inside), parts)
+    return loss, Backward(backward, jnp.full_like(loss, scale), inside), parts
 
 
 class Backward:
@@ -85,11 +77,11 @@ class Backward:
 
 def add_to(
     acc: Tree,
-    run: Callable[[Inside | None], tuple[Backward, Any]],
+    run: Callable[[Inside], tuple[Backward, Any]],
     weight: Weight,
     first: jax.Array,
     *,
-    inside: Inside | None,
+    inside: Inside,
     vary: Callable[[Tree], Tree],
 ) -> tuple[Tree, list[jax.Array], Any]:
     """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and what else `run` returns.
@@ -97,18 +89,10 @@ def add_to(
     What weighs nothing is not run, for its loss is often 0 / 0: what else it returns is zeros. `vary` is that of the
     device.
     """
-
-    def begun() -> Tree:
-        if inside:
-            return compilers.zeroed(acc, first)
-        return jax.tree.map(lambda total: jnp.where(first, jnp.zeros_like(total), total), acc)  # has a derivative
-
-    start = begun() if inside else acc
+    start = compilers.zeroed(acc, first)
 
     def added() -> tuple[Tree, list[jax.Array], Any]:
         backward, returned = run(inside)
-        if not inside:
-            return arithmetic.add(start, backward.gradient(), weight, first), [], vary(returned)
         backward.cotangent, ready = compilers.ready_together(backward.cotangent, start)
         refs = jax.tree.map(jax.new_ref, ready)
         squares = backward.add_to(jax.tree.leaves(refs), weight)
@@ -116,7 +100,7 @@ def add_to(
 
     def unrun() -> tuple[Tree, list[jax.Array], Any]:
         returned = arithmetic.zeros_of(jax.eval_shape(lambda: run(inside)[1]))
-        return start if inside else begun(), vary(list(inside.squares) if inside else []), vary(returned)
+        return start, vary(list(inside.squares)), vary(returned)
 
     counts = flags.known(weight != 0)
     if isinstance(counts, bool):

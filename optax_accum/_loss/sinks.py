@@ -120,20 +120,12 @@ def _taken(sink: Sink, cotangent: jax.Array) -> tuple[jax.Array, Sink]:
 _use.defvjp(lambda param, sink: (param, sink), _taken)
 
 
-class _Place(NamedTuple):
-    """Where in an accumulator a gradient goes."""
-
-    ref: Any
-    at: tuple[jax.Array, ...]
-    counts: Any  # see `Total`
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _use_last(finish: Callable[[jax.Array], jax.Array], param: jax.Array, sink: Sink, place: _Place) -> jax.Array:
+def _use_last(finish: Callable[[jax.Array], jax.Array], param: jax.Array, sink: Sink, place: Any) -> jax.Array:
     return param
 
 
-def _totalled(finish: Any, residuals: tuple[Sink, _Place], cotangent: jax.Array) -> tuple[Any, ...]:
+def _totalled(finish: Any, residuals: tuple[Sink, Any], cotangent: jax.Array) -> tuple[Any, ...]:
     sink, (ref, at, counts) = residuals
     counts = counts[...] if isinstance(counts, jax.Ref) else counts
     grad = flags.selected(counts, cotangent, jnp.zeros_like(cotangent)).astype(ref.dtype)
@@ -161,4 +153,4 @@ def used(value: Any) -> Any:
     total = value.total
     if total is None:
         return _use(value.param, value.sink)
-    return _use_last(total.finish, value.param, value.sink, _Place(total.ref, value.at, total.counts))
+    return _use_last(total.finish, value.param, value.sink, (total.ref, value.at, total.counts))

@@ -81,8 +81,7 @@ def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
 def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
     """Returns one zero of the default float dtype for each device: [d]."""
     scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
-    mesh = meshes.mesh_of(axes, params)
-    return jax.jit(lambda: _placed_zeros(scalar, mesh, axes, PartitionSpec()))()
+    return _zeros_over(scalar, meshes.mesh_of(axes, params), axes, PartitionSpec())
 
 
 def placed_like(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
@@ -143,3 +142,7 @@ def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: meshes.Mesh, axes: Axes, spe
     others = [free] * len(leaf.shape) if spec is None else [meshes.without(entry, axes) for entry in spec]
     sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))
     return meshes.place(jnp.zeros((meshes.num_devices(mesh, axes), *leaf.shape), leaf.dtype), sharding)
+
+
+# JAX finds the program of one scalar for the next: each has the same shape on the same devices.
+_zeros_over = jax.jit(_placed_zeros, static_argnums=(0, 1, 2, 3))

@@ -5,7 +5,6 @@ A tree of them has leaves [d, ...], one partial sum for each of the d devices al
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -89,6 +88,9 @@ class Several(Space):
         """Returns what a backward pass needs that is to add gradients over the devices, and is not there."""
         return compilers.lacks_overlap() if tracing.is_staged() else "jax.jit"
 
+    def _device(self, call: Call, sharded: Name | None = None) -> Device:
+        return dataclasses.replace(self.device, lacks=self._lacks())
+
 
 class OverMesh(Several):
     """Partial sums over a mesh: arrays [d, ...], which pass `jit`, branches and checkpoints like any others."""
@@ -122,29 +124,23 @@ class OverMesh(Several):
     def _held(self, acc: Tree) -> dict[str, Tree]:
         return {"acc_grads": acc} if self._is_in_place(acc) else {}
 
-    def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
-        return self._run(fun, self._device(call), call, sums, {})
-
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
 
-    def _run(
-        self, fun: Local, device: Device, call: Call, sums: tuple[Any, ...], shards: Mapping[Name, Tree]
-    ) -> tuple[Tree, Tree]:
-        """Runs `fun`, as `run` does, with a shard of each argument in `shards`."""
-        names = tuple(call.arguments)
+    def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
+        device, names = self._device(call, sharded), tuple(call.arguments)
 
         def on_device(*args: Any) -> tuple[Tree, Tree]:
             call_here = call.with_arguments(dict(zip(names, args, strict=False)))
             return fun(device, call_here, *mapped.as_local(args[len(names) :]))
 
         split = [*map(names.index, call.batch), *range(len(names), len(names) + len(sums))]
-        sharded = {names.index(name): to for name, to in shards.items()}
-        return mapped.per_device(on_device, self.axes, split, (*call[names], *sums), sharded)
+        shards = {names.index(name): to for name, to in device.shards.items()}
+        return mapped.per_device(on_device, self.axes, split, (*call[names], *sums), shards)
 
-    def _device(self, call: Call) -> Device:
-        hides = compilers.is_gpu(meshes.device_kind(meshes.mesh_of(self.axes, call[tuple(call.arguments)])))
-        return dataclasses.replace(self.device, lacks=self._lacks(), hides=hides)
+    def _device(self, call: Call, sharded: Name | None = None) -> Device:
+        mesh = meshes.mesh_of(self.axes, call[tuple(call.arguments)])
+        return dataclasses.replace(super()._device(call), hides=compilers.is_gpu(meshes.device_kind(mesh)))
 
     def _is_in_place(self, acc: Tree) -> bool:
         """Returns whether a sum that belongs with every device is written where the partial sums lie."""
@@ -179,13 +175,6 @@ class ToShards(OverMesh):
     def _held(self, acc: Tree) -> dict[str, Tree]:
         return {}
 
-    def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
-        if sharded is None:
-            return super().run(fun, call, *sums)
-        shards = {sharded: self._shardings(call.arguments[sharded])}
-        meshes.check_shards(shards[sharded], self.axes)
-        return self._run(fun, Device(self.axes, shards=shards), call, sums, shards)
-
     def shard(self, params: Tree) -> Tree:
         return meshes.place(params, self._shardings(params))
 
@@ -195,10 +184,14 @@ class ToShards(OverMesh):
     def check_params(self, params: Tree) -> None:
         meshes.check_divisible(self._shardings(params), params)
 
-    def _device(self, call: Call) -> Device:
+    def _device(self, call: Call, sharded: Name | None = None) -> Device:
+        if sharded is not None:
+            to = self._shardings(call.arguments[sharded])
+            meshes.check_shards(to, self.axes)
+            return Device(self.axes, shards={sharded: to})
         shards = lambda params: [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
         # Unrolled, XLA combines what is scattered at the end.
-        return dataclasses.replace(self.device, lacks=self._lacks(), shards_of=shards)
+        return dataclasses.replace(super()._device(call), hides=False, shards_of=shards)
 
     def _shardings(self, params: Tree) -> Tree:
         """Returns how the sum of their gradients is sharded."""
@@ -228,10 +221,9 @@ class InShardMap(Several):
         mismatch.check_local(grads, self.axes)
         return self.as_partial(grads)
 
-    def _device(self, call: Call) -> Device:
+    def _lacks(self) -> str | None:
         # Types know of no sum over devices that is written where partial sums lie, and is the same on all.
-        typed = "check_vma=False in jax.shard_map" if mapped.tells_apart(self.axes) else None
-        return dataclasses.replace(self.device, lacks=self._lacks() or typed)
+        return super()._lacks() or ("check_vma=False in jax.shard_map" if mapped.tells_apart(self.axes) else None)
 
     def _joined(self, local: Tree) -> Tree:
         return self.as_local(local)

@@ -115,10 +115,10 @@ class Space:
 
         Of argument `sharded`, if there is one, each device has the shard that belongs with it.
         """
-        local, same = fun(self._device(call), call, *self.as_local(sums))
+        local, same = fun(self._device(call, sharded), call, *self.as_local(sums))
         return self.as_partial(local), same
 
-    def _device(self, call: Call) -> Device:
+    def _device(self, call: Call, sharded: Name | None = None) -> Device:
         return self.device
 
     def as_local(self, sums: Tree) -> Tree:

@@ -14,7 +14,7 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core import arithmetic, dtypes, equations, tracing
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
-from optax_accum._loss.backward import Backward, Contribution, contribution
+from optax_accum._loss.backward import Backward, contribution
 from optax_accum._loss.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import Parts, Returns
@@ -78,6 +78,9 @@ class Cut:
     weighing: ByShare
     alive: Alive
     shapes: Parts  # that `fun` returns for a full micro-batch
+    outputs: reductions.Outputs  # what becomes of each auxiliary output
+    empty: Tree  # the accumulator before the first micro-batch
+    kinds: Tree  # what becomes of the gradients of each leaf
     static: bool  # whether all micro-batches have a turn, run or not
     inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
     overlaps: bool = False  # whether that of the last micro-batch adds them over the devices, too
@@ -122,7 +125,7 @@ class Cut:
             weight=self.weighing.weight_of(sums.counted, self.device.count),
         )
 
-    def contribution(self, turn: Turn, refs: gradients.Leaves) -> Contribution:
+    def contribution(self, turn: Turn, refs: gradients.Leaves) -> tuple[jax.Array, Backward, Parts]:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         index, call, inside = turn.index, turn.call, self.inside
         fun = lambda params: self.rules.parts(call.with_values(call.params, params))
@@ -140,22 +143,6 @@ class Cut:
     def device(self) -> Device:
         """The device that has these micro-batches."""
         return self.micro_batches.device
-
-    @functools.cached_property
-    def empty(self) -> Tree:
-        """The accumulator before the first micro-batch."""
-        return arithmetic.zeros(self.params, self.rules.accumulator_dtype)
-
-    @functools.cached_property
-    def kinds(self) -> Tree:
-        """What becomes of the gradients of each leaf."""
-        return self.rules.kinds(self.params)
-
-    @functools.cached_property
-    def outputs(self) -> reductions.Outputs:
-        """What becomes of each auxiliary output."""
-        split, counted = self.micro_batches.split, self.weighing.counts_outputs
-        return reductions.outputs_of(self.rules.aux_reduction, self.shapes.aux, split, counted=counted)
 
     @property
     def loss_dtype(self) -> Any:
@@ -177,7 +164,10 @@ class Cut:
 def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     """Cuts the batch of a call on one device; `again` says that the sums are to be differentiated again."""
     checks.check_differentiable(call[call.params])
-    micro_batches = microbatches.cut(rules.parts, device, device.localized(call, call.params), rules.sizes)
+    call = device.localized(call, call.params)
+    params = call[call.params]
+    empty, kinds = arithmetic.zeros(params, rules.accumulator_dtype), rules.kinds(params)
+    micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
     program, shapes = micro_batches.traced(call.params)
     again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
     static = again or rules.unroll or rules.in_place is False
@@ -186,31 +176,36 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
     weighing, alive = weights.weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
-    scale = 1.0 if weighing.counts_outputs else _scale(rules, device, micro_batches, program.jaxpr)
-    call_cut = Cut(rules, micro_batches, weighing, alive, shapes, static, scale=scale)
-    call_cut.outputs.start()  # raises where a reduction does not fit
+    scale = (
+        1.0
+        if weighing.counts_outputs
+        else _scale(rules, device.count * micro_batches.split.parts, kinds, program.jaxpr)
+    )
+    outputs = reductions.outputs_of(
+        rules.aux_reduction, shapes.aux, micro_batches.split, counted=weighing.counts_outputs
+    )
     unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
-    squares = () if unless else rules.meter.no_squares(call_cut.params)
-    inside = added_inside(rules.in_place, call_cut.params, call_cut.empty, program, weighing, squares, unless=unless)
+    squares = () if unless else rules.meter.no_squares(params)
+    inside = added_inside(rules.in_place, params, empty, program, weighing, squares, unless=unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
-    inside_all = inside is not None and set(jax.tree.leaves(call_cut.kinds)) == {"mean"}
+    inside_all = inside is not None and set(jax.tree.leaves(kinds)) == {"mean"}
     needs = None if inside_all else "gradients that are added inside the backward pass"
-    overlaps = device.overlaps(rules.overlap, call_cut.empty, needs)
-    return dataclasses.replace(call_cut, micro_batches=micro_batches, inside=inside, overlaps=overlaps)
+    overlaps = device.overlaps(rules.overlap, empty, needs)
+    return Cut(rules, micro_batches, weighing, alive, shapes, outputs, empty, kinds, static, inside, overlaps, scale)
 
 
-def _scale(rules: Rules, device: Device, micro_batches: MicroBatches, program: Any) -> float:
+def _scale(rules: Rules, parts: int, kinds: Tree, program: Any) -> float:
     """Returns by how much gradients are scaled while they are added.
 
     A micro-batch has a small share of the gradient, which float16 would round to zero: so there it is made as large as
     the whole, by a power of two. What the user's own rules make of a larger cotangent, nobody can tell.
     """
-    added = jax.tree.leaves(rules.kinds(micro_batches.call[micro_batches.call.params]))
+    added = jax.tree.leaves(kinds)
     wide = not any(map(dtypes.is_short, jax.tree.leaves(rules.accumulator_dtype)))
     if not (equations.is_short(program) and wide and set(added) <= {"mean"}) or equations.has_rule(program):
         return 1.0
-    return 2.0 ** math.ceil(math.log2(device.count * micro_batches.split.parts))
+    return 2.0 ** math.ceil(math.log2(parts))
 
 
 def _counts(
