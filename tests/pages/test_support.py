@@ -67,6 +67,17 @@ def test_the_workflow_takes_its_environments_from_the_table_of_ci_run():
         assert not re.search(r"jax\w*==\d", json.dumps(job))
 
 
+def test_a_workflow_names_no_python():
+    """Those of the table come from it, all others from `.ci/python`, or from `.ci/oldest_python`."""
+    newest, oldest = ((CI / name).read_text().strip() for name in ("python", "oldest_python"))
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    table = tomllib.loads((CI / "environments.toml").read_text())
+    assert (table["suite"]["newest"]["python"], requires) == (newest, f">={oldest}")
+    for path in (ROOT / ".github/workflows").iterdir():
+        assert not re.search(r"\b3\.1[1-9]\b", path.read_text()), path
+    assert not re.search(r"^ *environment .*3\.1", (CI / "run").read_text(), re.MULTILINE)
+
+
 def test_the_environments_are_the_versions_that_are_promised():
     """The oldest JAX, each Python of the classifiers, and what Colab has."""
     table = tomllib.loads((CI / "environments.toml").read_text())
