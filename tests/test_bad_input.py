@@ -683,7 +683,8 @@ def test_a_number_of_rows_that_an_export_leaves_open(within):
     [
         (lambda: advise(max_every=2.5), TypeError, r"max_every must be an integer >= 1: max_every=2\.5"),
         (lambda: advise(micro_step="0.1"), TypeError, r"micro_step must be a number: micro_step='0\.1'"),
-        (lambda: advise(optimizer=float("inf")), ValueError, "Times must be finite: optimizer=inf"),
+        (lambda: advise(optimizer=float("inf")), ValueError, "Times must be finite, and of one unit: optimizer=inf"),
+        (lambda: advise(micro_step=1e-310), ValueError, "of one unit: .* micro_step=1e-310"),
         (lambda: batching.every_by_tokens(4), TypeError, r"counts must be a dict, .*: 4\. Write"),
         (lambda: batching.every_by_tokens({0: 2, float("nan"): 3}), ValueError, "counts must say what holds from 0"),
         (lambda: target(None), TypeError, "num_devices must be an integer >= 1: num_devices=None"),

@@ -78,8 +78,12 @@ def as_float_dtypes(name: str, dtypes: Any) -> Any:
 
 def as_positive(name: str, count: Any) -> int | None:
     """Returns `count` as a Python integer >= 1, or None."""
-    rule = f"{name} must be an integer >= 1"
-    return None if count is None else as_integer(rule, name, count, "Pass 1 or more.")
+    return None if count is None else as_count(name, count)
+
+
+def as_count(name: str, count: Any) -> int:
+    """Returns `count` as a Python integer >= 1."""
+    return as_integer(f"{name} must be an integer >= 1", name, count, "Pass 1 or more.")
 
 
 def check_flag(name: str, value: Any, *, may_be_none: bool = True) -> None:
@@ -91,9 +95,11 @@ def check_flag(name: str, value: Any, *, may_be_none: bool = True) -> None:
 
 def as_tolerance(name: str, tolerance: Any) -> float | None:
     """Returns `tolerance` as a number above 0, or None."""
-    if tolerance is None or 0 < float(tolerance) < math.inf:
-        return tolerance
-    raise ValueError(f"{name} must be a finite number above 0: {name}={tolerance}. Leave it out for its default.")
+    if tolerance is None:
+        return None
+    if hasattr(tolerance, "__float__") and 0 < float(tolerance) < math.inf:
+        return float(tolerance)
+    raise ValueError(f"{name} must be a finite number above 0: {name}={tolerance!r}. Leave it out for its default.")
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "") -> str:

@@ -1,19 +1,22 @@
 """Owns the rows of a batch: how many there are, which leaves have them, which belong together. Cuts nothing."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from optax_accum._arguments.counted import counted
 from optax_accum._core.types import Tree
 
 
 def check_groups(where: str, rows: int, group: int) -> None:
     """Raises unless so many rows are whole groups."""
     if rows % group:
+        less, more = rows - rows % group, rows - rows % group + group
         raise ValueError(
-            f"group_size must divide the rows that are together: group_size={group}, and {where} {rows} rows. Pass "
-            f"{rows - rows % group or group} or {rows - rows % group + group} rows."
+            f"group_size must divide the rows that are together: group_size={group}, and {where} "
+            f"{counted(rows, 'row')}. Pass {f'{less} or {more}' if less else more} rows."
         )
 
 
@@ -53,6 +56,11 @@ def count_known_rows(batch: Tree) -> int:
 def is_split(leaf: Any) -> bool:
     """Returns whether a leaf of a batch is cut: arrays are, along their first axis; scalars stay whole."""
     return jnp.ndim(leaf) > 0
+
+
+def of_rows(fun: Callable[[Any], Any], batch: Tree) -> Tree:
+    """Applies a function to each leaf that is cut; scalars stay whole."""
+    return jax.tree.map(lambda leaf: fun(leaf) if is_split(leaf) else leaf, batch)
 
 
 def _named(path: str) -> str:

@@ -111,16 +111,16 @@ def advise(
     """
     _check(microbatch_size=(microbatch_size, True), micro_step=(micro_step, True), optimizer=(optimizer, False))
     _check(communication=(communication, False))
-    if checks.as_positive("max_every", max_every) is None:
-        raise TypeError("max_every must be an integer >= 1: max_every=None. Pass the most micro-steps that you allow.")
-    if math.isinf(optimizer + communication):
-        raise ValueError(
-            f"Times must be finite: optimizer={optimizer}, communication={communication}. Pass what was measured."
-        )
+    checks.as_count("max_every", max_every)
     once = optimizer + communication
     ratio = once / micro_step
+    if math.isinf(ratio):
+        raise ValueError(
+            f"Times must be finite, and of one unit: optimizer={optimizer}, communication={communication}, "
+            f"micro_step={micro_step}. Pass what was measured."
+        )
     lines = [f"what happens once: {optimizer:g} + {communication:g} = {once:g}, the time of {ratio:.2f} micro-steps"]
-    best = None
+    best = noisy = speedup = None
     if noise_scale is not None:
         _check(noise_scale=(noise_scale, False))
         noisy = noise_scale / microbatch_size
@@ -130,10 +130,8 @@ def advise(
             f"least time at sqrt({noisy:.2f} * {ratio:.2f}) = {best:.2f} micro-steps",
         ]
     every, reason = _chosen(global_batch, microbatch_size, best, ratio, max_every)
-    speedup = None
-    if noise_scale is not None:
-        time = lambda every: _windows(every, noise_scale / microbatch_size) * (every + ratio)
-        speedup = time(1) / time(every)
+    if noisy is not None:
+        speedup = _windows(1, noisy) * (1 + ratio) / (_windows(every, noisy) * (every + ratio))
     overhead = ratio / (every + ratio)
     said = "not known without a noise scale" if speedup is None else f"{speedup:.2f}"
     lines.append(f"overhead {100 * overhead:.1f} %, speedup over every=1: {said}")

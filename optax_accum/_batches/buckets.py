@@ -43,8 +43,8 @@ def chosen_buckets(asked: Any, longest: Ints, room: Room, count: int | None) -> 
     if asked is None:
         return _default(longest, room, count)
     if np.ndim(asked) == 0:
-        return _best(longest, room, positive("buckets", asked))
-    chosen = np.unique([positive("buckets", length) for length in asked])
+        return _best(longest, room, checks.as_count("buckets", asked))
+    chosen = np.unique([checks.as_count("buckets", length) for length in asked])
     if not len(chosen) or not longest[0] <= chosen[-1] <= room.budget:
         raise ValueError(
             f"The largest bucket must hold the longest row, and fit max_tokens: buckets={chosen.tolist()}, the longest "
@@ -102,10 +102,3 @@ def _best(longest: Ints, room: Room, count: int) -> Ints:
             chosen.add(int(edges[to - 1]))
         to = source[to]
     return np.array(sorted(chosen))
-
-
-def positive(name: str, count: Any) -> int:
-    number = checks.as_positive(name, count)
-    if number is None:
-        raise TypeError(f"{name} must be an integer >= 1: {name}=None. Pass an int, such as {name}=4.")
-    return number

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.counted import counted, there_are
-from optax_accum._batches.buckets import Room, bucket_of, chosen_buckets, positive
+from optax_accum._arguments.counted import counted
+from optax_accum._arguments.rows import check_groups
+from optax_accum._batches.buckets import Room, bucket_of, chosen_buckets
 from optax_accum._batches.packed import Ints, TokenPacking
 
 Cost = Literal["tokens", "squares"] | Callable[[Ints], Any]
@@ -108,10 +109,12 @@ def token_microbatches(
       loaded device, the costliest first, is from R. Graham, *Bounds on
       multiprocessing timing anomalies*, SIAM J. Appl. Math. 17 (1969).
     """
-    budget, devices = positive("max_tokens", max_tokens), positive("num_devices", num_devices)
-    group = positive("group_size", group_size)
+    budget, devices = checks.as_count("max_tokens", max_tokens), checks.as_count("num_devices", num_devices)
+    group = checks.as_count("group_size", group_size)
     lengths = _checked(lengths, budget, group)
-    order, longest = _sorted(lengths, group)
+    longest = lengths.reshape(-1, group).max(-1)
+    order = np.argsort(-longest, kind="stable")
+    longest = longest[order]
     own = -(-len(order) // devices)  # groups of a device
     room = Room(min(budget // group, np.iinfo(np.int64).max), 1 << (own - 1).bit_length(), devices)
     count = checks.as_positive("num_microbatches", num_microbatches)
@@ -145,11 +148,7 @@ def _checked(lengths: Any, budget: int, group: int) -> Ints:
     if found.min() < 1:
         row = int(found.argmin())
         raise ValueError(f"Every row must have a token: lengths[{row}]={found[row]}. Leave such rows out.")
-    if len(found) % group:
-        raise ValueError(
-            f"group_size must divide the rows: group_size={group}, and {there_are(len(found), 'row')}. Pass whole "
-            "groups."
-        )
+    check_groups("lengths has", len(found), group)
     if group * int(found.max()) > budget:
         row, many = int(found.argmax()), int((found > budget // group).sum())
         more = f", and {many - 1} more {'is' if many == 2 else 'are'} too long" if many > 1 else ""
@@ -164,13 +163,6 @@ def _checked(lengths: Any, budget: int, group: int) -> Ints:
             f"{found.max()}. Pass [len(row) for row in rows], say."
         )
     return found.astype(np.int64)
-
-
-def _sorted(lengths: Ints, group: int) -> tuple[Ints, Ints]:
-    """Returns the numbers of the groups, that with the longest row first, and these lengths."""
-    longest = lengths.reshape(-1, group).max(-1)
-    order = np.argsort(-longest, kind="stable")
-    return order, longest[order]
 
 
 def _spare(count: int | None, needed: int, max_tokens: int, or_else: str) -> int:

@@ -77,11 +77,9 @@ def split_global_batch(global_batch: int, max_microbatch_size: int, num_devices:
       >>> split.device_rows, split.padding
       ((56, 56, 56, 56, 55, 55), (0, 0, 0, 0, 0, 2))
     """
-    rows = checks.as_positive("global_batch", global_batch)
-    most = checks.as_positive("max_microbatch_size", max_microbatch_size)
-    devices = checks.as_positive("num_devices", num_devices)
-    if rows is None or most is None or devices is None:
-        raise TypeError(f"Three integers are needed: {global_batch=}, {max_microbatch_size=}, {num_devices=}.")
+    rows = checks.as_count("global_batch", global_batch)
+    most = checks.as_count("max_microbatch_size", max_microbatch_size)
+    devices = checks.as_count("num_devices", num_devices)
     own = -(-rows // devices)
     count = -(-own // most)
     device_rows = tuple(own // count + (index < own % count) for index in range(count))

@@ -55,12 +55,12 @@ def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
     """
     if not callable(getattr(counts, "values", None)):
         raise TypeError(f"counts must be a dict, from tokens to micro-steps: {counts!r}. Write {{0: 4, 1e9: 8}}, say.")
-    if not counts or any(math.isnan(start) for start in counts) or min(counts) != 0 or None in counts.values():
+    if not counts or any(math.isnan(start) for start in counts) or min(counts) != 0:
         raise ValueError(
             f"counts must say what holds from 0 tokens on, and then from more: counts={dict(counts)}. Write "
             "{0: 4, 1e9: 8}, say."
         )
-    (_, first), *others = [(start, checks.as_positive("every", counts[start]) or 1) for start in sorted(counts)]
+    (_, first), *others = [(start, checks.as_count("every", counts[start])) for start in sorted(counts)]
 
     def every(state: AccumulationState) -> jax.Array:
         count = jnp.asarray(first, jnp.int32)
@@ -106,7 +106,7 @@ def every_by_noise(at_least: int, at_most: int) -> Schedule:
       >>> state.gradient_step.item(), state.mini_step.item()
       (1, 1)
     """
-    low, high = checks.as_positive("at_least", at_least) or 0, checks.as_positive("at_most", at_most) or 0
+    low, high = checks.as_count("at_least", at_least), checks.as_count("at_most", at_most)
     if not 2 <= low <= high:
         raise ValueError(
             f"Bounds must not cross, and begin at 2: at_least={at_least}, at_most={at_most}. Pass the smallest first."

@@ -116,16 +116,14 @@ class Collectives:
     def __str__(self) -> str:
         if not self.operations:
             return "no collectives"
-        places = [place for place in ("outside", "branch", "loop") if self.select(place=place)]
         lines = []
-        for place in places:
+        for place, where in {"outside": "outside", "branch": "in branches", "loop": "in loops"}.items():
             here = self.select(place=place)
             for kind, *products in sorted({(op.kind, op.behind, op.beside) for op in here}):
                 some = Collectives(tuple(op for op in here.select(kind) if [op.behind, op.beside] == products))
                 behind, beside = products
                 hidden = f", behind {counted(behind, 'product')} of {beside:,} bytes" if behind else ""
                 unknown = "" if all(op.known for op in some) else ", in loops of unknown length counted once"
-                where = {"outside": "outside", "branch": "in branches", "loop": "in loops"}[place]
                 lines.append(f"{kind:<20} {where:<12} {some.count:>6} runs {some.bytes:>14,} bytes{hidden}{unknown}")
         if self.hidden:
             sums = f"{self.bytes:>14,} bytes, {self.hidden:,} hidden, {self.exposed:,} exposed"

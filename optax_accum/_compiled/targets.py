@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from optax_accum._arguments import checks
 from optax_accum._arguments.counted import counted, there_are
 from optax_accum._compiled import absent
+from optax_accum._core.types import Tree
 
-Tree = Any
 GIB = 1 << 30
 GPUS = {  # bytes
     "a100": 85100068864,

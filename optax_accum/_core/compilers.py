@@ -229,6 +229,7 @@ def running_on(mesh: Any) -> Any:
 
 def tracing_on(mesh: Any) -> Any:
     """Returns a context in which a mesh without devices is in reach."""
+    mesh = getattr(mesh, "abstract_mesh", mesh)
     return jax.sharding.use_abstract_mesh(mesh) if JAX >= DEVICES else contextlib.nullcontext()
 
 

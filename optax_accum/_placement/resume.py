@@ -10,9 +10,9 @@ import optax
 from optax_accum._arguments import checks
 from optax_accum._core import compilers
 from optax_accum._core.state import holds_partial_sums, map_states, states_in
+from optax_accum._core.types import Tree
 from optax_accum._placement.shardings import state_sharding
 
-Tree = Any
 _PARTIAL = ("acc_grads", "weight", "mean_args", "samples")  # the fields that are partial sums under reduce_axes
 
 
@@ -96,11 +96,10 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
       >>> target.acc_grads.shape == (before, 3)
       True
     """
-    if checks.as_positive("num_devices", num_devices) is None:
-        raise TypeError("num_devices must be an integer >= 1: num_devices=None. Pass the devices that saved the state.")
+    checks.as_count("num_devices", num_devices)
     where = state_sharding(tx, params, **options)
     mesh = jax.tree.leaves(where)[0].mesh
-    with compilers.tracing_on(getattr(mesh, "abstract_mesh", mesh)):
+    with compilers.tracing_on(mesh):
         shapes = jax.eval_shape(tx.init, params)
     if all(node.weight.shape in ((), (num_devices,)) for node in states_in(shapes)):
         return jax.tree.map(_shape, shapes, where)

@@ -10,10 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_accum._across.transformation import rules_of
 from optax_accum._core import compilers
 from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
-from optax_accum._core.types import Axes
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space import meshes, mismatch
 
-Tree = Any
 OFFLOADABLE = ("acc_grads", "inner_opt_state")
 
 
@@ -97,7 +96,7 @@ def state_sharding(
     compilers.check_concrete(mesh)
     if axes and reduce_to is None:
         mismatch.check_replicated(params, axes)  # inside jit, nobody sees it on an Auto mesh
-    with compilers.tracing_on(getattr(mesh, "abstract_mesh", mesh)):
+    with compilers.tracing_on(mesh):
         state = jax.eval_shape(tx.init, params)
         to = None if reduce_to is None else meshes.shardings(reduce_to, params, axes)
     return _Placement(params, to, mesh, axes, offload).of(state)

@@ -29,7 +29,7 @@ def as_bytes(budget: Any) -> int:
         if found and (found[2] or not found[3]):
             size = float(found[1]) * (_BINARY if found[3] else _UNITS)[found[2]]
     elif isinstance(budget, int | float | np.integer | np.floating) and not isinstance(budget, bool):
-        size = float(budget)
+        size = float(budget) if budget < 2**63 else math.inf
     if not math.isfinite(size):
         raise ValueError(f"The budget must be a size of memory: budget={budget!r}. {remedy}")
     if size < 1:
@@ -60,13 +60,8 @@ def memory_of(target: Target, *, here: bool, devices: int) -> int:
 
 def _free() -> int | None:
     """Returns what is free here, or what a container leaves of it; None where nobody says."""
-    left = [*_left_by_system(), *_left_by_cgroups()]
-    return min(left, default=None)
-
-
-def _left_by_system() -> Generator[int]:
-    if found := re.search(r"MemAvailable:\s*(\d+) kB", _read("proc/meminfo")):
-        yield int(found[1]) * 1024
+    by_system = (1024 * int(kB) for kB in re.findall(r"MemAvailable:\s*(\d+) kB", _read("proc/meminfo")))
+    return min((*by_system, *_left_by_cgroups()), default=None)
 
 
 def _left_by_cgroups() -> Generator[int]:

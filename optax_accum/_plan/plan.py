@@ -91,7 +91,9 @@ class Plan:
     @property
     def peak(self) -> float:
         """The bytes that the chosen step holds on each device."""
-        return self._chosen.footprint.peak
+        if (chosen := self._chosen) is None:
+            raise ValueError("Nothing fits: there is no number of micro-batches. See the table for what was compiled.")
+        return chosen.footprint.peak
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -106,7 +108,7 @@ class Plan:
                 **{kind: getattr(one.footprint, kind) for kind in NETWORK},
                 "refused": one.footprint.refused,
                 "fits": one.fits,
-                "chosen": one is self._chosen_or_none,
+                "chosen": one is self._chosen,
                 "seconds": one.footprint.seconds,
             }
             for one in self.compiled
@@ -149,15 +151,9 @@ class Plan:
         return len(self.labels) > 1 or any(one.option is not None for one in self.compiled)
 
     @property
-    def _chosen_or_none(self) -> Compiled | None:
+    def _chosen(self) -> Compiled | None:
         of = lambda one: (one.place, one.candidate.number) == (self.place, self.num_microbatches)
         return next(filter(of, self.compiled), None)
-
-    @property
-    def _chosen(self) -> Compiled:
-        if (chosen := self._chosen_or_none) is None:
-            raise ValueError("Nothing fits: there is no number of micro-batches. See the table for what was compiled.")
-        return chosen
 
     def _title(self) -> str:
         devices = f"{self.num_devices} x " if self.num_devices > 1 else ""
@@ -170,7 +166,7 @@ class Plan:
         return f"{title}{counted(self.num_microbatches, 'micro-batch')}{option}."
 
     def _cells(self, one: Compiled) -> tuple[str, ...]:
-        found, mark = one.footprint, "*" if one is self._chosen_or_none else " "
+        found, mark = one.footprint, "*" if one is self._chosen else " "
         rows = f"{one.candidate.rows}{' a device' if self.num_devices > 1 else ''}"
         sizes = [as_text(size) for size in (found.arguments, found.unaliased, found.temporary, found.peak)]
         moved = [as_text(getattr(found, kind)) for kind in self._network]
@@ -189,7 +185,7 @@ class Plan:
         return ["Peaks (* chosen, - does not fit):", *_aligned([("micro-batches", *map(str, numbers)), *rows])]
 
     def _peak(self, one: Compiled) -> str:
-        mark = "* " if one is self._chosen_or_none else "" if one.fits else "- "
+        mark = "* " if one is self._chosen else "" if one.fits else "- "
         return f"{mark}{'>' * one.footprint.refused}{as_text(one.footprint.peak)}"
 
     def _notes(self) -> list[str]:
@@ -223,7 +219,7 @@ class Plan:
         loops = [one for one in self.compiled if one.place == self.place and one.candidate.number > 1]
         for ragged in (False, True):
             kind = [one for one in loops if one.candidate.ragged == ragged and not one.footprint.refused]
-            if len(kind) > 1 and self._chosen_or_none:
+            if len(kind) > 1 and self._chosen:
                 less, more = kind[-1], kind[0]
                 rows = more.candidate.rows - less.candidate.rows
                 adds = lambda of, less=less, more=more, rows=rows: (of(more.footprint) - of(less.footprint)) / rows

@@ -1,13 +1,13 @@
 """Owns the plan: the fewest micro-batches that fit, of programs that are compiled and not run. Knows no model."""
 
-import dataclasses
+import importlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from optax_accum._arguments import checks
+from optax_accum._arguments import callables, checks
 from optax_accum._arguments.counted import counted, there_are
 from optax_accum._compiled.footprint import shards_of
 from optax_accum._compiled.targets import Target
@@ -130,8 +130,8 @@ def plan_microbatches(
       >>> plan.num_microbatches, plan.sizes
       (1, (1024,))
     """
-    _check_callable(make_step)
-    rows = _positive("global_batch", global_batch)
+    callables.as_function(make_step, "make_step", _REMEDY)
+    rows = checks.as_count("global_batch", global_batch)
     builder = make_step if isinstance(make_step, Builder) else None
     if builder:
         _check_builder(builder, rows, options)
@@ -153,10 +153,18 @@ def plan_microbatches(
             trial.search(limit, advance)
     copy, summed = (builder.copy, builder.sum) if builder else (None, None)
     skipped = tuple(why for trial in trials for why in trial.skipped)
-    plan = Plan(None, None, rows, devices, on.name, size, limit, (), copy, summed, shards=shards, skipped=skipped)
-    return _chosen(lowered, plan)
+    compiled = tuple(one for trial in lowered for one in trial.compiled(limit))
+    monotone = all(search.grows(trial.peaks) for trial in lowered)
+    fits = next((one for one in compiled if one.fits), None)  # the fewest with the first option that fits
+    number, option, place = (fits.candidate.number, fits.option, fits.place) if fits else (None, None, 0)
+    given = rows, devices, on.name, size, limit
+    plan = Plan(number, option, *given, compiled, copy, summed, place, monotone, shards, skipped)
+    if fits is None:
+        raise NothingFitsError(_nothing_fits(lowered, plan), plan)
+    return plan
 
 
+_REMEDY = "Pass lambda k: jax.jit(step_of(k)).lower(*shapes), or what of_loss and of_step return."
 _WAYS_FOR_ARGUMENTS = (
     "Donate parameters and state (donate_argnums), shard them (FSDP, or ZeRO-1 with reduce_to), or keep the moments on "
     'the host (state_sharding(tx, params, offload="inner_opt_state")).'
@@ -165,16 +173,6 @@ _WAYS = (
     "Recompute activations (jax.checkpoint, and its policies as options=), offload them, shard the parameters (FSDP), "
     "or cut layer by layer (microbatched_apply): docs/planning.md."
 )
-
-
-def _chosen(trials: Sequence[Trial], plan: Plan) -> Plan:
-    """Returns the plan with what was compiled, and the first option that fits."""
-    compiled = tuple(one for trial in trials for one in trial.compiled(plan.limit))
-    plan = dataclasses.replace(plan, compiled=compiled, monotone=all(search.grows(trial.peaks) for trial in trials))
-    for trial in trials:
-        if fits := search.best(trial.peaks, plan.limit):
-            return dataclasses.replace(plan, num_microbatches=fits.number, option=trial.option, place=trial.place)
-    raise NothingFitsError(_nothing_fits(trials, plan), plan)
 
 
 def _nothing_fits(trials: Sequence[Trial], plan: Plan) -> str:
@@ -226,7 +224,7 @@ def _numbers(candidates: Any) -> list[int] | None:
         return None
     if not isinstance(candidates, Iterable):
         raise TypeError(f"candidates must be several numbers of micro-batches: {candidates=!r}. Pass [1, 2, 4].")
-    return [_positive("candidates", number) for number in candidates]
+    return [checks.as_count("candidates", number) for number in candidates]
 
 
 def _candidates(rows: int, numbers: list[int] | None) -> list[Candidate]:
@@ -258,14 +256,6 @@ def _options(options: Any) -> list[tuple[Any, ...]]:
     return found
 
 
-def _check_callable(make_step: Any) -> None:
-    if not callable(make_step):
-        raise TypeError(
-            "make_step must be a function of the number of micro-batches that returns a lowered step: make_step="
-            f"{make_step!r}. Pass lambda k: jax.jit(step_of(k)).lower(*shapes), or what of_loss and of_step return."
-        )
-
-
 def _check_builder(builder: Builder, rows: int, options: Sequence[Any] | None) -> None:
     if builder.rows not in (None, rows):
         raise ValueError(
@@ -279,24 +269,17 @@ def _check_builder(builder: Builder, rows: int, options: Sequence[Any] | None) -
         )
 
 
-def _positive(name: str, value: Any) -> int:
-    number = checks.as_positive(name, value)
-    if number is None:
-        raise TypeError(f"{name} must be an integer >= 1: {name}=None. Pass 1 or more.")
-    return number
-
-
 @contextmanager
 def _bar(progress: bool, total: int) -> Generator[Callable[[str, int], None]]:
     """Yields what is told which program comes, and how many are done; it shows a bar, if tqdm is there."""
     try:
-        from tqdm.auto import tqdm
+        bar_of = importlib.import_module("tqdm.auto").tqdm if progress else None
     except ImportError:
-        progress = False
-    if not progress:
+        bar_of = None
+    if bar_of is None:
         yield lambda what, done: None
         return
-    with tqdm(total=total, desc="compiling", unit="program") as bar:  # type: ignore[possibly-unbound]
+    with bar_of(total=total, desc="compiling", unit="program") as bar:
 
         def advance(what: str, done: int) -> None:
             bar.set_postfix_str(what, refresh=bool(what))

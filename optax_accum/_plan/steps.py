@@ -1,6 +1,7 @@
 """Owns the builders of common steps: a loss and an optimizer, or anyone's train step, lowered for a target."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,9 @@ from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Roles
 from optax_accum._compiled.targets import Target
 from optax_accum._core import compilers, dtypes
-from optax_accum._core.types import Name
+from optax_accum._core.types import Name, Tree
 from optax_accum._placement.shardings import state_sharding
 from optax_accum._within.value_and_grad import value_and_grad
-
-Tree = Any
 
 
 class Builder:
@@ -89,12 +88,13 @@ def of_loss(
         raise ValueError(f"of_loss sets this itself: {own[0]}={options[own[0]]!r}. Leave it out.")
     loss = callables.as_function(loss, remedy="Pass the loss first: of_loss(loss, tx, params, batch).")
     callables.as_optimizer(tx)
+    params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
     roles = Roles(loss, batch_argnums=options.get("batch_argnums", 1))
     batch = roles.passed_as(1 + len(args))["batch_argnums"]
 
     def lower(number: int, target: Target) -> Any:
         of_params, *others = _placed(target, (params, *args), batch)
-        state, sharding = _state(tx, of_params, target)
+        state, sharding = _state(tx, of_params)
         compute = value_and_grad(loss, num_microbatches=number, **options)
 
         def step(params: Tree, state: Tree, *args: Any) -> tuple[Tree, Tree, Any]:
@@ -147,7 +147,7 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
       >>> plan.sizes
       (64,)
     """
-    batch = _numbers(batch_argnums)
+    batch = _positions(batch_argnums, len(args))
 
     def lower(number: int, target: Target) -> Any:
         placed = _placed(target, args, batch)
@@ -160,8 +160,18 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
     return Builder(lower, _rows(args, batch))
 
 
-def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _positions(argnums: Any, count: int) -> tuple[int, ...]:
+    """Returns the positions of arguments, counted from 0: a jitted step does not tell what it calls them."""
+    try:
+        found = [operator.index(number) for number in (argnums if isinstance(argnums, list | tuple) else [argnums])]
+    except TypeError:
+        found = [count]
+    if not all(-count <= number < count for number in found):
+        raise ValueError(
+            f"batch_argnums must be positions among the {count} arguments of the step: batch_argnums={argnums!r}. "
+            "Count from 0."
+        )
+    return tuple(number % count for number in found)
 
 
 def _rows(args: Sequence[Any], batch: Sequence[Name]) -> int | None:
@@ -198,7 +208,7 @@ def _mesh(args: Any, target: Target) -> Any:
     return target.mesh()
 
 
-def _state(tx: optax.GradientTransformation, params: Tree, target: Target) -> tuple[Tree, Any]:
+def _state(tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
     """Returns the shapes of the optimizer's state, each leaf where its parameter lies, and the shardings of a step."""
     where = state_sharding(tx, params)
     shapes = jax.eval_shape(tx.init, params)

@@ -1,13 +1,13 @@
 """Owns one step that is planned, with one of the options: lowered, and compiled as a search proposes. Chooses none."""
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from optax_accum._arguments.counted import counted
+from optax_accum._arguments.signature import signature_of
 from optax_accum._compiled.footprint import Footprint, footprint, largest_product, text_key
 from optax_accum._compiled.targets import Target
 from optax_accum._plan import search
@@ -71,7 +71,7 @@ class Trial:
         return self._lowered.get(number)
 
     def _lower(self, number: int) -> jax.stages.Lowered:
-        wants_target = "target" in _parameters(self.make_step)
+        wants_target = "target" in signature_of(self.make_step).keywords
         try:
             lowered = self.make_step(number, *self.given, **({"target": self.target} if wants_target else {}))
         except Exception as error:
@@ -140,10 +140,3 @@ _SOME_NUMBERS = " If it takes only some numbers, pass them as candidates=, such 
 def _shapes(lowered: jax.stages.Lowered) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of what a step takes and returns."""
     return tuple(leaf.shape for leaf in jax.tree.leaves((lowered.args_info, lowered.out_info)))
-
-
-def _parameters(make_step: MakeStep) -> Iterable[str]:
-    try:
-        return inspect.signature(make_step).parameters
-    except (TypeError, ValueError):
-        return ()

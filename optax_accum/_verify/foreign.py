@@ -1,6 +1,8 @@
 """Owns what a step may carry that is not JAX's: NumPy's arrays, PyTorch's tensors and objects. Runs no step."""
 
+import operator
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +37,7 @@ def is_held(leaf: Any) -> bool:
 
 def is_generator(leaf: Any) -> bool:
     """Returns whether a leaf is a source of random numbers that changes in place."""
-    return isinstance(leaf, np.random.Generator) or _is_of(leaf, lambda torch: torch.Generator)
+    return isinstance(leaf, np.random.Generator) or _is_torch_generator(leaf)
 
 
 def seeded(generator: Any, number: int) -> Any:
@@ -144,29 +146,14 @@ def _of_optimizer(optimizer: Any, names: dict[int, str]) -> Kept:
     return Kept(max((int(optimizer.state.get(param, {}).get("step", 0)) for param in params), default=0), found)
 
 
-def _is_of(leaf: Any, kind: Any) -> bool:
+def _is_of_torch(kind: str) -> Callable[[Any], bool]:
     """Returns whether a leaf is of a kind of PyTorch's, which is not imported here: who has one has imported it."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(leaf, kind(torch))
+    kind_of = operator.attrgetter(kind)
+    return lambda leaf: (torch := sys.modules.get("torch")) is not None and isinstance(leaf, kind_of(torch))
 
 
-def is_tensor(leaf: Any) -> bool:
-    """Returns whether a leaf is a tensor of PyTorch's."""
-    return _is_of(leaf, lambda torch: torch.Tensor)
-
-
-def _is_module(leaf: Any) -> bool:
-    return _is_of(leaf, lambda torch: torch.nn.Module)
-
-
-def _is_optimizer(leaf: Any) -> bool:
-    return _is_of(leaf, lambda torch: torch.optim.Optimizer)
-
-
-def _is_schedule(leaf: Any) -> bool:
-    return _is_of(leaf, lambda torch: torch.optim.lr_scheduler.LRScheduler)
-
-
+is_tensor, _is_module, _is_optimizer = map(_is_of_torch, ("Tensor", "nn.Module", "optim.Optimizer"))
+_is_schedule, _is_torch_generator = map(_is_of_torch, ("optim.lr_scheduler.LRScheduler", "Generator"))
 _OPENS = (  # what a leaf may be, and what is seen of it
     (lambda leaf: isinstance(leaf, np.ndarray), lambda array, _: array.copy()),
     (is_tensor, lambda tensor, _: _numbers(tensor)),

@@ -1,6 +1,8 @@
 """Owns a loss in one form, over rows that are never cut, and what is done to its batch. Compares nothing."""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_accum._arguments.rows import is_split, of_rows
 from optax_accum._core.leaves import is_key
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.parts import Parts, Returns
-from optax_accum._within import splitting
 from optax_accum._within.value_and_grad import value_and_grad
 
 # A row here is what is never cut: an example, or with group_size a group of g. Batches have leaves [n, g, ...].
@@ -100,19 +102,13 @@ class Loss:
 
     def holding(self, batch: Tree) -> Iterator[tuple[str, "Loss", Tree]]:
         """Yields for each leaf the loss and its batch with that leaf as a constant, which is not cut."""
-        leaves, treedef = jax.tree.flatten(batch)
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(batch)]
-        for number, leaf in enumerate(leaves):
-            rest = [*leaves[:number], 0.0, *leaves[number + 1 :]]
-            if splitting.is_split(leaf) and any(map(splitting.is_split, rest)):
-                loss = self._with_leaf(number, _flat(leaf))
-                yield paths[number], loss, jax.tree.unflatten(treedef, rest)
+        for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(batch)):
+            rest = _put(batch, number, 0.0)
+            if is_split(leaf) and any(map(is_split, jax.tree.leaves(rest))):
+                yield jax.tree_util.keystr(path), self._with_leaf(number, _flat(leaf)), rest
 
     def _with_leaf(self, number: int, leaf: Any) -> "Loss":
-        def put(batch: Tree) -> Tree:
-            leaves, treedef = jax.tree.flatten(batch)
-            return jax.tree.unflatten(treedef, [*leaves[:number], leaf, *leaves[number + 1 :]])
-
+        put = lambda batch: _put(batch, number, leaf)
         fun = lambda params, batch, *args: self.fun(params, put(batch), *args)
         weight_fn = None if self.weight_fn is None else lambda batch: self.weight_fn(put(batch))  # type: ignore[misc]
         return dataclasses.replace(self, fun=fun, weight_fn=weight_fn)
@@ -120,15 +116,18 @@ class Loss:
 
 def floats(batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray], Tree]]]:
     """Yields for each leaf of real numbers in rows its path, its numbers, and what puts others in their place."""
-    leaves, treedef = jax.tree.flatten(batch)
     for number, (path, leaf) in enumerate(jax.tree.leaves_with_path(batch)):
-        dtype, before, after = getattr(leaf, "dtype", jnp.result_type(leaf)), leaves[:number], leaves[number + 1 :]
-        if splitting.is_split(leaf) and jnp.issubdtype(dtype, jnp.floating):
-            kind = np if isinstance(leaf, np.ndarray) else jnp  # as it came: float64 stays so in NumPy alone
-            put = lambda new, kind=kind, dtype=dtype, before=before, after=after: jax.tree.unflatten(
-                treedef, [*before, kind.asarray(new, dtype), *after]
-            )
+        dtype = getattr(leaf, "dtype", jnp.result_type(leaf))
+        if is_split(leaf) and np.size(leaf) and jnp.issubdtype(dtype, jnp.floating):
+            as_it_came = functools.partial((np if isinstance(leaf, np.ndarray) else jnp).asarray, dtype=dtype)
+            put = lambda new, number=number, as_it_came=as_it_came: _put(batch, number, as_it_came(new))
             yield jax.tree_util.keystr(path), wide(leaf), put
+
+
+def _put(batch: Tree, number: int, leaf: Any) -> Tree:
+    """Returns a batch with another leaf in one place."""
+    leaves, treedef = jax.tree.flatten(batch)
+    return jax.tree.unflatten(treedef, [*leaves[:number], leaf, *leaves[number + 1 :]])
 
 
 def moved(leaf: np.ndarray) -> list[np.ndarray]:
@@ -151,18 +150,17 @@ def numbers_by_row(leaf: np.ndarray) -> np.ndarray:
 
 def take(batch: Tree, rows: Any) -> Tree:
     """Returns these rows of a batch."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows] if splitting.is_split(leaf) else leaf, batch)
+    return of_rows(lambda leaf: jnp.asarray(leaf)[rows], batch)
 
 
 def grouped(batch: Tree, size: int) -> Tree:
     """Returns a batch of rows [n * size, ...] as one of groups [n, size, ...]."""
-    group = lambda leaf: jnp.asarray(leaf).reshape(-1, size, *jnp.shape(leaf)[1:])
-    return jax.tree.map(lambda leaf: group(leaf) if splitting.is_split(leaf) else leaf, batch)
+    return of_rows(lambda leaf: jnp.asarray(leaf).reshape(len(leaf) // size, size, *jnp.shape(leaf)[1:]), batch)
 
 
 def _flat(batch: Tree) -> Tree:
     """Returns a batch of groups as one of rows."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]) if splitting.is_split(leaf) else leaf, batch)
+    return of_rows(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), batch)
 
 
 def wide(leaf: Any) -> np.ndarray:
@@ -173,6 +171,12 @@ def wide(leaf: Any) -> np.ndarray:
 def largest(leaf: np.ndarray) -> float:
     """Returns the largest absolute value."""
     return float(np.max(np.abs(leaf), initial=0))
+
+
+def epsilons(text: str) -> list[float]:
+    """Returns the machine epsilons of the floats in the text of a traced program."""
+    known = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
+    return [known[name] for name in re.findall(r"\b(\w+)\[", text) if name in known]
 
 
 def uneven(rows: int, parts: int) -> int:

@@ -2,15 +2,14 @@
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from optax_accum._arguments.rows import is_split
 from optax_accum._core.types import Tree
 from optax_accum._verify.loss import Loss, largest, scaled, take, wide
-from optax_accum._within import splitting
 
 FACTORS = np.array([1.0, 0.7], np.float32)  # of the parameters: a second point, for those of few numbers
 LEAST = 1e-3  # the smallest weight of a mixed batch
@@ -27,16 +26,16 @@ class Mixed(NamedTuple):
 
 def mixed(loss: Loss, batch: Tree, count: int, scales: list[float]) -> Mixed:
     """Returns the loss and the gradient, in units of `scales`, of batches with other rows in some of their places."""
-    designs = np.stack(list(_orders(count)))  # [designs, 4, n]
+    designs = _orders(count)
     leaves = len(jax.tree.leaves(batch))
     return _run(loss, batch, scales, np.stack([designs] * leaves, axis=2))
 
 
 def alone(loss: Loss, batch: Tree, count: int, scales: list[float]) -> dict[str, list[Mixtures]]:
     """Returns for each leaf, by its path, the same with other rows in that leaf; all others stay as they were."""
-    designs, leaves = np.stack(list(_orders(count))), jax.tree.leaves_with_path(batch)
+    designs, leaves = _orders(count), jax.tree.leaves_with_path(batch)
     stay = np.broadcast_to(np.arange(count), designs.shape)
-    cut = [number for number, (_, leaf) in enumerate(leaves) if splitting.is_split(leaf)]
+    cut = [number for number, (_, leaf) in enumerate(leaves) if is_split(leaf)]
     orders = [np.stack([designs if n == number else stay for n in range(len(leaves))], axis=2) for number in cut]
     run = _run(loss, batch, scales, np.concatenate(orders)).plain  # one program for all leaves
     of = lambda place: [term[place * len(designs) : (place + 1) * len(designs)] for term in run]
@@ -91,12 +90,13 @@ def _finite(terms: list[Mixtures]) -> list[np.ndarray]:
     return [mixture for term in terms for mixture in term if np.all(np.isfinite(mixture))]
 
 
-def _orders(count: int) -> Iterator[np.ndarray]:
-    """Yields for each design the rows [4, n] in no, some, the other and all places of others."""
-    random, rows = np.random.default_rng(0), np.arange(count)
+def _orders(count: int) -> np.ndarray:
+    """Returns for each design the rows in no, some, the other and all places of others [designs, 4, n]."""
+    random, rows, designs = np.random.default_rng(0), np.arange(count), list[list[np.ndarray]]()
     for _ in range(3):
         others, some = (rows + random.integers(1, count, count)) % count, random.permutation(count) < count // 2
-        yield np.stack([rows, np.where(some, others, rows), np.where(some, rows, others), others])
+        designs.append([rows, np.where(some, others, rows), np.where(some, rows, others), others])
+    return np.array(designs)
 
 
 def _missing(mixture: np.ndarray) -> np.ndarray:

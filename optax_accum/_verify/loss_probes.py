@@ -8,12 +8,12 @@ import numpy as np
 
 from optax_accum._arguments.draws import hidden_draws
 from optax_accum._core import equations
-from optax_accum._core.leaves import is_key
+from optax_accum._core.leaves import by_path, is_key
 from optax_accum._core.types import Tree
 from optax_accum._verify import loss_mixtures as mixtures
 from optax_accum._verify.loss import Loss, floats, moved, moved_apart, numbers_by_row, scaled, take, wide
-from optax_accum._verify.loss_runs import LossRuns, within
-from optax_accum._verify.report import DRAWS
+from optax_accum._verify.loss_runs import LossRuns
+from optax_accum._verify.report import DRAWS, within
 
 
 def shared_key(runs: LossRuns) -> str:
@@ -47,17 +47,16 @@ def hidden_key(runs: LossRuns) -> str:
 
 def low_precision(runs: LossRuns) -> str:
     """The default accumulator gives another gradient than the one asked for."""
-    error = runs.change(runs.sound, runs.held, runs.sums_rtol) if runs.dtype else 0.0
+    error = runs.change(runs.cut(), runs.cut(dtype=True), runs.sums_rtol) if runs.dtype else 0.0
     dtypes = " and ".join(sorted({str(jnp.dtype(dtype)) for dtype in jax.tree.leaves(runs.dtype)}))
     return f"Added in {dtypes}, the gradient is off by {error:.1e}; added in float32 it is not." if error else ""
 
 
 def state(runs: LossRuns) -> str:
     """The gradient is another one when each micro-batch starts from the first carry."""
-    error = runs.change(runs.sound, runs.threaded, runs.rtol) if runs.loss.carry_argnum is not None else 0.0
-    return f"What earlier micro-batches leave in the carry changes the gradient of later ones, by {error:.1e}." * (
-        error > 0
-    )
+    error = runs.change(runs.cut(), runs.cut(threaded=True), runs.rtol) if runs.loss.carry_argnum is not None else 0.0
+    says = "What earlier micro-batches leave in the carry changes the gradient of later ones"
+    return f"{says}, by {error:.1e}." if error else ""
 
 
 def nonlinear(runs: LossRuns) -> str:
@@ -115,7 +114,7 @@ def coupled(runs: LossRuns) -> str:
 
 def _weights(batch: Tree) -> set[str]:
     """Returns the leaves that may weigh rows: of one number each, or all 0 or 1, and never below 0."""
-    leaves = {jax.tree_util.keystr(path): wide(leaf) for path, leaf in jax.tree.leaves_with_path(batch)}
+    leaves = {path: wide(leaf) for path, leaf in by_path(batch, "") if not is_key(leaf)}
     flags = lambda leaf: bool(np.all((leaf == 0) | (leaf == 1)))
     return {path for path, leaf in leaves.items() if np.all(leaf >= 0) and (leaf.ndim < 3 or flags(leaf))}
 

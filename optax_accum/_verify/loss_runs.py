@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_accum._arguments.rows import of_rows
 from optax_accum._core.leaves import is_key
 from optax_accum._core.types import Name, Tree
 from optax_accum._verify import loss_mixtures as mixtures
 from optax_accum._verify.loss import Loss, largest, take, uneven, wide
-from optax_accum._verify.report import DRAWS, order
-from optax_accum._within import splitting
+from optax_accum._verify.report import DRAWS, Errors, badness, within
 
 APART = 1e3  # rows alone whose mean is so many times the whole are no terms of it: what one row is divided by is near 0
-Errors = dict[str, tuple[float, float]]  # "loss" and each leaf's path -> the relative error, and the largest allowed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +32,17 @@ class LossRuns:
     rtol: float
     sums_rtol: float  # the same between two accumulators, which differ in nothing else
     shared: tuple[Name, ...]  # the arguments that every micro-batch gets whole on purpose
+    _cuts: dict[Any, list[list[np.ndarray]]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def as_asked(self) -> Errors:
         """Each leaf's error and limit, of the worse of the two cuts, with the options asked for."""
-        return self._agreement(self.asked, self.dtype, held=False)
+        return self._agreement(dtype=True, threaded=True)
 
     @functools.cached_property
     def as_sound(self) -> Errors:
         """The same, with the default accumulator and the carry held fixed."""
-        return self.as_asked if self._plain else self._agreement(self.sound, None, held=True)
+        return self._agreement()
 
     @functools.cached_property
     def broken(self) -> bool:
@@ -83,7 +83,7 @@ class LossRuns:
     @functools.cached_property
     def random(self) -> bool:
         """Whether the loss changes with a key among its arguments."""
-        return any(np.ptp(run[0]) > 0 for run in (self.whole, *self.asked))  # False of NaN
+        return any(np.ptp(run[0]) > 0 for run in (self.whole, *self.cut(dtype=True, threaded=True)))  # False of NaN
 
     @functools.cached_property
     def whole(self) -> list[np.ndarray]:
@@ -96,16 +96,6 @@ class LossRuns:
         return found
 
     @functools.cached_property
-    def asked(self) -> list[list[np.ndarray]]:
-        """The cut batch, with the options asked for."""
-        return self._cut(self.dtype, held=False)
-
-    @functools.cached_property
-    def sound(self) -> list[list[np.ndarray]]:
-        """The cut batch, with the default accumulator and the carry held fixed."""
-        return self.asked if self._plain else self._cut(None, held=True)
-
-    @functools.cached_property
     def rows(self) -> list[np.ndarray] | None:
         """The loss and the gradient of each row alone [n, draws, ...], if `fun` takes one."""
         if self.loss.refusal(self.batch, 1):
@@ -113,7 +103,7 @@ class LossRuns:
         function = jax.value_and_grad(self.loss.total)
 
         def row(n: jax.Array) -> Any:
-            batch = jax.tree.map(lambda leaf: leaf[n][None] if splitting.is_split(leaf) else leaf, self.batch)
+            batch = of_rows(lambda leaf: leaf[n][None], self.batch)
             of = lambda draw: function(self.loss.params, batch, *self.loss.draw(DRAWS * n + draw))
             return jax.lax.map(of, jnp.arange(16 if self.keyed else 1))
 
@@ -141,46 +131,40 @@ class LossRuns:
         return any(map(is_key, jax.tree.leaves(self.loss.args)))
 
     @property
-    def held(self) -> list[list[np.ndarray]]:
-        """The cut batch, with the accumulator asked for and the carry held fixed."""
-        return self.asked if self.loss.carry_argnum is None else self._cut(self.dtype, held=True)
-
-    @property
-    def threaded(self) -> list[list[np.ndarray]]:
-        """The cut batch, with the default accumulator and the carry threaded."""
-        return self.asked if self.dtype is None else self._cut(None, held=False)
-
-    @property
-    def _plain(self) -> bool:
-        return self.dtype is None and self.loss.carry_argnum is None
-
-    @property
     def sizes(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The options of the two cuts."""
         size = uneven(self.count, self.num_microbatches)
         return {"num_microbatches": self.num_microbatches}, {"microbatch_size": size}
 
-    def _cut(self, dtype: Any, *, held: bool, own_keys: bool = True) -> list[list[np.ndarray]]:
-        """Returns the loss and the gradient of the cut batch, of equal and of unequal micro-batches."""
-        cut = lambda size: self.loss.accumulated(held=held, own_keys=own_keys, accumulator_dtype=dtype, **size)
-        return [self.measure(cut(size))(self.batch) for size in self.sizes]
+    def cut(self, *, dtype: bool = False, threaded: bool = False, own_keys: bool = True) -> list[list[np.ndarray]]:
+        """Returns the loss and the gradient of the cut batch, of equal and of unequal micro-batches.
 
-    def _agreement(self, cuts: list[list[np.ndarray]], dtype: Any, *, held: bool) -> Errors:
+        Sums are in the `dtype` asked for, or in the default one; the carry is `threaded`, or held fixed.
+        """
+        kind = dtype and self.dtype is not None, threaded and self.loss.carry_argnum is not None, own_keys
+        if kind not in self._cuts:
+            options = {"held": not threaded, "own_keys": own_keys, "accumulator_dtype": self.dtype if dtype else None}
+            self._cuts[kind] = [
+                self.measure(self.loss.accumulated(**options, **size))(self.batch) for size in self.sizes
+            ]
+        return self._cuts[kind]
+
+    def _agreement(self, **options: bool) -> Errors:
         """Returns the errors of `cuts`; or, where these are too large, of cuts in which all draw what the whole drew.
 
         Keys of their own vary too much where few draws decide (a layer dropped for all rows), one key for all where
         each row draws (rows of equal place draw the same). A loss with a wrong formula fails in both ways.
         """
-        found = self._errors(cuts)
+        found = self._errors(self.cut(**options))
         if within(found) or self.loss.rng_argnum is None:
             return found
-        again = self._errors(self._cut(dtype, held=held, own_keys=False))
+        again = self._errors(self.cut(**options, own_keys=False))
         return again if within(again) else found
 
     def _errors(self, cuts: list[list[np.ndarray]]) -> Errors:
         """Returns for the loss and each leaf the error of the worse of the cuts, and its limit."""
         found = [self.differences(cut) for cut in cuts]
-        return {path: max((errors[path] for errors in found), key=lambda e: order(e[0] / e[1])) for path in found[0]}
+        return {path: max((errors[path] for errors in found), key=badness) for path in found[0]}
 
     def differences(self, cut: list[np.ndarray]) -> Errors:
         """Returns for the loss and each leaf its relative error and the largest that is rounding or noise."""
@@ -197,7 +181,7 @@ class LossRuns:
         """Returns by how much cuts that draw the same differ, or 0 where that is rounding."""
         runs = [zip(one, other, self.scales, strict=True) for one, other in zip(before, after, strict=True)]
         size = lambda a, b: largest(np.sqrt(np.mean(np.abs(b - a) ** 2, axis=0)))
-        error = max((size(a, b) / scale for run in runs for a, b, scale in run), key=order)
+        error = float(np.max([size(a, b) / scale for run in runs for a, b, scale in run]))
         return 0.0 if error <= rtol else error
 
     def measure(self, function: Callable[..., tuple[Any, Any]]) -> Callable[[Tree], list[np.ndarray]]:
@@ -207,11 +191,6 @@ class LossRuns:
         if not self.keyed:
             run = jax.jit(lambda p, batch: jax.tree.map(lambda leaf: leaf[None], function(p, batch, *self.loss.args)))
         return lambda batch: [wide(leaf) for leaf in jax.tree.leaves(run(self.loss.params, batch))]
-
-
-def within(errors: Errors) -> bool:
-    """Returns whether no error is beyond its limit; a NaN is."""
-    return all(error <= limit for error, limit in errors.values())
 
 
 def _mean_size(rows: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from optax_accum._arguments.counted import counted
 
+Errors = dict[str, tuple[float, float]]  # "loss" and each leaf's path -> the relative error, and the largest allowed
 DRAWS = 128  # keys over which a random loss is averaged
 
 
@@ -93,12 +94,18 @@ class Report:
 
     def _table(self) -> list[str]:
         """Returns the leaves that are farthest, the farthest first."""
-        worst = sorted(self.errors, key=lambda path: -order(self.errors[path] / self.limits[path]))
+        worst = sorted(self.errors, key=lambda path: -badness((self.errors[path], self.limits[path])))
         lines = [f"  {'error':>9}  {'limit':>9}  (relative to the largest entry)"] if worst else []
         lines += [f"  {self.errors[path]:9.1e}  {self.limits[path]:9.1e}  {path}" for path in worst[:8]]
         return lines + ([f"  and {counted(len(worst) - 8, 'other')}, nearer"] if len(worst) > 8 else [])
 
 
-def order(error: float) -> float:
-    """Returns the error as a key to sort by: a NaN is larger than anything."""
-    return math.inf if math.isnan(error) else error
+def within(errors: Errors) -> bool:
+    """Returns whether no error is beyond its limit; a NaN is."""
+    return all(error <= limit for error, limit in errors.values())
+
+
+def badness(pair: tuple[float, float]) -> float:
+    """Returns an error in units of its limit, to sort by: a NaN is larger than anything."""
+    error, limit = pair
+    return math.inf if math.isnan(error) else error / limit

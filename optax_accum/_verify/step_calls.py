@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +13,12 @@ import optax
 
 from optax_accum._arguments.callables import as_function
 from optax_accum._arguments.draws import hidden_draws
+from optax_accum._core.leaves import short
 from optax_accum._core.types import Tree
 from optax_accum._verify import foreign
 from optax_accum._verify import step_carries as carries
-from optax_accum._verify.loss import wide
+from optax_accum._verify.loss import epsilons, wide
 from optax_accum._verify.step_carries import Numbers, is_inexact
-
-EPSILONS = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
 
 
 class Steps:
@@ -70,8 +68,7 @@ class Steps:
             text = str(jax.make_jaxpr(self.step)(_copied(self._carry), self._given(batch))) if self.is_jax else ""
         except Exception:  # a step may be a loop on the host
             text = ""
-        traced = [EPSILONS[name] for name in re.findall(r"\b(\w+)\[", text) if name in EPSILONS]
-        return max(traced or given, default=EPSILONS["f32"])
+        return max(epsilons(text) or given, default=2**-23)
 
     def may_hide_a_key(self, batch: Tree) -> bool:
         """Returns whether the step may draw from a key that is neither in the carry nor in the batch."""
@@ -108,11 +105,11 @@ class Steps:
         if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
             raise TypeError(
                 f"make_step must return (step, carry), or (step, carry, last_step): make_step({self.every}) returned "
-                f"{_short(made)}. Let step(carry, micro_batch) return the next carry."
+                f"{short(made)}. Let step(carry, micro_batch) return the next carry."
             )
         step, carry, *last = made
         if last and not callable(last[0]):
-            raise TypeError(f"last_step must be a function of (carry, micro_batch): it is {_short(last[0])}.")
+            raise TypeError(f"last_step must be a function of (carry, micro_batch): it is {short(last[0])}.")
         return step, carry, last[0] if last else None
 
     def _checked(self, new: Tree) -> Tree:
@@ -213,8 +210,3 @@ def _is_copied(leaf: Any) -> bool:
     """Returns whether a run may begin with a copy of a leaf, or with the leaf itself, which does not change."""
     numbers = np.generic | bool | int | float | complex
     return foreign.is_array(leaf) or isinstance(leaf, numbers) or (callable(leaf) and not foreign.is_held(leaf))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:77]}..."

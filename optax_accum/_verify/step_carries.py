@@ -21,11 +21,6 @@ def numbers(carry: Tree) -> Numbers:
     return {path: wide(leaf) for path, leaf in leaves_of(carry) if is_inexact(leaf) or _is_count(leaf)}
 
 
-def floats(carry: Tree) -> dict[Path, str]:
-    """Returns the paths of the inexact arrays of a carry, and their names."""
-    return {path: named(path) for path, leaf in leaves_of(carry) if is_inexact(leaf)}
-
-
 def aligned(paths: Iterable[Path], others: Iterable[Path]) -> dict[Path, Path]:
     """Returns for each path the one of `others` that ends most like it, by two names at least, if there is one.
 

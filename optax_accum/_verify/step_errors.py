@@ -8,12 +8,11 @@ import numpy as np
 
 from optax_accum._core.types import Tree
 from optax_accum._verify.loss import floats, largest, moved, moved_apart
-from optax_accum._verify.report import order
+from optax_accum._verify.report import Errors, badness, within
 from optax_accum._verify.step_calls import nudged
 from optax_accum._verify.step_explanations import Change
 from optax_accum._verify.step_runs import Rows, StepRuns, mean
 
-Errors = dict[str, tuple[float, float]]  # each leaf -> its relative error, and the largest allowed
 LONG = 16  # a long window holds so many others
 SUMS = 2**-16  # the error beyond which sums have lost something: 128 roundings of float32
 
@@ -98,7 +97,7 @@ class StepErrors(StepRuns):
                 limit = np.nan_to_num(self.rtol + (slack[name] + spread) / self.scales[name])
                 worst = np.unravel_index(np.argmax(off / limit), off.shape)
                 pair = (float(off[worst]), float(limit[worst]))
-                errors[name] = max(errors.get(name, pair), pair, key=lambda pair: order(pair[0] / pair[1]))
+                errors[name] = max(errors.get(name, pair), pair, key=badness)
         return errors
 
     def slack(self, windows: Rows) -> list[Change]:
@@ -125,11 +124,6 @@ class StepErrors(StepRuns):
                 size = np.abs(leaf.start) + np.abs(plain[at][name])
                 slack[name] = 10 * np.max(off, 0) + 3 * np.sqrt(np.mean(off**2)) + 4 * leaf.epsilon * size
         return slacks
-
-
-def within(errors: Errors) -> bool:
-    """Returns whether no error is beyond its limit."""
-    return all(error <= limit for error, limit in errors.values())
 
 
 def _along(goal: np.ndarray, found: np.ndarray, drift: np.ndarray) -> np.ndarray:

@@ -79,10 +79,14 @@ class Explanations:
         """Returns how far two changes are from one another in the worst of these slots."""
         return max(self.distance(found, other, slot) for slot in slots)
 
+    @functools.cached_property
+    def mean(self) -> Change:
+        """The plain mean over the micro-batches."""
+        return self.sum(self.parts, 1 / len(self.parts))
+
     def mean_slots(self, found: Change) -> list[str]:
         """Returns the slots in which a plain mean came out, and not what the whole batch gives as well."""
-        mean = self.sum(self.parts, 1 / len(self.parts))
-        means = lambda slot: self.distance(found, mean, slot) < self.near <= self.distance(found, self.whole, slot)
+        means = lambda slot: self.distance(found, self.mean, slot) < self.near <= self.distance(found, self.whole, slot)
         return list(filter(means, self.slots))
 
     def combined(

@@ -8,8 +8,8 @@ import numpy as np
 
 from optax_accum._verify import step_probes as probes
 from optax_accum._verify import step_windows as windows
-from optax_accum._verify.report import Cause, Fault, found
-from optax_accum._verify.step_errors import Errors, StepErrors, within
+from optax_accum._verify.report import Cause, Errors, Fault, found, within
+from optax_accum._verify.step_errors import StepErrors
 from optax_accum._verify.step_explanations import Change
 from optax_accum._verify.step_probes import Off, Other, window_of
 from optax_accum._verify.step_runs import Rows, mean
@@ -77,14 +77,14 @@ FAULTS = (
         "The first micro-batch counts, the others do not.",
         "The update equals that of the first micro-batch alone, or a part of it.",
         "Add each micro-batch's gradient to the accumulator: acc + g, from zeros.",
-        {"foretold": windows.only_first},
+        {"foretold": lambda w: windows.alone(w, 0)},
     ),
     Fault(
         "only the last gradient",
         "The last micro-batch counts, the others do not.",
         "The update equals that of the last micro-batch alone, or a part of it.",
         "Add each micro-batch's gradient, acc + g. Empty the accumulator only after an update.",
-        {"foretold": windows.only_last},
+        {"foretold": lambda w: windows.alone(w, -1)},
     ),
     Fault(
         "low-precision sum",
@@ -103,14 +103,20 @@ FAULTS = (
         "Their gradients are added and never divided.",
         "The update uses a multiple of the whole batch's gradient.",
         "Divide the sum by what the whole batch's mean divides by: by k for k equal micro-batches.",
-        {"foretold": windows.undivided, "related": windows.more},
+        {
+            "foretold": lambda w: windows.times(w, len(w.e.parts), f"{len(w.e.parts)} times"),
+            "related": lambda w: windows.multiple(w, lambda factor: factor > 1),
+        },
     ),
     Fault(
         "divided twice",
         "The sum of their gradients is divided once too often.",
         "The update uses a fraction of the whole batch's gradient.",
         "Divide once: either each loss, or the sum of the gradients. optax.MultiSteps divides, too.",
-        {"foretold": windows.divided_again, "related": windows.less},
+        {
+            "foretold": lambda w: windows.times(w, 1 / len(w.e.parts), f"1/{len(w.e.parts)} of"),
+            "related": lambda w: windows.multiple(w, lambda factor: factor < 1),
+        },
     ),
     Fault(
         "mean of means",
@@ -175,7 +181,11 @@ FAULTS = (
         "An update changes `every + 3` numbers or fewer.",
         "Check a model of more parameters, every + 4 or more of which the batch moves, or a smaller every: then the "
         "cause is named.",
-        {"moves": probes.moves_somehow, "other": probes.stays_open_somehow, "unexplained": probes.unknown},
+        {
+            "moves": probes.moves_somehow,
+            "other": lambda o: probes.stays_open(o, somehow=True),
+            "unexplained": probes.unknown,
+        },
     ),
     Fault(
         "another difference",
@@ -201,16 +211,6 @@ def causes_of_a_window(runs: StepErrors) -> list[Cause]:
     first = runs.compared(runs.ends[:1], runs.even_rows[:1], runs.ones[:1])
     cause, where = (_of_second(runs), "the second window") if within(first) else (_of_first(runs), "a window")
     return [cause or _unexplained(runs, runs.errors, where)]
-
-
-def causes_beside(runs: StepErrors) -> list[Cause]:
-    """Returns what even windows do not show, though they are right."""
-    return list(found(FAULTS, "beside", runs))
-
-
-def causes_always(runs: StepErrors) -> list[Cause]:
-    """Returns what shows whatever else is wrong."""
-    return list(found(FAULTS, "always", runs))
 
 
 def cause_of_another(runs: StepErrors, parts: Rows, *, last: bool = False) -> tuple[Errors, Cause | None]:

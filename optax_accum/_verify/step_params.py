@@ -93,9 +93,11 @@ def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
 
     Inside an optimizer's state also what belongs to one parameter alone, of any shape, as factored moments do.
     """
-    leaves = {path: leaf for path, leaf in leaves_of(carry) if is_inexact(leaf) and path not in params.values()}
+    everything = dict(leaves_of(carry))
+    own = {name: everything.pop(path) for name, path in params.items()}
+    leaves = {path: leaf for path, leaf in everything.items() if is_inexact(leaf)}
     ends = {name: plain(path[len(root) :]) for name, path in params.items()}
-    shapes = {name: np.shape(dict(leaves_of(carry))[path]) for name, path in params.items()}
+    shapes = {name: np.shape(leaf) for name, leaf in own.items()}
     found: set[Path] = set()
     for candidate in leaves:  # a leaf that ends like the first parameter starts a mirror
         first = next(iter(params))
@@ -110,7 +112,7 @@ def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
         }
         found |= mirror if len(mirror) == len(params) or not ends[first] else set()
     found |= _lists(leaves, Counter(shapes.values()))
-    starts = [wide(dict(leaves_of(carry))[path]) for path in params.values()]
+    starts = list(map(wide, own.values()))
     begins = lambda leaf: not np.any(leaf) or any(np.array_equal(leaf, start) for start in starts)
     owned = {path for path in inside(leaves, states(carry)) if _owner(plain(path), ends)[1]}
     return owned | {path for path in found if begins(wide(leaves[path]))}

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_accum._verify import step_carries as carries
-from optax_accum._verify.report import order
+from optax_accum._verify.report import Errors, badness
 from optax_accum._verify.step_calls import spoilt
 from optax_accum._verify.step_carries import Numbers, Path
-from optax_accum._verify.step_errors import LONG, Errors, StepErrors
+from optax_accum._verify.step_errors import LONG, StepErrors
 from optax_accum._verify.step_explanations import Change, Explanations
 from optax_accum._verify.step_runs import DRAWS, Rows, mean
 from optax_accum._verify.step_windows import Window, one_after_another
@@ -47,7 +47,7 @@ def _cancels(runs: StepErrors) -> bool:
 
 def counts(runs: StepErrors) -> str:
     """What transformations of Optax call `count` goes up by more than one in a window."""
-    both = [runs.one.run(*([runs.of(rows)] for rows in runs.even_rows)), runs.seen]
+    both = runs.seen_whole, runs.seen
     for path, other in carries.aligned(*(carries.counters(steps.carry) for steps in (runs.one, runs.cut))).items():
         once, often = (int(run[-1][at] - run[0][at]) for run, at in zip(both, (path, other), strict=True))
         if 0 < once < often:
@@ -123,17 +123,10 @@ class Other(NamedTuple):
         return not self.runs.moves_first or any(np.any(self.found[name]) for name in self.runs.params)
 
 
-def stays_open(o: Other) -> str:
-    """A window of other micro-batches changes no parameter."""
-    return _stays_open(o) if not o.moved and not _cancels(o.runs) else ""
-
-
-def stays_open_somehow(o: Other) -> str:
-    """The same where entries are too few to say more."""
-    return _stays_open(o) if not o.moved and _cancels(o.runs) else ""
-
-
-def _stays_open(o: Other) -> str:
+def stays_open(o: Other, *, somehow: bool = False) -> str:
+    """A window of other micro-batches changes no parameter; or `somehow`, where entries are too few to say more."""
+    if o.moved or _cancels(o.runs) != somehow:
+        return ""
     ends = f"that ends after {len(o.parts)} of {o.runs.cut.every}" if o.last else f"of {len(o.parts)}"
     return f"A window {ends} micro-batches changed no parameter."
 
@@ -205,12 +198,12 @@ def poison(runs: StepErrors) -> str:
     bad = spoilt(whole, slice(at * size, (at + 1) * size))
     first = [bad] if runs.within_call else [*calls[:at], spoilt(calls[at], slice(None)), *calls[at + 1 :]]
     one, cut = runs.one.run([bad], [whole, whole]), runs.cut.run(first, [*calls, *calls])
-    params = [leaf for leaf in runs.leaves.values() if leaf.slot == "params"]
 
     def trains(seen: list[Numbers], paths: list[Path]) -> bool:
         finite = all(np.all(np.isfinite(seen[-1][path])) for path in paths)
         return finite and any(not np.array_equal(seen[-1][path], seen[1][path]) for path in paths)
 
+    params = runs.params.values()
     if trains(cut, [leaf.cut for leaf in params]) or not trains(one, [leaf.one for leaf in params]):
         return ""
     return "After a micro-batch of NaN two clean windows train nothing, or make NaN. Whole batches do train."
@@ -229,7 +222,7 @@ class Off(NamedTuple):
     @property
     def says(self) -> str:
         """How far off the worst leaf is."""
-        name, (error, _) = max(self.errors.items(), key=lambda item: order(item[1][0] / item[1][1]))
+        name, (error, _) = max(self.errors.items(), key=lambda item: badness(item[1]))
         if not np.isfinite(error):
             return f"In {self.where} {name} is not finite, which the update of the whole batch is."
         return f"In {self.where} {name} is off by {error:.1e} of its change."
@@ -252,9 +245,10 @@ def unknown(off: Off) -> str:
 def uncompared(runs: StepErrors) -> list[str]:
     """What the reference changes, and nothing in the windows is compared with: sums, statistics, metrics."""
     compared = {runs.leaves[name].one for names in runs.slots.values() for name in names}
-    seen = runs.one.run(*([runs.of(rows)] for rows in runs.even_rows))
-    changed = lambda path: path not in compared and not np.array_equal(seen[0][path], seen[-1][path])
-    found = [name for path, name in carries.floats(runs.one.carry).items() if changed(path)]
+    before, *_, after = runs.seen_whole
+    changed = lambda path: path not in compared and not np.array_equal(before[path], after[path])
+    leaves = carries.leaves_of(runs.one.carry)
+    found = [carries.named(path) for path, leaf in leaves if carries.is_inexact(leaf) and changed(path)]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     told = "in the carry, which changes and belongs to no parameter; if your updates depend on it, compare it yourself"
     return [f"{', '.join(found[:3])}{more} {told}"] if found else []

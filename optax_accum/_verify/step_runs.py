@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
-import jax
 import numpy as np
 
+from optax_accum._arguments.rows import of_rows
 from optax_accum._core.types import Tree
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify import step_params
@@ -15,7 +16,6 @@ from optax_accum._verify.step_calls import Steps
 from optax_accum._verify.step_carries import Numbers
 from optax_accum._verify.step_explanations import MORE, NEAR, Change, Explanations
 from optax_accum._verify.step_params import Find, Leaf
-from optax_accum._within import splitting
 
 Rows = list[np.ndarray]  # the rows of each micro-batch of a window
 DRAWS = 64  # keys over which a random step is averaged
@@ -42,7 +42,7 @@ class StepRuns:
     def of(self, rows: np.ndarray) -> Tree:
         """Returns rows of the batch; where a row is a group, all that are in it."""
         rows = (rows[:, None] * self.group_size + np.arange(self.group_size)[None]).reshape(-1)
-        return jax.tree.map(lambda leaf: leaf[rows] if splitting.is_split(leaf) else leaf, self.batch)
+        return of_rows(lambda leaf: leaf[rows], self.batch)
 
     def calls(self, parts: Rows) -> list[Tree]:
         """Returns what the step is called with in a window."""
@@ -91,9 +91,7 @@ class StepRuns:
     def leads(self) -> bool:
         """Whether the reference's first update moves no parameter."""
         before, after = self.one.run([self.of(np.arange(self.count))])
-        return all(
-            np.array_equal(before[path], after[path]) for path in (self.leaves[name].one for name in self.params)
-        )
+        return all(np.array_equal(before[leaf.one], after[leaf.one]) for leaf in self.params.values())
 
     @functools.cached_property
     def random(self) -> bool:
@@ -110,21 +108,25 @@ class StepRuns:
         )
 
     @property
-    def params(self) -> list[str]:
-        """The names of the parameters."""
-        return [name for name, leaf in self.leaves.items() if leaf.slot == "params"]
+    def params(self) -> dict[str, Leaf]:
+        """The parameters."""
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.slot == "params"}
 
     @functools.cached_property
     def entries(self) -> int:
         """How many numbers among the parameters whole batches change."""
-        seen = self.one.run(*([self.of(rows)] for rows in self.even_rows), draw=1 if self.random else None)
-        paths = [leaf.one for leaf in self.leaves.values() if leaf.slot == "params"]
-        return sum(int(np.sum(seen[-1][path] != seen[0][path])) for path in paths)
+        before, *_, after = self.seen_whole
+        return sum(int(np.sum(after[leaf.one] != before[leaf.one])) for leaf in self.params.values())
 
     @property
     def few(self) -> bool:
         """Whether these are too few to tell one combination of micro-batches from another."""
         return self.entries <= self.cut.every + MORE
+
+    @functools.cached_property
+    def seen_whole(self) -> list[Numbers]:
+        """The carry of the reference in two whole batches, before and after each."""
+        return self.one.run(*([self.of(rows)] for rows in self.even_rows), draw=1 if self.random else None)
 
     @functools.cached_property
     def seen(self) -> list[Numbers]:
@@ -135,11 +137,9 @@ class StepRuns:
     @functools.cached_property
     def moved(self) -> list[int]:
         """The calls of two windows at which parameters changed."""
-        params = [leaf.cut for leaf in self.leaves.values() if leaf.slot == "params"]
-        pairs = enumerate(zip(self.seen, self.seen[1:], strict=False), start=1)
-        return [
-            n for n, (a, b) in pairs if any(not np.array_equal(a[path], b[path], equal_nan=True) for path in params)
-        ]
+        pairs = enumerate(itertools.pairwise(self.seen), start=1)
+        same = lambda a, b, leaf: np.array_equal(a[leaf.cut], b[leaf.cut], equal_nan=True)
+        return [n for n, (a, b) in pairs if not all(same(a, b, leaf) for leaf in self.params.values())]
 
     @functools.cached_property
     def slots(self) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ class Window:
     e: Explanations
     found: Change
     linear: list[str]  # the slots known to be linear in the gradient
-    normalised: Callable[[], str]  # says that a leaf of the batch is normalised over its rows
+    coupling: Callable[[], str]  # says that a leaf of the batch is normalised over its rows
     rounded: Callable[[], str]  # says that sums are rounded
     leads: bool = False  # whether a window of the first micro-batch, again and again, came before
     one_by_one: Change | None = None  # what the reference changes with each micro-batch, one after the other
@@ -34,11 +34,6 @@ class Window:
     def means(self) -> list[str]:
         """The slots in which a plain mean came out."""
         return self.e.mean_slots(self.found)
-
-    @functools.cached_property
-    def coupling(self) -> str:
-        """Says that a leaf of the batch is normalised over its rows."""
-        return self.normalised()
 
     @functools.cached_property
     def powers(self) -> dict[str, int]:
@@ -83,21 +78,12 @@ class Second(NamedTuple):
     right: Change  # what the second is to change
 
 
-def only_first(w: Window) -> Foretold:
-    """Yields what the first micro-batch makes alone, also divided by their number."""
-    return _alone(w, 1)
-
-
-def only_last(w: Window) -> Foretold:
-    """Yields what the last micro-batch makes alone, also divided by their number."""
-    return _alone(w, len(w.e.parts))
-
-
-def _alone(w: Window, number: int) -> Foretold:
-    k, part = len(w.e.parts), w.e.parts[number - 1]
-    says = "Micro-batch {} of {} alone gives what came out{}: the others count for nothing."
-    yield w.e.far(w.found, part, w.e.slots), says.format(number, k, "")
-    yield w.far(part, 1 / k), says.format(number, k, f", divided by {k}")
+def alone(w: Window, place: int) -> Foretold:
+    """Yields what one micro-batch makes alone, also divided by their number."""
+    k, part = len(w.e.parts), w.e.parts[place]
+    says = f"Micro-batch {place % k + 1} of {k} alone gives what came out%s: the others count for nothing."
+    yield w.e.far(w.found, part, w.e.slots), says % ""
+    yield w.far(part, 1 / k), says % f", divided by {k}"
 
 
 def one_after_another(w: Window) -> Foretold:
@@ -114,18 +100,10 @@ def rounded_sum(w: Window) -> Foretold:
         yield distance, says
 
 
-def undivided(w: Window) -> Foretold:
-    """Yields the sum over micro-batches, and as many times the whole batch's."""
-    k = len(w.e.parts)
-    for change in (w.e.sum([w.e.whole], k), w.e.sum(w.e.parts, 1)) if w.linear else ():
-        yield w.e.far(w.found, change, w.linear), f"What came out is {k} times what the whole batch gives."
-
-
-def divided_again(w: Window) -> Foretold:
-    """Yields the mean divided by the number of micro-batches, and so much of the whole batch's."""
-    k = len(w.e.parts)
-    for change in (w.e.sum([w.e.whole], 1 / k), w.e.sum(w.e.parts, 1 / k**2)) if w.linear else ():
-        yield w.e.far(w.found, change, w.linear), f"What came out is 1/{k} of what the whole batch gives."
+def times(w: Window, factor: float, words: str) -> Foretold:
+    """Yields so many times the whole batch's change, and so many times the mean over micro-batches."""
+    for change in (w.e.sum([w.e.whole], factor), w.e.sum([w.e.mean], factor)) if w.linear else ():
+        yield w.e.far(w.found, change, w.linear), f"What came out is {words} what the whole batch gives."
 
 
 def kept_lead(w: Window) -> Foretold:
@@ -142,7 +120,7 @@ def plain_mean(why: Callable[[Window], str]) -> Callable[[Window], Foretold]:
     """Returns what yields the plain mean over micro-batches, where `why` says whose fault that is."""
 
     def foretold(w: Window) -> Foretold:
-        distance = w.e.far(w.found, w.e.sum(w.e.parts, 1 / len(w.e.parts)), w.linear) if w.linear else 1.0
+        distance = w.e.far(w.found, w.e.mean, w.linear) if w.linear else 1.0
         if distance < w.e.near and (says := why(w)):
             yield distance, says
 
@@ -155,7 +133,7 @@ def plain_mean(why: Callable[[Window], str]) -> Callable[[Window], Foretold]:
 def unequal(w: Window) -> str:
     """The whole batch's change is another mean of theirs."""
     e = w.e
-    if w.coupling:
+    if w.coupling():
         return ""
     if e.few:
         plain = bool(w.linear) and not any(map(e.saturates, w.linear))
@@ -166,13 +144,13 @@ def unequal(w: Window) -> str:
         return ""
     if e.saturates(slot) and max(shares) > 1 - e.near:
         return ""
-    return f"{MEAN}; in the whole batch they count for {', '.join(f'{share:.3g}' for share in shares)}."
+    return f"{MEAN}; in the whole batch they count for {_listed(shares)}."
 
 
 def clipped(w: Window) -> str:
     """The whole batch's change is a multiple of a mean of theirs, leaf by leaf, or as far as none is the largest."""
     e = w.e
-    if e.few or w.coupling or unequal(w):
+    if e.few or w.coupling() or unequal(w):
         return ""
     slot = w.plainest()
     positive = lambda of: of[1] < e.near and min(of[0]) > -e.near
@@ -183,17 +161,16 @@ def clipped(w: Window) -> str:
 
 def coupled(w: Window) -> str:
     """The whole batch's change is nothing that could be made of theirs."""
-    if w.coupling or w.e.few or unequal(w) or clipped(w):
-        return w.coupling
+    if w.coupling() or w.e.few or unequal(w) or clipped(w):
+        return w.coupling()
     return f"{MEAN}, and the whole batch's gradient is no combination of theirs."
 
 
 def normalised_mean(w: Window) -> str:
     """A leaf is normalised over its rows, and the plain mean came out, though that is nearly the whole batch's."""
-    mean = w.e.sum(w.e.parts, 1 / len(w.e.parts))
     far = lambda change, slot: w.e.distance(w.found, change, slot)
-    mean_came = any(far(mean, slot) < min(w.e.near, far(w.e.whole, slot) / 4) for slot in w.e.slots)
-    return w.coupling if mean_came else ""
+    mean_came = any(far(w.e.mean, slot) < min(w.e.near, far(w.e.whole, slot) / 4) for slot in w.e.slots)
+    return w.coupling() if mean_came else ""
 
 
 # What is said where nothing was foretold.
@@ -223,41 +200,33 @@ def rate_alone(w: Window) -> str:
     return said
 
 
-def more(w: Window) -> str:
-    """A multiple of the whole batch's gradient came out."""
-    return _multiple(w, lambda factor: factor > 1)
-
-
-def less(w: Window) -> str:
-    """A part of the whole batch's gradient came out."""
-    return _multiple(w, lambda factor: factor < 1)
-
-
-def _multiple(w: Window, of: Callable[[float], bool]) -> str:
-    """Says that a change is a multiple of the whole batch's."""
+def multiple(w: Window, of: Callable[[float], bool]) -> str:
+    """A multiple of the whole batch's gradient came out, or a part of it."""
     factor = next((factor for factor in w.multiples() if abs(factor - 1) > w.e.near), 1.0)
     return f"What came out is {factor:.3g} times what the whole batch gives." if of(factor) and not w.means else ""
 
 
 def weighed(w: Window) -> str:
     """Micro-batches count, but not as much as in the whole batch: both may be clipped afterwards."""
-    for slot in [] if w.e.few or w.coupling else w.linear:
+    for slot in [] if w.e.few or w.coupling() else w.linear:
         (right, _), (shares, far) = w.e.combined(slot), w.e.combined(slot, of=w.found)
         if far < w.e.near and sum(right) < 1 + w.e.near:  # more than all: each is made smaller before it is added
-            each = [", ".join(f"{share:.3g}" for share in counts) for counts in (shares, right)]
-            return f"The micro-batches count for {each[0]}; in the whole batch for {each[1]}."
+            return f"The micro-batches count for {_listed(shares)}; in the whole batch for {_listed(right)}."
     return ""
+
+
+def _listed(shares: list[float]) -> str:
+    return ", ".join(f"{share:.3g}" for share in shares)
 
 
 def clipped_weighed(w: Window) -> str:
     """What they were weighed by came out, and the whole batch's change is a larger combination of theirs."""
-    for slot in [] if w.e.few or w.coupling else w.linear:
+    for slot in [] if w.e.few or w.coupling() else w.linear:
         (right, fits), (shares, far) = w.e.combined(slot), w.e.combined(slot, of=w.found)
         if max(far, fits) < w.e.near < sum(right) - 1 and min(*shares, *right) > 0:
-            each = [", ".join(f"{share:.3g}" for share in counts) for counts in (shares, right)]
             return (
-                f"The micro-batches count for {each[0]}. The whole batch counts them for {each[1]}, in all more than "
-                "1: each is clipped, or normalised, before it is added."
+                f"The micro-batches count for {_listed(shares)}. The whole batch counts them for {_listed(right)}, in "
+                "all more than 1: each is clipped, or normalised, before it is added."
             )
     return ""
 
@@ -270,7 +239,7 @@ def combined(why: Callable[[Window], str]) -> Callable[[Window], str]:
             (_, right), (shares, far) = w.e.combined(slot), w.e.combined(slot, of=w.found)
             if far < w.e.near <= right and abs(sum(shares) - 1) < w.e.near and min(shares) > 0:
                 return why(dataclasses.replace(w, linear=[slot]))
-        return w.coupling if why is coupled else ""
+        return w.coupling() if why is coupled else ""
 
     return says
 

@@ -1,23 +1,21 @@
 """Owns the question whether accumulation changes a loss, and why. Knows no optimizer."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.callables import as_function, as_weight_fn, as_weight_of
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._arguments.rows import count_rows
-from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, short
+from optax_accum._arguments.rows import check_groups, count_rows
+from optax_accum._core.leaves import NOT_ARRAYS, by_path, check_arrays, is_inexact, short
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import check_loss
-from optax_accum._verify.loss import Loss, grouped, uneven
+from optax_accum._verify.loss import Loss, epsilons, grouped, uneven
 from optax_accum._verify.loss_faults import MUTABLE, SHARED_KEY, causes
 from optax_accum._verify.loss_probes import hidden_key
 from optax_accum._verify.loss_runs import LossRuns
@@ -220,16 +218,15 @@ def _gathered(
 
 def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> int:
     """Returns the number of rows, and raises for a batch or a number that leaves nothing to compare."""
-    if (checks.as_positive("num_microbatches", num_microbatches) or 0) < 2:
+    if checks.as_count("num_microbatches", num_microbatches) < 2:
         raise ValueError(f"There must be a cut to compare: num_microbatches={num_microbatches}. Pass 2 or more.")
-    checks.as_positive("group_size", group_size)
+    checks.as_count("group_size", group_size)
     checks.check_no_module([loss.params])
     check_arrays("params", loss.params, NOT_ARRAYS)
-    for path, leaf in jax.tree.leaves_with_path(loss.params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            where = jax.tree_util.keystr(path) or "the only leaf"
+    for path, leaf in by_path(loss.params):
+        if not is_inexact(leaf):
             raise TypeError(
-                f"params must be of floating point, to be differentiated: at {where} there is {short(leaf)}. Pass it "
+                f"params must be of floating point, to be differentiated: at {path} there is {short(leaf)}. Pass it "
                 "in *args."
             )
     rows, needed = count_rows(batch), group_size * max(4, num_microbatches)
@@ -239,11 +236,7 @@ def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> i
             f"verify needs {needed} rows or more{of_groups}, to cut them evenly and unevenly into num_microbatches="
             f"{num_microbatches}: the batch has {rows}. Pass a batch of {needed}."
         )
-    if rows % group_size:
-        raise ValueError(
-            f"Groups must be whole: group_size={group_size} does not divide the {rows} rows of the batch. Pass a "
-            f"batch of {rows - rows % group_size}."
-        )
+    check_groups("the batch has", rows, group_size)
     return rows
 
 
@@ -284,6 +277,4 @@ def _impure(loss: Loss, batch: Tree) -> Cause | None:
 def _rounding(loss: Loss, batch: Tree) -> float:
     """Returns the square root of the machine epsilon of the narrowest float in the computation of the loss."""
     total = lambda params, batch: loss.total(params, batch, *loss.args)
-    text = str(jax.make_jaxpr(total)(loss.params, batch))
-    names = {"f64": 2**-52, "c128": 2**-52, "f32": 2**-23, "c64": 2**-23, "f16": 2**-10, "bf16": 2**-7}
-    return math.sqrt(max((names.get(name, 0) for name in re.findall(r"\b(\w+)\[", text)), default=2**-23))
+    return math.sqrt(max(epsilons(str(jax.make_jaxpr(total)(loss.params, batch))), default=2**-23))

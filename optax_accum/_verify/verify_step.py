@@ -8,14 +8,14 @@ import optax
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.callables import as_function
-from optax_accum._arguments.rows import count_rows
+from optax_accum._arguments.rows import check_groups, count_rows
 from optax_accum._core.leaves import short
 from optax_accum._core.types import Tree
 from optax_accum._verify import foreign, step_params, step_probes
 from optax_accum._verify import step_faults as faults
-from optax_accum._verify.report import Cause, Report, order
+from optax_accum._verify.report import Cause, Errors, Report, badness, found
 from optax_accum._verify.step_calls import Steps, reference
-from optax_accum._verify.step_errors import Errors, StepErrors
+from optax_accum._verify.step_errors import StepErrors
 from optax_accum._verify.step_runs import DRAWS
 
 LEAST = 3  # entries of the parameters that change
@@ -173,7 +173,7 @@ def _compared(runs: StepErrors, uneven: bool) -> tuple[list[Cause], Errors, list
     causes = causes or faults.causes_of_a_window(runs)
     errors, notes = dict(runs.errors), [*step_probes.asked(runs), *step_probes.uncompared(runs)]
     if not causes:
-        causes = faults.causes_beside(runs)
+        causes = list(found(faults.FAULTS, "beside", runs))
         for parts, last in _others(runs, uneven, notes):
             try:
                 more, cause = faults.cause_of_another(runs, parts, last=last)
@@ -184,8 +184,8 @@ def _compared(runs: StepErrors, uneven: bool) -> tuple[list[Cause], Errors, list
             if cause and cause.fault not in [other.fault for other in causes]:
                 causes.append(cause)
             for name, pair in more.items():
-                errors[name] = max(errors[name], pair, key=lambda pair: order(pair[0] / pair[1]))
-    return [*causes, *faults.causes_always(runs)], errors, notes
+                errors[name] = max(errors[name], pair, key=badness)
+    return [*causes, *found(faults.FAULTS, "always", runs)], errors, notes
 
 
 def _others(runs: StepErrors, uneven: bool, notes: list[str]) -> Iterator[tuple[list[np.ndarray], bool]]:
@@ -209,21 +209,17 @@ def _others(runs: StepErrors, uneven: bool, notes: list[str]) -> Iterator[tuple[
 
 def _check(batch: Tree, every: Any, group_size: Any) -> tuple[int, int]:
     """Returns the length of the window and the number of rows, or groups; raises where nothing can be cut."""
-    every = checks.as_positive("every", every) or 0
+    every = checks.as_count("every", every)
     if every < 2:
         raise ValueError(f"There must be a window to compare: every={every}. Pass 2 or more.")
-    checks.as_positive("group_size", group_size)
+    checks.as_count("group_size", group_size)
     rows, needed = count_rows(batch, named=False), 2 * every * group_size
     if rows < needed:
         raise ValueError(
             f"verify_step needs {needed} rows or more, two{' groups' if group_size > 1 else ''} for each of every="
             f"{every} micro-batches: the batch has {rows}. Pass a batch of {needed}."
         )
-    if rows % group_size:
-        raise ValueError(
-            f"Groups must be whole: group_size={group_size} does not divide the {rows} rows of the batch. Pass a "
-            f"batch of {rows - rows % group_size}."
-        )
+    check_groups("the batch has", rows, group_size)
     return every, rows // group_size
 
 

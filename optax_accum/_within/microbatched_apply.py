@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import callables, draws, results
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._arguments.rows import count_rows
+from optax_accum._arguments.rows import count_rows, is_split
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
@@ -154,7 +154,7 @@ def _shapes(call: Call, rows: int | None = None) -> Call:
     def shape(name: Name, leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        cut = rows is not None and name in call.batch and splitting.is_split(leaf)
+        cut = rows is not None and name in call.batch and is_split(leaf)
         return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]) if cut else jnp.shape(leaf), jnp.result_type(leaf))
 
     named = call.arguments.items()
@@ -184,7 +184,7 @@ def _mapped(
     closure: shared.Closure,
 ) -> Any:
     """Returns the outputs of all micro-batches, in the order of the rows."""
-    interleaved, filled = parted(splitting.interleaved(split, batches), splitting.is_split)
+    interleaved, filled = parted(splitting.interleaved(split, batches), is_split)
     micro = lambda xs: outputs_of(splitting.ungrouped(split, filled(xs[0])), xs[1])
     turns = [jnp.moveaxis(leaf, 1, 0) for leaf in interleaved], jnp.arange(split.full)
     outputs = loops.mapped(closure.opened(micro, jax.tree.map(lambda leaf: leaf[0], turns)), turns)
@@ -192,7 +192,7 @@ def _mapped(
     outputs = jax.tree.map(functools.partial(splitting.original_order, split), outputs)
     if not split.rest:
         return outputs
-    left, filled = parted(splitting.remainder(split, batches), splitting.is_split)
+    left, filled = parted(splitting.remainder(split, batches), is_split)
     rest = closure.opened(lambda left: outputs_of(filled(left), split.full), left)(left)
     results.check_rest(outputs, rest, split.size, split.rest)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, rest)

@@ -1,13 +1,12 @@
 """Owns the cut: which rows are in which micro-batch. Weighs nothing, runs no loss."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.rows import check_groups, count_known_rows, is_split
+from optax_accum._arguments.rows import check_groups, count_known_rows, of_rows
 from optax_accum._core.leaves import by_path
 from optax_accum._core.types import Tree
 from optax_accum._space import meshes
@@ -145,20 +144,20 @@ def interleaved(split: Split, batch: Tree) -> Tree:
         rows = rows if not split.rest else rows[: split.full * split.size]
         return rows.reshape(count, split.full, *together, *leaf.shape[1:])
 
-    return _of_rows(stack, _arrays(batch))
+    return of_rows(stack, _arrays(batch))
 
 
 def micro_batch(split: Split, batch: Tree, index: int | jax.Array) -> Tree:
     """Returns full micro-batch `index`: leaves [b, ...]."""
     take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False)
-    return ungrouped(split, _of_rows(take, batch))
+    return ungrouped(split, of_rows(take, batch))
 
 
 def ungrouped(split: Split, micro_batch: Tree) -> Tree:
     """Returns a micro-batch [b / g, g, ...] as [b, ...]."""
     if split.group == 1:
         return micro_batch
-    return _of_rows(lambda leaf: jax.lax.collapse(leaf, 0, 2), micro_batch)
+    return of_rows(lambda leaf: jax.lax.collapse(leaf, 0, 2), micro_batch)
 
 
 def original_order(split: Split, rows: jax.Array) -> jax.Array:
@@ -169,12 +168,7 @@ def original_order(split: Split, rows: jax.Array) -> jax.Array:
 
 def remainder(split: Split, batch: Tree) -> Tree:
     """Returns the micro-batch of the rows that are left: leaves [r, ...]."""
-    return _of_rows(lambda leaf: meshes.cuttable(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
-
-
-def _of_rows(fun: Callable[[jax.Array], jax.Array], batch: Tree) -> Tree:
-    """Applies a function to each leaf that is cut; scalars stay whole."""
-    return jax.tree.map(lambda leaf: fun(leaf) if is_split(leaf) else leaf, batch)
+    return of_rows(lambda leaf: meshes.cuttable(leaf, split.rest)[split.rows - split.rest :], _arrays(batch))
 
 
 def _arrays(batch: Tree) -> Tree:

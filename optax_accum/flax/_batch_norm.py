@@ -132,6 +132,6 @@ def _map_pairs(fun: Callable[[Any, Any], tuple[Any, Any]], stats: Tree) -> Tree:
     if not isinstance(stats, Mapping):
         return stats
     mapped = {name: _map_pairs(fun, node) for name, node in stats.items()}
-    if "mean" in mapped and "var" in mapped:
+    if {"mean", "var"} <= mapped.keys() and not isinstance(mapped["mean"], Mapping):  # a module may be named so
         mapped["mean"], mapped["var"] = fun(mapped["mean"], mapped["var"])
     return mapped

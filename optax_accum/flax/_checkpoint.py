@@ -7,9 +7,8 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 
+from optax_accum._core.types import Tree
 from optax_accum.flax._window import find_window
-
-Tree = Any
 
 
 def to_state_dict(state: Any) -> dict[str, Any]:

@@ -16,14 +16,12 @@ from flax.training import train_state
 import optax_accum
 from optax_accum._across.transformation import axes_of
 from optax_accum._core.sums import WeightedSum
-from optax_accum._core.types import Axes
+from optax_accum._core.types import Axes, Tree
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import check_stats, momentum_of_each
 from optax_accum.flax._checkpoint import from_state_dict, to_state_dict
 from optax_accum.flax._window import MicroStep
-
-Tree = Any
 
 
 class Window(NamedTuple):

@@ -11,12 +11,11 @@ import optax_accum
 from optax_accum._arguments.callables import check_called_with
 from optax_accum._core.leaves import is_key, short
 from optax_accum._core.sums import mean as weighted_mean
+from optax_accum._core.types import Tree
 from optax_accum._within.value_and_grad import replacing
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._linen import TrainState, field_names, parted
-
-Tree = Any
 
 
 def train_step(
@@ -59,11 +58,10 @@ def train_step(
 
     def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
-        value, weight = _window.loss_and_weight(loss, weight_fn, batch)
-        sums = {"metrics": _window.weighted(_window.with_loss(value, extra.get("metrics", {})), weight)}
+        sums = {"metrics": _window.measured(loss, extra.get("metrics", {}), weight_fn, batch)}
         if extra.get("batch_stats"):
             moments = batch_moments(extra["batch_stats"], state.batch_stats, state.momentum)
-            sums["moments"] = _window.weighted(moments, _window.weight_of(None, batch))
+            sums["moments"] = _window.weighted(moments, _window.weight_of(batch))
         return loss, sums
 
     cut = functools.partial(optax_accum.value_and_grad, pure, weight_fn=weight_fn, **_ROLES)

@@ -8,8 +8,8 @@ import optax
 
 import optax_accum
 from optax_accum._core.arithmetic import all_finite
+from optax_accum._core.state import find_state
 from optax_accum._core.types import Tree
-from optax_accum.flax._window import find_window
 
 
 def unscale() -> optax.GradientTransformationExtraArgs:
@@ -66,7 +66,6 @@ def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
 
 def _overflowed(opt_state: Tree) -> jax.Array:
     """Is there a NaN in the window that just closed? Its sum is not cleared: the next micro-step overwrites it."""
-    window = find_window(opt_state)
-    sums = jax.tree.leaves(window.acc_grads if window else ())
+    sums = jax.tree.leaves(find_state(opt_state).acc_grads)
     # every=1 keeps no sum: an empty window of one micro-batch is not told apart
     return ~all_finite(sums) if sums else jnp.array(True)

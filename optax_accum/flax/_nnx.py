@@ -1,9 +1,8 @@
 """Owns the gradient of an NNX module within a call. Knows no optimizer."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +95,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = roles.bind(args, kwargs)
-        module = _Module(_parts_of(call, wrt), call, Device(axes))
+        module = _Module(call, wrt, Device(axes))
         value, grads = module.apply(optax_accum.value_and_grad, functools.partial(_as_loss, has_aux), fun, options)
         value, *measured = value if options.get("statistics") else (value,)
         loss, ((moments, aux), rest) = value
@@ -149,8 +148,8 @@ def accumulate(
       >>> grads["kernel"].shape
       (2, 1)
     """
-    own = {name: _OWN_OPTIONS[name] for name in ("carry_argnum",)}
-    _window.check_options("optax_accum.flax.nnx.accumulate", options, own)
+    carry = {"carry_argnum": _OWN_OPTIONS["carry_argnum"]}
+    _window.check_options("optax_accum.flax.nnx.accumulate", options, carry)
     axes = as_axes(options.get("reduce_axes"))
     options |= {"num_microbatches": num_microbatches, "reduction": (options.get("reduction", "mean"), "sum")}
     options["reduce_to"] = with_replicated(options.get("reduce_to"))
@@ -162,7 +161,7 @@ def accumulate(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         call = roles.bind(args, kwargs)
-        module = _Module(_parts_of(call, wrt), call, Device(axes))
+        module = _Module(call, wrt, Device(axes))
         (result, moments), rest = module.apply(optax_accum.accumulate, _as_result, fun, options)
         module.write(moments, rest, options)
         return result
@@ -179,50 +178,28 @@ def _as_result(out: Any, moments: Any, rest: Any) -> Any:
     return (out, moments), rest
 
 
-@dataclasses.dataclass(frozen=True)
-class _ModuleParts:
-    """A module taken apart, for functions of arrays."""
+class _Module:
+    """The module of one call of `fun`, taken apart for functions of arrays."""
 
-    split: Callable[[Any], Any]  # a module of this kind into the next four
-    graph: Any
-    params: Any  # what is differentiated
-    stats: Any  # the running statistics of BatchNorm: all micro-batches start from the same
-    rest: Any  # what each micro-batch hands on: random streams and counters
-    momenta: Callable[[Tree], Tree]  # of the running statistics
-
-    def moments(self, model: Any, stats: Any) -> Tree:
-        """Returns the moments of BatchNorm in a micro-batch that has turned `stats` into what `model` has."""
-        old, new = nnx.to_pure_dict(stats), nnx.to_pure_dict(self.split(model)[2])
-        return batch_moments(new, old, self.momenta(old))
-
-
-def _parts_of(call: Call, wrt: Any) -> _ModuleParts:
-    """Returns the parts of the module of a call, checked."""
-    (model,) = call[call.params]
-    check_module(model)
-    _check_streams({name: arg for name, arg in call.arguments.items() if name not in call.params})
-    running, momenta = batch_norms(model)
-    split = lambda model: nnx.split(model, wrt, running, ...)
-    graph, params, stats, rest = split(model)
-    check_trained(model, params, wrt, "For a tree of arrays, take what optax_accum has of the same name.")
-    return _ModuleParts(split, graph, params, stats, rest, momenta)
-
-
-class _Module(NamedTuple):
-    """The module of one call of `fun`."""
-
-    parts: _ModuleParts
-    call: Call
-    device: Device
+    def __init__(self, call: Call, wrt: Any, device: Device):
+        self.call, self.device, (self.model,) = call, device, call[call.params]
+        self.others = {name: arg for name, arg in call.arguments.items() if name not in call.params}
+        check_module(self.model)
+        _check_streams(self.others)
+        running, self.momenta = batch_norms(self.model)
+        self.split: Callable[[Any], Any] = lambda model: nnx.split(model, wrt, running, ...)
+        # Differentiated; the same for all micro-batches (BatchNorm's); handed on (random streams, counters).
+        self.graph, self.params, self.stats, self.rest = self.split(self.model)
+        remedy = "For a tree of arrays, take what optax_accum has of the same name."
+        check_trained(self.model, self.params, wrt, remedy)
 
     def apply(
         self, transform: Callable[..., Any], form: Callable[..., Any], fun: Callable[..., Any], options: dict[str, Any]
     ) -> Any:
         """Calls what `transform` makes of `fun` as a function of arrays, which returns `form(out, moments, rest)`."""
-        call, parts = self.call, self.parts
-        others = {name: arg for name, arg in call.arguments.items() if name not in call.params}
-        by_position = [arg for name, arg in others.items() if isinstance(name, int)]
-        by_keyword = {name: arg for name, arg in others.items() if isinstance(name, str)}
+        call = self.call
+        by_position = [arg for name, arg in self.others.items() if isinstance(name, int)]
+        by_keyword = {name: arg for name, arg in self.others.items() if isinstance(name, str)}
         placed: dict[str, Any] = {"batch_argnums": call.batch, "rng_argnum": call.rng, "carry_argnum": -1}
         placed["whole_argnums"] = (*call.whole, 1 + len(by_position))  # the running statistics
 
@@ -231,29 +208,28 @@ class _Module(NamedTuple):
             arguments = {**dict(enumerate(args, start=1)), **kwargs}
             return form(*self._micro_batch(fun, (params, stats, rest), arguments))
 
-        return transform(pure, **{**options, **placed})(
-            parts.params, *by_position, parts.stats, parts.rest, **by_keyword
-        )
+        return transform(pure, **{**options, **placed})(self.params, *by_position, self.stats, self.rest, **by_keyword)
 
     def _micro_batch(self, fun: Callable[..., Any], state: Any, arguments: dict[Name, Any]) -> tuple[Any, Any, Any]:
         """Calls `fun` for one micro-batch with a module of its own; moments and the rest come beside its result."""
         params, stats, rest = jax.tree.map(lambda leaf: leaf, state)  # variables of this trace
-        model = nnx.merge(self.parts.graph, params, stats, rest)
+        model = nnx.merge(self.graph, params, stats, rest)
         streams, before = own_streams(model, self.device), variables(model)
         call = self.call.with_arguments({self.call.params[0]: model, **arguments})
         out = call.apply(fun)
         check_variables(before, variables(model))
         if streams is not None:
             nnx.update(model, streams)
-        moments = _window.weighted(self.parts.moments(model, state[1]), jnp.float32(count_rows(call[call.batch])))
-        return out, moments, self.parts.split(model)[3]
+        _, _, new, rest = self.split(model)
+        old = nnx.to_pure_dict(state[1])
+        moments = batch_moments(nnx.to_pure_dict(new), old, self.momenta(old))
+        return out, _window.weighted(moments, jnp.float32(count_rows(call[call.batch]))), rest
 
     def write(self, moments: Tree, rest: Any, options: dict[str, Any]) -> None:
         """Writes into the module what all micro-batches have left: means of moments, and what the last handed on."""
-        (model,), stats = self.call[self.call.params], self.parts.stats
-        old, moments = nnx.to_pure_dict(stats), weighted_mean(_window.over_devices(moments, options))
-        nnx.replace_by_pure_dict(stats, merge_batch_stats(moments, old, self.parts.momenta(old)))
-        nnx.update(model, stats, rest)
+        old, moments = nnx.to_pure_dict(self.stats), weighted_mean(_window.over_devices(moments, options))
+        nnx.replace_by_pure_dict(self.stats, merge_batch_stats(moments, old, self.momenta(old)))
+        nnx.update(self.model, self.stats, rest)
 
 
 _OWN_OPTIONS = {

@@ -10,13 +10,12 @@ from flax import nnx
 from optax_accum._arguments.callables import check_called_with
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
+from optax_accum._core.types import Tree
 from optax_accum.flax import _window
 from optax_accum.flax._nnx import value_and_grad
 from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
 from optax_accum.flax._versions import as_pure
-
-Tree = Any
 
 
 def train_step(
@@ -65,9 +64,7 @@ def train_step(
     def measured(model: Any, batch: Tree) -> tuple[jax.Array, tuple[WeightedSum, jax.Array]]:
         out = fun(model, batch)
         loss, metrics = _window.pair(out) if has_aux else (out, {})
-        value, weight = _window.loss_and_weight(loss, weight_fn, batch)
-        sums = _window.weighted(_window.with_loss(value, metrics), weight)
-        return loss, (sums, _window.weight_of(None, batch))
+        return loss, (_window.measured(loss, metrics, weight_fn, batch), _window.weight_of(batch))
 
     cut = functools.partial(value_and_grad, measured, weight_fn=weight_fn, wrt=wrt, has_aux=True, aux_reduction="sum")
     cut(**options)  # its errors come when this is built

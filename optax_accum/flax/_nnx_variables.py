@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
+from optax_accum._core.types import Tree
 from optax_accum._space.device import Device
 from optax_accum.flax._versions import modules
-
-Tree = Any
 
 
 def batch_norms(model: Any) -> tuple[Any, Callable[[Tree], Tree]]:

@@ -13,15 +13,15 @@ import numpy as np
 from optax_accum._across.transformation import axes_of
 from optax_accum._arguments.rows import count_rows
 from optax_accum._core import sums
+from optax_accum._core.leaves import is_array
 from optax_accum._core.state import AccumulationState, holds_partial_sums, holds_sum, map_states, states_in
 from optax_accum._core.sums import WeightedSum
-from optax_accum._loss.ratio import Ratio, check_single, divided
+from optax_accum._core.types import Tree
+from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided
 from optax_accum._space.here import here
 from optax_accum._space.meshes import as_axes
 from optax_accum._space.space import PARTIAL, Reduction
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
-
-Tree = Any
 
 
 class MicroStep(NamedTuple):
@@ -139,7 +139,7 @@ def check_metrics(metrics: Any) -> None:
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a dict of scalars: they are a {kind(metrics)}. Give each a name.")
     for name, value in metrics.items():
-        is_number = isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array)
+        is_number = isinstance(value, bool | int | float) or is_array(value)
         if not is_number or not np.isrealobj(value):
             of = "complex number" if is_number else kind(value)
             raise TypeError(f"A metric must be a real scalar: {name!r} is a {of}. Give each number a name of its own.")
@@ -177,16 +177,6 @@ def pair(out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple) or len(out) != 2:
         raise TypeError(f"With has_aux=True fun must return (loss, aux): it returned {out!r}. Or leave out has_aux.")
     return out
-
-
-def with_loss(loss: Any, metrics: Any) -> dict[str, Any]:
-    """Returns the metrics of a train step: the loss is one of them."""
-    if isinstance(loss, tuple):
-        raise TypeError("A train step takes a loss that is one scalar: fun returned a tuple. Pass has_aux=True.")
-    check_metrics(metrics)
-    if "loss" in metrics:
-        raise ValueError("A train step measures the loss itself: metrics has a 'loss', too. Give it another name.")
-    return {"loss": loss, **metrics}
 
 
 def mean_metrics(totals: dict[str, WeightedSum]) -> dict[str, jax.Array]:
@@ -238,17 +228,23 @@ def as_weight(weight: Any) -> jax.Array:
     return jnp.sum(jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float)))
 
 
-def loss_and_weight(loss: Any, weight_fn: Callable[..., Any] | None, batch: Tree) -> tuple[Any, jax.Array]:
-    """Returns the loss of a micro-batch as one number, and how much that counts."""
+def measured(loss: Any, metrics: Any, weight_fn: Callable[..., Any] | None, batch: Tree) -> WeightedSum:
+    """Returns the sums of the metrics of a train step's micro-batch: the loss is one of them, as one number."""
+    loss = as_ratio(loss)
+    if isinstance(loss, tuple):
+        raise TypeError("A train step takes a loss that is one scalar: fun returned a tuple. Pass has_aux=True.")
     check_single(loss)
-    if not isinstance(loss, Ratio):
-        return loss, weight_of(weight_fn, batch)
-    loss = loss.checked()
-    return divided(jnp.asarray(loss.total), loss.count), loss.count
+    check_metrics(metrics)
+    if "loss" in metrics:
+        raise ValueError("A train step measures the loss itself: metrics has a 'loss', too. Give it another name.")
+    if isinstance(loss, Ratio):
+        loss = loss.checked()
+        return weighted({"loss": divided(jnp.asarray(loss.total), loss.count), **metrics}, loss.count)
+    return weighted({"loss": loss, **metrics}, weight_of(batch, weight_fn))
 
 
-def weight_of(weight_fn: Callable[..., Any] | None, batch: Tree) -> jax.Array:
-    """Returns how much a micro-batch of a train step counts."""
+def weight_of(batch: Tree, weight_fn: Callable[..., Any] | None = None) -> jax.Array:
+    """Returns how much a micro-batch of a train step counts: by default its rows."""
     weight = weight_fn(batch) if weight_fn else count_rows(batch)
     if isinstance(weight, Mapping):
         raise ValueError(

@@ -642,6 +642,22 @@ def test_a_momentum_of_other_layers_is_refused_when_the_state_is_made(layers):
         created(tx, norm=True, momentum=dict.fromkeys(layers, 0.9))
 
 
+def test_an_array_of_text_is_no_metric():
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2), metrics=("name",))
+    with pytest.raises(TypeError, match="A metric must be a real scalar: 'name' is a ndarray"):
+        state.apply_gradients(grads=state.params, metrics={"name": np.array("a")})
+
+
+def test_modules_named_mean_and_var():
+    """They are no statistics, though what is in them is."""
+    one = {"mean": jnp.zeros(2), "var": jnp.ones(2)}
+    old = {"mean": one, "var": one}
+    new = jax.tree.map(lambda leaf: leaf + 0.1, old)
+    want = accum.merge_batch_stats(accum.batch_moments(new["mean"], one, 0.9), one, 0.9)
+    got = accum.merge_batch_stats(accum.batch_moments(new, old, 0.9), old, 0.9)
+    equal(got, {"mean": want, "var": want})
+
+
 @pytest.mark.parametrize("number", [2**40, np.int64(2**40), np.float64(2**40), np.array(2**40), jnp.float32(2**40)])
 def test_numbers_of_any_kind_are_metrics(number):
     """2^40 of Python or NumPy came out as an error or as zero: it is no int32."""

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import sys
 import weakref
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from numpy.testing import assert_allclose
 
 import optax_accum
 from optax_accum import flax as accum
+from optax_accum._loss import ratio
 from optax_accum.flax._versions import as_pure, value_of
 from tests import programs
 from tests.flax_problems import ROWS, Net, X, Y, arrays, close, cross_entropy, equal, micro_batches, nnx_loss
@@ -191,6 +193,27 @@ def test_the_train_step_steps_statistics_once_and_averages_metrics():
     assert_allclose(metrics["first"], np.average(means, weights=np.sum(parts, axis=1)), rtol=1e-5)
     with pytest.raises(ValueError, match=r"without metrics, and .* \['first', 'loss'\]. Create it with"):
         step(model, accum.nnx.Optimizer(model, tx, wrt=nnx.Param), (X, Y))
+
+
+class Summed(NamedTuple):
+    """A record of a trainer."""
+
+    total: jax.Array
+    rows: jax.Array
+
+
+def test_a_train_step_takes_a_record_that_is_a_ratio(monkeypatch):
+    monkeypatch.setattr(ratio, "_RECORDS", {})
+    optax_accum.Ratio.register(Summed, total="total", count="rows")
+    losses = []
+    for record in (optax_accum.Ratio, Summed):
+        model = nnx.Linear(X.shape[1], 1, rngs=nnx.Rngs(0))
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=1)
+        optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+        fun = lambda model, x, record=record: record(jnp.sum(model(x) ** 2), jnp.float32(len(x)))
+        metrics = accum.nnx.train_step(fun, num_microbatches=2)(model, optimizer, X)
+        losses.append((float(metrics["loss"]), arrays(nnx.state(model))))
+    equal(*losses)
 
 
 CUTS = [[slice(0, 8, 2), slice(1, 8, 2)], [slice(8, 12, 2), slice(9, 12, 2)]]

@@ -564,7 +564,7 @@ def test_a_budget(budget, size):
 
 
 @pytest.mark.parametrize(
-    "budget", [0, -1, "0GB", "-3 GB", float("nan"), "much", "", ".", "80 GX", True, [1], "8i"], ids=repr
+    "budget", [0, -1, "0GB", "-3 GB", float("nan"), 10**400, "much", "", ".", "80 GX", True, [1], "8i"], ids=repr
 )
 def test_a_budget_that_cannot_be(budget):
     with pytest.raises(ValueError, match=r'The budget must be.*budget=.*Pass bytes, or text such as "80GB"'):
@@ -635,7 +635,7 @@ def test_builders_that_do_not_build():
     with pytest.raises(ValueError, match=r"make_step\(1\) must return.*raised KeyError: 'nothing here'\.$"):
         planned(raises)
     for nothing in (None, 8):
-        with pytest.raises(TypeError, match=f"make_step must be a function .*make_step={nothing}. Pass lambda k: jax"):
+        with pytest.raises(TypeError, match=f"make_step must be a function: make_step={nothing}. Pass lambda k: jax"):
             planned(nothing, rows=0)
     only_divisors = lambda k: lower(k)  # a reshape fails for 3
     with pytest.raises(ValueError, match=r"make_step\(3\).*raised TypeError.*pass them as candidates="):
@@ -670,6 +670,16 @@ def test_the_rows_of_a_builder_are_those_of_the_plan():
         ):
             planned(make_step, 256)
     assert plan.of_step(step, w, (shape(64, 2), shape(3))).rows is None
+    for argnums in (-1, np.int64(1), [1]):
+        assert plan.of_step(step, w, batch, batch_argnums=argnums).rows == 64
+    for argnums in ("batch", 2, -3, 1.0, None):
+        with pytest.raises(ValueError, match=r"among the 2 arguments of the step: batch_argnums=.*Count from 0"):
+            plan.of_step(step, w, batch, batch_argnums=argnums)
+
+
+def test_a_parameter_that_is_a_python_number():
+    make_step = plan.of_loss(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), 1.0, shape(ROWS))
+    assert planned(make_step, candidates=[1], budget="1GB").num_microbatches == 1
 
 
 def test_a_builder_takes_no_option_and_its_remedy_works():
@@ -879,6 +889,9 @@ def test_without_tqdm_there_is_no_bar(monkeypatch, capsys):
     pytest.importorskip("tqdm")
     planned(budget="1GB", progress=True)
     assert "compiling" in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "tqdm.auto")
+    planned(budget="1GB", progress=False)
+    assert "tqdm.auto" not in sys.modules
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     planned(budget="1GB", progress=True)
     assert capsys.readouterr().err == ""

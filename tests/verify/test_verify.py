@@ -347,9 +347,17 @@ def test_dtypes_by_leaf_are_named():
         (lambda p, b: 0 * mse(p, b), W, BATCH, {}, "0 everywhere"),
         (mse, W, BATCH, {"group_size": 4}, "needs 16 rows or more of group_size=4, 4 groups.*has 8"),
         (mse, W, BATCH, {"group_size": 0}, "group_size must be an integer >= 1"),
+        (mse, W, BATCH, {"group_size": None}, "group_size must be an integer >= 1: group_size=None"),
+        (mse, W, BATCH, {"rtol": "0.1"}, "rtol must be a finite number above 0: rtol='0.1'"),
         (mse, W, BATCH, {"rtol": -1.0}, "rtol must be a finite number above 0: rtol=-1.0. Leave it out"),
         (mse, W, jax.tree.map(lambda leaf: leaf[:7], MANY), {"group_size": 3}, "needs 12 rows"),
-        (mse, W, jax.tree.map(lambda leaf: leaf[:13], MANY), {"group_size": 3}, "does not divide the 13 rows.*of 12"),
+        (
+            mse,
+            W,
+            jax.tree.map(lambda leaf: leaf[:13], MANY),
+            {"group_size": 3},
+            "group_size=3, and the batch has 13 rows. Pass 12 or 15",
+        ),
         (
             lambda p, b: mse(p, {"x": b["x"].reshape(8, 3), "y": b["y"]}),
             W,
@@ -362,6 +370,28 @@ def test_dtypes_by_leaf_are_named():
 def test_bad_input(fun, params, batch, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         verify(fun, params, batch, **options)
+
+
+def test_leaves_that_hold_no_number_are_no_matter():
+    """Empty ones, and a key for each row."""
+
+    def ranked(params, batch):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (D,)))(batch["key"])
+        scores = outputs(params, batch | {"x": batch["x"] + 0.1 * noise}).sum(1)
+        return jnp.mean(jax.nn.softplus(scores[:, None] - scores[None])) + mse(params, batch)
+
+    empty = BATCH | {"none": jnp.zeros((N, 0))}
+    assert verify(mse, W, empty).holds
+    assert [cause.kind for cause in verify(masked, W, empty).causes] == ["weights"]
+    report = verify(ranked, W, empty | {"key": jax.random.split(jax.random.key(0), N)})
+    assert [cause.kind for cause in report.causes] == ["coupled examples"]
+
+
+def test_a_carry_that_becomes_nan_is_named():
+    """Later micro-batches begin with it."""
+    fun = lambda params, batch, carry: (mse(params, batch) * carry, carry * jnp.nan)
+    report = verify(fun, W, BATCH, jnp.float32(1.0), carry_argnum=2)
+    assert [cause.kind for cause in report.causes] == ["mutable state"]
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -620,9 +620,11 @@ BAD = {
     "a batch too small": (Loop(), {"every": 7}, "needs 14 rows or more, two for each of every=7.*has 12"),
     "no window": (Loop(), {"every": 1}, "a window to compare: every=1. Pass 2"),
     "no number": (Loop(), {"every": "4"}, "every must be an integer"),
+    "None": (Loop(), {"every": None}, "every must be an integer >= 1: every=None"),
+    "no size": (Loop(), {"every": 2, "group_size": None}, "group_size must be an integer >= 1: group_size=None"),
     "groups": (Loop(), {"every": 2, "group_size": 5}, "needs 20 rows or more, two groups for each"),
     "broken groups": (Loop(), {"every": 2, "group_size": 3}, None),
-    "no pair": (lambda every: W, {}, r"must return \(step, carry\).*make_step\(4\) returned array"),
+    "no pair": (lambda every: W, {}, r"must return \(step, carry\).*make_step\(4\) returned float32"),
     "no last step": (lambda every: (*Loop()(every)[:2], 3), {}, "last_step must be a function"),
     "no parameters": (lambda every: (lambda c, b: c, {"n": 1}), {}, "must hold the parameters.*params=lambda carry"),
     "nothing returned": (
