@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,10 +12,18 @@ COMMANDS = {"info": info, "plan": plan, "verify": verify}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command, and returns its exit status: 2 where it cannot do what it was asked, 130 after Ctrl-C."""
+    """Runs a command, and returns its exit status.
+
+    That is 2 where it cannot do what it was asked, 130 after Ctrl-C, and 141 where nobody reads what it says.
+    """
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads has read enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+        return 141
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return 130

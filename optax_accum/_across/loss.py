@@ -123,7 +123,8 @@ class Loss:
         Where a weight in the cotangent could matter, it is multiplied in where gradients arise: that of a Ratio is
         not known by then.
         """
-        squares, bent = self.meter.no_squares(params), equations.bends(program.jaxpr)
+        squares = self.meter.no_squares(params)
+        bent = equations.is_short(program.jaxpr) or equations.has_rule(program.jaxpr)  # in the cotangent it may matter
         unless = MAY_BE_AGAIN if again else None
         if bent and weighing.weight is None and not self.in_place:
             unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"

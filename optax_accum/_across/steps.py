@@ -98,7 +98,8 @@ class Step:
                 f"A keyword argument must be for fun or for the optimizer: {both[0]!r} is an argument of both. Pass "
                 "that of fun by position, or give it another name there."
             )
-        of_fun = names & (set(signature.keywords) - self._of_inner | self.roles.keywords)
+        roles = {name for named in self.roles.named.values() for name in named}
+        of_fun = names & (set(signature.keywords) - self._of_inner | roles)
         call = self.roles.bind(args, {name: arg for name, arg in keywords.extra_args.items() if name in of_fun})
         rest = {name: arg for name, arg in keywords.extra_args.items() if name not in of_fun}
         return call, keywords._replace(extra_args=rest)

@@ -88,11 +88,6 @@ class Roles:
         _check_apart(passed)
         return {wanted: tuple(key for role, _, key in passed if role == wanted) for wanted in self.named}
 
-    @property
-    def keywords(self) -> set[str]:
-        """The arguments that have a role by name."""
-        return {name for _, name in self._pairs() if isinstance(name, str)}
-
     def _pairs(self) -> list[tuple[str, Name]]:
         return [(role, name) for role, names in self.named.items() for name in names]
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from optax_accum._core import compilers
-from optax_accum._core.dtypes import accumulator_dtype, emitted_dtype, is_float0, named_dtypes
+from optax_accum._core.dtypes import accumulator_dtype, is_float0, named_dtypes
 from optax_accum._core.types import Flag, Tree, Weight
 
 
@@ -64,7 +64,7 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: Flag, skip: Flag =
 
 
 def emitted(acc: Tree, grads: Tree, factor: Weight, dtype: jnp.dtype | str | None) -> Tree:
-    """Returns `acc * factor` in the dtype that is to be emitted.
+    """Returns `acc * factor` in the dtype named, the accumulator's by default, or in that of the gradients.
 
     A mean is a product with one reciprocal: dividing each leaf by a traced scalar would not fuse into the optimizer.
     """
@@ -72,7 +72,9 @@ def emitted(acc: Tree, grads: Tree, factor: Weight, dtype: jnp.dtype | str | Non
     def leaf(grad: Any, total: Any) -> Any:
         if is_float0(grad):
             return grad
-        return scaled(total, factor, emitted_dtype(jnp.asarray(grad).dtype, total.dtype, dtype))
+        own = jnp.asarray(grad).dtype
+        to = total.dtype if dtype is None else own if isinstance(dtype, str) else accumulator_dtype(own, dtype)
+        return scaled(total, factor, to)
 
     return jax.tree.map(leaf, grads, acc)
 

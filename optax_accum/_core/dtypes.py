@@ -25,13 +25,6 @@ def named_dtypes(dtype: Tree, params: Tree) -> Tree:
     return for_each_leaf("accumulator_dtype", dtype, params, remedy, is_leaf=lambda node: node is None)
 
 
-def emitted_dtype(grad: jnp.dtype, acc: jnp.dtype, emit_dtype: jnp.dtype | str | None) -> jnp.dtype:
-    """Returns the dtype in which the inner optimizer sees the gradient."""
-    if emit_dtype is None:
-        return acc
-    return grad if isinstance(emit_dtype, str) else accumulator_dtype(grad, emit_dtype)
-
-
 def is_short(dtype: Any) -> bool:
     """Returns whether a dtype has a shorter range than float32, as float16 has."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp

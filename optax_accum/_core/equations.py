@@ -65,11 +65,6 @@ def has_loop_or_branch(program: Any) -> bool:
     return any(equation.primitive.name in ("scan", "cond") for equation in all_equations(program))
 
 
-def bends(program: Any) -> bool:
-    """Returns whether a factor in the cotangent could give another gradient than one on the gradient."""
-    return is_short(program) or has_rule(program)
-
-
 def is_short(program: Any) -> bool:
     """Returns whether a number of a program has a shorter range than float32, as float16: a small one vanishes."""
     outcomes = (var.aval for equation in all_equations(program) for var in equation.outvars)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from optax_accum._arguments import checks
-from optax_accum._core import compilers
+from optax_accum._core import compilers, dtypes
 from optax_accum._core.types import Tree
 from optax_accum._space import meshes
 from optax_accum._space.several import InShardMap, OverMesh, PartialInShardMap, PartialOverMesh, ToShards
@@ -54,7 +54,7 @@ def as_reduction(reduce_axes: Any, to: Tree, dtype: Any = None, *, partial: bool
             f"reduce_dtype={dtype!r}, reduce_axes={reduce_axes!r}, reduce_to={to!r}. Leave it out."
         )
     dtype = checks.as_float_dtype("reduce_dtype", dtype)
-    if dtype is not None and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
+    if dtype is not None and dtypes.is_short(dtype):
         raise ValueError(
             "reduce_dtype must have the range of float32, for a sum beyond it would be lost: "
             f"reduce_dtype={dtype.name} ends at {float(jnp.finfo(dtype).max):g}. Pass jnp.bfloat16."

@@ -100,6 +100,15 @@ def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
+def test_whoever_reads_may_stop():
+    """`python -m optax_accum | head`: no traceback."""
+    call = subprocess.Popen(
+        [sys.executable, "-m", "optax_accum"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    call.stdout.close()
+    assert (call.stderr.read(), call.wait()) == ("", 141)
+
+
 def test_a_file_is_what_it_is_whatever_its_name(tmp_path):
     """`types` is a module of Python, `talks` one of another folder."""
     kept = {*sys.modules}
