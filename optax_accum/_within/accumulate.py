@@ -218,13 +218,13 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
 def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple[Tree, Tree]:
     """Runs the micro-batches of one device in order, and returns what came of them, and the last carry."""
     names = tuple(name for name in call.arguments if name not in (*call.batch, call.rng, call.carry))
-    lent = shared.lend(call[names], tuple(map(device.gathers, names, call[names])))
+    values = shared.widened(call[names], tuple(map(device.gathers, names, call[names])))
     call = device.localized(call, tuple(name for name in (*call.batch, call.rng) if name is not None))
-    parts = lambda call: rules.parts(call.with_values(names, shared.graft(call[names])))
-    micro_batches = microbatches.cut(parts, device, call.with_values(names, lent), rules.sizes)
+    parts = lambda call: rules.parts(call.with_values(names, shared.narrowed(call[names])))
+    micro_batches = microbatches.cut(parts, device, call.with_values(names, values), rules.sizes)
     program, shapes = micro_batches.traced()
     closure = shared.Closure(list(micro_batches.call.arguments.values()), device.vary)
-    if closure.lend(program.consts):
+    if closure.widen(program.consts):
         micro_batches = dataclasses.replace(micro_batches, parts=functools.partial(_closing_over, closure, parts))
     static = static or tracing.is_differentiated(program.consts)  # what `fun` closes over
     device.check_axes(program.out_avals)
@@ -248,7 +248,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
 
 
 def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call: Call) -> Parts:
-    """Calls `fun`, with what it closes over lent."""
+    """Calls `fun`, with what it closes over widened."""
     arrays, filled = parted(list(call.arguments.values()), is_array)
     of_arrays = lambda arrays: parts(call.with_values(tuple(call.arguments), filled(arrays)))
     return closure.opened(of_arrays, arrays)(arrays)

@@ -167,14 +167,15 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
     batches = call[call.batch]
     split = splitting.split_rows(batches, sizes, device.count)
     names = tuple(name for name in call.arguments if name not in call.batch)
-    lent, filled = parted(shared.lend(call[names], tuple(map(device.gathers, names, call[names]))), is_array)
+    gathers = tuple(map(device.gathers, names, call[names]))
+    arrays, filled = parted(shared.widened(call[names], gathers), is_array)
 
-    def outputs_of(lent: Sequence[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
-        values = (*shared.graft(filled(lent)), *micro_batches)
+    def outputs_of(arrays: Sequence[Any], micro_batches: Sequence[Tree], index: Any) -> Any:
+        values = (*shared.narrowed(filled(arrays)), *micro_batches)
         return call.with_values((*names, *call.batch), values).fold_key(index).apply(fun)
 
-    run = functools.partial(loops.recomputed(outputs_of, (call[names], batches)), lent)
-    return _mapped(run, split, batches, shared.Closure(lent, device.vary))
+    run = functools.partial(loops.recomputed(outputs_of, (call[names], batches)), arrays)
+    return _mapped(run, split, batches, shared.Closure(arrays, device.vary))
 
 
 def _mapped(

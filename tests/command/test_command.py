@@ -105,8 +105,9 @@ def test_whoever_reads_may_stop():
     call = subprocess.Popen(
         [sys.executable, "-m", "optax_accum"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
-    call.stdout.close()
-    assert (call.stderr.read(), call.wait()) == ("", 141)
+    with call:
+        call.stdout.close()
+        assert (call.stderr.read(), call.wait()) == ("", 141)
 
 
 def test_a_file_is_what_it_is_whatever_its_name(tmp_path):
