@@ -57,5 +57,5 @@ class NoAccumulator(Accumulator):
 
 
 def accumulator_of(state: AccumulationState) -> Accumulator:
-    """Returns what this state holds."""
+    """Returns the accumulator of a state."""
     return Accumulator() if holds_sum(state) else NoAccumulator()

@@ -9,7 +9,7 @@ from optax_accum._core.types import Flag, Weight
 
 
 class Divisor(NamedTuple):
-    """What the sum of a window is divided by.
+    """Divides the sum of a window.
 
     Attributes:
       is_mean: whether it is the sum of the weights, of which each device has its part.

@@ -24,7 +24,7 @@ from optax_accum._space.space import Reduced
 
 
 class Added(NamedTuple):
-    """What a backward pass has made of an accumulator."""
+    """An accumulator after a backward pass has added to it."""
 
     acc: Tree  # with the gradient in it
     squares: Any  # what the meter has of that gradient; None if it measures nothing
@@ -99,7 +99,7 @@ class Loss:
     def _finish(
         self, device: Device, acc: Tree | None, inside: Inside | None, flush: Flag | None
     ) -> list[Finish] | None:
-        """Returns what adds the sums over the devices, where the backward pass is to do that, as the window closes."""
+        """Returns functions that add each sum over the devices, if the last backward pass of the window does that."""
         if flush is False:
             return None
         needs = None

@@ -18,7 +18,7 @@ LEFT = "acc_grads"  # of these, the one whose memory the sum of a closed window 
 
 
 class Outcome(NamedTuple):
-    """What a micro-step returns beside the state: `emitted(updates)`, or `held(emit)`."""
+    """Builds the result of a micro-step beside the state: `emitted(updates)` or `held(emit)`."""
 
     emitted: Callable[[Tree], Tree]
     held: Callable[[Callable[[], Any]], Tree]

@@ -19,7 +19,7 @@ Skip = Callable[..., tuple[jax.Array, Tree]]
 
 
 class Policy(NamedTuple):
-    """What becomes of a micro-batch that is not finite.
+    """Decides about a micro-batch that is not finite.
 
     Attributes:
       screen: `(space, grads, weight, state, params) -> (skip, info)`, before it joins: is it left out?
@@ -68,7 +68,7 @@ TABLE = {
 
 
 def _of_callable(skip: Skip) -> Policy:
-    """Returns what `optax.MultiSteps` takes as `should_skip_update_fn`, as a policy; it may ask for its last `info`."""
+    """Returns the policy of a `should_skip_update_fn` of `optax.MultiSteps`, which may ask for its last `info`."""
     remembers = inspect.signature(skip).parameters.get("info")
     if remembers and remembers.default is inspect.Parameter.empty:
         raise TypeError(
@@ -91,7 +91,7 @@ def _of_callable(skip: Skip) -> Policy:
 
 
 def _as_screened(answer: Any) -> Any:
-    """Returns what a callable `nonfinite` returned, if it is a pair."""
+    """Returns the answer of a callable `nonfinite`, which must be a pair."""
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise TypeError(
             f"A callable nonfinite must return (skip, info): it returned {short(answer)}. Return (skip, ()) where "
@@ -101,7 +101,7 @@ def _as_screened(answer: Any) -> Any:
 
 
 def _as_skip(skip: Any) -> jax.Array:
-    """Returns what a callable `nonfinite` decided, as a bool scalar."""
+    """Returns the decision of a callable `nonfinite` as a bool scalar."""
     if checks.dtype_and_shape(skip) != (jnp.bool_, ()):
         raise TypeError(
             f"A callable nonfinite must return (skip, info) with a bool scalar first: it returned {short(skip)}. "

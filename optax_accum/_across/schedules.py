@@ -54,7 +54,7 @@ def by_count(count: Callable[[AccumulationState], Any], **fields: Any) -> Schedu
 
 
 def _or_flush(due: Callable[[AccumulationState, Flag], Flag]) -> Callable[[AccumulationState, Flag, Any], Flag]:
-    """Returns what closes a window when it is due, or when the caller says so."""
+    """Returns a `due` that closes a window when it is due or the caller flushes."""
 
     def closes(state: AccumulationState, counts: Flag, flush: Any) -> Flag:
         asked = False if flush is None else as_flush(flush)

@@ -28,7 +28,7 @@ from optax_accum._space.space import Space
 
 
 class Keywords(NamedTuple):
-    """What a call gives by keyword."""
+    """The keyword arguments of a call."""
 
     weight: Any
     flush: Any
@@ -80,7 +80,7 @@ class Step:
         return weight
 
     def why_not_in_place(self, state: Tree) -> str | None:
-        """Returns what keeps a backward pass from adding to an accumulator, if something does."""
+        """Returns why a backward pass cannot add to an accumulator; None if it can."""
         return "it does not accumulate"
 
     def apply(self, space: Space, done: Done, keywords: Keywords, state: Tree, params: Tree) -> tuple[Tree, Tree]:

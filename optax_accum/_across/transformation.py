@@ -199,7 +199,7 @@ def accumulate_gradients(
 
 
 class Accumulating(optax.GradientTransformationExtraArgs):
-    """What `accumulate_gradients` returns: a transformation that carries its rules."""
+    """A gradient transformation that also carries its rules: the result of `accumulate_gradients`."""
 
     rules: Rules | None = None  # `tx._replace(...)` has none, and is an optimizer like any other
 
@@ -216,7 +216,7 @@ class Accumulating(optax.GradientTransformationExtraArgs):
 
 
 def rules_of(tx: Any) -> Rules | None:
-    """Returns what `accumulate_gradients` was asked for, if it made this transformation."""
+    """Returns the rules of a transformation that `accumulate_gradients` made, else None."""
     return tx.rules if isinstance(tx, Accumulating) else None
 
 

@@ -27,7 +27,7 @@ from optax_accum._space.space import Reduced, Reduction, Space
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What `accumulate_gradients` was asked for: each option as the noun that answers for it."""
+    """The options of `accumulate_gradients`, each as the object that answers for it."""
 
     inner: optax.GradientTransformationExtraArgs
     schedule: Schedule
@@ -41,7 +41,7 @@ class Rules:
 
 
 class MicroBatch(NamedTuple):
-    """What a micro-step is given, through the door of the space."""
+    """The inputs of a micro-step, as the space lets them in."""
 
     grads: Tree  # the gradient, or, if a backward pass has added it, a stand-in of its shapes and dtypes
     weight: Weight
@@ -156,7 +156,7 @@ def emitted(
 def held(
     space: Space, window: Window, outcome: Outcome, emit: Callable[[], tuple[Tree, dict[str, Any]]]
 ) -> tuple[Tree, dict[str, Any]]:
-    """Returns what a window that goes on returns, and the fields of the state, unchanged."""
+    """Returns the result of a window that goes on, and its state fields, unchanged."""
     return outcome.held(emit), outcomes.fields_of(window.state) | space.held(window.total)
 
 

@@ -57,7 +57,7 @@ def ignoring(tx: Any, *names: str) -> Any:
 
 
 def _remedy(passed: Any) -> str:
-    """Returns what to do for somebody who passed something else than an optimizer."""
+    """Returns the remedy for an argument that is no optimizer."""
     if isinstance(getattr(passed, "tx", None), optax.GradientTransformation):
         return "Pass its tx."
     if callable(passed):

@@ -7,5 +7,5 @@ def counted(number: int, noun: str) -> str:
 
 
 def there_are(number: int, noun: str) -> str:
-    """Returns that there are so many, such as "there is 1 row"."""
+    """Returns a clause such as "there is 1 row"."""
     return f"there {'is' if number == 1 else 'are'} {counted(number, noun)}"

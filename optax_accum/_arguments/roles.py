@@ -94,7 +94,7 @@ class Roles:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of one call of `fun`, named as they are passed, by position or keyword, and which have a role."""
+    """One call of `fun`: its arguments by position or keyword, and which of them have a role."""
 
     arguments: dict[Name, Any]
     params: tuple[Name, ...]
@@ -108,7 +108,7 @@ class Call:
 
     @property
     def carried(self) -> Tree:
-        """What the first micro-batch is handed; None where nothing is handed on."""
+        """The carry that the first micro-batch gets; None without `carry_argnum`."""
         return None if self.carry is None else dtypes.strong(self.arguments[self.carry])
 
     def with_arguments(self, arguments: Mapping[Name, Any]) -> "Call":

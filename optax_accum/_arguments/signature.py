@@ -10,7 +10,7 @@ from optax_accum._core.types import Name
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a function takes; one that does not tell takes anything."""
+    """The parameters of a function; a function without a signature takes anything."""
 
     positions: tuple[str, ...] = ()  # the parameters that may come by position, in their order
     keywords: tuple[str, ...] = ()  # those that may come by keyword
@@ -50,7 +50,7 @@ class Signature:
 
 
 def signature_of(fun: Callable[..., Any]) -> Signature:
-    """Returns what a function takes; of a wrapper that takes anything, what it wraps."""
+    """Returns the signature of a function, or of the function inside a wrapper with `*args, **kwargs`."""
     try:
         parameters = inspect.signature(fun, follow_wrapped=False).parameters.values()
         wrapped = getattr(fun, "__wrapped__", None)

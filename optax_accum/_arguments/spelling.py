@@ -6,7 +6,7 @@ from typing import Any
 
 
 def misspelt(names: Iterable[str], inner: Callable[..., Any]) -> dict[str, str]:
-    """Returns those names that may be meant for `weight` or `flush`, and which; but for those that `inner` names."""
+    """Maps each name that looks like a misspelt `weight` or `flush` to it, unless `inner` has such a parameter."""
     named = inspect.signature(inner).parameters
     meant = {name: word for name in names if name not in named for word in ("weight", "flush") if _means(name, word)}
     return dict(sorted(meant.items()))

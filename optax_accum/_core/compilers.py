@@ -134,7 +134,7 @@ def is_sharded(leaf: Any) -> bool:
 
 
 def extremes(real: jax.Array) -> list[jax.Array]:
-    """Returns what is finite if all of an array is: one reduction, where a CPU does not write the magnitudes first."""
+    """Returns values that are finite if and only if the array is: one reduction, if a CPU writes no magnitudes."""
     if JAX >= (0, 10, 2):
         return [jnp.max(jnp.abs(real))]
     return [jnp.max(real), jnp.min(real)]

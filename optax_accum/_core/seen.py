@@ -9,7 +9,7 @@ _UNIT = 2**20  # below this, float32 counts in sixteenths
 
 
 class Seen(NamedTuple):
-    """The weight of all windows that have emitted: `2**20 * units + rest`.
+    """The total weight of all emitted windows, as `2**20 * units + rest`.
 
     A float32 alone would stall at 2**24 examples; this counts whole numbers to 2**51, in windows below 15 million.
     """

@@ -20,7 +20,7 @@ class WeightedSum(NamedTuple):
 
     @property
     def mean(self) -> Tree:
-        """The mean over the window, of all devices that the sums are of; NaN where nothing has been added."""
+        """The weighted mean over the window and all its devices; NaN if nothing has been added."""
         devices = tuple(range(jnp.ndim(self.weight)))
         return mean(jax.tree.map(lambda leaf: jnp.sum(leaf, axis=devices), self), empty=jnp.nan)
 

@@ -39,7 +39,7 @@ def contribution(
 
 
 class Backward:
-    """The backward pass of a loss: it returns the gradient, or adds it to references."""
+    """The backward pass of a loss, which returns the gradient or adds it to references."""
 
     def __init__(self, backward: Any, cotangent: jax.Array, inside: Inside | None):
         self.backward, self.cotangent, self.inside = backward, cotangent, inside

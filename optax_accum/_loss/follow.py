@@ -83,7 +83,7 @@ def _used_if_twice(values: Sequence[Any]) -> list[Any]:
 
 
 def _shared(value: Any) -> tuple[Any, Any]:
-    """Returns what all turns of a scan share, and the dtype that each casts it to, if any.
+    """Returns the constants of a scan, each with the dtype that its body casts it to, if any.
 
     If the gradient is wanted at once, JAX adds up those of the turns: in the dtype of the sink.
     """

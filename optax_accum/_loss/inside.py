@@ -22,7 +22,7 @@ _log = logging.getLogger("optax_accum")
 
 
 class Targets(NamedTuple):
-    """What a loss is differentiated by, so that its gradients can be added inside the backward pass."""
+    """The inputs by which a loss is differentiated, so that the backward pass adds its gradients."""
 
     leaves: list[Any]  # of each inexact parameter: itself, or its sink
     squares: Sequence[Any]  # what takes |g|^2 of each, or nothing
@@ -50,7 +50,7 @@ class Inside:
         return dataclasses.replace(self, sunk=tuple(jnp.dtype(ref.dtype) for ref in refs), totals=totals)
 
     def targets(self, params: Tree) -> Targets:
-        """Returns what the loss is differentiated by."""
+        """Returns the inputs that the loss is differentiated by."""
         shape = lambda param: () if self.totals else jnp.shape(param)
         leaves = [
             param if dtype is None else sinks.empty(param, shape(param), dtype)

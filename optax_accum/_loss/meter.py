@@ -16,7 +16,7 @@ from optax_accum._loss.groups import ByGroup
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `statistics=` asks for.
+    """The options of `statistics=`.
 
     Attributes:
       decay: how much of noise and signal, smoothed separately, a window
@@ -39,7 +39,7 @@ class Options:
 
 
 class Meter:
-    """What is measured of gradients. This one measures nothing."""
+    """Measures gradients. This base class measures nothing."""
 
     fields: tuple[str, ...] = ()  # of the state, that it fills
     measures = False  # whether gradients are measured
@@ -49,7 +49,7 @@ class Meter:
         return ()
 
     def blank(self, params: Tree) -> dict[str, Any]:
-        """Returns what is known before the first window, by field of the state."""
+        """Returns the initial values of its state fields."""
         return {}
 
     def no_squares(self, params: Tree) -> list[jax.Array]:
@@ -69,7 +69,7 @@ class Meter:
         return samples
 
     def learn(self, state: AccumulationState, samples: Any, total: Tree, weight: jax.Array) -> dict[str, Any]:
-        """Returns what is known after a window whose gradients add up to `total`, by field of the state."""
+        """Returns the new values of its state fields after a window whose gradients add up to `total`."""
         return {}
 
     def with_statistics(self, value: Any, samples: Any, mean: Tree, weight: jax.Array) -> Any:
@@ -138,7 +138,7 @@ class Measuring(Counting):
 
 
 def as_meter(statistics: Any, needs: tuple[str, ...] = ()) -> Meter:
-    """Returns what `statistics=` asks for, and the fields of the state that a schedule needs."""
+    """Returns the meter for `statistics=`, which also fills the state fields that a schedule needs."""
     if not isinstance(statistics, bool | Options):
         raise TypeError(
             f"statistics must be a bool, or optax_accum.statistics.Options: statistics={statistics!r}. Pass True."

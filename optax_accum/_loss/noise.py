@@ -107,7 +107,7 @@ def check_decay(decay: float) -> None:
 
 
 class NoiseScale(NamedTuple):
-    """What `gradient_noise_scale` returns.
+    """The result of `gradient_noise_scale`.
 
     Attributes:
       noise: float []. The variance of the gradient of one example, or

@@ -11,7 +11,7 @@ from optax_accum._loss import ratio
 
 
 class Parts(NamedTuple):
-    """What `fun` returns, by role."""
+    """The parts of the value that `fun` returns."""
 
     loss: Any  # [], or a dict of terms, each [], or a Ratio, or a dict of them
     aux: Tree = None
@@ -19,7 +19,7 @@ class Parts(NamedTuple):
 
 
 class Returns(NamedTuple):
-    """What `fun` returns: `loss`, `(loss, aux)`, `(loss, carry)` or `(loss, (aux, carry))`."""
+    """The form of the value that `fun` returns: `loss`, `(loss, aux)`, `(loss, carry)` or `(loss, (aux, carry))`."""
 
     has_aux: bool = False
     has_carry: bool = False

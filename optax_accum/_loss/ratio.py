@@ -168,7 +168,7 @@ def of_mean(loss: Any, weight: Any) -> Ratio:
 
 
 def check_loss(loss: Any, shares: Any) -> None:
-    """Raises unless a loss is a Ratio of real scalars, a dict of them, or what `checks.check_loss` lets pass."""
+    """Raises unless a loss is a Ratio of real scalars, a dict of Ratios, or passes `results.check_loss`."""
     terms = jax.tree.leaves(loss, is_leaf=is_ratio)
     if not any(map(is_ratio, terms)):
         return results.check_loss(loss, shares)
@@ -219,6 +219,16 @@ def checked(loss: Any) -> Any:
 def totals(loss: Any) -> Any:
     """Returns a loss, or each of its terms, without the count that a Ratio has."""
     return jax.tree.map(lambda term: term.total if is_ratio(term) else term, loss, is_leaf=is_ratio)
+
+
+def counts(terms: dict[str, Ratio]) -> dict[str, jax.Array]:
+    """Returns the count of each term."""
+    return {name: term.checked().count for name, term in terms.items()}
+
+
+def dtype_of(loss: Any) -> Any:
+    """Returns the dtype of a loss, or of the sum of its terms."""
+    return jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(totals(loss))))
 
 
 def reciprocal(count: jax.Array) -> jax.Array:

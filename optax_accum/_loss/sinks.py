@@ -19,7 +19,7 @@ Finish = Callable[[jax.Array], jax.Array | None]  # of a sum, or of a slice of i
 
 
 class Sink(NamedTuple):
-    """What takes the gradient of a parameter.
+    """Takes the gradient of a parameter.
 
     Attributes:
       grad: takes the gradient: of the shape of the parameter.
@@ -90,12 +90,12 @@ class Lent:
 
     @property
     def at_once(self) -> bool:
-        """Whether the whole gradient is wanted at once: a square of a sum is no sum of squares."""
+        """Whether the whole gradient must come at once: the square of a sum is no sum of squares."""
         return self.sink.square is not None or self.total is not None or not compilers.ADDS_TO_SLICES
 
     @property
     def has_slices(self) -> bool:
-        """Whether its only slice that is used can take its gradient: the rest is zeros, and adds no square."""
+        """Whether the only slice that is used takes its gradient alone: all others are zero, and add no square."""
         square = self.sink.square
         return compilers.ADDS_TO_SLICES and self.total is None and (square is None or jnp.ndim(square) == 0)
 

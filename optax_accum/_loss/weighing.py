@@ -29,11 +29,11 @@ class Weighing:
     nothing: Any = dataclasses.field(default=(), init=False)  # what is counted before the first micro-batch
 
     def scaled(self, loss: Any, index: Index) -> jax.Array:
-        """Returns the part of the whole loss that this one is: what is differentiated."""
+        """Returns the micro-batch's part of the whole loss, which is differentiated."""
         raise NotImplementedError
 
     def counted(self, loss: Any) -> Any:
-        """Returns what a loss that has run says that it counts."""
+        """Returns the count that a loss has returned."""
         return ()
 
 
@@ -51,7 +51,7 @@ class ByWeight(Weighing):
         return self.weight
 
     def value(self, loss: Any) -> Any:
-        """Returns what the user sees of the loss."""
+        """Returns the loss as the user gets it."""
         return loss
 
 
@@ -72,7 +72,7 @@ class ByCount(Weighing):
         return self.mean_and_factor(loss.count)[0]
 
     def value(self, loss: ratio.Ratio) -> jax.Array:
-        """Returns what the user sees of the loss: the mean."""
+        """Returns the loss as the user gets it: the mean."""
         return ratio.divided(jnp.asarray(loss.total), loss.count)
 
 

@@ -96,7 +96,7 @@ class Device:
         return list(map(in_front, shards, leaves))
 
     def local_parts(self, sums: Tree) -> Tree:
-        """Returns what this device keeps of sums that were added up so."""
+        """Returns this device's part of sums that `added_up` has finished."""
         shards = self._shards(sums)
         if shards is None:
             return sums
@@ -137,7 +137,7 @@ class Device:
         return jax.tree.map(any_of, flags) if self.axes else flags
 
     def mean_and_factor(self, program: Any) -> Callable[[Weight], tuple[Weight, Weight]]:
-        """Returns what splits a weight into the mean over devices and the factor `weight / mean` of the loss."""
+        """Returns a function that splits a weight into its mean over devices and the loss's factor `weight / mean`."""
 
         def shared(weight: Weight) -> tuple[Weight, Weight]:
             mean = jax.lax.pmean(weight, self.axes)

@@ -38,7 +38,7 @@ def with_replicated(to: Tree) -> Tree:
 
 
 def as_reduction(reduce_axes: Any, to: Tree, dtype: Any = None, *, partial: bool = False) -> Reduction:
-    """Returns what was asked for, if it fits together; `partial` says whether sums may stay where they are."""
+    """Returns the reduction that these options describe, checked; `partial` allows `reduce_to="partial"`."""
     axes = meshes.as_axes(reduce_axes)
     if to is not None and not axes:
         raise ValueError(

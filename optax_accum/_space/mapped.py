@@ -88,7 +88,7 @@ def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options:
 
 
 def joined(rows: Tree, axes: Axes, to: Tree) -> Tree:
-    """Returns rows [d, ...], each on its device, as arrays [...], of which a device has its row: all, or a shard."""
+    """Returns arrays [...] made of rows [d, ...]: each device's row is its shard, or its copy of the array."""
     specs = jax.tree.map(lambda _: PartitionSpec(axes), rows)
     to = jax.tree.map(lambda spec: meshes.only(spec, axes), to, is_leaf=meshes.is_spec)
     options = {"in_specs": (specs,), "out_specs": to, "check_vma": False}  # types know of no rows that are alike

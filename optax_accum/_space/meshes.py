@@ -162,7 +162,7 @@ def over(sharding: NamedSharding, kind: AxisType) -> NamedSharding | None:
 
 
 def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
-    """Returns `tree`, sharded as `to`, as the parameters are: where they do not tell, without the reduced axes."""
+    """Reshards a tree from `to` to the parameters' sharding; if that is unknown, whole over the reduced axes."""
 
     def like_param(param: Any, to: NamedSharding) -> NamedSharding:
         spec = spec_of(param)
@@ -187,7 +187,7 @@ def names_of(entry: Any) -> tuple[str, ...]:
 
 
 def names_over_devices(axes: Axes, names: Iterable[Any]) -> tuple[Any, ...]:
-    """Returns the sharding of partial sums [d, ...], of that of a leaf [...]."""
+    """Returns the spec of partial sums [d, ...], from the entries of the spec of a leaf [...]."""
     return (axes[0] if len(axes) == 1 else axes, *(without(entry, axes) for entry in names))
 
 

@@ -85,7 +85,7 @@ class Several(Space):
         return over(extreme(leaf, axis=0), self.inside)
 
     def _lacks(self) -> str | None:
-        """Returns what a backward pass needs that is to add gradients over the devices, and is not there."""
+        """Returns what is missing for a backward pass to add gradients over the devices; None if nothing is."""
         return compilers.lacks_overlap() if tracing.is_staged() else "jax.jit"
 
     def _device(self, call: Call, sharded: Name | None = None) -> Device:
@@ -261,8 +261,8 @@ class Partial(Several):
 
 
 class PartialOverMesh(Partial, OverMesh):
-    """Those of a mesh, [d, ...]."""
+    """Partial sums over a mesh that stay: [d, ...]."""
 
 
 class PartialInShardMap(Partial, InShardMap):
-    """Those of one device, [...], in a `jax.shard_map` of the user."""
+    """Partial sums inside a `jax.shard_map` that stay: [...] on each device."""

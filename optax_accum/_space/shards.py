@@ -38,7 +38,7 @@ class Shard:
 
     @property
     def is_separable(self) -> bool:
-        """Whether it can be taken where the other axes are left to the partitioner: no dimension is over both."""
+        """Whether no dimension is over these axes and others, too: only then can the partitioner slice it."""
         others = set(meshes.explicit_axes(self.to.mesh)) - set(self.axes)
         return not others and all(meshes.names_of(self.to.spec[dim]) == names for dim, names in self.dims.items())
 

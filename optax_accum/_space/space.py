@@ -122,7 +122,7 @@ class Space:
         return self.device
 
     def as_local(self, sums: Tree) -> Tree:
-        """Returns what each device has as users see it: [d, ...], inside `jax.shard_map` its own [...]."""
+        """Returns each device's sums as the user gets them: [d, ...], or inside `jax.shard_map` this device's [...]."""
         return sums
 
     def as_partial(self, local: Tree) -> Tree:

@@ -175,7 +175,7 @@ def accumulate(
 
 
 class _Rules(NamedTuple):
-    """What `accumulate` was asked for."""
+    """The options of `accumulate`."""
 
     fun: Callable[..., Any]
     returns: Returns
@@ -196,7 +196,7 @@ class _Rules(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What has come of some micro-batches."""
+    """The sums over the micro-batches so far."""
 
     outputs: Tree
     weight: jax.Array  # [], what they said that they count
@@ -255,7 +255,7 @@ def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call:
 
 
 def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
-    """Returns what comes of no rows: `fun` is traced for a few, and not run."""
+    """Returns the result for a batch without rows: `fun` is traced for a few rows, and not run."""
     rows = rules.sizes.group
     first = () if rules.sizes.stacked else (rows,)
     some = lambda leaf: jnp.zeros((*first, *leaf.shape[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf

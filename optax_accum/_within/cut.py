@@ -31,7 +31,7 @@ _AGAIN = (
 
 
 class Sums(NamedTuple):
-    """What is added up over the micro-batches of one device."""
+    """The sums over the micro-batches of one device."""
 
     loss: jax.Array  # [], the sum of what micro-batches contribute
     counted: Any  # what their losses say that they count, [], or () where that was known
@@ -43,7 +43,7 @@ class Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What `value_and_grad` was asked for, and the functions that do it."""
+    """The options of `value_and_grad`, and `fun`."""
 
     fun: Callable[..., Any]
     roles: Roles
@@ -61,7 +61,7 @@ class Rules:
     over: Reduction
 
     def kinds(self, params: Tree) -> Tree:
-        """Returns what becomes of the gradients of each leaf of the differentiated arguments."""
+        """Returns the reduction of the gradients of each differentiated leaf."""
         return reductions.names_of(self.grad_reduction, params, "grad_reduction", "the parameters")
 
     def parts(self, call: Call) -> Parts:
@@ -147,7 +147,7 @@ class Cut:
     @property
     def loss_dtype(self) -> Any:
         """The dtype that the loss has."""
-        return jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(ratio.totals(self.shapes.loss))))
+        return ratio.dtype_of(self.shapes.loss)
 
     def _sampled(self, samples: Any, backward: Backward, loss: Any, index: Index, squares: list[jax.Array]) -> Any:
         """Returns the sums of the meter with `w |g|^2` of a gradient in them, which came scaled."""
@@ -220,7 +220,7 @@ def _counts(
 
     def add(counts: dict[str, jax.Array], turn: Turn) -> tuple[dict[str, jax.Array], Parts]:
         parts = rules.parts(turn.call)
-        return {name: counts[name] + term.checked().count for name, term in parts.loss.items()}, parts
+        return jax.tree.map(jnp.add, counts, ratio.counts(parts.loss)), parts
 
     with jax.named_scope("optax_accum.count"):
         counts = {name: jnp.zeros([], dtypes.default_float()) for name in shapes.loss}

@@ -56,7 +56,7 @@ def added(tree: Tree, names: Tree) -> Tree:
 
 
 def over_devices(names: Tree, space: Space, local: Tree | Reduced, grads: Tree, params: Tree) -> Tree:
-    """Returns the gradients of the whole batch, with the new values of all devices; parameters where nothing ran."""
+    """Returns the gradients of the whole batch; replaced leaves have all devices' values, or the parameter's."""
     if isinstance(local, Reduced):
         return grads
 

@@ -11,7 +11,7 @@ from optax_accum._core import compilers, flags, tracing
 from optax_accum._core.types import Flag
 
 
-def in_order(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, unroll: bool, static: bool) -> Any:
+def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, unroll: bool, static: bool) -> Any:
     """Adds those of the full micro-batches that are `alive`, all or [k], in order.
 
     Their number may be traced; what is `static` runs all turns, and JAX can differentiate it again. With `unroll`,
@@ -46,7 +46,7 @@ def if_alive(alive: Flag, add: Callable[[Any], Any], totals: Any, *, static: boo
 
 
 def recomputed(fun: Callable[..., Any], args: Any) -> Callable[..., Any]:
-    """Returns `fun`, whose backward pass runs it again; what nobody differentiates, outside `jit`, is as it was."""
+    """Returns `fun` under `jax.checkpoint`, unless it runs outside `jit` and nobody differentiates it."""
     return jax.checkpoint(fun) if tracing.is_staged() or tracing.is_differentiated(args) else fun
 
 

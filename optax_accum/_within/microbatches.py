@@ -36,7 +36,7 @@ class Alive(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What is known of one micro-batch when it is run."""
+    """One micro-batch as it is run."""
 
     index: Index
     rows: Any  # its part of each argument that holds the batch
@@ -49,7 +49,7 @@ Done = tuple[Any, Tree]  # the sums, and the last carry
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """What one device has of a batch, cut: full micro-batches, and the remainder, whose index is their number."""
+    """The micro-batches of one device: the full ones, and the remainder, whose index is the number of full ones."""
 
     parts: Callable[[Call], Parts]  # calls `fun`
     device: Device
@@ -109,7 +109,7 @@ class MicroBatches:
 
         start = self.device.vary(sums), self.call.carried
         full, (turns, rest) = self.split.full, alive.turns
-        order = functools.partial(loops.in_order, add=take_turn, unroll=unroll, static=static)
+        order = functools.partial(loops.add_alive, add=take_turn, unroll=unroll, static=static)
         if not last_apart:
             done = order(full, turns, totals=start)
             return loops.if_alive(rest, functools.partial(take_turn, full), done, static=static)

@@ -19,7 +19,7 @@ def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return total if jnp.issubdtype(shape.dtype, jnp.bool_) else total.astype(shape.dtype)  # or the count of bools
 
 
-class Reduction(NamedTuple):
+class Fold(NamedTuple):
     """`finish(add(add(start(...), x_0, ...), x_1, ...))` is the output for the batch."""
 
     start: Callable[[jax.ShapeDtypeStruct, Split], Any]
@@ -28,7 +28,7 @@ class Reduction(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a function returns for each micro-batch, on its way to what it returns for the batch."""
+    """The outputs of the micro-batches, on their way to the output for the batch."""
 
     names: Tree  # of the reduction of each leaf, or a function that merges two
     shapes: Tree  # for a full micro-batch
@@ -38,7 +38,7 @@ class Outputs(NamedTuple):
 
     def start(self) -> Tree:
         """Returns the outputs of no micro-batch."""
-        start = lambda name, shape: reduction(name).start(shape, self.split)
+        start = lambda name, shape: fold_of(name).start(shape, self.split)
         return jax.tree.map(start, self.names, self.shapes)
 
     def add(self, totals: Tree, outputs: Tree, index: Index, share: Any) -> Tree:
@@ -50,7 +50,7 @@ class Outputs(NamedTuple):
             output = jnp.asarray(output)
             if self.counted and name == "mean":
                 output = jnp.where(share == 0, jnp.zeros_like(output), output)  # or it is 0 / 0
-            return reduction(name).add(total, output, index, share)
+            return fold_of(name).add(total, output, index, share)
 
         return jax.tree.map(add, self.names, totals, outputs)
 
@@ -61,7 +61,7 @@ class Outputs(NamedTuple):
 
         def finish(name: str, total: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
             total = ratio.divided(total, sum_of_weights) if divides and name == "mean" else total
-            return reduction(name).finish(total, shape)
+            return fold_of(name).finish(total, shape)
 
         return jax.tree.map(finish, self.names, totals, self.shapes)
 
@@ -76,7 +76,7 @@ def outputs_of(
     return expected
 
 
-def reduction(name: str | Callable[[Any, Any], Any]) -> Reduction:
+def fold_of(name: str | Callable[[Any, Any], Any]) -> Fold:
     """Returns the reduction of that name, or by that function."""
     return _merging(name) if callable(name) else REDUCTIONS[name]
 
@@ -189,7 +189,7 @@ def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any) -> ja
     return total + output.astype(total.dtype) * jnp.asarray(share, total.dtype)
 
 
-def _merging(merge: Callable[[Any, Any], Any]) -> Reduction:
+def _merging(merge: Callable[[Any, Any], Any]) -> Fold:
     """Returns the reduction by a function that merges two outputs: that of the first micro-batch begins."""
 
     def add(total: tuple[jax.Array, jax.Array], output: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
@@ -198,7 +198,7 @@ def _merging(merge: Callable[[Any, Any], Any]) -> Reduction:
         return jnp.array(True), jnp.where(begun, merged, output)
 
     start = lambda shape, _: (jnp.array(False), jnp.zeros(shape.shape, shape.dtype))
-    return Reduction(start, add, lambda total, _: total[1])
+    return Fold(start, add, lambda total, _: total[1])
 
 
 def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:
@@ -223,14 +223,14 @@ def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 REDUCTIONS = {
-    "mean": Reduction(_zeros, _scaled),
-    "sum": Reduction(_zeros, lambda total, output, *_: total + output.astype(total.dtype)),
-    "max": Reduction(functools.partial(_extreme, -1), lambda total, output, *_: jnp.maximum(total, output)),
-    "min": Reduction(functools.partial(_extreme, 1), lambda total, output, *_: jnp.minimum(total, output)),
-    "last": Reduction(lambda shape, _: jnp.zeros(shape.shape, shape.dtype), lambda _, output, *__: output),
-    "stack": Reduction(
+    "mean": Fold(_zeros, _scaled),
+    "sum": Fold(_zeros, lambda total, output, *_: total + output.astype(total.dtype)),
+    "max": Fold(functools.partial(_extreme, -1), lambda total, output, *_: jnp.maximum(total, output)),
+    "min": Fold(functools.partial(_extreme, 1), lambda total, output, *_: jnp.minimum(total, output)),
+    "last": Fold(lambda shape, _: jnp.zeros(shape.shape, shape.dtype), lambda _, output, *__: output),
+    "stack": Fold(
         lambda shape, split: jnp.zeros((split.parts, *shape.shape), shape.dtype),
         lambda stack, output, index, *_: stack.at[index].set(output),
     ),
-    "concat": Reduction(_rows, _put_rows, _joined),
+    "concat": Fold(_rows, _put_rows, _joined),
 }

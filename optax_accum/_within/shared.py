@@ -26,7 +26,7 @@ class Widened(NamedTuple):
 
 
 def widened(tree: Tree, gathers: Tree) -> Tree:
-    """Returns what a function gathers of each array, `Widened` where that is narrow."""
+    """Applies each function to its array, and returns `Widened` for narrow ones."""
 
     def widen(leaf: Any, gather: Callable[[Any], Any]) -> Any:
         if not is_array(leaf):
@@ -43,7 +43,7 @@ def narrowed(tree: Tree) -> Tree:
 
 
 class Closure:
-    """What functions close over, widened once for all that close over it."""
+    """The values that functions close over, widened once for all these functions."""
 
     def __init__(self, known: Tree, vary: Callable[[Any], Any]):
         """Takes what is widened already, and what makes the rest a device's own."""

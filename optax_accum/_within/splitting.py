@@ -43,7 +43,7 @@ class Split(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What was asked for: so many micro-batches, or so many rows in each; and so many rows that stay together.
+    """The sizes that a user asked for: the number of micro-batches or their rows, and the rows of a group.
 
     If `stacked`, the batch comes cut: [k, m, ...].
     """
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 
 def as_sizes(num_microbatches: Any, microbatch_size: Any, group_size: Any, stacked: bool = False) -> Sizes:
-    """Returns what was asked for, if that is one of the two, or nothing for a batch that comes cut."""
+    """Returns the sizes asked for: exactly one of the two numbers, or neither for a stacked batch."""
     if stacked:
         if (num_microbatches, microbatch_size, group_size) != (None, None, 1):
             raise ValueError(
@@ -161,7 +161,7 @@ def ungrouped(split: Split, micro_batch: Tree) -> Tree:
 
 
 def original_order(split: Split, rows: jax.Array) -> jax.Array:
-    """Returns what the full micro-batches gave for their rows, [k, b, ...], in the order of the batch."""
+    """Returns the outputs [k, b, ...] of the full micro-batches in the order of the batch's rows."""
     rows = rows.reshape(split.full, split.size // split.group, split.group, *rows.shape[2:])
     return jax.lax.collapse(jnp.moveaxis(rows, 0, 1), 0, 3)
 

@@ -86,7 +86,7 @@ def _live(shares: Shares) -> Flag:
 
 
 def _weights(weights: Any) -> Any:
-    """Returns what `weight_fn` gave, checked, in the dtype in which weights are added."""
+    """Returns the weights of `weight_fn`, checked, in the dtype in which they are added."""
     if isinstance(weights, Mapping):
         return {key: _weight(weight, f"weight_fn's {key!r}") for key, weight in weights.items()}
     return _weight(weights, "weight_fn's result")
