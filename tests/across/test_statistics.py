@@ -452,7 +452,7 @@ def test_a_callable_policy_is_given_what_it_returned_last():
         (lambda: batching.every_by_tokens({}), "from 0 tokens on"),
         (lambda: batching.every_by_tokens({10: 2}), "from 0 tokens on"),
         (lambda: batching.every_by_tokens({0: 0}), "every must be an integer >= 1"),
-        (lambda: batching.every_by_tokens({0: None}), "must say what holds"),
+        (lambda: batching.every_by_tokens({0: None}), "every must be an integer >= 1: every=None"),
         (lambda: accumulate(nonfinite=lambda grads, step, params, info: (False, info)), "info has no default"),
         (lambda: accumulate(statistics=statistics.Options(groups={"a": "x"})).init(START), "groups must be a prefix"),
         (lambda: accumulate(statistics=statistics.Options(groups=3)).init(START), "strings as leaves"),
