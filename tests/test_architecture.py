@@ -257,7 +257,7 @@ ASKED = {
         {"as_meter", "Measuring", "Counting"},
         "_loss/meter _across/transformation _within/value_and_grad",
     ),
-    "is a gradient measured": ({"measures"}, "_loss/meter _within/cut"),
+    "is a gradient measured": ({"measures"}, "_loss/meter _across/loss _within/cut"),
     "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step _across/multi_steps"),
     "does a state hold a sum": ({"holds_sum"}, "_across/accumulator flax/_window"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),

@@ -79,9 +79,9 @@ class Loss:
             return backward, (loss, value, weighing.counted(parts.loss))
 
         finish = self._finish(device, acc, inside, flush)
-        if not inside:
+        if acc is None or (not inside and (again or self.meter.measures or weighing.weight is None)):
             backward, (loss, value, weight) = run(None)
-            return Done(loss, value, weight, backward.gradient())
+            return Done(loss, value, weight, backward.gradient())  # the window adds it, and measures it
         how: dict[str, Any] = {"first": index == 0, "inside": inside, "vary": device.vary}
         if finish is not None:
             acc, squares, (loss, value, counted) = add_last(acc, run, weighing.weight, finish=finish, **how)

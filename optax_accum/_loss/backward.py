@@ -77,11 +77,11 @@ class Backward:
 
 def add_to(
     acc: Tree,
-    run: Callable[[Inside], tuple[Backward, Any]],
+    run: Callable[[Inside | None], tuple[Backward, Any]],
     weight: Weight,
     first: jax.Array,
     *,
-    inside: Inside,
+    inside: Inside | None,
     vary: Callable[[Tree], Tree],
 ) -> tuple[Tree, list[jax.Array], Any]:
     """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and what else `run` returns.
@@ -89,10 +89,18 @@ def add_to(
     What weighs nothing is not run, for its loss is often 0 / 0: what else it returns is zeros. `vary` is that of the
     device.
     """
-    start = compilers.zeroed(acc, first)
+
+    def begun() -> Tree:
+        if inside:
+            return compilers.zeroed(acc, first)
+        return jax.tree.map(lambda total: jnp.where(first, jnp.zeros_like(total), total), acc)  # has a derivative
+
+    start = begun() if inside else acc
 
     def added() -> tuple[Tree, list[jax.Array], Any]:
         backward, returned = run(inside)
+        if not inside:
+            return arithmetic.add(start, backward.gradient(), weight, first), [], vary(returned)
         backward.cotangent, ready = compilers.ready_together(backward.cotangent, start)
         refs = jax.tree.map(jax.new_ref, ready)
         squares = backward.add_to(jax.tree.leaves(refs), weight)
@@ -100,7 +108,7 @@ def add_to(
 
     def unrun() -> tuple[Tree, list[jax.Array], Any]:
         returned = arithmetic.zeros_of(jax.eval_shape(lambda: run(inside)[1]))
-        return start, vary(list(inside.squares)), vary(returned)
+        return start if inside else begun(), vary(list(inside.squares) if inside else []), vary(returned)
 
     counts = flags.known(weight != 0)
     if isinstance(counts, bool):

@@ -176,7 +176,17 @@ def test_the_example_of_contributing_works(tmp_path):
     for folder in ("optax_accum", "tests", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/across/test_faults.py", "-k", "guard"]
+    test = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/across/test_faults.py",
+        "-k",
+        "guard",
+    ]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     results = []
     for part in ("tests", ""):  # its test alone, then all of it
