@@ -163,6 +163,31 @@ def test_a_micro_step_that_is_not_in_place_is_differentiated_again_through_a_jit
     np.testing.assert_allclose(jax.jacrev(move)(W), jnp.eye(3) - 0.5 * HESSIAN, rtol=1e-5, atol=1e-6)
 
 
+@needs_references
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_a_micro_step_through_a_jit_names_the_option_that_works(around):
+    step = around(optax_accum.value_and_apply_gradients(loss, TX))
+    with pytest.raises(ValueError, match="is not differentiated through jit, a scan .*Pass in_place=False"):
+        jax.grad(lambda w: step(w, TX.init(w), BATCH)[1].sum())(W)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_micro_batch_without_weight_has_no_derivative(jit):
+    """Its loss is 0 / 0."""
+    fun = lambda w, batch: jnp.sum(batch["y"] * jnp.tanh(batch["x"] @ w) ** 2) / batch["y"].sum()
+    step = optax_accum.value_and_apply_gradients(fun, TX, weight_fn=count)
+
+    def move(w, *factors):
+        state = TX.init(w)
+        for factor in factors:
+            _, w, state = step(w, state, BATCH | {"y": factor * BATCH["y"]})
+        return w.sum()
+
+    grad = jax.grad(move)
+    grad = jax.jit(grad) if jit else grad
+    close(grad(W, 1.0, 0.0), jax.grad(lambda w: jnp.sum(w - 0.5 * jax.grad(fun)(w, BATCH)))(W))
+
+
 # Outside jit
 
 

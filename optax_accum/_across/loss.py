@@ -22,6 +22,11 @@ from optax_accum._loss.weighing import ByCount, ByWeight, MeanAndFactor
 from optax_accum._space.device import Device
 from optax_accum._space.space import Reduced
 
+_AGAIN = (
+    "What value_and_apply_gradients returns is not differentiated through jit, a scan or jax.checkpoint, where "
+    "gradients are added in place. Pass in_place=False to value_and_apply_gradients."
+)
+
 
 class Added(NamedTuple):
     """An accumulator after a backward pass has added to it."""
@@ -72,6 +77,10 @@ class Loss:
         device.check_loss(program.jaxpr, losses)
         weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
         inside = None if acc is None else self._inside(params, acc, program, weighing, again)
+        if inside:
+            values = params, acc, list(call.arguments.values())
+            params, acc, arguments = tracing.refuse_differentiation(values, _AGAIN)
+            call = call.with_values(tuple(call.arguments), arguments)
 
         def run(inside: Inside | None) -> tuple[Backward, Any]:
             loss, backward, parts = contribution(fun, params, weighing, 0, inside)
@@ -79,7 +88,7 @@ class Loss:
             return backward, (loss, value, weighing.counted(parts.loss))
 
         finish = self._finish(device, acc, inside, flush)
-        if acc is None or (not inside and (again or self.meter.measures or weighing.weight is None)):
+        if acc is None or (not inside and (self.meter.measures or weighing.weight is None)):
             backward, (loss, value, weight) = run(None)
             return Done(loss, value, weight, backward.gradient())  # the window adds it, and measures it
         how: dict[str, Any] = {"first": index == 0, "inside": inside, "vary": device.vary}

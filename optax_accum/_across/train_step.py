@@ -114,6 +114,8 @@ def value_and_apply_gradients(
 
       * `in_place=True` where JAX or the accumulators do not allow it: an
         error. Outside `jit` it is added after the backward pass.
+      * The step is differentiated, as in meta-learning, through a `jit`, a
+        scan or `jax.checkpoint`: an error; pass `in_place=False`.
       * An integer parameter: stays, where `tx` leaves it out
         (`optax.masked`); else an error says how.
       * A key that no role names; an argument with as many rows as the

@@ -34,8 +34,8 @@ def casts(program: Any) -> list[bool]:
 def breaks(program: Any) -> list[bool]:
     """Returns for which inputs of a traced program JAX fails to differentiate with references, or does so wrongly.
 
-    A scan that takes one array in two ways, say scanned over and closed over; a barrier; a slice that may be clamped.
-    What has a sink is used before it comes to the first two, and is clamped before the third.
+    A scan that takes one array in two ways, say scanned over and closed over; a scan without turns; a barrier; a slice
+    that may be clamped. What has a sink is used before it comes to the first three, and is clamped before the last.
     """
     broken: set[Any] = set()
     for equation in reversed(program.eqns):
@@ -52,8 +52,9 @@ def breaks(program: Any) -> list[bool]:
 
 
 def _breaks_here(equation: Any) -> bool:
-    """Returns whether an equation breaks whatever it takes."""
-    return is_barrier(equation) or may_be_clamped(equation)
+    """Returns whether an equation breaks whatever it takes; a scan without turns slices what has no rows."""
+    empty = equation.primitive.name == "scan" and not equation.params["length"]
+    return is_barrier(equation) or may_be_clamped(equation) or empty
 
 
 def _breaks_any(program: Any) -> bool:

@@ -50,7 +50,7 @@ def _end(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     num_consts, num_carry = compilers.sizes_of_scan(equation)
     params, first = equation.params, num_consts + num_carry
-    values = _used_if_twice(values)
+    values = _used_if_twice(values) if params["length"] else list(map(used, values))
     consts, narrow = zip(*map(_shared, values[:num_consts]), strict=True) if num_consts else ((), ())
     carry = [used(value) for value in values[num_consts:first]]
     turned = [value.turned(params["length"]) if isinstance(value, Lent) else value for value in values[first:]]
@@ -141,7 +141,8 @@ def _slice(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 def _clamped(equation: Any, starts: Sequence[Any]) -> Sequence[Any]:
     """Returns where a dynamic slice starts that would reach beyond its array."""
     sizes = zip(equation.invars[0].aval.shape, equation.params["slice_sizes"], strict=True)
-    return [jnp.clip(start, 0, size - length) for start, (size, length) in zip(starts, sizes, strict=True)]
+    wide = [start.astype(jnp.int32) if start.dtype.itemsize < 4 else start for start in map(jnp.asarray, starts)]
+    return [jnp.clip(start, 0, size - length) for start, (size, length) in zip(wide, sizes, strict=True)]
 
 
 FOLLOW: dict[str, Callable[[Any, Sequence[Any]], Sequence[Any]]] = {

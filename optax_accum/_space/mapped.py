@@ -1,6 +1,7 @@
 """Owns what runs on each device: `jax.shard_map` over some axes of a mesh, all others left as they are."""
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -49,7 +50,12 @@ def per_device(
     with_integers: list[Any] = []  # what puts back the gradients of integer parameters, which no array can hold
 
     def on_device(*local: Any) -> Tree:
-        sums, same = fun(*filled(local))
+        try:
+            sums, same = fun(*filled(local))
+        except TypeError as error:
+            if re.search("pcast|pvary", str(error)):
+                error.add_note(_FROM_ZEROS)
+            raise
         arrays, put_back = parted(sums, lambda leaf: not dtypes.is_float0(leaf))
         with_integers.append(put_back)
         return varying(as_row(arrays), axes), same
@@ -66,6 +72,13 @@ def per_device(
     # Outside jit, shard_map knows no references, and an array tells how it is sharded over Auto axes, too.
     local, same = run_placed(*arrays) if traced else jax.jit(run_placed)(*arrays)
     return with_integers[-1](local), same
+
+
+_FROM_ZEROS = (
+    "With reduce_axes each device has rows of its own, and a loop or a branch in fun begins with an array that is the "
+    "same on all, such as zeros. Begin with one that is made of the batch, such as jnp.zeros_like(x[0]); a layer that "
+    "makes it itself takes it as an argument (flax.linen.RNN: initial_carry)."
+)
 
 
 def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:

@@ -115,9 +115,12 @@ def accumulate(
         sums and functions that merge give zeros, `"concat"` no rows,
         `"max"` `-inf`.
       * The gradient of an integer (float0, from `allow_int=True`): stays.
-      * `jax.grad` of the call: the whole batch's gradient, that of bfloat16
-        arguments added in float32; it keeps what every micro-batch needs
-        for its backward pass, unlike `value_and_grad`.
+      * `jax.grad` of the call: the whole batch's gradient. That of bfloat16
+        arguments is added in float32, except of a carry. It keeps what
+        every micro-batch needs for its backward pass, unlike
+        `value_and_grad`. With `reduce_axes`, pass what has a gradient as an
+        argument: that of values that `fun` closes over crosses the network
+        at each micro-batch.
       * A mean of integers; `"concat"` of what has no rows; a merge to
         another shape or dtype: an error.
       * `reduce_axes` with `"stack"`, `"last"` or a function that merges: an
@@ -223,7 +226,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     parts = lambda call: rules.parts(call.with_values(names, shared.narrowed(call[names])))
     micro_batches = microbatches.cut(parts, device, call.with_values(names, values), rules.sizes)
     program, shapes = micro_batches.traced()
-    closure = shared.Closure(list(micro_batches.call.arguments.values()), device.vary)
+    closure = shared.Closure(values)
     if closure.widen(program.consts):
         micro_batches = dataclasses.replace(micro_batches, parts=functools.partial(_closing_over, closure, parts))
     static = static or tracing.is_differentiated(program.consts)  # what `fun` closes over
@@ -249,7 +252,8 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
 
 def _closing_over(closure: shared.Closure, parts: Callable[[Call], Parts], call: Call) -> Parts:
     """Calls `fun`, with what it closes over widened."""
-    arrays, filled = parted(list(call.arguments.values()), is_array)
+    # Scalars of a batch are the same for all micro-batches: they count as closed over.
+    arrays, filled = parted(list(call.arguments.values()), lambda leaf: is_array(leaf) and is_split(leaf))
     of_arrays = lambda arrays: parts(call.with_values(tuple(call.arguments), filled(arrays)))
     return closure.opened(of_arrays, arrays)(arrays)
 

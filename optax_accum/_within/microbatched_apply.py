@@ -96,7 +96,8 @@ def microbatched_apply(
       Known when compiling:
 
       * Other arguments of `fun` that have gradients: added on each device,
-        and reduced once.
+        and reduced once. Values that it closes over: reduced at each
+        micro-batch, and on some meshes an error of JAX; pass them.
       * Other mesh axes (tensor): left to the partitioner.
 
       Never known:
@@ -175,7 +176,7 @@ def _on_device(fun: Callable[..., Any], sizes: splitting.Sizes, device: Device, 
         return call.with_values((*names, *call.batch), values).fold_key(index).apply(fun)
 
     run = functools.partial(loops.recomputed(outputs_of, (call[names], batches)), arrays)
-    return _mapped(run, split, batches, shared.Closure(arrays, device.vary))
+    return _mapped(run, split, batches, shared.Closure(arrays))
 
 
 def _mapped(

@@ -43,11 +43,14 @@ def narrowed(tree: Tree) -> Tree:
 
 
 class Closure:
-    """The values that functions close over, widened once for all these functions."""
+    """The values that functions close over, widened once for all these functions.
 
-    def __init__(self, known: Tree, vary: Callable[[Any], Any]):
-        """Takes what is widened already, and what makes the rest a device's own."""
-        self._known, self._vary = set(map(id, jax.tree.leaves(known))), vary
+    JAX traces them as the same on all devices, so they stay that: it adds their gradients over devices each time.
+    """
+
+    def __init__(self, known: Tree):
+        """Takes what is widened already."""
+        self._known = set(map(id, jax.tree.leaves(known)))
         self._found: dict[int, tuple[Any, Any]] = {}  # beside a leaf what it became: so no other has its identity
 
     def widen(self, leaves: Sequence[Any]) -> bool:
@@ -56,7 +59,7 @@ class Closure:
             return False
         for leaf in leaves:
             if id(leaf) not in self._found:
-                self._found[id(leaf)] = leaf, widened(leaf, self._vary)
+                self._found[id(leaf)] = leaf, widened(leaf, _same)
         return True
 
     def opened(self, fun: Callable[[Any], Any], example: Any) -> Callable[[Any], Any]:
@@ -74,6 +77,10 @@ class Closure:
             return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(values)))
 
         return converted
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
 
 
 def _is_narrow(leaf: Any) -> bool:

@@ -189,7 +189,8 @@ def value_and_grad(
         one by one; the sum is the same to rounding.
       * Differentiated again (`hessian`); JAX before 0.8.1; an
         `accumulator_dtype` narrower than the parameters: gradients are
-        added after the backward pass.
+        added after the backward pass. The second derivatives by bfloat16
+        arrays are added in bfloat16: take them by float32 ones.
       * Differentiated again through a `jit` or `jax.checkpoint`: an error;
         pass `in_place=False`.
 

@@ -240,6 +240,26 @@ def test_what_jax_cannot_add_to_references_is_used_before(name, dtype):
     assert np.any(after)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_layers_of_which_there_are_none(dtype):
+    params = {"w": STACK[0].astype(dtype), "layers": jnp.zeros((0, 4, 4), dtype)}
+    loss = lambda p, x: jnp.mean(jax.lax.scan(lambda h, one: (h @ one, None), x @ p["w"], p["layers"])[0] ** 2)
+    x = jnp.linspace(-1, 1, 32).reshape(8, 4).astype(dtype)
+    got = jax.jit(optax_accum.value_and_grad(loss, 2))(params, x)[1]
+    want = jax.grad(lambda w: loss({**params, "w": w}, x.astype(jnp.float32)))(params["w"].astype(jnp.float32))
+    np.testing.assert_allclose(got["w"], want, rtol=5e-2 if dtype == jnp.bfloat16 else 1e-5)
+    assert got["layers"].shape == (0, 4, 4)
+
+
+def test_a_start_of_few_bits_is_clamped_at_the_size():
+    """No int8 is 299."""
+    program = jax.make_jaxpr(lambda rows, start: jax.lax.dynamic_slice(rows, (start,), (1,)))(
+        jnp.ones(300), jnp.int8(3)
+    )
+    (equation,) = (one for one in program.jaxpr.eqns if one.primitive.name == "dynamic_slice")
+    assert follow._clamped(equation, [jnp.int8(100)]) == [100]
+
+
 def added_by_jax(loss, w):
     """The gradient, added to a reference as JAX does it."""
 

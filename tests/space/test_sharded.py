@@ -951,3 +951,18 @@ def test_a_bare_gradient_that_was_reduced_already_is_named():
         state = jax.jit(tx.init)(jnp.ones(8))
         with pytest.raises(ValueError, match="it has been reduced already"):
             jax.jit(functools.partial(optax_accum.apply_gradients, tx))(jnp.ones(8), state, jnp.ones(8))
+
+
+@pytest.mark.parametrize("cut", [optax_accum.value_and_grad, optax_accum.microbatched_apply])
+def test_a_scan_that_begins_with_zeros_is_told_what_to_begin_with(cut):
+    """To JAX, zeros are the same on all devices, and what a scan makes of rows is not."""
+    begin = lambda zeros: lambda w, x: jax.lax.scan(lambda h, row: (h + row @ w, None), zeros(x), x)[0] + 0 * x[:, 0]
+    loss = lambda zeros: (
+        lambda w, x: begin(zeros)(w, x).mean() if cut is optax_accum.value_and_grad else begin(zeros)(w, x)
+    )
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
+        run = lambda zeros: cut(loss(zeros), 2, reduce_axes="data")(jnp.ones(3), jnp.ones((8, 3)))
+        with pytest.raises(TypeError) as caught:
+            run(lambda x: jnp.zeros([]))
+        assert "Begin with one that is made of the batch" in "".join(caught.value.__notes__)
+        run(lambda x: jnp.zeros_like(x[0, 0]))  # the remedy

@@ -200,22 +200,32 @@ def test_it_is_differentiated():
     chex.assert_trees_all_close(jax.grad(lambda p: f(p, BATCH))(PARAMS), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("where", ["argument", "closure", pytest.param("mesh", marks=needs_devices)])
+WHERE = ["argument", "closure", "scalar of the batch"]
+
+
+@pytest.mark.parametrize("where", [*WHERE, *(pytest.param(f"mesh, {where}", marks=needs_devices) for where in WHERE)])
 def test_its_gradient_by_bfloat16_is_added_in_float32(where):
     """JAX adds what a loop gives back in the dtype of the value: the sum stalls at 4."""
     fun = lambda w, x: jnp.sum(w * x.sum().astype(w.dtype))
     w, x = jnp.ones(3, jnp.bfloat16), jnp.full(512, 0.01)
 
     def total(w, x):
-        if where == "closure":
-            options = {"batch_argnums": 0, "reduction": "sum"}
-            return optax_accum.accumulate(lambda x: fun(w, x), microbatch_size=1, **options)(x)
-        options = {"microbatch_size": 2, "reduce_axes": "data"} if where == "mesh" else {"microbatch_size": 1}
-        return optax_accum.accumulate(fun, reduction="sum", **options)(w, x)
+        options = {"reduction": "sum", "microbatch_size": 2, "reduce_axes": "data"}
+        if not over_devices:
+            options = {"reduction": "sum", "microbatch_size": 1}
+        if where.endswith("closure"):
+            return optax_accum.accumulate(lambda x: fun(w, x), batch_argnums=0, **options)(x)
+        if where.endswith("batch"):
+            of_scalars = lambda batch: fun(jnp.stack([*batch["w"].values()]), batch["x"])
+            return optax_accum.accumulate(of_scalars, batch_argnums=0, **options)(
+                {"w": {0: w[0], 1: w[1], 2: w[2]}, "x": x}
+            )
+        return optax_accum.accumulate(fun, **options)(w, x)
 
-    with jax.set_mesh(jax.make_mesh((2,), ("data",))) if where == "mesh" else contextlib.nullcontext():
+    over_devices = where.startswith("mesh")
+    with jax.set_mesh(jax.make_mesh((2,), ("data",))) if over_devices else contextlib.nullcontext():
         got = jax.jit(jax.grad(total))(w, x)
-        if where != "mesh":
+        if not over_devices:
             chex.assert_trees_all_equal(jax.grad(total)(w, x[:96]), jax.jit(jax.grad(total))(w, x[:96]))
             chex.assert_trees_all_close(jax.jit(jax.jvp, static_argnums=0)(total, (w, x), (w, x))[1], 30.72, rtol=1e-2)
     assert got.dtype == jnp.bfloat16
