@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optax_accum
-from tests.versions import needs_references
+from tests.versions import needs_devices, needs_references
 
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=3), jnp.float32)
@@ -225,6 +225,15 @@ def test_a_second_call_outside_jit_compiles_nothing(name):
     call()
     assert compilations(jax.jit(lambda: jnp.cos(jnp.ones(len(name) + 2)))) > 0  # that compilations are seen
     assert compilations(call) == 0
+
+
+@needs_devices
+def test_a_state_over_devices_is_made_by_one_program():
+    """Its scalars have another; from the second state on JAX knows it."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 2, reduce_axes="data", statistics=True)
+    with jax.set_mesh(jax.make_mesh((4,), ("data",))):
+        tx.init(W)
+        assert compilations(lambda: tx.init(W)) <= 1
 
 
 def test_what_a_loss_closes_over_may_change_between_calls():

@@ -176,14 +176,9 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
     weighing, alive = weights.weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
-    scale = (
-        1.0
-        if weighing.counts_outputs
-        else _scale(rules, device.count * micro_batches.split.parts, kinds, program.jaxpr)
-    )
-    outputs = reductions.outputs_of(
-        rules.aux_reduction, shapes.aux, micro_batches.split, counted=weighing.counts_outputs
-    )
+    split, counted = micro_batches.split, weighing.counts_outputs
+    scale = 1.0 if counted else _scale(rules, device.count * split.parts, kinds, program.jaxpr)
+    outputs = reductions.outputs_of(rules.aux_reduction, shapes.aux, split, counted=counted)
     unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
     squares = () if unless else rules.meter.no_squares(params)
     inside = added_inside(rules.in_place, params, empty, program, weighing, squares, unless=unless)
@@ -192,7 +187,8 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     inside_all = inside is not None and set(jax.tree.leaves(kinds)) == {"mean"}
     needs = None if inside_all else "gradients that are added inside the backward pass"
     overlaps = device.overlaps(rules.overlap, empty, needs)
-    return Cut(rules, micro_batches, weighing, alive, shapes, outputs, empty, kinds, static, inside, overlaps, scale)
+    how: dict[str, Any] = {"static": static, "inside": inside, "overlaps": overlaps, "scale": scale}
+    return Cut(rules, micro_batches, weighing, alive, shapes, outputs, empty, kinds, **how)
 
 
 def _scale(rules: Rules, parts: int, kinds: Tree, program: Any) -> float:

@@ -966,3 +966,15 @@ def test_a_scan_that_begins_with_zeros_is_told_what_to_begin_with(cut):
             run(lambda x: jnp.zeros([]))
         assert "Begin with one that is made of the batch" in "".join(caught.value.__notes__)
         run(lambda x: jnp.zeros_like(x[0, 0]))  # the remedy
+
+
+def test_rows_of_what_closes_over_bfloat16_have_its_gradient():
+    """To JAX, it is the same on all devices, and stays that."""
+    w, x = jnp.ones(3, jnp.bfloat16), jnp.linspace(0, 1, 24).reshape(8, 3)
+    total = lambda apply: lambda w: apply(lambda x: (x * w.astype(jnp.float32)[None]).sum(-1))(x).sum()
+    cut = lambda fun: optax_accum.microbatched_apply(fun, 2, batch_argnums=0, reduce_axes="data")
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
+        got = jax.jit(jax.grad(total(cut)))(w)
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), jax.grad(total(lambda fun: fun))(w).astype(jnp.float32), rtol=1e-2
+    )
