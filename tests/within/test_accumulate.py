@@ -223,7 +223,11 @@ def test_its_gradient_by_bfloat16_is_added_in_float32(where):
         return optax_accum.accumulate(fun, **options)(w, x)
 
     over_devices = where.startswith("mesh")
-    with jax.set_mesh(jax.make_mesh((2,), ("data",))) if over_devices else contextlib.nullcontext():
+    with (
+        jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)))
+        if over_devices
+        else contextlib.nullcontext()
+    ):
         got = jax.jit(jax.grad(total))(w, x)
         if not over_devices:
             chex.assert_trees_all_equal(jax.grad(total)(w, x[:96]), jax.jit(jax.grad(total))(w, x[:96]))

@@ -235,7 +235,7 @@ def test_where_it_cannot_be_an_error_says_what_it_needs(options, needs):
 def test_outside_jit_it_says_so():
     call = optax_accum.value_and_grad(mean, 2, reduce_axes="data", overlap=True)
     with (
-        jax.set_mesh(jax.make_mesh((4,), ("data",))),
+        jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))),
         pytest.raises(ValueError, match=r"overlap=True needs jax\.jit\. "),
     ):
         call(PARAMS, BATCH)
