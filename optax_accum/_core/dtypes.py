@@ -30,6 +30,11 @@ def is_short(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
 
 
+def is_narrow(dtype: Any) -> bool:
+    """Returns whether sums of numbers of a dtype are in a wider one."""
+    return jnp.issubdtype(dtype, jnp.inexact) and accumulator_dtype(dtype, None) != dtype
+
+
 def strong(tree: Tree) -> Tree:
     """Returns `tree` without weak types, which an update would not give back."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.asarray(leaf).dtype), tree)

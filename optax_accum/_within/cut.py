@@ -59,6 +59,7 @@ class Rules:
     overlap: bool | None
     meter: Meter
     over: Reduction
+    of_rows: bool = False  # the traced loss tells how rows belong together
 
     def kinds(self, params: Tree) -> Tree:
         """Returns the reduction of the gradients of each differentiated leaf."""

@@ -85,9 +85,7 @@ def _same(leaf: Any) -> Any:
 
 def _is_narrow(leaf: Any) -> bool:
     """Returns whether the gradient of a leaf, if JAX may ask for it, would be added in its narrow dtype."""
-    dtype = jnp.result_type(leaf)
-    may_be_asked = isinstance(leaf, Tracer) and jnp.issubdtype(dtype, jnp.inexact)
-    return may_be_asked and dtypes.accumulator_dtype(dtype, None) != dtype
+    return isinstance(leaf, Tracer) and dtypes.is_narrow(jnp.result_type(leaf))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

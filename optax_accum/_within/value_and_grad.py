@@ -11,13 +11,18 @@ import jax.numpy as jnp
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core import dtypes, tracing
+from optax_accum._core.leaves import is_array
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._loss.weighing import divided
 from optax_accum._space.here import as_reduction, here
-from optax_accum._within import gradients, microbatches, reductions, splitting
+from optax_accum._within import by_level, gradients, microbatches, reductions, splitting, traced
 from optax_accum._within.cut import Rules, cut
+from optax_accum._within.one_pass import Given, OnePass, one_pass
+from optax_accum._within.traced import Traced
+
+OF_ROWS = False
 
 
 @callables.renamed("num_microbatches")
@@ -252,6 +257,7 @@ def value_and_grad(
         overlap=overlap,
         meter=as_meter(statistics),
         over=over._replace(to=reduce_to if reduce_to is None or over.is_partial else of_params(reduce_to)),
+        of_rows=OF_ROWS,
     )
     _check_options(rules)
     return _computing(rules)
@@ -270,7 +276,8 @@ def replacing(compute: Any, grad_reduction: Tree) -> Callable[..., tuple[Any, An
 def _computing(rules: Rules) -> Callable[..., tuple[Any, Any]]:
     @functools.wraps(rules.fun)
     def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return _value_and_grad(rules, rules.roles.bind(args, kwargs))
+        call = rules.roles.bind(args, kwargs)
+        return _of_rows(rules, call) if rules.of_rows else _value_and_grad(rules, call)
 
     compute.rules = rules  # type: ignore[attr-defined]
     return compute
@@ -296,6 +303,67 @@ def _check_options(rules: Rules) -> None:
         )
     if rules.over.is_partial:
         rules.meter.refuse('Statistics take the sum of gradients: reduce_to="partial" was asked for. Leave it out.')
+
+
+def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
+    """Returns the whole batch's value and gradient, as the traced loss tells them."""
+    checks.check_no_module(call[call.params])
+    checks.check_differentiable(call[call.params])
+    call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
+    found = traced.traced(rules.fun, call, rules.sizes, call.params)
+    once = one_pass(found)
+    if once is None:
+        return _in_levels(rules, call, found)
+    params = jax.tree.leaves(call[call.params])
+
+    def contribution(*args: Any) -> Any:
+        *params, batch, fixed = args
+        return once.contribution(jax.tree.leaves(params), batch, fixed)
+
+    count = len(call.params)
+    roles = Roles(contribution, argnums=tuple(range(count)), batch_argnums=count, whole_argnums=count + 1)
+    inner = dataclasses.replace(
+        rules,
+        fun=contribution,
+        roles=roles,
+        returns=Returns(has_aux=True),
+        sizes=splitting.Sizes(found.units.parts, None, 1),
+        single=False,
+        aux_reduction=once.reductions,
+        of_rows=False,
+    )
+    (value, grads) = _value_and_grad(inner, roles.bind((*call[call.params], once.batch, once.fixed), {}))
+    (value, statistics) = value if rules.meter.measures else (value, None)
+    given = once.joined(value[1])
+    grads = _ended(once, given, grads)
+    outputs = found.returned(once.outputs(given))
+    value = (outputs, statistics) if rules.meter.measures else outputs
+    return value, grads[0] if rules.single else grads
+
+
+def _ended(once: OnePass, given: Given, grads: Tree) -> Tree:
+    """Returns the gradient with what the end of the loss adds to it."""
+    leaves, treedef = jax.tree.flatten(grads)
+    if once.factor is not None:
+        factor = once.end.factor(given, once.factor)
+        leaves = [leaf if dtypes.is_float0(leaf) else leaf * factor.astype(leaf.dtype) for leaf in leaves]
+    pairs = zip(leaves, once.end.direct(given), strict=True)
+    return treedef.unflatten([leaf if more is None else leaf + more.astype(leaf.dtype) for leaf, more in pairs])
+
+
+def _in_levels(rules: Rules, call: Call, found: Traced) -> tuple[Any, Any]:
+    """Returns the whole batch's value and gradient where rows need several passes."""
+    names = call.params
+    arguments = [name for name in call.arguments]
+
+    def fun(params: Tree) -> Any:
+        values = jax.tree.leaves(call.with_values(names, params)[tuple(arguments)])
+        out = found.returned(by_level.evaluate(found.levels, found.units, [v for v in values if is_array(v)]))
+        return out if rules.returns.has_aux else (out, None)
+
+    (value, aux), grads = jax.value_and_grad(fun, has_aux=True, allow_int=True)(call[names])
+    value = (value, aux) if rules.returns.has_aux else value
+    return value, grads[0] if rules.single else grads
 
 
 def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:

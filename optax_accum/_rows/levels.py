@@ -1,0 +1,208 @@
+"""The levels of a program of rows: what runs in loops over micro-batches, and what runs once between two loops."""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+
+from optax_accum._core.dtypes import is_narrow
+from optax_accum._core.equations import is_cast_down
+from optax_accum._rows import draws, locality
+from optax_accum._rows.program import Constant, Equation, Number, Program, Value
+
+
+class Kind(enum.Enum):
+    """Where an equation runs."""
+
+    LOCAL = "for the rows of a micro-batch, in a loop"
+    PARTIAL = "in parts in the loop, which are joined after it"
+    WHOLE = "once, on all rows"
+    FREE = "once; it takes no rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """One pass over the micro-batches.
+
+    Attributes:
+      equations: those that run for each micro-batch, in order.
+      parts: those that reduce rows; what they give is joined after the loop.
+      rows: values that the loop keeps for all rows: a later loop, an equation on all rows or an output takes them.
+      takes: values that are there when it starts.
+    """
+
+    equations: Sequence[Equation]
+    parts: Sequence[Equation]
+    rows: Sequence[Value]
+    takes: Sequence[Value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Equations that run once, and the loop after them; the last stage has none."""
+
+    once: Sequence[Equation]
+    loop: Loop | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Levels:
+    """How a program runs."""
+
+    program: Program
+    kinds: dict[Equation, Kind]
+    model: set[Value]  # what the differentiated inputs decide
+    stages: Sequence[Stage]
+
+    @property
+    def loops(self) -> list[Loop]:
+        """The passes over the micro-batches."""
+        return [stage.loop for stage in self.stages if stage.loop]
+
+    @property
+    def coupling(self) -> list[Equation]:
+        """The equations that take rows together and that the model decides."""
+        together = (equation for equation, kind in self.kinds.items() if kind in (Kind.PARTIAL, Kind.WHOLE))
+        return [equation for equation in together if not self.model.isdisjoint(equation.ins)]
+
+
+def levels_of(program: Program, is_model: Sequence[bool]) -> Levels:
+    """Returns how a program runs; `is_model` says by which inputs it may be differentiated."""
+    reading = _Reading(program, is_model)
+    return Levels(program, reading.kinds, reading.model, reading.stages())
+
+
+class _Reading:
+    """One reading of a program: the kind and the level of each equation.
+
+    The level of a value is the number of loops that must be over before it can be made. The batch alone decides values
+    of level 0, whatever takes its rows together: that runs once, before the first loop.
+    """
+
+    def __init__(self, program: Program, is_model: Sequence[bool]):
+        self.program, self.equations = program, _needed(program)
+        self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
+        self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
+        for equation in self.equations:
+            for value in equation.ins:
+                self.used_by.setdefault(value, []).append(equation)
+        self.kinds: dict[Equation, Kind] = {}
+        self.level: dict[Value, int] = {}
+        self.at: dict[Equation, int] = {}
+        self.made: dict[Value, Equation] = {}  # values that loops make
+        for equation in self.equations:
+            self._read(equation)
+
+    def _read(self, equation: Equation) -> None:
+        kind = self.kinds[equation] = self._kind(equation)
+        at = max((self.level.get(value, 0) for value in equation.ins), default=0)
+        if not self.model.isdisjoint(equation.ins):
+            self.model.update(equation.outs)
+            waits = any(value in self.made and value in self.model for value in equation.ins)
+            at += kind is Kind.PARTIAL or (kind is not Kind.LOCAL and waits and kind is Kind.WHOLE)
+        self.at[equation] = at
+        self.level.update(dict.fromkeys(equation.outs, at))
+        if kind is Kind.LOCAL:
+            self.made.update(dict.fromkeys(equation.outs, equation))
+
+    def _kind(self, equation: Equation) -> Kind:
+        view = equation.view
+        if equation.name in locality.NESTED:  # a result that nobody uses may be anything
+            pairs = zip(view.outs, equation.outs, strict=True)
+            view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by])
+        if locality.is_local(view):
+            return Kind.LOCAL
+        if locality.is_partial(view) and not self._shares_ties(equation):
+            return Kind.PARTIAL
+        if view.has_rows:
+            return Kind.WHOLE
+        makes_rows = locality.is_alike(view) or draws.is_drawn_by_rows(view)
+        return Kind.LOCAL if makes_rows or self._is_narrow(equation) else Kind.FREE
+
+    def _is_narrow(self, equation: Equation) -> bool:
+        """Returns whether an equation makes narrow parameters, which loops make again: so their gradient is added wide."""
+        if self.model.isdisjoint(equation.ins) or not equation.outs:
+            return False
+        begins = is_cast_down(equation.long)
+        goes_on = any(value in self.made for value in equation.ins) and is_narrow(equation.outs[0].long.dtype)
+        return begins or goes_on
+
+    def _shares_ties(self, equation: Equation) -> bool:
+        """Returns whether the gradient of an extreme goes to all rows that attain it, in parts that only all rows tell."""
+        if equation.name not in ("reduce_max", "reduce_min") or self.model.isdisjoint(equation.ins):
+            return False
+        if not jnp.issubdtype(equation.outs[0].long.dtype, jnp.inexact):
+            return False
+        uses = self.used_by.get(equation.outs[0], [])
+        return equation.outs[0] in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
+
+    def stages(self) -> list[Stage]:
+        """Returns the loops in order, each with what runs once before it."""
+        there = {*self.program.inputs, *(v for e in self.equations for v in e.ins if isinstance(v, Constant | Number))}
+        once, stages = self._once(0, there), []
+        for now in range(max(self.at.values(), default=0) + 1):
+            if loop := self._loop(now, there):
+                there.update(loop.rows, *(equation.outs for equation in loop.parts))
+                stages.append(Stage(once, loop))
+                once = []
+            once += self._once(now + 1, there)
+        left = self._closure(self.program.outputs, there)
+        return [*stages, Stage([*once, *self._in_order(left)])]
+
+    def _once(self, level: int, there: set[Value]) -> list[Equation]:
+        """Returns what runs once as soon as so many loops are over, and what of the batch it needs whole."""
+        is_now = lambda e: self.at[e] == level and (self.kinds[e] in (Kind.WHOLE, Kind.FREE) or self._is_of_batch(e))
+        once = {equation for equation in self.equations if is_now(equation)}
+        needed = self._closure([value for equation in once for value in equation.ins], there)
+        there.update(value for equation in once for value in equation.outs)
+        return self._in_order(once | needed)
+
+    def _is_of_batch(self, equation: Equation) -> bool:
+        """Returns whether the batch alone decides a reduction of its rows."""
+        return self.kinds[equation] is Kind.PARTIAL and self.model.isdisjoint(equation.ins)
+
+    def _loop(self, now: int, there: set[Value]) -> Loop | None:
+        """Returns the pass over the micro-batches that makes what later levels need, if something is needed."""
+        later = [equation for equation in self.equations if self.at[equation] > now]
+        parts = [e for e in later if self.kinds[e] is Kind.PARTIAL and self.at[e] == now + 1]
+        taken = [value for equation in later if equation not in parts for value in equation.ins]
+        outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
+        rows = [value for value in dict.fromkeys([*taken, *outputs]) if self._is_kept(value, now, there)]
+        if not (rows or parts):
+            return None
+        wanted = [*rows, *(value for equation in parts for value in equation.ins)]
+        equations = self._in_order(self._closure(wanted, there))
+        takes = [value for e in (*equations, *parts) for value in e.ins if value in there]
+        return Loop(equations, parts, rows, list(dict.fromkeys(takes)))
+
+    def _is_kept(self, value: Value, now: int, there: set[Value]) -> bool:
+        """Returns whether a loop keeps a value for all rows. What the batch alone decides is made again."""
+        made = value in self.made and value not in there and self.level[value] <= now
+        return made and value in self.model and value.axis is not None
+
+    def _closure(self, wanted: Iterable[Value], there: set[Value]) -> set[Equation]:
+        """Returns the equations that make values which are not there yet."""
+        needed: set[Equation] = set()
+        todo = list(wanted)
+        while todo:
+            value = todo.pop()
+            equation = None if value in there else self.made.get(value)
+            if equation is not None and equation not in needed:
+                needed.add(equation)
+                todo += equation.ins
+        return needed
+
+    def _in_order(self, equations: set[Equation]) -> list[Equation]:
+        return [equation for equation in self.equations if equation in equations]
+
+
+def _needed(program: Program) -> list[Equation]:
+    """Returns the equations that outputs need, and those that have effects, in order."""
+    wanted = set(program.outputs)
+    needed: list[Equation] = []
+    for equation in reversed(program.equations):
+        if equation.long.effects or not wanted.isdisjoint(equation.outs):
+            needed.append(equation)
+            wanted.update(equation.ins)
+    return needed[::-1]

@@ -1,0 +1,222 @@
+"""Whether an equation treats rows one by one, with the programs inside it: loops, branches, rules of the user's."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from optax_accum._core import compilers
+from optax_accum._rows import primitives
+from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, View, axis_of, in_step, view_of
+
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr", "cond_jaxpr", "body_jaxpr")
+
+
+def is_local(view: View) -> bool:
+    """Returns whether an equation treats rows one by one, so that it may be evaluated for some of them."""
+    if COUPLED in view.ins or COUPLED in view.outs or not view.has_rows or None in view.outs:
+        return False
+    rule = NESTED.get(view.name) or primitives.LOCAL.get(view.name)
+    return rule is not None and primitives.same_numbers(view) and rule(view)
+
+
+def is_partial(view: View) -> bool:
+    """Returns whether an equation reduces rows so that parts can be reduced apart, and joined."""
+    if COUPLED in view.ins or not view.has_rows or any(axis is not None for axis in view.outs):
+        return False
+    rule = primitives.PARTIAL.get(view.name)
+    return rule is not None and primitives.same_numbers(view) and rule(view)
+
+
+def is_alike(view: View) -> bool:
+    """Returns whether an equation without rows makes rows that are all alike."""
+    rule = primitives.ALIKE.get(view.name)
+    return rule is not None and view.outs[0] not in (None, COUPLED) and rule(view)
+
+
+def _is_call_local(view: View) -> bool:
+    """Returns whether a function, a checkpoint, a branch or a `while` treats rows one by one, and so does its rule."""
+    if view.name == "cond" and view.ins[0] is not None:
+        return False
+    programs = _pairs(view.long.params, view.short.params)
+    return bool(programs) and all(are_local(*pair, view.rows) for pair in programs) and _rule_is_local(view)
+
+
+def _pairs(long: dict[str, Any], short: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Returns the programs inside an equation, for n rows and for fewer."""
+    pairs = [(long[key], short[key]) for key in _INNER if key in long]
+    return pairs + list(zip(long.get("branches", ()), short.get("branches", ()), strict=True))
+
+
+def _is_body_local(view: View) -> bool:
+    """Returns whether the body of a loop over something else treats rows one by one."""
+    return are_local(view.params["jaxpr"], view.short.params["jaxpr"], view.rows)
+
+
+def _is_map_over_rows(view: View) -> bool:
+    """Returns whether a loop goes over rows, and carries nothing from one to the next."""
+    consts, carried = compilers.sizes_of_scan(view.long)
+    body, of_short = (compilers.opened(eqn.params["jaxpr"])[0] for eqn in (view.long, view.short))
+    alike = [var.aval for var in body.invars] == [var.aval for var in of_short.invars]
+    over_rows = all(axis == 0 for axis in view.ins[consts:]) and not any(axis is not None for axis in view.ins[:consts])
+    return not carried and alike and over_rows and all(axis == 0 for axis in view.outs)
+
+
+def _is_scan_local(view: View) -> bool:
+    """Returns whether a loop over layers or tokens treats rows one by one; or goes over rows, one after the other."""
+    same = view.params["length"] == view.short.params["length"]
+    return _is_body_local(view) if same else _is_map_over_rows(view)
+
+
+_CALLS = (
+    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "cond", "while"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+)
+NESTED: dict[str, primitives.Rule] = {"scan": _is_scan_local, **dict.fromkeys(_CALLS, _is_call_local)}
+
+
+def are_local(long: Any, short: Any, rows: Rows) -> bool:
+    """Returns whether every equation of a program treats rows one by one, or takes none."""
+    (of_long, consts), (of_short, short_consts) = compilers.opened(long), compilers.opened(short)
+    if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, short_consts, strict=True)):
+        return False
+    try:
+        return all(_is_free_or_local(a, b, rows) for a, b in in_step(of_long, of_short))
+    except OtherProgramError:
+        return False
+
+
+def _is_free_or_local(long: Any, short: Any, rows: Rows) -> bool:
+    if not _same_literals(long, short):
+        return False
+    view = view_of(long, short, rows)
+    if not view.has_rows and all(axis is None for axis in view.outs):
+        return primitives.same_numbers(view)
+    return is_local(view) or (not view.has_rows and is_alike(view))
+
+
+def _same_literals(long: Any, short: Any) -> bool:
+    """Returns whether the numbers in two equations are the same: 1 / n is another for fewer rows."""
+    pairs = zip(long.invars, short.invars, strict=True)
+    return all(
+        isinstance(a, core.Literal) == isinstance(b, core.Literal)
+        and (not isinstance(a, core.Literal) or np.array_equal(a.val, b.val, equal_nan=True))
+        for a, b in pairs
+    )
+
+
+# Rules of the user's
+
+
+def _rule_is_local(view: View) -> bool:
+    """Returns whether the user's own derivative of a function treats rows one by one; there may be none."""
+    if view.name == "custom_jvp_call":
+        return are_local(*derivative_of(view.long, view.short, forward), view.rows)
+    if view.name.startswith("custom_vjp_call"):
+        return _adds_up(*derivative_of(view.long, view.short, backward), view.rows)
+    return True
+
+
+def derivative_of(long: Any, short: Any, derivative: Callable[..., Any]) -> tuple[Any, Any]:
+    """Returns the traces of a derivative of two equations: of their operands, and of tangents or cotangents."""
+    return _derivative_of(long, derivative), _derivative_of(short, derivative)
+
+
+def _derivative_of(eqn: Any, derivative: Callable[..., Any]) -> Any:
+    values = [_shape(var) for var in eqn.invars]
+    moving = [_shape(var) for var in (eqn.invars if derivative is forward else eqn.outvars) if _moves(var)]
+    return jax.make_jaxpr(functools.partial(derivative, eqn))(values, moving)
+
+
+def _shape(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+
+
+def _moves(var: Any) -> bool:
+    """Returns whether a variable may have a derivative."""
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+def forward(eqn: Any, values: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Returns the results of an equation and their tangents, those of integers as zeros."""
+    fun, moving = _of_moving(eqn, values)
+    outs, moved = jax.jvp(fun, moving, list(tangents))
+    return outs, moved
+
+
+def backward(eqn: Any, values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    """Returns the cotangents of the operands of an equation that have some."""
+    fun, moving = _of_moving(eqn, values)
+    outs, back = jax.vjp(fun, *moving)
+    given = iter(cotangents)
+    none = lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0)
+    return back([next(given) if _moves(var) else none(leaf) for var, leaf in zip(eqn.outvars, outs, strict=True)])
+
+
+def _of_moving(eqn: Any, values: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """Returns an equation as a function of the operands that may have a derivative, and these."""
+    moves = list(map(_moves, eqn.invars))
+
+    def fun(*moving: Any) -> list[Any]:
+        rest = iter(moving)
+        return list(compilers.bind(eqn, [next(rest) if m else v for v, m in zip(values, moves, strict=True)]))
+
+    return fun, [value for value, m in zip(values, moves, strict=True) if m]
+
+
+_LINEAR = {
+    "add",
+    "add_any",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "neg",
+    "reshape",
+    "squeeze",
+    "sub",
+    "transpose",
+}
+_SCALES = {"mul", "div"}
+
+
+def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
+    """Returns whether a derivative, computed for some rows at a time, adds up to that of all rows.
+
+    What it gives to rows goes row by row; what it gives to all others is a sum over rows.
+    """
+    of_long, of_short = long.jaxpr, short.jaxpr
+    sums: set[Any] = set()  # variables that are sums over rows
+    zeros: set[Any] = set()
+    for a, b in in_step(of_long, of_short):
+        view = view_of(a, b, rows)
+        variables = [atom for atom in a.invars if not isinstance(atom, core.Literal)]
+        of_sums = [var in sums for var in variables]
+        if a.primitive.name in ("jit", "pjit") and not any(of_sums):
+            if not are_local(a.params["jaxpr"], b.params["jaxpr"], rows):
+                return False
+        elif any(of_sums):
+            scales = a.primitive.name in _SCALES and sum(of_sums) == 1 and isinstance(a.invars[0], core.Var)
+            linear = a.primitive.name in _LINEAR and all(of_sums)
+            if view.has_rows or not (linear or (scales and a.invars[0] in sums)):
+                return False
+            sums.update(a.outvars)
+        elif is_partial(view) and a.primitive.name in ("reduce_sum", "dot_general", "scatter-add"):
+            sums.update(a.outvars)
+        elif not _is_free_or_local(a, b, rows):
+            return False
+        elif a.primitive.name == "broadcast_in_dim" and isinstance(a.invars[0], core.Literal) and not a.invars[0].val:
+            zeros.update(a.outvars)
+    outputs = list(zip(of_long.outvars, of_short.outvars, strict=True))
+    return all(_may_leave(a, b, sums | zeros, rows) for a, b in outputs)
+
+
+def _may_leave(long: Any, short: Any, sums: set[Any], rows: Rows) -> bool:
+    if long.aval.dtype == jax.dtypes.float0:
+        return True
+    axis = axis_of(long.aval, short.aval, rows)
+    if isinstance(long, core.Literal):
+        return not np.any(long.val)
+    return axis not in (None, COUPLED) or long in sums

@@ -1,0 +1,130 @@
+"""A loss traced for n rows and for fewer, as one list of equations whose values know their axes of rows."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from optax_accum._core import compilers
+from optax_accum._rows import locality
+from optax_accum._rows.traces import COUPLED, Axis, OtherProgramError, Rows, View, axis_of, in_step, line_of, view_of
+
+
+class Value:
+    """A value of the program: its type for n rows, and its axis of rows."""
+
+    def __init__(self, long: Any, axis: Axis):
+        self.long, self.axis = long, axis
+
+
+class Constant(Value):
+    """An array that the program holds, for n rows."""
+
+    def __init__(self, array: Any, axis: Axis):
+        super().__init__(jax.typeof(array), axis)
+        self.array = array
+
+
+class Number(Value):
+    """A literal of the program."""
+
+    def __init__(self, literal: Any):
+        super().__init__(literal.aval, None)
+        self.number = literal.val
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """An equation, for n rows and for fewer."""
+
+    long: Any
+    short: Any
+    ins: Sequence[Value]
+    outs: Sequence[Value]
+    rows: Rows
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return self.long.primitive.name
+
+    @property
+    def view(self) -> View:
+        """The equation as the table of primitives takes it."""
+        axes = [[value.axis for value in values] for values in (self.ins, self.outs)]
+        return View(self.long, self.short, *axes, self.rows)
+
+    def __repr__(self) -> str:
+        return f"{self.name} at {line_of(self.long)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced function of rows."""
+
+    inputs: Sequence[Value]
+    equations: Sequence[Equation]
+    outputs: Sequence[Value]
+    rows: Rows
+
+    @property
+    def units(self) -> int:
+        """Into how many blocks of rows the axes of rows divide the batch: n, or fewer where rows are grouped."""
+        values = [*self.inputs, *(value for equation in self.equations for value in equation.outs)]
+        along = (value.long.shape[value.axis] for value in values if value.axis not in (None, COUPLED))
+        return math.gcd(self.rows[0], *along)
+
+
+def paired(long: Any, short: Any, rows: Rows) -> Program:
+    """Returns the program of two traces, for `rows` rows each; functions that it calls are inlined.
+
+    Raises:
+      OtherProgramError: they differ in more than the number of rows.
+    """
+    equations: list[Equation] = []
+    pairs = zip(long.jaxpr.invars, short.jaxpr.invars, strict=True)
+    inputs = [Value(a.aval, axis_of(a.aval, b.aval, rows)) for a, b in pairs]
+    return Program(inputs, equations, _inlined(long, short, inputs, equations, rows), rows)
+
+
+def _inlined(long: Any, short: Any, inputs: Sequence[Value], equations: list[Equation], rows: Rows) -> list[Value]:
+    """Appends the equations of two traces; returns their results."""
+    (of_long, consts), (of_short, short_consts) = compilers.opened(long), compilers.opened(short)
+    if len(consts) != len(short_consts):
+        raise OtherProgramError("it closes over other arrays")
+    env = dict(zip(of_long.invars, inputs, strict=True))
+    for var, array, short_array in zip(of_long.constvars, consts, short_consts, strict=True):
+        env[var] = Constant(array, axis_of(jax.typeof(array), jax.typeof(short_array), rows))
+
+    def read(atom: Any) -> Value:
+        return Number(atom) if isinstance(atom, core.Literal) else env[atom]
+
+    for a, b in in_step(of_long, of_short):
+        ins, view = [read(atom) for atom in a.invars], view_of(a, b, rows)
+        outs = [Value(var.aval, axis) for var, axis in zip(a.outvars, view.outs, strict=True)]
+        equation = Equation(a, b, ins, outs, rows)
+        if _is_inlined(equation):
+            outs = _inlined(_inner(a), _inner(b), ins, equations, rows)
+        else:
+            equations.append(equation)
+        env.update(zip(a.outvars, outs, strict=True))
+    return [read(atom) for atom in of_long.outvars]
+
+
+def _is_inlined(equation: Equation) -> bool:
+    """Returns whether the equations inside an equation stand in its place.
+
+    A checkpoint that takes rows together goes: each loop computes again what its backward pass needs.
+    """
+    if equation.name in ("jit", "pjit"):
+        return compilers.is_plain_jit(equation.long)
+    if equation.name in ("checkpoint", "remat2"):
+        return not locality.is_local(equation.view)
+    return equation.name in ("closed_call", "core_call")
+
+
+def _inner(eqn: Any) -> Any:
+    return eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]

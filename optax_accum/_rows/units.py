@@ -1,0 +1,82 @@
+"""How rows go into micro-batches: by units, the smallest blocks of rows that no axis of rows divides.
+
+Unit u is in micro-batch u mod k, so the rows of a sharded batch do not move. Where k does not divide the units, the
+last micro-batches are filled up with copies of the first units, which count for nothing.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """The `number` units of a batch, dealt out to `parts` micro-batches of `size` units each."""
+
+    number: int
+    parts: int
+    block: int = 1  # the rows of a unit
+
+    @property
+    def size(self) -> int:
+        """The number of units in a micro-batch."""
+        return -(-self.number // self.parts)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows in a micro-batch."""
+        return self.size * self.block
+
+    @property
+    def fills(self) -> bool:
+        """Whether some micro-batches are filled up."""
+        return self.size * self.parts != self.number
+
+    def interleaved(self, leaf: jax.Array, axis: int) -> jax.Array:
+        """Returns all rows with the index of the micro-batch as the second axis: [size, parts, block, ...]."""
+        rows = self.filled(self.first(leaf, axis))
+        return rows.reshape(self.size, self.parts, *rows.shape[1:])
+
+    def first(self, leaf: jax.Array, axis: int) -> jax.Array:
+        """Returns all rows with their units first: [number, block, ...]."""
+        rows = jnp.moveaxis(leaf, axis, 0)
+        return rows.reshape(self.number, rows.shape[0] // self.number, *rows.shape[1:])
+
+    def filled(self, rows: jax.Array) -> jax.Array:
+        """Returns units [number, ...], and copies of the first ones that fill up the last micro-batches."""
+        return jnp.concatenate([rows, rows[: self.size * self.parts - self.number]]) if self.fills else rows
+
+    def along(self, rows: jax.Array, axis: int) -> jax.Array:
+        """Undoes `first`, for some units."""
+        return jnp.moveaxis(jax.lax.collapse(rows, 0, 2), 0, axis)
+
+    def part(self, interleaved: jax.Array, axis: int, index: Any) -> jax.Array:
+        """Returns the rows of one micro-batch, along their axis."""
+        rows = jax.lax.dynamic_index_in_dim(interleaved, index, axis=1, keepdims=False)
+        return self.along(rows, axis)
+
+    def cut(self, leaf: jax.Array, axis: int) -> jax.Array:
+        """Returns all rows as micro-batches [k, ...], each with its rows along their axis."""
+        rows = jnp.moveaxis(self.interleaved(leaf, axis), 1, 0)
+        return jnp.moveaxis(jax.lax.collapse(rows, 1, 3), 1, axis + 1)
+
+    def joined(self, parts: jax.Array, axis: int) -> jax.Array:
+        """Undoes `cut`."""
+        rows = jnp.moveaxis(parts, axis + 1, 1)
+        rows = rows.reshape(self.parts, self.size, rows.shape[1] // self.size, *rows.shape[2:])
+        return self.along(jax.lax.collapse(jnp.moveaxis(rows, 0, 1), 0, 2)[: self.number], axis)
+
+    def of_part(self, index: Any) -> jax.Array:
+        """Returns the numbers of the units of one micro-batch: those from `number` on count for nothing."""
+        return index + self.parts * jnp.arange(self.size)
+
+    def counts(self, units: jax.Array, length: int) -> jax.Array:
+        """Returns which rows of these units, `length` along an axis, are in the batch: a bool [length]."""
+        return jnp.repeat(units < self.number, length // len(units), total_repeat_length=length)
+
+    def places(self, units: jax.Array, length: int) -> jax.Array:
+        """Returns where the rows of these units are along an axis of so many rows in all: an integer for each row."""
+        block = length // self.number
+        return ((units % self.number)[:, None] * block + jnp.arange(block)[None]).reshape(-1)

@@ -1,0 +1,217 @@
+"""A program of rows, evaluated: loops over micro-batches, and between two loops what takes all rows."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import compilers, dtypes
+from optax_accum._rows import draws, resized
+from optax_accum._rows.levels import Levels, Loop, levels_of
+from optax_accum._rows.program import Constant, Equation, Number, Value, paired
+from optax_accum._rows.units import Units
+from optax_accum._within import loops, shared
+
+
+def evaluate(levels: Levels, units: Units, values: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a program for all rows, one micro-batch after the other."""
+    store = Store(units, dict(zip(levels.program.inputs, values, strict=True)))
+    for stage in levels.stages:
+        for equation in stage.once:
+            once(equation, levels, store)
+        if stage.loop:
+            run(stage.loop, levels, store)
+    return [store.whole(value) for value in levels.program.outputs]
+
+
+@dataclasses.dataclass
+class Store:
+    """The values of a program that are there: whole, or as micro-batches [k, ...] as a loop has left them."""
+
+    units: Units
+    values: dict[Value, Any]
+    parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
+
+    def whole(self, value: Value) -> Any:
+        """Returns a value for all rows."""
+        if isinstance(value, Constant | Number):
+            return value.array if isinstance(value, Constant) else value.number
+        if value not in self.values:
+            self.values[value] = self.units.joined(self.parts[value], axis_of(value))
+        return self.values[value]
+
+    def cut(self, value: Value) -> Any:
+        """Returns a value as micro-batches [k, ...]."""
+        if value not in self.parts:
+            self.parts[value] = self.units.cut(self.whole(value), axis_of(value))
+        return self.parts[value]
+
+
+def axis_of(value: Value) -> int:
+    """Returns the axis of the rows of a value that has some."""
+    assert value.axis is not None
+    return value.axis
+
+
+def once(equation: Equation, levels: Levels, store: Store) -> None:
+    """Evaluates an equation for all rows."""
+    values = [store.whole(value) for value in equation.ins]
+    results = over_layers(equation, levels, store, values) if _is_over_layers(equation, levels) else None
+    results = compilers.bind(equation.long, values) if results is None else results
+    store.values.update(zip(equation.outs, results, strict=True))
+
+
+def run(loop: Loop, levels: Levels, store: Store) -> None:
+    """Runs a loop over the micro-batches, and joins the parts of reductions."""
+    units = store.units
+    takes = [value for value in loop.takes if not isinstance(value, Number)]
+    fixed = [value for value in takes if value.axis is None]
+    moving = [value for value in takes if value.axis is not None and value in levels.model]
+    still = [value for value in takes if value.axis is not None and value not in levels.model]
+    interleaved = [units.interleaved(jnp.asarray(store.whole(value)), axis_of(value)) for value in still]
+    wide = shared.widened([store.whole(value) for value in fixed], [_same] * len(fixed))
+
+    def part(wide: Any, interleaved: Any, rows: Any, index: Any) -> tuple[list[Any], list[Any]]:
+        env = dict(zip((*fixed, *moving), (*shared.narrowed(wide), *rows), strict=True))
+        env |= {v: units.part(leaf, axis_of(v), index) for v, leaf in zip(still, interleaved, strict=True)}
+        return of_micro_batch(loop, units, env, units.of_part(index))
+
+    turn = loops.recomputed(part, list(store.values.values()))
+    xs = [store.cut(value) for value in moving], jnp.arange(units.parts)
+    rows, parts = loops.mapped(lambda x: turn(wide, interleaved, *x), xs)
+    store.parts.update(zip(loop.rows, rows, strict=True))
+    for equation, found in zip(loop.parts, parts, strict=True):
+        total = REDUCTIONS[equation.name].over(found, axis=0)
+        store.values[equation.outs[0]] = finished(equation, total, store)
+
+
+def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:
+    """Returns the result of an equation whose parts are joined: a scatter adds them to its operand."""
+    if equation.name.startswith("scatter"):
+        total = total + store.whole(equation.ins[0])
+    return total.astype(equation.outs[0].long.dtype)
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
+
+
+def of_micro_batch(loop: Loop, units: Units, env: dict[Value, Any], numbers: jax.Array) -> tuple[list[Any], list[Any]]:
+    """Evaluates a loop for one micro-batch: returns the rows that it keeps, and its parts of reductions.
+
+    `env` has the values that the loop takes; `numbers` are those of the micro-batch's units.
+    """
+
+    def read(value: Value) -> Any:
+        if isinstance(value, Number):
+            return value.number
+        return env[value]
+
+    for equation in loop.equations:
+        env.update(zip(equation.outs, _of_rows(equation, units, list(map(read, equation.ins)), numbers), strict=True))
+    parts = [part_of(equation, units, list(map(read, equation.ins)), numbers) for equation in loop.parts]
+    return list(map(read, loop.rows)), parts
+
+
+def _of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> Sequence[Any]:
+    """Evaluates an equation for the rows of one micro-batch."""
+    if equation.name == "random_bits" and equation.ins[0].axis is None and equation.outs[0].axis is not None:
+        axis, shape = axis_of(equation.outs[0]), equation.long.params["shape"]
+        places = units.places(numbers, shape[axis])
+        return [draws.bits(values[0], shape, axis, places, equation.long.params["bit_width"])]
+    return resized.evaluate(equation.long, equation.short, equation.rows, len(numbers) * units.block, values)
+
+
+# Reductions of rows, in parts
+
+
+def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> jax.Array:
+    """Returns what one micro-batch adds to a reduction of rows, in at least float32 where it is a sum."""
+    name, axes = equation.name, [value.axis for value in equation.ins]
+
+    def filled(value: Any, axis: int, nothing: Any) -> Any:
+        if not units.fills:
+            return value
+        counts = units.counts(numbers, value.shape[axis])
+        counts = jnp.expand_dims(counts, [dim for dim in range(value.ndim) if dim != axis])
+        return jnp.where(counts, value, jnp.asarray(nothing, value.dtype))
+
+    if name == "dot_general":
+        left, right = filled(values[0], axes[0] or 0, 0), filled(values[1], axes[1] or 0, 0)
+        wide = _wide(equation.outs[0].long.dtype)
+        params = equation.long.params
+        return jax.lax.dot_general(
+            left, right, params["dimension_numbers"], params["precision"], preferred_element_type=wide
+        )
+    if name.startswith("scatter"):
+        operand = jnp.zeros(values[0].shape, _wide(values[0].dtype))
+        updates = filled(values[2], axes[2] or 0, 0).astype(operand.dtype)
+        return compilers.bind(equation.long, [operand, values[1], updates])[0]
+    operand = filled(values[0], axes[0] or 0, REDUCTIONS[name].nothing(values[0].dtype))
+    operand = operand.astype(_wide(operand.dtype)) if name == "reduce_sum" else operand
+    return REDUCTIONS[name].over(operand, axis=equation.long.params["axes"])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    name: str  # of the reduction that joins parts
+    over: Callable[..., jax.Array] = jnp.sum
+    nothing: Callable[[Any], Any] = lambda _: 0  # of a dtype: what changes no result
+
+
+def _lowest(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _highest(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+REDUCTIONS = {
+    "reduce_sum": _Reduction("sum"),
+    "dot_general": _Reduction("sum"),
+    "scatter-add": _Reduction("sum"),
+    "scatter_add": _Reduction("sum"),
+    "reduce_max": _Reduction("max", jnp.max, _lowest),
+    "reduce_min": _Reduction("min", jnp.min, _highest),
+    "reduce_and": _Reduction("min", jnp.all, _highest),
+    "reduce_or": _Reduction("max", jnp.any, _lowest),
+}
+
+
+def _wide(dtype: Any) -> Any:
+    return dtypes.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+
+
+# Loops over layers whose bodies take rows together
+
+
+def _is_over_layers(equation: Equation, levels: Levels) -> bool:
+    """Returns whether an equation is a loop over layers, or tokens, that can be evaluated level by level."""
+    is_scan = equation.name == "scan" and equation.long.params["length"] == equation.short.params["length"]
+    return is_scan and not levels.model.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
+
+
+def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
+    params = equation.long.params
+    consts, carried = compilers.sizes_of_scan(equation.long)
+    body = paired(params["jaxpr"], equation.short.params["jaxpr"], equation.rows)
+    is_model = [value in levels.model for value in equation.ins]
+    is_model[consts : consts + carried] = [True] * carried
+    inner = levels_of(body, is_model)
+    fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = evaluate(inner, store.units, [*fixed, *carry, *x])
+        return out[:carried], out[carried:]
+
+    options = {key: params[key] for key in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, list(start), list(xs), **options)
+    return [*carry, *ys]

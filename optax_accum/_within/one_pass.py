@@ -1,0 +1,290 @@
+"""The gradient of a loss whose rows need one pass: their cotangents are known before the first forward pass.
+
+What the batch alone decides is computed first. If the loss is then linear in what the loop over micro-batches gives, its
+gradient is that of a sum over micro-batches, each of which is run once.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from optax_accum._core import compilers
+from optax_accum._rows.levels import Kind, Loop
+from optax_accum._rows.program import Equation, Number, Value
+from optax_accum._within import by_level
+from optax_accum._within.by_level import REDUCTIONS, Store, axis_of
+from optax_accum._within.traced import Traced
+
+Leaves = Sequence[Any]
+
+
+class Given(NamedTuple):
+    """What the loop gives: the results of reductions, and the rows that it keeps."""
+
+    parts: Leaves
+    rows: Leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePass:
+    """A loss whose rows need one pass.
+
+    Attributes:
+      store: what the batch alone decides.
+      before: what the parameters alone decide. It runs in the loop, so that its gradient is added there.
+      after: the equations that follow the loop.
+      cotangents: those of what the loop gives, None where they are zero.
+      factor: the end of the loss tells a factor of them, and of the gradient.
+      end: the gradient of what follows the loop.
+    """
+
+    traced: Traced
+    store: Store
+    loop: Loop
+    before: Sequence[Equation]
+    after: Sequence[Equation]
+    cotangents: Given
+    factor: int | None
+    end: "End"
+
+    @property
+    def taken(self) -> list[Value]:
+        """The values that the loop takes and that the parameters do not decide."""
+        inner = [value for equation in self.before for value in equation.ins]
+        model = self.traced.levels.model
+        takes = dict.fromkeys([*self.loop.takes, *inner])
+        return [value for value in takes if value not in model and not isinstance(value, Number)]
+
+    @property
+    def fixed(self) -> Leaves:
+        """What all micro-batches take whole."""
+        return [jnp.asarray(self.store.whole(value)) for value in self.taken if value.axis is None]
+
+    @property
+    def batch(self) -> dict[str, Any]:
+        """What is split into micro-batches: arrays whose units come first."""
+        units = self.traced.units
+        total = units.size * units.parts
+        along = [(jnp.asarray(self.store.whole(v)), axis_of(v)) for v in self.taken if v.axis is not None]
+        pairs = zip(self.cotangents.rows, self.loop.rows, strict=True)
+        cotangents = [None if ct is None else units.first(ct, axis_of(value)) for ct, value in pairs]
+
+        def with_zeros(leaf: jax.Array) -> jax.Array:
+            return jnp.concatenate([leaf, jnp.zeros((total - units.number, *leaf.shape[1:]), leaf.dtype)])
+
+        return {
+            "units": jnp.arange(total),
+            "rows": [units.filled(units.first(leaf, axis)) for leaf, axis in along],
+            "cotangents": jax.tree.map(with_zeros, cotangents) if units.fills else cotangents,
+        }
+
+    def contribution(self, params: Leaves, batch: dict[str, Any], fixed: Leaves) -> tuple[jax.Array, Given]:
+        """Returns a micro-batch's part of what is differentiated, over its share of the rows; and what it gives."""
+        units, numbers = self.traced.units, batch["units"]
+        env: dict[Value, Any] = dict(zip(_model_inputs(self.traced), params, strict=True))
+        env.update(zip([value for value in self.taken if value.axis is None], fixed, strict=True))
+        with_rows = [value for value in self.taken if value.axis is not None]
+        env.update((v, units.along(rows, axis_of(v))) for v, rows in zip(with_rows, batch["rows"], strict=True))
+        _evaluate(self.before, env)
+        rows, parts = by_level.of_micro_batch(self.loop, units, env, numbers)
+        pairs = zip(rows, self.loop.rows, strict=True)
+        first = [_units_first(row, axis_of(value), len(numbers)) for row, value in pairs]
+        products = map(_product, (*self.cotangents.parts, *batch["cotangents"]), (*parts, *first))
+        share = len(numbers) / (units.size * units.parts)
+        return sum(products, jnp.zeros([])) / share, Given(parts, first)
+
+    @property
+    def reductions(self) -> Given:
+        """The names of the reductions that join what micro-batches give."""
+        return Given([REDUCTIONS[e.name].name for e in self.loop.parts], ["concat"] * len(self.loop.rows))
+
+    def joined(self, given: Given) -> Given:
+        """Returns what the loop gives, as the program has it."""
+        units = self.traced.units
+        pairs = zip(given.rows, self.loop.rows, strict=True)
+        rows = [units.along(leaf[: units.number], axis_of(value)) for leaf, value in pairs]
+        equations = zip(self.loop.parts, given.parts, strict=True)
+        return Given([by_level.finished(equation, part, self.store) for equation, part in equations], rows)
+
+    def outputs(self, given: Given) -> Leaves:
+        """Returns the outputs of the loss."""
+        return self.end.outputs(given, self.end.params)
+
+
+def one_pass(traced: Traced) -> OnePass | None:
+    """Returns the loss as one pass, if one is enough; its first output is differentiated."""
+    levels = traced.levels
+    if len(levels.loops) != 1 or len(levels.stages) != 2:
+        return None
+    first, last = levels.stages
+    assert first.loop is not None
+    before = [equation for equation in first.once if not levels.model.isdisjoint(equation.ins)]
+    if any(levels.kinds[equation] is not Kind.FREE for equation in before):
+        return None
+    store = Store(traced.units, dict(zip(levels.program.inputs, traced.values, strict=True)))
+    for equation in first.once:
+        if equation not in before:
+            by_level.once(equation, levels, store)
+    end = End(traced, store, first.loop, before, last.once)
+    cotangents, factor = end.known()
+    return cotangents and OnePass(traced, store, first.loop, before, last.once, cotangents, factor, end)
+
+
+class End:
+    """What follows the loop, as a function of what the loop gives and of the parameters."""
+
+    def __init__(self, traced: Traced, store: Store, loop: Loop, before: Sequence[Equation], after: Sequence[Equation]):
+        self.traced, self.store, self.loop, self.before, self.after = traced, store, loop, before, after
+        self.params = [store.whole(value) for value in _model_inputs(traced)]
+        types = Given([e.outs[0].long for e in loop.parts], [value.long for value in loop.rows])
+        self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in (*types.parts, *types.rows)]
+        self.of_params = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.params]
+        shapes = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in types]
+        given = _chosen([*shapes[0], *shapes[1]], self.inexact)
+        params = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in _chosen(self.params, self.of_params)]
+        self.still = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in (*shapes[0], *shapes[1])]
+        others = _chosen([*shapes[0], *shapes[1]], [not moves for moves in self.inexact])
+        self.gradient = jax.make_jaxpr(jax.grad(self._loss, argnums=(0, 2)))(given, others, params)
+
+    def outputs(self, given: Given, params: Leaves) -> Leaves:
+        """Returns the outputs of the loss."""
+        values = self.store.values | dict(zip(_model_inputs(self.traced), params, strict=True))
+        _evaluate(self.before, values)
+        values.update(zip((e.outs[0] for e in self.loop.parts), given.parts, strict=True))
+        values.update(zip(self.loop.rows, given.rows, strict=True))
+        end = Store(self.traced.units, values)
+        for equation in self.after:
+            by_level.once(equation, self.traced.levels, end)
+        return [end.whole(value) for value in self.traced.levels.program.outputs]
+
+    def _loss(self, given: Leaves, others: Leaves, params: Leaves) -> jax.Array:
+        rest = iter(others)
+        leaves = _put(given, self.inexact, [None if moves else next(rest) for moves in self.inexact])
+        parts = Given(leaves[: len(self.loop.parts)], leaves[len(self.loop.parts) :])
+        return self.outputs(parts, _put(params, self.of_params, self.params))[0]
+
+    def known(self) -> tuple[Given | None, int | None]:
+        """Returns the cotangents of what the loop gives, where they do not depend on what it gives.
+
+        If there is one sum alone whose cotangent does, its place is returned too: the gradient is scaled in the end.
+        """
+        count = sum(self.inexact)
+        depends = _depend(self.gradient.jaxpr, len(self.inexact))[:count]
+        is_zero = _zeros(self.gradient.jaxpr)[:count]
+        if not any(depends):
+            found = self._gradient(self.still, range(count))
+            return self._given([None if zero else ct for zero, ct in zip(is_zero, found, strict=True)]), None
+        given = _chosen(self.still, self.inexact)
+        at = is_zero.index(False)
+        if is_zero.count(False) != 1 or given[at].shape:
+            return None, None
+        return self._given([None if zero else jnp.ones_like(leaf) for zero, leaf in zip(is_zero, given, strict=True)]), at
+
+    def factor(self, given: Given, at: int) -> jax.Array:
+        """Returns the cotangent of one sum."""
+        return self._gradient([*given.parts, *given.rows], [at])[0]
+
+    def direct(self, given: Given) -> list[Any]:
+        """Returns the gradient by the parameters of what follows the loop; None where there is none."""
+        count = sum(self.inexact)
+        is_zero = _zeros(self.gradient.jaxpr)[count:]
+        wanted = [count + place for place, zero in enumerate(is_zero) if not zero]
+        found = iter(self._gradient([*given.parts, *given.rows], wanted))
+        flags = iter(is_zero)
+        return [next(found) if moves and not next(flags) else None for moves in self.of_params]
+
+    def _gradient(self, given: Leaves, wanted: Sequence[int]) -> list[Any]:
+        others = _chosen(given, [not moves for moves in self.inexact])
+        values = [*_chosen(given, self.inexact), *others, *_chosen(self.params, self.of_params)]
+        return _run(self.gradient, values, wanted)
+
+    def _given(self, leaves: Leaves) -> Given:
+        filled = _put(leaves, self.inexact, [None] * len(self.inexact))
+        return Given(filled[: len(self.loop.parts)], filled[len(self.loop.parts) :])
+
+
+def _model_inputs(traced: Traced) -> list[Value]:
+    return [value for value in traced.levels.program.inputs if value in traced.levels.model]
+
+
+def _evaluate(equations: Sequence[Equation], env: dict[Value, Any]) -> None:
+    for equation in equations:
+        values = [value.number if isinstance(value, Number) else env[value] for value in equation.ins]
+        env.update(zip(equation.outs, compilers.bind(equation.long, values), strict=True))
+
+
+def _chosen(leaves: Leaves, flags: Sequence[bool]) -> list[Any]:
+    return [leaf for leaf, chosen in zip(leaves, flags, strict=True) if chosen]
+
+
+def _put(leaves: Leaves, flags: Sequence[bool], others: Leaves) -> list[Any]:
+    rest = iter(leaves)
+    return [next(rest) if chosen else other for chosen, other in zip(flags, others, strict=True)]
+
+
+def _units_first(leaf: jax.Array, axis: int, units: int) -> jax.Array:
+    rows = jnp.moveaxis(leaf, axis, 0)
+    return rows.reshape(units, rows.shape[0] // units, *rows.shape[1:])
+
+
+def _product(cotangent: Any, value: Any) -> jax.Array:
+    if cotangent is None:
+        return jnp.zeros([])
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    product = cotangent.astype(wide) * value.astype(wide)
+    return jnp.real(product) if product.ndim == 0 else jnp.sum(jnp.real(product))
+
+
+# A traced gradient
+
+
+def _depend(program: Any, count: int) -> list[bool]:
+    """Returns which outputs of a program depend on the first of its inputs."""
+    of_inputs = set(program.invars[:count])
+    for equation in program.eqns:
+        if any(isinstance(atom, core.Var) and atom in of_inputs for atom in equation.invars):
+            of_inputs.update(equation.outvars)
+    return [isinstance(atom, core.Var) and atom in of_inputs for atom in program.outvars]
+
+
+_ZERO_OF_ZERO = {"broadcast_in_dim", "convert_element_type", "neg", "reshape", "transpose", "squeeze"}
+
+
+def _zeros(program: Any) -> list[bool]:
+    """Returns which outputs of a program are zeros whatever it takes."""
+    zeros: set[Any] = set()
+
+    def is_zero(atom: Any) -> bool:
+        return not np.any(atom.val) if isinstance(atom, core.Literal) else atom in zeros
+
+    for equation in program.eqns:
+        if equation.primitive.name in _ZERO_OF_ZERO and is_zero(equation.invars[0]):
+            zeros.update(equation.outvars)
+    return list(map(is_zero, program.outvars))
+
+
+def _run(traced: Any, values: Leaves, wanted: Sequence[int]) -> list[Any]:
+    """Returns some outputs of a traced program; equations that others need are not evaluated."""
+    program = traced.jaxpr
+    outputs = [program.outvars[place] for place in wanted]
+    live = {atom for atom in outputs if isinstance(atom, core.Var)}
+    needed: list[Any] = []
+    for equation in reversed(program.eqns):
+        if not live.isdisjoint(equation.outvars):
+            needed.append(equation)
+            live.update(atom for atom in equation.invars if isinstance(atom, core.Var))
+    env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*traced.consts, *values), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for equation in reversed(needed):
+        env.update(zip(equation.outvars, compilers.bind(equation, list(map(read, equation.invars))), strict=True))
+    return [jnp.asarray(read(atom)) for atom in outputs]
+
+

@@ -1,0 +1,91 @@
+"""A call of a function of a batch, traced: its program of rows, and how they go into micro-batches."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._arguments.roles import Call
+from optax_accum._arguments.rows import count_known_rows, is_split
+from optax_accum._core.leaves import is_array, parted
+from optax_accum._core.types import Name, Tree
+from optax_accum._rows.levels import Levels, levels_of
+from optax_accum._rows.program import paired
+from optax_accum._rows.traces import OtherProgramError
+from optax_accum._rows.units import Units
+from optax_accum._within.splitting import Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A call, traced for all rows and for twice as many, abstractly: what grows has rows.
+
+    Attributes:
+      levels: how its program runs.
+      units: how its rows go into micro-batches.
+      values: the arrays of the call, in the order of the program's inputs.
+      shapes: the shapes of what the function returns.
+    """
+
+    levels: Levels
+    units: Units
+    values: Sequence[Any]
+    shapes: Tree
+
+    def returned(self, outputs: Sequence[Any]) -> Tree:
+        """Returns the outputs of the program as the function returns them."""
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), outputs)
+
+
+def number_of_microbatches(sizes: Sizes, rows: int) -> int:
+    """Returns how many micro-batches are asked for."""
+    if sizes.num_microbatches is not None:
+        if sizes.num_microbatches > rows:
+            raise ValueError(
+                f"There must be a row for each micro-batch: num_microbatches={sizes.num_microbatches}, and the batch has "
+                f"{rows} rows. Pass num_microbatches={rows} at most."
+            )
+        return sizes.num_microbatches
+    return -(-rows // (sizes.microbatch_size or rows))
+
+
+def traced(fun: Callable[..., Any], call: Call, sizes: Sizes, model: Sequence[Name]) -> Traced:
+    """Traces a call; `model` names the arguments by which it may be differentiated.
+
+    Raises:
+      ValueError: `fun` is another program for twice as many rows, or none.
+    """
+    rows = count_known_rows(call[call.batch])
+    names = tuple(call.arguments)
+    arrays, filled = parted(call[names], is_array)
+    owner = [name for name in names for leaf in jax.tree.leaves(call.arguments[name]) if is_array(leaf)]
+
+    def of_arrays(arrays: Sequence[Any]) -> Any:
+        return call.with_values(names, filled(arrays)).apply(fun)
+
+    long, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(list(map(_type, arrays)))
+    in_batch = [name in call.batch for name in owner]
+    twice = [_type(leaf, 2 if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
+    try:
+        program = paired(long, jax.make_jaxpr(of_arrays)(twice), (rows, 2 * rows))
+    except OtherProgramError as error:
+        raise ValueError(f"{_OTHER} {error}. {_REMEDY}") from error
+    except (TypeError, ValueError) as error:
+        error.add_note(f"{_OTHER} {_REMEDY}")
+        raise
+    block = rows // program.units
+    parts = min(number_of_microbatches(sizes, rows), program.units)
+    levels = levels_of(program, [name in model for name in owner])
+    return Traced(levels, Units(program.units, parts, block), arrays, shapes)
+
+
+def _type(leaf: Any, times: int = 1) -> Any:
+    shape = jnp.shape(leaf)
+    shape = (times * shape[0], *shape[1:]) if is_split(leaf) and times > 1 else shape
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf), weak_type=getattr(leaf, "weak_type", False))
+
+
+_OTHER = "A loss is traced for its rows and for twice as many, to see which axes hold rows: there it is another program."
+_REMEDY = "Take sizes from the batch (x.shape[0], -1), not from a constant."
