@@ -183,7 +183,9 @@ class End:
         at = is_zero.index(False)
         if is_zero.count(False) != 1 or given[at].shape:
             return None, None
-        return self._given([None if zero else jnp.ones_like(leaf) for zero, leaf in zip(is_zero, given, strict=True)]), at
+        return self._given(
+            [None if zero else jnp.ones_like(leaf) for zero, leaf in zip(is_zero, given, strict=True)]
+        ), at
 
     def factor(self, given: Given, at: int) -> jax.Array:
         """Returns the cotangent of one sum."""
@@ -286,5 +288,3 @@ def _run(traced: Any, values: Leaves, wanted: Sequence[int]) -> list[Any]:
     for equation in reversed(needed):
         env.update(zip(equation.outvars, compilers.bind(equation, list(map(read, equation.invars))), strict=True))
     return [jnp.asarray(read(atom)) for atom in outputs]
-
-

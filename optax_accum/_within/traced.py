@@ -87,5 +87,7 @@ def _type(leaf: Any, times: int = 1) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf), weak_type=getattr(leaf, "weak_type", False))
 
 
-_OTHER = "A loss is traced for its rows and for twice as many, to see which axes hold rows: there it is another program."
+_OTHER = (
+    "A loss is traced for its rows and for twice as many, to see which axes hold rows: there it is another program."
+)
 _REMEDY = "Take sizes from the batch (x.shape[0], -1), not from a constant."

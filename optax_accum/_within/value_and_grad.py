@@ -22,8 +22,6 @@ from optax_accum._within.cut import Rules, cut
 from optax_accum._within.one_pass import Given, OnePass, one_pass
 from optax_accum._within.traced import Traced
 
-OF_ROWS = False
-
 
 @callables.renamed("num_microbatches")
 def value_and_grad(
@@ -257,10 +255,18 @@ def value_and_grad(
         overlap=overlap,
         meter=as_meter(statistics),
         over=over._replace(to=reduce_to if reduce_to is None or over.is_partial else of_params(reduce_to)),
-        of_rows=OF_ROWS,
+        of_rows=_tells_all(
+            weight_fn, weight_of, rng_argnum, carry_argnum, stacked, group_size, whole_argnums, aux_reduction
+        ),
     )
     _check_options(rules)
     return _computing(rules)
+
+
+def _tells_all(*options: Any) -> bool:
+    """Returns whether nothing is said of how micro-batches add up, so that the traced loss tells it."""
+    nothing = (None, None, None, None, False, 1, (), "mean")
+    return all(option is default or option == default for option, default in zip(options, nothing, strict=True))
 
 
 def replacing(compute: Any, grad_reduction: Tree) -> Callable[..., tuple[Any, Any]]:
