@@ -5,7 +5,7 @@ gradient is that of a sum over micro-batches, each of which is run once.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arguments import callables, checks
+from optax_accum._arguments import callables, checks, results
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core import dtypes, tracing
-from optax_accum._core.leaves import is_array
+from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
+from optax_accum._loss import ratio
 from optax_accum._loss.meter import Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._loss.weighing import divided
@@ -255,7 +256,8 @@ def value_and_grad(
         overlap=overlap,
         meter=as_meter(statistics),
         over=over._replace(to=reduce_to if reduce_to is None or over.is_partial else of_params(reduce_to)),
-        of_rows=_tells_all(
+        of_rows=not over.axes
+        and _tells_all(
             weight_fn, weight_of, rng_argnum, carry_argnum, stacked, group_size, whole_argnums, aux_reduction
         ),
     )
@@ -316,11 +318,22 @@ def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
     checks.check_no_module(call[call.params])
     checks.check_differentiable(call[call.params])
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
-    found = traced.traced(rules.fun, call, rules.sizes, call.params)
+    try:
+        found = traced.traced(rules.fun, call, rules.sizes, call.params)
+    except tracing.NEEDS_VALUES:
+        if tracing.is_staged():
+            raise
+        return _value_and_grad(rules, call)  # outside jit a loss may look at values, which no trace has
+    loss = rules.returns.parts(found.shapes).loss
+    if ratio.is_ratio(loss) or isinstance(loss, dict):
+        return _value_and_grad(rules, call)
+    results.check_loss(loss, None)
     once = one_pass(found)
-    if once is None:
-        return _in_levels(rules, call, found)
-    params = jax.tree.leaves(call[call.params])
+    return _in_levels(rules, call, found) if once is None else _in_one_pass(rules, call, once)
+
+
+def _in_one_pass(rules: Rules, call: Call, once: OnePass) -> tuple[Any, Any]:
+    """Returns the value and the gradient of a loss whose cotangents are known beforehand."""
 
     def contribution(*args: Any) -> Any:
         *params, batch, fixed = args
@@ -333,18 +346,17 @@ def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
         fun=contribution,
         roles=roles,
         returns=Returns(has_aux=True),
-        sizes=splitting.Sizes(found.units.parts, None, 1),
+        sizes=splitting.Sizes(once.traced.units.parts, None, 1),
         single=False,
         aux_reduction=once.reductions,
         of_rows=False,
     )
-    (value, grads) = _value_and_grad(inner, roles.bind((*call[call.params], once.batch, once.fixed), {}))
-    (value, statistics) = value if rules.meter.measures else (value, None)
-    given = once.joined(value[1])
+    value, grads = _value_and_grad(inner, roles.bind((*call[call.params], once.batch, once.fixed), {}))
+    (_, given), *measured = value if rules.meter.measures else (value,)
+    given = once.joined(given)
     grads = _ended(once, given, grads)
-    outputs = found.returned(once.outputs(given))
-    value = (outputs, statistics) if rules.meter.measures else outputs
-    return value, grads[0] if rules.single else grads
+    outputs = once.traced.returned(once.outputs(given))
+    return (outputs, *measured) if measured else outputs, grads[0] if rules.single else grads
 
 
 def _ended(once: OnePass, given: Given, grads: Tree) -> Tree:
@@ -358,18 +370,22 @@ def _ended(once: OnePass, given: Given, grads: Tree) -> Tree:
 
 
 def _in_levels(rules: Rules, call: Call, found: Traced) -> tuple[Any, Any]:
-    """Returns the whole batch's value and gradient where rows need several passes."""
-    names = call.params
-    arguments = [name for name in call.arguments]
+    """Returns the value and the gradient of a loss that takes rows together before its end."""
+    rules.meter.refuse(
+        "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have no "
+        "gradients of their own. Leave statistics out."
+    )
+    names = tuple(call.arguments)
+    dtypes_of = dtypes.named_dtypes(rules.accumulator_dtype, call[call.params])
 
     def fun(params: Tree) -> Any:
-        values = jax.tree.leaves(call.with_values(names, params)[tuple(arguments)])
-        out = found.returned(by_level.evaluate(found.levels, found.units, [v for v in values if is_array(v)]))
+        arrays, _ = parted(call.with_values(call.params, params)[names], is_array)
+        out = found.returned(by_level.evaluate(found.levels, found.units, arrays))
         return out if rules.returns.has_aux else (out, None)
 
-    (value, aux), grads = jax.value_and_grad(fun, has_aux=True, allow_int=True)(call[names])
-    value = (value, aux) if rules.returns.has_aux else value
-    return value, grads[0] if rules.single else grads
+    (value, aux), grads = jax.value_and_grad(fun, has_aux=True, allow_int=True)(call[call.params])
+    grads = jax.tree.map(lambda grad, named: grad if named is None else grad.astype(named), grads, dtypes_of)
+    return (value, aux) if rules.returns.has_aux else value, grads[0] if rules.single else grads
 
 
 def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
