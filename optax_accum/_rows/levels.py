@@ -121,7 +121,7 @@ class _Reading:
         return Kind.LOCAL if makes_rows or self._is_narrow(equation) else Kind.FREE
 
     def _is_narrow(self, equation: Equation) -> bool:
-        """Returns whether an equation makes narrow parameters, which loops make again: so their gradient is added wide."""
+        """Returns whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
         if self.model.isdisjoint(equation.ins) or not equation.outs:
             return False
         begins = is_cast_down(equation.long)
@@ -129,7 +129,7 @@ class _Reading:
         return begins or goes_on
 
     def _shares_ties(self, equation: Equation) -> bool:
-        """Returns whether the gradient of an extreme goes to all rows that attain it, in parts that only all rows tell."""
+        """Returns whether an extreme has a gradient: rows that attain it share that, which only all rows tell."""
         if equation.name not in ("reduce_max", "reduce_min") or self.model.isdisjoint(equation.ins):
             return False
         if not jnp.issubdtype(equation.outs[0].long.dtype, jnp.inexact):

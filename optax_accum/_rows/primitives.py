@@ -18,9 +18,9 @@ def _names(text: str) -> frozenset[str]:
 
 _SHAPES = _names(  # parameters that may differ with the number of rows: shapes, and programs, which are looked into
     """
-    branches bwd body_jaxpr call_jaxpr cond_jaxpr ctx_mesh debug_info ft_in ft_out fun_jaxpr fwd_jaxpr_thunk in_avals jaxpr
-    jvp_jaxpr_fun jvp_jaxpr_thunk length limit_indices name new_sizes out_avals out_sharding out_trees shape sharding sizes
-    slice_sizes start_indices update_consts update_jaxpr _split_transpose
+    branches bwd body_jaxpr call_jaxpr cond_jaxpr ctx_mesh debug_info ft_in ft_out fun_jaxpr fwd_jaxpr_thunk
+    in_avals jaxpr jvp_jaxpr_fun jvp_jaxpr_thunk length limit_indices name new_sizes out_avals out_sharding
+    out_trees shape sharding sizes slice_sizes start_indices update_consts update_jaxpr _split_transpose
     """
 )
 
@@ -190,12 +190,12 @@ def _wrapped(view: View) -> bool:
 
 ELEMENTWISE = _names(
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh device_put digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne
-    neg nextafter not or polygamma population_count pow random_fold_in random_gamma_grad real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-    sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj convert_element_type copy copy_p cos cosh device_put digamma div eq eq_to erf erf_inv erfc exp exp2 expm1
+    floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
+    lt_to max min mul name ne neg nextafter not or polygamma population_count pow random_fold_in random_gamma_grad
+    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
     """
 )
 _REDUCED = _names("argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")

@@ -116,7 +116,7 @@ def _custom_jvp(fun: Callable[[Values], Values], long: Any, other: Any, rows: Ro
 
 
 def _custom_vjp(fun: Callable[[Values], Values], long: Any, other: Any, rows: Rows, size: int) -> Callable[..., Values]:
-    """Returns a function with the user's backward pass, which was traced too, and which computes again what it needs."""
+    """Returns a function with the user's backward pass, which was traced too: it computes again what it needs."""
     called = jax.custom_vjp(lambda *values: fun(values))
     traces = locality.derivative_of(long, other, locality.backward)
     inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in long.invars]

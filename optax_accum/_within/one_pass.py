@@ -1,7 +1,7 @@
 """The gradient of a loss whose rows need one pass: their cotangents are known before the first forward pass.
 
-What the batch alone decides is computed first. If the loss is then linear in what the loop over micro-batches gives, its
-gradient is that of a sum over micro-batches, each of which is run once.
+What the batch alone decides is computed first. If the loss is then linear in what the loop over micro-batches gives,
+its gradient is that of a sum over micro-batches, each of which is run once.
 """
 
 import dataclasses

@@ -44,8 +44,8 @@ def number_of_microbatches(sizes: Sizes, rows: int) -> int:
     if sizes.num_microbatches is not None:
         if sizes.num_microbatches > rows:
             raise ValueError(
-                f"There must be a row for each micro-batch: num_microbatches={sizes.num_microbatches}, and the batch has "
-                f"{rows} rows. Pass num_microbatches={rows} at most."
+                f"There must be a row for each micro-batch: num_microbatches={sizes.num_microbatches}, and the batch "
+                f"has {rows} rows. Pass num_microbatches={rows} at most."
             )
         return sizes.num_microbatches
     return -(-rows // (sizes.microbatch_size or rows))
