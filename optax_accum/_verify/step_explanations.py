@@ -140,10 +140,6 @@ class Explanations:
         """Whether some entry becomes less somewhere: second moments never do."""
         return any(np.any(self.vector(change, slot) < 0) for change in (self.whole, *self.parts))
 
-    def unclipped(self) -> bool:
-        """Whether the whole batch's parameters change as a mean of what its micro-batches would change."""
-        return self.few or abs(sum(self.combined("params")[0]) - 1) < self.near
-
     def size(self, name: str) -> int:
         """Returns how many entries of a leaf change at all."""
         return int(np.sum(np.any([change[name] != 0 for change in (self.whole, *self.parts)], axis=0)))

@@ -1,8 +1,6 @@
 """Owns the table of the faults of a step, and the order in which they are asked for."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -23,8 +21,8 @@ SHARED_KEY = Fault(
     "value_and_apply_gradients, too.",
     {"beside": probes.shared_key},
 )
-# Asked are "moves": of the calls at which parameters move; then of a wrong window "right" to "combined", of the second
-# one "second"; where even windows are right "beside", and of windows of others "other"; and "always".
+# Asked are "moves": of the calls at which parameters move; where even windows are right "beside", and of windows of
+# others "other"; and "always". What a wrong window says is in step_windows.
 FAULTS = (
     Fault(
         "never closes",
@@ -42,13 +40,7 @@ FAULTS = (
         "and the update is a multiple of the right one.",
         "Let optimizer and schedule see one gradient for each window: accumulate_gradients(optimizer, every), with the "
         "schedule inside; apply_every comes first in a chain.",
-        {
-            "moves": probes.updates,
-            "right": windows.rate,
-            "foretold": windows.one_after_another,
-            "related": windows.rate_alone,
-            "second": windows.later_rate,
-        },
+        {"moves": probes.updates},
     ),
     Fault(
         "moves while held",
@@ -77,46 +69,35 @@ FAULTS = (
         "The first micro-batch counts, the others do not.",
         "The update equals that of the first micro-batch alone, or a part of it.",
         "Add each micro-batch's gradient to the accumulator: acc + g, from zeros.",
-        {"foretold": lambda w: windows.alone(w, 0)},
+        {},
     ),
     Fault(
         "only the last gradient",
         "The last micro-batch counts, the others do not.",
         "The update equals that of the last micro-batch alone, or a part of it.",
         "Add each micro-batch's gradient, acc + g. Empty the accumulator only after an update.",
-        {"foretold": lambda w: windows.alone(w, -1)},
+        {},
     ),
     Fault(
         "low-precision sum",
         "Their gradients are added in bfloat16 or float16.",
         "Repeating the same micro-batches many times changes their mean.",
         "Add gradients in float32: acc + g.astype(jnp.float32), from float32 zeros.",
-        {
-            "right": lambda w: w.rounded(),
-            "foretold": windows.rounded_sum,
-            "beside": probes.rounded,
-            "unexplained": lambda off: probes.rounded(off.runs),
-        },
+        {"beside": probes.rounded, "unexplained": lambda off: probes.rounded(off.runs)},
     ),
     Fault(
         "sum for a mean",
         "Their gradients are added and never divided.",
         "The update uses a multiple of the whole batch's gradient.",
         "Divide the sum by what the whole batch's mean divides by: by k for k equal micro-batches.",
-        {
-            "foretold": lambda w: windows.times(w, len(w.e.parts), f"{len(w.e.parts)} times"),
-            "related": lambda w: windows.multiple(w, lambda factor: factor > 1),
-        },
+        {},
     ),
     Fault(
         "divided twice",
         "The sum of their gradients is divided once too often.",
         "The update uses a fraction of the whole batch's gradient.",
         "Divide once: either each loss, or the sum of the gradients. optax.MultiSteps divides, too.",
-        {
-            "foretold": lambda w: windows.times(w, 1 / len(w.e.parts), f"1/{len(w.e.parts)} of"),
-            "related": lambda w: windows.multiple(w, lambda factor: factor < 1),
-        },
+        {},
     ),
     Fault(
         "mean of means",
@@ -124,12 +105,7 @@ FAULTS = (
         "The update uses the unweighted mean of their gradients; the whole batch's gradient is a weighted mean.",
         "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: apply_gradients(..., weight=w), "
         "or value_and_grad(..., weight_fn=...) within a call. Where micro-batches are always equal, pass uneven=False.",
-        {
-            "foretold": windows.plain_mean(windows.unequal),
-            "related": windows.mean_somewhere(windows.unequal),
-            "weighed": windows.weighed,
-            "combined": windows.combined(windows.unequal),
-        },
+        {},
     ),
     Fault(
         "clipping at each micro-step",
@@ -137,12 +113,7 @@ FAULTS = (
         "The update uses a mean of smaller gradients; the whole batch's gradient is a multiple of such a mean.",
         "Clip the mean: put clipping inside what accumulates, "
         "accumulate_gradients(optax.chain(optax.clip_by_global_norm(1.0), optimizer), every).",
-        {
-            "foretold": windows.plain_mean(windows.clipped),
-            "related": windows.mean_somewhere(windows.clipped),
-            "weighed": windows.clipped_weighed,
-            "combined": windows.combined(windows.clipped),
-        },
+        {},
     ),
     Fault(
         "coupled examples",
@@ -152,19 +123,14 @@ FAULTS = (
         "Normalise data, such as advantages, over the whole batch, before it is cut. Compute what is per example with "
         "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
         "together with group_size. For BatchNorm use running statistics, or LayerNorm or GroupNorm.",
-        {
-            "right": windows.normalised_mean,
-            "foretold": windows.plain_mean(windows.coupled),
-            "related": windows.mean_somewhere(windows.coupled),
-            "combined": windows.combined(windows.coupled),
-        },
+        {},
     ),
     Fault(
         "not emptied",
         "The micro-batches of the last window count in the next one, too.",
         "The first window is right; the second one's update contains its sum again.",
         "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
-        {"foretold": windows.kept_lead, "second": windows.kept},
+        {},
     ),
     SHARED_KEY,
     Fault(
@@ -235,27 +201,15 @@ def _of_first(runs: StepErrors) -> Cause | None:
 def _of_second(runs: StepErrors) -> Cause | None:
     later = lambda ends: {name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]}
     second = Second(runs.explanations, later(runs.ends), mean(runs.ones[0]), later(runs.ones))
-    return _nearest("second", second, second.e.near) if not second.e.silent else None
+    return _cause(windows.explained_second(second))
 
 
 def _explained(window: Window) -> Cause | None:
-    """Returns the fault that explains a window best, if one does: what it foretells, or what else it says."""
-    if window.e.silent:
-        return None
-    if window.right:
-        cause, nearer = next(found(FAULTS, "right", window), None), window.nearer()
-        return cause or (_explained(nearer) if nearer else None)
-    cause = _nearest("foretold", window, window.e.near)
-    others: Iterable[str] = ("related", "weighed", "combined")
-    return cause or next((cause for when in others for cause in found(FAULTS, when, window)), None)
+    return _cause(windows.explained(window))
 
 
-def _nearest(when: str, window: Any, near: float) -> Cause | None:
-    """Returns the fault whose foretold change is nearest to what came out."""
-    told = ((fault, fault.probes[when](window)) for fault in FAULTS if when in fault.probes)
-    all_of_them = [(distance, Cause(fault, says)) for fault, foretold in told for distance, says in foretold]
-    distance, cause = min(all_of_them, key=lambda one: one[0], default=(near, None))
-    return cause if distance < near else None
+def _cause(said: windows.Said | None) -> Cause | None:
+    return Cause(next(fault for fault in FAULTS if fault.name == said[0]), said[1]) if said else None
 
 
 def _dealt(runs: StepErrors, parts: Rows, change: Change) -> Cause | None:

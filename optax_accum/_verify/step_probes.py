@@ -69,7 +69,7 @@ def updates(runs: StepErrors) -> str:
         return ""
     w = dataclasses.replace(window_of(runs, runs.explanations, runs.ends[0]), one_by_one=runs.one_by_one)
     near = 0.0 if w.e.silent else min(w.e.near, w.e.far(w.found, w.e.whole, ["params"]))
-    return next((says for distance, says in one_after_another(w) if distance < near), "")
+    return next((says for _, distance, says in one_after_another(w) if distance < near), "")
 
 
 def moves(runs: StepErrors) -> str:

@@ -44,6 +44,10 @@ def normed(w, batch, key):
     return squared(w, batch | {"x": (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True)}, key)
 
 
+def summed(w, batch, key):
+    return squared(w, batch, key) * np.float32(len(batch["x"]))
+
+
 def dropped(w, batch, key):
     keep = np.asarray(jax.random.bernoulli(key, 0.7, batch["x"].shape))
     return squared(w, batch | {"x": np.asarray(batch["x"]) * keep / np.float32(0.7)}, key)
@@ -66,7 +70,8 @@ class Loop:
     """Gradient descent with momentum in plain NumPy, and the places where it can go wrong in a window."""
 
     grad: object = squared
-    clip: object = lambda g: g
+    clip: object = lambda g: g  # of each micro-batch's gradient
+    inside: object = lambda g: g  # a clip in the optimizer, where it belongs
     weight: object = lambda batch: np.float32(len(batch["x"]))
     join: object = lambda acc, g, n: acc + g
     factor: object = lambda n, k: 1
@@ -89,11 +94,8 @@ class Loop:
             total = carry["total"] + share
             if not (self.closes(n, every) or last):
                 return carry | {"params": {"w": self.held(w)}, "acc": acc, "n": n, "total": total}
-            new = (
-                np.float32(0.9) * m
-                + acc.astype(np.float32) / total * np.float32(self.factor(n, every))
-                + self.decay * w
-            )
+            mean = acc.astype(np.float32) / total * np.float32(self.factor(n, every))
+            new = np.float32(0.9) * m + self.inside(mean) + self.decay * w
             if np.isfinite(new).all() or not self.guarded:
                 m, w = new, w - self.rate(m) * new
             return carry | {"params": {"w": w}, "m": {"w": m}, "acc": self.empty(acc), "n": 0, "total": np.float32(0)}
@@ -189,7 +191,11 @@ def hidden_key(every):
 
 
 SUM = {"weight": lambda batch: np.float32(1), "factor": lambda n, k: n}
+EQUAL = {"weight": lambda batch: np.float32(1)}
+clipped = lambda g: g * np.float32(min(1, 0.05 / np.linalg.norm(g)))
 AGAIN = {
+    "tokens that nobody counts, behind a clip that acts": ("mean of means", Loop(masked, inside=clipped, **EQUAL)),
+    "a summed loss, averaged": ("divided twice", Loop(summed, **EQUAL)),
     "a sum, and weight decay": ("sum for a mean", Loop(factor=lambda n, k: n, decay=np.float32(0.1))),
     "a factor of no one": ("divided twice", in_windows(factor=lambda n, k: np.float32(0.6))),
     "later micro-batches count more": ("mean of means", in_windows(join=lambda acc, g, n: acc + n * g * 2 / (K + 1))),
