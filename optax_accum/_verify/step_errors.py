@@ -77,6 +77,27 @@ class StepErrors(StepRuns):
         return all(e.distance(found, e.parts[0], slot) < e.loose for slot in e.slots)
 
     @functools.cached_property
+    def keys_vary(self) -> float:
+        """How much a mean over k equal micro-batches varies with the key: below 1 if each has a key of its own.
+
+        It varies then k times less than one of them; with one key for all, as much. So does a sum, but for its size,
+        which is that of the reference for k times the rows. Behind a clip what is sound varies less by less: as the
+        reference does, unless its rows share their outcomes.
+        """
+        k, rows, times = self.cut.every, self.even()[0], self.more
+        equal = [np.full_like(rows, rows[0]) if self.within_call else rows] * k
+        changes = lambda steps, calls: self.changes(steps, calls, times=times)[0]
+        one, whole = (changes(self.one, [self.of(rows)]) for rows in (equal[0], np.concatenate(equal)))
+        cut = changes(self.cut, self.calls(equal))
+        names = [name for slot in self.explanations.linear for name in self.slots[slot]]
+        first, both = (np.concatenate([mean(c)[n].ravel() / self.scales[n] for n in names]) for c in (one, whole))
+        size = k if abs(np.vdot(first, both)) > k**0.5 * np.vdot(first, first).real else 1
+        before, after, apart = (sum(np.sum(np.var(c[n] / self.scales[n], 0)) for n in names) for c in (one, cut, whole))
+        after, apart = after / size**2, apart / size**2
+        sound = max(1 / k, apart / before) if apart < 0.95 * before else 1 / k
+        return float(after / (before * sound**0.5))
+
+    @functools.cached_property
     def errors(self) -> Errors:
         """The error and the limit of each leaf, in two even windows."""
         return self.compared(self.ends, self.even_rows, self.ones)

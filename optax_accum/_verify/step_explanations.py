@@ -84,11 +84,6 @@ class Explanations:
         """The plain mean over the micro-batches."""
         return self.sum(self.parts, 1 / len(self.parts))
 
-    def mean_slots(self, found: Change) -> list[str]:
-        """Returns the slots in which a plain mean came out, and not what the whole batch gives as well."""
-        means = lambda slot: self.distance(found, self.mean, slot) < self.near <= self.distance(found, self.whole, slot)
-        return list(filter(means, self.slots))
-
     def combined(
         self, slot: str, names: list[str] | None = None, of: Change | None = None
     ) -> tuple[list[float], float]:

@@ -182,11 +182,12 @@ def causes_of_a_window(runs: StepErrors) -> list[Cause]:
 def cause_of_another(runs: StepErrors, parts: Rows, *, last: bool = False) -> tuple[Errors, Cause | None]:
     """Returns the errors of a window of other micro-batches, and why it is wrong, if it is."""
     (change,) = runs.changes(runs.cut, runs.calls(parts), last=last)
-    window = window_of(runs, runs.explained(parts), change, runs.explanations.linear)
-    other = Other(runs, parts, last, change, window)
-    errors = runs.compared([change], [np.concatenate(parts)]) if other.moved else {}
-    if other.moved and within(errors):
+    moved = runs.moves(change)
+    errors = runs.compared([change], [np.concatenate(parts)]) if moved else {}
+    if moved and within(errors):
         return errors, None
+    window = window_of(runs, runs.explained(parts), change, runs.explanations.linear)
+    other = Other(runs, parts, last, moved, window)
     cause = next(found(FAULTS, "other", other), None) or _explained(window) or _dealt(runs, parts, change)
     sizes = ", ".join(str(len(part) * runs.group_size) for part in parts)
     return errors, cause or _unexplained(runs, errors, f"a window of micro-batches of {sizes} rows")

@@ -11,7 +11,7 @@ from optax_accum._verify.step_calls import spoilt
 from optax_accum._verify.step_carries import Numbers, Path
 from optax_accum._verify.step_errors import LONG, StepErrors
 from optax_accum._verify.step_explanations import Change, Explanations
-from optax_accum._verify.step_runs import DRAWS, Rows, mean
+from optax_accum._verify.step_runs import Rows, mean
 from optax_accum._verify.step_windows import Window, one_after_another
 
 
@@ -114,13 +114,8 @@ class Other(NamedTuple):
     runs: StepErrors
     parts: Rows
     last: bool
-    found: Change
+    moved: bool  # whether it moved the parameters
     w: Window
-
-    @property
-    def moved(self) -> bool:
-        """Whether it moved the parameters."""
-        return not self.runs.moves_first or any(np.any(self.found[name]) for name in self.runs.params)
 
 
 def stays_open(o: Other, *, somehow: bool = False) -> str:
@@ -154,28 +149,11 @@ def left_out(o: Other) -> str:
 
 
 def shared_key(runs: StepErrors) -> str:
-    """A mean over k equal micro-batches varies with the key as one of them does, and not k times less.
-
-    So does a sum, but for its size, which is that of the reference for k times the rows. Behind a clip what is
-    sound varies less by less: as the reference does, unless its rows share their outcomes.
-    """
-    if not runs.random:
+    """The mean over equal micro-batches varies with the key as if all drew the same."""
+    if not runs.random or (vary := runs.keys_vary) <= 1:
         return ""
-    k, rows = runs.cut.every, runs.even()[0]
-    equal = [np.full_like(rows, rows[0]) if runs.within_call else rows] * k
-    draws = 4 * DRAWS if runs.few else DRAWS  # few numbers have less to average over
-    changes = lambda steps, calls: runs.changes(steps, calls, draws=draws)[0]
-    one, whole = (changes(runs.one, [runs.of(rows)]) for rows in (equal[0], np.concatenate(equal)))
-    cut = changes(runs.cut, runs.calls(equal))
-    names = [name for slot in runs.explanations.linear for name in runs.explanations.slots[slot]]
-    first, both = (np.concatenate([mean(c)[n].ravel() / runs.scales[n] for n in names]) for c in (one, whole))
-    size = k if abs(np.vdot(first, both)) > k**0.5 * np.vdot(first, first).real else 1
-    before, after, apart = (sum(np.sum(np.var(c[n] / runs.scales[n], 0)) for n in names) for c in (one, cut, whole))
-    after, apart = after / size**2, apart / size**2
-    sound = max(1 / k, apart / before) if apart < 0.95 * before else 1 / k
-    if not after > before * sound**0.5:
-        return ""
-    return f"Over {draws} keys {k} equal micro-batches vary {after / before:.2f} times as much as one of them."
+    k, keys = runs.cut.every, runs.draws * runs.more
+    return f"Over {keys} keys {k} equal micro-batches vary {vary:.2f} times as much as keys of their own allow."
 
 
 def rounded(runs: StepErrors) -> str:

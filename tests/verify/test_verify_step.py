@@ -16,6 +16,7 @@ from benchmarks.verify_step import KINDS, sound_step
 from benchmarks.verify_step import fault as planted
 from optax_accum import verify_step
 from optax_accum._verify import step_params
+from optax_accum._verify.step_calls import Steps
 
 rng = np.random.default_rng(0)
 N, K, D = 12, 4, 3
@@ -767,3 +768,17 @@ def test_clipping_is_named_where_micro_batches_have_weights():
     mask = jax.random.bernoulli(jax.random.key(2), 0.5, (16, 3)).at[:, 0].set(True)
     report = verify_step(make_step, {"x": x, "y": x[:, :3], "mask": mask}, every=4)
     assert [cause.kind for cause in report.causes] == ["clipping at each micro-step"], str(report)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_random_step_that_is_clearly_sound_takes_few_keys(shared, monkeypatch):
+    """Sixteen keys, and where these do not decide, 64: it took 2,000 runs, each of a window or more."""
+    runs = []
+    run = Steps.run
+    monkeypatch.setattr(Steps, "run", lambda *args, **options: runs.append(0) or run(*args, **options))
+    own = Loop(dropped, draws=True)
+    report = verify_step(FAULTS["shared key"] if shared else own, BATCH, uneven=False)
+    assert report.holds != shared
+    assert report.draws == (64 if shared else 16)
+    assert f"means over {report.draws} keys" in " ".join(str(report).split())
+    assert shared or len(runs) < 400
