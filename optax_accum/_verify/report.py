@@ -64,6 +64,7 @@ class Report:
     subject: str = "loss"
     draws: int = DRAWS
     notes: tuple[str, ...] = ()  # what was not tried, and why
+    told: bool = True  # whether holding could be told from not holding
 
     def check(self) -> None:
         """Raises an AssertionError with the report, unless the law holds: one line of a test."""
@@ -75,9 +76,8 @@ class Report:
 
     def __str__(self) -> str:
         same = "gradient" if self.subject == "loss" else "update"
-        says = (
-            f"Holds: the {same} of micro-batches is" if self.holds else f"Differs: the {same} of micro-batches is not"
-        )
+        is_ = f"the {same} of micro-batches is"
+        says = f"Holds: {is_}" if self.holds else f"Differs: {is_} not" if self.told else f"Cannot tell whether {is_}"
         lines = [f"{says} that of the whole batch ({self.rows} rows, {self.num_microbatches} micro-batches)."]
         if self.random:
             lines.append(

@@ -9,7 +9,7 @@ import numpy as np
 from optax_accum._core.types import Tree
 from optax_accum._verify.loss import floats, largest, moved, moved_apart
 from optax_accum._verify.report import Errors, badness, within
-from optax_accum._verify.step_calls import nudged
+from optax_accum._verify.step_calls import nudged, nudged_at
 from optax_accum._verify.step_explanations import Change
 from optax_accum._verify.step_runs import Rows, StepRuns, mean
 
@@ -115,17 +115,27 @@ class StepErrors(StepRuns):
                 with np.errstate(all="ignore"):
                     spread = 6 * np.std(cut[name] - one[name], 0) / math.sqrt(len(one[name])) if self.random else 0.0
                     off = np.nan_to_num(np.abs(np.mean(cut[name] - one[name], 0)), nan=np.inf) / self.scales[name]
+                off = np.where(self.rounding_alone(name, one, slack), 0, off)
                 limit = np.nan_to_num(self.rtol + (slack[name] + spread) / self.scales[name])
                 worst = np.unravel_index(np.argmax(off / limit), off.shape)
                 pair = (float(off[worst]), float(limit[worst]))
                 errors[name] = max(errors.get(name, pair), pair, key=badness)
         return errors
 
+    def rounding_alone(self, name: str, whole: Change, slack: Change) -> np.ndarray:
+        """Returns of which entries of a parameter the gradient is rounding of the terms that it adds.
+
+        Adam moves them by that, as the bias of keys in attention: they are judged by their moments.
+        """
+        mirrors = [n for n, leaf in self.leaves.items() if leaf.param == name and leaf.start.shape == slack[name].shape]
+        rounds = [np.all(np.abs(whole[n]) <= slack[n], 0) for n in mirrors if n in self.judged]
+        return np.all(rounds, 0) if rounds else np.zeros(slack[name].shape, bool)
+
     def slack(self, windows: Rows) -> list[Change]:
         """Returns how far rounding moves each entry in the reference, window by window.
 
-        Inputs are nudged by a few last digits, and rows come in other orders: an entry may be off by ten times that,
-        and by four roundings of what it is.
+        Inputs and parameters are nudged by a few last digits, and rows come in other orders: an entry may be off by
+        ten times that, and by four roundings of what it is.
         """
 
         def run(number: int) -> list[Change]:
@@ -133,7 +143,9 @@ class StepErrors(StepRuns):
             orders = [rows if self.random or not number else random.permutation(rows) for rows in windows]
             lead = self.lead(self.one)
             nudges = [[nudged(self.of(rows), number)] for rows in orders]
-            start, *seen = self.one.run(*lead, *nudges, draw=1 if self.random else None)
+            params = {leaf.one for leaf in self.params.values()}
+            off = functools.partial(nudged_at, paths=params, number=number)
+            start, *seen = self.one.run(*lead, *nudges, draw=1 if self.random else None, start=off)
             change = lambda later: {n: later[leaf.one] - start[leaf.one] for n, leaf in self.leaves.items()}
             return list(map(change, seen[len(lead) :]))
 

@@ -21,8 +21,16 @@ SHARED_KEY = Fault(
     "value_and_apply_gradients, too.",
     {"beside": probes.shared_key},
 )
+NOT_TOLD = Fault(
+    "cannot tell",
+    "Perhaps what they should: rounding moves the whole batch's update too.",
+    "The whole batch's own update is off by a tenth or more if inputs and parameters are off by a few last digits.",
+    "Check in float32 or float64, with optax.sgd, and pass labels as integers: what rounds or compares its inputs, as "
+    "astype(int) does, jumps.",
+    {"blind": probes.blind},
+)
 # Asked are "moves": of the calls at which parameters move; where even windows are right "beside", and of windows of
-# others "other"; and "always". What a wrong window says is in step_windows.
+# others "other"; and "always"; if nothing was found, "blind". What a wrong window says is in step_windows.
 FAULTS = (
     Fault(
         "never closes",
@@ -141,6 +149,7 @@ FAULTS = (
         'accumulate_gradients(..., nonfinite="skip").',
         {"always": probes.poison},
     ),
+    NOT_TOLD,
     Fault(
         "not known",
         "One of these, or something else: too few parameters change to tell.",
@@ -161,7 +170,7 @@ FAULTS = (
         {"unexplained": probes.unexplained},
     ),
 )
-PLANTED = FAULTS[:-2]  # the others are what remains unnamed
+PLANTED = FAULTS[:-3]  # the others are what remains unnamed
 
 
 def causes_of_moves(runs: StepErrors) -> list[Cause]:

@@ -14,6 +14,8 @@ from optax_accum._verify.step_explanations import Change, Explanations
 from optax_accum._verify.step_runs import Rows, mean
 from optax_accum._verify.step_windows import Window, one_after_another
 
+BLIND = 0.1  # the error that must be seen
+
 
 def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str] | None = None) -> Window:
     """Returns what a window changed, with what is asked of the runs."""
@@ -215,6 +217,16 @@ def unknown(off: Off) -> str:
     """A difference of which too few numbers tell."""
     k = off.runs.cut.every
     return f"{off.says} Fewer numbers change than tell {k} micro-batches apart." if off.runs.few else ""
+
+
+def blind(runs: StepErrors, errors: Errors) -> str:
+    """No leaf is seen finely enough, or one is off by much, and only rounding allows for that."""
+    most = BLIND + 2 * runs.rtol
+    over = {name: pair for name, pair in errors.items() if pair[1] > most}
+    if runs.random or not (len(over) == len(errors) or any(error > most for error, _ in over.values())):
+        return ""
+    name, (error, limit) = max(over.items(), key=lambda item: item[1])
+    return f"{name} is off by {error:.2g} of its change, and rounding alone may move it by {limit:.2g}."
 
 
 # What was not tried.

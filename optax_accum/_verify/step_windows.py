@@ -66,6 +66,8 @@ def explained(w: Window) -> Said | None:
         return None
     if w.right:
         return next(_beside_the_gradient(w), None) or ((nearer := w.nearer()) and explained(nearer))
+    off = [slot for slot in w.linear if w.e.distance(w.found, w.e.whole, slot) >= w.e.near]
+    w = dataclasses.replace(w, linear=off)  # one of two optimizers may be right
     told = [one for one in foretold(w) if one[1] < w.e.near]
     best = min((distance for _, distance, _ in told), default=0.0)
     near = [(kind, says) for kind, distance, says in told if distance <= max(2 * best, TIE)]

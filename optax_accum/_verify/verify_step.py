@@ -123,6 +123,7 @@ def verify_step(
       * `"another difference"`: a difference that no probe explains.
       * `"not known"`: the cause cannot be told, because an update changes
         `every + 3` numbers or fewer.
+      * `"cannot tell"`: rounding moves the reference by a tenth or more.
 
       Also:
 
@@ -180,9 +181,11 @@ def _report(runs: StepErrors, uneven: bool) -> Report:
     rows, every = runs.count * runs.group_size, runs.cut.every
     if hidden := _check_reference(runs):
         return Report(False, {}, {}, (hidden,), rows, every, True, "step")
-    causes, errors, notes = _compared(runs, uneven)
-    errors, limits = ({name: pair[i] for name, pair in errors.items()} for i in (0, 1))
-    return Report(not causes, errors, limits, tuple(causes), rows, every, runs.random, "step", runs.draws, tuple(notes))
+    causes, pairs, notes = _compared(runs, uneven)
+    errors, limits = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
+    blind = [] if causes else list(found(faults.FAULTS, "blind", runs, pairs))
+    seen = ((*causes, *blind), rows, every, runs.random, "step", runs.draws, tuple(notes), not blind)
+    return Report(not causes and not blind, errors, limits, *seen)
 
 
 def _compared(runs: StepErrors, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
@@ -205,7 +208,11 @@ def _compared(runs: StepErrors, uneven: bool) -> tuple[list[Cause], Errors, list
                 causes.append(cause)
             for name, pair in more.items():
                 errors[name] = max(errors[name], pair, key=badness)
-    return [*causes, *found(faults.FAULTS, "always", runs)], errors, notes
+    try:
+        causes += found(faults.FAULTS, "always", runs)
+    except (Exception, SystemExit) as error:  # a step may end a run whose loss is not finite
+        notes.append(f"a micro-batch of NaN, at which the step raises {error!r:.100}")
+    return causes, errors, notes
 
 
 def _others(runs: StepErrors, uneven: bool, notes: list[str]) -> Iterator[tuple[list[np.ndarray], bool]]:

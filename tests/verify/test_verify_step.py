@@ -782,3 +782,78 @@ def test_a_random_step_that_is_clearly_sound_takes_few_keys(shared, monkeypatch)
     assert report.draws == (64 if shared else 16)
     assert f"means over {report.draws} keys" in " ".join(str(report).split())
     assert shared or len(runs) < 400
+
+
+def labelled(w, batch, key):
+    """Labels that are read as floats, and cut to integers."""
+    wanted = np.eye(D, dtype=np.float32)[np.nan_to_num(batch["label"]).astype(int)]
+    return squared(w, batch | {"y": wanted}, key)
+
+
+LABELS = BATCH | {"label": rng.integers(0, D, N).astype(np.float32)}
+A_SUM = Loop(labelled, factor=lambda n, k: n)
+
+
+def test_labels_that_are_whole_floats_are_not_moved():
+    sound = verify_step(Loop(labelled), LABELS)
+    assert sound.holds
+    assert max(sound.limits.values()) < 1e-3
+    report = verify_step(A_SUM, LABELS)
+    assert [cause.kind for cause in report.causes] == ["sum for a mean"], str(report)
+
+
+def test_where_rounding_moves_the_reference_nothing_can_be_told():
+    """A label that is no whole number: all are moved, and jump; a sum of half the gradient was said to hold."""
+    noisy = LABELS | {"label": np.where(np.arange(N) == 0, np.float32(0.5), LABELS["label"])}
+    report = verify_step(Loop(labelled, factor=lambda n, k: 1 + 0.5 * (n > 1)), noisy, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["cannot tell"], str(report)
+    assert str(report).startswith("Cannot tell whether the update of micro-batches is that of the whole batch (12")
+    assert "astype(int)" in report.causes[0].remedy
+    with pytest.raises(AssertionError, match="Cannot tell"):
+        report.check()
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), FloatingPointError("loss is nan")])
+def test_a_step_that_ends_at_a_nan_ends_no_test(error):
+    def stopping(w, batch, key):
+        if np.isnan(batch["x"]).any():
+            raise error
+        return squared(w, batch, key)
+
+    report = verify_step(Loop(stopping), BATCH, uneven=False)
+    assert report.holds
+    assert f"Not tried: a micro-batch of NaN, at which the step raises {error!r}" in " ".join(str(report).split())
+
+
+def adversaries(every, factor=1):
+    """Two networks and two optimizers, whose moments have the names inside their own network; a leaf is frozen."""
+
+    def step(carry, batch):
+        params, state, acc, n = carry["params"], carry["state"], carry["acc"], carry["n"] + 1
+        w = params["generator"]["w"] * params["discriminator"]["v"]
+        g = squared(w, batch, None)
+        grads = {"w": g * params["discriminator"]["v"], "v": -g * params["generator"]["w"]}
+        acc = {name: acc[name] + grads[name] for name in acc}
+        if n < every:
+            return carry | {"acc": acc, "n": n}
+        done = {}
+        for net, name in (("generator", "w"), ("discriminator", "v")):
+            mean = acc[name] / np.float32(every) * np.float32(factor if name == "v" else 1)
+            m = np.float32(0.9) * state[net]["mu"][name] + mean
+            params = params | {net: params[net] | {name: params[net][name] - np.float32(0.01) * np.sign(m)}}
+            done[net] = {"mu": {name: m}}
+        return {"params": params, "state": done, "acc": {name: 0 * a for name, a in acc.items()}, "n": 0}
+
+    nets = {"generator": {"w": W, "frozen": W}, "discriminator": {"v": W + np.float32(1)}}
+    zeros = lambda: np.zeros_like(W)
+    state = {"generator": {"mu": {"w": zeros()}}, "discriminator": {"mu": {"v": zeros()}}}
+    return step, {"params": nets, "state": state, "acc": {"w": zeros(), "v": zeros()}, "n": 0}
+
+
+def test_moments_of_two_optimizers_are_those_of_their_networks():
+    """A sum in one of them held: the sign of a gradient is that of its sum."""
+    sound = verify_step(adversaries, BATCH, uneven=False)
+    assert sound.holds, str(sound)
+    assert {"state/generator/mu/w", "state/discriminator/mu/v"} <= sound.errors.keys()
+    report = verify_step(lambda every: adversaries(every, every), BATCH, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["sum for a mean"], str(report)
