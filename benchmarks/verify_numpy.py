@@ -1,4 +1,4 @@
-"""Owns what `verify_step` says of loops in NumPy: 30 ways to a fault behind 33 optimizers, and sound ones.
+"""Owns what `verify_step` says of loops in NumPy: 31 ways to a fault behind 33 optimizers, and sound ones.
 
 Run `python -m benchmarks.verify_numpy`; `--loops 60` takes a sample. Nothing is compiled: 400 loops take two
 minutes. Optimizers have no clip, or one that acts. A fault that leaves the update unchanged is none, and another
@@ -257,7 +257,7 @@ LAST = {"join": lambda acc, g, n: g}
 SUMMED = {"loss": "sum", "divides": False}
 PLANTS = {
     "it never closes": Plant("never closes", {"closes": lambda n, k: False}),
-    "it closes late": Plant("never closes", {"closes": lambda n, k: n > k}),
+    "it closes late": Plant("closes at another micro-step", {"closes": lambda n, k: n > k}),
     "the carry is lost": Plant("never closes", {"loses": True}),
     "the first, divided": Plant("only the first gradient", FIRST),
     "the first": Plant("only the first gradient", FIRST | {"factor": lambda n, k: n}),
@@ -267,6 +267,7 @@ PLANTS = {
     "a summed loss, averaged": Plant("divided twice", {"loss": "sum"}, SUMMED),
     "the full k": Plant("divided by the full k", {"factor": lambda n, k: n / k}),
     "a sum": Plant("sum for a mean", {"factor": lambda n, k: n}),
+    "six tenths": Plant("wrong divisor", {"factor": lambda n, k: 0.6}),
     "tokens": Plant("mean of means", EQUAL | {"loss": "tokens"}, {"loss": "tokens"}),
     "rows": Plant("mean of means", EQUAL, uneven=True),
     "later ones count more": Plant("mean of means", {"join": lambda acc, g, n: acc * 0.7 + g}),

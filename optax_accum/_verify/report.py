@@ -20,6 +20,7 @@ class Fault(NamedTuple):
     told: str  # how it is told apart from other faults
     remedy: str  # what to change, in this library
     probes: Mapping[str, Callable[..., Any]]  # what is asked, by when: each returns a sentence of evidence, or ""
+    elsewhere: str = ""  # the remedy in a loop that is not JAX's, where it is another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Cause:
 
     fault: Fault
     evidence: str
+    of_jax: bool = True  # whether the step is JAX's
 
     @property
     def kind(self) -> str:
@@ -36,8 +38,8 @@ class Cause:
 
     @property
     def remedy(self) -> str:
-        """What to change, in this library."""
-        return self.fault.remedy
+        """What to change, in this library, or in a loop that is not JAX's."""
+        return self.fault.remedy if self.of_jax else self.fault.elsewhere or self.fault.remedy
 
 
 def found(faults: Iterable[Fault], when: str, *args: Any) -> Iterator[Cause]:
@@ -85,7 +87,9 @@ class Report:
             )
         blind = max(self.limits.values(), default=0.0)
         if self.holds and not self.random and blind > 0.01:
-            lines.append(f"In this precision an error of {blind:.0%} would not be seen. Check once in float32.")
+            where = max(self.limits, key=lambda path: self.limits[path])
+            seen = f"an error of {blind:.0%} would not be seen" if blind < 1 else "no error would be seen"
+            lines.append(f"In this precision {seen} in {where}. Check once in float32.")
         ends = [f"Not tried: {note}" for note in self.notes]
         for cause in self.causes:
             ends += [f"Cause: {cause.kind}. {cause.evidence}", f"Remedy: {cause.remedy}"]

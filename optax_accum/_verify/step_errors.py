@@ -97,6 +97,13 @@ class StepErrors(StepRuns):
         sound = max(1 / k, apart / before) if apart < 0.95 * before else 1 / k
         return float(after / (before * sound**0.5))
 
+    def draws_by_row(self) -> bool:
+        """Whether a batch of equal rows changes other things than a smaller one of them: rows that are mixed do not."""
+        row = np.zeros(self.count, int)
+        few, many = (mean(*self.changes(self.one, [self.of(rows)])) for rows in (row[: len(self.even()[0])], row))
+        e = dataclasses.replace(self.explanations, whole=many)
+        return max(e.fit(few, slot)[1] for slot in e.slots) > e.loose
+
     @functools.cached_property
     def errors(self) -> Errors:
         """The error and the limit of each leaf, in two even windows."""

@@ -20,6 +20,7 @@ SHARED_KEY = Fault(
     "Give each micro-batch a key of its own: jax.random.fold_in(key, i). value_and_grad does it with rng_argnum, "
     "value_and_apply_gradients, too.",
     {"beside": probes.shared_key},
+    "Seed once, before the loop, and not before each micro-batch.",
 )
 NOT_TOLD = Fault(
     "cannot tell",
@@ -28,18 +29,29 @@ NOT_TOLD = Fault(
     "Check in float32 or float64, with optax.sgd, and pass labels as integers: what rounds or compares its inputs, as "
     "astype(int) does, jumps.",
     {"blind": probes.blind},
+    "Check in float32 or float64, with plain gradient descent, and pass labels as integers: what rounds or compares "
+    "its inputs jumps.",
 )
 # Asked are "moves": of the calls at which parameters move; where even windows are right "beside", and of windows of
 # others "other"; and "always"; if nothing was found, "blind". What a wrong window says is in step_windows.
 FAULTS = (
     Fault(
         "never closes",
-        "None of them makes an update, or none at the end of the window.",
+        "None of them makes an update.",
         "The parameters do not move.",
         "Return the new carry from the step, every time: jit discards a change that is not returned. Count "
         "micro-steps in the carry, and update when as many as the window have come. Pass within_call=True only if the "
         "step takes the whole batch and splits it.",
         {"moves": probes.stays, "other": probes.stays_open},
+        "Return the carry from the step, every time. Count micro-batches, and update when as many as the window have "
+        "come. Pass within_call=True only if the step takes the whole batch and splits it.",
+    ),
+    Fault(
+        "closes at another micro-step",
+        "One of them makes an update that is not the last of its window.",
+        "The parameters move, but not at the micro-step that ends a window.",
+        "Update at the last micro-step of a window: where (n + 1) % every == 0, if n counts micro-steps from 0.",
+        {"moves": probes.ends_elsewhere},
     ),
     Fault(
         "optimizer at each micro-step",
@@ -49,6 +61,7 @@ FAULTS = (
         "Let optimizer and schedule see one gradient for each window: accumulate_gradients(optimizer, every), with the "
         "schedule inside; apply_every comes first in a chain.",
         {"moves": probes.updates},
+        "Step the optimizer and the schedule once for each window, where it closes.",
     ),
     Fault(
         "moves while held",
@@ -63,6 +76,7 @@ FAULTS = (
         "The update is too small by the missing part of the window.",
         "Divide by the number of micro-batches that came, or by their weights: apply_gradients(..., flush=True) does.",
         {"other": probes.by_the_full_k},
+        "Divide the sum of the gradients by the number of micro-batches that came, or by their rows.",
     ),
     Fault(
         "rows left out",
@@ -71,6 +85,8 @@ FAULTS = (
         "Let the rows that are left be one smaller micro-batch, and weight each by its rows, as value_and_grad does. "
         "Where batches always divide, pass uneven=False.",
         {"other": probes.left_out},
+        "Let the rows that are left be one smaller micro-batch, and weigh each by its rows. Where batches always "
+        "divide, pass uneven=False.",
     ),
     Fault(
         "only the first gradient",
@@ -78,6 +94,7 @@ FAULTS = (
         "The update equals that of the first micro-batch alone, or a part of it.",
         "Add each micro-batch's gradient to the accumulator: acc + g, from zeros.",
         {},
+        "Add each micro-batch's gradient. In PyTorch, call zero_grad() only after an update.",
     ),
     Fault(
         "only the last gradient",
@@ -85,6 +102,7 @@ FAULTS = (
         "The update equals that of the last micro-batch alone, or a part of it.",
         "Add each micro-batch's gradient, acc + g. Empty the accumulator only after an update.",
         {},
+        "Add each micro-batch's gradient. In PyTorch, call zero_grad() only after an update.",
     ),
     Fault(
         "low-precision sum",
@@ -92,6 +110,8 @@ FAULTS = (
         "Repeating the same micro-batches many times changes their mean.",
         "Add gradients in float32: acc + g.astype(jnp.float32), from float32 zeros.",
         {"beside": probes.rounded, "unexplained": lambda off: probes.rounded(off.runs)},
+        "Add gradients in float32. In PyTorch .grad has the dtype of the parameters: keep these in float32, with "
+        "autocast.",
     ),
     Fault(
         "sum for a mean",
@@ -106,6 +126,14 @@ FAULTS = (
         "The update uses a fraction of the whole batch's gradient.",
         "Divide once: either each loss, or the sum of the gradients. optax.MultiSteps divides, too.",
         {},
+        "Divide once: either each loss, or the sum of the gradients. Some trainers divide, too.",
+    ),
+    Fault(
+        "wrong divisor",
+        "The sum of their gradients is divided by another number than the whole batch's.",
+        "The update uses a multiple of the whole batch's gradient, neither k times it nor 1/k of it.",
+        "Divide the sum by what the whole batch's mean divides by: its rows, or its tokens.",
+        {},
     ),
     Fault(
         "mean of means",
@@ -114,6 +142,8 @@ FAULTS = (
         "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: apply_gradients(..., weight=w), "
         "or value_and_grad(..., weight_fn=...) within a call. Where micro-batches are always equal, pass uneven=False.",
         {},
+        "Add the sums of the losses, and divide once by all rows or tokens of the window. Where micro-batches are "
+        "always equal, pass uneven=False.",
     ),
     Fault(
         "clipping at each micro-step",
@@ -122,6 +152,7 @@ FAULTS = (
         "Clip the mean: put clipping inside what accumulates, "
         "accumulate_gradients(optax.chain(optax.clip_by_global_norm(1.0), optimizer), every).",
         {},
+        "Clip the mean of the window, just before the optimizer's step.",
     ),
     Fault(
         "coupled examples",
@@ -132,6 +163,9 @@ FAULTS = (
         "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
         "together with group_size. For BatchNorm use running statistics, or LayerNorm or GroupNorm.",
         {},
+        "Normalise data, such as advantages, over the whole batch, before it is cut. Put losses that compare rows on "
+        "top of all rows of the window. Rows that belong together stay together with group_size. For BatchNorm use "
+        "running statistics, or LayerNorm or GroupNorm.",
     ),
     Fault(
         "not emptied",
@@ -139,6 +173,7 @@ FAULTS = (
         "The first window is right; the second one's update contains its sum again.",
         "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
         {},
+        "Empty the accumulator after each update: zero_grad() in PyTorch.",
     ),
     SHARED_KEY,
     Fault(
@@ -148,6 +183,7 @@ FAULTS = (
         "Start each window from zeros by jnp.where, not by 0 * acc, and leave out what is not finite: "
         'accumulate_gradients(..., nonfinite="skip").',
         {"always": probes.poison},
+        "Empty the accumulator after each window, also after one whose update is left out.",
     ),
     NOT_TOLD,
     Fault(
@@ -168,6 +204,7 @@ FAULTS = (
         "No probe explains it.",
         "For a plainer picture make the step with optax.sgd, and without what is random.",
         {"unexplained": probes.unexplained},
+        "For a plainer picture take plain gradient descent, and leave out what is random.",
     ),
 )
 PLANTED = FAULTS[:-3]  # the others are what remains unnamed

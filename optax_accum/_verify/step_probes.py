@@ -27,15 +27,19 @@ def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str
 
 
 def stays(runs: StepErrors) -> str:
-    """The parameters never move, or not when the window ends."""
-    says = _stays(runs)
-    return says if says and not _cancels(runs) else ""
-
-
-def _stays(runs: StepErrors) -> str:
+    """The parameters never move."""
     k = runs.cut.every
-    if not runs.moved:
-        return f"Two windows of {k} micro-batches changed no parameter; two updates with the whole batch did."
+    says = f"Two windows of {k} micro-batches changed no parameter; two updates with the whole batch did."
+    return "" if runs.moved or _cancels(runs) else says
+
+
+def ends_elsewhere(runs: StepErrors) -> str:
+    """The parameters move, and not when the window ends."""
+    return "" if not runs.moved or _cancels(runs) else _elsewhere(runs)
+
+
+def _elsewhere(runs: StepErrors) -> str:
+    k = runs.cut.every
     if runs.within_call or k in runs.moved or not runs.moves_first:
         return ""
     return f"A window of {k} is to move the parameters at micro-step {k}; they moved at {runs.moved} of {2 * k}."
@@ -60,7 +64,7 @@ def counts(runs: StepErrors) -> str:
 def _early(runs: StepErrors) -> list[int]:
     """Returns the micro-steps that hold at which the parameters move, where nothing else is wrong with these."""
     early = [] if runs.within_call else [n for n in runs.moved if n % runs.cut.every]
-    return [] if early and (_stays(runs) or counts(runs)) else early
+    return [] if early and (_elsewhere(runs) or counts(runs)) else early
 
 
 def updates(runs: StepErrors) -> str:
@@ -100,7 +104,7 @@ def _averages(runs: StepErrors) -> str:
 
 def moves_somehow(runs: StepErrors) -> str:
     """The same where entries are too few to say more."""
-    if (says := _stays(runs)) and _cancels(runs):
+    if (says := _elsewhere(runs)) and _cancels(runs):
         return says
     early = _early(runs)
     named = not early or updates(runs) or not runs.explanations.silent
@@ -204,8 +208,11 @@ class Off(NamedTuple):
         """How far off the worst leaf is."""
         name, (error, _) = max(self.errors.items(), key=lambda item: badness(item[1]))
         if not np.isfinite(error):
-            return f"In {self.where} {name} is not finite, which the update of the whole batch is."
-        return f"In {self.where} {name} is off by {error:.1e} of its change."
+            why = "Has a micro-batch no tokens? 0 / 0 is NaN: divide by max(tokens, 1)."
+            return f"In {self.where} {name} is not finite, which the update of the whole batch is. {why}"
+        off = [name for name, pair in self.errors.items() if badness(pair) > 1]
+        alone = f" alone, of {len(self.errors)} leaves," if len(off) == 1 < len(self.errors) else ""
+        return f"In {self.where} {name}{alone} is off by {error:.1e} of its change."
 
 
 def unexplained(off: Off) -> str:

@@ -148,8 +148,7 @@ def fitted(w: Window) -> Iterator[Said]:
         yield "optimizer at each micro-step", says
     for factor in w.multiples():
         if abs(factor - 1) > near:
-            kind = "sum for a mean" if factor > 1 else "divided twice"
-            yield kind, f"What came out is {factor:.3g} times what the whole batch gives."
+            yield "wrong divisor", f"What came out is {factor:.3g} times what the whole batch gives."
     for slot in [] if e.few else w.linear or list(filter(e.large, e.slots)):
         (right, fits), (came, off) = e.combined(slot), e.combined(slot, of=w.found)
         if off >= near or min(came) < -near:

@@ -101,11 +101,12 @@ def verify_step(
     Guarantees:
       The faults that it names, all known when running:
 
-      * `"never closes"`: no update at all, or not when the window ends.
+      * `"never closes"`: no update at all.
+      * `"closes at another micro-step"`: none when the window ends.
       * `"only the first gradient"`, `"only the last gradient"`: one
         micro-batch counts.
-      * `"sum for a mean"`, `"divided twice"`, `"divided by the full k"`:
-        the wrong divisor.
+      * `"sum for a mean"`, `"divided twice"`, `"divided by the full k"`,
+        `"wrong divisor"`: of the sum of the gradients.
       * `"mean of means"`: micro-batches of different sizes count the same.
       * `"clipping at each micro-step"`: clipping, by norm or by value, of
         each gradient.
@@ -180,11 +181,13 @@ def _decided_early(runs: StepErrors, uneven: bool) -> Report | None:
 def _report(runs: StepErrors, uneven: bool) -> Report:
     rows, every = runs.count * runs.group_size, runs.cut.every
     if hidden := _check_reference(runs):
+        hidden = dataclasses.replace(hidden, of_jax=runs.cut.is_jax)
         return Report(False, {}, {}, (hidden,), rows, every, True, "step")
     causes, pairs, notes = _compared(runs, uneven)
     errors, limits = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
     blind = [] if causes else list(found(faults.FAULTS, "blind", runs, pairs))
-    seen = ((*causes, *blind), rows, every, runs.random, "step", runs.draws, tuple(notes), not blind)
+    told = tuple(dataclasses.replace(cause, of_jax=runs.cut.is_jax) for cause in (*causes, *blind))
+    seen = (told, rows, every, runs.random, "step", runs.draws, tuple(notes), not blind)
     return Report(not causes and not blind, errors, limits, *seen)
 
 
@@ -286,12 +289,12 @@ def _check_reference(runs: StepErrors) -> Cause | None:
         )
     if runs.random or not runs.ordered():
         return None
-    if runs.one.may_hide_a_key(runs.of(np.arange(runs.count))) and runs.repeats():
+    if runs.one.may_hide_a_key(runs.of(np.arange(runs.count))) and runs.repeats() and runs.draws_by_row():
         says = "The update changes with the order of rows, as dropout makes it; equal micro-batches give the same."
         return Cause(faults.SHARED_KEY, says)
     raise ValueError(
         "The update of the whole batch changes with the order of its rows. If that is by a random key, let make_step "
         "put the key into the carry (in PyTorch torch.default_generator), so that each run can draw anew. On several "
         "devices make_step(1) may average devices as equals: run it on one, or pass optimizer= and loss= as the "
-        "reference. If rows belong together, pass group_size."
+        "reference. If rows belong together, or are mixed with their neighbours, pass group_size."
     )

@@ -133,6 +133,8 @@ class Cut:
 
 FAULTS = {
     "never closes": in_windows(closes=lambda n, k: False),
+    "closes at another micro-step": in_windows(closes=lambda n, k: n > k),
+    "wrong divisor": in_windows(factor=lambda n, k: np.float32(0.6)),
     "only the first gradient": Loop(join=lambda acc, g, n: acc if n > 1 else g),
     "only the last gradient": Loop(join=lambda acc, g, n: g, factor=lambda n, k: n),
     "divided twice": Loop(factor=lambda n, k: 1 / n),
@@ -198,7 +200,7 @@ AGAIN = {
     "tokens that nobody counts, behind a clip that acts": ("mean of means", Loop(masked, inside=clipped, **EQUAL)),
     "a summed loss, averaged": ("divided twice", Loop(summed, **EQUAL)),
     "a sum, and weight decay": ("sum for a mean", Loop(factor=lambda n, k: n, decay=np.float32(0.1))),
-    "a factor of no one": ("divided twice", in_windows(factor=lambda n, k: np.float32(0.6))),
+    "a larger factor of no one": ("wrong divisor", in_windows(factor=lambda n, k: np.float32(1.4))),
     "later micro-batches count more": ("mean of means", in_windows(join=lambda acc, g, n: acc + n * g * 2 / (K + 1))),
     "the wrong rate": ("optimizer at each micro-step", in_windows(rate=lambda m: np.float32(0.3))),
     "the wrong rate, later": (
@@ -857,3 +859,67 @@ def test_moments_of_two_optimizers_are_those_of_their_networks():
     assert {"state/generator/mu/w", "state/discriminator/mu/v"} <= sound.errors.keys()
     report = verify_step(lambda every: adversaries(every, every), BATCH, uneven=False)
     assert [cause.kind for cause in report.causes] == ["sum for a mean"], str(report)
+
+
+# Words.
+
+
+def mixed(w, batch, key):
+    """Each row is mixed with the next, as mixup does: nothing is drawn."""
+    x, y = (0.7 * leaf + 0.3 * np.roll(leaf, 1, 0) for leaf in (np.asarray(batch["x"]), np.asarray(batch["y"])))
+    return squared(w, batch | {"x": x, "y": y}, key).astype(np.float32)
+
+
+def test_mixup_of_neighbours_is_no_key():
+    with pytest.raises(ValueError, match="changes with the order of its rows.*mixed with their neighbours"):
+        verify_step(Loop(mixed), BATCH, uneven=False)
+
+
+def test_an_update_at_the_first_micro_step_closes_at_another_one():
+    def make_step(every):
+        def step(carry, batch):
+            w, acc, n = carry
+            acc = acc + squared(w, batch, None)
+            return (w, acc, n + 1) if n % every else (w - np.float32(0.1) * acc / every, 0 * acc, n + 1)
+
+        return step, (W, np.zeros_like(W), 0)
+
+    (cause,) = verify_step(make_step, BATCH, uneven=False).causes
+    assert (cause.kind, "they moved at [1, 5] of 8" in cause.evidence) == ("closes at another micro-step", True)
+
+
+def test_a_micro_batch_without_tokens_is_asked_for():
+    """Its mean is 0 / 0."""
+    empty = BATCH | {"mask": np.where(np.arange(N) < 3, np.float32(0), BATCH["mask"])}
+    (cause,) = verify_step(Loop(masked_or_nan, **EQUAL), empty, uneven=False).causes
+    assert "Has a micro-batch no tokens?" in cause.evidence
+
+
+def masked_or_nan(w, batch, key):
+    with np.errstate(all="ignore"):
+        return masked(w, batch, key)
+
+
+def test_the_leaf_that_differs_alone_is_said():
+    def make_step(every):
+        step, carry, _ = Loop()(every)
+
+        def doubled(carry, batch):
+            new = step(carry | {"params": {"w": carry["params"]["w"]}}, batch)
+            bias = carry["params"]["b"]
+            closes = new["n"] == 0
+            moved = bias + np.float32(every > 1) * bias**2 - np.float32(0.1) * bias
+            return new | {"params": new["params"] | {"b": moved if closes else bias}}
+
+        return doubled, carry | {"params": carry["params"] | {"b": W[0]}}
+
+    (cause,) = verify_step(make_step, BATCH, uneven=False).causes
+    assert "b alone, of 3 leaves, is off by" in cause.evidence, cause
+
+
+def test_remedies_of_a_loop_that_is_not_of_jax_name_none_of_its_functions():
+    for kind in ("mean of means", "never closes", "not emptied", "NaN poison"):
+        remedy = verify_step(FAULTS[kind], BATCH).causes[0].remedy
+        assert not any(
+            word in remedy for word in ("jit", "jnp", "apply_gradients", "accumulate_gradients", "where(")
+        ), remedy
