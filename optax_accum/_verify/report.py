@@ -90,6 +90,8 @@ class Report:
             where = max(self.limits, key=lambda path: self.limits[path])
             seen = f"an error of {blind:.0%} would not be seen" if blind < 1 else "no error would be seen"
             lines.append(f"In this precision {seen} in {where}. Check once in float32.")
+        if self.subject == "loss" and not all(map(math.isfinite, self.errors.values())):
+            lines.append("Has a micro-batch no tokens? 0 / 0 is NaN: divide by max(tokens, 1).")
         ends = [f"Not tried: {note}" for note in self.notes]
         for cause in self.causes:
             ends += [f"Cause: {cause.kind}. {cause.evidence}", f"Remedy: {cause.remedy}"]
