@@ -249,6 +249,7 @@ class Plant(NamedTuple):
     within_call: bool = False
     uneven: bool = False
     trims: bool = False
+    moments: bool = False  # whether it takes an optimizer with first moments: without these it is as another rate
 
 
 EQUAL = {"weight": lambda loss, batch: 1.0}
@@ -267,7 +268,7 @@ PLANTS = {
     "a summed loss, averaged": Plant("divided twice", {"loss": "sum"}, SUMMED),
     "the full k": Plant("divided by the full k", {"factor": lambda n, k: n / k}),
     "a sum": Plant("sum for a mean", {"factor": lambda n, k: n}),
-    "six tenths": Plant("wrong divisor", {"factor": lambda n, k: 0.6}),
+    "six tenths": Plant("wrong divisor", {"factor": lambda n, k: 0.6}, moments=True),
     "tokens": Plant("mean of means", EQUAL | {"loss": "tokens"}, {"loss": "tokens"}),
     "rows": Plant("mean of means", EQUAL, uneven=True),
     "later ones count more": Plant("mean of means", {"join": lambda acc, g, n: acc * 0.7 + g}),
@@ -318,10 +319,11 @@ def problem(number: int, what: str | None, clip: str = "", attempt: int = 0) -> 
     draw = lambda *shape: random.normal(size=shape).astype(np.float32)
     params = {"w": draw(d, 5) / 2, "b": 0.1 * draw(5), "v": draw(5, out) / 2}
     batch = {"x": draw(rows, d), "y": 2 * draw(rows, out), "mask": np.exp(draw(rows)), "gain": 1 + draw(rows)}
-    rule = list(RULES)[(number // len(RULES) * 3 + number + attempt) % len(RULES)]
+    plant = PLANTS[what] if what else None
+    rules = [name for name, rule in RULES.items() if "m" in rule.slots or not (plant and plant.moments)]
+    rule = rules[(number // len(rules) * 3 + number + attempt) % len(rules)]
     clip = clip or str(random.choice(list(CLIPS)))
     name = f"{what or 'sound'}, {rule}, {clip}, k={k}"
-    plant = PLANTS[what] if what else None
     fields = plant.fields if plant else SOUND[number % len(SOUND)]
     one = plant.one if plant and plant.one is not None else {n: f for n, f in fields.items() if n in BOTH}
     within = plant.within_call if plant else number % 3 == 0

@@ -122,20 +122,21 @@ class StepErrors(StepRuns):
                 with np.errstate(all="ignore"):
                     spread = 6 * np.std(cut[name] - one[name], 0) / math.sqrt(len(one[name])) if self.random else 0.0
                     off = np.nan_to_num(np.abs(np.mean(cut[name] - one[name], 0)), nan=np.inf) / self.scales[name]
-                off = np.where(self.rounding_alone(name, one, slack), 0, off)
+                off = np.where(self.rounding_alone(name, one, cut, slack), 0, off)
                 limit = np.nan_to_num(self.rtol + (slack[name] + spread) / self.scales[name])
                 worst = np.unravel_index(np.argmax(off / limit), off.shape)
                 pair = (float(off[worst]), float(limit[worst]))
                 errors[name] = max(errors.get(name, pair), pair, key=badness)
         return errors
 
-    def rounding_alone(self, name: str, whole: Change, slack: Change) -> np.ndarray:
+    def rounding_alone(self, name: str, whole: Change, cut: Change, slack: Change) -> np.ndarray:
         """Returns of which entries of a parameter the gradient is rounding of the terms that it adds.
 
         Adam moves them by that, as the bias of keys in attention: they are judged by their moments.
         """
-        mirrors = [n for n, leaf in self.leaves.items() if leaf.param == name and leaf.start.shape == slack[name].shape]
-        rounds = [np.all(np.abs(whole[n]) <= slack[n], 0) for n in mirrors if n in self.judged]
+        same = lambda leaf: leaf.param == name and leaf.start.shape == slack[name].shape
+        moments = [n for n in self.judged if same(self.leaves[n]) and (np.any(whole[n]) or np.any(cut[n]))]
+        rounds = [np.all(np.abs(whole[n]) <= slack[n], 0) for n in moments]
         return np.all(rounds, 0) if rounds else np.zeros(slack[name].shape, bool)
 
     def slack(self, windows: Rows) -> list[Change]:

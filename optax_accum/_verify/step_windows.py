@@ -143,29 +143,38 @@ def _positive(e: Explanations, fit: tuple[list[float], float]) -> bool:
 
 def fitted(w: Window) -> Iterator[Said]:
     """Yields what is read off one fit of the micro-batches' changes, where nothing was foretold."""
-    e, near = w.e, w.e.near
+    e, near, k = w.e, w.e.near, len(w.e.parts)
     if says := rate_alone(w):
         yield "optimizer at each micro-step", says
     for factor in w.multiples():
         if abs(factor - 1) > near:
-            yield "wrong divisor", f"What came out is {factor:.3g} times what the whole batch gives."
-    for slot in [] if e.few else w.linear or list(filter(e.large, e.slots)):
+            yield _divisor(w, factor), f"What came out is {factor:.3g} times what the whole batch gives."
+    for slot in [] if e.few or k == 1 else w.linear or list(filter(e.large, e.slots)):
         (right, fits), (came, off) = e.combined(slot), e.combined(slot, of=w.found)
         if off >= near or min(came) < -near:
             continue
         told = f"The micro-batches count for {_listed(came)}"
-        whole = abs(sum(came) - 1) < near
+        whole, factor = abs(sum(came) - 1) < near, sum(came) / max(sum(right), near)
+        alike = all(abs(share - factor * of) < near for share, of in zip(came, right, strict=True))
         if fits >= near:
             if whole and min(came) > near and (said := why_a_mean(dataclasses.replace(w, linear=[slot]), [slot])):
                 yield said
         elif w.coupling():
             yield "coupled examples", w.coupling()
+        elif alike and abs(factor - 1) > near:
+            yield _divisor(w, factor), f"{told}, {factor:.3g} times as much as in the whole batch."
         elif whole and sum(right) > 1 + near:
             yield "clipping at each micro-step", f"{told}; the whole batch counts them for {_listed(right)}: {CLIPPED}."
         elif w.linear or whole:
             yield "mean of means", f"{told}; in the whole batch for {_listed(right)}."
     if w.coupling():
         yield "coupled examples", w.coupling()
+
+
+def _divisor(w: Window, factor: float) -> str:
+    """Returns the name of a wrong factor; behind a clip that acts, dividing twice loses less than k times."""
+    clipped = any(sum(w.e.combined(slot)[0]) > 1 + w.e.near for slot in w.linear)
+    return "divided twice" if clipped and factor < 1 else "wrong divisor"
 
 
 def rate(w: Window) -> str:

@@ -131,6 +131,7 @@ def verify_step(
       * A random step: means over keys are compared, of what is linear in
         the gradient.
       * A step that refuses unequal micro-batches: said under "Not tried".
+      * Noise added to each gradient, as by DP-SGD, is not seen: its mean is 0.
 
     Example:
       A loop that forgets to divide.

@@ -810,7 +810,7 @@ def test_where_rounding_moves_the_reference_nothing_can_be_told():
     report = verify_step(Loop(labelled, factor=lambda n, k: 1 + 0.5 * (n > 1)), noisy, uneven=False)
     assert [cause.kind for cause in report.causes] == ["cannot tell"], str(report)
     assert str(report).startswith("Cannot tell whether the update of micro-batches is that of the whole batch (12")
-    assert "astype(int)" in report.causes[0].remedy
+    assert "pass labels as integers" in report.causes[0].remedy
     with pytest.raises(AssertionError, match="Cannot tell"):
         report.check()
 
