@@ -212,11 +212,12 @@ class Second(NamedTuple):
 def explained_second(w: Second) -> Said | None:
     """Returns what makes the second window wrong: the first one's sum in it, or another rate."""
     told: list[Foretold] = []
-    off = {name: w.found[name] - w.right[name] for name in w.found}
     for slot in w.e.linear:
-        size = np.linalg.norm(w.e.vector(off, slot)) / max(np.linalg.norm(w.e.vector(w.right, slot)), 1e-300)
-        if size > w.e.near:
-            distance = dataclasses.replace(w.e, whole=w.first).fit(off, slot)[1]
+        right, first, found = (w.e.vector(change, slot) for change in (w.right, w.first, w.found))
+        columns = np.stack([right, first], 1)
+        shares = np.linalg.lstsq(columns, found, rcond=1e-6)[0]  # behind a clip both are less than 1
+        distance = float(np.linalg.norm(found - columns @ shares) / max(np.linalg.norm(found), 1e-300))
+        if shares[1] * np.linalg.norm(first) > w.e.near * np.linalg.norm(right):
             told.append(("not emptied", distance, "The first window's sum is in the second window, too."))
     factor, distance = dataclasses.replace(w.e, whole=w.right).fit(w.found, "params")
     if abs(factor - 1) > w.e.near:

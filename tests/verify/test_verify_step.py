@@ -196,8 +196,14 @@ def hidden_key(every):
 SUM = {"weight": lambda batch: np.float32(1), "factor": lambda n, k: n}
 EQUAL = {"weight": lambda batch: np.float32(1)}
 clipped = lambda g: g * np.float32(min(1, 0.05 / np.linalg.norm(g)))
+SIZE = np.linalg.norm(squared(W, BATCH, None))
+clipped_later = lambda g: g * np.float32(min(1, 1.3 * SIZE / np.linalg.norm(g)))  # of two windows, not of one
 AGAIN = {
     "tokens that nobody counts, behind a clip that acts": ("mean of means", Loop(masked, inside=clipped, **EQUAL)),
+    "a sum that stays, behind a clip that acts": (
+        "not emptied",
+        lambda every: Loop(inside=clipped_later, empty=(lambda acc: acc) if every > 1 else np.zeros_like)(every),
+    ),
     "a summed loss, averaged": ("divided twice", Loop(summed, **EQUAL)),
     "a sum, and weight decay": ("sum for a mean", Loop(factor=lambda n, k: n, decay=np.float32(0.1))),
     "a larger factor of no one": ("wrong divisor", in_windows(factor=lambda n, k: np.float32(1.4))),
