@@ -408,13 +408,15 @@ def planted(
 
 def rarely(random: Random, of: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of a setting with a rarer optimizer and a rarer loss."""
-    names = WITH_MOMENTS if "rate" in of else tuple(RARE_OPTIMIZERS)  # a random step is judged by what is linear
+    linear = "rate" in of or of.get("optimizers") == MOMENTS  # a random step is judged by what is linear
+    names = WITH_MOMENTS if linear else tuple(RARE_OPTIMIZERS)
     return {"kind": str(random.choice(RARE_LOSSES)), **of, "optimizers": (str(random.choice(names)),)}
 
 
 WITH_MOMENTS = ("partition", "multi_transform", "masked", "muon", "warm-up from 0")
 ACROSS = ("compiled", "host", "Linen", "NNX")
 WITH_STATE = ("adam", "adamw", "lion", "warm-up", "clipped adam")
+MOMENTS = ("adam", "momentum", "adamw", "lion", "warm-up")  # that tell a divisor from a rate
 CLIPS = {
     "by norm": lambda g: optax.clip_by_global_norm(0.05).update(g, optax.EmptyState())[0],
     "by value": lambda g: jax.tree.map(lambda leaf: jnp.clip(leaf, -0.005, 0.005), g),
@@ -433,10 +435,10 @@ def fault(kind: str, number: int, *, few: bool = False, rare: bool = False) -> P
     match kind:
         case "never closes":
             late = lambda n, k: jnp.bool_(k == 1)
-            off_by_one = lambda n, k: n + 1 >= k + (k > 1)
-            styles = ACROSS if turn(0, 1, 2) == 1 else tuple(STYLES)
-            fields = turn({"closes": late}, {"closes": off_by_one}, {"loses": True})
-            return plant(str(list(fields)), styles=styles, one={}, **fields)
+            fields = turn({"closes": late}, {"loses": True})
+            return plant(str(list(fields)), one={}, **fields)
+        case "closes at another micro-step":
+            return plant(styles=ACROSS, one={}, closes=lambda n, k: n + 1 >= k + (k > 1))
         case "only the first gradient":
             divided = turn(True, False)
             keep = lambda a, b, n: jnp.where(n == 0, b, a)
@@ -456,6 +458,8 @@ def fault(kind: str, number: int, *, few: bool = False, rare: bool = False) -> P
             return plant(styles=ACROSS, factor=lambda n, k: n / k, of={"optimizers": UNCLIPPED})
         case "sum for a mean":
             return plant(factor=lambda n, k: n, of={"masked": turn(True, False), "optimizers": UNCLIPPED})
+        case "wrong divisor":
+            return plant(one={}, factor=lambda n, k: turn(0.6, 1.4), of={"optimizers": MOMENTS})
         case "mean of means":
             masked = turn(True, False)
             styles = tuple(STYLES) if masked else ACROSS

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from optax_accum._command import info, plan, verify
+from optax_accum._command import errors, info, plan, verify
 
 COMMANDS = {"info": info, "plan": plan, "verify": verify}
 
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return 130
-    except (AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
-        print("\n".join([str(error), *getattr(error, "__notes__", ())]), file=sys.stderr)
+    except Exception as error:  # a user's code may raise any
+        print("\n".join([*errors.said(error), *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2
 
 

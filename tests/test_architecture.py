@@ -110,7 +110,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"step_faults", "verify"},
         {"verify_step"},
     ],
-    "_command": [{"named", "info"}, {"plan", "verify"}],
+    "_command": [{"named", "info", "errors"}, {"plan", "verify"}],
     "flax": [
         {"_versions"},
         {"_batch_norm", "_nnx_variables", "_nnx_reading"},

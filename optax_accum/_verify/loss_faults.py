@@ -36,15 +36,17 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
         "nonlinear derivative",
         "A rule of the user, as a clip in a `jax.custom_vjp`, takes the gradient of each micro-batch.",
         "A part of the loss does not have the same part of the gradient.",
-        "Clip or round gradients in the optimizer, which sees that of the whole batch: optax.clip. A rule that takes "
-        "the gradients of rows one by one may stay.",
+        "Clip or round gradients in the optimizer, which sees that of the whole batch: optax.clip. If the rule adds a "
+        "term to the gradient, add that term to the loss instead. A rule that takes the gradients of rows one by one "
+        "may stay.",
         {"formula": probes.nonlinear},
     ),
     Fault(
         "not rows",
         "Each micro-batch gets a part of a table that it needs whole.",
         "If that leaf is not split, the gradients agree.",
-        "Pass that leaf as an argument of its own, and name that in whole_argnums.",
+        "Pass that leaf as an argument of its own, and name that in whole_argnums. If it holds examples, as in MMD, "
+        "that would keep all of them whole: put the loss on top of microbatched_apply.",
         {"formula": probes.not_rows},
     ),
     Fault(
@@ -54,7 +56,8 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
         "changes it by another amount than both changes alone together, whatever the weights.",
         "Normalise data, such as advantages, over the whole batch, before the call. Compute what is per example with "
         "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
-        "together with group_size. For BatchNorm use running statistics through carry_argnum, or LayerNorm or "
+        "together with group_size; what a row needs of the next one, as in TD learning, goes into a leaf of its own. "
+        "For BatchNorm use running statistics through carry_argnum, or LayerNorm or "
         "GroupNorm.",
         {"formula": probes.coupled},
     ),
@@ -73,7 +76,8 @@ FAULTS = (  # options are asked all; of a wrong formula the first that shows is 
         "Pass a weight_fn that returns the number that each mean divides by, such as mask.sum(); "
         "value_and_apply_gradients takes it, too. For "
         "means with their own denominators, return a dict of terms from fun and a dict with the same keys from "
-        "weight_fn. If only fun knows the denominator, pass weight_of, or return a Ratio.",
+        "weight_fn. If only fun knows the denominator, pass weight_of, or return a Ratio. Importance weights that are "
+        "divided by their maximum or mean are to be divided before the call, over the whole batch.",
         {"formula": probes.weights},
     ),
 )

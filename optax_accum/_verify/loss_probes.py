@@ -73,7 +73,8 @@ def nonlinear(runs: LossRuns) -> str:
 def not_rows(runs: LossRuns) -> str:
     """A leaf of the batch kept whole gives the gradient of the whole batch, and a loss that has others."""
     for path, loss, batch in runs.loss.holding(runs.batch):
-        if within(runs.as_sound) or loss.refusal(batch, 2) or not _depends(runs, loss, batch):
+        sizes = {2, *runs.rows_of_cuts}  # a loss that shifts rows takes 2 where their rest broadcasts
+        if within(runs.as_sound) or any(loss.refusal(batch, n) for n in sizes) or not _depends(runs, loss, batch):
             continue
         cuts = (loss.accumulated(held=True, own_keys=True, **size) for size in runs.sizes)
         if all(within(runs.differences(runs.measure(cut)(batch))) for cut in cuts):
@@ -178,7 +179,10 @@ def _of_rows(runs: LossRuns, reduced: Callable[..., np.ndarray], near: float) ->
 def weights(runs: LossRuns) -> str:
     """Some weight for each batch makes a sum over rows of the loss times the weight; or several do, one for a term."""
     if runs.factor is None:
-        return "Examples act on the loss one by one, but no weight per micro-batch explains it: several denominators."
+        return (
+            "Examples act on the loss one by one, but no weight per micro-batch explains it: several denominators, or "
+            "weights of rows that the loss normalises, by their maximum, say."
+        )
     if abs(runs.factor - 1) > 0.01:
         return (
             "The loss divides by a count of its rows or tokens, and micro-batches are not weighted by that count: when "

@@ -136,6 +136,12 @@ class LossRuns:
         size = uneven(self.count, self.num_microbatches)
         return {"num_microbatches": self.num_microbatches}, {"microbatch_size": size}
 
+    @property
+    def rows_of_cuts(self) -> set[int]:
+        """The sizes of their micro-batches."""
+        size = uneven(self.count, self.num_microbatches)
+        return {-(-self.count // self.num_microbatches), size, self.count % size}
+
     def cut(self, *, dtype: bool = False, threaded: bool = False, own_keys: bool = True) -> list[list[np.ndarray]]:
         """Returns the loss and the gradient of the cut batch, of equal and of unequal micro-batches.
 

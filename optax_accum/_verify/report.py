@@ -20,6 +20,7 @@ class Fault(NamedTuple):
     told: str  # how it is told apart from other faults
     remedy: str  # what to change, in this library
     probes: Mapping[str, Callable[..., Any]]  # what is asked, by when: each returns a sentence of evidence, or ""
+    elsewhere: str = ""  # the remedy in a loop that is not JAX's, where it is another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Cause:
 
     fault: Fault
     evidence: str
+    of_jax: bool = True  # whether the step is JAX's
 
     @property
     def kind(self) -> str:
@@ -36,8 +38,8 @@ class Cause:
 
     @property
     def remedy(self) -> str:
-        """What to change, in this library."""
-        return self.fault.remedy
+        """What to change, in this library, or in a loop that is not JAX's."""
+        return self.fault.remedy if self.of_jax else self.fault.elsewhere or self.fault.remedy
 
 
 def found(faults: Iterable[Fault], when: str, *args: Any) -> Iterator[Cause]:
@@ -64,6 +66,7 @@ class Report:
     subject: str = "loss"
     draws: int = DRAWS
     notes: tuple[str, ...] = ()  # what was not tried, and why
+    told: bool = True  # whether holding could be told from not holding
 
     def check(self) -> None:
         """Raises an AssertionError with the report, unless the law holds: one line of a test."""
@@ -75,9 +78,8 @@ class Report:
 
     def __str__(self) -> str:
         same = "gradient" if self.subject == "loss" else "update"
-        says = (
-            f"Holds: the {same} of micro-batches is" if self.holds else f"Differs: the {same} of micro-batches is not"
-        )
+        is_ = f"the {same} of micro-batches is"
+        says = f"Holds: {is_}" if self.holds else f"Differs: {is_} not" if self.told else f"Cannot tell whether {is_}"
         lines = [f"{says} that of the whole batch ({self.rows} rows, {self.num_microbatches} micro-batches)."]
         if self.random:
             lines.append(
@@ -85,7 +87,11 @@ class Report:
             )
         blind = max(self.limits.values(), default=0.0)
         if self.holds and not self.random and blind > 0.01:
-            lines.append(f"In this precision an error of {blind:.0%} would not be seen. Check once in float32.")
+            where = max(self.limits, key=lambda path: self.limits[path])
+            seen = f"an error of {blind:.0%} would not be seen" if blind < 1 else "no error would be seen"
+            lines.append(f"In this precision {seen} in {where}. Check once in float32.")
+        if self.subject == "loss" and not all(map(math.isfinite, self.errors.values())):
+            lines.append("Has a micro-batch no tokens? 0 / 0 is NaN: divide by max(tokens, 1).")
         ends = [f"Not tried: {note}" for note in self.notes]
         for cause in self.causes:
             ends += [f"Cause: {cause.kind}. {cause.evidence}", f"Remedy: {cause.remedy}"]

@@ -3,7 +3,7 @@
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,14 @@ from optax_accum._core.types import Tree
 from optax_accum._verify import foreign
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify.loss import epsilons, wide
-from optax_accum._verify.step_carries import Numbers, is_inexact
+from optax_accum._verify.step_carries import Numbers, Path, is_inexact
+
+Begin = Callable[[Tree], Tree]  # what is done to a carry before a run
+
+
+def as_is(carry: Tree) -> Tree:
+    """Returns a carry as it is."""
+    return carry
 
 
 class Steps:
@@ -35,12 +42,21 @@ class Steps:
         self._later: Numbers = {}  # zeros for what is carried from the first update on
         self._fresh = not all(map(_is_copied, jax.tree.leaves(self._carry)))
 
-    def run(self, *windows: Sequence[Tree], last: bool = False, draw: int | None = None) -> list[Numbers]:
-        """Returns the numbers of the carry at first and after each window; `last` is the step for the last call."""
+    def run(
+        self,
+        *windows: Sequence[Tree],
+        last: bool = False,
+        draw: int | None = None,
+        start: Callable[[Tree], Tree] = as_is,
+    ) -> list[Numbers]:
+        """Returns the numbers of the carry at first and after each window.
+
+        `last` is the step for the last call, `start` what is done to the carry first.
+        """
         step, carry, last_step = self._made() if self._fresh else (self.step, _copied(self._carry), self.last)
-        carry = foreign.ordered_like(carries.redrawn(carry, draw), self._carry)
-        anew = self._fresh and self.is_jax  # else it begins with the same numbers, in the dtypes that they get later
-        seen = [self._numbers(carry) if anew else self._later | self._began]
+        carry = start(foreign.ordered_like(carries.redrawn(carry, draw), self._carry))
+        same = start is as_is and not (self._fresh and self.is_jax)  # numbers, in the dtypes that they get later
+        seen = [self._later | self._began if same else self._numbers(carry)]
         for window in windows:
             for number, batch in enumerate(window, start=1):
                 take = last_step if last and number == len(window) else step
@@ -156,16 +172,32 @@ def reference(optimizer: optax.GradientTransformation, loss: Callable[..., Any],
 def nudged(batch: Tree, number: int) -> Tree:
     """Returns a batch whose floats are off by a few of their last digits; the same for number 0.
 
-    Those of fewer than 32 bits stay: a few of their digits are percents, and what is computed from them is given.
+    Whole numbers stay, as labels and paddings are: a part of the step may round them down.
     """
     random = np.random.default_rng(number)
+    whole = lambda leaf: np.array_equal(wide(leaf), np.round(wide(leaf)))
+    return jax.tree.map(
+        lambda leaf: _off(leaf, random) if number and _is_fine(leaf) and not whole(leaf) else leaf, batch
+    )
 
-    def nudge(leaf: Any) -> Any:
-        by = 4 * float(jnp.finfo(leaf.dtype).eps) * random.uniform(-1, 1, np.shape(leaf))
-        return (wide(leaf) * (1 + by)).astype(leaf.dtype)
 
-    fine = lambda leaf: number and _is_float(leaf) and leaf.dtype.itemsize >= 4
-    return jax.tree.map(lambda leaf: nudge(leaf) if fine(leaf) else leaf, batch)
+def nudged_at(carry: Tree, paths: Collection[Path], number: int) -> Tree:
+    """Returns a carry whose arrays at these paths are off by a few of their last digits; the same for number 0."""
+    random = np.random.default_rng(number)
+    asked = lambda path, leaf: number and _is_fine(leaf) and tuple(map(carries.key_name, path)) in paths
+    nudge = lambda path, leaf: _off(leaf, random) if asked(path, leaf) else leaf
+    return carry if _stands_twice(carry) else jax.tree.map_with_path(nudge, carry)
+
+
+def _is_fine(leaf: Any) -> bool:
+    """Whether a leaf is an array of 32 bits or more: a few last digits of fewer are percents."""
+    return isinstance(leaf, jax.Array | np.ndarray) and _is_float(leaf) and leaf.dtype.itemsize >= 4
+
+
+def _off(leaf: Any, random: np.random.Generator) -> Any:
+    by = 4 * float(jnp.finfo(leaf.dtype).eps) * random.uniform(-1, 1, np.shape(leaf))
+    new = (wide(leaf) * (1 + by)).astype(leaf.dtype)
+    return jax.device_put(new, leaf.sharding) if isinstance(leaf, jax.Array) else new
 
 
 def spoilt(batch: Tree, rows: slice) -> Tree:
@@ -185,13 +217,19 @@ def _is_float(leaf: Any) -> bool:
 
 def _copied(carry: Tree) -> Tree:
     """Returns a carry with arrays of its own: a step may be given them for good, or change what holds them."""
+    if not _stands_twice(carry):
+        return _with_own_arrays(carry)
+    nnx = sys.modules["flax.nnx"]
+    graph, state = nnx.split(carry)  # type: ignore[union-attr]  # one that stands twice is still one afterwards
+    return nnx.merge(graph, _with_own_arrays(state))  # type: ignore[union-attr]
+
+
+def _stands_twice(carry: Tree) -> bool:
+    """Returns whether a variable of NNX stands in two places of a carry."""
     nnx = sys.modules.get("flax.nnx")
     is_variable = lambda node: nnx is not None and isinstance(node, nnx.Variable)
     variables = list(filter(is_variable, jax.tree.leaves(carry, is_leaf=is_variable)))
-    if len(set(map(id, variables))) == len(variables):
-        return _with_own_arrays(carry)
-    graph, state = nnx.split(carry)  # type: ignore[union-attr]  # one that stands twice is still one afterwards
-    return nnx.merge(graph, _with_own_arrays(state))  # type: ignore[union-attr]
+    return len(set(map(id, variables))) < len(variables)
 
 
 def _with_own_arrays(carry: Tree) -> Tree:

@@ -28,7 +28,7 @@ def aligned(paths: Iterable[Path], others: Iterable[Path]) -> dict[Path, Path]:
     """
     here, there, found = _from_end(paths), _from_end(others), dict[Path, Path]()
     for path, end in here.items():
-        shared = {other: _common_end(end, other_end) for other, other_end in there.items()}
+        shared = {other: common_end(end, other_end) for other, other_end in there.items()}
         best = max(shared.values(), default=0)
         if list(shared.values()).count(best) == 1 and best >= min(2, len(path)):
             found[path] = next(other for other, length in shared.items() if length == best)
@@ -110,7 +110,8 @@ def _is_count(leaf: Any) -> bool:
     return type(leaf) is int or (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.signedinteger))
 
 
-def _common_end(path: Path, other: Path) -> int:
+def common_end(path: Path, other: Path) -> int:
+    """Returns how many names two paths share at their ends."""
     pairs = zip(reversed(path), reversed(other), strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(path), len(other)))
 

@@ -9,7 +9,7 @@ import numpy as np
 from optax_accum._core.types import Tree
 from optax_accum._verify.loss import floats, largest, moved, moved_apart
 from optax_accum._verify.report import Errors, badness, within
-from optax_accum._verify.step_calls import nudged
+from optax_accum._verify.step_calls import nudged, nudged_at
 from optax_accum._verify.step_explanations import Change
 from optax_accum._verify.step_runs import Rows, StepRuns, mean
 
@@ -77,6 +77,34 @@ class StepErrors(StepRuns):
         return all(e.distance(found, e.parts[0], slot) < e.loose for slot in e.slots)
 
     @functools.cached_property
+    def keys_vary(self) -> float:
+        """How much a mean over k equal micro-batches varies with the key: below 1 if each has a key of its own.
+
+        It varies then k times less than one of them; with one key for all, as much. So does a sum, but for its size,
+        which is that of the reference for k times the rows. Behind a clip what is sound varies less by less: as the
+        reference does, unless its rows share their outcomes.
+        """
+        k, rows, times = self.cut.every, self.even()[0], self.more
+        equal = [np.full_like(rows, rows[0]) if self.within_call else rows] * k
+        changes = lambda steps, calls: self.changes(steps, calls, times=times)[0]
+        one, whole = (changes(self.one, [self.of(rows)]) for rows in (equal[0], np.concatenate(equal)))
+        cut = changes(self.cut, self.calls(equal))
+        names = [name for slot in self.explanations.linear for name in self.slots[slot]]
+        first, both = (np.concatenate([mean(c)[n].ravel() / self.scales[n] for n in names]) for c in (one, whole))
+        size = k if abs(np.vdot(first, both)) > k**0.5 * np.vdot(first, first).real else 1
+        before, after, apart = (sum(np.sum(np.var(c[n] / self.scales[n], 0)) for n in names) for c in (one, cut, whole))
+        after, apart = after / size**2, apart / size**2
+        sound = max(1 / k, apart / before) if apart < 0.95 * before else 1 / k
+        return float(after / (before * sound**0.5))
+
+    def draws_by_row(self) -> bool:
+        """Whether a batch of equal rows changes other things than a smaller one of them: rows that are mixed do not."""
+        row = np.zeros(self.count, int)
+        few, many = (mean(*self.changes(self.one, [self.of(rows)])) for rows in (row[: len(self.even()[0])], row))
+        e = dataclasses.replace(self.explanations, whole=many)
+        return max(e.fit(few, slot)[1] for slot in e.slots) > e.loose
+
+    @functools.cached_property
     def errors(self) -> Errors:
         """The error and the limit of each leaf, in two even windows."""
         return self.compared(self.ends, self.even_rows, self.ones)
@@ -94,17 +122,28 @@ class StepErrors(StepRuns):
                 with np.errstate(all="ignore"):
                     spread = 6 * np.std(cut[name] - one[name], 0) / math.sqrt(len(one[name])) if self.random else 0.0
                     off = np.nan_to_num(np.abs(np.mean(cut[name] - one[name], 0)), nan=np.inf) / self.scales[name]
+                off = np.where(self.rounding_alone(name, one, cut, slack), 0, off)
                 limit = np.nan_to_num(self.rtol + (slack[name] + spread) / self.scales[name])
                 worst = np.unravel_index(np.argmax(off / limit), off.shape)
                 pair = (float(off[worst]), float(limit[worst]))
                 errors[name] = max(errors.get(name, pair), pair, key=badness)
         return errors
 
+    def rounding_alone(self, name: str, whole: Change, cut: Change, slack: Change) -> np.ndarray:
+        """Returns of which entries of a parameter the gradient is rounding of the terms that it adds.
+
+        Adam moves them by that, as the bias of keys in attention: they are judged by their moments.
+        """
+        same = lambda leaf: leaf.param == name and leaf.start.shape == slack[name].shape
+        moments = [n for n in self.judged if same(self.leaves[n]) and (np.any(whole[n]) or np.any(cut[n]))]
+        rounds = [np.all(np.abs(whole[n]) <= slack[n], 0) for n in moments]
+        return np.all(rounds, 0) if rounds else np.zeros(slack[name].shape, bool)
+
     def slack(self, windows: Rows) -> list[Change]:
         """Returns how far rounding moves each entry in the reference, window by window.
 
-        Inputs are nudged by a few last digits, and rows come in other orders: an entry may be off by ten times that,
-        and by four roundings of what it is.
+        Inputs and parameters are nudged by a few last digits, and rows come in other orders: an entry may be off by
+        ten times that, and by four roundings of what it is.
         """
 
         def run(number: int) -> list[Change]:
@@ -112,7 +151,9 @@ class StepErrors(StepRuns):
             orders = [rows if self.random or not number else random.permutation(rows) for rows in windows]
             lead = self.lead(self.one)
             nudges = [[nudged(self.of(rows), number)] for rows in orders]
-            start, *seen = self.one.run(*lead, *nudges, draw=1 if self.random else None)
+            params = {leaf.one for leaf in self.params.values()}
+            off = functools.partial(nudged_at, paths=params, number=number)
+            start, *seen = self.one.run(*lead, *nudges, draw=1 if self.random else None, start=off)
             change = lambda later: {n: later[leaf.one] - start[leaf.one] for n, leaf in self.leaves.items()}
             return list(map(change, seen[len(lead) :]))
 

@@ -84,11 +84,6 @@ class Explanations:
         """The plain mean over the micro-batches."""
         return self.sum(self.parts, 1 / len(self.parts))
 
-    def mean_slots(self, found: Change) -> list[str]:
-        """Returns the slots in which a plain mean came out, and not what the whole batch gives as well."""
-        means = lambda slot: self.distance(found, self.mean, slot) < self.near <= self.distance(found, self.whole, slot)
-        return list(filter(means, self.slots))
-
     def combined(
         self, slot: str, names: list[str] | None = None, of: Change | None = None
     ) -> tuple[list[float], float]:
@@ -139,10 +134,6 @@ class Explanations:
     def falls(self, slot: str) -> bool:
         """Whether some entry becomes less somewhere: second moments never do."""
         return any(np.any(self.vector(change, slot) < 0) for change in (self.whole, *self.parts))
-
-    def unclipped(self) -> bool:
-        """Whether the whole batch's parameters change as a mean of what its micro-batches would change."""
-        return self.few or abs(sum(self.combined("params")[0]) - 1) < self.near
 
     def size(self, name: str) -> int:
         """Returns how many entries of a leaf change at all."""

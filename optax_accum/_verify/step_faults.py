@@ -1,8 +1,6 @@
 """Owns the table of the faults of a step, and the order in which they are asked for."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -22,18 +20,38 @@ SHARED_KEY = Fault(
     "Give each micro-batch a key of its own: jax.random.fold_in(key, i). value_and_grad does it with rng_argnum, "
     "value_and_apply_gradients, too.",
     {"beside": probes.shared_key},
+    "Seed once, before the loop, and not before each micro-batch.",
 )
-# Asked are "moves": of the calls at which parameters move; then of a wrong window "right" to "combined", of the second
-# one "second"; where even windows are right "beside", and of windows of others "other"; and "always".
+NOT_TOLD = Fault(
+    "cannot tell",
+    "Perhaps what they should: rounding moves the whole batch's update too.",
+    "The whole batch's own update is off by a tenth or more if inputs and parameters are off by a few last digits.",
+    "Check in float32 or float64, with optax.sgd, and pass labels as integers: what rounds or compares its inputs, as "
+    "astype(int) does, jumps.",
+    {"blind": probes.blind},
+    "Check in float32 or float64, with plain gradient descent, and pass labels as integers: what rounds or compares "
+    "its inputs jumps.",
+)
+# Asked are "moves": of the calls at which parameters move; where even windows are right "beside", and of windows of
+# others "other"; and "always"; if nothing was found, "blind". What a wrong window says is in step_windows.
 FAULTS = (
     Fault(
         "never closes",
-        "None of them makes an update, or none at the end of the window.",
+        "None of them makes an update.",
         "The parameters do not move.",
         "Return the new carry from the step, every time: jit discards a change that is not returned. Count "
         "micro-steps in the carry, and update when as many as the window have come. Pass within_call=True only if the "
         "step takes the whole batch and splits it.",
         {"moves": probes.stays, "other": probes.stays_open},
+        "Return the carry from the step, every time. Count micro-batches, and update when as many as the window have "
+        "come. Pass within_call=True only if the step takes the whole batch and splits it.",
+    ),
+    Fault(
+        "closes at another micro-step",
+        "One of them makes an update that is not the last of its window.",
+        "The parameters move, but not at the micro-step that ends a window.",
+        "Update at the last micro-step of a window: where (n + 1) % every == 0, if n counts micro-steps from 0.",
+        {"moves": probes.ends_elsewhere},
     ),
     Fault(
         "optimizer at each micro-step",
@@ -42,13 +60,8 @@ FAULTS = (
         "and the update is a multiple of the right one.",
         "Let optimizer and schedule see one gradient for each window: accumulate_gradients(optimizer, every), with the "
         "schedule inside; apply_every comes first in a chain.",
-        {
-            "moves": probes.updates,
-            "right": windows.rate,
-            "foretold": windows.one_after_another,
-            "related": windows.rate_alone,
-            "second": windows.later_rate,
-        },
+        {"moves": probes.updates},
+        "Step the optimizer and the schedule once for each window, where it closes.",
     ),
     Fault(
         "moves while held",
@@ -63,6 +76,7 @@ FAULTS = (
         "The update is too small by the missing part of the window.",
         "Divide by the number of micro-batches that came, or by their weights: apply_gradients(..., flush=True) does.",
         {"other": probes.by_the_full_k},
+        "Divide the sum of the gradients by the number of micro-batches that came, or by their rows.",
     ),
     Fault(
         "rows left out",
@@ -71,52 +85,55 @@ FAULTS = (
         "Let the rows that are left be one smaller micro-batch, and weight each by its rows, as value_and_grad does. "
         "Where batches always divide, pass uneven=False.",
         {"other": probes.left_out},
+        "Let the rows that are left be one smaller micro-batch, and weigh each by its rows. Where batches always "
+        "divide, pass uneven=False.",
     ),
     Fault(
         "only the first gradient",
         "The first micro-batch counts, the others do not.",
         "The update equals that of the first micro-batch alone, or a part of it.",
         "Add each micro-batch's gradient to the accumulator: acc + g, from zeros.",
-        {"foretold": lambda w: windows.alone(w, 0)},
+        {},
+        "Add each micro-batch's gradient. In PyTorch, call zero_grad() only after an update.",
     ),
     Fault(
         "only the last gradient",
         "The last micro-batch counts, the others do not.",
         "The update equals that of the last micro-batch alone, or a part of it.",
         "Add each micro-batch's gradient, acc + g. Empty the accumulator only after an update.",
-        {"foretold": lambda w: windows.alone(w, -1)},
+        {},
+        "Add each micro-batch's gradient. In PyTorch, call zero_grad() only after an update.",
     ),
     Fault(
         "low-precision sum",
         "Their gradients are added in bfloat16 or float16.",
         "Repeating the same micro-batches many times changes their mean.",
         "Add gradients in float32: acc + g.astype(jnp.float32), from float32 zeros.",
-        {
-            "right": lambda w: w.rounded(),
-            "foretold": windows.rounded_sum,
-            "beside": probes.rounded,
-            "unexplained": lambda off: probes.rounded(off.runs),
-        },
+        {"beside": probes.rounded, "unexplained": lambda off: probes.rounded(off.runs)},
+        "Add gradients in float32. In PyTorch .grad has the dtype of the parameters: keep these in float32, with "
+        "autocast.",
     ),
     Fault(
         "sum for a mean",
         "Their gradients are added and never divided.",
         "The update uses a multiple of the whole batch's gradient.",
         "Divide the sum by what the whole batch's mean divides by: by k for k equal micro-batches.",
-        {
-            "foretold": lambda w: windows.times(w, len(w.e.parts), f"{len(w.e.parts)} times"),
-            "related": lambda w: windows.multiple(w, lambda factor: factor > 1),
-        },
+        {},
     ),
     Fault(
         "divided twice",
         "The sum of their gradients is divided once too often.",
         "The update uses a fraction of the whole batch's gradient.",
         "Divide once: either each loss, or the sum of the gradients. optax.MultiSteps divides, too.",
-        {
-            "foretold": lambda w: windows.times(w, 1 / len(w.e.parts), f"1/{len(w.e.parts)} of"),
-            "related": lambda w: windows.multiple(w, lambda factor: factor < 1),
-        },
+        {},
+        "Divide once: either each loss, or the sum of the gradients. Some trainers divide, too.",
+    ),
+    Fault(
+        "wrong divisor",
+        "The sum of their gradients is divided by another number than the whole batch's.",
+        "The update uses a multiple of the whole batch's gradient, neither k times it nor 1/k of it.",
+        "Divide the sum by what the whole batch's mean divides by: its rows, or its tokens.",
+        {},
     ),
     Fault(
         "mean of means",
@@ -124,12 +141,9 @@ FAULTS = (
         "The update uses the unweighted mean of their gradients; the whole batch's gradient is a weighted mean.",
         "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: apply_gradients(..., weight=w), "
         "or value_and_grad(..., weight_fn=...) within a call. Where micro-batches are always equal, pass uneven=False.",
-        {
-            "foretold": windows.plain_mean(windows.unequal),
-            "related": windows.mean_somewhere(windows.unequal),
-            "weighed": windows.weighed,
-            "combined": windows.combined(windows.unequal),
-        },
+        {},
+        "Add the sums of the losses, and divide once by all rows or tokens of the window. Where micro-batches are "
+        "always equal, pass uneven=False.",
     ),
     Fault(
         "clipping at each micro-step",
@@ -137,12 +151,8 @@ FAULTS = (
         "The update uses a mean of smaller gradients; the whole batch's gradient is a multiple of such a mean.",
         "Clip the mean: put clipping inside what accumulates, "
         "accumulate_gradients(optax.chain(optax.clip_by_global_norm(1.0), optimizer), every).",
-        {
-            "foretold": windows.plain_mean(windows.clipped),
-            "related": windows.mean_somewhere(windows.clipped),
-            "weighed": windows.clipped_weighed,
-            "combined": windows.combined(windows.clipped),
-        },
+        {},
+        "Clip the mean of the window, just before the optimizer's step.",
     ),
     Fault(
         "coupled examples",
@@ -152,19 +162,18 @@ FAULTS = (
         "Normalise data, such as advantages, over the whole batch, before it is cut. Compute what is per example with "
         "microbatched_apply and put the loss on top of all its rows (InfoNCE, ranking). Rows that belong together stay "
         "together with group_size. For BatchNorm use running statistics, or LayerNorm or GroupNorm.",
-        {
-            "right": windows.normalised_mean,
-            "foretold": windows.plain_mean(windows.coupled),
-            "related": windows.mean_somewhere(windows.coupled),
-            "combined": windows.combined(windows.coupled),
-        },
+        {},
+        "Normalise data, such as advantages, over the whole batch, before it is cut. Put losses that compare rows on "
+        "top of all rows of the window. Rows that belong together stay together with group_size. For BatchNorm use "
+        "running statistics, or LayerNorm or GroupNorm.",
     ),
     Fault(
         "not emptied",
         "The micro-batches of the last window count in the next one, too.",
         "The first window is right; the second one's update contains its sum again.",
         "Start each window from zeros: where(mini_step == 0, 0, acc) + g.",
-        {"foretold": windows.kept_lead, "second": windows.kept},
+        {},
+        "Empty the accumulator after each update: zero_grad() in PyTorch.",
     ),
     SHARED_KEY,
     Fault(
@@ -174,7 +183,9 @@ FAULTS = (
         "Start each window from zeros by jnp.where, not by 0 * acc, and leave out what is not finite: "
         'accumulate_gradients(..., nonfinite="skip").',
         {"always": probes.poison},
+        "Empty the accumulator after each window, also after one whose update is left out.",
     ),
+    NOT_TOLD,
     Fault(
         "not known",
         "One of these, or something else: too few parameters change to tell.",
@@ -193,9 +204,10 @@ FAULTS = (
         "No probe explains it.",
         "For a plainer picture make the step with optax.sgd, and without what is random.",
         {"unexplained": probes.unexplained},
+        "For a plainer picture take plain gradient descent, and leave out what is random.",
     ),
 )
-PLANTED = FAULTS[:-2]  # the others are what remains unnamed
+PLANTED = FAULTS[:-3]  # the others are what remains unnamed
 
 
 def causes_of_moves(runs: StepErrors) -> list[Cause]:
@@ -216,11 +228,12 @@ def causes_of_a_window(runs: StepErrors) -> list[Cause]:
 def cause_of_another(runs: StepErrors, parts: Rows, *, last: bool = False) -> tuple[Errors, Cause | None]:
     """Returns the errors of a window of other micro-batches, and why it is wrong, if it is."""
     (change,) = runs.changes(runs.cut, runs.calls(parts), last=last)
-    window = window_of(runs, runs.explained(parts), change, runs.explanations.linear)
-    other = Other(runs, parts, last, change, window)
-    errors = runs.compared([change], [np.concatenate(parts)]) if other.moved else {}
-    if other.moved and within(errors):
+    moved = runs.moves(change)
+    errors = runs.compared([change], [np.concatenate(parts)]) if moved else {}
+    if moved and within(errors):
         return errors, None
+    window = window_of(runs, runs.explained(parts), change, runs.explanations.linear)
+    other = Other(runs, parts, last, moved, window)
     cause = next(found(FAULTS, "other", other), None) or _explained(window) or _dealt(runs, parts, change)
     sizes = ", ".join(str(len(part) * runs.group_size) for part in parts)
     return errors, cause or _unexplained(runs, errors, f"a window of micro-batches of {sizes} rows")
@@ -235,27 +248,15 @@ def _of_first(runs: StepErrors) -> Cause | None:
 def _of_second(runs: StepErrors) -> Cause | None:
     later = lambda ends: {name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]}
     second = Second(runs.explanations, later(runs.ends), mean(runs.ones[0]), later(runs.ones))
-    return _nearest("second", second, second.e.near) if not second.e.silent else None
+    return _cause(windows.explained_second(second))
 
 
 def _explained(window: Window) -> Cause | None:
-    """Returns the fault that explains a window best, if one does: what it foretells, or what else it says."""
-    if window.e.silent:
-        return None
-    if window.right:
-        cause, nearer = next(found(FAULTS, "right", window), None), window.nearer()
-        return cause or (_explained(nearer) if nearer else None)
-    cause = _nearest("foretold", window, window.e.near)
-    others: Iterable[str] = ("related", "weighed", "combined")
-    return cause or next((cause for when in others for cause in found(FAULTS, when, window)), None)
+    return _cause(windows.explained(window))
 
 
-def _nearest(when: str, window: Any, near: float) -> Cause | None:
-    """Returns the fault whose foretold change is nearest to what came out."""
-    told = ((fault, fault.probes[when](window)) for fault in FAULTS if when in fault.probes)
-    all_of_them = [(distance, Cause(fault, says)) for fault, foretold in told for distance, says in foretold]
-    distance, cause = min(all_of_them, key=lambda one: one[0], default=(near, None))
-    return cause if distance < near else None
+def _cause(said: windows.Said | None) -> Cause | None:
+    return Cause(next(fault for fault in FAULTS if fault.name == said[0]), said[1]) if said else None
 
 
 def _dealt(runs: StepErrors, parts: Rows, change: Change) -> Cause | None:

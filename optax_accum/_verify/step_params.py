@@ -29,6 +29,7 @@ class Leaf:
     epsilon: float  # of its dtype
     start: np.ndarray
     drift: np.ndarray  # where its parameter starts: decay moves it along this
+    param: str = ""  # whose mirror it is
 
 
 def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Leaf]:
@@ -36,14 +37,15 @@ def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Le
     (root, params), (other_root, others) = params_of(one, find_one), params_of(cut, find_cut)
     start, then = carries.numbers(one), carries.numbers(cut)
     epsilons = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in leaves_of(one) if is_inexact(leaf)}
-    leaf = lambda slot, path, other, drift: Leaf(slot, path, other, epsilons[path], start[path], drift)
+    leaf = lambda slot, path, other, drift, param="": Leaf(slot, path, other, epsilons[path], start[path], drift, param)
     found = {name: leaf("params", path, others[name], start[path]) for name, path in params.items()}
     for path, other in carries.aligned(state_of(one, root, params), state_of(cut, other_root, others)).items():
         if start[path].shape == then[other].shape:
-            stem, name = _owner(plain(path), {name: plain(of[len(root) :]) for name, of in params.items()})
+            ends = {name: (plain(of[len(root) :]), np.shape(start[of])) for name, of in params.items()}
+            stem, name = _owner(plain(path), np.shape(start[path]), ends)
             alike = name and start[path].shape == start[params[name]].shape
             drift = start[params[name]] if alike else np.zeros_like(start[path])
-            found[named(path)] = leaf("/".join((*stem, "")), path, other, drift)
+            found[named(path)] = leaf("/".join((*stem, "")), path, other, drift, name)
     return found
 
 
@@ -112,9 +114,12 @@ def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
         }
         found |= mirror if len(mirror) == len(params) or not ends[first] else set()
     found |= _lists(leaves, Counter(shapes.values()))
+    both = {name: (end, shapes[name]) for name, end in ends.items()}
+    owner = {path: _owner(plain(path), np.shape(leaf), both)[1] for path, leaf in leaves.items()}
+    found |= {path for path, name in owner.items() if name and np.shape(leaves[path]) == shapes[name]}
     starts = list(map(wide, own.values()))
     begins = lambda leaf: not np.any(leaf) or any(np.array_equal(leaf, start) for start in starts)
-    owned = {path for path in inside(leaves, states(carry)) if _owner(plain(path), ends)[1]}
+    owned = {path for path in inside(leaves, states(carry)) if owner[path]}
     return owned | {path for path in found if begins(wide(leaves[path]))}
 
 
@@ -123,14 +128,22 @@ def _listed(params: dict[str, Path]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _owner(path: Path, ends: dict[str, Path]) -> tuple[Path, str]:
-    """Returns the parameter on whose path a path ends, but for the place in a list, and what stands before that."""
+def _owner(path: Path, shape: tuple[int, ...], ends: dict[str, tuple[Path, tuple[int, ...]]]) -> tuple[Path, str]:
+    """Returns the parameter on whose path a path ends, but for the place in a list, and what stands before that.
+
+    If it ends on no whole path, as where each of two networks has an optimizer: the only parameter of its shape that
+    ends most like it.
+    """
     for end in (path, path[:-1]) if path and path[-1].isdigit() else (path,):
-        owners = [name for name, of in ends.items() if of and end[-len(of) :] == of]
+        owners = [name for name, (of, _) in ends.items() if of and end[-len(of) :] == of]
         if owners:
-            name = max(owners, key=lambda name: len(ends[name]))
-            return end[: -len(ends[name])], name
-    return path, ""
+            name = max(owners, key=lambda name: len(ends[name][0]))
+            return end[: -len(ends[name][0])], name
+    shared = {name: carries.common_end(path, of) for name, (of, like) in ends.items() if like == shape}
+    most = max(shared.values(), default=0)
+    owners = [name for name, length in shared.items() if length == most]
+    alone = most and len(owners) == 1 and not path[-1].isdigit()
+    return (path[:-most], owners[0]) if alone else (path, "")
 
 
 def _stem(path: Path, end: Path) -> Path | None:

@@ -11,8 +11,10 @@ from optax_accum._verify.step_calls import spoilt
 from optax_accum._verify.step_carries import Numbers, Path
 from optax_accum._verify.step_errors import LONG, StepErrors
 from optax_accum._verify.step_explanations import Change, Explanations
-from optax_accum._verify.step_runs import DRAWS, Rows, mean
+from optax_accum._verify.step_runs import Rows, mean
 from optax_accum._verify.step_windows import Window, one_after_another
+
+BLIND = 0.1  # the error that must be seen
 
 
 def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str] | None = None) -> Window:
@@ -25,15 +27,19 @@ def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str
 
 
 def stays(runs: StepErrors) -> str:
-    """The parameters never move, or not when the window ends."""
-    says = _stays(runs)
-    return says if says and not _cancels(runs) else ""
-
-
-def _stays(runs: StepErrors) -> str:
+    """The parameters never move."""
     k = runs.cut.every
-    if not runs.moved:
-        return f"Two windows of {k} micro-batches changed no parameter; two updates with the whole batch did."
+    says = f"Two windows of {k} micro-batches changed no parameter; two updates with the whole batch did."
+    return "" if runs.moved or _cancels(runs) else says
+
+
+def ends_elsewhere(runs: StepErrors) -> str:
+    """The parameters move, and not when the window ends."""
+    return "" if not runs.moved or _cancels(runs) else _elsewhere(runs)
+
+
+def _elsewhere(runs: StepErrors) -> str:
+    k = runs.cut.every
     if runs.within_call or k in runs.moved or not runs.moves_first:
         return ""
     return f"A window of {k} is to move the parameters at micro-step {k}; they moved at {runs.moved} of {2 * k}."
@@ -58,7 +64,7 @@ def counts(runs: StepErrors) -> str:
 def _early(runs: StepErrors) -> list[int]:
     """Returns the micro-steps that hold at which the parameters move, where nothing else is wrong with these."""
     early = [] if runs.within_call else [n for n in runs.moved if n % runs.cut.every]
-    return [] if early and (_stays(runs) or counts(runs)) else early
+    return [] if early and (_elsewhere(runs) or counts(runs)) else early
 
 
 def updates(runs: StepErrors) -> str:
@@ -69,7 +75,7 @@ def updates(runs: StepErrors) -> str:
         return ""
     w = dataclasses.replace(window_of(runs, runs.explanations, runs.ends[0]), one_by_one=runs.one_by_one)
     near = 0.0 if w.e.silent else min(w.e.near, w.e.far(w.found, w.e.whole, ["params"]))
-    return next((says for distance, says in one_after_another(w) if distance < near), "")
+    return next((says for _, distance, says in one_after_another(w) if distance < near), "")
 
 
 def moves(runs: StepErrors) -> str:
@@ -98,7 +104,7 @@ def _averages(runs: StepErrors) -> str:
 
 def moves_somehow(runs: StepErrors) -> str:
     """The same where entries are too few to say more."""
-    if (says := _stays(runs)) and _cancels(runs):
+    if (says := _elsewhere(runs)) and _cancels(runs):
         return says
     early = _early(runs)
     named = not early or updates(runs) or not runs.explanations.silent
@@ -114,13 +120,8 @@ class Other(NamedTuple):
     runs: StepErrors
     parts: Rows
     last: bool
-    found: Change
+    moved: bool  # whether it moved the parameters
     w: Window
-
-    @property
-    def moved(self) -> bool:
-        """Whether it moved the parameters."""
-        return not self.runs.moves_first or any(np.any(self.found[name]) for name in self.runs.params)
 
 
 def stays_open(o: Other, *, somehow: bool = False) -> str:
@@ -154,28 +155,11 @@ def left_out(o: Other) -> str:
 
 
 def shared_key(runs: StepErrors) -> str:
-    """A mean over k equal micro-batches varies with the key as one of them does, and not k times less.
-
-    So does a sum, but for its size, which is that of the reference for k times the rows. Behind a clip what is
-    sound varies less by less: as the reference does, unless its rows share their outcomes.
-    """
-    if not runs.random:
+    """The mean over equal micro-batches varies with the key as if all drew the same."""
+    if not runs.random or (vary := runs.keys_vary) <= 1:
         return ""
-    k, rows = runs.cut.every, runs.even()[0]
-    equal = [np.full_like(rows, rows[0]) if runs.within_call else rows] * k
-    draws = 4 * DRAWS if runs.few else DRAWS  # few numbers have less to average over
-    changes = lambda steps, calls: runs.changes(steps, calls, draws=draws)[0]
-    one, whole = (changes(runs.one, [runs.of(rows)]) for rows in (equal[0], np.concatenate(equal)))
-    cut = changes(runs.cut, runs.calls(equal))
-    names = [name for slot in runs.explanations.linear for name in runs.explanations.slots[slot]]
-    first, both = (np.concatenate([mean(c)[n].ravel() / runs.scales[n] for n in names]) for c in (one, whole))
-    size = k if abs(np.vdot(first, both)) > k**0.5 * np.vdot(first, first).real else 1
-    before, after, apart = (sum(np.sum(np.var(c[n] / runs.scales[n], 0)) for n in names) for c in (one, cut, whole))
-    after, apart = after / size**2, apart / size**2
-    sound = max(1 / k, apart / before) if apart < 0.95 * before else 1 / k
-    if not after > before * sound**0.5:
-        return ""
-    return f"Over {draws} keys {k} equal micro-batches vary {after / before:.2f} times as much as one of them."
+    k, keys = runs.cut.every, runs.draws * runs.more
+    return f"Over {keys} keys {k} equal micro-batches vary {vary:.2f} times as much as keys of their own allow."
 
 
 def rounded(runs: StepErrors) -> str:
@@ -224,8 +208,11 @@ class Off(NamedTuple):
         """How far off the worst leaf is."""
         name, (error, _) = max(self.errors.items(), key=lambda item: badness(item[1]))
         if not np.isfinite(error):
-            return f"In {self.where} {name} is not finite, which the update of the whole batch is."
-        return f"In {self.where} {name} is off by {error:.1e} of its change."
+            why = "Has a micro-batch no tokens? 0 / 0 is NaN: divide by max(tokens, 1)."
+            return f"In {self.where} {name} is not finite, which the update of the whole batch is. {why}"
+        off = [name for name, pair in self.errors.items() if badness(pair) > 1]
+        alone = f" alone, of {len(self.errors)} leaves," if len(off) == 1 < len(self.errors) else ""
+        return f"In {self.where} {name}{alone} is off by {error:.1e} of its change."
 
 
 def unexplained(off: Off) -> str:
@@ -237,6 +224,16 @@ def unknown(off: Off) -> str:
     """A difference of which too few numbers tell."""
     k = off.runs.cut.every
     return f"{off.says} Fewer numbers change than tell {k} micro-batches apart." if off.runs.few else ""
+
+
+def blind(runs: StepErrors, errors: Errors) -> str:
+    """No leaf is seen finely enough, or one is off by much, and only rounding allows for that."""
+    most = BLIND + 2 * runs.rtol
+    over = {name: pair for name, pair in errors.items() if pair[1] > most}
+    if runs.random or not (len(over) == len(errors) or any(error > most for error, _ in over.values())):
+        return ""
+    name, (error, limit) = max(over.items(), key=lambda item: item[1])
+    return f"{name} is off by {error:.2g} of its change, and rounding alone may move it by {limit:.2g}."
 
 
 # What was not tried.

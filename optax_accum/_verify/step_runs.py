@@ -18,7 +18,8 @@ from optax_accum._verify.step_explanations import MORE, NEAR, Change, Explanatio
 from optax_accum._verify.step_params import Find, Leaf
 
 Rows = list[np.ndarray]  # the rows of each micro-batch of a window
-DRAWS = 64  # keys over which a random step is averaged
+FEW_DRAWS = 16  # keys over which a random step is averaged at first
+DRAWS = 64  # and where these do not decide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class StepRuns:
     within_call: bool
     given_rtol: float | None
     finds: tuple[Find, Find]  # where the parameters are in the carry of each, if a user says so
+    draws: int = DRAWS  # keys over which a random step is averaged
 
     def even(self, number: int = 0) -> Rows:
         """The rows of a window of equal micro-batches; in the next window others stand together."""
@@ -48,9 +50,9 @@ class StepRuns:
         """Returns what the step is called with in a window."""
         return [self.of(np.concatenate(parts))] if self.within_call else list(map(self.of, parts))
 
-    def changes(self, steps: Steps, *windows: list[Tree], draws: int = DRAWS, last: bool = False) -> list[Change]:
-        """Returns what was changed after each window: of each leaf [draws, ...]."""
-        numbers = range(1, draws + 1) if self.random else [None]
+    def changes(self, steps: Steps, *windows: list[Tree], times: int = 1, last: bool = False) -> list[Change]:
+        """Returns what was changed after each window: of each leaf [draws, ...], or so many times as many draws."""
+        numbers = range(1, times * self.draws + 1) if self.random else [None]
         windows = (*self.lead(steps), *windows)
         runs = [steps.run(*windows, last=last, draw=draw) for draw in numbers]
         paths = {name: leaf.one if steps is self.one else leaf.cut for name, leaf in self.leaves.items()}
@@ -123,6 +125,11 @@ class StepRuns:
         """Whether these are too few to tell one combination of micro-batches from another."""
         return self.entries <= self.cut.every + MORE
 
+    @property
+    def more(self) -> int:
+        """How many times as many keys it takes to see how few numbers vary."""
+        return 4 if self.few else 1
+
     @functools.cached_property
     def seen_whole(self) -> list[Numbers]:
         """The carry of the reference in two whole batches, before and after each."""
@@ -172,6 +179,10 @@ class StepRuns:
         """Whether the first whole batch moves the parameters: at a rate that grows slowly from 0 a later one does."""
         return any(np.any(self.ones[0][name]) for name in self.params)
 
+    def moves(self, change: Change) -> bool:
+        """Returns whether a window moved the parameters, unless its rate was still 0."""
+        return not self.moves_first or any(np.any(change[name]) for name in self.params)
+
     @functools.cached_property
     def one_by_one(self) -> Change:
         """What the reference changes with each micro-batch, one after the other."""
@@ -191,7 +202,7 @@ class StepRuns:
 
     def explained(self, parts: Rows) -> Explanations:
         """Returns what some micro-batches would change, together and each alone."""
-        alone = lambda rows: mean(*self.changes(self.one, [self.of(rows)], draws=2 * DRAWS if self.few else DRAWS))
+        alone = lambda rows: mean(*self.changes(self.one, [self.of(rows)], times=2 if self.few else 1))
         drift = {name: leaf.drift for name, leaf in self.leaves.items()}
         whole, each = alone(np.concatenate(parts)), list(map(alone, parts))
         between = lambda: [alone(np.concatenate(parts[:number])) for number in range(2, len(parts))]

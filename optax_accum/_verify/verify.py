@@ -70,7 +70,9 @@ def verify(
       batch: a pytree of at least 4 rows, and of `num_microbatches` rows; so
         many groups with `group_size`. All of its arrays are cut along their
         first axis. Pass arrays without rows, such as a table or class
-        weights, in `*args`, even if they are as long as the batch.
+        weights, in `*args`, even if they are as long as the batch. Stacked
+        micro-batches, as graphs for `stacked=True`, are not taken: check
+        the step by `verify_step(..., within_call=True)`.
       *args: the other arguments of `fun`; random keys are found by their
         dtype.
       num_microbatches: into how many the batch is cut, 2 or more. Take many
@@ -234,7 +236,8 @@ def _check(loss: Loss, batch: Tree, num_microbatches: Any, group_size: Any) -> i
     if rows < needed:
         raise ValueError(
             f"verify needs {needed} rows or more{of_groups}, to cut them evenly and unevenly into num_microbatches="
-            f"{num_microbatches}: the batch has {rows}. Pass a batch of {needed}."
+            f"{num_microbatches}: the batch has {rows}. Pass a batch of {needed}; of stacked micro-batches, check the "
+            "step with verify_step."
         )
     check_groups("the batch has", rows, group_size)
     return rows

@@ -187,7 +187,9 @@ BROKEN = {
 def test_a_module_that_is_broken_is_named(text, tmp_path, capsys):
     (tmp_path / "broken.py").write_text(text)
     assert main(["plan", f"{tmp_path}/broken.py:make_step", "--global-batch", "8"]) == 2
-    assert re.fullmatch(BROKEN[text], capsys.readouterr().err.rstrip())  # in one line
+    said, place = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(BROKEN[text], said)
+    assert place.startswith(f"At {tmp_path}/broken.py, line 1")
 
 
 # verify
@@ -204,6 +206,28 @@ def test_verify(name, status, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert ("has no 'missing'" in said.err) == (status == 2)
     assert ("Cause: divided twice" in said.out) == (status == 1)
+
+
+OF_USERS = {
+    "no_such_name": "NameError",
+    "{}['gone']": "KeyError",
+    "1 / 0": "ZeroDivisionError",
+    "W.gone": "AttributeError",
+}
+
+
+@pytest.mark.parametrize("line", OF_USERS)
+def test_an_error_of_the_users_own_is_said_with_its_line(line, tmp_path, capsys):
+    """It is no difference: the status is 2, whatever its type."""
+    text = "from tests.verify.test_verify_step import BATCH as batch, Loop, W\ndef make_step(every):\n"
+    (tmp_path / "mine.py").write_text(
+        f"{text}    def step(carry, rows):\n        {line}\n    return step, {{'w': W}}\n"
+    )
+    assert main(["verify", f"{tmp_path}/mine.py:make_step"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{OF_USERS[line]}: ")
+    assert f"At {tmp_path}/mine.py, line 4, in step." in said
+    del sys.modules["mine"]
 
 
 @pytest.mark.parametrize(

@@ -532,6 +532,7 @@ def test_a_micro_batch_without_a_token_is_no_randomness():
     report = verify(loss, {"w": jnp.ones(2)}, batch, **options)
     assert not report.holds
     assert not report.random
+    assert "Has a micro-batch no tokens?" in str(report)
 
 
 def test_a_report_tells_what_it_could_not_see():
@@ -541,3 +542,56 @@ def test_a_report_tells_what_it_could_not_see():
         report = verify(loss, W, BATCH, weight_fn=tokens)
         assert report.holds
         assert ("would not be seen. Check once in float32." not in " ".join(str(report).split())) == sees
+
+
+# What is said of losses that are no means over rows.
+
+
+def shifts(params, batch):
+    """TD learning: a row needs the value of the next one."""
+    v = (batch["x"] @ params["w"])[:, 0]
+    return jnp.mean((batch["y"][:-1, 0] + 0.9 * jax.lax.stop_gradient(v[1:]) - v[:-1]) ** 2)
+
+
+def importance(params, batch):
+    weights = batch["mask"][:, 0] / jnp.max(batch["mask"][:, 0])
+    return jnp.mean(weights * jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2, 1))
+
+
+def discrepancy(params, batch):
+    """MMD, but for what no parameter moves."""
+    near = lambda a, b: jnp.exp(-jnp.sum((a[:, None] - b[None]) ** 2, -1)).mean()
+    h = batch["x"] @ params["w"]
+    return near(h, h) - 2 * near(h, batch["y"])
+
+
+@jax.custom_vjp
+def injected(h, term):
+    return h
+
+
+injected.defvjp(lambda h, term: (h, ()), lambda _, g: (g, jnp.ones(())))
+
+
+def with_injected_term(params, batch):
+    h = batch["x"] @ params["w"]
+    return jnp.mean((injected(h, jnp.mean(h.mean(0) ** 2)) - batch["y"]) ** 2)
+
+
+COUPLED = {
+    "rows that are shifted": (shifts, "coupled examples", "what a row needs of the next one, as in TD learning"),
+    "weights over their maximum": (importance, "weights", "Importance weights that are divided by their maximum"),
+    "MMD": (discrepancy, "not rows", "as in MMD, that would keep all of them whole"),
+    "an injected term": (with_injected_term, "nonlinear derivative", "add that term to the loss instead"),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_the_remedy_fits_a_loss_that_is_no_mean_over_rows(name):
+    loss, kind, says = COUPLED[name]
+    rows = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rows.normal(size=shape), jnp.float32)
+    batch = {"x": draw(8, 4), "y": draw(8, 3), "mask": jnp.exp(draw(8, 3))}
+    (cause,) = verify(loss, {"w": draw(4, 3)}, batch).causes
+    assert cause.kind == kind, cause
+    assert says in cause.remedy

@@ -16,6 +16,7 @@ from benchmarks.verify_step import KINDS, sound_step
 from benchmarks.verify_step import fault as planted
 from optax_accum import verify_step
 from optax_accum._verify import step_params
+from optax_accum._verify.step_calls import Steps
 
 rng = np.random.default_rng(0)
 N, K, D = 12, 4, 3
@@ -44,6 +45,10 @@ def normed(w, batch, key):
     return squared(w, batch | {"x": (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True)}, key)
 
 
+def summed(w, batch, key):
+    return squared(w, batch, key) * np.float32(len(batch["x"]))
+
+
 def dropped(w, batch, key):
     keep = np.asarray(jax.random.bernoulli(key, 0.7, batch["x"].shape))
     return squared(w, batch | {"x": np.asarray(batch["x"]) * keep / np.float32(0.7)}, key)
@@ -66,7 +71,8 @@ class Loop:
     """Gradient descent with momentum in plain NumPy, and the places where it can go wrong in a window."""
 
     grad: object = squared
-    clip: object = lambda g: g
+    clip: object = lambda g: g  # of each micro-batch's gradient
+    inside: object = lambda g: g  # a clip in the optimizer, where it belongs
     weight: object = lambda batch: np.float32(len(batch["x"]))
     join: object = lambda acc, g, n: acc + g
     factor: object = lambda n, k: 1
@@ -89,11 +95,8 @@ class Loop:
             total = carry["total"] + share
             if not (self.closes(n, every) or last):
                 return carry | {"params": {"w": self.held(w)}, "acc": acc, "n": n, "total": total}
-            new = (
-                np.float32(0.9) * m
-                + acc.astype(np.float32) / total * np.float32(self.factor(n, every))
-                + self.decay * w
-            )
+            mean = acc.astype(np.float32) / total * np.float32(self.factor(n, every))
+            new = np.float32(0.9) * m + self.inside(mean) + self.decay * w
             if np.isfinite(new).all() or not self.guarded:
                 m, w = new, w - self.rate(m) * new
             return carry | {"params": {"w": w}, "m": {"w": m}, "acc": self.empty(acc), "n": 0, "total": np.float32(0)}
@@ -130,6 +133,8 @@ class Cut:
 
 FAULTS = {
     "never closes": in_windows(closes=lambda n, k: False),
+    "closes at another micro-step": in_windows(closes=lambda n, k: n > k),
+    "wrong divisor": in_windows(factor=lambda n, k: np.float32(0.6)),
     "only the first gradient": Loop(join=lambda acc, g, n: acc if n > 1 else g),
     "only the last gradient": Loop(join=lambda acc, g, n: g, factor=lambda n, k: n),
     "divided twice": Loop(factor=lambda n, k: 1 / n),
@@ -189,9 +194,19 @@ def hidden_key(every):
 
 
 SUM = {"weight": lambda batch: np.float32(1), "factor": lambda n, k: n}
+EQUAL = {"weight": lambda batch: np.float32(1)}
+clipped = lambda g: g * np.float32(min(1, 0.05 / np.linalg.norm(g)))
+SIZE = np.linalg.norm(squared(W, BATCH, None))
+clipped_later = lambda g: g * np.float32(min(1, 1.3 * SIZE / np.linalg.norm(g)))  # of two windows, not of one
 AGAIN = {
+    "tokens that nobody counts, behind a clip that acts": ("mean of means", Loop(masked, inside=clipped, **EQUAL)),
+    "a sum that stays, behind a clip that acts": (
+        "not emptied",
+        lambda every: Loop(inside=clipped_later, empty=(lambda acc: acc) if every > 1 else np.zeros_like)(every),
+    ),
+    "a summed loss, averaged": ("divided twice", Loop(summed, **EQUAL)),
     "a sum, and weight decay": ("sum for a mean", Loop(factor=lambda n, k: n, decay=np.float32(0.1))),
-    "a factor of no one": ("divided twice", in_windows(factor=lambda n, k: np.float32(0.6))),
+    "a larger factor of no one": ("wrong divisor", in_windows(factor=lambda n, k: np.float32(1.4))),
     "later micro-batches count more": ("mean of means", in_windows(join=lambda acc, g, n: acc + n * g * 2 / (K + 1))),
     "the wrong rate": ("optimizer at each micro-step", in_windows(rate=lambda m: np.float32(0.3))),
     "the wrong rate, later": (
@@ -761,3 +776,156 @@ def test_clipping_is_named_where_micro_batches_have_weights():
     mask = jax.random.bernoulli(jax.random.key(2), 0.5, (16, 3)).at[:, 0].set(True)
     report = verify_step(make_step, {"x": x, "y": x[:, :3], "mask": mask}, every=4)
     assert [cause.kind for cause in report.causes] == ["clipping at each micro-step"], str(report)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_random_step_that_is_clearly_sound_takes_few_keys(shared, monkeypatch):
+    """Sixteen keys, and where these do not decide, 64: it took 2,000 runs, each of a window or more."""
+    runs = []
+    run = Steps.run
+    monkeypatch.setattr(Steps, "run", lambda *args, **options: runs.append(0) or run(*args, **options))
+    own = Loop(dropped, draws=True)
+    report = verify_step(FAULTS["shared key"] if shared else own, BATCH, uneven=False)
+    assert report.holds != shared
+    assert report.draws == (64 if shared else 16)
+    assert f"means over {report.draws} keys" in " ".join(str(report).split())
+    assert shared or len(runs) < 400
+
+
+def labelled(w, batch, key):
+    """Labels that are read as floats, and cut to integers."""
+    wanted = np.eye(D, dtype=np.float32)[np.nan_to_num(batch["label"]).astype(int)]
+    return squared(w, batch | {"y": wanted}, key)
+
+
+LABELS = BATCH | {"label": rng.integers(0, D, N).astype(np.float32)}
+A_SUM = Loop(labelled, factor=lambda n, k: n)
+
+
+def test_labels_that_are_whole_floats_are_not_moved():
+    sound = verify_step(Loop(labelled), LABELS)
+    assert sound.holds
+    assert max(sound.limits.values()) < 1e-3
+    report = verify_step(A_SUM, LABELS)
+    assert [cause.kind for cause in report.causes] == ["sum for a mean"], str(report)
+
+
+def test_where_rounding_moves_the_reference_nothing_can_be_told():
+    """A label that is no whole number: all are moved, and jump; a sum of half the gradient was said to hold."""
+    noisy = LABELS | {"label": np.where(np.arange(N) == 0, np.float32(0.5), LABELS["label"])}
+    report = verify_step(Loop(labelled, factor=lambda n, k: 1 + 0.5 * (n > 1)), noisy, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["cannot tell"], str(report)
+    assert str(report).startswith("Cannot tell whether the update of micro-batches is that of the whole batch (12")
+    assert "pass labels as integers" in report.causes[0].remedy
+    with pytest.raises(AssertionError, match="Cannot tell"):
+        report.check()
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), FloatingPointError("loss is nan")])
+def test_a_step_that_ends_at_a_nan_ends_no_test(error):
+    def stopping(w, batch, key):
+        if np.isnan(batch["x"]).any():
+            raise error
+        return squared(w, batch, key)
+
+    report = verify_step(Loop(stopping), BATCH, uneven=False)
+    assert report.holds
+    assert f"Not tried: a micro-batch of NaN, at which the step raises {error!r}" in " ".join(str(report).split())
+
+
+def adversaries(every, factor=1):
+    """Two networks and two optimizers, whose moments have the names inside their own network; a leaf is frozen."""
+
+    def step(carry, batch):
+        params, state, acc, n = carry["params"], carry["state"], carry["acc"], carry["n"] + 1
+        w = params["generator"]["w"] * params["discriminator"]["v"]
+        g = squared(w, batch, None)
+        grads = {"w": g * params["discriminator"]["v"], "v": -g * params["generator"]["w"]}
+        acc = {name: acc[name] + grads[name] for name in acc}
+        if n < every:
+            return carry | {"acc": acc, "n": n}
+        done = {}
+        for net, name in (("generator", "w"), ("discriminator", "v")):
+            mean = acc[name] / np.float32(every) * np.float32(factor if name == "v" else 1)
+            m = np.float32(0.9) * state[net]["mu"][name] + mean
+            params = params | {net: params[net] | {name: params[net][name] - np.float32(0.01) * np.sign(m)}}
+            done[net] = {"mu": {name: m}}
+        return {"params": params, "state": done, "acc": {name: 0 * a for name, a in acc.items()}, "n": 0}
+
+    nets = {"generator": {"w": W, "frozen": W}, "discriminator": {"v": W + np.float32(1)}}
+    zeros = lambda: np.zeros_like(W)
+    state = {"generator": {"mu": {"w": zeros()}}, "discriminator": {"mu": {"v": zeros()}}}
+    return step, {"params": nets, "state": state, "acc": {"w": zeros(), "v": zeros()}, "n": 0}
+
+
+def test_moments_of_two_optimizers_are_those_of_their_networks():
+    """A sum in one of them held: the sign of a gradient is that of its sum."""
+    sound = verify_step(adversaries, BATCH, uneven=False)
+    assert sound.holds, str(sound)
+    assert {"state/generator/mu/w", "state/discriminator/mu/v"} <= sound.errors.keys()
+    report = verify_step(lambda every: adversaries(every, every), BATCH, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["sum for a mean"], str(report)
+
+
+# Words.
+
+
+def mixed(w, batch, key):
+    """Each row is mixed with the next, as mixup does: nothing is drawn."""
+    x, y = (0.7 * leaf + 0.3 * np.roll(leaf, 1, 0) for leaf in (np.asarray(batch["x"]), np.asarray(batch["y"])))
+    return squared(w, batch | {"x": x, "y": y}, key).astype(np.float32)
+
+
+def test_mixup_of_neighbours_is_no_key():
+    with pytest.raises(ValueError, match="changes with the order of its rows.*mixed with their neighbours"):
+        verify_step(Loop(mixed), BATCH, uneven=False)
+
+
+def test_an_update_at_the_first_micro_step_closes_at_another_one():
+    def make_step(every):
+        def step(carry, batch):
+            w, acc, n = carry
+            acc = acc + squared(w, batch, None)
+            return (w, acc, n + 1) if n % every else (w - np.float32(0.1) * acc / every, 0 * acc, n + 1)
+
+        return step, (W, np.zeros_like(W), 0)
+
+    (cause,) = verify_step(make_step, BATCH, uneven=False).causes
+    assert (cause.kind, "they moved at [1, 5] of 8" in cause.evidence) == ("closes at another micro-step", True)
+
+
+def test_a_micro_batch_without_tokens_is_asked_for():
+    """Its mean is 0 / 0."""
+    empty = BATCH | {"mask": np.where(np.arange(N) < 3, np.float32(0), BATCH["mask"])}
+    (cause,) = verify_step(Loop(masked_or_nan, **EQUAL), empty, uneven=False).causes
+    assert "Has a micro-batch no tokens?" in cause.evidence
+
+
+def masked_or_nan(w, batch, key):
+    with np.errstate(all="ignore"):
+        return masked(w, batch, key)
+
+
+def test_the_leaf_that_differs_alone_is_said():
+    def make_step(every):
+        step, carry, _ = Loop()(every)
+
+        def doubled(carry, batch):
+            new = step(carry | {"params": {"w": carry["params"]["w"]}}, batch)
+            bias = carry["params"]["b"]
+            closes = new["n"] == 0
+            moved = bias + np.float32(every > 1) * bias**2 - np.float32(0.1) * bias
+            return new | {"params": new["params"] | {"b": moved if closes else bias}}
+
+        return doubled, carry | {"params": carry["params"] | {"b": W[0]}}
+
+    (cause,) = verify_step(make_step, BATCH, uneven=False).causes
+    assert "b alone, of 3 leaves, is off by" in cause.evidence, cause
+
+
+def test_remedies_of_a_loop_that_is_not_of_jax_name_none_of_its_functions():
+    for kind in ("mean of means", "never closes", "not emptied", "NaN poison"):
+        remedy = verify_step(FAULTS[kind], BATCH).causes[0].remedy
+        assert not any(
+            word in remedy for word in ("jit", "jnp", "apply_gradients", "accumulate_gradients", "where(")
+        ), remedy
