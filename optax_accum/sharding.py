@@ -74,6 +74,12 @@ Known when tracing:
   because others wait; keep its loss finite. With `reduce_to="partial"`: an
   error.
 
+* Other axes of several devices (tensor parallelism), unless the loss runs
+  in a `jax.shard_map` over all of them: a device whose weight is 0 runs the
+  micro-batch all the same, and leaves it out, because collectives over the
+  other axes may wait for it. NaNs of it (0 / 0) are left out, too, except
+  those of a `Ratio`.
+
 Known when compiling:
 
 * A micro-step that only accumulates: no collective at all, but with

@@ -32,8 +32,10 @@ class Sink(NamedTuple):
     factor: jax.Array | None = None
 
     def scaled(self, grad: jax.Array) -> jax.Array:
-        """Returns a gradient times the factor."""
-        return grad if self.factor is None else grad * self.factor.astype(grad.dtype)
+        """Returns a gradient times the factor; zeros for a factor of 0, whatever the gradient is."""
+        if self.factor is None:
+            return grad
+        return jnp.where(self.factor == 0, 0, grad * self.factor.astype(grad.dtype))
 
     def taking(self, grad: jax.Array, cotangent: jax.Array) -> "Sink":
         """Returns its cotangent: what `grad` takes, and the square of the cotangent of the parameter."""

@@ -131,6 +131,10 @@ class Device:
             )
         return self.any_of(alive)
 
+    def runs_together(self, program: Any) -> bool:
+        """Returns whether all devices must run a micro-batch that any runs, though each has a gradient of its own."""
+        return bool(self.axes) and not self._couples(program) and mapped.may_wait_for_all(program)
+
     def any_of(self, flags: Tree) -> Tree:
         """Returns which flags are set on any device."""
         any_of = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -134,12 +134,25 @@ def tells_apart(axes: Axes) -> bool:
 
 
 def communicates(program: Any, axes: Axes) -> bool:
-    """Returns whether a traced program takes something from other devices, inside `jax.shard_map`."""
+    """Returns whether a traced program takes something from other devices along the axes, inside `jax.shard_map`."""
+    return not set(axes).isdisjoint(_communicating(program))
+
+
+def may_wait_for_all(program: Any) -> bool:
+    """Returns whether devices that do not run a program may keep others waiting that do.
+
+    A collective over one axis may need the devices of all: a permute does. Over axes that are not manual, compilers put
+    them in as they like.
+    """
+    return bool(meshes.partitioned_axes()) or any(_communicating(program))
+
+
+def _communicating(program: Any) -> Iterator[str]:
+    """Yields the axes over which a traced program communicates."""
     for equation in equations.all_equations(program):
-        named = {*_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))}
-        if named & set(axes) and equation.primitive.name not in _ALONE:
-            return True
-    return False
+        if equation.primitive.name not in _ALONE:
+            named = *_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))
+            yield from (name for name in named if isinstance(name, str))
 
 
 def _names(axes: Any) -> tuple[Any, ...]:

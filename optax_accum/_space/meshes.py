@@ -44,6 +44,12 @@ def is_manual(axes: Axes) -> bool:
     return bool(manual)
 
 
+def partitioned_axes() -> Axes:
+    """Returns the axes here that the partitioner shards over: those of several devices that no `shard_map` is over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1)
+
+
 def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
     """Returns the mesh in reach; raises where there is none, or one without these axes."""
     mesh = in_reach(*trees)

@@ -129,6 +129,9 @@ class Cut:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         index, call, inside = turn.index, turn.call, self.inside
         fun = lambda params: self.rules.parts(call.with_values(call.params, params))
+        if inside and inside.factor is not None:
+            local = self.micro_batches.at(index, self.alive.local)
+            inside = dataclasses.replace(inside, factor=jnp.asarray(local, dtypes.default_float()))
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
             inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.local))
         return contribution(fun, call[call.params], self.weighing, index, inside, self.scale)
@@ -181,7 +184,9 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     outputs = reductions.outputs_of(rules.aux_reduction, shapes.aux, split, counted=counted)
     unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
     squares = () if unless else rules.meter.no_squares(params)
-    inside = added_inside(rules.in_place, params, empty, program, weighing, squares, unless=unless)
+    selects = alive.together and not all(isinstance(flag, bool) for flag in alive.local)
+    factor = jnp.ones([]) if selects else None  # what is run, and not alive, is left out where its gradient arises
+    inside = added_inside(rules.in_place, params, empty, program, weighing, squares, factor, unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
     inside_all = inside is not None and set(jax.tree.leaves(kinds)) == {"mean"}
