@@ -67,6 +67,12 @@ Known when tracing:
 * Parameters sharded over the axis (FSDP): an error that says what it costs;
   with `reduce_to`, they are gathered. Inside `jit` on an Auto mesh their
   sharding is invisible: `value_and_grad` gathers them.
+* The same in a `jax.shard_map` of yours, whose devices have shards that the
+  loss gathers, or experts of their own: an error, except with
+  `reduce_to="partial"`, for the gradient of a shard is whole on its device.
+  With `check_vma=False` nothing tells shards from what all have, and the
+  gradients of different shards are added, which is wrong: take
+  `reduce_to="partial"`, and add up only those of shared parameters.
 * `reduce_dtype` inside `jax.shard_map`: needs `check_vma=False`, as does
   `overlap=True`.
 * A mesh with Auto and Explicit axes: both work.

@@ -42,6 +42,22 @@ def check_replicated(params: Tree, axes: Axes) -> None:
             )
 
 
+def check_shared(params: Tree, axes: Axes, results: Tree | None = None) -> None:
+    """Raises, inside `jax.shard_map`, where devices have parameters of their own: their gradients would be added.
+
+    With the `results` of a function on each device, [1, ...], only where one has the shape of such a parameter.
+    """
+    shapes = None if results is None else {jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(results)}
+    for path, leaf in by_path(params):
+        if mapped.differs(leaf, axes) and (shapes is None or (jnp.shape(leaf) and jnp.shape(leaf) in shapes)):
+            raise ValueError(
+                f"Inside jax.shard_map, parameters must be the same on all devices of reduce_axes={axes}, where their "
+                f"gradients are added: at {path} each device may have a shard of its own. Let the parameter in with "
+                'P(), which gathers it, and without defer_reduction; or take reduce_to="partial", and add up there the '
+                "gradients of the parameters that are shared (jax.lax.psum): a shard's own is the sum already."
+            )
+
+
 def _other_devices(had: tuple[int, ...], devices: int | None) -> str:
     sums = f"partial sums for {had[0]} devices" if had else "no partial sums"
     there = f", and there are {devices} devices" if devices else ""

@@ -214,6 +214,7 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
         run = functools.partial(_on_device, rules, tracing.is_again(list(call.arguments.values())))
     space = here(rules.over)
     local, carry = space.run(run, call)
+    space.check_gradients(call[call.params], local)
     results = space.outputs(reductions.names_of(rules.reduction, local, "reduction"), local)
     return rules.returns.joined(Parts(results, carry=carry))
 

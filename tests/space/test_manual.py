@@ -145,3 +145,59 @@ def test_a_loss_of_each_device_needs_the_axes_in_every_way():
         inside = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
         with pytest.raises(ValueError, match=f"differs between devices needs reduce_axes.*{message}"):
             jax.jit(inside).lower(paths.params(), BATCH)
+
+
+SHARDED = {"w": np.float32([[1, 2], [3, 4], [5, 6], [7, 8]]), "b": np.float32([1, -1])}
+SHARDS = {"w": P("data"), "b": P()}
+GATHERED_ROWS = np.random.default_rng(2).normal(size=(8, 4)).astype("f")
+
+
+def gathering(params, x):
+    """A mean over rows, of a matrix of which each device has a shard."""
+    whole = jax.lax.all_gather(params["w"], "data", tiled=True)
+    return jnp.mean((x @ whole + params["b"][None]) ** 2)
+
+
+def stepped(params, x):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduce_axes="data")
+    return optax_accum.value_and_apply_gradients(gathering, tx)(
+        params, tx.init(jax.tree.map(jnp.zeros_like, params)), x
+    )
+
+
+def per_device(run, out_specs, **options):
+    mesh = paths.mesh_of("Auto")
+    run = jax.shard_map(run, mesh=mesh, in_specs=(SHARDS, P("data")), out_specs=out_specs, **options)
+    with jax.set_mesh(mesh):
+        return jax.jit(run)(SHARDED, GATHERED_ROWS)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda params, x: optax_accum.value_and_grad(gathering, 2, reduce_axes="data")(params, x)[1],
+        lambda params, x: optax_accum.accumulate(jax.grad(gathering), 2, reduce_axes="data")(params, x),
+        lambda params, x: stepped(params, x)[1],
+        lambda params, x: optax_accum.sharding.defer_reduction(params, "data"),
+    ],
+    ids=["value_and_grad", "accumulate", "value_and_apply_gradients", "defer_reduction"],
+)
+def test_gradients_of_different_shards_are_not_added(run):
+    with pytest.raises(ValueError, match=r"must be the same on all devices of reduce_axes.*\['w'\].*partial"):
+        per_device(run, SHARDS)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_partial_gradients_of_shards_are_whole(check_vma):
+    """The remedy; and what is no gradient is added as ever."""
+
+    def run(params, x):
+        value = optax_accum.accumulate(gathering, 2, reduce_axes="data")(params, x)
+        grad = optax_accum.value_and_grad(gathering, 2, reduce_axes="data", reduce_to="partial")(params, x)[1]
+        shared = jax.lax.psum(grad["b"], "data")
+        return value, jax.tree.map(lambda leaf: leaf / 2, {**grad, "b": shared})  # a mean over two devices
+
+    plain = lambda params, x: jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+    want = jax.value_and_grad(plain)(SHARDED, GATHERED_ROWS)
+    got = per_device(run, (P(), SHARDS), check_vma=check_vma)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5), got, want)
