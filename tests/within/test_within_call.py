@@ -897,3 +897,17 @@ def test_shares_of_a_gradient_do_not_vanish_in_float16(how):
             jnp.zeros((4, 4)), (x, y)
         )[0]
         chex.assert_trees_all_close(value[1], measured, rtol=1e-2)
+
+
+@pytest.mark.parametrize("how", [{}, {"in_place": False}], ids=str)
+def test_nor_do_they_at_the_cast_of_a_float16_parameter(how):
+    """Which the loss casts up before it is used: the backward pass ends in float16."""
+    loss = lambda w, x: jnp.mean(x * w.astype(jnp.float32))
+    w, x = jnp.float16(1), jnp.full(64, 3e-6)  # a share of it is less than half of the smallest number
+    options = {"accumulator_dtype": jnp.float32, **how}
+    got = jax.jit(optax_accum.value_and_grad(loss, 64, **options))(w, x)[1]
+    np.testing.assert_allclose(got, 3e-6, rtol=0.02)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **how))
+    _, _, state = step(w, tx.init(w), x, weight=1e-4)
+    np.testing.assert_allclose(state.acc_grads / 1e-4, 3e-6, rtol=0.02)
