@@ -193,7 +193,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         Raises:
           TypeError: a metric that is no real number; an extra argument that
             looks like one of these, misspelt.
-          ValueError: metrics of other names or that are no scalars;
+          ValueError: metrics of other names, missing, or no scalars;
             `batch_stats` of another tree.
         """
         fields = field_names(type(self))
@@ -209,7 +209,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         opt_state = _boxed(opt_state, trained, axes_of(self.tx))
         micro_step = MicroStep.between(before, _window.find_window(opt_state))
         window, counted = self.window, _window.as_weight(weight)
-        window = window._replace(metrics=_window.add_metrics(window.metrics, metrics, counted, micro_step))
+        window = window._replace(metrics=_window.add_metrics(window.metrics, metrics, weight, micro_step))
         if before is not None:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             moments, stats = self._add_stats(replaced.pop("batch_stats", None), counted, micro_step)

@@ -109,7 +109,7 @@ class Optimizer(nnx.Optimizer):
         Raises:
           TypeError: a metric that is no real number; an extra argument that
             looks like one of these, misspelt.
-          ValueError: metrics of other names or that are no scalars;
+          ValueError: metrics of other names, missing, or no scalars;
             gradients of other variables than those of `wrt`; a model with
             other layers than before.
         """
@@ -125,7 +125,7 @@ class Optimizer(nnx.Optimizer):
         micro_step = MicroStep.between(before, _window.find_window(state))
         window, counted = as_pure(self.window), _window.as_weight(weight)
         metrics = None if metrics is None else as_pure(dict(metrics))
-        window = {**window, "metrics": _window.add_metrics(window["metrics"], metrics, counted, micro_step)}
+        window = {**window, "metrics": _window.add_metrics(window["metrics"], metrics, as_pure(weight), micro_step)}
         if "moments" in window:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             window = _step_stats(model, window, counted, micro_step)
