@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from optax_accum._across.transformation import axes_of
 from optax_accum._arguments.rows import count_rows
-from optax_accum._core import sums
+from optax_accum._core import dtypes, sums
 from optax_accum._core.leaves import is_array
 from optax_accum._core.state import AccumulationState, holds_partial_sums, holds_sum, map_states, states_in
 from optax_accum._core.sums import WeightedSum
@@ -102,7 +102,7 @@ def wide(value: Any) -> jax.Array:
     """Returns a number or an array in at least float32; 2^40 of Python or NumPy is no int32."""
     if not isinstance(value, jax.Array):
         value = np.asarray(value, float)
-    return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
+    return jnp.asarray(value, dtypes.wide(jnp.result_type(value)))
 
 
 def add(totals: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroStep) -> WeightedSum:
