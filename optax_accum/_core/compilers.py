@@ -150,6 +150,11 @@ def why_not_in_place() -> str | None:
     return None
 
 
+def is_reference(leaf: Any) -> bool:
+    """Returns whether a leaf is a reference, which no function can return; `jax.Ref` does not tell before JAX 0.8."""
+    return hasattr(jax, "Ref") and type(jax.typeof(leaf)).__name__ == "AbstractRef"
+
+
 ADDS_TO_SLICES = JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference
 ADDS_IN_CHECKPOINTS = JAX >= (0, 10, 0)  # and to references inside `jax.checkpoint`
 ADDS_IN_BRANCHES = JAX >= (0, 12, 0)  # and to references inside a branch, in less memory than beside it

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import optax_accum
 from tests import problems, programs
-from tests.versions import in_places, needs_references
+from tests.versions import in_places, needs_references, since
 
 START, BATCH = problems.params(), problems.rows(12)
 WHOLE = jax.jit(jax.value_and_grad(problems.loss))(START, BATCH)
@@ -911,3 +911,28 @@ def test_nor_do_they_at_the_cast_of_a_float16_parameter(how):
     step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **how))
     _, _, state = step(w, tx.init(w), x, weight=1e-4)
     np.testing.assert_allclose(state.acc_grads / 1e-4, 3e-6, rtol=0.02)
+
+
+@since(0, 7, 2, why="references")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients"])
+def test_a_loss_writes_to_a_reference(way, dtype):
+    """Once for each micro-batch, as a log does; `jax.value_and_grad` takes such a loss, too."""
+
+    @jax.jit
+    def run(w, x):
+        log = jax.new_ref(jnp.zeros([], dtype))
+
+        def loss(w, x):
+            log[...] += x[0].astype(dtype)
+            return jnp.mean((x * w.astype(jnp.float32)) ** 2)
+
+        if way == "value_and_apply_gradients":
+            tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
+            return w - optax_accum.value_and_apply_gradients(loss, tx)(w, tx.init(w), x)[1], log[...]
+        if way == "accumulate":
+            return optax_accum.accumulate(jax.grad(loss), 2)(w, x), log[...]
+        return optax_accum.value_and_grad(loss, 2)(w, x)[1], log[...]
+
+    grad, log = run(dtype(1), jnp.arange(1.0, 5.0))
+    assert (grad, log) == (15, 1 if way == "value_and_apply_gradients" else 3)
