@@ -141,7 +141,7 @@ _use_last.defvjp(lambda finish, param, sink, place: (param, (sink, place)), _tot
 def empty(param: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Returns zeros for a sink of a parameter, which differ between devices where it does."""
     if shape == jnp.shape(param):
-        zeros = jnp.zeros_like(param, dtype=dtype)
+        zeros = compilers.on_mesh_of(param, jnp.zeros_like(param, dtype=dtype))
     else:  # a lone zero would be a constant, which is of no mesh
         zeros = jnp.sum(jnp.zeros((1, *shape), dtype), axis=0)
     missing = compilers.varying_axes(param) - compilers.varying_axes(zeros)

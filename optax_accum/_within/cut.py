@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core import arithmetic, dtypes, equations, tracing
+from optax_accum._core import arithmetic, compilers, dtypes, equations, tracing
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.backward import Backward, contribution
@@ -170,6 +170,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     call = device.localized(call, call.params)
     params = call[call.params]
     empty, kinds = arithmetic.zeros(params, rules.accumulator_dtype), rules.kinds(params)
+    empty = jax.tree.map(compilers.on_mesh_of, params, empty)
     micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
     program, shapes = micro_batches.traced(call.params)
     again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over

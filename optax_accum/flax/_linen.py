@@ -209,11 +209,12 @@ class TrainState(train_state.TrainState, kw_only=True):
         opt_state = _boxed(opt_state, trained, axes_of(self.tx))
         micro_step = MicroStep.between(before, _window.find_window(opt_state))
         window, counted = self.window, _window.as_weight(weight)
-        window = window._replace(metrics=_window.add_metrics(window.metrics, metrics, weight, micro_step))
+        window = window._replace(metrics=_window.add_metrics(window.metrics, metrics, counted, micro_step))
         if before is not None:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             moments, stats = self._add_stats(replaced.pop("batch_stats", None), counted, micro_step)
             replaced, window = {"batch_stats": stats, **replaced}, window._replace(moments=moments)
+            _window.check_given(self.window.metrics, metrics, weight)
         if new is not None:
             maxima, overwritten = self._overwrite(new, old, micro_step)
             params, window = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}, window._replace(maxima=maxima)

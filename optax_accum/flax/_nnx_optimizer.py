@@ -125,10 +125,12 @@ class Optimizer(nnx.Optimizer):
         micro_step = MicroStep.between(before, _window.find_window(state))
         window, counted = as_pure(self.window), _window.as_weight(weight)
         metrics = None if metrics is None else as_pure(dict(metrics))
-        window = {**window, "metrics": _window.add_metrics(window["metrics"], metrics, as_pure(weight), micro_step)}
+        window = {**window, "metrics": _window.add_metrics(window["metrics"], metrics, counted, micro_step)}
         if "moments" in window:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             window = _step_stats(model, window, counted, micro_step)
+        if before is not None:
+            _window.check_given(window["metrics"], metrics, as_pure(weight))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state))
         nnx.update(self.window, nnx.state(window))

@@ -111,21 +111,11 @@ def add(totals: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroS
 
 
 def add_metrics(
-    totals: dict[str, WeightedSum], metrics: Mapping[str, Any] | None, weight: Any, micro_step: MicroStep
+    totals: dict[str, WeightedSum], metrics: Mapping[str, Any] | None, weight: jax.Array, micro_step: MicroStep
 ) -> dict[str, WeightedSum]:
-    """Adds the metrics of a micro-batch to those of the window.
-
-    Raises if they were not announced, or if those that were are missing and the micro-batch may count.
-    """
-    counted = as_weight(weight)
+    """Adds the metrics of a micro-batch, or nothing, to those of the window; raises if they were not announced."""
     if metrics is None:
-        if totals and (weight is None or isinstance(weight, Tracer) or np.any(weight)):
-            raise ValueError(
-                "Each micro-step must be given the metrics that were announced, or their means over the window would "
-                f"be wrong: metrics={tuple(sorted(totals))} were, and apply_gradients, or update, has metrics=None. "
-                "Pass a dict of them; only a call with weight=0 needs none. Or create it without metrics."
-            )
-        metrics = dict.fromkeys(totals, 0.0)
+        metrics, weight = dict.fromkeys(totals, 0.0), jnp.zeros([])
     if sorted(metrics) != sorted(totals):
         announced = f"with metrics={tuple(sorted(totals))}" if totals else "without metrics"
         raise ValueError(
@@ -133,7 +123,18 @@ def add_metrics(
             f"the step measures {sorted(metrics)}. Create it with metrics={tuple(sorted(metrics))}."
         )
     check_metrics(metrics)
-    return {name: add(totals[name], wide(metrics[name]), counted, micro_step) for name in totals}
+    return {name: add(totals[name], wide(metrics[name]), weight, micro_step) for name in totals}
+
+
+def check_given(totals: dict[str, WeightedSum], metrics: Any, weight: Any) -> None:
+    """Raises where metrics that a window averages do not come with a micro-batch that may count."""
+    may_count = weight is None or isinstance(weight, Tracer) or np.any(weight)
+    if totals and metrics is None and may_count:
+        raise ValueError(
+            "Each micro-step must be given the metrics that were announced, or their means over the window would be "
+            f"wrong: metrics={tuple(sorted(totals))} were, and apply_gradients, or update, has metrics=None. Pass a "
+            "dict of them; only a call with weight=0 needs none. Or create it without metrics."
+        )
 
 
 def add_stats(
