@@ -936,3 +936,16 @@ def test_a_loss_writes_to_a_reference(way, dtype):
 
     grad, log = run(dtype(1), jnp.arange(1.0, 5.0))
     assert (grad, log) == (15, 1 if way == "value_and_apply_gradients" else 3)
+
+
+def test_terms_of_a_stacked_batch_whose_leaves_have_several_lengths():
+    """Energies and forces, inner and edge points: each term is a mean over its own rows."""
+    batch = {"inner": jnp.ones((6, 10, 2)), "edge": jnp.ones((6, 3, 2))}
+    loss = lambda w, batch: {name: 4 * jnp.mean((rows @ w) ** 2) for name, rows in batch.items()}
+    weigh = lambda batch: {name: float(len(rows)) for name, rows in batch.items()}
+    whole = lambda w: sum(loss(w, jax.tree.map(lambda leaf: leaf.reshape(-1, 2), batch)).values())
+    f = optax_accum.value_and_grad(loss, stacked=True, weight_fn=weigh)
+    close(jax.jit(f)(jnp.ones(2), batch)[1], jax.grad(whole)(jnp.ones(2)))
+    with_aux = lambda w, batch: (loss(w, batch), batch["edge"].mean())
+    f = optax_accum.value_and_grad(with_aux, stacked=True, weight_fn=weigh, has_aux=True)
+    assert jax.jit(f)(jnp.ones(2), batch)[0][1] == 1
