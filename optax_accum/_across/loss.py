@@ -75,6 +75,7 @@ class Loss:
         losses = program.out_avals[: len(jax.tree.leaves(shapes.loss))]
         device.check_axes(losses, of_optimizer=True)
         device.check_loss(program.jaxpr, losses)
+        device.check_nested(program)
         weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
         together = device.runs_together(program.jaxpr)
         inside = None if acc is None else self._inside(params, acc, program, weighing, again, together)

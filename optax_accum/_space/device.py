@@ -162,6 +162,11 @@ class Device:
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."
             )
 
+    def check_nested(self, program: Any) -> None:
+        """Raises for a loss, traced, with a `jax.shard_map` of its own that JAX cannot differentiate here."""
+        if self.axes:
+            mapped.check_nested(program, self.axes)
+
     def check_axes(self, results: Sequence[Any], *, of_optimizer: bool = False) -> None:
         """Raises where this is one of several devices in a `jax.shard_map`, and nobody says what becomes of theirs.
 

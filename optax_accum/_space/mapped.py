@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers, dtypes, equations
@@ -56,6 +57,10 @@ def per_device(
             if re.search("pcast|pvary", str(error)):
                 error.add_note(_FROM_ZEROS)
             raise
+        except ValueError as error:
+            if re.search("should match the mesh passed to shard_map|Tuple subset of `PartitionSpec`", str(error)):
+                raise ValueError(_nested(axes)) from error
+            raise
         arrays, put_back = parted(sums, lambda leaf: not dtypes.is_float0(leaf))
         with_integers.append(put_back)
         return varying(as_row(arrays), axes), same
@@ -79,6 +84,43 @@ _FROM_ZEROS = (
     "same on all, such as zeros. Begin with one that is made of the batch, such as jnp.zeros_like(x[0]); a layer that "
     "makes it itself takes it as an argument (flax.linen.RNN: initial_carry)."
 )
+
+
+def _nested(axes: Axes) -> str:
+    return (
+        f"With reduce_axes the loss runs inside a jax.shard_map over them, reduce_axes={axes}, and there JAX cannot "
+        "differentiate a jax.shard_map of the loss's own over other axes. Either call it inside one jax.shard_map over "
+        "all these axes, with the same reduce_axes, and let the loss communicate there; or leave out reduce_axes: the "
+        "gradient is the same, reduced at each micro-batch."
+    )
+
+
+def check_nested(program: Any, axes: Axes) -> None:
+    """Raises for a traced loss with a `jax.shard_map` of its own whose backward pass JAX cannot compile here.
+
+    What that keeps for the backward pass would lie over the axes, which are manual already.
+    """
+    if not any(equation.primitive.name == "shard_map" for equation in equations.all_equations(program.jaxpr)):
+        return
+    for equation in equations.all_equations(_both_passes(program).jaxpr):
+        if equation.primitive.name == "shard_map" and any(
+            set(axes) & set(meshes.names_of(entry)) for spec in equation.params["out_specs"] for entry in spec
+        ):
+            raise ValueError(_nested(axes))
+
+
+def _both_passes(program: Any) -> Any:
+    """Returns a traced program with its backward pass."""
+
+    def run(*values: Any) -> Any:
+        results, backward = jax.vjp(core.jaxpr_as_fun(program), *values)
+        return results, backward([zero(result) for result in results])
+
+    def zero(result: jax.Array) -> Any:
+        inexact = jnp.issubdtype(result.dtype, jnp.inexact)
+        return jnp.zeros_like(result) if inexact else np.zeros(result.shape, jax.dtypes.float0)
+
+    return jax.make_jaxpr(run)(*program.in_avals)
 
 
 def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:

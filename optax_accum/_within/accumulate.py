@@ -232,6 +232,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
         micro_batches = dataclasses.replace(micro_batches, parts=functools.partial(_closing_over, closure, parts))
     static = static or tracing.is_differentiated(program.consts)  # what `fun` closes over
     device.check_axes(program.out_avals)
+    device.check_nested(program)
     scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
     weighing, alive = weights.weigh(micro_batches, rules.weight_fn, scalar, program.jaxpr, lambda _: {})
     outputs = rules.outputs(shapes.loss, micro_batches.split)

@@ -176,6 +176,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
     static = again or rules.unroll or rules.in_place is False
     device.check_axes(program.out_avals)
+    device.check_nested(program)
     device.check_loss(program.jaxpr, program.out_avals[: len(jax.tree.leaves(shapes.loss))])
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
     weighing, alive = weights.weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)

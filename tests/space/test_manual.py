@@ -1,5 +1,7 @@
 """Inside a user's `jax.shard_map`, and on Explicit meshes: weights counted once, what is returned, what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,3 +203,65 @@ def test_partial_gradients_of_shards_are_whole(check_vma):
     want = jax.value_and_grad(plain)(SHARDED, GATHERED_ROWS)
     got = per_device(run, (P(), SHARDS), check_vma=check_vma)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5), got, want)
+
+
+ROWS = np.random.default_rng(3).normal(size=(8, 3)).astype("f")
+
+
+def ring(w, x):
+    """A product whose columns go around the other axis, as in ring attention."""
+    return jax.lax.ppermute(x @ w, "other", [(0, 1), (1, 0)])
+
+
+def ring_loss(ringed, w, x):
+    return jnp.mean((ringed(w, x) * jnp.arange(4.0)[None] - 1) ** 2)
+
+
+@pytest.mark.parametrize("names_its_mesh", [False, True])
+@pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients"])
+def test_a_loss_with_a_shard_map_of_its_own_under_reduce_axes(way, names_its_mesh):
+    """XLA's own error, in plain JAX, too: here one that says the two ways that work."""
+    mesh = paths.mesh_of("Auto")
+    own = {"mesh": mesh} if names_its_mesh else {}
+    specs = {"in_specs": (P(None, "other"), P()), "out_specs": P(None, "other"), "axis_names": {"other"}}
+    loss = functools.partial(ring_loss, jax.shard_map(ring, **specs, **own))
+
+    def across(w, x):
+        tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduce_axes="data")
+        return optax_accum.value_and_apply_gradients(loss, tx)(w, tx.init(w), x)
+
+    run = {
+        "value_and_grad": optax_accum.value_and_grad(loss, 2, reduce_axes="data"),
+        "accumulate": optax_accum.accumulate(jax.grad(loss), 2, reduce_axes="data"),
+        "value_and_apply_gradients": across,
+    }[way]
+    with jax.set_mesh(mesh):
+        w, x = paths.on_mesh(mesh, np.ones((3, 4), "f"), P(None, "other")), paths.on_mesh(mesh, ROWS, P("data"))
+        with pytest.raises(
+            ValueError, match=r"reduce_axes=\('data',\).*inside one jax.shard_map over all.*or leave out"
+        ):
+            jax.jit(run).lower(w, x)
+
+
+def test_the_two_ways_for_a_loss_that_communicates_over_another_axis():
+    mesh, w = paths.mesh_of("Auto"), np.ones((3, 4), "f")
+    specs = {"in_specs": (P(None, "other"), P()), "out_specs": P(None, "other"), "axis_names": {"other"}}
+    without = optax_accum.value_and_grad(functools.partial(ring_loss, jax.shard_map(ring, mesh=mesh, **specs)), 2)
+
+    def of_columns(w, x):
+        mine = jax.lax.dynamic_slice_in_dim(jnp.arange(4.0), jax.lax.axis_index("other") * 2, 2)
+        return jax.lax.pmean(jnp.mean((ring(w, x) * mine[None] - 1) ** 2), "other")
+
+    in_one = jax.shard_map(
+        lambda w, x: optax_accum.value_and_grad(of_columns, 2, reduce_axes="data")(w, x)[1],
+        mesh=mesh,
+        in_specs=(P(None, "other"), P("data")),
+        out_specs=P(None, "other"),
+    )
+    with jax.set_mesh(mesh):
+        placed = paths.on_mesh(mesh, w, P(None, "other")), paths.on_mesh(mesh, ROWS, P("data"))
+        got = [jax.jit(without)(*placed)[1], jax.jit(in_one)(*placed)]
+    rolled = lambda w, x: jnp.roll(x @ w, 2, axis=1)
+    want = jax.grad(functools.partial(ring_loss, rolled))(w, ROWS)
+    for grad in got:
+        np.testing.assert_allclose(np.asarray(grad), want, rtol=1e-5)
