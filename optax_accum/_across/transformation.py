@@ -18,6 +18,7 @@ from optax_accum._core.state import AccumulationState, as_mean_args, new_state
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Options, as_meter
 from optax_accum._space.here import as_reduction, here
+from optax_accum._space.mismatch import refuse_shards
 from optax_accum._space.space import Space
 
 
@@ -231,6 +232,7 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
     check_no_lookahead(params)
     space = here(rules.over)
     space.check_params(params)
+    refuse_shards(rules.meter, params, rules.over.axes)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))
     check_accumulates_once(inner_opt_state)

@@ -60,6 +60,8 @@ def per_device(
         except ValueError as error:
             if re.search("should match the mesh passed to shard_map|Tuple subset of `PartitionSpec`", str(error)):
                 raise ValueError(_nested(axes)) from error
+            if re.search("with_sharding_constraint|`manual_axis_type`|`vma`|passed to reshard|manual axes", str(error)):
+                raise ValueError(_CONSTRAINED.format(axes=axes)) from error
             raise
         arrays, put_back = parted(sums, lambda leaf: not dtypes.is_float0(leaf))
         with_integers.append(put_back)
@@ -83,6 +85,13 @@ _FROM_ZEROS = (
     "With reduce_axes each device has rows of its own, and a loop or a branch in fun begins with an array that is the "
     "same on all, such as zeros. Begin with one that is made of the batch, such as jnp.zeros_like(x[0]); a layer that "
     "makes it itself takes it as an argument (flax.linen.RNN: initial_carry)."
+)
+
+
+_CONSTRAINED = (
+    "With reduce_axes each device has rows of its own, so that fun cannot constrain shardings over them: "
+    "reduce_axes={axes}, and jax.lax.with_sharding_constraint or jax.sharding.reshard names one of these, or a mesh. "
+    "Constrain over the other axes only, by a PartitionSpec; or leave out reduce_axes."
 )
 
 

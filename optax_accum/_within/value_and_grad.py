@@ -16,6 +16,7 @@ from optax_accum._loss.meter import Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._loss.weighing import divided
 from optax_accum._space.here import as_reduction, here
+from optax_accum._space.mismatch import refuse_shards
 from optax_accum._within import gradients, microbatches, reductions, splitting
 from optax_accum._within.cut import Rules, cut
 
@@ -305,6 +306,7 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
     call = microbatches.checked_batch(call, rules.sizes)
     space = here(rules.over)
     space.check_params(call[call.params])
+    refuse_shards(rules.meter, call[call.params], rules.over.axes)
 
     local, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)
     outputs = jax.tree.map(space.output, reductions.names_of(rules.aux_reduction, local.outputs), local.outputs)

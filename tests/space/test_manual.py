@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from tests import paths
 from tests.pairs import every_pair
+from tests.versions import since
 
 BATCH = paths.rows()
 loss = paths.loss_of(("gathers",))
@@ -265,3 +266,34 @@ def test_the_two_ways_for_a_loss_that_communicates_over_another_axis():
     want = jax.grad(functools.partial(ring_loss, rolled))(w, ROWS)
     for grad in got:
         np.testing.assert_allclose(np.asarray(grad), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "constrain",
+    [
+        pytest.param(
+            jax.lax.with_sharding_constraint, marks=since(0, 8, 0, why="before, some are refused when compiling")
+        ),
+        jax.sharding.reshard,
+    ],
+)
+@pytest.mark.parametrize("names_its_mesh", [False, True])
+def test_a_loss_that_constrains_over_the_reduced_axis(mesh, constrain, names_its_mesh):
+    """JAX spoke of its own types."""
+    to = NamedSharding(mesh, P("data")) if names_its_mesh else P("data")
+    f = optax_accum.value_and_grad(lambda w, x: jnp.mean(constrain(x @ w, to)), 2, reduce_axes="data")
+    with pytest.raises(ValueError, match=r"reduce_axes=\('data',\), and jax.lax.with_sharding_constraint.*Constrain"):
+        jax.jit(f).lower(jnp.ones((3, 4)), paths.on_mesh(mesh, ROWS, P("data")))
+
+
+def test_statistics_are_not_taken_of_shards():
+    """Those over another axis of the user's `jax.shard_map`: types did not fit, somewhere."""
+    mesh, w = paths.mesh_of("Auto"), np.ones((3, 4), "f")
+    loss = lambda w, x: jax.lax.pmean(jnp.mean((x @ w) ** 2), "other")
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduce_axes="data", statistics=True)
+    within = lambda w, x: optax_accum.value_and_grad(loss, 2, reduce_axes="data", statistics=True)(w, x)[1]
+    across = lambda w, x: optax_accum.value_and_apply_gradients(loss, tx)(w, tx.init(w), x)[1]
+    for run in (within, across):
+        run = jax.shard_map(run, mesh=mesh, in_specs=(P(None, "other"), P("data")), out_specs=P(None, "other"))
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"at .* each device of \('other',\) may have a shard"):
+            jax.jit(run).lower(w, ROWS)
