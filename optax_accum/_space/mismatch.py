@@ -65,8 +65,8 @@ def refuse_shards(meter: Meter, params: Tree, axes: Axes) -> None:
         if others := tuple(sorted(compilers.varying_axes(leaf) - set(axes))):
             meter.refuse(
                 f"Statistics are of whole gradients: at {path} each device of {others} may have a shard of its own. "
-                f"Leave {others} out of the axis_names of jax.shard_map, that is to the partitioner; or leave statistics "
-                "out."
+                f"Leave {others} out of the axis_names of jax.shard_map, that is to the partitioner; or leave out "
+                "statistics."
             )
 
 
