@@ -99,5 +99,6 @@ def check_partials(grads: Tree, sums: Tree, axes: Axes, devices: int) -> None:
             raise ValueError(
                 f"With reduce_axes, gradients come as partial sums [d, ...]: at {path} the gradient has shape {new}, "
                 f"and partial sums have {old}, so it has been reduced already. Take it from value_and_grad or "
-                'accumulate with reduce_axes=..., reduce_to="partial", or call value_and_apply_gradients.'
+                'accumulate with reduce_axes=..., reduce_to="partial", or call value_and_apply_gradients, with an '
+                "optimizer that is in no chain: accumulate_gradients(optax.chain(...), reduce_axes=...)."
             )

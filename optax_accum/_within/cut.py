@@ -181,6 +181,8 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
     weighing, alive = weights.weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
+    if device.count * micro_batches.split.parts == 1:
+        rules.meter.warn_of_one_sample()
     split, counted = micro_batches.split, weighing.counts_outputs
     scale = 1.0 if counted else _scale(rules, device.count * split.parts, kinds, program.jaxpr)
     outputs = reductions.outputs_of(rules.aux_reduction, shapes.aux, split, counted=counted)

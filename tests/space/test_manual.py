@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from tests import paths
 from tests.pairs import every_pair
-from tests.versions import since
+from tests.versions import JAX, since
 
 BATCH = paths.rows()
 loss = paths.loss_of(("gathers",))
@@ -297,3 +297,26 @@ def test_statistics_are_not_taken_of_shards():
         run = jax.shard_map(run, mesh=mesh, in_specs=(P(None, "other"), P("data")), out_specs=P(None, "other"))
         with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"at .* each device of \('other',\) may have a shard"):
             jax.jit(run).lower(w, ROWS)
+
+
+before_pmap_is_a_shard_map = pytest.mark.skipif(JAX >= (0, 8, 0), reason="JAX 0.8: jax.pmap is a jax.shard_map")
+
+
+@pytest.mark.parametrize("mapped", [jax.vmap, pytest.param(jax.pmap, marks=before_pmap_is_a_shard_map)])
+def test_an_axis_of_another_map_is_no_mesh_axis(mapped):
+    """It was asked for a mesh."""
+    f = optax_accum.value_and_grad(lambda w, x: jnp.mean(x * w), 2, reduce_axes="data")
+    with pytest.raises(ValueError, match="'data' is that of jax.pmap or jax.vmap here. Take jax.jit on a mesh"):
+        mapped(f, axis_name="data", in_axes=(None, 0))(1.0, jnp.ones((2, 4)))
+
+
+def test_a_chain_around_the_optimizer_is_named_where_partial_sums_are_missing(mesh):
+    """It told who had called `value_and_apply_gradients` to call that."""
+    clip, loss = optax.clip_by_global_norm(1.0), lambda w, x: jnp.mean((x @ w) ** 2)
+    outside = optax.chain(clip, optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduce_axes="data"))
+    inside = optax_accum.accumulate_gradients(optax.chain(clip, optax.sgd(1.0)), 2, reduce_axes="data")
+    w, x = paths.on_mesh(mesh, np.ones((3, 4), "f"), P()), paths.on_mesh(mesh, ROWS, P("data"))
+    step = lambda tx: jax.jit(optax_accum.value_and_apply_gradients(loss, tx)).lower(w, tx.init(w), x)
+    with pytest.raises(ValueError, match=r"an optimizer that is in no chain: accumulate_gradients\(optax.chain"):
+        step(outside)
+    step(inside)  # the remedy
