@@ -231,6 +231,7 @@ def test_axes_are_asked_for_at_the_doors_alone():
     }
     assert asked == {
         ("_across/transformation", "callable(nonfinite) and rules.over.axes"),
+        ("_across/transformation", "not (schedule.holds or rules.over.axes)"),
     }
 
 

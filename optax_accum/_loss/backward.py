@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
 
 from optax_accum._core import arithmetic, compilers, flags
 from optax_accum._core.types import Flag, Index, Tree, Weight
@@ -151,3 +153,17 @@ def add_last(
 def _where(counts: Flag, tree: Tree) -> Tree:
     """Returns a tree where it counts, and else zeros."""
     return flags.selected(counts, tree, jax.tree.map(jnp.zeros_like, tree))
+
+
+def with_backward_pass(program: Any) -> Any:
+    """Returns a traced program with its backward pass."""
+
+    def run(*values: Any) -> Any:
+        results, backward = jax.vjp(core.jaxpr_as_fun(program), *values)
+        return results, backward([zero(result) for result in results])
+
+    def zero(result: jax.Array) -> Any:
+        inexact = jnp.issubdtype(result.dtype, jnp.inexact)
+        return jnp.zeros_like(result) if inexact else np.zeros(result.shape, jax.dtypes.float0)
+
+    return jax.make_jaxpr(run)(*program.in_avals)

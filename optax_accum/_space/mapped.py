@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers, dtypes, equations
 from optax_accum._core.leaves import parted
 from optax_accum._core.types import Axes, Tree
+from optax_accum._loss.backward import with_backward_pass
 from optax_accum._space import meshes
 
 
@@ -111,25 +111,11 @@ def check_nested(program: Any, axes: Axes) -> None:
     """
     if not any(equation.primitive.name == "shard_map" for equation in equations.all_equations(program.jaxpr)):
         return
-    for equation in equations.all_equations(_both_passes(program).jaxpr):
+    for equation in equations.all_equations(with_backward_pass(program).jaxpr):
         if equation.primitive.name == "shard_map" and any(
             set(axes) & set(meshes.names_of(entry)) for spec in equation.params["out_specs"] for entry in spec
         ):
             raise ValueError(_nested(axes))
-
-
-def _both_passes(program: Any) -> Any:
-    """Returns a traced program with its backward pass."""
-
-    def run(*values: Any) -> Any:
-        results, backward = jax.vjp(core.jaxpr_as_fun(program), *values)
-        return results, backward([zero(result) for result in results])
-
-    def zero(result: jax.Array) -> Any:
-        inexact = jnp.issubdtype(result.dtype, jnp.inexact)
-        return jnp.zeros_like(result) if inexact else np.zeros(result.shape, jax.dtypes.float0)
-
-    return jax.make_jaxpr(run)(*program.in_avals)
 
 
 def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_float0
-from optax_accum._core.leaves import by_path
+from optax_accum._core.leaves import by_path, is_array
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Meter
 from optax_accum._space import mapped, meshes
@@ -62,7 +62,7 @@ def check_shared(params: Tree, axes: Axes, results: Tree | None = None) -> None:
 def refuse_shards(meter: Meter, params: Tree, axes: Axes) -> None:
     """Raises where gradients are measured of which each device has a shard, over other axes of a `jax.shard_map`."""
     for path, leaf in by_path(params):
-        if others := tuple(sorted(compilers.varying_axes(leaf) - set(axes))):
+        if is_array(leaf) and (others := tuple(sorted(compilers.varying_axes(leaf) - set(axes)))):
             meter.refuse(
                 f"Statistics are of whole gradients: at {path} each device of {others} may have a shard of its own. "
                 f"Leave {others} out of the axis_names of jax.shard_map, that is to the partitioner; or leave out "
