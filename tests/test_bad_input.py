@@ -814,7 +814,7 @@ def test_the_remedies_for_these():
 
 
 def test_dp_sgd_wrapped_says_what_to_do():
-    tx = optax_accum.accumulate_gradients(optax.contrib.dpsgd(0.1, 1.0, 1.0, key=0), 1)
+    tx = optax_accum.accumulate_gradients(optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0), 1)
     with pytest.raises(ValueError, match="per_example_global_norm_clip") as caught:
         update(tx)
     assert "DP-SGD clips the gradient of each example" in "".join(caught.value.__notes__)
