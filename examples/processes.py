@@ -8,6 +8,7 @@ JobSet: it finds its group by itself, and restarts are left to the cluster.
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
@@ -182,9 +183,10 @@ def _last_words(group: Group, logs: pathlib.Path) -> str:
 def _shown(settings: Settings, attempts: int) -> str:
     """Says what a run has shown."""
     again = f", started {attempts} times," if attempts > 1 else ""
+    updates = f"{settings.updates} update{'s' * (settings.updates != 1)}"
     return (
-        f"{settings.processes} processes{again} made {settings.updates} updates of {settings.global_batch} rows each, "
-        "every one with one reduction: the updates that one process makes. Try other numbers, or kill one."
+        f"{settings.processes} processes{again} made {updates} of {settings.global_batch} rows each, every one with "
+        "one reduction: the updates that one process makes. Try other numbers, or kill one."
     )
 
 
@@ -341,6 +343,12 @@ class Run:
         )
         if found := checkpoints.restore(target):
             self.seen, self.params, state, devices = found
+            if self.seen > self.settings.global_batch * self.settings.updates:
+                raise ValueError(
+                    f"The checkpoint must not be of more updates than asked for: --updates={self.settings.updates}, "
+                    f"and it has {self.seen / self.settings.global_batch:g}. Pass more, or another folder to "
+                    "--checkpoints."
+                )
             moved = state if devices == self.mesh.size else redistribute(state, self.mesh.size)
             self.state = jax.device_put(moved, self.where)
             self.say(f"goes on after row {self.seen}, saved on {devices} devices")
@@ -358,8 +366,23 @@ class Checkpoints:
 
         self.ocp, self.folder = ocp, pathlib.Path(settings.checkpoints).resolve()
         self.global_batch = settings.global_batch
+        self.lock = self._locked() if jax.process_index() == 0 else None
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         self.manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def _locked(self) -> int:
+        """Returns the open file that keeps other runs, which would delete checkpoints, out of the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it does
+        except BlockingIOError:
+            os.close(lock)
+            raise ValueError(
+                f"One run writes to a folder of checkpoints: --checkpoints={self.folder}, and another run is there. "
+                "Pass another folder, or end that run first."
+            ) from None
+        return lock
 
     def save(self, seen: int, params: Tree, state: Tree, devices: int) -> None:
         """Writes a checkpoint of which every process has a part."""
@@ -393,6 +416,8 @@ class Checkpoints:
     def close(self) -> None:
         """Waits until all is written."""
         self.manager.close()
+        if self.lock is not None:
+            os.close(self.lock)
 
     def _newest_whole(self) -> int | None:
         """Returns the newest checkpoint of which nothing is missing, as process 0 sees it; drops what is newer."""

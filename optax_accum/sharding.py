@@ -67,12 +67,24 @@ Known when tracing:
 * Parameters sharded over the axis (FSDP): an error that says what it costs;
   with `reduce_to`, they are gathered. Inside `jit` on an Auto mesh their
   sharding is invisible: `value_and_grad` gathers them.
+* The same in a `jax.shard_map` of yours, whose devices have shards that the
+  loss gathers, or experts of their own: an error, except with
+  `reduce_to="partial"`, for the gradient of a shard is whole on its device.
+  With `check_vma=False` nothing tells shards from what all have, and the
+  gradients of different shards are added, which is wrong: take
+  `reduce_to="partial"`, and add up only those of shared parameters.
 * `reduce_dtype` inside `jax.shard_map`: needs `check_vma=False`, as does
   `overlap=True`.
 * A mesh with Auto and Explicit axes: both work.
 * `fun` communicates, and a device's weight is 0: the device runs it too,
   because others wait; keep its loss finite. With `reduce_to="partial"`: an
   error.
+
+* Other axes of several devices (tensor parallelism), unless the loss runs
+  in a `jax.shard_map` over all of them: a device whose weight is 0 runs the
+  micro-batch all the same, and leaves it out, because collectives over the
+  other axes may wait for it. NaNs of it (0 / 0) are left out, too, except
+  those of a `Ratio`.
 
 Known when compiling:
 

@@ -13,7 +13,9 @@ Gradients are measured while they are accumulated:
 
 `value_and_grad` and `value_and_apply_gradients` measure each gradient
 inside the backward pass, where it is added; `tx.update` and
-`apply_gradients` read it once more. docs/noise_scale.md and
+`apply_gradients` read it once more. In a `jax.shard_map` of yours whose
+devices have shards of the parameters over another axis: an error (with
+`check_vma=False` nothing tells, and norms are those of shards). docs/noise_scale.md and
 docs/growing_batches.md have sources and examples. `optax_accum.batching`
 acts on the results.
 """

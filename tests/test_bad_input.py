@@ -8,6 +8,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 
@@ -751,3 +752,106 @@ def test_a_micro_batch_that_is_not_in_a_packing():
     for index in (packing.num_microbatches, -1):
         with pytest.raises(IndexError, match=f"index={index}, and there are {packing.num_microbatches}"):
             packing.mask(index)
+
+
+ADAM = optax.adam(0.1)
+SCHEDULE_FREE = optax.contrib.schedule_free_adamw(0.1)
+
+
+def mean_of_squares(params, x):
+    return jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+
+
+def stepped(state):
+    return optax_accum.value_and_apply_gradients(mean_of_squares, build())(PARAMS, state, jnp.ones((4, 2)))
+
+
+def applied(tx, grads, state, params=PARAMS):
+    return optax_accum.apply_gradients(tx, grads, state, params)
+
+
+OWN_STATE = r"state=tuple. If it is that of the inner optimizer, go on with tx.init\(params\)._replace\(inner_opt_state"
+ORDER = r"state=dict. The order is .*apply_gradients\(tx, grads, state, params\)"
+FUNCTION = r"Gradients must hold arrays: at the only leaf there is <function .*jax.grad\(loss\)\(params, batch\)"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: update(build(), state=ADAM.init(PARAMS)), TypeError, OWN_STATE),
+        (lambda: applied(build(), PARAMS, ADAM.init(PARAMS)), TypeError, OWN_STATE),
+        (lambda: stepped(ADAM.init(PARAMS)), TypeError, OWN_STATE),
+        (lambda: applied(build(), PARAMS, PARAMS, build().init(PARAMS)), TypeError, ORDER),
+        (lambda: applied(build(), jax.grad(mean_of_squares), build().init(PARAMS)), TypeError, FUNCTION),
+        (lambda: update(build(), jax.grad(mean_of_squares)), TypeError, FUNCTION),
+        (lambda: applied(ADAM, jax.grad(mean_of_squares), ADAM.init(PARAMS)), TypeError, FUNCTION),
+        (
+            lambda: optax_accum.plan_microbatches(mean_of_squares),
+            TypeError,
+            r"make_step is called with the number of micro-batches alone: it takes \(params, x\).*of_loss\(loss, tx",
+        ),
+        (
+            lambda: optax.contrib.schedule_free_eval_params(build().init(PARAMS), PARAMS),
+            AttributeError,
+            "no field 'b1': it holds the state of the inner optimizer. Pass state.inner_opt_state",
+        ),
+        (lambda: build().gradient_transformation(), AttributeError, "is an Optax transformation: .* Pass tx itself"),
+    ],
+)
+def test_what_people_take_for_something_else(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_the_remedies_for_these():
+    tx = optax_accum.accumulate_gradients(ADAM, 2)
+    state = tx.init(PARAMS)._replace(inner_opt_state=ADAM.init(PARAMS))
+    assert tx.update(PARAMS, state, PARAMS)[1].mini_step == 1
+    state = optax_accum.accumulate_gradients(SCHEDULE_FREE, 2).init(PARAMS)
+    found = optax.contrib.schedule_free_eval_params(state.inner_opt_state, PARAMS)
+    assert jax.tree.structure(found) == jax.tree.structure(PARAMS)
+    assert not hasattr(state, "b1")
+
+
+def test_dp_sgd_wrapped_says_what_to_do():
+    tx = optax_accum.accumulate_gradients(optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0), 1)
+    with pytest.raises(ValueError, match="per_example_global_norm_clip") as caught:
+        update(tx)
+    assert "DP-SGD clips the gradient of each example" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients", "microbatched_apply"])
+def test_a_key_in_the_place_of_the_batch(way):
+    """In Haiku's order, and in the old style: two numbers of it were taken for two rows."""
+    fun = lambda w, key, x: jnp.mean((x @ w + jax.random.normal(key)) ** 2)
+    key, x, tx = jax.random.PRNGKey(0), jnp.ones((4, 3)), build()
+    run = {
+        "value_and_grad": lambda: optax_accum.value_and_grad(fun, 1)(W, key, x),
+        "accumulate": lambda: optax_accum.accumulate(jax.grad(fun), 1)(W, key, x),
+        "microbatched_apply": lambda: optax_accum.microbatched_apply(fun, 1)(W, key, x),
+        "value_and_apply_gradients": lambda: optax_accum.value_and_apply_gradients(fun, tx)(W, tx.init(W), key, x),
+    }[way]
+    with pytest.raises(ValueError, match="argument 1 is one, of the old style.*batch_argnums=2, rng_argnum=1"):
+        run()
+    optax_accum.value_and_grad(fun, 2, batch_argnums=2, rng_argnum=1)(W, key, x)
+
+
+def test_rows_of_a_packing_that_are_not_those_of_its_lengths():
+    """Longer rows were cut, and too few ended in an IndexError."""
+    packing = batching.token_microbatches([3, 2, 4], max_tokens=8)
+    rows = [np.arange(3), np.arange(2), np.arange(4)]
+    with pytest.raises(ValueError, match="lengths counted: 3 rows, and 2 are given. Pass all rows"):
+        packing.take(0, rows[:2])
+    longer = [np.arange(9)] * 3
+    with pytest.raises(ValueError, match=r"has 9, lengths\[\d\]=\d.*or rows that are padded in one array, np.stack"):
+        packing.take(0, longer)
+    assert packing.take(0, np.stack(longer)).shape == packing.take(0, rows).shape  # the remedy
+
+
+def test_noise_of_one_micro_batch_is_not_a_number_and_says_so():
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    with pytest.warns(UserWarning, match="noise scale will be NaN.*two or more"):
+        build(1, statistics=True)
+    with pytest.warns(UserWarning, match="noise scale will be NaN.*two or more"):
+        optax_accum.value_and_grad(loss, 1, statistics=True)(W, jnp.ones((4, 3)))
+    optax_accum.value_and_grad(loss, 2, statistics=True)(W, jnp.ones((4, 3)))  # no warning

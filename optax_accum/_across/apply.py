@@ -9,7 +9,7 @@ import optax
 from optax_accum._across import outcomes
 from optax_accum._across.transformation import rules_of, update
 from optax_accum._arguments import callables
-from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
+from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
 from optax_accum._core.types import Tree
 
 
@@ -81,6 +81,7 @@ def apply_gradients(
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
     callables.as_optimizer(tx)
+    check_arrays("Gradients", grads, NOT_GRADIENTS)
     check_arrays("Parameters", params, NOT_ARRAYS)
     if rules := rules_of(tx):
         return update(rules, outcomes.new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)

@@ -32,6 +32,8 @@ def update(
         check_inner_state(inner, state, mean if params is None else params, error)
         if not same and isinstance(error, TypeError | ValueError):
             error.add_note(_DTYPE_NOTE.format(emitted=dtypes.names_in(mean), given=dtypes.names_in(grads)))
+        if "per_example_global_norm_clip" in str(error):
+            error.add_note(_PRIVATE_NOTE)
         if any(map(dtypes.is_float0, jax.tree.leaves(mean))):
             error.add_note(_INTEGER_NOTE)
         raise
@@ -144,6 +146,10 @@ def _kinds(state: Tree) -> str:
     return f"({', '.join(map(_kinds, state))})" if type(state) is tuple else type(state).__name__
 
 
+_PRIVATE_NOTE = (
+    "DP-SGD clips the gradient of each example, and a sum over a window has no examples. Clip them before: accumulate "
+    'their sum, with reduction="sum", and let the inner optimizer add the noise, once per update.'
+)
 _INTEGER_NOTE = (
     "An integer parameter has no gradient (float0), and most of Optax's optimizers calculate with it. Keep it out: "
     "optax.masked(inner, lambda tree: jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), tree))."

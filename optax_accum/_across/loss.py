@@ -75,8 +75,10 @@ class Loss:
         losses = program.out_avals[: len(jax.tree.leaves(shapes.loss))]
         device.check_axes(losses, of_optimizer=True)
         device.check_loss(program.jaxpr, losses)
+        device.check_nested(program)
         weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
-        inside = None if acc is None else self._inside(params, acc, program, weighing, again)
+        together = device.runs_together(program.jaxpr)
+        inside = None if acc is None else self._inside(params, acc, program, weighing, again, together)
         if inside:
             values = params, acc, list(call.arguments.values())
             params, acc, arguments = tracing.refuse_differentiation(values, _AGAIN)
@@ -97,10 +99,10 @@ class Loss:
             weight = counted if weighing.weight is None else weighing.weight
         elif weighing.weight is not None:
             weight = weighing.weight
-            acc, squares, (loss, value, _) = add_to(acc, run, weight, **how)
+            acc, squares, (loss, value, _) = add_to(acc, run, weight, together=together, **how)
         else:
             backward, (loss, value, weight) = run(inside)  # a Ratio tells how much it counts when it has been run
-            acc, squares, _ = add_to(acc, lambda _: (backward, None), weight, **how)
+            acc, squares, _ = add_to(acc, lambda _: (backward, None), weight, together=together, **how)
         measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
         reduced = None if finish is None else Reduced(device.local_parts(acc))
         return Done(loss, value, weight, Added(acc, measured, reduced))
@@ -125,19 +127,20 @@ class Loss:
             rows.check_groups(where, rows.count_rows(call[call.batch]), self.group_size)
 
     def _inside(
-        self, params: Tree, acc: Tree, program: Any, weighing: ByWeight | ByCount, again: bool
+        self, params: Tree, acc: Tree, program: Any, weighing: ByWeight | ByCount, again: bool, together: bool
     ) -> Inside | None:
         """Returns how the gradient is added to the accumulator inside the backward pass, if it is.
 
         Where a weight in the cotangent could matter, it is multiplied in where gradients arise: that of a Ratio is
-        not known by then.
+        not known by then. It could where devices run `together`, too: a weight of 0 is to leave out a NaN.
         """
         squares = self.meter.no_squares(params)
         bent = equations.is_short(program.jaxpr) or equations.has_rule(program.jaxpr)  # in the cotangent it may matter
         unless = MAY_BE_AGAIN if again else None
         if bent and weighing.weight is None and not self.in_place:
             unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
-        factor = weighing.weight if bent else None
+        selects = together and isinstance(weighing.weight, jax.Array)
+        factor = weighing.weight if bent or selects else None
         return added_inside(self.in_place, params, acc, program, weighing, squares, factor, unless)
 
     def _weighing(self, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor) -> ByWeight | ByCount:

@@ -34,7 +34,7 @@ def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:
       separately, because the mean of ratios is not the ratio of means.
 
       * One micro-batch in each window, on one device: NaN, which means not
-        known.
+        known; whoever builds or traces it so gets a warning.
       * A window with a NaN, or that was discarded: leaves the estimates as
         they were.
       * A micro-batch that is left out, or has a weight of 0: is no sample.

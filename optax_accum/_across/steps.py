@@ -24,6 +24,7 @@ from optax_accum._core.state import AccumulationState, micro_step_of
 from optax_accum._core.types import Tree
 from optax_accum._loss import inside
 from optax_accum._space.here import here
+from optax_accum._space.mismatch import refuse_shards
 from optax_accum._space.space import Space
 
 
@@ -156,6 +157,7 @@ class AccumulatingStep(Step):
         check_state(state)
         space.check_state(state.weight, call[tuple(call.arguments)])
         space.check_params(call.arguments[0])
+        refuse_shards(self.rules.meter, call.arguments[0], self.rules.over.axes)
         return space
 
     def weighed(self, space: Space, weight: Any, state: AccumulationState) -> Any:

@@ -13,11 +13,12 @@ from optax_accum._across.schedules import Every, as_schedule
 from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
 from optax_accum._arguments import callables, checks
 from optax_accum._core import dtypes
-from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
+from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Options, as_meter
 from optax_accum._space.here import as_reduction, here
+from optax_accum._space.mismatch import refuse_shards
 from optax_accum._space.space import Space
 
 
@@ -192,6 +193,8 @@ def accumulate_gradients(
             'Statistics compare means of micro-batches: reduction="sum" and statistics are given. Take "mean", with '
             "weights, or leave statistics out."
         )
+    if not (schedule.holds or rules.over.axes):
+        rules.meter.warn_of_one_sample()
     emitting = functools.partial(update, rules, outcomes.updates_of)
     tx = Accumulating(functools.partial(_init, rules), cast(Any, emitting))
     tx.rules = rules
@@ -209,6 +212,13 @@ class Accumulating(optax.GradientTransformationExtraArgs):
         raise AttributeError(
             "The state knows whether an update was made, an optimizer does not: tx.has_updated. Call "
             "optax_accum.has_updated(state)."
+        )
+
+    @property
+    def gradient_transformation(self) -> NoReturn:
+        """Says that this is one already: `optax.MultiSteps` is asked for one."""
+        raise AttributeError(
+            "What accumulate_gradients returns is an Optax transformation: tx.gradient_transformation. Pass tx itself."
         )
 
     if TYPE_CHECKING:  # Optax knows no state
@@ -231,6 +241,7 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
     check_no_lookahead(params)
     space = here(rules.over)
     space.check_params(params)
+    refuse_shards(rules.meter, params, rules.over.axes)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))
     check_accumulates_once(inner_opt_state)
@@ -260,6 +271,7 @@ def update(
     **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
     """Takes a gradient, and what else a micro-step is given, through the door of the space, and does the step."""
+    check_arrays("Gradients", grads, NOT_GRADIENTS)
     space = here(rules.over)
     grads = space.grads(grads, getattr(state, "acc_grads", ()), params)
     rows = checks.as_positive("rows", rows) or 1

@@ -164,8 +164,14 @@ def check_state(state: Any) -> None:
     """Raises unless the state is one of ours."""
     if not isinstance(state, AccumulationState):
         remedy = (
-            "The order is tx.update(grads, state, params), and in value_and_apply_gradients step(params, state, batch)."
+            "The order is tx.update(grads, state, params), apply_gradients(tx, grads, state, params), and in "
+            "value_and_apply_gradients step(params, state, batch)."
         )
+        if isinstance(state, tuple):
+            remedy = (
+                "If it is that of the inner optimizer, go on with tx.init(params)._replace(inner_opt_state=state). "
+                + remedy
+            )
         if isinstance(state, optax.MultiStepsState):
             remedy = "Turn that of optax.MultiSteps into one with from_multi_steps."
         raise TypeError(

@@ -68,6 +68,11 @@ class Roles:
         )
         for name in call.batch:
             _check_batch(name, call.arguments[name])
+            if call.rng is None and is_key(call.arguments[name]) and call.unnamed:
+                raise ValueError(
+                    f"The batch must not be a random key: argument {name!r} is one, of the old style, and is named by "
+                    f"batch_argnums. Name both: batch_argnums={call.unnamed[0]!r}, rng_argnum={name!r}."
+                )
         if call.rng is not None:
             _check_rng(call.arguments[call.rng])
         return call
@@ -105,6 +110,12 @@ class Call:
 
     def __getitem__(self, names: tuple[Name, ...]) -> tuple[Any, ...]:
         return tuple(self.arguments[name] for name in names)
+
+    @property
+    def unnamed(self) -> list[Name]:
+        """The arguments with arrays in them that have no role."""
+        known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
+        return [name for name in self.arguments if name not in known and jax.tree.leaves(self.arguments[name])]
 
     @property
     def carried(self) -> Tree:
@@ -189,8 +200,8 @@ def _check_batch(name: Name, batch: Tree) -> None:
     for path, leaf in by_path(batch, ""):
         if not jnp.ndim(leaf) and jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             raise TypeError(
-                f"A key in a batch argument would be the same for every micro-batch: {path}. Pass it as an argument of "
-                "its own and name it with rng_argnum."
+                f"A key in a batch argument would be the same for every micro-batch: argument {name!r}{path}. Pass it "
+                "as an argument of its own and name it with rng_argnum."
             )
     rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     for path, node in jax.tree.leaves_with_path(batch, is_leaf=_is_numbers):

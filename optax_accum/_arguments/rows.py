@@ -42,6 +42,11 @@ def count_rows(batch: Tree, *, named: bool = True) -> int:
     return rows
 
 
+def first_rows(batch: Tree) -> int:
+    """Returns the rows of the first leaf that is cut: of a stacked batch, whose leaves may have several lengths."""
+    return next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if is_split(leaf))
+
+
 def count_known_rows(batch: Tree) -> int:
     """Returns the number of rows, and raises where `jax.export` leaves it open."""
     rows: Any = count_rows(batch)

@@ -90,8 +90,19 @@ class TokenPacking:
             rows that are needed are read, so any object with `rows[number]`
             will do.
           fill: what stands where there is no token.
+
+        Raises:
+          ValueError: fewer rows than were packed; a row of fewer tokens
+            than `lengths` says, or of more, unless all are padded in one
+            array.
         """
         rows = np.asarray(rows) if isinstance(rows, jax.Array) else rows
+        padded, count = hasattr(rows, "shape"), len(self.lengths)
+        if hasattr(rows, "__len__") and len(rows) < count:
+            raise ValueError(
+                f"take needs the rows that lengths counted: {counted(count, 'row')}, and {len(rows)} are given. Pass "
+                "all rows of the batch; take chooses those of a micro-batch."
+            )
         numbers, length, like = self._numbers(index), self.padded_lengths[index], np.asarray(rows[self.order[0]])
         shape = (len(numbers), length, *like.shape[1:]) if like.ndim else (len(numbers),)
         taken = np.full(shape, _as_fill(fill, like.dtype), like.dtype)
@@ -105,10 +116,11 @@ class TokenPacking:
                 )
             if like.ndim == 0:
                 taken[place] = row
-            elif len(row) < tokens:
+            elif len(row) < tokens or not (padded or len(row) == tokens):
                 raise ValueError(
                     f"A row must have as many tokens as lengths says: row {number} has {len(row)}, lengths[{number}]="
-                    f"{tokens}. Pass the lengths of these rows."
+                    f"{tokens}. Pass the lengths of these rows"
+                    f"{'.' if len(row) < tokens else ', or rows that are padded in one array, np.stack(rows).'}"
                 )
             else:
                 np.copyto(taken[place, :tokens], row[:tokens])

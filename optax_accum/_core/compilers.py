@@ -96,7 +96,21 @@ NOTHING = -0.0  # x + NOTHING is x, for x = -0.0 too
 def zeroed(tree: Tree, first: jax.Array) -> Tree:
     """Returns zeros where `first`, else the tree as it is, where references are to take it: in place, once a window."""
     turns = first.astype(jnp.int32)
-    return jax.lax.fori_loop(0, turns, lambda _, tree: jax.tree.map(jnp.zeros_like, tree), tree)
+    zeros = lambda leaf: on_mesh_of(leaf, jnp.zeros_like(leaf))
+    return jax.lax.fori_loop(0, turns, lambda _, tree: jax.tree.map(zeros, tree), tree)
+
+
+def explicit_mesh(kind: Any) -> Any:
+    """Returns the mesh of a type that tells how an array is sharded, as on Explicit axes; else None."""
+    mesh = getattr(getattr(kind, "sharding", None), "mesh", None)
+    return mesh if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
+
+
+def on_mesh_of(leaf: Any, zeros: jax.Array) -> jax.Array:
+    """Returns zeros of the shape of a leaf on its Explicit mesh, which JAX forgets where no `jax.set_mesh` says it."""
+    kind = jax.typeof(leaf)
+    forgotten = explicit_mesh(kind) is not None and explicit_mesh(jax.typeof(zeros)) is None
+    return jax.sharding.reshard(zeros, kind.sharding) if forgotten else zeros
 
 
 def ready_together(*trees: Tree) -> tuple[Tree, ...]:
@@ -148,6 +162,11 @@ def why_not_in_place() -> str | None:
     if JAX < REFERENCES:
         return f"needs JAX {_text(REFERENCES)} or later: JAX {jax.__version__} has no `jax.vjp(...).with_refs`"
     return None
+
+
+def is_reference(leaf: Any) -> bool:
+    """Returns whether a leaf is a reference, which no function can return; `jax.Ref` does not tell before JAX 0.8."""
+    return hasattr(jax, "Ref") and type(jax.typeof(leaf)).__name__ == "AbstractRef"
 
 
 ADDS_TO_SLICES = JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference

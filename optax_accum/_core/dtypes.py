@@ -25,6 +25,19 @@ def named_dtypes(dtype: Tree, params: Tree) -> Tree:
     return for_each_leaf("accumulator_dtype", dtype, params, remedy, is_leaf=lambda node: node is None)
 
 
+def holds(dtype: Any, other: Any) -> bool:
+    """Returns whether a floating-point dtype has each number of another: asking JAX to promote may be an error."""
+    if jnp.issubdtype(other, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return False
+    own, its = jnp.finfo(dtype), jnp.finfo(other)
+    return own.nmant >= its.nmant and own.maxexp >= its.maxexp
+
+
+def wide(dtype: Any) -> jnp.dtype:
+    """Returns the dtype in which numbers of any dtype are averaged."""
+    return accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+
+
 def is_short(dtype: Any) -> bool:
     """Returns whether a dtype has a shorter range than float32, as float16 has."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp

@@ -66,9 +66,12 @@ def has_loop_or_branch(program: Any) -> bool:
 
 
 def is_short(program: Any) -> bool:
-    """Returns whether a number of a program has a shorter range than float32, as float16: a small one vanishes."""
-    outcomes = (var.aval for equation in all_equations(program) for var in equation.outvars)
-    return any(dtypes.is_short(getattr(aval, "dtype", bool)) for aval in outcomes)
+    """Returns whether a number of a program has a shorter range than float32, as float16: a small one vanishes.
+
+    Those that come in count, too: the gradient of a parameter that is cast up at once is cast down.
+    """
+    outcomes = (var for equation in all_equations(program) for var in equation.outvars)
+    return any(dtypes.is_short(getattr(var.aval, "dtype", bool)) for var in (*program.invars, *outcomes))
 
 
 def has_rule(program: Any) -> bool:

@@ -13,6 +13,9 @@ from optax_accum._core.types import Tree
 NOT_ARRAYS = "Pass the arrays alone, such as eqx.partition(model, eqx.is_inexact_array)[0] of Equinox."
 
 
+NOT_GRADIENTS = "Pass what the gradient function returns: jax.grad(loss)(params, batch)."
+
+
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array that JAX can hold: NumPy has arrays of strings and of objects, too."""
     if isinstance(leaf, np.ndarray | np.generic):

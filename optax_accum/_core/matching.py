@@ -15,7 +15,7 @@ from optax_accum._core.types import Tree
 def narrower(params: Tree, acc: Tree) -> str | None:
     """Returns the path of a parameter whose accumulator is narrower than its gradient, if there is one."""
     for path, leaf, total in _paired(params, acc, "state", "Call init again with these parameters.", what="parameters"):
-        if hasattr(total, "dtype") and jnp.promote_types(jnp.result_type(leaf), total.dtype) != total.dtype:
+        if hasattr(total, "dtype") and not dtypes.holds(total.dtype, jnp.result_type(leaf)):
             return path
     return None
 

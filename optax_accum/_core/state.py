@@ -1,7 +1,7 @@
 """Owns the state of a window in flight and what is read from it. Adds nothing, decides nothing."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,17 @@ class AccumulationState(NamedTuple):
     samples: Any = ()
     statistics: Any = ()
     seen: Any = ()
+
+
+def _no_field(state: AccumulationState, name: str) -> NoReturn:
+    """Says where the fields of the inner optimizer's state are, which `schedule_free_eval_params`, say, looks for."""
+    raise AttributeError(
+        f"An AccumulationState has no field {name!r}: it holds the state of the inner optimizer. Pass "
+        "state.inner_opt_state."
+    )
+
+
+AccumulationState.__getattr__ = _no_field  # type: ignore[attr-defined]
 
 
 def holds_sum(state: AccumulationState) -> bool:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from optax_accum._core import compilers
 from optax_accum._core.leaves import parted
 from optax_accum._core.types import Tree
 
@@ -64,7 +65,7 @@ def is_batched(tree: Tree) -> bool:
         seen.append(True)
         return leaves, in_batched[0]
 
-    traced = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer)]
+    traced = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer) and not compilers.is_reference(leaf)]
     identity(jax.lax.stop_gradient(traced))  # a custom_vmap is not always differentiated
     return bool(seen)
 
@@ -90,5 +91,9 @@ def _watched(tree: Tree, kind: type, differentiated: Callable[[], None]) -> Tree
         differentiated()
         return leaves[0], tangents[0]
 
-    inexact, filled = parted(tree, lambda leaf: isinstance(leaf, kind) and jnp.issubdtype(leaf.dtype, jnp.inexact))
+    def is_watched(leaf: Any) -> bool:
+        is_inexact = isinstance(leaf, kind) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return is_inexact and not compilers.is_reference(leaf)
+
+    inexact, filled = parted(tree, is_watched)
     return filled(identity(inexact)) if inexact else tree

@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
 
 from optax_accum._core import arithmetic, compilers, flags
-from optax_accum._core.types import Index, Tree, Weight
+from optax_accum._core.types import Flag, Index, Tree, Weight
 from optax_accum._loss import ratio
 from optax_accum._loss.inside import Inside, Targets
 from optax_accum._loss.parts import Parts
@@ -83,11 +85,12 @@ def add_to(
     *,
     inside: Inside | None,
     vary: Callable[[Tree], Tree],
+    together: bool = False,
 ) -> tuple[Tree, list[jax.Array], Any]:
     """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and what else `run` returns.
 
-    What weighs nothing is not run, for its loss is often 0 / 0: what else it returns is zeros. `vary` is that of the
-    device.
+    What weighs nothing is not run, for its loss is often 0 / 0: what else it returns is zeros. Where devices run
+    `together` it is run, and left out: so the weight must be a factor of `inside`. `vary` is that of the device.
     """
 
     def begun() -> Tree:
@@ -113,6 +116,9 @@ def add_to(
     counts = flags.known(weight != 0)
     if isinstance(counts, bool):
         return added() if counts else unrun()
+    if together:
+        total, *others = added()
+        return total, *_where(counts, others)
     return compilers.branch(counts, added, unrun)
 
 
@@ -138,8 +144,26 @@ def add_last(
     counts = flags.known(actual != 0)
     if weight is None:  # the loss has run, the backward pass has not
         told[...] = counts
-    where_it_counts = lambda tree: flags.selected(counts, tree, jax.tree.map(jnp.zeros_like, tree))
-    squares = where_it_counts(backward.add_to(jax.tree.leaves(refs), actual))
+    squares = _where(counts, backward.add_to(jax.tree.leaves(refs), actual))
     if weight is not None:  # what was known to weigh nothing has no loss, as if it had not run
-        returned = where_it_counts(returned)
+        returned = _where(counts, returned)
     return jax.tree.map(jax.freeze, refs), vary(squares), vary(returned)
+
+
+def _where(counts: Flag, tree: Tree) -> Tree:
+    """Returns a tree where it counts, and else zeros."""
+    return flags.selected(counts, tree, jax.tree.map(jnp.zeros_like, tree))
+
+
+def with_backward_pass(program: Any) -> Any:
+    """Returns a traced program with its backward pass."""
+
+    def run(*values: Any) -> Any:
+        results, backward = jax.vjp(core.jaxpr_as_fun(program), *values)
+        return results, backward([zero(result) for result in results])
+
+    def zero(result: jax.Array) -> Any:
+        inexact = jnp.issubdtype(result.dtype, jnp.inexact)
+        return jnp.zeros_like(result) if inexact else np.zeros(result.shape, jax.dtypes.float0)
+
+    return jax.make_jaxpr(run)(*program.in_avals)

@@ -101,6 +101,11 @@ def added_inside(
             "needs accumulators at least as wide as the parameters, for a gradient is rounded before it is added: at "
             f"{path} they are narrower (parameters {dtypes.names_in(params)}, accumulators {dtypes.names_in(acc)})"
         )
+    if why_not is None and _forgets_mesh(program, (acc, squares)):
+        why_not = (
+            "is not possible where arrays lie on a mesh with Explicit axes, and the accumulators on none, for JAX adds "
+            "to references of the same mesh only: call it under `with jax.set_mesh(mesh):`"
+        )
     nests = not unless and equations.has_loop_or_branch(program.jaxpr)
     if why_not is None and nests and tracing.is_batched((params, acc, program.consts, vars(weighing))):
         why_not = "is not possible under jax.vmap, for JAX batches no loop over references, nor a branch"
@@ -120,6 +125,13 @@ def added_inside(
         for (leaf, needs), total in zip(leaves, jax.tree.leaves(acc), strict=True)
     ]
     return Inside(tuple(sunk), squares, factor)
+
+
+def _forgets_mesh(program: Any, accumulators: Tree) -> bool:
+    """Returns whether a loss has arrays on an Explicit mesh, and some of the accumulators are on none."""
+    types = (var.aval for equation in equations.all_equations(program.jaxpr) for var in equation.outvars)
+    without = any(compilers.explicit_mesh(jax.typeof(leaf)) is None for leaf in jax.tree.leaves(accumulators))
+    return without and any(compilers.explicit_mesh(kind) is not None for kind in types)
 
 
 def log_after(reason: str) -> None:

@@ -1,6 +1,7 @@
 """Owns what is measured of gradients: nothing, the weight of windows, or norms and noise. Knows no window or device."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,9 @@ class Meter:
     def refuse(self, why: str) -> None:
         """Raises an error where gradients cannot be measured, if they are to be."""
 
+    def warn_of_one_sample(self) -> None:
+        """Warns where each window has one gradient, which tells nothing of noise, if that is to be measured."""
+
 
 class Counting(Meter):
     """Counts the weight of windows."""
@@ -135,6 +139,13 @@ class Measuring(Counting):
 
     def refuse(self, why: str) -> None:
         raise ValueError(why)
+
+    def warn_of_one_sample(self) -> None:
+        warnings.warn(
+            "Noise is measured between the gradients of micro-batches or devices, and here is one of each: noise, "
+            "signal and the noise scale will be NaN (norms are measured). Make two or more micro-batches.",
+            stacklevel=2,
+        )
 
 
 def as_meter(statistics: Any, needs: tuple[str, ...] = ()) -> Meter:

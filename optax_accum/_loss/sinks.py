@@ -32,8 +32,10 @@ class Sink(NamedTuple):
     factor: jax.Array | None = None
 
     def scaled(self, grad: jax.Array) -> jax.Array:
-        """Returns a gradient times the factor."""
-        return grad if self.factor is None else grad * self.factor.astype(grad.dtype)
+        """Returns a gradient times the factor; zeros for a factor of 0, whatever the gradient is."""
+        if self.factor is None:
+            return grad
+        return jnp.where(self.factor == 0, 0, grad * self.factor.astype(grad.dtype))
 
     def taking(self, grad: jax.Array, cotangent: jax.Array) -> "Sink":
         """Returns its cotangent: what `grad` takes, and the square of the cotangent of the parameter."""
@@ -139,7 +141,7 @@ _use_last.defvjp(lambda finish, param, sink, place: (param, (sink, place)), _tot
 def empty(param: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Returns zeros for a sink of a parameter, which differ between devices where it does."""
     if shape == jnp.shape(param):
-        zeros = jnp.zeros_like(param, dtype=dtype)
+        zeros = compilers.on_mesh_of(param, jnp.zeros_like(param, dtype=dtype))
     else:  # a lone zero would be a constant, which is of no mesh
         zeros = jnp.sum(jnp.zeros((1, *shape), dtype), axis=0)
     missing = compilers.varying_axes(param) - compilers.varying_axes(zeros)

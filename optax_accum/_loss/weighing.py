@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arguments.rows import count_rows
+from optax_accum._arguments.rows import first_rows
 from optax_accum._core import arithmetic, dtypes
 from optax_accum._core.types import Index, Weight
 from optax_accum._loss import ratio
@@ -141,7 +141,7 @@ class ByTerms(Terms):
         return sum(jnp.where(share[key] != 0, _times(loss[key], share[key]), 0) for key in share)  # type: ignore[return-value]
 
     def of_output(self, loss: Any, index: Index, rows: Any) -> Any:
-        return count_rows(rows) / self.rows
+        return first_rows(rows) / self.rows
 
 
 @dataclasses.dataclass(frozen=True)

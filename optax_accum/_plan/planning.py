@@ -9,6 +9,7 @@ import numpy as np
 
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.counted import counted, there_are
+from optax_accum._arguments.signature import signature_of
 from optax_accum._compiled.footprint import shards_of
 from optax_accum._compiled.targets import Target
 from optax_accum._compiled.targets import target as find_target
@@ -21,7 +22,7 @@ from optax_accum._plan.trials import PASS_ON, MakeStep, Trial
 
 def plan_microbatches(
     make_step: MakeStep,
-    global_batch: int,
+    global_batch: int | None = None,
     *,
     target: str | Target | None = None,
     budget: int | float | str | None = None,
@@ -131,6 +132,8 @@ def plan_microbatches(
       (1, (1024,))
     """
     callables.as_function(make_step, "make_step", _REMEDY)
+    if options is None and "target" not in signature_of(make_step).keywords:
+        callables.check_takes("make_step", make_step, "the number of micro-batches", _REMEDY)
     rows = checks.as_count("global_batch", global_batch)
     builder = make_step if isinstance(make_step, Builder) else None
     if builder:
@@ -164,7 +167,10 @@ def plan_microbatches(
     return plan
 
 
-_REMEDY = "Pass lambda k: jax.jit(step_of(k)).lower(*shapes), or what of_loss and of_step return."
+_REMEDY = (
+    "Pass lambda k: jax.jit(step_of(k)).lower(*shapes), or what of_loss and of_step return: "
+    "plan_microbatches(of_loss(loss, tx, params, batch), global_batch)."
+)
 _WAYS_FOR_ARGUMENTS = (
     "Donate parameters and state (donate_argnums), shard them (FSDP, or ZeRO-1 with reduce_to), or keep the moments on "
     'the host (state_sharding(tx, params, offload="inner_opt_state")).'

@@ -131,6 +131,10 @@ class Device:
             )
         return self.any_of(alive)
 
+    def runs_together(self, program: Any) -> bool:
+        """Returns whether all devices must run a micro-batch that any runs, though each has a gradient of its own."""
+        return bool(self.axes) and not self._couples(program) and mapped.may_wait_for_all(program)
+
     def any_of(self, flags: Tree) -> Tree:
         """Returns which flags are set on any device."""
         any_of = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
@@ -157,6 +161,11 @@ class Device:
                 f"With reduce_axes, the loss must be that of each device's own rows: here it is the same on all "
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."
             )
+
+    def check_nested(self, program: Any) -> None:
+        """Raises for a loss, traced, with a `jax.shard_map` of its own that JAX cannot differentiate here."""
+        if self.axes:
+            mapped.check_nested(program, self.axes)
 
     def check_axes(self, results: Sequence[Any], *, of_optimizer: bool = False) -> None:
         """Raises where this is one of several devices in a `jax.shard_map`, and nobody says what becomes of theirs.

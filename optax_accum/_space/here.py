@@ -20,6 +20,8 @@ def here(reduction: Reduction) -> Space:
     if not axes:
         return Space()
     inside = meshes.is_manual(axes)
+    if not inside:
+        meshes.check_no_other_map(axes)
     if reduction.is_partial:
         return (PartialInShardMap if inside else PartialOverMesh)(reduction)
     if to is None:

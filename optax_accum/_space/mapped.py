@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_accum._core import compilers, dtypes, equations
 from optax_accum._core.leaves import parted
 from optax_accum._core.types import Axes, Tree
+from optax_accum._loss.backward import with_backward_pass
 from optax_accum._space import meshes
 
 
@@ -56,6 +57,12 @@ def per_device(
             if re.search("pcast|pvary", str(error)):
                 error.add_note(_FROM_ZEROS)
             raise
+        except ValueError as error:
+            if re.search("should match the mesh passed to shard_map|Tuple subset of `PartitionSpec`", str(error)):
+                raise ValueError(_nested(axes)) from error
+            if re.search("with_sharding_constraint|`manual_axis_type`|`vma`|passed to reshard|manual axes", str(error)):
+                raise ValueError(_CONSTRAINED.format(axes=axes)) from error
+            raise
         arrays, put_back = parted(sums, lambda leaf: not dtypes.is_float0(leaf))
         with_integers.append(put_back)
         return varying(as_row(arrays), axes), same
@@ -79,6 +86,36 @@ _FROM_ZEROS = (
     "same on all, such as zeros. Begin with one that is made of the batch, such as jnp.zeros_like(x[0]); a layer that "
     "makes it itself takes it as an argument (flax.linen.RNN: initial_carry)."
 )
+
+
+_CONSTRAINED = (
+    "With reduce_axes each device has rows of its own, so that fun cannot constrain shardings over them: "
+    "reduce_axes={axes}, and jax.lax.with_sharding_constraint or jax.sharding.reshard names one of these, or a mesh. "
+    "Constrain over the other axes only, by a PartitionSpec; or leave out reduce_axes."
+)
+
+
+def _nested(axes: Axes) -> str:
+    return (
+        f"With reduce_axes the loss runs inside a jax.shard_map over them, reduce_axes={axes}, and there JAX cannot "
+        "differentiate a jax.shard_map of the loss's own over other axes. Either call it inside one jax.shard_map over "
+        "all these axes, with the same reduce_axes, and let the loss communicate there; or leave out reduce_axes: the "
+        "gradient is the same, reduced at each micro-batch."
+    )
+
+
+def check_nested(program: Any, axes: Axes) -> None:
+    """Raises for a traced loss with a `jax.shard_map` of its own whose backward pass JAX cannot compile here.
+
+    What that keeps for the backward pass would lie over the axes, which are manual already.
+    """
+    if not any(equation.primitive.name == "shard_map" for equation in equations.all_equations(program.jaxpr)):
+        return
+    for equation in equations.all_equations(with_backward_pass(program).jaxpr):
+        if equation.primitive.name == "shard_map" and any(
+            set(axes) & set(meshes.names_of(entry)) for spec in equation.params["out_specs"] for entry in spec
+        ):
+            raise ValueError(_nested(axes))
 
 
 def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
@@ -134,12 +171,25 @@ def tells_apart(axes: Axes) -> bool:
 
 
 def communicates(program: Any, axes: Axes) -> bool:
-    """Returns whether a traced program takes something from other devices, inside `jax.shard_map`."""
+    """Returns whether a traced program takes something from other devices along the axes, inside `jax.shard_map`."""
+    return not set(axes).isdisjoint(_communicating(program))
+
+
+def may_wait_for_all(program: Any) -> bool:
+    """Returns whether devices that do not run a program may keep others waiting that do.
+
+    A collective over one axis may need the devices of all: a permute does. Over axes that are not manual, compilers put
+    them in as they like.
+    """
+    return bool(meshes.partitioned_axes()) or any(_communicating(program))
+
+
+def _communicating(program: Any) -> Iterator[str]:
+    """Yields the axes over which a traced program communicates."""
     for equation in equations.all_equations(program):
-        named = {*_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))}
-        if named & set(axes) and equation.primitive.name not in _ALONE:
-            return True
-    return False
+        if equation.primitive.name not in _ALONE:
+            named = *_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))
+            yield from (name for name in named if isinstance(name, str))
 
 
 def _names(axes: Any) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """Owns the mesh: which axes it has, how a leaf is sharded over them. Adds nothing."""
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -42,6 +43,23 @@ def is_manual(axes: Axes) -> bool:
             "Name all of them in the axis_names of the shard_map, or fewer in reduce_axes."
         )
     return bool(manual)
+
+
+def check_no_other_map(axes: Axes) -> None:
+    """Raises where `jax.pmap` or `jax.vmap` runs over an axis of this name."""
+    for axis in axes:
+        with contextlib.suppress(NameError):
+            jax.lax.axis_index(axis)
+            raise ValueError(
+                f"reduce_axes must name axes of a mesh: {axis!r} is that of jax.pmap or jax.vmap here. Take jax.jit on "
+                "a mesh, or jax.shard_map, in place of jax.pmap; under jax.vmap, leave out reduce_axes."
+            )
+
+
+def partitioned_axes() -> Axes:
+    """Returns the axes here that the partitioner shards over: those of several devices that no `shard_map` is over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1)
 
 
 def mesh_of(axes: Axes, *trees: Tree) -> Mesh:

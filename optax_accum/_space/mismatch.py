@@ -5,8 +5,9 @@ import jax.numpy as jnp
 
 from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_float0
-from optax_accum._core.leaves import by_path
+from optax_accum._core.leaves import by_path, is_array
 from optax_accum._core.types import Axes, Tree
+from optax_accum._loss.meter import Meter
 from optax_accum._space import mapped, meshes
 
 
@@ -42,6 +43,33 @@ def check_replicated(params: Tree, axes: Axes) -> None:
             )
 
 
+def check_shared(params: Tree, axes: Axes, results: Tree | None = None) -> None:
+    """Raises, inside `jax.shard_map`, where devices have parameters of their own: their gradients would be added.
+
+    With the `results` of a function on each device, [1, ...], only where one has the shape of such a parameter.
+    """
+    shapes = None if results is None else {jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(results)}
+    for path, leaf in by_path(params):
+        if mapped.differs(leaf, axes) and (shapes is None or (jnp.shape(leaf) and jnp.shape(leaf) in shapes)):
+            raise ValueError(
+                f"Inside jax.shard_map, parameters must be the same on all devices of reduce_axes={axes}, where their "
+                f"gradients are added: at {path} each device may have a shard of its own. Let the parameter in with "
+                'P(), which gathers it, and without defer_reduction; or take reduce_to="partial", and add up there the '
+                "gradients of the parameters that are shared (jax.lax.psum): a shard's own is the sum already."
+            )
+
+
+def refuse_shards(meter: Meter, params: Tree, axes: Axes) -> None:
+    """Raises where gradients are measured of which each device has a shard, over other axes of a `jax.shard_map`."""
+    for path, leaf in by_path(params):
+        if is_array(leaf) and (others := tuple(sorted(compilers.varying_axes(leaf) - set(axes)))):
+            meter.refuse(
+                f"Statistics are of whole gradients: at {path} each device of {others} may have a shard of its own. "
+                f"Leave {others} out of the axis_names of jax.shard_map, that is to the partitioner; or leave out "
+                "statistics."
+            )
+
+
 def _other_devices(had: tuple[int, ...], devices: int | None) -> str:
     sums = f"partial sums for {had[0]} devices" if had else "no partial sums"
     there = f", and there are {devices} devices" if devices else ""
@@ -71,5 +99,6 @@ def check_partials(grads: Tree, sums: Tree, axes: Axes, devices: int) -> None:
             raise ValueError(
                 f"With reduce_axes, gradients come as partial sums [d, ...]: at {path} the gradient has shape {new}, "
                 f"and partial sums have {old}, so it has been reduced already. Take it from value_and_grad or "
-                'accumulate with reduce_axes=..., reduce_to="partial", or call value_and_apply_gradients.'
+                'accumulate with reduce_axes=..., reduce_to="partial", or call value_and_apply_gradients, with an '
+                "optimizer that is in no chain: accumulate_gradients(optax.chain(...), reduce_axes=...)."
             )

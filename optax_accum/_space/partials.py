@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers, dtypes, tracing
 from optax_accum._core.types import Axes, Tree
-from optax_accum._space import mapped, meshes, narrow
+from optax_accum._space import mapped, meshes, mismatch, narrow
 from optax_accum._space.shards import Shard
 
 
@@ -38,7 +38,9 @@ def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
     Raises:
       ValueError: outside a `jax.shard_map` over these axes. There,
         `value_and_grad(..., reduce_axes=..., reduce_to="partial")` and
-        `value_and_apply_gradients` do all of it.
+        `value_and_apply_gradients` do all of it. A parameter of which each
+        device has a shard, which types tell only with `check_vma=True`:
+        gradients of different shards would be added.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_accum
@@ -60,6 +62,7 @@ def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
             f"defer_reduction works inside jax.shard_map over {axes}. Outside, use value_and_grad(..., "
             'reduce_axes=..., reduce_to="partial"), which returns the gradient of each device, [d, ...].'
         )
+    mismatch.check_shared(params, axes)
     return mapped.varying(params, axes)
 
 

@@ -221,6 +221,13 @@ class InShardMap(Several):
         mismatch.check_local(grads, self.axes)
         return self.as_partial(grads)
 
+    def check_params(self, params: Tree) -> None:
+        super().check_params(params)
+        mismatch.check_shared(params, self.axes)
+
+    def check_gradients(self, params: Tree, results: Tree) -> None:
+        mismatch.check_shared(params, self.axes, results)
+
     def _lacks(self) -> str | None:
         # Types know of no sum over devices that is written where partial sums lie, and is the same on all.
         return super()._lacks() or ("check_vma=False in jax.shard_map" if mapped.tells_apart(self.axes) else None)
@@ -265,4 +272,10 @@ class PartialOverMesh(Partial, OverMesh):
 
 
 class PartialInShardMap(Partial, InShardMap):
-    """Partial sums inside a `jax.shard_map` that stay: [...] on each device."""
+    """Partial sums inside a `jax.shard_map` that stay: [...] on each device, whose parameters may be its own."""
+
+    def check_params(self, params: Tree) -> None:
+        mismatch.check_replicated(params, self.axes)
+
+    def check_gradients(self, params: Tree, results: Tree) -> None:
+        pass

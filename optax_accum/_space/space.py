@@ -142,5 +142,8 @@ class Space:
     def check_params(self, params: Tree) -> None:
         """Raises where parameters would be gathered unasked."""
 
+    def check_gradients(self, params: Tree, results: Tree) -> None:
+        """Raises where results that are added over the devices are gradients of shards."""
+
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
         """Raises for a state of other devices: `weight` is its."""

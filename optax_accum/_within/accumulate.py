@@ -214,6 +214,7 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
         run = functools.partial(_on_device, rules, tracing.is_again(list(call.arguments.values())))
     space = here(rules.over)
     local, carry = space.run(run, call)
+    space.check_gradients(call[call.params], local)
     results = space.outputs(reductions.names_of(rules.reduction, local, "reduction"), local)
     return rules.returns.joined(Parts(results, carry=carry))
 
@@ -231,6 +232,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
         micro_batches = dataclasses.replace(micro_batches, parts=functools.partial(_closing_over, closure, parts))
     static = static or tracing.is_differentiated(program.consts)  # what `fun` closes over
     device.check_axes(program.out_avals)
+    device.check_nested(program)
     scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
     weighing, alive = weights.weigh(micro_batches, rules.weight_fn, scalar, program.jaxpr, lambda _: {})
     outputs = rules.outputs(shapes.loss, micro_batches.split)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core import arithmetic, dtypes, equations, tracing
+from optax_accum._core import arithmetic, compilers, dtypes, equations, tracing
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.backward import Backward, contribution
@@ -130,6 +130,9 @@ class Cut:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         index, call, inside = turn.index, turn.call, self.inside
         fun = lambda params: self.rules.parts(call.with_values(call.params, params))
+        if inside and inside.factor is not None:
+            local = self.micro_batches.at(index, self.alive.local)
+            inside = dataclasses.replace(inside, factor=jnp.asarray(local, dtypes.default_float()))
         if inside and self.overlaps and isinstance(index, int) and index == self.micro_batches.split.last:
             inside = inside.last(refs, self.device.added_up(self.empty), self.micro_batches.last_of(self.alive.local))
         return contribution(fun, call[call.params], self.weighing, index, inside, self.scale)
@@ -168,21 +171,27 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     call = device.localized(call, call.params)
     params = call[call.params]
     empty, kinds = arithmetic.zeros(params, rules.accumulator_dtype), rules.kinds(params)
+    empty = jax.tree.map(compilers.on_mesh_of, params, empty)
     micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
     program, shapes = micro_batches.traced(call.params)
     again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
     static = again or rules.unroll or rules.in_place is False
     device.check_axes(program.out_avals)
+    device.check_nested(program)
     device.check_loss(program.jaxpr, program.out_avals[: len(jax.tree.leaves(shapes.loss))])
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
     weighing, alive = weights.weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
     weighing.check_meter(rules.meter)
+    if device.count * micro_batches.split.parts == 1:
+        rules.meter.warn_of_one_sample()
     split, counted = micro_batches.split, weighing.counts_outputs
     scale = 1.0 if counted else _scale(rules, device.count * split.parts, kinds, program.jaxpr)
     outputs = reductions.outputs_of(rules.aux_reduction, shapes.aux, split, counted=counted)
     unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
     squares = () if unless else rules.meter.no_squares(params)
-    inside = added_inside(rules.in_place, params, empty, program, weighing, squares, unless=unless)
+    selects = alive.together and not all(isinstance(flag, bool) for flag in alive.local)
+    factor = jnp.ones([]) if selects else None  # what is run, and not alive, is left out where its gradient arises
+    inside = added_inside(rules.in_place, params, empty, program, weighing, squares, factor, unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(_AGAIN)
     inside_all = inside is not None and set(jax.tree.leaves(kinds)) == {"mean"}

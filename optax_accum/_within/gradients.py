@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic
+from optax_accum._core import arithmetic, compilers
 from optax_accum._core.types import Tree
 from optax_accum._loss.backward import Backward
 from optax_accum._space.space import Reduced, Space
@@ -32,7 +32,10 @@ def add(refs: Leaves, totals: Leaves, backward: Backward, names: Tree) -> tuple[
     if backward.inside is None:
         grads = jax.tree.leaves(backward.gradient())
     else:
-        new = [None if total is None else jax.new_ref(jnp.zeros_like(total)) for total in totals]
+        new = [
+            None if total is None else jax.new_ref(compilers.on_mesh_of(total, jnp.zeros_like(total)))
+            for total in totals
+        ]
         squares = backward.add_to([value if ref is None else ref for ref, value in zip(refs, new, strict=True)])
         grads = [None if value is None else jax.freeze(value) for value in new]
 

@@ -28,10 +28,12 @@ class Alive(NamedTuple):
       local: those of this device.
       turns: those that have a turn, here or on another device: what one micro-batch hands on to the next is handed on
         by all devices, so that it stays the same on all.
+      together: whether all devices run a turn that any takes: what is not alive here is run, and then left out.
     """
 
     local: Flags
     turns: Flags
+    together: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,10 @@ class MicroBatches:
         def take_turn(index: Any, done: Done) -> Done:
             if alive.local is alive.turns:
                 return run(index, done)
-            local = self._at(index, alive.local)
+            local = self.at(index, alive.local)
+            if alive.together:
+                sums, carry = run(index, done)
+                return selected(local, sums, done[0]), carry
             done = loops.if_alive(local, functools.partial(run, index), done, static=static)
             return loops.if_alive(negated(local), functools.partial(hand_on, index), done, static=static)
 
@@ -120,9 +125,14 @@ class MicroBatches:
         sums = selected(self.last_of(alive.local), sums, done[0])
         return sums, selected(self.last_of(alive.turns), carry, done[1])
 
+    def at(self, index: Index, flags: Flags) -> Flag:
+        """Returns the flag of one micro-batch."""
+        full, rest = flags
+        return rest if self.split.is_rest(index) else full if isinstance(full, bool) else full[index]
+
     def last_of(self, flags: Flags) -> Flag:
         """Returns the flag of the last micro-batch."""
-        return self._at(self.split.last, flags)
+        return self.at(self.split.last, flags)
 
     def undifferentiable(self, message: str) -> "MicroBatches":
         """Returns micro-batches that raise `message` when they are differentiated through a `jit`."""
@@ -145,11 +155,6 @@ class MicroBatches:
     def _handed_on(self, parts: Parts) -> Tree:
         self.device.check_carry(parts.carry)
         return dtypes.strong(parts.carry)
-
-    def _at(self, index: Index, flags: Flags) -> Flag:
-        """Returns the flag of one micro-batch."""
-        full, rest = flags
-        return rest if self.split.is_rest(index) else full if isinstance(full, bool) else full[index]
 
 
 def cut(parts: Callable[[Call], Parts], device: Device, call: Call, sizes: splitting.Sizes) -> MicroBatches:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core
 
-from optax_accum._core import dtypes, tracing
+from optax_accum._core import compilers, dtypes, tracing
 from optax_accum._core.leaves import is_array
 from optax_accum._core.types import Tree
 
@@ -85,7 +85,8 @@ def _same(leaf: Any) -> Any:
 
 def _is_narrow(leaf: Any) -> bool:
     """Returns whether the gradient of a leaf, if JAX may ask for it, would be added in its narrow dtype."""
-    return isinstance(leaf, Tracer) and dtypes.is_narrow(jnp.result_type(leaf))
+    may_be_asked = isinstance(leaf, Tracer) and not compilers.is_reference(leaf)
+    return may_be_asked and dtypes.is_narrow(jnp.result_type(leaf))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

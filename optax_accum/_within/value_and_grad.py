@@ -18,6 +18,7 @@ from optax_accum._loss.meter import Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._loss.weighing import divided
 from optax_accum._space.here import as_reduction, here
+from optax_accum._space.mismatch import refuse_shards
 from optax_accum._within import by_level, gradients, microbatches, reductions, splitting, traced
 from optax_accum._within.cut import Rules, cut
 from optax_accum._within.one_pass import Given, OnePass, one_pass
@@ -395,6 +396,7 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
     call = microbatches.checked_batch(call, rules.sizes)
     space = here(rules.over)
     space.check_params(call[call.params])
+    refuse_shards(rules.meter, call[call.params], rules.over.axes)
 
     local, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)
     outputs = jax.tree.map(space.output, reductions.names_of(rules.aux_reduction, local.outputs), local.outputs)

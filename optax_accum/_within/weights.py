@@ -33,7 +33,9 @@ def weigh(
     local = _live(full), _live(rest)
     if weight_fn is not None or ratio.is_ratio(loss):
         local = device.agreed(program, local)
-    alive = Alive(local, local if micro_batches.call.carry is None else device.any_of(local))
+    together = device.runs_together(program)
+    alone = micro_batches.call.carry is None and not together
+    alive = Alive(local, local if alone else device.any_of(local), together)
     known: dict[str, Any] = {"shares": full, "rest": rest, "weight": total, "full": micro_batches.split.full}
     if isinstance(full, dict):
         return ByTerms(**known, rows=_live_rows(micro_batches, local)), alive

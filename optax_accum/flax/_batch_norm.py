@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
 
+from optax_accum._core import dtypes
 from optax_accum._core.leaves import for_each_leaf
 from optax_accum._core.types import Tree
 
@@ -44,7 +45,7 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
     check_stats(old, new)
     new, old = unfreeze(new), unfreeze(old)
     momenta = momentum_of_each(momentum, old)
-    wide = lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+    wide = lambda leaf: jnp.asarray(leaf, dtypes.wide(jnp.result_type(leaf)))
     less = jax.tree.map(lambda momentum, new, old: (wide(new) - wide(old)) / (1 - momentum), momenta, new, old)
     return _map_pairs(lambda mean, var: (mean, var + mean**2), less)
 

@@ -193,7 +193,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         Raises:
           TypeError: a metric that is no real number; an extra argument that
             looks like one of these, misspelt.
-          ValueError: metrics of other names or that are no scalars;
+          ValueError: metrics of other names, missing, or no scalars;
             `batch_stats` of another tree.
         """
         fields = field_names(type(self))
@@ -214,6 +214,7 @@ class TrainState(train_state.TrainState, kw_only=True):
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             moments, stats = self._add_stats(replaced.pop("batch_stats", None), counted, micro_step)
             replaced, window = {"batch_stats": stats, **replaced}, window._replace(moments=moments)
+            _window.check_given(self.window.metrics, metrics, weight)
         if new is not None:
             maxima, overwritten = self._overwrite(new, old, micro_step)
             params, window = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}, window._replace(maxima=maxima)

@@ -109,7 +109,7 @@ class Optimizer(nnx.Optimizer):
         Raises:
           TypeError: a metric that is no real number; an extra argument that
             looks like one of these, misspelt.
-          ValueError: metrics of other names or that are no scalars;
+          ValueError: metrics of other names, missing, or no scalars;
             gradients of other variables than those of `wrt`; a model with
             other layers than before.
         """
@@ -129,6 +129,8 @@ class Optimizer(nnx.Optimizer):
         if "moments" in window:
             counted = counted if stats_weight is None else _window.as_weight(stats_weight)
             window = _step_stats(model, window, counted, micro_step)
+        if before is not None:
+            _window.check_given(window["metrics"], metrics, as_pure(weight))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state))
         nnx.update(self.window, nnx.state(window))

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from optax_accum._across.transformation import axes_of
 from optax_accum._arguments.rows import count_rows
-from optax_accum._core import sums
+from optax_accum._core import dtypes, sums
 from optax_accum._core.leaves import is_array
 from optax_accum._core.state import AccumulationState, holds_partial_sums, holds_sum, map_states, states_in
 from optax_accum._core.sums import WeightedSum
@@ -101,7 +102,7 @@ def wide(value: Any) -> jax.Array:
     """Returns a number or an array in at least float32; 2^40 of Python or NumPy is no int32."""
     if not isinstance(value, jax.Array):
         value = np.asarray(value, float)
-    return jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
+    return jnp.asarray(value, dtypes.wide(jnp.result_type(value)))
 
 
 def add(totals: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroStep) -> WeightedSum:
@@ -123,6 +124,17 @@ def add_metrics(
         )
     check_metrics(metrics)
     return {name: add(totals[name], wide(metrics[name]), weight, micro_step) for name in totals}
+
+
+def check_given(totals: dict[str, WeightedSum], metrics: Any, weight: Any) -> None:
+    """Raises where metrics that a window averages do not come with a micro-batch that may count."""
+    may_count = weight is None or isinstance(weight, Tracer) or np.any(weight)
+    if totals and metrics is None and may_count:
+        raise ValueError(
+            "Each micro-step must be given the metrics that were announced, or their means over the window would be "
+            f"wrong: metrics={tuple(sorted(totals))} were, and apply_gradients, or update, has metrics=None. Pass a "
+            "dict of them; only a call with weight=0 needs none. Or create it without metrics."
+        )
 
 
 def add_stats(

@@ -140,6 +140,7 @@ def test_what_is_left_out_is_no_sample(nonfinite, every, batches):
     np.testing.assert_allclose(statistics.gradient_noise_scale(state)[:2], expected(WINDOW), rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Noise is measured between")
 def test_of_one_micro_batch_nothing_is_known():
     tx = accumulate(every=1)
     state = trained(tx, WINDOW)
@@ -328,6 +329,7 @@ def test_within_a_call(fun, unit, options):
     assert told.step_weight * len(samples) == unit * 20
 
 
+@pytest.mark.filterwarnings("ignore:Noise is measured between")
 def test_within_a_call_by_group_smoothed_and_of_what_is_a_gradient():
     params = {"a": jnp.ones(3), "b": jnp.ones(3), "kept": jnp.zeros(3)}
     fun = lambda p, rows: loss(p["a"] + p["b"], rows) + 0.1 * jnp.sum(p["b"]) + 7.0 * jnp.sum(p["kept"])

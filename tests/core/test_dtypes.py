@@ -171,6 +171,34 @@ def test_our_own_arithmetic_promotes_nothing(dtype, options):
     assert updates.dtype == dtype
 
 
+@pytest.mark.usefixtures("strict_dtypes")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_nor_does_it_where_parameters_are_narrow(dtype):
+    """In place and after the backward pass, on every path of a loss."""
+    w, x = jnp.ones((3, 2), dtype), jnp.ones((8, 3), dtype)
+    loss = lambda w, x: jnp.mean(jnp.square((x @ w).astype(jnp.float32)))
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
+    for in_place in (None, False):
+        grad = jax.jit(optax_accum.value_and_grad(loss, 3, in_place=in_place))(w, x)[1]
+        step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place))
+        assert (grad.dtype, step(w, tx.init(w), x)[1].dtype) == (dtype, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other", "holds"),
+    [
+        (jnp.float32, jnp.bfloat16, True),
+        (jnp.float16, jnp.bfloat16, False),
+        (jnp.bfloat16, jnp.float16, False),
+        (jnp.float32, jnp.float8_e4m3fn, True),
+        (jnp.float32, jnp.complex64, False),
+        (jnp.complex64, jnp.float32, True),
+    ],
+)
+def test_which_dtype_has_the_numbers_of_another(dtype, other, holds):
+    assert dtypes.holds(dtype, other) is holds
+
+
 def test_mixed_dtypes_in_one_tree():
     params = {"a": gradient(jnp.bfloat16, 0), "b": gradient(jnp.float32, 1), "c": gradient(jnp.complex64, 2)}
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)

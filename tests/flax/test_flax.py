@@ -477,11 +477,26 @@ def test_sums_begin_anew_and_a_late_flush_closes():
     close(state.batch_stats, want)
     assert_allclose(state.window_metrics()["loss"], 10)
     old, left = state.batch_stats, normalised(state, (X[:4], Y[:4]))[1]
-    state = state.apply_gradients(grads=zeros)
+    state = state.apply_gradients(grads=zeros, metrics={"loss": 2})
     state = state.apply_gradients(grads=zeros, batch_stats=left, metrics={"loss": 2}, flush=True)
     assert_allclose(state.window_metrics()["loss"], 2)
     close(state.batch_stats, left)
     assert np.max(np.abs(old["BatchNorm_0"]["mean"] - left["BatchNorm_0"]["mean"])) > 1e-3
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda step: step], ids=["jit", "eager"])
+def test_announced_metrics_must_come(jit):
+    """The window's loss was NaN, without a word."""
+    state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), every=2), metrics=("loss",))
+    grads = jax.tree.map(jnp.zeros_like, state.params)
+    message = r"metrics=\('loss',\) were, and apply_gradients.* has metrics=None. Pass a dict of them"
+    with pytest.raises(ValueError, match=message):
+        jit(lambda state, grads: state.apply_gradients(grads=grads))(state, grads)
+    with pytest.raises(ValueError, match=message):
+        jit(lambda state, grads, weight: state.apply_gradients(grads=grads, weight=weight))(state, grads, 3.0)
+    close(
+        created(optax_accum.accumulate_gradients(optax.sgd(0.1), 2)).apply_gradients(grads=grads).params, state.params
+    )
 
 
 def test_float16_with_a_dynamic_scale():

@@ -368,9 +368,16 @@ def test_sums_begin_anew_and_a_late_flush_closes():
     optimizer.update(model, grads, metrics={"loss": 10.0})
     optimizer.update(model, jax.tree.map(jnp.zeros_like, grads), weight=0, flush=True)
     close(statistics(model), statistics(whole))
-    optimizer.update(model, grads)
     optimizer.update(model, grads, metrics={"loss": 2})
     assert_allclose(optimizer.window_metrics()["loss"], 2)
+
+
+def test_announced_metrics_must_come():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    with pytest.raises(ValueError, match=r"metrics=\('loss',\) were, and .* has metrics=None. Pass a dict of them"):
+        optimizer.update(model, nnx.state(model, nnx.Param), weight=3.0)
 
 
 def test_a_micro_step_takes_no_memory_beside_the_state():

@@ -1,5 +1,7 @@
 """Inside a user's `jax.shard_map`, and on Explicit meshes: weights counted once, what is returned, what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from tests import paths
 from tests.pairs import every_pair
+from tests.versions import JAX, since
 
 BATCH = paths.rows()
 loss = paths.loss_of(("gathers",))
@@ -145,3 +148,175 @@ def test_a_loss_of_each_device_needs_the_axes_in_every_way():
         inside = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
         with pytest.raises(ValueError, match=f"differs between devices needs reduce_axes.*{message}"):
             jax.jit(inside).lower(paths.params(), BATCH)
+
+
+SHARDED = {"w": np.float32([[1, 2], [3, 4], [5, 6], [7, 8]]), "b": np.float32([1, -1])}
+SHARDS = {"w": P("data"), "b": P()}
+GATHERED_ROWS = np.random.default_rng(2).normal(size=(8, 4)).astype("f")
+
+
+def gathering(params, x):
+    """A mean over rows, of a matrix of which each device has a shard."""
+    whole = jax.lax.all_gather(params["w"], "data", tiled=True)
+    return jnp.mean((x @ whole + params["b"][None]) ** 2)
+
+
+def stepped(params, x):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduce_axes="data")
+    return optax_accum.value_and_apply_gradients(gathering, tx)(
+        params, tx.init(jax.tree.map(jnp.zeros_like, params)), x
+    )
+
+
+def per_device(run, out_specs, **options):
+    mesh = paths.mesh_of("Auto")
+    run = jax.shard_map(run, mesh=mesh, in_specs=(SHARDS, P("data")), out_specs=out_specs, **options)
+    with jax.set_mesh(mesh):
+        return jax.jit(run)(SHARDED, GATHERED_ROWS)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda params, x: optax_accum.value_and_grad(gathering, 2, reduce_axes="data")(params, x)[1],
+        lambda params, x: optax_accum.accumulate(jax.grad(gathering), 2, reduce_axes="data")(params, x),
+        lambda params, x: stepped(params, x)[1],
+        lambda params, x: optax_accum.sharding.defer_reduction(params, "data"),
+    ],
+    ids=["value_and_grad", "accumulate", "value_and_apply_gradients", "defer_reduction"],
+)
+def test_gradients_of_different_shards_are_not_added(run):
+    with pytest.raises(ValueError, match=r"must be the same on all devices of reduce_axes.*\['w'\].*partial"):
+        per_device(run, SHARDS)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_partial_gradients_of_shards_are_whole(check_vma):
+    """The remedy; and what is no gradient is added as ever."""
+
+    def run(params, x):
+        value = optax_accum.accumulate(gathering, 2, reduce_axes="data")(params, x)
+        grad = optax_accum.value_and_grad(gathering, 2, reduce_axes="data", reduce_to="partial")(params, x)[1]
+        shared = jax.lax.psum(grad["b"], "data")
+        return value, jax.tree.map(lambda leaf: leaf / 2, {**grad, "b": shared})  # a mean over two devices
+
+    plain = lambda params, x: jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+    want = jax.value_and_grad(plain)(SHARDED, GATHERED_ROWS)
+    got = per_device(run, (P(), SHARDS), check_vma=check_vma)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5), got, want)
+
+
+ROWS = np.random.default_rng(3).normal(size=(8, 3)).astype("f")
+
+
+def ring(w, x):
+    """A product whose columns go around the other axis, as in ring attention."""
+    return jax.lax.ppermute(x @ w, "other", [(0, 1), (1, 0)])
+
+
+def ring_loss(ringed, w, x):
+    return jnp.mean((ringed(w, x) * jnp.arange(4.0)[None] - 1) ** 2)
+
+
+@pytest.mark.parametrize("names_its_mesh", [False, True])
+@pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients"])
+def test_a_loss_with_a_shard_map_of_its_own_under_reduce_axes(way, names_its_mesh):
+    """XLA's own error, in plain JAX, too: here one that says the two ways that work."""
+    mesh = paths.mesh_of("Auto")
+    own = {"mesh": mesh} if names_its_mesh else {}
+    specs = {"in_specs": (P(None, "other"), P()), "out_specs": P(None, "other"), "axis_names": {"other"}}
+    loss = functools.partial(ring_loss, jax.shard_map(ring, **specs, **own))
+
+    def across(w, x):
+        tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduce_axes="data")
+        return optax_accum.value_and_apply_gradients(loss, tx)(w, tx.init(w), x)
+
+    run = {
+        "value_and_grad": optax_accum.value_and_grad(loss, 2, reduce_axes="data"),
+        "accumulate": optax_accum.accumulate(jax.grad(loss), 2, reduce_axes="data"),
+        "value_and_apply_gradients": across,
+    }[way]
+    with jax.set_mesh(mesh):
+        w, x = paths.on_mesh(mesh, np.ones((3, 4), "f"), P(None, "other")), paths.on_mesh(mesh, ROWS, P("data"))
+        with pytest.raises(
+            ValueError, match=r"reduce_axes=\('data',\).*inside one jax.shard_map over all.*or leave out"
+        ):
+            jax.jit(run).lower(w, x)
+
+
+def test_the_two_ways_for_a_loss_that_communicates_over_another_axis():
+    mesh, w = paths.mesh_of("Auto"), np.ones((3, 4), "f")
+    specs = {"in_specs": (P(None, "other"), P()), "out_specs": P(None, "other"), "axis_names": {"other"}}
+    without = optax_accum.value_and_grad(functools.partial(ring_loss, jax.shard_map(ring, mesh=mesh, **specs)), 2)
+
+    def of_columns(w, x):
+        mine = jax.lax.dynamic_slice_in_dim(jnp.arange(4.0), jax.lax.axis_index("other") * 2, 2)
+        return jax.lax.pmean(jnp.mean((ring(w, x) * mine[None] - 1) ** 2), "other")
+
+    in_one = jax.shard_map(
+        lambda w, x: optax_accum.value_and_grad(of_columns, 2, reduce_axes="data")(w, x)[1],
+        mesh=mesh,
+        in_specs=(P(None, "other"), P("data")),
+        out_specs=P(None, "other"),
+    )
+    with jax.set_mesh(mesh):
+        placed = paths.on_mesh(mesh, w, P(None, "other")), paths.on_mesh(mesh, ROWS, P("data"))
+        got = [jax.jit(without)(*placed)[1], jax.jit(in_one)(*placed)]
+    rolled = lambda w, x: jnp.roll(x @ w, 2, axis=1)
+    want = jax.grad(functools.partial(ring_loss, rolled))(w, ROWS)
+    for grad in got:
+        np.testing.assert_allclose(np.asarray(grad), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "constrain",
+    [
+        pytest.param(
+            jax.lax.with_sharding_constraint, marks=since(0, 8, 0, why="before, some are refused when compiling")
+        ),
+        jax.sharding.reshard,
+    ],
+)
+@pytest.mark.parametrize("names_its_mesh", [False, True])
+def test_a_loss_that_constrains_over_the_reduced_axis(mesh, constrain, names_its_mesh):
+    """JAX spoke of its own types."""
+    to = NamedSharding(mesh, P("data")) if names_its_mesh else P("data")
+    f = optax_accum.value_and_grad(lambda w, x: jnp.mean(constrain(x @ w, to)), 2, reduce_axes="data")
+    with pytest.raises(ValueError, match=r"reduce_axes=\('data',\), and jax.lax.with_sharding_constraint.*Constrain"):
+        jax.jit(f).lower(jnp.ones((3, 4)), paths.on_mesh(mesh, ROWS, P("data")))
+
+
+def test_statistics_are_not_taken_of_shards():
+    """Those over another axis of the user's `jax.shard_map`: types did not fit, somewhere."""
+    mesh, w = paths.mesh_of("Auto"), np.ones((3, 4), "f")
+    loss = lambda w, x: jax.lax.pmean(jnp.mean((x @ w) ** 2), "other")
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduce_axes="data", statistics=True)
+    within = lambda w, x: optax_accum.value_and_grad(loss, 2, reduce_axes="data", statistics=True)(w, x)[1]
+    across = lambda w, x: optax_accum.value_and_apply_gradients(loss, tx)(w, tx.init(w), x)[1]
+    for run in (within, across):
+        run = jax.shard_map(run, mesh=mesh, in_specs=(P(None, "other"), P("data")), out_specs=P(None, "other"))
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"at .* each device of \('other',\) may have a shard"):
+            jax.jit(run).lower(w, ROWS)
+
+
+before_pmap_is_a_shard_map = pytest.mark.skipif(JAX >= (0, 8, 0), reason="JAX 0.8: jax.pmap is a jax.shard_map")
+
+
+@pytest.mark.parametrize("mapped", [jax.vmap, pytest.param(jax.pmap, marks=before_pmap_is_a_shard_map)])
+def test_an_axis_of_another_map_is_no_mesh_axis(mapped):
+    """It was asked for a mesh."""
+    f = optax_accum.value_and_grad(lambda w, x: jnp.mean(x * w), 2, reduce_axes="data")
+    with pytest.raises(ValueError, match="'data' is that of jax.pmap or jax.vmap here. Take jax.jit on a mesh"):
+        mapped(f, axis_name="data", in_axes=(None, 0))(1.0, jnp.ones((2, 4)))
+
+
+def test_a_chain_around_the_optimizer_is_named_where_partial_sums_are_missing(mesh):
+    """It told who had called `value_and_apply_gradients` to call that."""
+    clip, loss = optax.clip_by_global_norm(1.0), lambda w, x: jnp.mean((x @ w) ** 2)
+    outside = optax.chain(clip, optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduce_axes="data"))
+    inside = optax_accum.accumulate_gradients(optax.chain(clip, optax.sgd(1.0)), 2, reduce_axes="data")
+    w, x = paths.on_mesh(mesh, np.ones((3, 4), "f"), P()), paths.on_mesh(mesh, ROWS, P("data"))
+    step = lambda tx: jax.jit(optax_accum.value_and_apply_gradients(loss, tx)).lower(w, tx.init(w), x)
+    with pytest.raises(ValueError, match=r"an optimizer that is in no chain: accumulate_gradients\(optax.chain"):
+        step(outside)
+    step(inside)  # the remedy

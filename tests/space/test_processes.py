@@ -1,5 +1,6 @@
 """Real processes: they train what one process trains, survive SIGKILL, and go on in other numbers."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -254,6 +255,12 @@ def test_the_help_names_each_option_and_its_default(capsys):
     assert "rows that fit on one device (default: 16)" in out
 
 
+def restored_from(folder, params, state):
+    """The checkpoint that a run goes on from."""
+    with contextlib.closing(processes.Checkpoints(Settings(checkpoints=str(folder)))) as checkpoints:
+        return checkpoints.restore(lambda devices: (params, state))
+
+
 def test_a_checkpoint_that_was_cut_is_not_picked_up(tmp_path):
     manager = processes.Checkpoints(Settings(checkpoints=str(tmp_path)))
     params, state = {"w": jnp.ones(3)}, {"s": jnp.zeros(3)}
@@ -264,9 +271,7 @@ def test_a_checkpoint_that_was_cut_is_not_picked_up(tmp_path):
     for path in list(whole.rglob("*"))[:3]:
         if path.is_file():
             (half / path.name).write_bytes(path.read_bytes()[:10])
-    seen, restored, _, devices = processes.Checkpoints(Settings(checkpoints=str(tmp_path))).restore(
-        lambda devices: (params, state)
-    )
+    seen, restored, _, devices = restored_from(tmp_path, params, state)
     assert (seen, devices) == (100, 1)
     assert_array_equal(restored["w"], params["w"])
 
@@ -281,6 +286,27 @@ def test_a_run_goes_on_with_the_global_batch_that_it_began_with(tmp_path):
         other.restore(lambda devices: (tree, tree))
 
 
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
+    """The second deleted what the first was writing, and the first died."""
+    first = processes.Checkpoints(Settings(checkpoints=str(tmp_path)))
+    with pytest.raises(ValueError, match="--checkpoints=.*, and another run is there. Pass another folder"):
+        processes.Checkpoints(Settings(checkpoints=str(tmp_path)))
+    first.close()
+    processes.Checkpoints(Settings(checkpoints=str(tmp_path))).close()
+
+
+def test_a_checkpoint_of_more_updates_than_asked_for(tmp_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+    run = lambda updates: processes.Run(
+        asked(processes=1, updates=updates, save_every=13, checkpoints=str(tmp_path)), mesh
+    )
+    with jax.set_mesh(mesh), jax.numpy_rank_promotion("allow"):
+        run(2).train()
+        with pytest.raises(ValueError, match="--updates=1, and it has 2. Pass more, or another folder"):
+            run(1).train()
+    assert "made 1 update of" in processes._shown(Settings(updates=1), 1)
+
+
 def test_a_checkpoint_without_a_note_is_taken_where_no_other_has_one(tmp_path):
     """A crash between a checkpoint and the note of its digests: nobody knows what the disk has lost of it."""
     params, state = {"w": jnp.ones(3)}, {"s": jnp.zeros(3)}
@@ -290,7 +316,7 @@ def test_a_checkpoint_without_a_note_is_taken_where_no_other_has_one(tmp_path):
     manager.close()
     for seen, noted in ((200, 100), (100, 100)):
         (tmp_path / str(seen) / "digests").unlink()
-        found = processes.Checkpoints(Settings(checkpoints=str(tmp_path))).restore(lambda devices: (params, state))
+        found = restored_from(tmp_path, params, state)
         assert found[0] == noted
 
 
@@ -305,7 +331,7 @@ def test_a_checkpoint_whose_bytes_have_changed_is_passed_over(tmp_path):
         (path for path in (tmp_path / "200").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
     )
     largest.write_bytes(bytes(byte ^ 255 for byte in largest.read_bytes()))
-    found = processes.Checkpoints(Settings(checkpoints=str(tmp_path))).restore(lambda devices: (params, state))
+    found = restored_from(tmp_path, params, state)
     assert found[0] == 100
     assert_array_equal(found[1]["w"], params["w"])
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import optax_accum
 from tests import problems, programs
-from tests.versions import in_places, needs_references
+from tests.versions import in_places, needs_references, since
 
 START, BATCH = problems.params(), problems.rows(12)
 WHOLE = jax.jit(jax.value_and_grad(problems.loss))(START, BATCH)
@@ -903,3 +903,55 @@ def test_shares_of_a_gradient_do_not_vanish_in_float16(how):
             jnp.zeros((4, 4)), (x, y)
         )[0]
         chex.assert_trees_all_close(value[1], measured, rtol=1e-2)
+
+
+@pytest.mark.parametrize("how", [{}, {"in_place": False}], ids=str)
+def test_nor_do_they_at_the_cast_of_a_float16_parameter(how):
+    """Which the loss casts up before it is used: the backward pass ends in float16."""
+    loss = lambda w, x: jnp.mean(x * w.astype(jnp.float32))
+    w, x = jnp.float16(1), jnp.full(64, 3e-6)  # a share of it is less than half of the smallest number
+    options = {"accumulator_dtype": jnp.float32, **how}
+    got = jax.jit(optax_accum.value_and_grad(loss, 64, **options))(w, x)[1]
+    np.testing.assert_allclose(got, 3e-6, rtol=0.02)
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **how))
+    _, _, state = step(w, tx.init(w), x, weight=1e-4)
+    np.testing.assert_allclose(state.acc_grads / 1e-4, 3e-6, rtol=0.02)
+
+
+@since(0, 7, 2, why="references")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients"])
+def test_a_loss_writes_to_a_reference(way, dtype):
+    """Once for each micro-batch, as a log does; `jax.value_and_grad` takes such a loss, too."""
+
+    @jax.jit
+    def run(w, x):
+        log = jax.new_ref(jnp.zeros([], dtype))
+
+        def loss(w, x):
+            log[...] += x[0].astype(dtype)
+            return jnp.mean((x * w.astype(jnp.float32)) ** 2)
+
+        if way == "value_and_apply_gradients":
+            tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
+            return w - optax_accum.value_and_apply_gradients(loss, tx)(w, tx.init(w), x)[1], log[...]
+        if way == "accumulate":
+            return optax_accum.accumulate(jax.grad(loss), 2)(w, x), log[...]
+        return optax_accum.value_and_grad(loss, 2)(w, x)[1], log[...]
+
+    grad, log = run(dtype(1), jnp.arange(1.0, 5.0))
+    assert (grad, log) == (15, 1 if way == "value_and_apply_gradients" else 3)
+
+
+def test_terms_of_a_stacked_batch_whose_leaves_have_several_lengths():
+    """Energies and forces, inner and edge points: each term is a mean over its own rows."""
+    batch = {"inner": jnp.ones((6, 10, 2)), "edge": jnp.ones((6, 3, 2))}
+    loss = lambda w, batch: {name: 4 * jnp.mean((rows @ w) ** 2) for name, rows in batch.items()}
+    weigh = lambda batch: {name: float(len(rows)) for name, rows in batch.items()}
+    whole = lambda w: sum(loss(w, jax.tree.map(lambda leaf: leaf.reshape(-1, 2), batch)).values())
+    f = optax_accum.value_and_grad(loss, stacked=True, weight_fn=weigh)
+    close(jax.jit(f)(jnp.ones(2), batch)[1], jax.grad(whole)(jnp.ones(2)))
+    with_aux = lambda w, batch: (loss(w, batch), batch["edge"].mean())
+    f = optax_accum.value_and_grad(with_aux, stacked=True, weight_fn=weigh, has_aux=True)
+    np.testing.assert_allclose(jax.jit(f)(jnp.ones(2), batch)[0][1], 1, rtol=1e-6)

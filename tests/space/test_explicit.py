@@ -1,0 +1,73 @@
+"""On an Explicit mesh that arrays alone tell of, with no `jax.set_mesh`: gradients as with it, in place where JAX can."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optax_accum
+from tests import paths
+from tests.versions import needs_references
+
+W = np.random.default_rng(0).normal(size=(3, 4)).astype("f")
+X = np.random.default_rng(1).normal(size=(8, 3)).astype("f")
+
+
+def plain(params, x):
+    return jnp.mean(((x @ params["w"]) * params["scale"][None] - 1) ** 2)
+
+
+def in_a_shard_map(params, x):
+    """Of the user's own, where a parameter meets its result."""
+    mesh = jax.typeof(x).sharding.mesh
+    product = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("data"), P(None, "other")), out_specs=P("data", "other"))
+    return jnp.mean((product(x, params["w"]) * params["scale"][None] - 1) ** 2)
+
+
+def within(loss, **options):
+    return lambda params, x: optax_accum.value_and_grad(loss, 2, **options)(params, x)[1]
+
+
+def across(loss):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    step = optax_accum.value_and_apply_gradients(loss, tx)
+
+    def run(params, x):
+        now, state = params, tx.init(params)
+        for _ in range(2):
+            _, now, state = step(now, state, x)
+        return jax.tree.map(jnp.subtract, params, now)
+
+    return run
+
+
+def placed(scale_is_placed=True):
+    mesh = paths.mesh_of("Explicit")
+    scale = np.float32([1, 2, 3, 4])
+    scale = paths.on_mesh(mesh, scale, P()) if scale_is_placed else scale
+    return {"w": paths.on_mesh(mesh, W, P(None, "other")), "scale": scale}, paths.on_mesh(mesh, X, P("data"))
+
+
+@pytest.mark.parametrize("loss", [plain, in_a_shard_map])
+@pytest.mark.parametrize("way", [within, across])
+@pytest.mark.parametrize("scale_is_placed", [True, False])
+def test_the_gradient_is_that_of_the_whole_batch(way, loss, scale_is_placed):
+    got = jax.jit(way(loss))(*placed(scale_is_placed))
+    want = jax.jit(jax.grad(loss))(*placed(scale_is_placed))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5), got, want)
+
+
+@needs_references
+def test_in_place_where_the_parameters_lie_on_the_mesh(caplog):
+    caplog.set_level(logging.INFO, "optax_accum")
+    jax.jit(within(plain)).lower(*placed())
+    assert "Gradients are added inside the backward pass." in caplog.text
+    run = jax.jit(within(plain, in_place=True))
+    with pytest.raises(TypeError, match="in_place=True is not possible where .* under `with jax.set_mesh"):
+        run.lower(*placed(scale_is_placed=False))
+    with jax.set_mesh(paths.mesh_of("Explicit")):  # the remedy
+        run.lower(*placed(scale_is_placed=False))
