@@ -77,6 +77,11 @@ def test_several_processes_train_what_one_does(tmp_path):
     close(got, alone(1), 1e-4)  # one device: other micro-batches, the same updates
 
 
+def keep_no_program(monkeypatch):
+    """For processes that are killed: JAX would not replace a program that one has left half-written in the cache."""
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1000")
+
+
 def crash(group, checkpoints, seed, *, saving=False):
     """Waits for a new checkpoint, and at a random moment after it, or while the next is being written (`saving`), ends
     one process with SIGKILL; the rest cannot go on. Returns whether a checkpoint was left unfinished."""
@@ -102,6 +107,7 @@ def test_a_group_that_is_killed_again_and_again_ends_bit_identical(tmp_path, mon
     """Once its newest checkpoint has lost a part, too; and the launcher starts again after the last."""
     settings = asked(processes=2, updates=24, save_every=2, output=str(tmp_path / "params.npz"))
     undisturbed = launched(tmp_path, processes=2, updates=24)
+    keep_no_program(monkeypatch)
     checkpoints = tmp_path / "checkpoints"
     settings = dataclasses.replace(settings, checkpoints=str(checkpoints), restarts=1)
     crash(processes.start(settings), checkpoints, 0)
@@ -188,7 +194,8 @@ def training(logs):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_ends_all(tmp_path, number):
+def test_a_signal_to_the_launcher_ends_all(tmp_path, monkeypatch, number):
+    keep_no_program(monkeypatch)
     group, children = training(tmp_path)
     group.send_signal(number)
     out = group.communicate(timeout=60)[0]
@@ -199,8 +206,9 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path, number):
         assert out.splitlines()[-1] == "Interrupted: all processes have been ended."
 
 
-def test_processes_end_with_a_launcher_that_was_killed(tmp_path):
+def test_processes_end_with_a_launcher_that_was_killed(tmp_path, monkeypatch):
     """They went on training and saving."""
+    keep_no_program(monkeypatch)
     group, children = training(tmp_path)
     group.kill()
     group.communicate(timeout=60)
