@@ -18,6 +18,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 MOST_KEPT = 2**30
 
 
+def pytest_addoption(parser):
+    parser.addoption("--sweep", action="store_true", help="run the sweep, too: more cases of what each run looks for")
+
+
 def pytest_configure(config):
     """Keeps compiled programs in pytest's cache, for its workers, for processes that tests start, and for the next run.
 
@@ -33,6 +37,18 @@ def pytest_configure(config):
         shutil.rmtree(folder, ignore_errors=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the sweep, unless it is asked for: by `--sweep`, by a mark, or by the name of a test."""
+    swept = [item for item in items if item.get_closest_marker("sweep")]
+    if both := [item.nodeid for item in swept if item.get_closest_marker("quick")]:
+        raise pytest.UsageError(
+            f"A quick test must not be in the sweep: {', '.join(both)}. Take one of the marks away."
+        )
+    if not (config.option.sweep or config.option.markexpr or any("::" in each for each in config.args)):
+        config.hook.pytest_deselected(items=swept)
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
 
 
 def size_of(folder):
