@@ -9,7 +9,7 @@ import gc
 import itertools
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,11 +18,9 @@ import numpy as np
 import optax
 
 import optax_accum
-from benchmarks import _measure, _problems
-from benchmarks._ways import JAX_WAYS, OURS, OURS_WITHIN
+from benchmarks import _measure
 
 Call = Callable[[], Any]
-SIDE_BY_SIDE = ("optax.MultiSteps", "hand-written scan", OURS, OURS_WITHIN)
 
 
 def main() -> None:
@@ -30,13 +28,12 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=500, help="calls over which memory is watched")
     parser.add_argument("--leaves", type=int, default=600, help="leaves of the parameters of what is compiled")
     parser.add_argument("--turns", type=int, default=7, help="how often each is compiled")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="these tables alone")
     options = parser.parse_args()
-    notes = "Times of one run on this machine; those of compilations are CPU times, in turns in one process."
-    print(_measure.header("Calls outside jit, and compilations", notes))
-    for part in options.parts:
-        for table in PARTS[part](options):
-            print(table, flush=True)
+    print(_measure.header("Calls outside jit, and compilations", "Times of one run on this machine."))
+    print(_eager(options.calls))
+    print(_policies(options.leaves, options.turns))
+    for dtype, statistics in itertools.product((jnp.bfloat16, jnp.float32), (False, True)):
+        print(_in_place(dtype, statistics, options.leaves, options.turns))
 
 
 def _eager(calls: int) -> str:
@@ -101,8 +98,7 @@ def _policies(leaves: int, turns: int) -> str:
         seconds, program = _compiled(step, params, state, params)
         return seconds, program(*jax.tree.map(jnp.copy, (params, state)), params)[1].acc_grads
 
-    ways = ("propagate", "skip", "omit", "discard")
-    return _compilations(f"{leaves} leaves, adam", compiled, ways, {"skip": 1.3}, turns)
+    return _compilations(f"{leaves} leaves, adam", compiled, ("propagate", "skip", "omit", "discard"), 1.3, turns)
 
 
 def _in_place(dtype: Any, statistics: bool, leaves: int, turns: int) -> str:
@@ -119,47 +115,21 @@ def _in_place(dtype: Any, statistics: bool, leaves: int, turns: int) -> str:
         return seconds, program(params, batch)[1]  # the norms are added up in another order
 
     of = f"{leaves} {jnp.dtype(dtype)} leaves, float32 sums" + (", statistics" if statistics else "")
-    return _compilations(of, compiled, ("added after", "in place"), {"in place": 1.2}, turns)
-
-
-def _side_by_side(turns: int) -> str:
-    """Returns the time that a decoder's update takes to compile, as a multiple of `optax.MultiSteps`."""
-    problem = _problems.make("decoder of stacked layers", 8)
-
-    def compiled(way: str) -> tuple[float, Any]:
-        runs = JAX_WAYS[way](problem)
-        data = runs.place(problem.batches[0])
-        start = time.process_time()
-        runs.programs(data)
-        seconds = time.process_time() - start
-        runs.update(data)
-        return seconds, runs.params()
-
-    return _compilations(f"{problem.name}, k=8", compiled, SIDE_BY_SIDE, {OURS: 1.1, OURS_WITHIN: 1.1}, turns, 1e-3)
+    return _compilations(of, compiled, ("added after", "in place"), 1.2, turns)
 
 
 def _compilations(
-    of: str,
-    compiled: Callable[[str], tuple[float, Any]],
-    ways: tuple[str, ...],
-    goals: dict[str, float],
-    turns: int,
-    rounding: float = 0,
+    of: str, compiled: Callable[[str], tuple[float, Any]], ways: tuple[str, ...], most: float, turns: int
 ) -> str:
-    """Returns the CPU time that each way takes to trace and compile, as a multiple of the first way's; some have goals.
-
-    Results of all ways are compared, first.
-    """
+    """Returns the time that each way takes to trace and compile, as a multiple of the first; the second has a goal."""
     results = [compiled(way)[1] for way in ways]  # compiles what a process compiles once, too
-    errors = [_measure.relative_difference(each, results[0]) for each in results]
-    assert max(errors) <= rounding, f"of {ways} one is wrong: {errors}"
+    assert all(_measure.relative_difference(each, results[0]) == 0 for each in results), f"of {ways} one is wrong"
     times = np.array([[compiled(way)[0] for way in ways] for _ in range(turns)])
     rows = [("way", f'/ "{ways[0]}"', "quartiles of the turns", "ms"), *_measure.by_turns(ways, times)]
+    ratio = float(np.median(times[:, 1] / times[:, 0]))
     where = f"{of}, median of {turns} turns"
-    ratios = dict(zip(ways, np.median(times / times[:, :1], axis=0).tolist(), strict=True))
-    number = f'to trace and compile, "{{}}" / "{ways[0]}"'
-    reached = [_measure.verdict(number.format(way), ratios[way], most, where) for way, most in goals.items()]
-    return f"### To trace and compile: {of}\n\n{_measure.markdown(rows)}\n\n{_measure.targets_text(reached)}\n"
+    reached = _measure.verdict(f'to trace and compile, "{ways[1]}" / "{ways[0]}"', ratio, most, where)
+    return f"### To trace and compile: {of}\n\n{_measure.markdown(rows)}\n\n{_measure.targets_text([reached])}\n"
 
 
 def _compiled(step: Any, *args: Any) -> tuple[float, Any]:
@@ -188,16 +158,6 @@ def _kept(call: Call, calls: int) -> float:
     gc.collect()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
-
-PARTS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
-    "outside jit": lambda options: iter([_eager(options.calls)]),
-    "policies": lambda options: iter([_policies(options.leaves, options.turns)]),
-    "in place": lambda options: (
-        _in_place(dtype, statistics, options.leaves, options.turns)
-        for dtype, statistics in itertools.product((jnp.bfloat16, jnp.float32), (False, True))
-    ),
-    "decoder": lambda options: iter([_side_by_side(options.turns)]),
-}
 
 if __name__ == "__main__":
     _measure.command(main)

@@ -21,6 +21,7 @@ from benchmarks import (
     _one_device,
     _plots,
     _problems,
+    _results,
     _small_models,
     accelerators,
     on_device,
@@ -196,30 +197,60 @@ def test_on_the_accelerator_that_is_here():
     assert "n/a" not in done.stdout
 
 
-def test_a_section_is_replaced_and_the_others_stay():
-    texts = {kind: entry.section(kind, [f"## A title\n\n* device: here\n\n{kind}"]) for kind in ("cpu", "gpu")}
-    page = entry.merged("", texts)
+def printed(name, text):
+    return _results.Part(f"python -m benchmarks.{name}", f"## {name}\n\n* device: here\n\n{text}")
+
+
+def test_a_part_is_replaced_and_the_others_stay():
+    texts = {kind: _results.section(kind, [printed("peers", kind)]) for kind in ("cpu", "gpu")}
+    page = _results.merged("", texts)
     assert page.count("* device: ") == 2  # one for each section: that of the part is gone
-    assert "### A title" in page
-    assert "--quick" in entry.section("cpu", ["a sample"], quick=True)
+    assert "### peers" in page
+    assert "--quick" in _results.section("cpu", [printed("peers", "a sample")], quick=True)
     assert "--quick" not in page
-    again = entry.merged(page, {"cpu": entry.section("cpu", ["new"]), "compiled": entry.section("compiled", ["facts"])})
-    order = [again.index(f"## {title}, ") for title in ("CPU time", "GPU time", "Compiled facts by target")]
+    new = {"cpu": _results.section("cpu", [printed("calls", "new")]), "compiled": _results.section("compiled", [])}
+    again = _results.merged(page, new)
+    order = [again.index(f"## {title}\n") for title in ("CPU time", "GPU time", "Compiled facts by target")]
     assert order == sorted(order)
+    assert again.index("\ncpu\n") < again.index("\nnew\n") < order[1]
+    again = _results.merged(again, {"cpu": _results.section("cpu", [printed("peers", "newer")])})
     assert "\ncpu\n" not in again
-    assert "\ngpu\n" in again
+    assert again.index("\nnewer\n") < again.index("\nnew\n")
+    assert _results.changed(again) == []
+    elsewhere = again.replace("* host: ", "* host: another ", 1)
+    assert "\nnew\n" not in _results.merged(elsewhere, {"cpu": _results.section("cpu", [printed("peers", "here")])})
+
+
+def test_what_a_hand_has_changed_is_found():
+    page = _results.merged(
+        "", {"counts": _results.section("counts", [printed("loops", "| 50 |"), printed("verify", "")])}
+    )
+    assert _results.changed(page) == []
+    assert _results.changed(page.replace("50", "51")) == ["loops"]
+    assert _results.changed(page.replace("\n\nPrinted by `python -m benchmarks.loops`", "")) == ["loops"]
+    assert _results.changed(f"{page}\n\n### More\n\n| 1 |") == ["More"]
+
+
+RESULTS = (accelerators.FACTS.parent / "RESULTS.md").read_text()
+
+
+def test_the_results_are_what_their_commands_printed():
+    assert _results.changed(RESULTS) == []
+    commands = re.findall(r"^Printed by `python -m benchmarks\.(\w+)", RESULTS, re.MULTILINE)
+    assert len(commands) == len(set(commands)) > 10
+    assert set(commands) <= set(entry.found())
 
 
 def test_a_target_that_is_missed_is_explained():
     rows = _measure.targets_text(
         [_measure.verdict("window, apply_gradients / ideal", 2.0, 1.2, "here"), _measure.verdict("other", 0.5, 1, "")]
     )
-    said = entry.section("cpu", [f"## Title\n\n{rows}\n\n## Next"]).splitlines()
+    said = _results.signed(_results.Part("python -m benchmarks.x", f"## Title\n\n{rows}\n\n## Next")).splitlines()
     assert next(line for line in said if "MISSED" in line).startswith("| window, apply_gradients / ideal |")
     assert [line for line in said if line.startswith("Missed: ")] == [
-        f"Missed: window, apply_gradients / ideal: {entry.WHY['window, apply_gradients / ideal']}."
+        f"Missed: window, apply_gradients / ideal: {_results.WHY['window, apply_gradients / ideal']}."
     ]
-    assert said[-1] == "### Next"
+    assert "### Next" in said
 
 
 def test_the_list_has_every_module_and_what_it_is():
