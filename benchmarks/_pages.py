@@ -73,8 +73,8 @@ def micro_step(page: str) -> list[tuple[str, ...]]:
 
 def compile_time(page: str) -> str:
     """Returns the README's row."""
-    found = {row["way"]: row for row in rows(page, "calls", "decoder of stacked layers")}
-    ratio = lambda way: f"{float(found[way]['/ "optax.MultiSteps"']):.1f}".removesuffix(".0")
+    found = {row["way"]: float(row["/ optax.MultiSteps"]) for row in rows(page, "compile_time", "#### decoder")}
+    ratio = lambda way: f"{found[way]:.1f}".removesuffix(".0")
     by_hand, ours = ratio("hand-written scan"), ratio("ours: value_and_grad")
     return f"| compile time (ratio), decoder, 2 CPU cores | 1 | {by_hand} | {ours}, `value_and_grad` |"
 
@@ -90,11 +90,9 @@ def written(path: str, text: str, results: str) -> str:
     """Returns a page with its tables, or its row, as they are in the results."""
     for name, (where, make) in TABLES.items():
         if where == path:
-            left = (0, 6) if name == "planning" else (0,)
-            table = _measure.markdown(make(results), left=left)
-            text = re.sub(
-                rf"(<!-- results: {name} -->\n)(?:\n\|.*(?:\n\|.*)*\n)?", lambda m, t=table: f"{m[1]}\n{t}\n", text
-            )
+            table = _measure.markdown(make(results), left=(0, 6) if name == "planning" else (0,))
+            mark, old = f"<!-- results: {name} -->\n", r"(?:\n\|.*(?:\n\|.*)*\n)?"
+            text = re.sub(mark + old, lambda _, new=f"{mark}\n{table}\n": new, text)
     if path == "README.md":
         text = re.sub(r"^\| compile time .*$", lambda _: compile_time(results), text, flags=re.MULTILINE)
     return text

@@ -19,11 +19,13 @@ from benchmarks import (
     _in_place,
     _measure,
     _one_device,
+    _pages,
     _plots,
     _problems,
     _results,
     _small_models,
     accelerators,
+    compile_time,
     on_device,
     packing,
     peers,
@@ -31,7 +33,9 @@ from benchmarks import (
     planning,
 )
 from benchmarks._others import TORCH, Torch
+from benchmarks._ways import JAX_WAYS, OURS
 from optax_accum._compiled import targets
+from tests import ROOT
 
 
 def run(*arguments, **options):
@@ -239,6 +243,30 @@ def test_the_results_are_what_their_commands_printed():
     commands = re.findall(r"^Printed by `python -m benchmarks\.(\w+)", RESULTS, re.MULTILINE)
     assert len(commands) == len(set(commands)) > 10
     assert set(commands) <= set(entry.found())
+
+
+@pytest.mark.parametrize("path", [*dict.fromkeys(where for where, _ in _pages.TABLES.values()), "README.md"])
+def test_a_table_of_a_page_is_that_of_the_results(path):
+    """`python -m benchmarks._pages` writes it."""
+    text = (ROOT / path).read_text()
+    assert _pages.written(path, text, RESULTS) == text
+    marks = [name for name, (where, _) in _pages.TABLES.items() if where == path]
+    assert re.findall(r"<!-- results: (\w+) -->\n\n\|", text) == marks
+    assert marks or "| compile time (ratio)" in text
+
+
+def test_a_table_that_is_not_that_of_the_results_is_written_anew():
+    text = (ROOT / "docs/planning.md").read_text()
+    assert _pages.written("docs/planning.md", text.replace("1505 MB", "1506 MB"), RESULTS) == text
+
+
+@pytest.mark.sweep
+def test_compile_times_are_of_ways_that_make_one_update(monkeypatch):
+    problem = _problems.make("MLP", size=16)
+    assert compile_time.measured(problem, 1).shape == (1, len(compile_time.WAYS))
+    monkeypatch.setattr(JAX_WAYS[OURS], "gradient", lambda way, params, *_: params)
+    with pytest.raises(SystemExit, match="MLP: one of .* makes another update"):
+        compile_time.measured(problem, 1)
 
 
 def test_a_target_that_is_missed_is_explained():
