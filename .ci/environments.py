@@ -1,4 +1,4 @@
-"""Prints the environments of `.ci/environments.toml`: of one kind as lines for `.ci/run`, or all as JSON for ci.yml."""
+"""Reads the environments of `.ci/environments.toml`: for `.ci/run`, and printed as JSON for the workflows."""
 
 import json
 import pathlib
@@ -7,26 +7,22 @@ import tomllib
 
 TABLE = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
 COLUMNS = {
-    "suite": ("name", "python", "install", "here"),
-    "law": ("name", "python", "install", "here", "tests"),
+    "tests": ("name", "python", "install", "tests"),
     "facts": ("name", "python", "install", "compiler", "target"),
 }
-LAW = "tests/test_law.py tests/loss/test_in_place.py tests/pages/test_docs.py tests/pages/test_support.py"
-DEFAULTS = {"suite": {"here": "suite"}, "law": {"here": "law", "tests": LAW}, "facts": {}}
+FACTS = "-e . chex hypothesis pytest tqdm"  # what their tests need
 
 
-def rows(kind: str) -> list[dict[str, str]]:
-    """Returns the environments of a kind, each with all its columns."""
+def rows(kind: str, *, nightly: bool = False) -> list[dict[str, str]]:
+    """Returns the environments of a kind, each with all its columns: those of each push, or those of the night."""
+    defaults = {"tests": {"tests": "tests"}, "facts": {"install": FACTS}}[kind]
     return [
-        {column: ({"name": name} | DEFAULTS[kind] | row)[column] for column in COLUMNS[kind]}
+        {column: ({"name": name} | defaults | row)[column] for column in COLUMNS[kind]}
         for name, row in TABLE[kind].items()
+        if row.get("nightly", False) == nightly
     ]
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--json":  # a line for each output of a job
-        for kind in COLUMNS:
-            print(f"{kind}={json.dumps(rows(kind))}")
-    else:
-        for row in rows(sys.argv[1]):
-            print("|".join(row.values()))
+    for kind in COLUMNS:  # a line for each output of a job
+        print(f"{kind}={json.dumps(rows(kind, nightly='--nightly' in sys.argv))}")

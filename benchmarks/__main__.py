@@ -1,18 +1,16 @@
 """Owns the one entry: `python -m benchmarks` runs every benchmark that is here and writes benchmarks/RESULTS.md.
 
 `--list` tells which, names run those alone. `--quick` runs a sample of some in under 3 minutes, and writes nothing
-unless told where. A run replaces the sections that it measured: times on a CPU, times on a GPU, counts, and what
-compilers tell.
+unless told where. A run replaces the parts that it measured; a machine or versions that differ from those of a section
+(times on a CPU, times on a GPU, counts, what compilers tell) begin it anew.
 """
 
 import argparse
 import ast
-import datetime
 import json
 import os
 import pathlib
 import pkgutil
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +21,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memor
 import jax
 
 import benchmarks
-from benchmarks import _measure, _plots, accelerators
+from benchmarks import _measure, _plots, _results, accelerators
 
 HERE = pathlib.Path(__file__).parent
 QUICK = {  # options; the others are left out
@@ -43,38 +41,6 @@ KINDS = {
     "verify": "counts",
     "verify_step": "counts",
 }  # all else is timed
-WHY = {  # a target was missed, by the beginning of its name
-    "window, apply_gradients / ideal": (
-        "beside small arrays it shows what a call costs the host: Adafactor has many leaves, and 4.2 M parameters "
-        "are added in a millisecond. On an accelerator a window moves the bytes of the floor"
-    ),
-    "window, apply_gradients with statistics": (
-        "a held micro-step reads the gradient twice, 4 P where 3 P are moved without statistics (1.33), and waits for "
-        "the sum; with k=1 a window without statistics has no accumulator to write"
-    ),
-    "window, MultiSteps / update": "`update` writes updates at each micro-step, which are then applied",
-    'to trace and compile, "skip"': (
-        "to ask whether a gradient is finite takes a reduction, and a kernel, for each leaf; runs of one machine gave "
-        "medians of 1.10 to 1.39"
-    ),
-    "in place, temporary memory": (
-        "layers one by one that are cast before: XLA casts all of them once, outside the loop over micro-batches, and "
-        "keeps the casts; the same added after, or by hand. Layers in a scan meet it"
-    ),
-    "statistics, beyond that": (
-        "float32 parameters on an H100: XLA writes a gradient to take its norm, instead of adding it by the product "
-        "that makes it. In bfloat16, and on a v5e, it is 0"
-    ),
-    "time, ours / ": "within the noise of the machine, which is 5 to 15 %; the worst of all tables counts",
-}
-HEAD = "# Results\n\nWhat `python -m benchmarks` printed.\n"
-TITLES = {
-    "cpu": "CPU time",
-    "gpu": "GPU time",
-    "tpu": "TPU time",
-    "counts": "Counts",
-    "compiled": "Compiled facts by target",
-}
 
 
 def main() -> None:
@@ -82,7 +48,7 @@ def main() -> None:
     if options.list:
         print(_measure.markdown([("benchmark", "what it measures"), *found().items()], left=(0, 1)))
         return
-    texts, failed = {}, []
+    parts, failed = {}, []
     for name in options.names:
         arguments = QUICK.get(name) if options.quick else FULL.get(name, [])
         if arguments is None:
@@ -92,19 +58,18 @@ def main() -> None:
         if said is None:
             failed.append(name)
         else:
-            texts.setdefault(KINDS.get(name, jax.devices()[0].platform), []).append(said)
+            part = _results.Part(" ".join(["python -m", f"benchmarks.{name}", *arguments]), said)
+            parts.setdefault(KINDS.get(name, jax.devices()[0].platform), []).append(part)
             print(said, flush=True)
     if failed:
         raise SystemExit(f"Failed, and nothing is written: {', '.join(failed)}.")
     if "accelerators" in options.names and accelerators.FACTS.exists() and not options.quick:
-        texts.setdefault("compiled", []).append(_facts(json.loads(accelerators.FACTS.read_text())))
+        text = _facts(json.loads(accelerators.FACTS.read_text()))
+        parts.setdefault("compiled", []).append(_results.Part("python -m benchmarks.accelerators", text))
     if options.output:
         old = options.output.read_text() if options.output.exists() else ""
-        _measure.write(
-            options.output,
-            merged(old, {kind: section(kind, said, options.quick) for kind, said in texts.items()}),
-            None,
-        )
+        new = {kind: _results.section(kind, said, options.quick) for kind, said in parts.items()}
+        _measure.write(options.output, _results.merged(old, new), None)
 
 
 def found() -> dict[str, str]:
@@ -172,35 +137,6 @@ def _facts(record: dict[str, Any]) -> str:
             accelerators.targets(record),
         ]
     )
-
-
-def section(kind: str, texts: list[str], quick: bool = False) -> str:
-    """Returns a section: the machine, versions and the date stand in its heading, and no more in its parts."""
-    facts = "\n".join(f"* {name}: {value}" for name, value in _measure.machine().items())
-    facts += "\n* run: `--quick`, a sample" if quick else ""
-    body = "\n\n".join(re.sub(r"^\* (device|host|versions): .*\n", "", text, flags=re.MULTILINE) for text in texts)
-    body = explained(re.sub(r"\n{3,}", "\n\n", body))
-    body = re.sub(r"^(#+) ", r"#\1 ", body, flags=re.MULTILINE)
-    return f"## {TITLES.get(kind, kind)}, {datetime.date.today()}\n\n{facts}\n\n{body.strip()}\n"
-
-
-def explained(text: str) -> str:
-    """Returns the tables with a sentence behind each in which a target is missed, for each of these."""
-
-    def why(found: re.Match[str]) -> str:
-        names = dict.fromkeys(re.findall(r"^\| (.*?) +\|.*\| MISSED ", found[0], flags=re.MULTILINE))
-        reason = lambda name: next((why for begins, why in WHY.items() if name.startswith(begins)), "not explained")
-        return "\n".join([found[0].rstrip(), *(f"\nMissed: {name}: {reason(name)}." for name in names)])
-
-    return re.sub(r"(?:^\|.*\n?)+", lambda found: why(found).rstrip() + "\n", text, flags=re.MULTILINE)
-
-
-def merged(old: str, new: dict[str, str]) -> str:
-    """Returns the page with these sections in the place of older ones of their kinds."""
-    kept = {part.split(",")[0].removeprefix("## "): part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]}
-    sections = kept | {TITLES.get(kind, kind): text for kind, text in new.items()}
-    order = [title for title in TITLES.values() if title in sections]
-    return "\n".join([HEAD, *(sections[title] for title in [*order, *(sections.keys() - order)])]).rstrip()
 
 
 if __name__ == "__main__":

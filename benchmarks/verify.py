@@ -316,9 +316,9 @@ def _neighbours(s: Setting, params: Tree, batch: Tree) -> jax.Array:
 
 def _one_key(random: Random) -> Problem:
     s = setting(random, noise=1.0, narrow=0.2)
-    masked = random.random() < 0.3
-    fun = functools.partial(masked if masked else mean, s)
-    return s.problem("one key", fun, rng_argnum=None, weight_fn=tokens if masked else None)
+    weighted = random.random() < 0.3
+    fun = functools.partial(masked if weighted else mean, s)
+    return s.problem("one key", fun, rng_argnum=None, weight_fn=tokens if weighted else None)
 
 
 def _second_key(random: Random) -> Problem:

@@ -1,13 +1,12 @@
 """The environment that JAX is imported in: a CPU as eight devices, and a compiler that is asked for little.
 
-Most of the suite's time is the compiler's. So a program is compiled once in a run, and with few optimizations; tests
-that ask what a program is compile it with `programs.compiled`.
+Most of the suite's time is the compiler's. So a program is compiled once, with few optimizations, and kept for the next
+run (`conftest.py`); tests that ask what a program is compile it with `programs.compiled`.
 """
 
 import importlib.metadata
 import os
 import pathlib
-import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -25,9 +24,6 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # in the processes that tests start, too
 
-# Workers and the processes that tests start share what was compiled; it goes with the run.
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    shared = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = shared.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# However small a program is, and however soon compiled, it is kept.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

@@ -1,5 +1,9 @@
 """Rank promotion raises, 64-bit numbers are off, warnings are errors (pyproject.toml); tests/__init__.py has the rest."""
 
+import contextlib
+import os
+import shutil
+
 import jax
 import pytest
 from hypothesis import settings
@@ -9,6 +13,51 @@ from tests import programs
 settings.register_profile("suite", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("suite")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# In bytes. A run of everything in one environment adds about a tenth of it.
+MOST_KEPT = 2**30
+
+
+def pytest_addoption(parser):
+    parser.addoption("--sweep", action="store_true", help="run the sweep, too: more cases of what each run looks for")
+
+
+def pytest_configure(config):
+    """Keeps compiled programs in pytest's cache, for its workers, for processes that tests start, and for the next run.
+
+    `--cache-clear` starts without them. JAX finds a program by what it is (by its operations, the compiler's version and
+    options, and the processor), so a change of the library, of JAX or of the machine finds none. A folder that
+    `JAX_COMPILATION_CACHE_DIR` names already is used instead.
+    """
+    if hasattr(config, "workerinput") or not hasattr(config, "cache"):
+        return
+    config.option.cacheclear = False  # it has been cleared; workers would clear it again while others write
+    folder = config.cache.mkdir("jax")
+    if size_of(folder) > MOST_KEPT:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the sweep, unless it is asked for: by `--sweep`, by a mark, or by the name of a test."""
+    swept = [item for item in items if item.get_closest_marker("sweep")]
+    if both := [item.nodeid for item in swept if item.get_closest_marker("quick")]:
+        raise pytest.UsageError(
+            f"A quick test must not be in the sweep: {', '.join(both)}. Take one of the marks away."
+        )
+    if not (config.option.sweep or config.option.markexpr or any("::" in each for each in config.args)):
+        config.hook.pytest_deselected(items=swept)
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+
+
+def size_of(folder):
+    """Returns the bytes of its files; those of which another run just removed one count nothing."""
+    total = 0
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 
 import jax
 import jax.experimental
@@ -22,11 +23,14 @@ def quickly(yes):
 
 @contextlib.contextmanager
 def as_shipped():
-    """With every optimization."""
+    """With every optimization, and compiled anew: JAX keeps no program that it compiled sooner than in an eternity."""
     quickly(False)
+    shortest = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     try:
         yield
     finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
         quickly(True)
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 import optax_accum
+from tests.tiers import sweep
 from tests.versions import needs_devices, needs_references
 
 rng = np.random.default_rng(0)
@@ -50,13 +51,13 @@ by_weight = pytest.mark.parametrize("weight_fn", [None, count], ids=["rows", "we
 
 
 @by_weight
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sweep(WAYS, but=["hessian", "jit of jacfwd"]))
 def test_value_and_grad_is_differentiated_again(way, weight_fn):
     f = optax_accum.value_and_grad(loss, num_microbatches=3, weight_fn=weight_fn)
     np.testing.assert_allclose(WAYS[way](f), HESSIAN, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", [*WAYS, *THROUGH])
+@pytest.mark.parametrize("way", sweep([*WAYS, *THROUGH], but=["jacfwd", "hessian of jit"]))
 def test_unrolled_data_have_no_derivative(way):
     """Data wait for the totals at a barrier; what they count stays a constant, however small the weights are."""
 
@@ -68,7 +69,7 @@ def test_unrolled_data_have_no_derivative(way):
 
 
 @through
-@pytest.mark.parametrize("way", THROUGH)
+@pytest.mark.parametrize("way", sweep(THROUGH, but=["jacrev of jit"]))
 def test_through_a_jit_it_names_the_option_that_works(way, weight_fn):
     f = optax_accum.value_and_grad(loss, num_microbatches=3, weight_fn=weight_fn)
     with pytest.raises(ValueError, match="Pass in_place=False"):

@@ -11,6 +11,7 @@ import pytest
 
 import optax_accum
 from tests import paths, problems
+from tests.tiers import sweep
 from tests.versions import needs_devices
 
 ROWS = 12
@@ -193,7 +194,7 @@ WEIGHTS = {
     "ratio": (paths.ratio_over_mask, None),  # the mask, which only the loss counts
     "ratios": (paths.ratios, None),
 }
-by_weight = pytest.mark.parametrize("weight", ["rows", pytest.param("mask", marks=pytest.mark.quick)])
+by_weight = pytest.mark.parametrize("weight", [*sweep(["rows"]), pytest.param("mask", marks=pytest.mark.quick)])
 TIES = ("ties",)
 TAKES_A_RATIO = ("value_and_grad", "value_and_apply_gradients")  # these see what the loss returns
 FEW = ("gathers", "slices", "ties", "takes the last")
@@ -223,13 +224,16 @@ def test_every_path_makes_the_update_of_the_whole_batch(path, weight):
 
 
 @pytest.mark.parametrize(
-    "path", [f"{name}{how}" for name in TAKES_A_RATIO for how in ("", ", not in place", ", eager")]
+    "path",
+    sweep([f"{name}{how}" for name in TAKES_A_RATIO for how in ("", ", not in place", ", eager")], TAKES_A_RATIO),
 )
 def test_sums_over_counts_that_only_the_loss_knows(path):
     check(paths.PATHS[path], TIES, "ratio")
 
 
-@pytest.mark.parametrize("path", [name for name in paths.PATHS if name.startswith("value_and_grad")])
+@pytest.mark.parametrize(
+    "path", sweep([name for name in paths.PATHS if name.startswith("value_and_grad")], but=["value_and_grad"])
+)
 def test_several_terms_each_over_a_count_of_its_own(path):
     check(paths.PATHS[path], TIES, "ratios")
 
@@ -243,13 +247,16 @@ def test_a_mean_of_quotients_breaks_it(mean):
     assert not np.allclose(paths.moved(start, grads)["w"], paths.whole(TIES, mean)["w"], atol=1e-2)
 
 
-@pytest.mark.parametrize("path", [name for name in paths.PATHS if name not in paths.TAKES_NO_INTEGERS])
+@pytest.mark.parametrize(
+    "path",
+    sweep([name for name in paths.PATHS if name not in paths.TAKES_NO_INTEGERS], but=["update", *TAKES_A_RATIO[1:]]),
+)
 def test_integers_among_the_parameters_stay(path):
     check(paths.PATHS[path], FEW, integers=True)
 
 
 @pytest.mark.parametrize("use", paths.USES)
-@pytest.mark.parametrize("path", ["value_and_apply_gradients", "value_and_grad, eager"])
+@pytest.mark.parametrize("path", ["value_and_apply_gradients", *sweep(["value_and_grad, eager"])])
 def test_whatever_a_loss_does_with_a_parameter(path, use):
     check(paths.PATHS[path], (use,))
 
@@ -261,7 +268,7 @@ NARROW = {  # and the micro-batches that it makes
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", sweep([jnp.float16, jnp.bfloat16], but=[jnp.bfloat16]))
 @pytest.mark.parametrize("path", NARROW)
 def test_computed_in_a_narrow_dtype(path, dtype):
     """The loss rounds coarsely, nothing else does: its gradients are added as those in float32 are.
@@ -285,7 +292,7 @@ def over(path, kind, **options):
 
 
 @needs_devices
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", sweep(["Auto", "Explicit"], but=["Explicit"]))
 @pytest.mark.parametrize("path", TAKES_A_RATIO)
 def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
     check(over(paths.SHARDED[path], kind), TIES, "ratio")
@@ -293,6 +300,7 @@ def test_sums_over_counts_that_only_the_loss_knows_over_devices(path, kind):
         check(over(paths.MANUAL[path], kind, check_vma=True), TIES, "ratio")
 
 
+@pytest.mark.sweep
 @needs_devices
 @pytest.mark.parametrize("path", paths.OVERLAPPING)
 def test_such_sums_where_the_last_backward_pass_adds_them_over_devices(path):
@@ -300,7 +308,7 @@ def test_such_sums_where_the_last_backward_pass_adds_them_over_devices(path):
 
 
 @needs_devices
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", sweep(["Auto", "Explicit"], but=["Auto"]))
 @pytest.mark.parametrize(
     "path", [paths.sharded_within, functools.partial(paths.manual_within, check_vma=True)], ids=["mesh", "shard_map"]
 )
@@ -311,7 +319,10 @@ def test_several_terms_over_devices(path, kind):
 @needs_devices
 @pytest.mark.parametrize(
     ("kind", "weight"),
-    [("Auto", "mask"), pytest.param("Explicit", "mask", marks=pytest.mark.quick), ("Auto beside Explicit", "rows")],
+    [
+        pytest.param("Explicit", "mask", marks=pytest.mark.quick),
+        *sweep([("Auto", "mask"), ("Auto beside Explicit", "rows")]),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("path", paths.SHARDED | paths.OVERLAPPING)
@@ -346,7 +357,7 @@ def test_a_sum_that_crosses_the_network_in_bfloat16(path, kind):
 @needs_devices
 @pytest.mark.parametrize(
     ("kind", "check_vma", "weight"),
-    [("Explicit", True, "rows"), ("Auto", False, "rows"), ("Explicit beside Auto", False, "mask")],
+    [("Auto", False, "rows"), *sweep([("Explicit", True, "rows"), ("Explicit beside Auto", False, "mask")])],
     ids=str,
 )
 @pytest.mark.parametrize("path", paths.MANUAL)

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optax_accum
+from tests.tiers import sweep
 
 K, WINDOWS = 3, 2
 
@@ -162,7 +163,17 @@ def train(inner, takes, batches):
     return whole, whole_state, cut, state, updates
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# One of each kind: of moments, of matrices, of another call of the loss, of a key, of a state that counts or of none; and
+# wrapped in each way.
+EACH = [
+    *("optax.sgd", "optax.adamw", "optax.adafactor", "optax.lbfgs", "optax.noisy_sgd", "optax.polyak_sgd"),
+    *("optax.contrib.muon", "optax.contrib.sam", "optax.contrib.schedule_free_adamw", "optax.contrib.sophia"),
+    *("optax.contrib.reduce_on_plateau", "optax.contrib.dog", "optax.contrib.prodigy"),
+    *("optax.chain", "optax.masked", "optax.partition", "optax.inject_hyperparams", "optax.apply_if_finite"),
+]
+
+
+@pytest.mark.parametrize("name", sweep(OPTIMIZERS, but=EACH))
 def test_the_update_is_that_of_the_whole_batch(name):
     rng = np.random.default_rng(0)
     batches = jnp.asarray(rng.normal(size=(WINDOWS, 2 * K, 3)) + 4, jnp.float32)

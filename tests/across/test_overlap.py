@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum.sharding import count_collectives
+from tests.tiers import sweep
 from tests.versions import since
 from tests.within.test_overlap import BATCH, LAYERS, LOSSES, MESHES, PARAMS, SHARDS, WIDTH, mean, over_mask
 
@@ -70,7 +71,7 @@ def trained(fun, mesh="Auto", options=None, masks=(None,) * 3, **of_tx):
     return jax.device_get((params, state._replace(acc_grads=None), losses))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sweep(WAYS, but=["weights", "to shards", "discard", "in bfloat16", "Ratio"]))
 def test_three_windows_are_those_whose_sums_are_reduced_after(way):
     fun, options, of_tx = WAYS[way]
     now, want = (trained(fun, options={**options, "overlap": flag}, **of_tx) for flag in (True, False))
@@ -83,7 +84,7 @@ def of_one_mesh():
     return trained(mean, options={"overlap": False})
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", sweep(MESHES, but=["Explicit beside Auto"]))
 def test_on_every_mesh(mesh):
     chex.assert_trees_all_close(trained(mean, mesh, {"overlap": True}), of_one_mesh(), rtol=1e-5, atol=1e-6)
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax_accum
 from benchmarks import _in_place
 from tests import programs
+from tests.tiers import sweep
 from tests.versions import needs_references
 
 PARAMS = {f"layer{i}": {"w": jnp.ones((256, 256)), "b": jnp.ones(256)} for i in range(4)}
@@ -92,7 +93,7 @@ def applied(tx):
     return step
 
 
-@pytest.mark.parametrize("inner", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("inner", [*sweep([optax.sgd(0.1, momentum=0.9)]), optax.adamw(0.1)], ids=["sgd", "adamw"])
 def test_temporary_memory(inner):
     """`update` needs the zeros that it returns; `apply_gradients` needs nothing beyond the inner optimizer."""
     tx = optax_accum.accumulate_gradients(inner, 8)
@@ -128,7 +129,7 @@ def test_a_window_begins_in_place_without_a_select_over_the_accumulator():
 
 @needs_references
 @pytest.mark.parametrize(
-    ("case", "mixture"), [("tied embedding", "bfloat16"), ("scan", "bfloat16"), ("scan", "float32")]
+    ("case", "mixture"), [("tied embedding", "bfloat16"), *sweep([("scan", "bfloat16"), ("scan", "float32")])]
 )
 def test_in_place_micro_batches_need_the_memory_of_one(case, mixture):
     """With statistics, a layer's gradient more, of 16 layers. What is added after has its gradients beside the sum."""

@@ -10,6 +10,7 @@ import pytest
 
 import optax_accum
 from tests import ROOT
+from tests.tiers import sweep
 
 README, FLAX, TRAINERS = (
     re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
@@ -55,7 +56,7 @@ def gap(a, b):
     [
         ("optax_digits", README[0], None),
         ("linen_digits", README[1], FLAX[0]),
-        ("nnx_digits", README[2], FLAX[1]),
+        *sweep([("nnx_digits", README[2], FLAX[1])]),
     ],
 )
 def test_one_line_makes_small_batches_into_large_ones(name, one_line, counting):
@@ -121,6 +122,7 @@ def test_with_dropout_each_micro_batch_draws_units_of_its_own():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_verify_step_finds_nothing_in_the_script():
     """With dropout its mean over keys is compared; with a key that counts updates, one mask serves a whole window."""
     short = ("LENGTH = 64", "LENGTH = 16")

@@ -23,12 +23,13 @@ from optax_accum._loss import ratio
 from optax_accum.flax._versions import as_pure, value_of
 from tests import programs
 from tests.flax_problems import ROWS, Net, X, Y, arrays, close, cross_entropy, equal, micro_batches, nnx_loss
+from tests.tiers import sweep
 from tests.versions import flax_before, needs_devices
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+@pytest.mark.parametrize("jit", [*sweep([lambda f: f]), nnx.jit], ids=["eager", "nnx.jit"])
 def test_the_gradient_of_a_module_is_that_of_the_whole_batch(jit):
     model = Net(nnx.Rngs(0))
     want_value, want = nnx.value_and_grad(nnx_loss)(model, (X, Y))
@@ -53,7 +54,7 @@ def test_batch_norm_and_random_streams_of_a_module():
     assert 4 in [int(count) for count in counts]
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+@pytest.mark.parametrize("jit", [*sweep([lambda f: f]), nnx.jit], ids=["eager", "nnx.jit"])
 def test_a_ready_gradient_function_of_a_module(jit):
     """Uneven micro-batches, weights that come out of the loss, outputs in the order of the rows."""
 
@@ -318,7 +319,7 @@ def test_a_module_under_transformations():
     close(statistics(model), statistics(whole))
 
 
-@pytest.mark.parametrize(("kind", "deferred"), [("Auto", False), ("Auto", True), ("Explicit", True)])
+@pytest.mark.parametrize(("kind", "deferred"), [("Explicit", True), *sweep([("Auto", False), ("Auto", True)])])
 def test_the_train_step_over_devices(kind, deferred):
     """Statistics, metrics and parameters are those of the whole batch, with one reduction per window if deferred."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType[kind],))
@@ -548,7 +549,7 @@ CHANGES = {  # from outside; whether the step is traced again
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("what", sweep(CHANGES, but=["a layer", "layers exchanged", "an attribute", "metadata"]))
 def test_what_is_changed_between_two_steps_is_seen(what):
     changed_between_two_steps(Tower(nnx.Rngs(0)), *CHANGES[what])
 
@@ -912,7 +913,7 @@ class Partitioned(nnx.Module):
         return self.last(nnx.relu(self.first(x)))
 
 
-@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("chained", [False, *sweep([True])])
 def test_partial_sums_of_partitioned_variables_lie_over_the_devices(chained):
     """Their metadata is not that of the parameters: it begins with the axis of the devices."""
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -19,10 +19,13 @@ from benchmarks import (
     _in_place,
     _measure,
     _one_device,
+    _pages,
     _plots,
     _problems,
+    _results,
     _small_models,
     accelerators,
+    compile_time,
     on_device,
     packing,
     peers,
@@ -30,7 +33,9 @@ from benchmarks import (
     planning,
 )
 from benchmarks._others import TORCH, Torch
+from benchmarks._ways import JAX_WAYS, OURS
 from optax_accum._compiled import targets
+from tests import ROOT
 
 
 def run(*arguments, **options):
@@ -196,30 +201,84 @@ def test_on_the_accelerator_that_is_here():
     assert "n/a" not in done.stdout
 
 
-def test_a_section_is_replaced_and_the_others_stay():
-    texts = {kind: entry.section(kind, [f"## A title\n\n* device: here\n\n{kind}"]) for kind in ("cpu", "gpu")}
-    page = entry.merged("", texts)
+def printed(name, text):
+    return _results.Part(f"python -m benchmarks.{name}", f"## {name}\n\n* device: here\n\n{text}")
+
+
+def test_a_part_is_replaced_and_the_others_stay():
+    texts = {kind: _results.section(kind, [printed("peers", kind)]) for kind in ("cpu", "gpu")}
+    page = _results.merged("", texts)
     assert page.count("* device: ") == 2  # one for each section: that of the part is gone
-    assert "### A title" in page
-    assert "--quick" in entry.section("cpu", ["a sample"], quick=True)
+    assert "### peers" in page
+    assert "--quick" in _results.section("cpu", [printed("peers", "a sample")], quick=True)
     assert "--quick" not in page
-    again = entry.merged(page, {"cpu": entry.section("cpu", ["new"]), "compiled": entry.section("compiled", ["facts"])})
-    order = [again.index(f"## {title}, ") for title in ("CPU time", "GPU time", "Compiled facts by target")]
+    new = {"cpu": _results.section("cpu", [printed("calls", "new")]), "compiled": _results.section("compiled", [])}
+    again = _results.merged(page, new)
+    order = [again.index(f"## {title}\n") for title in ("CPU time", "GPU time", "Compiled facts by target")]
     assert order == sorted(order)
+    assert again.index("\ncpu\n") < again.index("\nnew\n") < order[1]
+    again = _results.merged(again, {"cpu": _results.section("cpu", [printed("peers", "newer")])})
     assert "\ncpu\n" not in again
-    assert "\ngpu\n" in again
+    assert again.index("\nnewer\n") < again.index("\nnew\n")
+    assert _results.changed(again) == []
+    elsewhere = again.replace("* host: ", "* host: another ", 1)
+    assert "\nnew\n" not in _results.merged(elsewhere, {"cpu": _results.section("cpu", [printed("peers", "here")])})
+
+
+def test_what_a_hand_has_changed_is_found():
+    page = _results.merged(
+        "", {"counts": _results.section("counts", [printed("loops", "| 50 |"), printed("verify", "")])}
+    )
+    assert _results.changed(page) == []
+    assert _results.changed(page.replace("50", "51")) == ["loops"]
+    assert _results.changed(page.replace("\n\nPrinted by `python -m benchmarks.loops`", "")) == ["loops"]
+    assert _results.changed(f"{page}\n\n### More\n\n| 1 |") == ["More"]
+
+
+RESULTS = (accelerators.FACTS.parent / "RESULTS.md").read_text()
+
+
+def test_the_results_are_what_their_commands_printed():
+    assert _results.changed(RESULTS) == []
+    commands = re.findall(r"^Printed by `python -m benchmarks\.(\w+)", RESULTS, re.MULTILINE)
+    assert len(commands) == len(set(commands)) > 10
+    assert set(commands) <= set(entry.found())
+
+
+@pytest.mark.parametrize("path", [*dict.fromkeys(where for where, _ in _pages.TABLES.values()), "README.md"])
+def test_a_table_of_a_page_is_that_of_the_results(path):
+    """`python -m benchmarks._pages` writes it."""
+    text = (ROOT / path).read_text()
+    assert _pages.written(path, text, RESULTS) == text
+    marks = [name for name, (where, _) in _pages.TABLES.items() if where == path]
+    assert re.findall(r"<!-- results: (\w+) -->\n\n\|", text) == marks
+    assert marks or "| compile time (ratio)" in text
+
+
+def test_a_table_that_is_not_that_of_the_results_is_written_anew():
+    text = (ROOT / "docs/planning.md").read_text()
+    assert _pages.written("docs/planning.md", text.replace("1505 MB", "1506 MB"), RESULTS) == text
+
+
+@pytest.mark.sweep
+def test_compile_times_are_of_ways_that_make_one_update(monkeypatch):
+    problem = _problems.make("MLP", size=16)
+    assert compile_time.measured(problem, 1).shape == (1, len(compile_time.WAYS))
+    monkeypatch.setattr(JAX_WAYS[OURS], "gradient", lambda way, params, *_: params)
+    with pytest.raises(SystemExit, match="MLP: one of .* makes another update"):
+        compile_time.measured(problem, 1)
 
 
 def test_a_target_that_is_missed_is_explained():
     rows = _measure.targets_text(
         [_measure.verdict("window, apply_gradients / ideal", 2.0, 1.2, "here"), _measure.verdict("other", 0.5, 1, "")]
     )
-    said = entry.section("cpu", [f"## Title\n\n{rows}\n\n## Next"]).splitlines()
+    said = _results.signed(_results.Part("python -m benchmarks.x", f"## Title\n\n{rows}\n\n## Next")).splitlines()
     assert next(line for line in said if "MISSED" in line).startswith("| window, apply_gradients / ideal |")
     assert [line for line in said if line.startswith("Missed: ")] == [
-        f"Missed: window, apply_gradients / ideal: {entry.WHY['window, apply_gradients / ideal']}."
+        f"Missed: window, apply_gradients / ideal: {_results.WHY['window, apply_gradients / ideal']}."
     ]
-    assert said[-1] == "### Next"
+    assert "### Next" in said
 
 
 def test_the_list_has_every_module_and_what_it_is():

@@ -122,6 +122,7 @@ def test_the_explanation_names_what_is_larger_than_rounding(small):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_an_optimizer_that_reads_the_loss_gets_the_mean_of_the_window():
     settings = demo.Settings(batch_size=64, every=2, epochs=1, optimizer="polyak_sgd", learning_rate=1.0)
     whole, accumulated, _, multi_steps, _ = demo.run(settings)

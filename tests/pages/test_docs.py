@@ -20,6 +20,7 @@ import yaml
 import optax_accum
 from benchmarks import accelerators
 from tests import ROOT, versions
+from tests.tiers import sweep
 
 README = (ROOT / "README.md").read_text()
 PACKAGE = pathlib.Path(optax_accum.__file__).parent
@@ -86,7 +87,9 @@ def test_most_pages_have_code():
     assert len(PAGES) >= 12
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", sweep(PAGES, but=[ROOT / "docs/start.md", ROOT / "docs/weights.md"]), ids=lambda page: page.stem
+)
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page):
     """In a process of their own if they set the mesh, say, or the number of devices."""
     if missing := [name for name in NEEDS.get(page.stem, ()) if importlib.util.find_spec(name) is None]:

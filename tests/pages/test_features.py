@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import _features, features
 from benchmarks._ways import JAX_WAYS, MultiSteps, OursAcross
+from tests.tiers import sweep
 
 FEATURES = {feature.name: feature for feature in features.FEATURES}
 PAGE = features.PAGE.read_text()
@@ -17,7 +18,7 @@ def verdict(cell):
     return re.match(r"yes|no(?= \()|n/a|not run", cell)[0]
 
 
-@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("column", sweep(COLUMNS, but=COLUMNS[:1]))
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_cell_of_the_page_is_what_its_program_says(name, column):
     found = verdict(features.cell(FEATURES[name], column))
@@ -42,6 +43,7 @@ def test_a_way_that_loses_a_micro_batch_does_not_pass(monkeypatch):
     assert features.cell(FEATURES["the update of the whole batch"], "optax_accum").startswith("no (")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", [name for name in JAX_WAYS if name not in COLUMNS])
 def test_every_way_of_jax_makes_the_update_of_the_whole_batch(way):
     assert _features._even(way).holds

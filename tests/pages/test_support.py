@@ -51,38 +51,67 @@ def test_the_row_of_this_version_is_what_it_does():
 CI = ROOT / ".ci"
 
 
-def test_the_workflow_takes_its_environments_from_the_table_of_ci_run():
+def environments():
+    return tomllib.loads((CI / "environments.toml").read_text())
+
+
+@pytest.mark.parametrize(("workflow", "options"), [("ci", []), ("nightly", ["--nightly"])])
+def test_a_workflow_takes_its_environments_from_the_table(workflow, options):
     """The script prints each with all its columns; the workflow names no version of JAX, and asks for columns that are there."""
-    printed = subprocess.run(
-        [sys.executable, CI / "environments.py", "--json"], check=True, capture_output=True, text=True
-    ).stdout
+    command = [sys.executable, CI / "environments.py", *options]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     kinds = {kind: json.loads(rows) for kind, _, rows in (line.partition("=") for line in printed.splitlines())}
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    assert set(workflow["jobs"]["environments"]["outputs"]) == set(kinds) == {"suite", "law", "facts"}
+    jobs = yaml.safe_load((ROOT / f".github/workflows/{workflow}.yml").read_text())["jobs"]
+    assert f"environments.py {' '.join(options)}".strip() + " >>" in json.dumps(jobs["environments"])
+    assert set(jobs["environments"]["outputs"]) == set(kinds) == {"tests", "facts"}
     for kind, rows in kinds.items():
-        job = workflow["jobs"][kind]
-        assert f"needs.environments.outputs.{kind}" in job["strategy"]["matrix"]["include"]
-        asked = set(re.findall(r"matrix\.(\w+)", json.dumps(job)))
+        assert f"needs.environments.outputs.{kind}" in jobs[kind]["strategy"]["matrix"]["include"]
+        asked = set(re.findall(r"matrix\.(\w+)", json.dumps(jobs[kind])))
         assert [row["name"] for row in rows if not asked <= row.keys() or not all(row.values())] == []
-        assert not re.search(r"jax\w*==\d", json.dumps(job))
+        assert not re.search(r"jax\w*==\d", json.dumps(jobs[kind]))
+
+
+def test_the_legs_of_a_machine_are_the_jobs_of_the_workflow():
+    """The leg of the docs does what two jobs do, of which one is in docs.yml."""
+    legs = subprocess.run([sys.executable, CI / "run", "--list"], check=True, capture_output=True, text=True).stdout
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    others = {"environments", "tests", "facts", "other_libraries"}
+    rows = [row for kind in environments().values() for row, columns in kind.items() if "nightly" not in columns]
+    assert sorted(legs.split()) == sorted([*rows, *(set(jobs) - others), "docs"])
+
+
+def test_each_file_and_option_of_the_environments_is_there():
+    for name, row in environments()["tests"].items():
+        for part in row.get("tests", "tests").split():
+            assert part == "--sweep" or (ROOT / part).exists(), (name, part)
+
+
+def test_programs_are_kept_between_the_runs_of_a_workflow():
+    """Where the suite puts them."""
+    for workflow in ("ci", "nightly"):
+        for step in yaml.safe_load((ROOT / f".github/workflows/{workflow}.yml").read_text())["jobs"]["tests"]["steps"]:
+            if step.get("uses", "").startswith("actions/cache@"):
+                assert step["with"]["path"] == ".pytest_cache/d/jax"
+                break
+        else:
+            pytest.fail(f"{workflow}.yml keeps no programs")
 
 
 def test_a_workflow_names_no_python():
     """Those of the table come from it, all others from `.ci/python`, or from `.ci/oldest_python`."""
     newest, oldest = ((CI / name).read_text().strip() for name in ("python", "oldest_python"))
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
-    table = tomllib.loads((CI / "environments.toml").read_text())
-    assert (table["suite"]["newest"]["python"], requires) == (newest, f">={oldest}")
+    assert (environments()["tests"]["newest"]["python"], requires) == (newest, f">={oldest}")
     for path in (ROOT / ".github/workflows").iterdir():
         assert not re.search(r"\b3\.1[1-9]\b", path.read_text()), path
-    assert not re.search(r"^ *environment .*3\.1", (CI / "run").read_text(), re.MULTILINE)
+    assert not re.search(r"\b3\.1\d", (CI / "run").read_text())
 
 
 def test_the_environments_are_the_versions_that_are_promised():
     """The oldest JAX, each Python of the classifiers, and what Colab has."""
-    table = tomllib.loads((CI / "environments.toml").read_text())
+    rows = environments()["tests"].values()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pythons = {row["python"] for row in table["suite"].values()}
+    pythons = {row["python"] for row in rows}
     assert pythons == set(re.findall(r":: (3\.\d+)", " ".join(project["classifiers"])))
-    assert any(f"jax=={'.'.join(map(str, FLOOR))} " in row["install"] for row in table["law"].values())
+    assert any(f"jax=={'.'.join(map(str, FLOOR))} " in row["install"] for row in rows)
     assert re.search(r"^jax==", (CI / "colab.txt").read_text(), re.MULTILINE)

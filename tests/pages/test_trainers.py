@@ -17,6 +17,7 @@ import optax_accum
 from optax_accum.sharding import count_collectives
 from tests import ROOT
 from tests.examples import ppo, rows
+from tests.tiers import sweep
 from tests.versions import needs_devices
 
 PAGE = (ROOT / "docs/in_a_trainer.md").read_text()
@@ -79,7 +80,9 @@ TRAINERS = [
     ),
     Trainer("ppo", "PPO", "coupled examples", from_carry, (True, True), before=(CUT,)),
 ]
-all_trainers = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+few_trainers = pytest.mark.parametrize(
+    "trainer", sweep(map(pytest.param, TRAINERS), but=[TRAINERS[2], TRAINERS[3]]), ids=lambda trainer: trainer.name
+)
 
 
 def diff(trainer):
@@ -137,7 +140,7 @@ def drop_in_parts(monkeypatch, trainer):
     monkeypatch.setattr(jax.random, "bernoulli", drawn)
 
 
-@all_trainers
+@few_trainers
 def test_after_the_diff_it_trains_and_logs_as_with_the_whole_batch(trainer, drop_in_parts):
     """With dropout: the average of the parameters, and each line of the log: its number, loss and rate."""
     whole, log = script(trainer, *trainer.masks, *trainer.whole)["main"](16)
@@ -157,7 +160,7 @@ def reported(trainer, changes, within_call, without=()):
     return optax_accum.verify_step(make_step, batch, within_call=within_call)
 
 
-@all_trainers
+@few_trainers
 def test_verify_step_names_the_fault_before_and_finds_none_after(trainer):
     report = reported(trainer, trainer.before, trainer.within[0], trainer.without)
     assert [cause.kind for cause in report.causes] == [trainer.says], str(report)
@@ -180,6 +183,7 @@ def test_a_script_like_lm1b_before():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("trainer", [TRAINERS[1], TRAINERS[3]], ids=lambda trainer: trainer.name)
 def test_with_dropout_it_finds_none_after(trainer):
     """Means over keys are compared. Before, one key for all micro-batches is what they show."""

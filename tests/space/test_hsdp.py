@@ -15,6 +15,7 @@ from numpy.testing import assert_allclose
 
 import optax_accum
 from tests import ROOT, programs
+from tests.tiers import sweep
 from tests.versions import JAX
 
 REPLICAS, SHARDS, ROWS, WIDTH, HIDDEN = 2, 4, 64, 16, 32
@@ -27,7 +28,7 @@ INNER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))
 MESHES = ["Auto Auto", "Explicit Explicit", "Auto Explicit", "Explicit Auto"]
 
 
-@pytest.fixture(params=MESHES)
+@pytest.fixture(params=sweep(MESHES, but=["Explicit Auto"]))
 def mesh(request):
     kinds = tuple(TYPES[name] for name in request.param.split())
     mesh = jax.make_mesh((REPLICAS, SHARDS), ("replica", "shard"), axis_types=kinds)

@@ -13,13 +13,14 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from tests import paths
 from tests.pairs import every_pair
+from tests.tiers import sweep
 from tests.versions import JAX, since
 
 BATCH = paths.rows()
 loss = paths.loss_of(("gathers",))
 
 
-@pytest.fixture(params=["Auto", "Explicit"])
+@pytest.fixture(params=sweep(["Auto", "Explicit"], but=["Explicit"]))
 def mesh(request):
     mesh = paths.mesh_of(request.param)
     with jax.set_mesh(mesh):

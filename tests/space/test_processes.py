@@ -30,6 +30,7 @@ import optax_accum
 from examples import processes
 from examples.processes import Settings
 from tests import ROOT
+from tests.tiers import sweep
 
 UPDATES = 8
 
@@ -78,6 +79,11 @@ def test_several_processes_train_what_one_does(tmp_path):
     close(got, alone(1), 1e-4)  # one device: other micro-batches, the same updates
 
 
+def keep_no_program(monkeypatch):
+    """For processes that are killed: JAX would not replace a program that one has left half-written in the cache."""
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1000")
+
+
 def crash(group, checkpoints, seed, *, saving=False):
     """Waits for a new checkpoint, and at a random moment after it, or while the next is being written (`saving`), ends
     one process with SIGKILL; the rest cannot go on. Returns whether a checkpoint was left unfinished."""
@@ -99,10 +105,12 @@ def saved(checkpoints):
     return max(steps, default=-1)
 
 
+@pytest.mark.sweep
 def test_a_group_that_is_killed_again_and_again_ends_bit_identical(tmp_path, monkeypatch, capfd):
     """Once its newest checkpoint has lost a part, too; and the launcher starts again after the last."""
     settings = asked(processes=2, updates=24, save_every=2, output=str(tmp_path / "params.npz"))
     undisturbed = launched(tmp_path, processes=2, updates=24)
+    keep_no_program(monkeypatch)
     checkpoints = tmp_path / "checkpoints"
     settings = dataclasses.replace(settings, checkpoints=str(checkpoints), restarts=1)
     crash(processes.start(settings), checkpoints, 0)
@@ -132,6 +140,7 @@ def test_a_group_that_is_killed_again_and_again_ends_bit_identical(tmp_path, mon
         assert_array_equal(got[name], leaf)
 
 
+@pytest.mark.sweep
 def test_another_number_of_processes_goes_on_in_the_middle_of_a_window(tmp_path):
     checkpoints = tmp_path / "c"
     # 7 micro-batches to an update on 2 devices: the last checkpoint of 4 updates, at 27, is in the middle of a window.
@@ -158,6 +167,7 @@ def launcher(*options, limit=""):
     )
 
 
+@pytest.mark.sweep
 def test_a_full_disk_ends_the_group_with_the_words_of_each(tmp_path):
     """A limit on the size of a file is to a process what a full disk is: an ordinary exception.
 
@@ -188,8 +198,9 @@ def training(logs):
     return group, children
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_ends_all(tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGTERM, *sweep([signal.SIGINT])])
+def test_a_signal_to_the_launcher_ends_all(tmp_path, monkeypatch, number):
+    keep_no_program(monkeypatch)
     group, children = training(tmp_path)
     group.send_signal(number)
     out = group.communicate(timeout=60)[0]
@@ -200,8 +211,10 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path, number):
         assert out.splitlines()[-1] == "Interrupted: all processes have been ended."
 
 
-def test_processes_end_with_a_launcher_that_was_killed(tmp_path):
+@pytest.mark.sweep
+def test_processes_end_with_a_launcher_that_was_killed(tmp_path, monkeypatch):
     """They went on training and saving."""
+    keep_no_program(monkeypatch)
     group, children = training(tmp_path)
     group.kill()
     group.communicate(timeout=60)
@@ -336,7 +349,7 @@ def test_a_checkpoint_whose_bytes_have_changed_is_passed_over(tmp_path):
     assert_array_equal(found[1]["w"], params["w"])
 
 
-@pytest.mark.parametrize("other", [{"max_microbatch_size": 8}, {"global_batch": 100}], ids=str)
+@pytest.mark.parametrize("other", [{"max_microbatch_size": 8}, *sweep([{"global_batch": 100}])], ids=str)
 def test_processes_that_disagree_say_so(tmp_path, other):
     """Another `every`, another shape of the batch: a message in bounded time, not a hang."""
     begun = time.monotonic()
@@ -373,8 +386,8 @@ def test_facts_of_any_length_are_compared_to_their_end(monkeypatch):
 # Orbax, in one process
 
 
-@pytest.mark.parametrize("devices", [8, 4])
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("devices", [4, *sweep([8])])
+@pytest.mark.parametrize("kind", ["Explicit", *sweep(["Auto"])])
 def test_a_window_in_flight_is_saved_and_goes_on(tmp_path, devices, kind):
     """On as many devices with the same bits, on half as many with the same numbers."""
     fun = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) - 1) ** 2)

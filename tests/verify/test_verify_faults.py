@@ -7,8 +7,9 @@ import jax
 import pytest
 
 import optax_accum
-from benchmarks import _verdicts, verify, verify_step
+from benchmarks import _rare_losses, _verdicts, verify, verify_step
 from optax_accum._verify import loss_faults, step_faults
+from tests.tiers import sweep
 from tests.verify import test_verify, test_verify_step
 
 FUNCTIONS = {"verify": optax_accum.verify, "verify_step": optax_accum.verify_step}
@@ -80,6 +81,25 @@ def test_what_is_named_that_is_not_there_is_found():
     fault = loss_faults.FAULTS[0]._replace(remedy="Pass sharing_argnum=2.")
     with pytest.raises(AssertionError):
         test_a_remedy_names_only_options_that_there_are("verify", fault)
+
+
+# Its limits are those of gradients, which are compiled.
+COSTLY = ["nonlinear derivative"]
+
+
+@pytest.mark.usefixtures("rank_promotion")
+@pytest.mark.parametrize("kind", [*(kind for kind in verify.KINDS if kind not in COSTLY), *sweep(COSTLY)])
+def test_the_first_twelve_losses_with_each_fault_can_be_made(kind):
+    """Draws from a seed choose how a fault is planted: a name that only a rare one reads is read here."""
+    for rare in (False, True)[: 1 + (kind in _rare_losses.FAULTS)]:
+        for number in range(12):
+            problem = verify.fault(kind, number, rare=rare)
+            assert jax.tree.leaves(jax.eval_shape(problem.fun, problem.params, problem.batch, *problem.args))
+
+
+def test_the_first_twelve_steps_with_each_fault_can_be_made():
+    for kind in verify_step.KINDS:
+        assert len({verify_step.fault(kind, number).name for number in range(12)}) > 1
 
 
 @pytest.mark.usefixtures("rank_promotion")

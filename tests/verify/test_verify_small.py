@@ -8,6 +8,7 @@ import pytest
 
 import optax_accum
 from optax_accum import verify_step
+from tests.tiers import sweep
 from tests.verify import test_verify_step as large
 from tests.verify.test_verify_step import AGAIN, FAULTS, SOUND, Loop, in_windows
 
@@ -34,14 +35,14 @@ def three(monkeypatch):
     return large.BATCH
 
 
-@pytest.mark.parametrize("kind", marked(FAULTS))
+@pytest.mark.parametrize("kind", sweep(marked(FAULTS), but=["never closes", "sum for a mean", *UNNAMED]))
 def test_a_fault_is_found_and_called_by_its_own_name_or_by_none(kind, three):
     report = verify_step(FAULTS[kind], three, **large.OPTIONS.get(kind, {}))
     assert [cause.kind for cause in report.causes] == ["not known" if kind in UNNAMED else kind], str(report)
     assert not report.holds
 
 
-@pytest.mark.parametrize("name", marked(sorted(AGAIN.keys() - NOT_OURS)))
+@pytest.mark.parametrize("name", sweep(marked(sorted(AGAIN.keys() - NOT_OURS))))
 def test_so_is_another_way_to_it(name, three):
     kind, make_step = AGAIN[name]
     report = verify_step(make_step, three, uneven=False)
@@ -50,7 +51,7 @@ def test_so_is_another_way_to_it(name, three):
     assert set(found) <= {kind, "not known"}, str(report)
 
 
-@pytest.mark.parametrize("name", marked(SOUND))
+@pytest.mark.parametrize("name", sweep(marked(SOUND), but=["squares", "a weighted mean"]))
 def test_nothing_is_found_in_a_sound_loop(name, three):
     assert verify_step(SOUND[name], three).holds
 

@@ -17,6 +17,7 @@ from benchmarks.verify_step import fault as planted
 from optax_accum import verify_step
 from optax_accum._verify import step_params
 from optax_accum._verify.step_calls import Steps
+from tests.tiers import sweep
 
 rng = np.random.default_rng(0)
 N, K, D = 12, 4, 3
@@ -220,7 +221,7 @@ AGAIN = {
 }
 
 
-@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.parametrize("name", sweep(AGAIN, but=["a key in the step", "the wrong rate", "apply_every after Adam"]))
 def test_other_ways_to_a_fault(name):
     kind, make_step = AGAIN[name]
     report = verify_step(make_step, BATCH, uneven=False)
@@ -271,7 +272,7 @@ NARROW = {
 }
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", sweep(NARROW, but=["a mean", "a sum in bfloat16"]))
 def test_what_is_given_in_bfloat16_is_summed_in_float32(name):
     make_step, kinds = NARROW[name]
     report = verify_step(make_step, BATCH | {"x": jnp.asarray(BATCH["x"], jnp.bfloat16)})
@@ -439,7 +440,9 @@ OTHERS = {
 
 
 @pytest.mark.usefixtures("rank_promotion")
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", sweep(OTHERS, but=["MultiSteps, unequal micro-batches", "NNX", "a scan", "ours", "a state that is lost"])
+)
 def test_a_step_of_a_framework(name):
     make_step, options, kinds = OTHERS[name]
     report = verify_step(make_step, BATCH, **options)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from tests.pairs import every_pair
+from tests.tiers import one_of_each, sweep
 
 DEVICES, ROWS = 4, 4  # in a micro-batch on each device
 INNER = optax.adam(0.1, eps=1e-2)
@@ -145,7 +146,12 @@ HOW = ("in place", "added after", "written", "looked at first")
 FORMED = [*(("mean", how) for how in HOW), *(("Ratio", how) for how in HOW[:3])]
 
 
-@pytest.mark.parametrize(("mesh", "kind", "formed"), every_pair(TYPES, KINDS, FORMED), indirect=["mesh"], ids=str)
+OVER_CALLS = every_pair(TYPES, KINDS, FORMED)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "formed"), sweep(OVER_CALLS, but=one_of_each(OVER_CALLS)), indirect=["mesh"], ids=str
+)
 def test_over_calls(mesh, kind, formed):
     """The weight of a device is no factor of a gradient in which the losses of all have a part."""
     form, how = formed

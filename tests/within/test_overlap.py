@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from optax_accum.sharding import count_collectives
 from tests.pairs import every_pair
+from tests.tiers import one_of_each, sweep
 from tests.versions import since
 
 pytestmark = since(0, 11, why="overlapping")
@@ -97,15 +98,17 @@ def both(loss, batch=BATCH, **options):
     return results
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("mesh", MESHES)
+ON_MESHES = [(mesh, size) for mesh in MESHES for size in SIZES]
+
+
+@pytest.mark.parametrize(("mesh", "size"), sweep(ON_MESHES, but=one_of_each(ON_MESHES)), ids=str)
 def test_the_gradient_is_that_of_the_whole_batch(mesh, size):
     run, args = compiled(mean, mesh, overlap=True, **size)
     want = jax.value_and_grad(mean)(PARAMS, BATCH)
     chex.assert_trees_all_close(jax.device_get(run(*args)), want, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", sweep(LOSSES, but=["weights", "Ratio"]))
 def test_inside_a_shard_map_without_types(loss):
     """With them, JAX takes no sum over devices to be the same on all that was written where partial sums lay."""
     fun, options = LOSSES[loss]
@@ -125,8 +128,10 @@ def test_inside_a_shard_map_without_types(loss):
         typed.lower(PARAMS, BATCH)
 
 
-@pytest.mark.parametrize("shards", SHARDS)
-@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "Auto beside Explicit"])
+TO_SHARDS = [(mesh, shards) for mesh in MESHES if mesh != "Auto beside Explicit" for shards in SHARDS]
+
+
+@pytest.mark.parametrize(("mesh", "shards"), sweep(TO_SHARDS, but=one_of_each(TO_SHARDS)))
 def test_each_device_keeps_its_shard(mesh, shards):
     """ZeRO-1: four layers, so that each device may keep one."""
     params = {**PARAMS, "layers": jnp.concatenate([PARAMS["layers"], PARAMS["layers"][:1]])}
@@ -170,7 +175,10 @@ def test_weights_of_few_micro_batches_and_what_they_hand_on(size):
         assert {int(shard.data) for shard in carry.addressable_shards} == {size.get("num_microbatches", 2)}
 
 
-@pytest.mark.parametrize(("loss", "size", "to"), every_pair(LOSSES, SIZES[:2], [None, SHARDS["rows"]]), ids=str)
+COUNTED = every_pair(LOSSES, SIZES[:2], [None, SHARDS["rows"]])
+
+
+@pytest.mark.parametrize(("loss", "size", "to"), sweep(COUNTED, but=one_of_each(COUNTED)), ids=str)
 def test_whatever_a_loss_counts(loss, size, to):
     fun, options = LOSSES[loss]
     chex.assert_trees_all_close(*both(fun, reduce_to=to, **options, **size), rtol=1e-5, atol=1e-7)

@@ -1,0 +1,108 @@
+"""Tables of the docs and a row of the README, made of what stands in benchmarks/RESULTS.md.
+
+`python -m benchmarks._pages` writes them after their marks, `<!-- results: planning -->`.
+"""
+
+import pathlib
+import re
+from collections.abc import Callable
+
+from benchmarks import _measure, _results
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/RESULTS.md"
+Row = dict[str, str]
+
+
+def rows(page: str, program: str, heading: str = "") -> list[Row]:
+    """Returns the rows of the first table that a program printed, or of that under a heading."""
+    parts = (part for text in re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:] for part in _results.split(text)[1])
+    (body,) = (body for mark, body, _ in parts if re.search(rf"benchmarks\.{program}\b", mark))
+    table = re.search(r"(?:^\|.*\n?)+", body[body.index(heading) :], re.MULTILINE)[0]
+    head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines())
+    return [dict(zip(head, line, strict=True)) for line in lines]
+
+
+def planning(page: str) -> list[tuple[str, ...]]:
+    """Returns what plans foretold; the chosen number of micro-batches is bold."""
+    table = [("model", "budget", "micro-batches", "predicted", "measured", "error", "in the budget")]
+    for row in rows(page, "planning"):
+        chosen = bool(row["plan took"])
+        first = (row["model"], row["budget"], f"**{row['k']}**") if chosen else ("", "", row["k"])
+        table.append((*first, row["foretold"], row["measured"], row["error"].replace("%", " %"), row["in the budget"]))
+    return table
+
+
+SHOWN = [("log-normal", "4096", "1"), ("log-normal", "8192", "8"), ("log-normal", "16384", "8")]
+SHOWN += [("paragraphs", budget, devices) for budget in ("1024", "2048") for devices in ("1", "2")]
+
+
+def packing(page: str) -> list[tuple[str, ...]]:
+    """Returns how full micro-batches by tokens are, by default and with fewer buckets."""
+    fewer = [f"`buckets={n}`" for n in (24, 16, 8)]
+    table = [("lengths, budget, devices", "micro-batches / fewest", "filled", "programs", *fewer)]
+    for lengths, budget, devices in SHOWN:
+        of = {
+            row["buckets"]: row
+            for row in rows(page, "packing")
+            if row["lengths"].startswith(lengths) and (row["budget"], row["devices"]) == (budget, devices)
+        }
+        filled = {buckets: f"{float(row['filled'].strip('%')):.0f} %" for buckets, row in of.items()}
+        number = int(re.search(r"\d+", of["default"]["lengths"])[0])
+        name = f"{number:,} {lengths}, {budget} tokens, {devices}"
+        made = f"{of['default']['micro-batches']} / {of['default']['fewest']}"
+        table.append((name, made, filled.pop("default"), of["default"]["shapes"], *filled.values()))
+    return table
+
+
+WAYS = {
+    "ours: apply_gradients": "`accumulate_gradients` and `apply_gradients`",
+    "ours: update": "`accumulate_gradients`, `update`, `optax.apply_updates`",
+    "optax.MultiSteps": "`optax.MultiSteps`, `optax.apply_updates`",
+}
+
+
+def micro_step(page: str) -> list[tuple[str, ...]]:
+    """Returns the times of micro-steps, relative to the first."""
+    found = {row["contender"]: row for row in rows(page, "micro_step", "#### AdamW, 4.2 M, k=8")}
+    time = lambda way: float(found[way]["ms / micro-step"])
+    relative = lambda way: f"{time(way) / time(next(iter(WAYS))):.1f}"
+    memory = lambda way: f"{float(found[way]['temporary memory / P']):.0f} P"
+    return [("micro-step", "relative time", "temporary memory"), *((WAYS[w], relative(w), memory(w)) for w in WAYS)]
+
+
+def compile_time(page: str) -> str:
+    """Returns the README's row."""
+    found = {row["way"]: float(row["/ optax.MultiSteps"]) for row in rows(page, "compile_time", "#### decoder")}
+    ratio = lambda way: f"{found[way]:.1f}".removesuffix(".0")
+    by_hand, ours = ratio("hand-written scan"), ratio("ours: value_and_grad")
+    return f"| compile time (ratio), decoder, 2 CPU cores | 1 | {by_hand} | {ours}, `value_and_grad` |"
+
+
+TABLES: dict[str, tuple[str, Callable[[str], list[tuple[str, ...]]]]] = {
+    "planning": ("docs/planning.md", planning),
+    "packing": ("docs/tokens.md", packing),
+    "micro_step": ("docs/benchmarks.md", micro_step),
+}
+
+
+def written(path: str, text: str, results: str) -> str:
+    """Returns a page with its tables, or its row, as they are in the results."""
+    for name, (where, make) in TABLES.items():
+        if where == path:
+            table = _measure.markdown(make(results), left=(0, 6) if name == "planning" else (0,))
+            mark, old = f"<!-- results: {name} -->\n", r"(?:\n\|.*(?:\n\|.*)*\n)?"
+            text = re.sub(mark + old, lambda _, new=f"{mark}\n{table}\n": new, text)
+    if path == "README.md":
+        text = re.sub(r"^\| compile time .*$", lambda _: compile_time(results), text, flags=re.MULTILINE)
+    return text
+
+
+def main() -> None:
+    results = RESULTS.read_text()
+    for path in (*(where for where, _ in TABLES.values()), "README.md"):
+        (ROOT / path).write_text(written(path, (ROOT / path).read_text(), results))
+
+
+if __name__ == "__main__":
+    main()

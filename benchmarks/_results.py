@@ -1,0 +1,121 @@
+"""What stands in benchmarks/RESULTS.md: parts, each with the command that printed it and a digest, in sections."""
+
+import datetime
+import hashlib
+import re
+from typing import NamedTuple
+
+from benchmarks import _measure
+
+WHY = {  # a target was missed, by the beginning of its name
+    "window, apply_gradients / ideal": (
+        "beside small arrays it shows what a call costs the host: Adafactor has many leaves, and 4.2 M parameters "
+        "are added in a millisecond. On an accelerator a window moves the bytes of the floor"
+    ),
+    "window, apply_gradients with statistics": (
+        "a held micro-step reads the gradient twice, 4 P where 3 P are moved without statistics (1.33), and waits for "
+        "the sum; with k=1 a window without statistics has no accumulator to write"
+    ),
+    "window, MultiSteps / update": "`update` writes updates at each micro-step, which are then applied",
+    'to trace and compile, "skip"': (
+        "to ask whether a gradient is finite takes a reduction, and a kernel, for each leaf; runs of one machine gave "
+        "medians of 1.10 to 1.39"
+    ),
+    "in place, temporary memory": (
+        "layers one by one that are cast before: XLA casts all of them once, outside the loop over micro-batches, and "
+        "keeps the casts; the same added after, or by hand. Layers in a scan meet it"
+    ),
+    "statistics, beyond that": (
+        "float32 parameters on an H100: XLA writes a gradient to take its norm, instead of adding it by the product "
+        "that makes it. In bfloat16, and on a v5e, it is 0"
+    ),
+    "time, ours / ": "within the noise of the machine, which is 5 to 15 %; the worst of all tables counts",
+}
+HEAD = "# Results\n\nWhat `python -m benchmarks` printed.\n"
+TITLES = {
+    "cpu": "CPU time",
+    "gpu": "GPU time",
+    "tpu": "TPU time",
+    "counts": "Counts",
+    "compiled": "Compiled facts by target",
+}
+SIGNED = re.compile(r"\n\nPrinted by `(python -m .*?)`, \d{4}-\d\d-\d\d\. <!-- (\w+) -->(?=\n|\Z)")
+
+
+class Part(NamedTuple):
+    """What a command printed."""
+
+    command: str
+    text: str
+
+
+def section(kind: str, parts: list[Part], quick: bool = False) -> str:
+    """Returns a section: the machine and versions stand in its heading, and no more in its parts."""
+    facts = "\n".join(f"* {name}: {value}" for name, value in _measure.machine().items())
+    facts += "\n* run: `--quick`, a sample" if quick else ""
+    return "\n\n".join([f"## {TITLES.get(kind, kind)}", facts, *map(signed, parts)]) + "\n"
+
+
+def signed(part: Part) -> str:
+    """Returns a part as it stands on the page, with its command, the day and a digest: a change by hand is seen."""
+    text = re.sub(r"^\* (device|host|versions): .*\n", "", part.text, flags=re.MULTILINE)
+    text = explained(re.sub(r"\n{3,}", "\n\n", text))
+    text = re.sub(r"^(#+) ", r"#\1 ", text, flags=re.MULTILINE).strip()
+    return f"{text}\n\nPrinted by `{part.command}`, {datetime.date.today()}. <!-- {digest(text)} -->"
+
+
+def digest(text: str) -> str:
+    """Returns the same for the same words, however they are broken into lines."""
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:12]
+
+
+def explained(text: str) -> str:
+    """Returns the tables with a sentence behind each in which a target is missed, for each of these."""
+
+    def why(found: re.Match[str]) -> str:
+        names = dict.fromkeys(re.findall(r"^\| (.*?) +\|.*\| MISSED ", found[0], flags=re.MULTILINE))
+        reason = lambda name: next((why for begins, why in WHY.items() if name.startswith(begins)), "not explained")
+        return "\n".join([found[0].rstrip(), *(f"\nMissed: {name}: {reason(name)}." for name in names)])
+
+    return re.sub(r"(?:^\|.*\n?)+", lambda found: why(found).rstrip() + "\n", text, flags=re.MULTILINE)
+
+
+def changed(page: str) -> list[str]:
+    """Returns the headings of the parts that are not as their command printed them, or have none."""
+    found = []
+    for text in re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]:
+        _, parts, rest = split(text)
+        found += [body for _, body, written in parts if digest(body) != written] + ([rest] if rest else [])
+    return [re.search(r"^#* *(.*)$", body, re.MULTILINE)[1] for body in found]
+
+
+def split(text: str) -> tuple[str, list[tuple[str, str, str]], str]:
+    """Splits a section into its heading with the machine, (signature, text, digest) of each part, and what is left."""
+    text = text.rstrip() + "\n"
+    head = re.match(r"## .*\n\n(?:\* .*\n)*", text)[0]
+    parts, start = [], len(head)
+    for mark in SIGNED.finditer(text):
+        parts.append((mark[0], text[start : mark.start()].strip(), mark[2]))
+        start = mark.end()
+    return head.strip(), parts, text[start:].strip()
+
+
+def merged(old: str, new: dict[str, str]) -> str:
+    """Returns the page with these sections; on the same machine, old parts that were not printed anew stay."""
+    kept = {part.splitlines()[0]: part for part in re.split(r"^(?=## )", old, flags=re.MULTILINE)[1:]}
+    for text in new.values():
+        title = text.splitlines()[0]
+        kept[title] = joined(kept[title], text) if title in kept else text
+    order = [f"## {title}" for title in TITLES.values() if f"## {title}" in kept]
+    return "\n".join([HEAD, *(kept[title].rstrip() + "\n" for title in [*order, *(kept.keys() - order)])]).rstrip()
+
+
+def joined(old: str, new: str) -> str:
+    """Returns a section with its new parts in the place of those of the same program."""
+    (before, kept, _), (head, parts, _) = split(old), split(new)
+    if before != head:
+        return new
+    program = lambda part: re.search(r"python -m ([\w.]+)", part[0])[1]
+    fresh = {program(part): part for part in parts}
+    all_parts = [fresh.pop(program(part), part) for part in kept] + list(fresh.values())
+    return "\n\n".join([head, *(body + mark for mark, body, _ in all_parts)]) + "\n"
