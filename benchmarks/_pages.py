@@ -71,6 +71,12 @@ def micro_step(page: str) -> list[tuple[str, ...]]:
     return [("micro-step", "relative time", "temporary memory"), *((WAYS[w], relative(w), memory(w)) for w in WAYS)]
 
 
+def any_loss(page: str) -> list[tuple[str, ...]]:
+    """Returns what losses cost that take rows together."""
+    found = rows(page, "any_loss")
+    return [tuple(found[0]), *(tuple(row.values()) for row in found)]
+
+
 def compile_time(page: str) -> str:
     """Returns the README's row."""
     found = {row["way"]: float(row["/ optax.MultiSteps"]) for row in rows(page, "compile_time", "#### decoder")}
@@ -83,6 +89,7 @@ TABLES: dict[str, tuple[str, Callable[[str], list[tuple[str, ...]]]]] = {
     "planning": ("docs/planning.md", planning),
     "packing": ("docs/tokens.md", packing),
     "micro_step": ("docs/benchmarks.md", micro_step),
+    "any_loss": ("docs/any_loss.md", any_loss),
 }
 
 
