@@ -202,7 +202,7 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
     params = equation.long.params
     consts, carried = compilers.sizes_of_scan(equation.long)
-    body = paired(params["jaxpr"], equation.short.params["jaxpr"], equation.rows)
+    body = paired(params["jaxpr"], equation.short.params["jaxpr"], equation.rows, equation)
     is_model = [value in levels.model for value in equation.ins]
     is_model[consts : consts + carried] = [True] * carried
     inner = levels_of(body, is_model)
