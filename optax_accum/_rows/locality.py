@@ -1,7 +1,7 @@
 """Whether an equation treats rows one by one, with the programs inside it: loops, branches, rules of the user's."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -107,6 +107,20 @@ def _same_literals(long: Any, short: Any) -> bool:
         and (not isinstance(a, core.Literal) or np.array_equal(a.val, b.val, equal_nan=True))
         for a, b in pairs
     )
+
+
+def unknown(view: View) -> Iterator[str]:
+    """Yields the primitives that take rows, in an equation and inside it, of which the table knows nothing."""
+    pairs = _pairs(view.long.params, view.short.params) if view.name in NESTED else []
+    for long, short in pairs:
+        try:
+            for a, b in in_step(compilers.opened(long)[0], compilers.opened(short)[0]):
+                yield from unknown(view_of(a, b, view.rows))
+        except OtherProgramError:
+            return
+    tables = (NESTED, primitives.LOCAL, primitives.PARTIAL, primitives.ALIKE)
+    if view.has_rows and not any(view.name in table for table in tables):
+        yield view.name
 
 
 # Rules of the user's

@@ -22,19 +22,19 @@ class Value:
 
 
 class Constant(Value):
-    """An array that the program holds, for n rows."""
+    """An array that the program holds, for n rows; `other` is the array for fewer."""
 
-    def __init__(self, array: Any, axis: Axis):
+    def __init__(self, array: Any, axis: Axis, other: Any = None):
         super().__init__(jax.typeof(array), axis)
-        self.array = array
+        self.array, self.other = array, other
 
 
 class Number(Value):
-    """A literal of the program."""
+    """A literal of the program, for n rows; `other` is the literal for fewer, None where there is none."""
 
-    def __init__(self, literal: Any):
+    def __init__(self, literal: Any, other: Any = None):
         super().__init__(literal.aval, None)
-        self.number = literal.val
+        self.number, self.other = literal.val, getattr(other, "val", None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,13 +116,14 @@ def _inlined(
         raise OtherProgramError("it closes over other arrays")
     env = dict(zip(of_long.invars, inputs, strict=True))
     for var, array, short_array in zip(of_long.constvars, consts, short_consts, strict=True):
-        env[var] = Constant(array, axis_of(jax.typeof(array), jax.typeof(short_array), rows))
+        env[var] = Constant(array, axis_of(jax.typeof(array), jax.typeof(short_array), rows), short_array)
 
-    def read(atom: Any) -> Value:
-        return Number(atom) if isinstance(atom, core.Literal) else env[atom]
+    def read(long: Sequence[Any], short: Sequence[Any]) -> list[Value]:
+        pairs = zip(long, short, strict=True)
+        return [Number(a, b) if isinstance(a, core.Literal) else env[a] for a, b in pairs]
 
     for a, b in in_step(of_long, of_short):
-        ins, view = [read(atom) for atom in a.invars], view_of(a, b, rows)
+        ins, view = read(a.invars, b.invars), view_of(a, b, rows)
         outs = [Value(var.aval, axis) for var, axis in zip(a.outvars, view.outs, strict=True)]
         equation = Equation(a, b, ins, outs, rows, caller)
         if _is_inlined(equation):
@@ -130,7 +131,7 @@ def _inlined(
         else:
             equations.append(equation)
         env.update(zip(a.outvars, outs, strict=True))
-    return [read(atom) for atom in of_long.outvars]
+    return read(of_long.outvars, of_short.outvars)
 
 
 def _is_inlined(equation: Equation) -> bool:

@@ -77,7 +77,9 @@ def in_step(long: Any, short: Any) -> Iterator[tuple[Any, Any]]:
     """Yields the equations of two programs, two by two."""
     for a, b in zip(long.eqns, short.eqns, strict=False):
         if a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars):
-            raise OtherProgramError(f"at {place_of(a)} it has {a.primitive.name}, and for fewer rows {b.primitive.name}")
+            raise OtherProgramError(
+                f"at {place_of(a)} it has {a.primitive.name}, and for fewer rows {b.primitive.name}"
+            )
         yield a, b
     if len(long.eqns) != len(short.eqns):
         more = max(long.eqns, short.eqns, key=len)[min(len(long.eqns), len(short.eqns))]

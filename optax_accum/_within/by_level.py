@@ -58,7 +58,7 @@ def axis_of(value: Value) -> int:
 def once(equation: Equation, levels: Levels, store: Store) -> None:
     """Evaluates an equation for all rows."""
     values = [store.whole(value) for value in equation.ins]
-    results = over_layers(equation, levels, store, values) if _is_over_layers(equation, levels) else None
+    results = over_layers(equation, levels, store, values) if is_over_layers(equation, levels) else None
     results = compilers.bind(equation.long, values) if results is None else results
     store.values.update(zip(equation.outs, results, strict=True))
 
@@ -192,7 +192,7 @@ def _wide(dtype: Any) -> Any:
 # Loops over layers whose bodies take rows together
 
 
-def _is_over_layers(equation: Equation, levels: Levels) -> bool:
+def is_over_layers(equation: Equation, levels: Levels) -> bool:
     """Returns whether an equation is a loop over layers, or tokens, that can be evaluated level by level."""
     is_scan = equation.name == "scan" and equation.long.params["length"] == equation.short.params["length"]
     return is_scan and not levels.model.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
@@ -200,12 +200,8 @@ def _is_over_layers(equation: Equation, levels: Levels) -> bool:
 
 def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequence[Any]) -> list[Any]:
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
-    params = equation.long.params
+    params, inner = equation.long.params, inside_layers(equation, levels)
     consts, carried = compilers.sizes_of_scan(equation.long)
-    body = paired(params["jaxpr"], equation.short.params["jaxpr"], equation.rows, equation)
-    is_model = [value in levels.model for value in equation.ins]
-    is_model[consts : consts + carried] = [True] * carried
-    inner = levels_of(body, is_model)
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -215,3 +211,12 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
     carry, ys = jax.lax.scan(step, list(start), list(xs), **options)
     return [*carry, *ys]
+
+
+def inside_layers(equation: Equation, levels: Levels) -> Levels:
+    """Returns how the body of a loop over layers runs."""
+    consts, carried = compilers.sizes_of_scan(equation.long)
+    body = paired(equation.long.params["jaxpr"], equation.short.params["jaxpr"], equation.rows, equation)
+    is_model = [value in levels.model for value in equation.ins]
+    is_model[consts : consts + carried] = [True] * carried
+    return levels_of(body, is_model)

@@ -1,0 +1,103 @@
+"""How much a micro-batch of a loss counts across calls: read off the traced loss, and computed from a batch."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._arguments.roles import Call
+from optax_accum._core.leaves import by_path, is_array, parted
+from optax_accum._core.types import Name, Tree
+from optax_accum._explain.explanation import Weight
+from optax_accum._loss.ratio import Ratio
+from optax_accum._rows.denominators import Denominator, Found, denominators_of
+from optax_accum._rows.forms import Sum
+from optax_accum._within.splitting import Sizes
+from optax_accum._within.traced import Traced, traced
+
+
+def has_type(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, or the type of one."""
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A loss, with the arguments of one call: arrays or their types."""
+
+    fun: Callable[..., Any]
+    call: Call
+    sizes: Sizes
+    has_aux: bool
+    names: dict[Name, str]  # of the arguments, as the parameters are named
+
+    def ask(self, question: Callable[[Traced], Any]) -> Any:
+        """Returns what a question finds in the traced loss, of which nothing is run."""
+        names, answers = tuple(self.call.arguments), []
+        leaves, filled = parted(self.call[names], has_type)
+
+        def read(leaves: Sequence[jax.Array]) -> None:
+            call = self.call.with_values(names, filled(leaves))
+            answers.append(question(traced(self.fun, call, self.sizes, self.call.params)))
+
+        jax.eval_shape(read, leaves)
+        return answers[0]
+
+    @property
+    def inputs(self) -> list[tuple[Name, str, Any]]:
+        """The arrays of the call: the argument, its text, and the array."""
+        return [
+            (name, f"{self.names[name]}{path}", leaf)
+            for name, argument in self.call.arguments.items()
+            for path, leaf in by_path(argument, "")
+            if has_type(leaf)
+        ]
+
+
+def terms_of(subject: Subject, found: Traced) -> dict[str | None, Found] | None:
+    """Returns what divides the loss, or each of its terms; None for a `Ratio`, or a dict of them."""
+    loss = found.shapes[0] if subject.has_aux else found.shapes
+    places = range(len(jax.tree.leaves(loss)))
+    others = [None if name in subject.call.batch else text for name, text, _ in subject.inputs]
+    terms = loss if isinstance(loss, dict) else {None: loss}
+    if any(isinstance(term, Ratio) for term in terms.values()):
+        return None
+    names = jax.tree.unflatten(jax.tree.structure(loss), places)
+    names = names if isinstance(loss, dict) else {None: names}
+    return {name: denominators_of(found.levels, others, place) for name, place in names.items()}
+
+
+def weight_of(subject: Subject, denominator: Denominator) -> Weight:
+    """Returns a weight in the user's terms."""
+    sums = tuple(dict.fromkeys(equation.place for equation in denominator.sums))
+    if denominator.makes is None:
+        return Weight("1" if denominator.by is None else "its number of rows", sums=sums)
+    of = tuple(subject.inputs[place][1] for place in sorted(denominator.inputs))
+    guard = denominator.guard and denominator.guard.place
+    place = denominator.makes.place
+    return Weight(f"the sum over rows at {place}", place, of, guard, sums)
+
+
+def weight_fn(subject: Subject) -> Callable[..., Any]:
+    """Returns a function of the batch that returns its weight: a number, a dict or a list."""
+
+    def weight(*batches: Tree) -> Any:
+        of_batch = dataclasses.replace(subject, call=subject.call.with_values(subject.call.batch, batches))
+        values = [leaf for _, _, leaf in of_batch.inputs]
+
+        def counts(found: Traced) -> dict[Any, list[Any]]:
+            terms = terms_of(subject, found) or {}
+            program = found.levels.program
+            any_weight = Denominator(None, ())
+            return {name: [(program, one) for one in term.denominators or [any_weight]] for name, term in terms.items()}
+
+        counted = {
+            name: [jnp.asarray(one.counted(program, values), jnp.float32) for program, one in denominators]
+            for name, denominators in of_batch.ask(counts).items()
+        }
+        of_terms = {name: numbers if len(numbers) > 1 else numbers[0] for name, numbers in counted.items()}
+        return of_terms[None] if None in of_terms else of_terms
+
+    return weight
