@@ -86,4 +86,3 @@ def _coupling(sites: list[Site]) -> Coupling:
         times=first.times,
         unknown=tuple(dict.fromkeys(unknown)),
     )
-

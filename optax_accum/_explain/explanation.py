@@ -45,6 +45,7 @@ class Weight:
 
     Attributes:
       text: what it is, in words.
+      term: the name of the term, where the loss is a dict.
       place: the line of the sum; None for the number of rows.
       of: the arrays of the batch that it is computed from.
       guard: the line that keeps it from zero, if there is one.
@@ -52,6 +53,7 @@ class Weight:
     """
 
     text: str
+    term: str | None = None
     place: Place | None = None
     of: tuple[str, ...] = ()
     guard: Place | None = None
@@ -81,7 +83,6 @@ class Explanation:
         is right.
       weights: what that is, for each term; none where the loss takes no
         rows.
-      terms: the names of the terms, where the loss is a dict.
       reduction: the `reduction` across calls: "sum" if nothing divides.
       reasons: why there is no weight, with lines.
     """
@@ -95,7 +96,6 @@ class Explanation:
     kept_bytes: int
     weight: Callable[..., Any] | None
     weights: tuple[Weight, ...]
-    terms: tuple[str, ...]
     reduction: str
     reasons: tuple[str, ...]
 
@@ -120,7 +120,7 @@ class Explanation:
 
     def _split(self) -> str:
         rows = counted(self.rows, "row")
-        split = f"{rows} in {counted(self.num_microbatches, "micro-batch")}" if self.num_microbatches else rows
+        split = f"{rows} in {counted(self.num_microbatches, 'micro-batch')}" if self.num_microbatches else rows
         return split + (f", {self.group} consecutive ones together." if self.group > 1 else ".")
 
     def _passes(self) -> str:
@@ -149,16 +149,16 @@ class Explanation:
         elif len(self.weights) == 1:
             yield from _filled(f"Across calls the weight of a micro-batch is {self.weights[0]}.")
         else:
-            yield "Across calls a micro-batch has a weight for each term:"
+            yield from _filled("Across calls one weight is not enough, since terms have denominators of their own:")
             for weight in self.weights:
-                yield from _filled(f"{weight}{_divides(weight)}", "  ")
-            if not self.terms:
-                yield from _filled("Return the terms as a dict, to weigh each.")
+                yield from _filled(f"{_divides(weight)}: {weight}", "  ")
+            yield from _filled("Within a call value_and_grad takes them all.")
         for guard in dict.fromkeys(weight.guard for weight in self.weights if weight.guard):
             yield from _filled(f"The line {guard} keeps the sum from zero; the weight may be 0.")
 
+
 def _divides(weight: Weight) -> str:
-    return f", for {', '.join(map(str, weight.sums))}" if weight.sums else ""
+    return weight.term or " and ".join(map(str, weight.sums))
 
 
 def _table(couplings: tuple[Coupling, ...]) -> Iterator[str]:

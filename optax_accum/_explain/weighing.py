@@ -11,11 +11,18 @@ from optax_accum._arguments.roles import Call
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._explain.explanation import Weight
-from optax_accum._loss.ratio import Ratio
+from optax_accum._loss.parts import Returns
+from optax_accum._loss.ratio import check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of
-from optax_accum._rows.forms import Sum
 from optax_accum._within.splitting import Sizes
 from optax_accum._within.traced import Traced, traced
+
+
+def typed(tree: Tree) -> Tree:
+    """Returns a tree with types in place of its arrays, which it does not hold."""
+    weak = lambda leaf: getattr(leaf, "weak_type", False)
+    type_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf), weak_type=weak(leaf))
+    return jax.tree.map(lambda leaf: type_of(leaf) if is_array(leaf) else leaf, tree)
 
 
 def has_type(leaf: Any) -> bool:
@@ -58,26 +65,24 @@ class Subject:
 
 def terms_of(subject: Subject, found: Traced) -> dict[str | None, Found] | None:
     """Returns what divides the loss, or each of its terms; None for a `Ratio`, or a dict of them."""
-    loss = found.shapes[0] if subject.has_aux else found.shapes
-    places = range(len(jax.tree.leaves(loss)))
+    loss = Returns(subject.has_aux).parts(found.shapes).loss
+    check_loss(loss, None)
     others = [None if name in subject.call.batch else text for name, text, _ in subject.inputs]
     terms = loss if isinstance(loss, dict) else {None: loss}
-    if any(isinstance(term, Ratio) for term in terms.values()):
+    if any(map(is_ratio, terms.values())):
         return None
-    names = jax.tree.unflatten(jax.tree.structure(loss), places)
-    names = names if isinstance(loss, dict) else {None: names}
-    return {name: denominators_of(found.levels, others, place) for name, place in names.items()}
+    return {name: denominators_of(found.levels, others, place) for place, name in enumerate(sorted(terms, key=str))}
 
 
-def weight_of(subject: Subject, denominator: Denominator) -> Weight:
+def weight_of(subject: Subject, term: str | None, denominator: Denominator) -> Weight:
     """Returns a weight in the user's terms."""
     sums = tuple(dict.fromkeys(equation.place for equation in denominator.sums))
     if denominator.makes is None:
-        return Weight("1" if denominator.by is None else "its number of rows", sums=sums)
+        return Weight("1" if denominator.by is None else "its number of rows", term=term, sums=sums)
     of = tuple(subject.inputs[place][1] for place in sorted(denominator.inputs))
     guard = denominator.guard and denominator.guard.place
     place = denominator.makes.place
-    return Weight(f"the sum over rows at {place}", place, of, guard, sums)
+    return Weight(f"the sum over rows at {place}", term, place, of, guard, sums)
 
 
 def weight_fn(subject: Subject) -> Callable[..., Any]:
@@ -85,7 +90,7 @@ def weight_fn(subject: Subject) -> Callable[..., Any]:
 
     def weight(*batches: Tree) -> Any:
         of_batch = dataclasses.replace(subject, call=subject.call.with_values(subject.call.batch, batches))
-        values = [leaf for _, _, leaf in of_batch.inputs]
+        values = [jnp.asarray(leaf) if is_array(leaf) else leaf for _, _, leaf in of_batch.inputs]
 
         def counts(found: Traced) -> dict[Any, list[Any]]:
             terms = terms_of(subject, found) or {}
@@ -98,6 +103,6 @@ def weight_fn(subject: Subject) -> Callable[..., Any]:
             for name, denominators in of_batch.ask(counts).items()
         }
         of_terms = {name: numbers if len(numbers) > 1 else numbers[0] for name, numbers in counted.items()}
-        return of_terms[None] if None in of_terms else of_terms
+        return of_terms.get(None, of_terms)
 
     return weight

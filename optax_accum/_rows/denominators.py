@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers
-from optax_accum._rows.forms import NONE, Powers, Reason, Sum
+from optax_accum._rows.forms import NONE, TAKES, Powers, Reason, Sum
 from optax_accum._rows.levels import Levels
 from optax_accum._rows.operations import RULES
+from optax_accum._rows.places import Place
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 from optax_accum._rows.reading import Reading
 
@@ -54,7 +55,9 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
     form = reading.form(levels.program.outputs[output])
     apart = [term for term in form.terms if not term.is_sum]
     found = [_denominator(reading, others, term.powers, term.sources) for term in form.sums]
-    reasons = [*form.reasons, *(reason for reason in found if isinstance(reason, Reason))]
+    if form.reasons:
+        return Found((), _one_a_line(form.reasons))
+    reasons = [reason for reason in found if isinstance(reason, Reason)]
     for term in form.sums:
         place = term.sources[0].place
         if term.powers == NONE and len(form.terms) > 1:
@@ -63,8 +66,16 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
         if any(other.powers for other in apart):
             reasons.append(Reason("a sum over rows, beside a term without rows that a count divides", place))
     if reasons:
-        return Found((), tuple(dict.fromkeys(reasons)))
+        return Found((), _one_a_line(reasons))
     return Found(tuple(one for one in found if isinstance(one, Denominator)))
+
+
+def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
+    """Returns one reason for each line, in the order of the lines: that rows take sums says most."""
+    by_line: dict[Place, Reason] = {}
+    for reason in sorted(reasons, key=lambda reason: not reason.text.startswith(TAKES)):
+        by_line.setdefault(reason.place, reason)
+    return tuple(by_line[place] for place in sorted(by_line))
 
 
 def _denominator(

@@ -10,6 +10,7 @@ from optax_accum._rows.program import Equation, Value
 ROWS = "rows"  # the number of rows, among powers
 Powers = frozenset[tuple["str | Sum", int]]
 NONE: Powers = frozenset()
+TAKES = "each row takes a"  # a reason
 
 
 @dataclasses.dataclass(frozen=True)

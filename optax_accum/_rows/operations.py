@@ -85,7 +85,9 @@ def _largest(reading: Reading, equation: Equation, forms: Sequence[Form]) -> For
 
 
 def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """Of a comparison: with a number it may be the test of a guard."""
+    """Of a comparison: with a number it may be the test of a guard. There is a row at least."""
+    if equation.name == "gt" and reading.is_count(equation.ins[0]) and reading.is_small(equation.ins[1], 0):
+        return Form()
     for value, other in (equation.ins, equation.ins[::-1]):
         if reading.scalar(value) is not None and reading.is_small(other, 1):
             reading.tests[equation.outs[0]] = reading.same.get(value, value)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_accum._rows.forms import ROWS, ZERO, Form, Powers, Reason, Sum, Term, added, name_of, product, summed
+from optax_accum._rows.forms import ROWS, TAKES, ZERO, Form, Powers, Reason, Sum, Term, added, name_of, product, summed
 from optax_accum._rows.levels import Kind, Levels
 from optax_accum._rows.program import Constant, Equation, Number, Value
 
@@ -42,7 +42,7 @@ class Reading:
         """Returns the form of a number in the program: the number of rows, its inverse, or any other."""
         array, other = (value.array, value.other) if isinstance(value, Constant) else (value.number, value.other)
         if value.axis is not None:
-            return Form().because(Reason("an array in the program has a place for each row", _HERE))
+            return Form().because(Reason("an array in the program has a place for each row of the batch", _HERE))
         if array is other or not _is_known(array):
             return Form()
         if np.array_equal(array, other, equal_nan=True):
@@ -62,6 +62,10 @@ class Reading:
         """Returns whether a value is a number of at most this size, whatever the number of rows."""
         value = self.same.get(value, value)
         return isinstance(value, Number) and self.form(value).is_plain and bool(abs(value.number) <= limit)
+
+    def is_count(self, value: Value) -> bool:
+        """Returns whether a value is the number of rows, or in proportion to it."""
+        return self.form(value).terms == (Term(frozenset([(ROWS, 1)])),)
 
     # Equations
 
@@ -100,7 +104,7 @@ class Reading:
         if kind is Kind.PARTIAL:
             return self._reduced(equation, forms)
         if kind is Kind.FREE and any(v.axis is not None for v in equation.outs) and not _draws(equation):
-            return self._failed(equation, "what the place of a row in its batch decides")
+            return self._failed(equation, "depends on the place of a row in its batch")
         rule = self.rules.get(equation.name)
         form = rule(self, equation, forms) if rule else None
         return self._plain(equation, forms) if form is None else form
@@ -164,7 +168,7 @@ def _because(forms: Sequence[Form], *reasons: Reason) -> Form:
 
 
 def _taken(term: Term, source: Equation) -> Reason:
-    return Reason(f"each row takes a {name_of(term)}", source.place)
+    return Reason(f"{TAKES} {name_of(term)}", source.place)
 
 
 def _draws(equation: Equation) -> bool:
