@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from optax_accum._explain.explanation import Coupling
 from optax_accum._rows import locality
-from optax_accum._rows.levels import Kind, Levels
+from optax_accum._rows.levels import Kind, Levels, inside_layers, is_over_layers
 from optax_accum._rows.program import Equation, Value
-from optax_accum._within import by_level
 
 
 class Site(NamedTuple):
@@ -24,8 +23,8 @@ def sites_of(levels: Levels, times: int = 1) -> Iterator[Site]:
     """Yields the equations that take rows together and that the model decides, also those inside loops over layers."""
     kept = kept_by(levels)
     for equation in levels.coupling:
-        if by_level.is_over_layers(equation, levels):
-            yield from sites_of(by_level.inside_layers(equation, levels), times * equation.long.params["length"])
+        if is_over_layers(equation, levels):
+            yield from sites_of(inside_layers(equation, levels), times * equation.long.params["length"])
         else:
             touched = kept.intersection((*equation.ins, *equation.outs))
             yield Site(equation, levels.kinds[equation], times, frozenset(touched))
@@ -53,8 +52,8 @@ def bytes_kept(levels: Levels) -> int:
 
 
 def _inner(levels: Levels) -> list[tuple[Levels, int]]:
-    over = [equation for equation in levels.coupling if by_level.is_over_layers(equation, levels)]
-    return [(by_level.inside_layers(equation, levels), equation.long.params["length"]) for equation in over]
+    over = [equation for equation in levels.coupling if is_over_layers(equation, levels)]
+    return [(inside_layers(equation, levels), equation.long.params["length"]) for equation in over]
 
 
 def bytes_of(value: Value) -> int:

@@ -7,11 +7,11 @@ of a sum is a reason why no weight is found.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from optax_accum._rows.forms import ROWS, TAKES, ZERO, Form, Powers, Reason, Sum, Term, added, name_of, product, summed
-from optax_accum._rows.levels import Kind, Levels
+from optax_accum._rows.levels import Kind, Levels, inside_layers, is_over_layers
 from optax_accum._rows.program import Constant, Equation, Number, Value
 
 
@@ -19,7 +19,7 @@ class Reading:
     """One reading of a program: the form of each of its values."""
 
     def __init__(self, levels: Levels, rules: Mapping[str, Any]):
-        self.model, self.rows, self.rules = levels.model, levels.program.rows, rules
+        self.levels, self.model, self.rows, self.rules = levels, levels.model, levels.program.rows, rules
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
         self.same: dict[Value, Value] = {}  # the value that another one repeats, casts, or keeps from zero
@@ -45,7 +45,7 @@ class Reading:
             return Form().because(Reason("an array in the program has a place for each row of the batch", _HERE))
         if array is other or not _is_known(array):
             return Form()
-        if np.array_equal(array, other, equal_nan=True):
+        if other is not None and np.array_equal(array, other, equal_nan=True):
             return Form() if value.long.shape or array else ZERO
         for exponent in (-2, -1, 1, 2):
             grown = array * (self.rows[1] / self.rows[0]) ** exponent
@@ -97,6 +97,10 @@ class Reading:
         return self.same.get(value, value)
 
     def _of(self, equation: Equation, kind: Kind) -> Form:
+        if kind is Kind.WHOLE and is_over_layers(equation, self.levels):
+            together = inside_layers(equation, self.levels).coupling
+            reasons = [Reason("rows are taken together in a loop over layers", inner.place) for inner in together]
+            return _because(list(map(self.form, equation.ins)), *reasons)
         if kind is Kind.WHOLE:
             return self._failed(equation, f"{equation.name} of all rows at once")
         with_rows = kind is not Kind.FREE
@@ -111,7 +115,7 @@ class Reading:
 
     def _failed(self, equation: Equation, text: str) -> Form:
         """Returns the form of a result that does not add up; reading goes on, to find other reasons."""
-        return _because([self.form(value) for value in equation.ins], Reason(text, equation.place))
+        return _because(list(map(self.form, equation.ins)), Reason(text, equation.place))
 
     def _plain(self, equation: Equation, forms: Sequence[Form]) -> Form:
         """Returns the form of a result of which only rows that are apart are known to stay apart."""
@@ -177,7 +181,7 @@ def _draws(equation: Equation) -> bool:
 
 def _is_known(array: Any) -> bool:
     """Returns whether the entries of an array can be looked at."""
-    return not isinstance(array, jax.core.Tracer) and bool(np.issubdtype(np.result_type(array), np.number))
+    return not isinstance(array, Tracer) and bool(np.issubdtype(np.result_type(array), np.number))
 
 
 def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from optax_accum._core import compilers, dtypes
 from optax_accum._rows import draws, resized
-from optax_accum._rows.levels import Levels, Loop, levels_of
-from optax_accum._rows.program import Constant, Equation, Number, Value, paired
+from optax_accum._rows.levels import Levels, Loop, inside_layers, is_over_layers
+from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.units import Units
 from optax_accum._within import loops, shared
 
@@ -192,12 +192,6 @@ def _wide(dtype: Any) -> Any:
 # Loops over layers whose bodies take rows together
 
 
-def is_over_layers(equation: Equation, levels: Levels) -> bool:
-    """Returns whether an equation is a loop over layers, or tokens, that can be evaluated level by level."""
-    is_scan = equation.name == "scan" and equation.long.params["length"] == equation.short.params["length"]
-    return is_scan and not levels.model.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
-
-
 def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequence[Any]) -> list[Any]:
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
     params, inner = equation.long.params, inside_layers(equation, levels)
@@ -211,12 +205,3 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
     carry, ys = jax.lax.scan(step, list(start), list(xs), **options)
     return [*carry, *ys]
-
-
-def inside_layers(equation: Equation, levels: Levels) -> Levels:
-    """Returns how the body of a loop over layers runs."""
-    consts, carried = compilers.sizes_of_scan(equation.long)
-    body = paired(equation.long.params["jaxpr"], equation.short.params["jaxpr"], equation.rows, equation)
-    is_model = [value in levels.model for value in equation.ins]
-    is_model[consts : consts + carried] = [True] * carried
-    return levels_of(body, is_model)
