@@ -68,7 +68,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"primitives", "draws"},
         {"locality"},
         {"program", "resized"},
-        {"forms", "levels"},
+        {"forms", "levels", "linear"},
         {"reading"},
         {"operations"},
         {"denominators"},

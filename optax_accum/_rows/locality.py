@@ -137,10 +137,11 @@ def _rule_is_local(view: View) -> bool:
 
 def derivative_of(long: Any, short: Any, derivative: Callable[..., Any]) -> tuple[Any, Any]:
     """Returns the traces of a derivative of two equations: of their operands, and of tangents or cotangents."""
-    return _derivative_of(long, derivative), _derivative_of(short, derivative)
+    return traced_derivative(long, derivative), traced_derivative(short, derivative)
 
 
-def _derivative_of(eqn: Any, derivative: Callable[..., Any]) -> Any:
+def traced_derivative(eqn: Any, derivative: Callable[..., Any]) -> Any:
+    """Returns the trace of a derivative of one equation."""
     values = [_shape(var) for var in eqn.invars]
     moving = [_shape(var) for var in (eqn.invars if derivative is forward else eqn.outvars) if _moves(var)]
     return jax.make_jaxpr(functools.partial(derivative, eqn))(values, moving)

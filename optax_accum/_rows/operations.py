@@ -63,7 +63,9 @@ def _quotient(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
         return form.times(power(scalar, -1)).because(*by.reasons)
     if not by.sums or not jnp.issubdtype(value.long.dtype, jnp.inexact):
         return None
-    text = f"each entry is divided by a {name_of(by.sums[0])} of its own"
+    text = f"divided by a {name_of(by.sums[0])} and something else"
+    if value.long.size > 1:
+        text = f"each entry is divided by a {name_of(by.sums[0])} of its own"
     if value in reading.model:
         text = f"divided by a {name_of(by.sums[0])} that the model decides: return a Ratio of the two sums"
     return Form().because(*form.reasons, *by.reasons, Reason(text, by.sums[0].sources[0].place))

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from optax_accum._rows.forms import ROWS, TAKES, ZERO, Form, Powers, Reason, Sum, Term, added, name_of, product, summed
 from optax_accum._rows.levels import Kind, Levels, inside_layers, is_over_layers
+from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.program import Constant, Equation, Number, Value
 
 
@@ -76,6 +77,8 @@ class Reading:
         if not of_model:
             self._find_again(equation)
         form = self._of(equation, kind)
+        if of_model and any(nonlinear_rules(equation.long)):
+            form = form.because(Reason("a derivative of yours that is not linear", equation.place))
         if any(reason.place is _HERE for reason in form.reasons):
             here = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)
             form = form._replace(reasons=here)

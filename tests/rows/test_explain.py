@@ -55,6 +55,7 @@ WEIGHED = {  # a loss, and its weight on BATCH
     losses.groups: ROWS,
     losses.rows_in_vmap: ROWS,
     losses.clipped_ratios: ROWS,
+    losses.rounded: ROWS,
 }
 
 
@@ -116,6 +117,9 @@ REFUSED = {  # a loss, and why it has no weight
     losses.sum_with_decay: "nothing divides, beside a term that takes no rows",
     losses.sum_and_mean: "nothing divides, beside a mean",
     losses.numbered: "depends on the place of a row in its batch",
+    losses.clipped_rows: "a derivative of yours that is not linear",
+    losses.clipped_params: "a derivative of yours that is not linear",
+    losses.rows_with_a_term: "a derivative of yours that is not linear",
     losses.other_test: "gt of a sum over rows",
 }
 
