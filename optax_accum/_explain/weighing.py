@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arguments.roles import Call
+from optax_accum._arguments import checks
+from optax_accum._arguments.roles import Roles
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._explain.explanation import Weight
@@ -35,29 +36,38 @@ class Subject:
     """A loss, with the arguments of one call: arrays or their types."""
 
     fun: Callable[..., Any]
-    call: Call
+    roles: Roles
+    arguments: dict[Name, Any]
     sizes: Sizes
     has_aux: bool
-    names: dict[Name, str]  # of the arguments, as the parameters are named
 
     def ask(self, question: Callable[[Traced], Any]) -> Any:
         """Returns what a question finds in the traced loss, of which nothing is run."""
-        names, answers = tuple(self.call.arguments), []
-        leaves, filled = parted(self.call[names], has_type)
+        leaves, filled = parted(tuple(self.arguments.values()), has_type)
+        answers: list[Any] = []
 
         def read(leaves: Sequence[jax.Array]) -> None:
-            call = self.call.with_values(names, filled(leaves))
-            answers.append(question(traced(self.fun, call, self.sizes, self.call.params)))
+            arguments = dict(zip(self.arguments, filled(leaves), strict=True))
+            args = [argument for name, argument in arguments.items() if isinstance(name, int)]
+            call = self.roles.bind(args, {name: arg for name, arg in arguments.items() if isinstance(name, str)})
+            checks.check_differentiable(call[call.params])
+            answers.append(question(traced(self.fun, call, self.sizes, call.params)))
 
         jax.eval_shape(read, leaves)
         return answers[0]
 
     @property
+    def batch(self) -> tuple[Name, ...]:
+        """The arguments that hold the batch."""
+        keywords = [name for name in self.arguments if isinstance(name, str)]
+        return self.roles.passed_as(len(self.arguments) - len(keywords), keywords)["batch_argnums"]
+
+    @property
     def inputs(self) -> list[tuple[Name, str, Any]]:
         """The arrays of the call: the argument, its text, and the array."""
         return [
-            (name, f"{self.names[name]}{path}", leaf)
-            for name, argument in self.call.arguments.items()
+            (name, f"{self.roles.signature.parameter(name)}{path}", leaf)
+            for name, argument in self.arguments.items()
             for path, leaf in by_path(argument, "")
             if has_type(leaf)
         ]
@@ -67,7 +77,7 @@ def terms_of(subject: Subject, found: Traced) -> dict[str | None, Found] | None:
     """Returns what divides the loss, or each of its terms; None for a `Ratio`, or a dict of them."""
     loss = Returns(subject.has_aux).parts(found.shapes).loss
     check_loss(loss, None)
-    others = [None if name in subject.call.batch else text for name, text, _ in subject.inputs]
+    others = [None if name in subject.batch else text for name, text, _ in subject.inputs]
     terms = loss if isinstance(loss, dict) else {None: loss}
     if any(map(is_ratio, terms.values())):
         return None
@@ -89,7 +99,8 @@ def weight_fn(subject: Subject) -> Callable[..., Any]:
     """Returns a function of the batch that returns its weight: a number, a dict or a list."""
 
     def weight(*batches: Tree) -> Any:
-        of_batch = dataclasses.replace(subject, call=subject.call.with_values(subject.call.batch, batches))
+        given = dict(zip(subject.batch, batches, strict=True))
+        of_batch = dataclasses.replace(subject, arguments={**subject.arguments, **given})
         values = [jnp.asarray(leaf) if is_array(leaf) else leaf for _, _, leaf in of_batch.inputs]
 
         def counts(found: Traced) -> dict[Any, list[Any]]:

@@ -59,7 +59,7 @@ def _sorts(program: Any, sorts: Sorts) -> Sorts:
 
     def read(atom: Any) -> Sort:
         if isinstance(atom, core.Literal):
-            return Sort.FIXED if np.any(atom.val) else Sort.ZERO
+            return Sort.FIXED if np.any(np.asarray(atom.val)) else Sort.ZERO
         return env[atom]
 
     for eqn in jaxpr.eqns:

@@ -41,7 +41,7 @@ class Reading:
 
     def _of_literal(self, value: Constant | Number) -> Form:
         """Returns the form of a number in the program: the number of rows, its inverse, or any other."""
-        array, other = (value.array, value.other) if isinstance(value, Constant) else (value.number, value.other)
+        array, other = value.array if isinstance(value, Constant) else np.asarray(value.number), value.other
         if value.axis is not None:
             return Form().because(Reason("an array in the program has a place for each row of the batch", _HERE))
         if array is other or not _is_known(array):
@@ -62,7 +62,7 @@ class Reading:
     def is_small(self, value: Value, limit: float) -> bool:
         """Returns whether a value is a number of at most this size, whatever the number of rows."""
         value = self.same.get(value, value)
-        return isinstance(value, Number) and self.form(value).is_plain and bool(abs(value.number) <= limit)
+        return isinstance(value, Number) and self.form(value).is_plain and bool(np.abs(value.number) <= limit)
 
     def is_count(self, value: Value) -> bool:
         """Returns whether a value is the number of rows, or in proportion to it."""
