@@ -7,7 +7,7 @@ from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Roles
 from optax_accum._core.types import Name
 from optax_accum._explain import couplings
-from optax_accum._explain.explanation import Explanation, Weight
+from optax_accum._explain.explanation import PLAIN, Explanation, Weight
 from optax_accum._explain.weighing import Subject, terms_of, typed, weight_fn, weight_of
 from optax_accum._rows.denominators import Found
 from optax_accum._within import splitting
@@ -92,6 +92,8 @@ def explain(
         `where(sum > 0, ...)`, or by a number of at most 0.001 that is
         added: the sum itself. That is exact where the sum of a micro-batch
         is 0 or at least that number.
+      * A micro-batch whose denominator is 0 counts for nothing: right if
+        its rows, which the mask leaves out, add nothing to the loss.
       * A sum over rows that nothing divides: 1, and `reduction` is "sum".
         Beside a term that takes no rows: none, for that term would count in
         every call.
@@ -135,7 +137,7 @@ def _explained(subject: Subject, found: Traced, told: bool) -> Explanation:
         kept_bytes=couplings.bytes_kept(levels),
         weight=None if reasons else weight_fn(subject),
         weights=weights,
-        reduction="sum" if not reasons and any(weight.text == "1" for weight in weights) else "mean",
+        reduction="sum" if not reasons and any(weight.text == PLAIN for weight in weights) else "mean",
         reasons=reasons,
     )
 
@@ -145,5 +147,10 @@ def _weights(subject: Subject, terms: dict[str | None, Found] | None) -> tuple[t
     if terms is None:
         return (), ("The loss returns a Ratio, which says itself how much it counts.",)
     reasons = [str(reason) for term in terms.values() for reason in term.reasons]
+    if reasons:
+        return (), tuple(dict.fromkeys(reasons))
     weights = [weight_of(subject, name, one) for name, term in terms.items() for one in term.denominators]
-    return tuple(weights), tuple(dict.fromkeys(reasons))
+    sums = [weight for weight in weights if weight.text == PLAIN]
+    if sums and len(sums) < len(terms):
+        return (), (f"a sum over rows that nothing divides, beside other terms, {sums[0].sums[0]}",)
+    return tuple(weights), ()

@@ -9,6 +9,7 @@ from optax_accum._arguments.counted import counted
 from optax_accum._rows.places import Place
 
 WIDTH = 80
+PLAIN = "1"  # what divides a plain sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Explanation:
             yield from _filled("Across calls any weight is right: the loss takes no rows.")
         elif self.reduction == "sum":
             yield from _filled('Across calls gradients are added, not averaged: pass reduction="sum".')
-        elif len(self.weights) == 1:
+        elif len({(weight.text, weight.of) for weight in self.weights}) == 1:
             yield from _filled(f"Across calls the weight of a micro-batch is {self.weights[0]}.")
         else:
             yield from _filled("Across calls one weight is not enough, since terms have denominators of their own:")

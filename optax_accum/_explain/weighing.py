@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Roles
+from optax_accum._arguments.rows import count_known_rows, of_rows
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.types import Name, Tree
-from optax_accum._explain.explanation import Weight
+from optax_accum._explain.explanation import PLAIN, Weight
 from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of
@@ -88,18 +89,25 @@ def weight_of(subject: Subject, term: str | None, denominator: Denominator) -> W
     """Returns a weight in the user's terms."""
     sums = tuple(dict.fromkeys(equation.place for equation in denominator.sums))
     if denominator.makes is None:
-        return Weight("1" if denominator.by is None else "its number of rows", term=term, sums=sums)
+        return Weight(PLAIN if denominator.by is None else "its number of rows", term=term, sums=sums)
     of = tuple(subject.inputs[place][1] for place in sorted(denominator.inputs))
     guard = denominator.guard and denominator.guard.place
     place = denominator.makes.place
     return Weight(f"the sum over rows at {place}", term, place, of, guard, sums)
 
 
+def _count(counted: Any, denominator: Denominator, times: int) -> jax.Array:
+    """Returns the weight of a batch that was repeated so many times."""
+    return jnp.asarray(counted, jnp.float32) / (1 if denominator.by is None else times)
+
+
 def weight_fn(subject: Subject) -> Callable[..., Any]:
     """Returns a function of the batch that returns its weight: a number, a dict or a list."""
 
     def weight(*batches: Tree) -> Any:
-        given = dict(zip(subject.batch, batches, strict=True))
+        times = 2 if count_known_rows(batches) == 1 else 1  # a loss may be another program for one row
+        several = of_rows(lambda leaf: jnp.concatenate([leaf] * times), batches)
+        given = dict(zip(subject.batch, several, strict=True))
         of_batch = dataclasses.replace(subject, arguments={**subject.arguments, **given})
         values = [jnp.asarray(leaf) if is_array(leaf) else leaf for _, _, leaf in of_batch.inputs]
 
@@ -110,7 +118,7 @@ def weight_fn(subject: Subject) -> Callable[..., Any]:
             return {name: [(program, one) for one in term.denominators or [any_weight]] for name, term in terms.items()}
 
         counted = {
-            name: [jnp.asarray(one.counted(program, values), jnp.float32) for program, one in denominators]
+            name: [_count(one.counted(program, values), one, times) for program, one in denominators]
             for name, denominators in of_batch.ask(counts).items()
         }
         of_terms = {name: numbers if len(numbers) > 1 else numbers[0] for name, numbers in counted.items()}

@@ -66,25 +66,37 @@ def test_a_weight_is_read_off_the_loss(loss):
     assert float(found.weight(BATCH)) == pytest.approx(WEIGHED[loss], rel=1e-6)
     (weight,) = found.weights
     if WEIGHED[loss] == ROWS:
-        assert "number of rows" in str(found) and weight.place is None
+        assert "number of rows" in str(found)
+        assert weight.place is None
     else:
         leaf = "batch['tokens']" if loss is losses.all_tokens else "batch['mask']"
         assert (str(weight.place), weight.of) == (line_of(loss), (leaf,))
         assert f"{line_of(loss)}, of {leaf}" in " ".join(str(found).split())
 
 
+PARTS = (slice(0, 4), slice(4, 16))  # whole groups
+
+
+def part_of(rows):
+    return jax.tree.map(lambda leaf: leaf[rows], BATCH)
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """Values and gradients of all losses: of the whole batch, and of the parts. One compilation."""
+    of = lambda batch: {loss.__name__: jax.value_and_grad(loss)(PARAMS, batch) for loss in WEIGHED}
+    return jax.jit(lambda whole, parts: (of(whole), list(map(of, parts))))(BATCH, list(map(part_of, PARTS)))
+
+
 @pytest.mark.parametrize("loss", WEIGHED, ids=lambda loss: loss.__name__)
-def test_parts_weighed_so_add_up_to_the_whole_batch(loss):
-    """Micro-batches of 4 and 12 rows, whole groups of 4, each with a mask."""
+def test_parts_weighed_so_add_up_to_the_whole_batch(loss, gradients):
+    whole, parts = gradients
     found = explain(loss, PARAMS, BATCH)
-    parts = [jax.tree.map(lambda leaf, rows=rows: leaf[rows], BATCH) for rows in (slice(0, 4), slice(4, 16))]
-    weights = [found.weight(part) for part in parts]
-    values, grads = zip(*(jax.value_and_grad(loss)(PARAMS, part) for part in parts), strict=True)
+    weights = [float(found.weight(part_of(rows))) for rows in PARTS]
     mean = lambda *leaves: sum(w * leaf for w, leaf in zip(weights, leaves, strict=True)) / sum(weights)
-    value, grad = jax.value_and_grad(loss)(PARAMS, BATCH)
-    np.testing.assert_allclose(mean(*values), value, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), jax.tree.map(mean, *grads), grad)
-    assert len(np.unique(np.asarray(weights))) == 2  # else an equal mean would do
+    mixed = jax.tree.map(mean, *(part[loss.__name__] for part in parts))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), mixed, whole[loss.__name__])
+    assert weights[0] != weights[1]  # else an equal mean would do
 
 
 @pytest.mark.parametrize(
@@ -96,7 +108,7 @@ def test_a_weight_gives_the_gradient_of_the_whole_batch_across_calls(loss):
     step = jax.jit(lambda state, part: tx.update(jax.grad(loss)(PARAMS, part), state, PARAMS, weight=weight(part)))
     state = tx.init(PARAMS)
     for rows in (slice(0, 3), slice(3, 9), slice(9, 16)):
-        updates, state = step(state, jax.tree.map(lambda leaf, rows=rows: leaf[rows], BATCH))
+        updates, state = step(state, part_of(rows))
     whole = jax.grad(loss)(PARAMS, BATCH)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -b, atol=1e-5), updates, whole)
 
@@ -127,20 +139,24 @@ REFUSED = {  # a loss, and why it has no weight
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
 def test_a_reason_against_a_weight_names_its_line(loss):
     found = explain(loss, PARAMS, BATCH, num_microbatches=4)
-    assert found.weight is None and found.weights == ()
+    assert found.weight is None
+    assert found.weights == ()
     assert any(REFUSED[loss] in reason and reason.endswith(line_of(loss)) for reason in found.reasons), found.reasons
     assert "no weight gives the whole batch's gradient" in str(found)
 
 
 def test_a_plain_sum_is_added():
     found = explain(lambda params, batch: losses.nll(params, batch).sum(), PARAMS, BATCH)
-    assert found.reduction == "sum" and found.weight(BATCH) == 1
+    assert found.reduction == "sum"
+    assert found.weight(BATCH) == 1
     assert 'reduction="sum"' in str(found)
 
 
 def test_a_loss_without_rows_takes_any_weight():
     found = explain(lambda params, batch: (params["w"] ** 2).sum(), PARAMS, BATCH)
-    assert found.weight(BATCH) == 1 and found.couplings == () and found.loops == 0
+    assert found.weight(BATCH) == 1
+    assert found.couplings == ()
+    assert found.loops == 0
     assert "any weight is right" in str(found)
 
 
@@ -163,9 +179,29 @@ def test_terms_of_a_dict_have_weights_by_name():
     assert [weight.term for weight in found.weights] == ["masked", "plain"]
 
 
+def test_terms_that_share_a_denominator_share_a_weight():
+    found = explain(lambda p, b: {"one": losses.mean(p, b), "other": losses.means_of_sequences(p, b)}, PARAMS, BATCH)
+    assert "the weight of a micro-batch is its number of rows" in str(found)
+
+
+@pytest.mark.parametrize("other", [losses.mean, lambda params, batch: losses.decay(params)], ids=["mean", "decay"])
+def test_a_plain_sum_beside_other_terms_has_no_weight(other):
+    found = explain(lambda p, b: {"sum": losses.nll(p, b).sum(), "z": other(p, b)}, PARAMS, BATCH)
+    assert found.weight is None
+    assert "nothing divides, beside other terms" in found.reasons[0]
+
+
+def test_one_row_has_a_weight():
+    row = jax.tree.map(lambda leaf: leaf[4:5], BATCH)
+    assert float(explain(losses.masked, PARAMS, BATCH).weight(row)) == 1
+    assert float(explain(losses.mean, PARAMS, BATCH).weight(row)) == 1
+    assert float(explain(losses.all_tokens, PARAMS, BATCH).weight(row)) == row["tokens"].sum()
+
+
 def test_a_ratio_says_itself_what_it_counts():
     found = explain(lambda p, b: Ratio(losses.nll(p, b).sum(), jnp.float32(16)), PARAMS, BATCH)
-    assert found.weight is None and "Ratio" in found.reasons[0]
+    assert found.weight is None
+    assert "Ratio" in found.reasons[0]
 
 
 def test_another_argument_in_a_denominator_is_named():
@@ -183,7 +219,8 @@ def test_another_argument_in_a_denominator_is_named():
 def test_a_masked_mean_needs_one_pass_and_keeps_nothing():
     found = explain(losses.masked, PARAMS, BATCH, num_microbatches=4)
     assert (found.rows, found.num_microbatches, found.loops, found.one_pass) == (16, 4, 1, True)
-    assert found.kept_bytes == 0 and found.whole == ()
+    assert found.kept_bytes == 0
+    assert found.whole == ()
     (coupling,) = found.couplings
     assert str(coupling.place) == line_of(losses.masked)
     assert (coupling.primitives, coupling.in_parts, coupling.shape) == (("reduce_sum",), True, ())
@@ -191,10 +228,12 @@ def test_a_masked_mean_needs_one_pass_and_keeps_nothing():
 
 def test_batch_norm_keeps_its_rows_between_loops():
     found = explain(losses.batch_norm, PARAMS, BATCH, microbatch_size=4)
-    assert not found.one_pass and found.loops == 3
+    assert not found.one_pass
+    assert found.loops == 3
     line = line_of(losses.batch_norm)
     (coupling,) = [coupling for coupling in found.couplings if str(coupling.place) == line]
-    assert coupling.in_parts and coupling.kept_bytes == 16 * 5 * 4
+    assert coupling.in_parts
+    assert coupling.kept_bytes == 16 * 5 * 4
     assert found.kept_bytes >= coupling.kept_bytes
     assert "Between loops" in str(found)
 
@@ -202,7 +241,8 @@ def test_batch_norm_keeps_its_rows_between_loops():
 def test_contrastive_rows_are_compared_on_all_rows():
     found = explain(losses.contrastive, PARAMS, BATCH, num_microbatches=4)
     (coupling,) = [coupling for coupling in found.whole if "dot_general" in coupling.primitives]
-    assert coupling.shape == (16, 16) and coupling.kept_bytes >= 16 * 16 * 4
+    assert coupling.shape == (16, 16)
+    assert coupling.kept_bytes >= 16 * 16 * 4
 
 
 def test_layers_in_a_scan_are_looked_into():
@@ -215,8 +255,9 @@ def test_layers_in_a_scan_are_looked_into():
 
     found = explain(loss, normal(3, 6, 6), BATCH)
     (inside,) = [coupling for coupling in found.couplings if coupling.times == 3]
-    lines, first = inspect.getsourcelines(layer)
-    assert inside.place.line == first + 2 and inside.in_parts
+    _lines, first = inspect.getsourcelines(layer)
+    assert inside.place.line == first + 2
+    assert inside.in_parts
     assert found.kept_bytes >= inside.kept_bytes >= 3 * 16 * 6 * 4
     assert found.reasons == (f"rows are taken together in a loop over layers, {inside.place}",)
     assert "3 times" in str(found)
@@ -228,12 +269,14 @@ def test_an_unknown_operation_is_named():
         return sorted_rows.mean()
 
     text = " ".join(str(explain(loss, PARAMS, BATCH)).split())
-    assert "eig" in text and "it is not known to treat rows one by one" in text
+    assert "eig" in text
+    assert "it is not known to treat rows one by one" in text
 
 
 def test_groups_stay_together():
     found = explain(losses.groups, PARAMS, BATCH, num_microbatches=4)
-    assert found.group == 4 and "4 consecutive ones together" in str(found)
+    assert found.group == 4
+    assert "4 consecutive ones together" in str(found)
 
 
 def test_nothing_runs_and_types_are_enough():
@@ -263,7 +306,7 @@ def test_a_line_inside_a_function_of_a_library_is_the_users():
         h = jax.nn.log_softmax(batch["x"] @ params["w"], axis=0)  # first
         return jax.nn.log_softmax(h, axis=0).mean()  # second
 
-    lines, first = inspect.getsourcelines(loss)
+    _lines, first = inspect.getsourcelines(loss)
     numbers = {coupling.place.line for coupling in explain(loss, PARAMS, BATCH).couplings}
     assert numbers == {first + 1, first + 2}
 
