@@ -300,8 +300,11 @@ ALSO = {  # that ask something else by the same name
     "_space/several": {"is_staged", "communicates"},  # whether a reduction can be in place; that it does
     "_verify/loss": {"is_ratio"},  # of a loss that is not cut
     "_explain/weighing": {"is_ratio"},
-    **dict.fromkeys(("_rows/levels", "_rows/reading", "_rows/primitives", "_explain/couplings"), {"PARTIAL", "is_partial"}),
-    "_rows/locality": {"PARTIAL", "is_partial", "vjp"},  # of rows; of one equation
+    "_rows/levels": {"PARTIAL", "is_partial"},  # of rows
+    "_rows/reading": {"PARTIAL"},
+    "_rows/primitives": {"PARTIAL"},
+    "_explain/couplings": {"PARTIAL"},
+    "_rows/locality": {"PARTIAL", "is_partial", "vjp"},  # and of one equation
     "flax/_window": {"isinstance Ratio"},  # for the metrics of a train step
     "_space/partials": {"is_staged"},  # whether zeros can be placed
 }
