@@ -33,6 +33,7 @@ if _TYPE_CHECKING:
     from optax_accum import accelerators, batching, checkpoint, sharding, statistics
     from optax_accum import flax as flax
     from optax_accum import plan as plan
+    from optax_accum._explain.explain import explain
     from optax_accum._plan.planning import plan_microbatches
     from optax_accum._verify.verify import verify
     from optax_accum._verify.verify_step import verify_step
@@ -48,6 +49,7 @@ __all__ = [
     "apply_gradients",
     "batching",
     "checkpoint",
+    "explain",
     "from_multi_steps",
     "has_updated",
     "metrics",
@@ -64,7 +66,12 @@ __all__ = [
 
 # Loaded when first asked for: a training run needs little of it, and Flax need not be installed.
 _FACES = {"accelerators", "batching", "checkpoint", "flax", "plan", "sharding", "statistics"}
-_FUNCTIONS = {"plan_microbatches": "_plan.planning", "verify": "_verify.verify", "verify_step": "_verify.verify_step"}
+_FUNCTIONS = {
+    "explain": "_explain.explain",
+    "plan_microbatches": "_plan.planning",
+    "verify": "_verify.verify",
+    "verify_step": "_verify.verify_step",
+}
 
 
 def __getattr__(name: str) -> _Any:

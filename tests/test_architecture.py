@@ -24,14 +24,16 @@ PACKAGE = pathlib.Path(optax_accum.__file__).parent
 ROOMS = {  # and what each stands on
     "_core": set(),
     "_arguments": {"_core"},
+    "_rows": {"_core"},
     "_loss": {"_core", "_arguments"},
     "_space": {"_core", "_arguments", "_loss"},
     "_across": {"_core", "_arguments", "_loss", "_space"},
-    "_within": {"_core", "_arguments", "_loss", "_space"},
+    "_within": {"_core", "_arguments", "_rows", "_loss", "_space"},
     "_batches": {"_core", "_arguments", "_loss", "_across"},
     "_placement": {"_core", "_arguments", "_space", "_across"},
     "_compiled": {"_core", "_arguments"},
     "_plan": {"_core", "_arguments", "_within", "_placement", "_compiled"},
+    "_explain": {"_core", "_arguments", "_rows", "_loss", "_within"},
     "_verify": {"_core", "_arguments", "_loss", "_within"},
     "_command": {"_compiled", "_plan", "_verify"},
     "sharding": {"_space", "_placement", "_compiled"},
@@ -59,6 +61,17 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"rows"},
         {"roles"},
         {"callables", "draws"},
+    ],
+    "_rows": [
+        {"places", "units"},
+        {"traces"},
+        {"primitives", "draws"},
+        {"locality"},
+        {"program", "resized"},
+        {"forms", "levels", "linear"},
+        {"reading"},
+        {"operations"},
+        {"denominators"},
     ],
     "_loss": [
         {"ratio", "sinks"},
@@ -91,11 +104,12 @@ FLOORS = {  # inside a room: a module imports from lower floors
     ],
     "_within": [
         {"splitting", "loops", "shared"},
-        {"reductions", "gradients", "microbatched_apply", "microbatches"},
-        {"weights"},
+        {"reductions", "gradients", "microbatched_apply", "microbatches", "traced", "by_level"},
+        {"weights", "one_pass", "microbatched"},
         {"cut", "accumulate"},
         {"value_and_grad"},
     ],
+    "_explain": [{"explanation"}, {"couplings", "weighing"}, {"explain"}],
     "_batches": [{"rows", "packed", "advise", "schedules"}, {"buckets"}, {"packing"}],
     "_placement": [{"shardings"}, {"resume"}],
     "_compiled": [{"absent", "programs"}, {"targets"}, {"collectives", "traffic"}, {"footprint"}],
@@ -285,6 +299,12 @@ ALSO = {  # that ask something else by the same name
     "_space/space": {"communicates"},
     "_space/several": {"is_staged", "communicates"},  # whether a reduction can be in place; that it does
     "_verify/loss": {"is_ratio"},  # of a loss that is not cut
+    "_explain/weighing": {"is_ratio"},
+    "_rows/levels": {"PARTIAL", "is_partial"},  # of rows
+    "_rows/reading": {"PARTIAL"},
+    "_rows/primitives": {"PARTIAL"},
+    "_explain/couplings": {"PARTIAL"},
+    "_rows/locality": {"PARTIAL", "is_partial", "vjp"},  # and of one equation
     "flax/_window": {"isinstance Ratio"},  # for the metrics of a train step
     "_space/partials": {"is_staged"},  # whether zeros can be placed
 }
@@ -457,7 +477,7 @@ def test_import_loads_neither_flax_nor_matplotlib():
 def test_import_loads_neither_planning_nor_verification():
     """They are there when they are asked for."""
     rooms = "{name.split('.')[1] for name in sys.modules if name.startswith('optax_accum.')}"
-    later = "{'_plan', '_verify', '_compiled', '_command'}"
+    later = "{'_explain', '_plan', '_verify', '_compiled', '_command'}"
     assert run(f"import sys, optax_accum; print(*{later} & {rooms})") == []
     ask = "from optax_accum import verify, plan, accelerators; print(verify.__name__, accelerators.target.__name__)"
     assert run(ask) == ["verify", "target"]

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
+from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_narrow
 from optax_accum._core.equations import is_cast_down
 from optax_accum._rows import draws, locality
-from optax_accum._rows.program import Constant, Equation, Number, Program, Value
+from optax_accum._rows.program import Constant, Equation, Number, Program, Value, paired
 
 
 class Kind(enum.Enum):
@@ -71,6 +72,21 @@ def levels_of(program: Program, is_model: Sequence[bool]) -> Levels:
     """Returns how a program runs; `is_model` says by which inputs it may be differentiated."""
     reading = _Reading(program, is_model)
     return Levels(program, reading.kinds, reading.model, reading.stages())
+
+
+def is_over_layers(equation: Equation, levels: Levels) -> bool:
+    """Returns whether an equation is a loop over layers, or tokens, that can be evaluated level by level."""
+    is_scan = equation.name == "scan" and equation.long.params["length"] == equation.short.params["length"]
+    return is_scan and not levels.model.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
+
+
+def inside_layers(equation: Equation, levels: Levels) -> Levels:
+    """Returns how the body of a loop over layers runs."""
+    consts, carried = compilers.sizes_of_scan(equation.long)
+    body = paired(equation.long.params["jaxpr"], equation.short.params["jaxpr"], equation.rows, equation)
+    is_model = [value in levels.model for value in equation.ins]
+    is_model[consts : consts + carried] = [True] * carried
+    return levels_of(body, is_model)
 
 
 class _Reading:

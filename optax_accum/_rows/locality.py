@@ -1,7 +1,7 @@
 """Whether an equation treats rows one by one, with the programs inside it: loops, branches, rules of the user's."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -109,6 +109,20 @@ def _same_literals(long: Any, short: Any) -> bool:
     )
 
 
+def unknown(view: View) -> Iterator[str]:
+    """Yields the primitives that take rows, in an equation and inside it, of which the table knows nothing."""
+    pairs = _pairs(view.long.params, view.short.params) if view.name in NESTED else []
+    for long, short in pairs:
+        try:
+            for a, b in in_step(compilers.opened(long)[0], compilers.opened(short)[0]):
+                yield from unknown(view_of(a, b, view.rows))
+        except OtherProgramError:
+            return
+    tables = (NESTED, primitives.LOCAL, primitives.PARTIAL, primitives.ALIKE)
+    if view.has_rows and not any(view.name in table for table in tables):
+        yield view.name
+
+
 # Rules of the user's
 
 
@@ -123,10 +137,11 @@ def _rule_is_local(view: View) -> bool:
 
 def derivative_of(long: Any, short: Any, derivative: Callable[..., Any]) -> tuple[Any, Any]:
     """Returns the traces of a derivative of two equations: of their operands, and of tangents or cotangents."""
-    return _derivative_of(long, derivative), _derivative_of(short, derivative)
+    return traced_derivative(long, derivative), traced_derivative(short, derivative)
 
 
-def _derivative_of(eqn: Any, derivative: Callable[..., Any]) -> Any:
+def traced_derivative(eqn: Any, derivative: Callable[..., Any]) -> Any:
+    """Returns the trace of a derivative of one equation."""
     values = [_shape(var) for var in eqn.invars]
     moving = [_shape(var) for var in (eqn.invars if derivative is forward else eqn.outvars) if _moves(var)]
     return jax.make_jaxpr(functools.partial(derivative, eqn))(values, moving)

@@ -10,7 +10,8 @@ from jax.extend import core
 
 from optax_accum._core import compilers
 from optax_accum._rows import locality
-from optax_accum._rows.traces import COUPLED, Axis, OtherProgramError, Rows, View, axis_of, in_step, line_of, view_of
+from optax_accum._rows.places import Place, calls_library, own_place, place_of
+from optax_accum._rows.traces import COUPLED, Axis, OtherProgramError, Rows, View, axis_of, in_step, view_of
 
 
 class Value:
@@ -21,30 +22,31 @@ class Value:
 
 
 class Constant(Value):
-    """An array that the program holds, for n rows."""
+    """An array that the program holds, for n rows; `other` is the array for fewer."""
 
-    def __init__(self, array: Any, axis: Axis):
+    def __init__(self, array: Any, axis: Axis, other: Any = None):
         super().__init__(jax.typeof(array), axis)
-        self.array = array
+        self.array, self.other = array, other
 
 
 class Number(Value):
-    """A literal of the program."""
+    """A literal of the program, for n rows; `other` is the literal for fewer, None where there is none."""
 
-    def __init__(self, literal: Any):
+    def __init__(self, literal: Any, other: Any = None):
         super().__init__(literal.aval, None)
-        self.number = literal.val
+        self.number, self.other = literal.val, getattr(other, "val", None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
-    """An equation, for n rows and for fewer."""
+    """An equation, for n rows and for fewer; `caller` is the call, or the loop, whose program holds it."""
 
     long: Any
     short: Any
     ins: Sequence[Value]
     outs: Sequence[Value]
     rows: Rows
+    caller: "Equation | None" = None
 
     @property
     def name(self) -> str:
@@ -57,8 +59,16 @@ class Equation:
         axes = [[value.axis for value in values] for values in (self.ins, self.outs)]
         return View(self.long, self.short, *axes, self.rows)
 
+    @property
+    def place(self) -> Place:
+        """The line of the user's code that it comes from: inside a function of a library, that of the call."""
+        if self.caller is None:
+            return place_of(self.long)
+        own = None if calls_library(self.caller.long) else own_place(self.long)
+        return own or self.caller.place
+
     def __repr__(self) -> str:
-        return f"{self.name} at {line_of(self.long)}"
+        return f"{self.name} at {self.place}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +88,10 @@ class Program:
         return math.gcd(self.rows[0], *along)
 
 
-def paired(long: Any, short: Any, rows: Rows) -> Program:
+def paired(long: Any, short: Any, rows: Rows, caller: Equation | None = None) -> Program:
     """Returns the program of two traces, for `rows` rows each; functions that it calls are inlined.
+
+    `caller` is the equation whose program it is, if one is.
 
     Raises:
       OtherProgramError: they differ in more than the number of rows.
@@ -87,31 +99,39 @@ def paired(long: Any, short: Any, rows: Rows) -> Program:
     equations: list[Equation] = []
     pairs = zip(long.jaxpr.invars, short.jaxpr.invars, strict=True)
     inputs = [Value(a.aval, axis_of(a.aval, b.aval, rows)) for a, b in pairs]
-    return Program(inputs, equations, _inlined(long, short, inputs, equations, rows), rows)
+    return Program(inputs, equations, _inlined(long, short, inputs, equations, rows, caller), rows)
 
 
-def _inlined(long: Any, short: Any, inputs: Sequence[Value], equations: list[Equation], rows: Rows) -> list[Value]:
+def _inlined(
+    long: Any,
+    short: Any,
+    inputs: Sequence[Value],
+    equations: list[Equation],
+    rows: Rows,
+    caller: Equation | None,
+) -> list[Value]:
     """Appends the equations of two traces; returns their results."""
     (of_long, consts), (of_short, short_consts) = compilers.opened(long), compilers.opened(short)
     if len(consts) != len(short_consts):
         raise OtherProgramError("it closes over other arrays")
     env = dict(zip(of_long.invars, inputs, strict=True))
     for var, array, short_array in zip(of_long.constvars, consts, short_consts, strict=True):
-        env[var] = Constant(array, axis_of(jax.typeof(array), jax.typeof(short_array), rows))
+        env[var] = Constant(array, axis_of(jax.typeof(array), jax.typeof(short_array), rows), short_array)
 
-    def read(atom: Any) -> Value:
-        return Number(atom) if isinstance(atom, core.Literal) else env[atom]
+    def read(long: Sequence[Any], short: Sequence[Any]) -> list[Value]:
+        pairs = zip(long, short, strict=True)
+        return [Number(a, b) if isinstance(a, core.Literal) else env[a] for a, b in pairs]
 
     for a, b in in_step(of_long, of_short):
-        ins, view = [read(atom) for atom in a.invars], view_of(a, b, rows)
+        ins, view = read(a.invars, b.invars), view_of(a, b, rows)
         outs = [Value(var.aval, axis) for var, axis in zip(a.outvars, view.outs, strict=True)]
-        equation = Equation(a, b, ins, outs, rows)
+        equation = Equation(a, b, ins, outs, rows, caller)
         if _is_inlined(equation):
-            outs = _inlined(_inner(a), _inner(b), ins, equations, rows)
+            outs = _inlined(_inner(a), _inner(b), ins, equations, rows, equation)
         else:
             equations.append(equation)
         env.update(zip(a.outvars, outs, strict=True))
-    return [read(atom) for atom in of_long.outvars]
+    return read(of_long.outvars, of_short.outvars)
 
 
 def _is_inlined(equation: Equation) -> bool:

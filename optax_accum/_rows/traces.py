@@ -1,4 +1,4 @@
-"""A function traced for n rows and for fewer: where its values have rows, and where an equation comes from.
+"""A function traced for n rows and for fewer: where its values have rows.
 
 An axis of rows is one whose length grows with the number of rows. For n rows it need not have length n: rows may be
 merged with tokens (n T), or split into groups (n / g).
@@ -6,6 +6,8 @@ merged with tokens (n T), or split into groups (n / g).
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+from optax_accum._rows.places import place_of
 
 Axis = int | None
 Rows = tuple[int, int]  # how many rows the two traces have
@@ -75,22 +77,10 @@ def in_step(long: Any, short: Any) -> Iterator[tuple[Any, Any]]:
     """Yields the equations of two programs, two by two."""
     for a, b in zip(long.eqns, short.eqns, strict=False):
         if a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars):
-            raise OtherProgramError(f"at {line_of(a)} it has {a.primitive.name}, and for fewer rows {b.primitive.name}")
+            raise OtherProgramError(
+                f"at {place_of(a)} it has {a.primitive.name}, and for fewer rows {b.primitive.name}"
+            )
         yield a, b
     if len(long.eqns) != len(short.eqns):
         more = max(long.eqns, short.eqns, key=len)[min(len(long.eqns), len(short.eqns))]
-        raise OtherProgramError(f"at {line_of(more)} only one of the two has {more.primitive.name}")
-
-
-_LIBRARIES = ("/jax/", "/flax/", "/optax/", "/chex/", "/equinox/", "/haiku/", "/optax_accum/_", "/jaxlib/", "importlib")
-
-
-def line_of(eqn: Any) -> str:
-    """Returns the file and the line of the user's code that an equation comes from."""
-    traceback = eqn.source_info.traceback
-    frames = list(traceback.frames) if traceback is not None else []
-    own = [frame for frame in frames if not any(library in frame.file_name for library in _LIBRARIES)]
-    if not (own or frames):
-        return "an unknown line"
-    frame = (own or frames)[0]
-    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}"
+        raise OtherProgramError(f"at {place_of(more)} only one of the two has {more.primitive.name}")

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from optax_accum._core import compilers, dtypes
 from optax_accum._rows import draws, resized
-from optax_accum._rows.levels import Levels, Loop, levels_of
-from optax_accum._rows.program import Constant, Equation, Number, Value, paired
+from optax_accum._rows.levels import Levels, Loop, inside_layers, is_over_layers
+from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.units import Units
 from optax_accum._within import loops, shared
 
@@ -58,7 +58,7 @@ def axis_of(value: Value) -> int:
 def once(equation: Equation, levels: Levels, store: Store) -> None:
     """Evaluates an equation for all rows."""
     values = [store.whole(value) for value in equation.ins]
-    results = over_layers(equation, levels, store, values) if _is_over_layers(equation, levels) else None
+    results = over_layers(equation, levels, store, values) if is_over_layers(equation, levels) else None
     results = compilers.bind(equation.long, values) if results is None else results
     store.values.update(zip(equation.outs, results, strict=True))
 
@@ -192,20 +192,10 @@ def _wide(dtype: Any) -> Any:
 # Loops over layers whose bodies take rows together
 
 
-def _is_over_layers(equation: Equation, levels: Levels) -> bool:
-    """Returns whether an equation is a loop over layers, or tokens, that can be evaluated level by level."""
-    is_scan = equation.name == "scan" and equation.long.params["length"] == equation.short.params["length"]
-    return is_scan and not levels.model.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
-
-
 def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequence[Any]) -> list[Any]:
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
-    params = equation.long.params
+    params, inner = equation.long.params, inside_layers(equation, levels)
     consts, carried = compilers.sizes_of_scan(equation.long)
-    body = paired(params["jaxpr"], equation.short.params["jaxpr"], equation.rows)
-    is_model = [value in levels.model for value in equation.ins]
-    is_model[consts : consts + carried] = [True] * carried
-    inner = levels_of(body, is_model)
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -1,0 +1,156 @@
+"""What is found in a traced loss, before anything runs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from optax_accum._arguments import callables, checks
+from optax_accum._arguments.roles import Roles
+from optax_accum._core.types import Name
+from optax_accum._explain import couplings
+from optax_accum._explain.explanation import PLAIN, Explanation, Weight
+from optax_accum._explain.weighing import Subject, terms_of, typed, weight_fn, weight_of
+from optax_accum._rows.denominators import Found
+from optax_accum._within import splitting
+from optax_accum._within.one_pass import one_pass
+from optax_accum._within.traced import Traced
+
+
+def explain(
+    fun: Callable[..., Any],
+    *args: Any,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    argnums: Name | Sequence[Name] = 0,
+    has_aux: bool = False,
+    batch_argnums: Name | Sequence[Name] = 1,
+    **kwargs: Any,
+) -> Explanation:
+    """Explains how a loss is split into micro-batches, and what they weigh.
+
+        print(explain(loss, params, batch, num_microbatches=8))
+
+    It traces the loss and runs nothing. It says at which lines the loss
+    takes rows together, how often each micro-batch runs, what is kept for
+    all rows in the meantime, and how much a micro-batch counts if you
+    accumulate across calls: what the loss divides by, or why no weight
+    gives the whole batch's gradient.
+
+    Example:
+      A masked mean: the loss divides by the number of tokens.
+
+      >>> import jax, jax.numpy as jnp, optax_accum
+      >>> def loss(w, batch):
+      ...     error = (batch["x"] @ w - batch["y"]) ** 2
+      ...     return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
+      >>> batch = {"x": jnp.ones((16, 3)), "y": jnp.zeros(16)}
+      >>> batch["mask"] = jnp.arange(16) < 7
+      >>> found = optax_accum.explain(
+      ...     loss, jnp.ones(3), batch, num_microbatches=4)
+      >>> found.one_pass, found.kept_bytes
+      (True, 0)
+      >>> found.weights[0].of
+      ("batch['mask']",)
+      >>> print(found.weight(batch))  # pass it as weight_fn
+      7.0
+
+    Args:
+      fun: the loss, called as `fun(*args, **kwargs)`; it returns a number,
+        or a dict of terms, which are added.
+      *args: the arguments of `fun`: arrays, or `jax.ShapeDtypeStruct`s in
+        place of them.
+      num_microbatches: into how many micro-batches the batch is split; at
+        most one of these two. What is kept and where rows are taken
+        together do not depend on it.
+      microbatch_size: the rows of a micro-batch.
+      argnums: the argument to differentiate, or several, by position or
+        name, as in `jax.value_and_grad`.
+      has_aux: `fun` returns `(loss, aux)`.
+      batch_argnums: the argument, or several, that hold the batch: trees
+        whose arrays have rows along their first axis.
+      **kwargs: the arguments of `fun` that come by keyword.
+
+    Returns:
+      An `Explanation`. Print it, or read its fields: `couplings`, `loops`,
+      `one_pass`, `kept_bytes`, `whole`, `weight`, `weights`, `reduction`,
+      `reasons`. It holds no arrays.
+
+    Raises:
+      TypeError, ValueError: invalid arguments; a loss that is no real
+        scalar, or that is another program for twice as many rows: `fun` is
+        traced for both, to see which axes hold rows.
+
+    Guarantees:
+      `weight(batch)` is the denominator for the rows of `batch`, of any
+      number of rows. That denominators add up over micro-batches is shown
+      from the traced loss; what cannot be shown is a reason against a
+      weight. It may be called inside `jit`. Known when tracing:
+
+      * A mean over rows: the number of rows.
+      * A masked mean: the sum of the mask, also where the mask is divided
+        before the product, or both sums are means.
+      * A denominator that is kept from zero by `maximum(sum, 1)`, by
+        `where(sum > 0, ...)`, or by a number of at most 0.001 that is
+        added: the sum itself. That is exact where the sum of a micro-batch
+        is 0 or at least that number.
+      * A micro-batch whose denominator is 0 counts for nothing: right if
+        its rows, which the mask leaves out, add nothing to the loss.
+      * A sum over rows that nothing divides: 1, and `reduction` is "sum".
+        Beside a term that takes no rows: none, for that term would count in
+        every call.
+      * Terms without rows (weight decay) beside means: they change nothing.
+      * Terms with denominators of their own: `weight` returns a list of
+        them, or a dict if `fun` returns a dict.
+      * A loss without rows: 1.
+      * A mean over groups of consecutive rows: the number of rows, and
+        `group` says how many rows make a group.
+      * A denominator that the model decides, or that depends on another
+        argument than the batch: none, with the line. The model's: return a
+        `Ratio`.
+      * Rows that take a sum over all rows (BatchNorm, advantages that are
+        normalised over the batch), or are compared with one another
+        (contrastive losses), or numbered: none, with the lines.
+      * A `jax.custom_vjp` whose rule is not linear in the cotangent (a
+        clip): none, for a micro-batch's cotangents are larger.
+      * A `Ratio`: none; it says itself what it counts.
+    """
+    roles = Roles(fun, argnums=argnums, batch_argnums=batch_argnums)
+    checks.check_flag("has_aux", has_aux, may_be_none=False)
+    checks.check_no_module((*args, *kwargs.values()))
+    told = (num_microbatches, microbatch_size) != (None, None)
+    sizes = splitting.as_sizes(num_microbatches if told else 1, microbatch_size, 1)
+    arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
+    subject = Subject(callables.as_function(fun), roles, arguments, sizes, has_aux)
+    return subject.ask(lambda found: _explained(subject, found, told))
+
+
+def _explained(subject: Subject, found: Traced, told: bool) -> Explanation:
+    levels, units = found.levels, found.units
+    terms = terms_of(subject, found)
+    weights, reasons = _weights(subject, terms)
+    return Explanation(
+        rows=units.number * units.block,
+        num_microbatches=units.parts if told else None,
+        group=units.block,
+        couplings=tuple(couplings.couplings_of(levels)),
+        loops=couplings.loops_of(levels),
+        one_pass=one_pass(found) is not None,
+        kept_bytes=couplings.bytes_kept(levels),
+        weight=None if reasons else weight_fn(subject),
+        weights=weights,
+        reduction="sum" if not reasons and any(weight.text == PLAIN for weight in weights) else "mean",
+        reasons=reasons,
+    )
+
+
+def _weights(subject: Subject, terms: dict[str | None, Found] | None) -> tuple[tuple[Weight, ...], tuple[str, ...]]:
+    """Returns the weights of the terms of a loss, or why there are none."""
+    if terms is None:
+        return (), ("The loss returns a Ratio, which says itself how much it counts.",)
+    reasons = [str(reason) for term in terms.values() for reason in term.reasons]
+    if reasons:
+        return (), tuple(dict.fromkeys(reasons))
+    weights = [weight_of(subject, name, one) for name, term in terms.items() for one in term.denominators]
+    sums = [weight for weight in weights if weight.text == PLAIN]
+    if sums and len(sums) < len(terms):
+        return (), (f"a sum over rows that nothing divides, beside other terms, {sums[0].sums[0]}",)
+    return tuple(weights), ()

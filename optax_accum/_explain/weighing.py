@@ -1,0 +1,127 @@
+"""How much a micro-batch of a loss counts across calls: read off the traced loss, and computed from a batch."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._arguments import checks
+from optax_accum._arguments.roles import Roles
+from optax_accum._arguments.rows import count_known_rows, of_rows
+from optax_accum._core.leaves import by_path, is_array, parted
+from optax_accum._core.types import Name, Tree
+from optax_accum._explain.explanation import PLAIN, Weight
+from optax_accum._loss.parts import Returns
+from optax_accum._loss.ratio import check_loss, is_ratio
+from optax_accum._rows.denominators import Denominator, Found, denominators_of
+from optax_accum._within.splitting import Sizes
+from optax_accum._within.traced import Traced, traced
+
+
+def typed(tree: Tree) -> Tree:
+    """Returns a tree with types in place of its arrays, which it does not hold."""
+    weak = lambda leaf: getattr(leaf, "weak_type", False)
+    type_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf), weak_type=weak(leaf))
+    return jax.tree.map(lambda leaf: type_of(leaf) if is_array(leaf) else leaf, tree)
+
+
+def has_type(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, or the type of one."""
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A loss, with the arguments of one call: arrays or their types."""
+
+    fun: Callable[..., Any]
+    roles: Roles
+    arguments: dict[Name, Any]
+    sizes: Sizes
+    has_aux: bool
+
+    def ask(self, question: Callable[[Traced], Any]) -> Any:
+        """Returns what a question finds in the traced loss, of which nothing is run."""
+        leaves, filled = parted(tuple(self.arguments.values()), has_type)
+        answers: list[Any] = []
+
+        def read(leaves: Sequence[jax.Array]) -> None:
+            arguments = dict(zip(self.arguments, filled(leaves), strict=True))
+            args = [argument for name, argument in arguments.items() if isinstance(name, int)]
+            call = self.roles.bind(args, {name: arg for name, arg in arguments.items() if isinstance(name, str)})
+            checks.check_differentiable(call[call.params])
+            answers.append(question(traced(self.fun, call, self.sizes, call.params)))
+
+        jax.eval_shape(read, leaves)
+        return answers[0]
+
+    @property
+    def batch(self) -> tuple[Name, ...]:
+        """The arguments that hold the batch."""
+        keywords = [name for name in self.arguments if isinstance(name, str)]
+        return self.roles.passed_as(len(self.arguments) - len(keywords), keywords)["batch_argnums"]
+
+    @property
+    def inputs(self) -> list[tuple[Name, str, Any]]:
+        """The arrays of the call: the argument, its text, and the array."""
+        return [
+            (name, f"{self.roles.signature.parameter(name)}{path}", leaf)
+            for name, argument in self.arguments.items()
+            for path, leaf in by_path(argument, "")
+            if has_type(leaf)
+        ]
+
+
+def terms_of(subject: Subject, found: Traced) -> dict[str | None, Found] | None:
+    """Returns what divides the loss, or each of its terms; None for a `Ratio`, or a dict of them."""
+    loss = Returns(subject.has_aux).parts(found.shapes).loss
+    check_loss(loss, None)
+    others = [None if name in subject.batch else text for name, text, _ in subject.inputs]
+    terms = loss if isinstance(loss, dict) else {None: loss}
+    if any(map(is_ratio, terms.values())):
+        return None
+    return {name: denominators_of(found.levels, others, place) for place, name in enumerate(sorted(terms, key=str))}
+
+
+def weight_of(subject: Subject, term: str | None, denominator: Denominator) -> Weight:
+    """Returns a weight in the user's terms."""
+    sums = tuple(dict.fromkeys(equation.place for equation in denominator.sums))
+    if denominator.makes is None:
+        return Weight(PLAIN if denominator.by is None else "its number of rows", term=term, sums=sums)
+    of = tuple(subject.inputs[place][1] for place in sorted(denominator.inputs))
+    guard = denominator.guard and denominator.guard.place
+    place = denominator.makes.place
+    return Weight(f"the sum over rows at {place}", term, place, of, guard, sums)
+
+
+def _count(counted: Any, denominator: Denominator, times: int) -> jax.Array:
+    """Returns the weight of a batch that was repeated so many times."""
+    return jnp.asarray(counted, jnp.float32) / (1 if denominator.by is None else times)
+
+
+def weight_fn(subject: Subject) -> Callable[..., Any]:
+    """Returns a function of the batch that returns its weight: a number, a dict or a list."""
+
+    def weight(*batches: Tree) -> Any:
+        times = 2 if count_known_rows(batches) == 1 else 1  # a loss may be another program for one row
+        several = of_rows(lambda leaf: jnp.concatenate([leaf] * times), batches)
+        given = dict(zip(subject.batch, several, strict=True))
+        of_batch = dataclasses.replace(subject, arguments={**subject.arguments, **given})
+        values = [jnp.asarray(leaf) if is_array(leaf) else leaf for _, _, leaf in of_batch.inputs]
+
+        def counts(found: Traced) -> dict[Any, list[Any]]:
+            terms = terms_of(subject, found) or {}
+            program = found.levels.program
+            any_weight = Denominator(None, ())
+            return {name: [(program, one) for one in term.denominators or [any_weight]] for name, term in terms.items()}
+
+        counted = {
+            name: [_count(one.counted(program, values), one, times) for program, one in denominators]
+            for name, denominators in of_batch.ask(counts).items()
+        }
+        of_terms = {name: numbers if len(numbers) > 1 else numbers[0] for name, numbers in counted.items()}
+        return of_terms.get(None, of_terms)
+
+    return weight

@@ -1,0 +1,122 @@
+"""What a loss divides its sums over rows by, read off its program: how much a micro-batch counts across calls."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._core import compilers
+from optax_accum._rows.forms import NONE, TAKES, Powers, Reason, Sum
+from optax_accum._rows.levels import Levels
+from optax_accum._rows.operations import RULES
+from optax_accum._rows.places import Place
+from optax_accum._rows.program import Constant, Equation, Number, Program, Value
+from optax_accum._rows.reading import Reading
+
+
+class Denominator(NamedTuple):
+    """What sums over rows are divided by.
+
+    Attributes:
+      by: a sum over rows, `ROWS`, or None where nothing divides.
+      sums: the sums that it divides.
+      makes: the reduction that makes it, if it is a sum.
+      guard: the operation that keeps it from zero, if one does.
+      inputs: the inputs of the program that decide it, by their places.
+    """
+
+    by: Sum | str | None
+    sums: tuple[Equation, ...]
+    makes: Equation | None = None
+    guard: Equation | None = None
+    inputs: frozenset[int] = frozenset()
+
+    def counted(self, program: Program, values: Sequence[Any]) -> Any:
+        """Returns the denominator, for the values of the inputs that decide it; 1 where nothing divides."""
+        if self.by is None:
+            return 1
+        return program.rows[0] if not isinstance(self.by, Sum) else _value_of(self.by, program, values)
+
+
+class Found(NamedTuple):
+    """What an output is divided by: for each of its terms; or why micro-batches do not add up."""
+
+    denominators: tuple[Denominator, ...]
+    reasons: tuple[Reason, ...] = ()
+
+
+def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -> Found:
+    """Returns what divides the sums over rows in one output.
+
+    `others` names the arguments of inputs that do not hold the batch; None for those that do.
+    """
+    reading = Reading(levels, RULES)
+    form = reading.form(levels.program.outputs[output])
+    apart = [term for term in form.terms if not term.is_sum]
+    found = [_denominator(reading, others, term.powers, term.sources) for term in form.sums]
+    if form.reasons:
+        return Found((), _one_a_line(form.reasons))
+    reasons = [reason for reason in found if isinstance(reason, Reason)]
+    for term in form.sums:
+        place = term.sources[0].place
+        if term.powers == NONE and len(form.terms) > 1:
+            beside = "a term that takes no rows" if apart else "a mean"
+            reasons.append(Reason(f"a sum over rows that nothing divides, beside {beside}", place))
+        if any(other.powers for other in apart):
+            reasons.append(Reason("a sum over rows, beside a term without rows that a count divides", place))
+    if reasons:
+        return Found((), _one_a_line(reasons))
+    return Found(tuple(one for one in found if isinstance(one, Denominator)))
+
+
+def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
+    """Returns one reason for each line, in the order of the lines: that rows take sums says most."""
+    by_line: dict[Place, Reason] = {}
+    for reason in sorted(reasons, key=lambda reason: not reason.text.startswith(TAKES)):
+        by_line.setdefault(reason.place, reason)
+    return tuple(by_line[place] for place in sorted(by_line))
+
+
+def _denominator(
+    reading: Reading, others: Sequence[str | None], powers: Powers, sums: tuple[Equation, ...]
+) -> Denominator | Reason:
+    """Returns what the inverse of one count divides by."""
+    if powers == NONE:
+        return Denominator(None, sums)
+    [(by, exponent), *more] = powers
+    if more or exponent != -1:
+        return Reason("a sum over rows that several counts divide, or multiply", sums[0].place)
+    if not isinstance(by, Sum):
+        return Denominator(by, sums)
+    makes, inputs = reading.form(by.value).sums[0].sources[0], reading.inputs.get(by.value, frozenset())
+    for place in inputs:
+        if others[place] is not None:
+            return Reason(f"divided by what the argument {others[place]} decides, too", makes.place)
+    return Denominator(by, sums, makes, reading.guards.get(by), inputs)
+
+
+def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
+    makers = {value: equation for equation in program.equations for value in equation.outs}
+    env = dict(zip(program.inputs, values, strict=True))
+    todo, needed = [of.value], set()
+    while todo:
+        equation = makers.get(todo.pop())
+        if equation is not None and equation not in needed:
+            needed.add(equation)
+            todo += equation.ins
+
+    def read(value: Value) -> Any:
+        if isinstance(value, Constant | Number):
+            return value.array if isinstance(value, Constant) else value.number
+        return env[value]
+
+    for equation in program.equations:
+        if equation in needed:
+            env.update(zip(equation.outs, compilers.bind(equation.long, list(map(read, equation.ins))), strict=True))
+    count = jnp.reshape(read(of.value), ())
+    count = count.astype(jnp.promote_types(count.dtype, jnp.float32))
+    for base, exponent in of.powers:
+        by = _value_of(base, program, values) if isinstance(base, Sum) else program.rows[0]
+        count = count / by**exponent
+    return count

@@ -1,0 +1,105 @@
+"""A value as a sum of terms that add up over rows, each with powers of counts before it."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from optax_accum._rows.places import Place
+from optax_accum._rows.program import Equation, Value
+
+ROWS = "rows"  # the number of rows, among powers
+Powers = frozenset[tuple["str | Sum", int]]
+NONE: Powers = frozenset()
+TAKES = "each row takes a"  # a reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A sum over rows that the batch alone decides: a value of the program, divided by powers."""
+
+    value: Value
+    powers: Powers
+
+
+class Reason(NamedTuple):
+    """Why micro-batches do not add up, whatever they weigh."""
+
+    text: str
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.text}, {self.place}"
+
+
+class Term(NamedTuple):
+    """Powers times a sum over rows; or, unless `is_sum`, times what each row decides alone, or no row at all.
+
+    `sources` are the reductions that make the sum.
+    """
+
+    powers: Powers = NONE
+    is_sum: bool = False
+    sources: tuple[Equation, ...] = ()
+
+
+class Form(NamedTuple):
+    """A value as a sum of terms, none where it is zero; `reasons` say why it may be no such sum."""
+
+    terms: tuple[Term, ...] = (Term(),)
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row decides its own part, without powers."""
+        return not any(term.is_sum or term.powers for term in self.terms)
+
+    @property
+    def sums(self) -> tuple[Term, ...]:
+        """The terms that are sums over rows."""
+        return tuple(term for term in self.terms if term.is_sum)
+
+    def because(self, *reasons: Reason) -> "Form":
+        """Returns the form with more reasons."""
+        return self._replace(reasons=tuple(dict.fromkeys([*self.reasons, *reasons])))
+
+    def times(self, powers: Powers) -> "Form":
+        """Returns the form with powers before each term."""
+        return self._replace(terms=tuple(term._replace(powers=product(term.powers, powers)) for term in self.terms))
+
+
+ZERO = Form(())
+
+
+def product(a: Powers, b: Powers) -> Powers:
+    """Returns the product of powers."""
+    exponents = dict(a)
+    for base, exponent in b:
+        exponents[base] = exponents.get(base, 0) + exponent
+    return frozenset((base, exponent) for base, exponent in exponents.items() if exponent)
+
+
+def power(powers: Powers, exponent: int) -> Powers:
+    """Returns powers to the power of an integer."""
+    return frozenset((base, own * exponent) for base, own in powers if exponent)
+
+
+def added(forms: Iterable[Form]) -> Form:
+    """Returns the sum of values; terms with the same powers are one."""
+    terms: dict[tuple[Powers, bool], tuple[Equation, ...]] = {}
+    reasons: list[Reason] = []
+    for form in forms:
+        reasons += form.reasons
+        for term in form.terms:
+            key = term.powers, term.is_sum
+            terms[key] = tuple(dict.fromkeys([*terms.get(key, ()), *term.sources]))
+    return Form(tuple(Term(*key, sources) for key, sources in terms.items())).because(*reasons)
+
+
+def summed(form: Form, by: Equation) -> Form:
+    """Returns the sum of a value over its rows."""
+    return added([form._replace(terms=tuple(Term(term.powers, True, (by,)) for term in form.terms))])
+
+
+def name_of(term: Term) -> str:
+    """Returns the name of a sum over rows: a mean where the number of rows divides it."""
+    return "mean over rows" if (ROWS, -1) in term.powers else "sum over rows"

@@ -1,0 +1,141 @@
+"""What operations make of sums over rows: a table.
+
+A rule takes an operation and the forms of its operands, and returns the form of the result; None where only rows that
+are apart stay apart, which is also what an operation without a rule does.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+
+from optax_accum._rows.forms import Form, Reason, Sum, Term, added, name_of, power
+from optax_accum._rows.program import Equation
+from optax_accum._rows.reading import Reading
+
+SMALL = 1e-3  # what may be added to a denominator to keep it from zero
+
+Rule = Callable[[Reading, Equation, Sequence[Form]], Form | None]
+
+
+def _linear(*operands: int) -> Rule:
+    """Of an operation that is linear in these operands together; in all of them where none is named."""
+
+    def rule(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+        places = operands or range(len(forms))
+        others = [form for place, form in enumerate(forms) if place not in places]
+        if not all(form.is_plain for form in others):
+            return None
+        return added([*(forms[place] for place in places if place < len(forms))]).because(
+            *(reason for form in others for reason in form.reasons)
+        )
+
+    return rule
+
+
+def _cast(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    is_inexact = [jnp.issubdtype(value.long.dtype, jnp.inexact) for value in (equation.ins[0], equation.outs[0])]
+    return None if is_inexact == [True, False] else forms[0]
+
+
+def _sum(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    """Of a sum, or a difference; a small number that keeps a denominator from zero is a guard."""
+    for place, value in enumerate(equation.ins):
+        small = equation.name == "add" and reading.is_small(equation.ins[1 - place], SMALL)
+        if small and reading.scalar(value) is not None:
+            return _guarded(reading, equation, place, forms)
+    return added(forms)
+
+
+def _product(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    for place, other in enumerate(forms):
+        form, scalar = forms[1 - place], reading.scalar(equation.ins[place])
+        if not other.sums:
+            return added([form.times(term.powers) for term in other.terms]).because(*form.reasons, *other.reasons)
+        if form.sums and scalar is not None:
+            return form.times(scalar).because(*other.reasons)
+    return None
+
+
+def _quotient(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    (form, by), value = forms, equation.ins[1]
+    scalar = by.terms[0].powers if len(by.terms) == 1 and not by.sums else reading.scalar(value)
+    if scalar is not None and jnp.issubdtype(value.long.dtype, jnp.inexact):
+        return form.times(power(scalar, -1)).because(*by.reasons)
+    if not by.sums or not jnp.issubdtype(value.long.dtype, jnp.inexact):
+        return None
+    text = f"divided by a {name_of(by.sums[0])} and something else"
+    if value.long.size > 1:
+        text = f"each entry is divided by a {name_of(by.sums[0])} of its own"
+    if value in reading.model:
+        text = f"divided by a {name_of(by.sums[0])} that the model decides: return a Ratio of the two sums"
+    return Form().because(*form.reasons, *by.reasons, Reason(text, by.sums[0].sources[0].place))
+
+
+def _integer_power(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    scalar = reading.scalar(equation.ins[0])
+    if scalar is None:
+        return None
+    return Form((Term(power(scalar, equation.long.params["y"])),), forms[0].reasons)
+
+
+def _largest(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    """Of the larger of two: a number keeps a denominator from zero."""
+    for place, value in enumerate(equation.ins):
+        if reading.scalar(value) is not None and reading.is_small(equation.ins[1 - place], 1):
+            return _guarded(reading, equation, place, forms)
+    return None
+
+
+def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    """Of a comparison: with a number it may be the test of a guard. There is a row at least."""
+    if equation.name == "gt" and reading.is_count(equation.ins[0]) and reading.is_small(equation.ins[1], 0):
+        return Form()
+    for value, other in (equation.ins, equation.ins[::-1]):
+        if reading.scalar(value) is not None and reading.is_small(other, 1):
+            reading.tests[equation.outs[0]] = reading.same.get(value, value)
+    return None
+
+
+def _chosen(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
+    """Of a choice: by row; or by a test whether a denominator is zero, where the other case is a number."""
+    tested = reading.tests.get(equation.ins[0])
+    if tested is None:
+        return _linear(*range(1, len(forms)))(reading, equation, forms)
+    left = [place for place, value in enumerate(equation.ins) if place and not reading.is_fixed(value)]
+    if len(left) != 1:
+        return None
+    value, form = equation.ins[left[0]], forms[left[0]]
+    counts = [by.value for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
+    if tested not in (reading.same.get(value, value), *counts):
+        return None
+    return _guarded(reading, equation, left[0], forms)
+
+
+def _guarded(reading: Reading, equation: Equation, place: int, forms: Sequence[Form]) -> Form:
+    """Returns the form of an operand that an operation leaves as it is, unless a denominator is zero."""
+    value = equation.ins[place]
+    if reading.scalar(value) is not None:
+        same = reading.same.get(value, value)
+        reading.same[equation.outs[0]] = same
+        reading.guards[Sum(same, reading.form(value).terms[0].powers)] = equation
+    return forms[place]
+
+
+_FIRST = """
+    neg reshape broadcast_in_dim transpose squeeze expand_dims slice dynamic_slice gather rev copy copy_p stop_gradient
+    real imag reduce_sum cumsum device_put name split reduce_window_sum
+"""
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_FIRST.split(), _linear(0)),
+    **dict.fromkeys(("add", "add_any", "sub"), _sum),
+    **dict.fromkeys(("mul", "dot_general", "conv_general_dilated"), _product),
+    **dict.fromkeys(("pad", "dynamic_update_slice"), _linear(0, 1)),
+    **dict.fromkeys(("scatter-add", "scatter_add", "scatter"), _linear(0, 2)),
+    **dict.fromkeys(("eq", "ne", "gt", "ge", "lt", "le"), _compared),
+    "concatenate": _linear(),
+    "convert_element_type": _cast,
+    "div": _quotient,
+    "integer_pow": _integer_power,
+    "max": _largest,
+    "select_n": _chosen,
+}

@@ -1,0 +1,78 @@
+"""Where in the user's code an equation comes from: a file and a line, found among the frames of its traceback."""
+
+import functools
+import pathlib
+import sys
+import sysconfig
+from typing import Any, NamedTuple
+
+_PACKAGES = {"site-packages", "dist-packages"}
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "equinox", "haiku", "numpyro", "optax_accum")
+
+
+class Place(NamedTuple):
+    """A line of code."""
+
+    file: str  # with its folders
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{pathlib.PurePath(self.file).name}:{self.line}" if self.line else "an unknown line"
+
+
+UNKNOWN = Place("", 0, "")
+
+
+def place_of(eqn: Any) -> Place:
+    """Returns the innermost line of the user's code; where there is none, the line of the outermost library."""
+    frames = _frames(eqn)
+    return own_place(eqn) or (frames[-1] if frames else UNKNOWN)
+
+
+def own_place(eqn: Any) -> Place | None:
+    """Returns the innermost line of the user's code that an equation comes from, if one is known."""
+    frames = _frames(eqn)
+    for is_foreign in (_is_installed, _is_of_library):  # the user's own code may be installed, too
+        for frame in frames:
+            if not is_foreign(frame.file):
+                return frame
+    return None
+
+
+def calls_library(eqn: Any) -> bool:
+    """Returns whether an equation calls a function of a library, as the jit inside `jnp.where` does.
+
+    JAX traces such a function once: its equations name the line of another call, or none.
+    """
+    program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    info = getattr(getattr(program, "jaxpr", program), "debug_info", None)
+    _, at, source = str(getattr(info, "func_src_info", "")).partition(" at ")
+    return not at or _is_installed(source.rpartition(":")[0])
+
+
+def _frames(eqn: Any) -> list[Place]:
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    return [Place(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    """Returns whether a file belongs to Python or to an installed package."""
+    path = pathlib.PurePath(file)
+    return not _PACKAGES.isdisjoint(path.parts) or _is_of_library(file)
+
+
+@functools.cache
+def _is_of_library(file: str) -> bool:
+    """Returns whether a file belongs to Python or to one of the libraries between a user and a traced program."""
+    path = pathlib.PurePath(file)
+    return file.startswith("<frozen") or any(path.is_relative_to(folder) for folder in _folders())
+
+
+def _folders() -> list[pathlib.PurePath]:
+    modules = (sys.modules.get(name) for name in _LIBRARIES)
+    files = [module.__file__ for module in modules if module is not None and module.__file__]
+    packages = [pathlib.PurePath(file).parent for file in files]
+    return [*packages, pathlib.PurePath(sysconfig.get_paths()["stdlib"])]

@@ -1,0 +1,207 @@
+"""A program read value by value: which are sums over rows, and which of them the batch alone decides.
+
+That the parts of micro-batches add up is shown operation by operation; an operation that is not known to keep the form
+of a sum is a reason why no weight is found.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from optax_accum._rows.forms import ROWS, TAKES, ZERO, Form, Powers, Reason, Sum, Term, added, name_of, product, summed
+from optax_accum._rows.levels import Kind, Levels, inside_layers, is_over_layers
+from optax_accum._rows.linear import nonlinear_rules
+from optax_accum._rows.program import Constant, Equation, Number, Value
+
+
+class Reading:
+    """One reading of a program: the form of each of its values."""
+
+    def __init__(self, levels: Levels, rules: Mapping[str, Any]):
+        self.levels, self.model, self.rows, self.rules = levels, levels.model, levels.program.rows, rules
+        self.forms: dict[Value, Form] = {}
+        self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
+        self.same: dict[Value, Value] = {}  # the value that another one repeats, casts, or keeps from zero
+        self.known: dict[Any, Equation] = {}
+        self.tests: dict[Value, Value] = {}  # comparisons of a sum over rows with a number, and that sum
+        self.guards: dict[Sum, Equation] = {}
+        for equation, kind in levels.kinds.items():
+            self._read(equation, kind)
+
+    def form(self, value: Value) -> Form:
+        """Returns the form of a value."""
+        if value not in self.forms:
+            is_literal = isinstance(value, Constant | Number)
+            self.forms[value] = self._of_literal(value) if is_literal else Form()
+        return self.forms[value]
+
+    # Numbers
+
+    def _of_literal(self, value: Constant | Number) -> Form:
+        """Returns the form of a number in the program: the number of rows, its inverse, or any other."""
+        array, other = value.array if isinstance(value, Constant) else np.asarray(value.number), value.other
+        if value.axis is not None:
+            return Form().because(Reason("an array in the program has a place for each row of the batch", _HERE))
+        if array is other or not _is_known(array):
+            return Form()
+        if other is not None and np.array_equal(array, other, equal_nan=True):
+            return Form() if value.long.shape or array else ZERO
+        for exponent in (-2, -1, 1, 2):
+            grown = array * (self.rows[1] / self.rows[0]) ** exponent
+            if other is not None and np.allclose(other, grown, rtol=1e-5, atol=0):
+                return Form((Term(frozenset([(ROWS, exponent)])),))
+        number = f"the number {np.asarray(array).item():g}" if np.size(array) == 1 else "an array in the program"
+        return Form().because(Reason(f"{number} depends on the number of rows", _HERE))
+
+    def is_fixed(self, value: Value) -> bool:
+        """Returns whether a value is a number that neither the batch nor the parameters decide."""
+        return value not in self.model and not self.inputs.get(value) and self.form(value).is_plain
+
+    def is_small(self, value: Value, limit: float) -> bool:
+        """Returns whether a value is a number of at most this size, whatever the number of rows."""
+        value = self.same.get(value, value)
+        return isinstance(value, Number) and self.form(value).is_plain and bool(np.abs(value.number) <= limit)
+
+    def is_count(self, value: Value) -> bool:
+        """Returns whether a value is the number of rows, or in proportion to it."""
+        return self.form(value).terms == (Term(frozenset([(ROWS, 1)])),)
+
+    # Equations
+
+    def _read(self, equation: Equation, kind: Kind) -> None:
+        of_model = not self.model.isdisjoint(equation.ins)
+        inputs = frozenset().union(*(self.inputs.get(value, frozenset()) for value in equation.ins))
+        self.inputs.update(dict.fromkeys(equation.outs, inputs))
+        if not of_model:
+            self._find_again(equation)
+        form = self._of(equation, kind)
+        if of_model and any(nonlinear_rules(equation.long)):
+            form = form.because(Reason("a derivative of yours that is not linear", equation.place))
+        if any(reason.place is _HERE for reason in form.reasons):
+            here = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)
+            form = form._replace(reasons=here)
+        self.forms.update(dict.fromkeys(equation.outs, form))
+
+    def _find_again(self, equation: Equation) -> None:
+        """Notes where an equation computes again what an earlier one has computed."""
+        key = equation.name, tuple(self._key(value) for value in equation.ins)
+        first = self.known.setdefault(key, equation)
+        if first is not equation and _equal(first.long.params, equation.long.params):
+            pairs = zip(equation.outs, first.outs, strict=True)
+            self.same.update((value, self.same.get(other, other)) for value, other in pairs)
+        elif equation.name in _CASTS and len(equation.ins) == 1 and equation.outs[0].axis is None:
+            self.same[equation.outs[0]] = self.same.get(equation.ins[0], equation.ins[0])
+
+    def _key(self, value: Value) -> Any:
+        if isinstance(value, Number):
+            return str(value.long), str(value.number), str(value.other)
+        return self.same.get(value, value)
+
+    def _of(self, equation: Equation, kind: Kind) -> Form:
+        if kind is Kind.WHOLE and is_over_layers(equation, self.levels):
+            together = inside_layers(equation, self.levels).coupling
+            reasons = [Reason("rows are taken together in a loop over layers", inner.place) for inner in together]
+            return _because(list(map(self.form, equation.ins)), *reasons)
+        if kind is Kind.WHOLE:
+            return self._failed(equation, f"{equation.name} of all rows at once")
+        with_rows = kind is not Kind.FREE
+        forms = [self._spread(value, equation) if with_rows else self.form(value) for value in equation.ins]
+        if kind is Kind.PARTIAL:
+            return self._reduced(equation, forms)
+        if kind is Kind.FREE and any(v.axis is not None for v in equation.outs) and not _draws(equation):
+            return self._failed(equation, "depends on the place of a row in its batch")
+        rule = self.rules.get(equation.name)
+        form = rule(self, equation, forms) if rule else None
+        return self._plain(equation, forms) if form is None else form
+
+    def _failed(self, equation: Equation, text: str) -> Form:
+        """Returns the form of a result that does not add up; reading goes on, to find other reasons."""
+        return _because(list(map(self.form, equation.ins)), Reason(text, equation.place))
+
+    def _plain(self, equation: Equation, forms: Sequence[Form]) -> Form:
+        """Returns the form of a result of which only rows that are apart are known to stay apart."""
+        return _because(forms, *(self._why(equation, form) for form in forms if not form.is_plain))
+
+    def _why(self, equation: Equation, form: Form) -> Reason:
+        """Returns why an operation on a value that is not plain does not add up."""
+        if form.sums:
+            return Reason(f"{equation.name} of a {name_of(form.sums[0])}", equation.place)
+        for by in (by for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
+            (term,) = self.form(by.value).sums
+            return _taken(term, term.sources[0])
+        return Reason(f"{equation.name} of a number that depends on the number of rows", equation.place)
+
+    def _spread(self, value: Value, equation: Equation) -> Form:
+        """Returns the form of a value that meets rows: each row then takes a sum over rows, if it is one."""
+        form = self.form(value)
+        if not form.sums or value.axis is not None:
+            return form
+        scalar = self.scalar(value)
+        if scalar is not None:
+            return Form((Term(scalar),), form.reasons)
+        return _because([form], *(_taken(term, source) for term in form.sums for source in term.sources))
+
+    def scalar(self, value: Value) -> Powers | None:
+        """Returns a value as powers, if it is a number, and a sum over rows that the batch alone decides."""
+        form = self.form(value)
+        if value in self.model or len(form.terms) != 1 or not form.sums or value.long.size != 1:
+            return None
+        value, (term,) = self.same.get(value, value), form.terms
+        return product(term.powers, frozenset([(Sum(value, term.powers), 1)]))
+
+    def _reduced(self, equation: Equation, forms: Sequence[Form]) -> Form:
+        """Returns the form of a reduction of rows."""
+        if equation.name == "reduce_sum":
+            return summed(forms[0], equation)
+        if equation.name == "dot_general":
+            return summed(_multiplied(forms), equation)
+        if equation.name.startswith("scatter"):
+            return added([self.form(equation.ins[0]), summed(_plainly(forms[2], forms[1], equation), equation)])
+        largest = {"reduce_max": "the largest of all rows", "reduce_min": "the smallest of all rows"}
+        return self._failed(equation, largest.get(equation.name, f"{equation.name} of all rows"))
+
+
+_HERE: Any = None  # in place of the line of a number: that of the equation that takes it
+_CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient"}
+
+
+def _because(forms: Sequence[Form], *reasons: Reason) -> Form:
+    """Returns the form of a result that does not add up: one reason for each line."""
+    known = [reason for form in forms for reason in form.reasons]
+    places = {reason.place for reason in known}
+    return Form().because(*known, *(reason for reason in reasons if reason.place not in places))
+
+
+def _taken(term: Term, source: Equation) -> Reason:
+    return Reason(f"{TAKES} {name_of(term)}", source.place)
+
+
+def _draws(equation: Equation) -> bool:
+    return equation.name.startswith(("random_", "threefry"))
+
+
+def _is_known(array: Any) -> bool:
+    """Returns whether the entries of an array can be looked at."""
+    return not isinstance(array, Tracer) and bool(np.issubdtype(np.result_type(array), np.number))
+
+
+def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # arrays among the parameters
+        return False
+
+
+def _multiplied(forms: Sequence[Form]) -> Form:
+    """Returns the form of a product of rows that are apart."""
+    left, right = forms
+    terms = tuple(Term(product(a.powers, b.powers)) for a in left.terms for b in right.terms)
+    return added([Form(terms).because(*left.reasons, *right.reasons)])
+
+
+def _plainly(form: Form, by: Form, equation: Equation) -> Form:
+    """Returns the form of an operation that is linear in one operand, if the others have no powers."""
+    reasons = () if by.is_plain else (Reason(f"{equation.name} at places that a count decides", equation.place),)
+    return form.because(*by.reasons, *reasons)
