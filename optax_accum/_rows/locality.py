@@ -43,7 +43,7 @@ def _is_call_local(view: View) -> bool:
     if view.name == "cond" and view.ins[0] is not None:
         return False
     programs = _pairs(view.long.params, view.short.params)
-    return bool(programs) and all(are_local(*pair, view.rows) for pair in programs) and _rule_is_local(view)
+    return bool(programs) and all(are_local(*pair, view.rows, view.asks) for pair in programs) and _rule_is_local(view)
 
 
 def _pairs(long: dict[str, Any], short: dict[str, Any]) -> list[tuple[Any, Any]]:
@@ -54,7 +54,7 @@ def _pairs(long: dict[str, Any], short: dict[str, Any]) -> list[tuple[Any, Any]]
 
 def _is_body_local(view: View) -> bool:
     """Returns whether the body of a loop over something else treats rows one by one."""
-    return are_local(view.params["jaxpr"], view.short.params["jaxpr"], view.rows)
+    return are_local(view.params["jaxpr"], view.short.params["jaxpr"], view.rows, view.asks)
 
 
 def _is_map_over_rows(view: View) -> bool:
@@ -79,21 +79,24 @@ _CALLS = (
 NESTED: dict[str, primitives.Rule] = {"scan": _is_scan_local, **dict.fromkeys(_CALLS, _is_call_local)}
 
 
-def are_local(long: Any, short: Any, rows: Rows) -> bool:
-    """Returns whether every equation of a program treats rows one by one, or takes none."""
+def are_local(long: Any, short: Any, rows: Rows, asks: bool = True) -> bool:
+    """Returns whether every equation of a program treats rows one by one, or takes none.
+
+    A rule often calls the function that it is the rule of, so rules inside rules are not asked.
+    """
     (of_long, consts), (of_short, short_consts) = compilers.opened(long), compilers.opened(short)
     if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, short_consts, strict=True)):
         return False
     try:
-        return all(_is_free_or_local(a, b, rows) for a, b in in_step(of_long, of_short))
+        return all(_is_free_or_local(a, b, rows, asks) for a, b in in_step(of_long, of_short))
     except OtherProgramError:
         return False
 
 
-def _is_free_or_local(long: Any, short: Any, rows: Rows) -> bool:
+def _is_free_or_local(long: Any, short: Any, rows: Rows, asks: bool) -> bool:
     if not _same_literals(long, short):
         return False
-    view = view_of(long, short, rows)
+    view = view_of(long, short, rows, asks)
     if not view.has_rows and all(axis is None for axis in view.outs):
         return primitives.same_numbers(view)
     return is_local(view) or (not view.has_rows and is_alike(view))
@@ -114,8 +117,10 @@ def _same_literals(long: Any, short: Any) -> bool:
 
 def _rule_is_local(view: View) -> bool:
     """Returns whether the user's own derivative of a function treats rows one by one; there may be none."""
+    if not view.asks:
+        return True
     if view.name == "custom_jvp_call":
-        return are_local(*derivative_of(view.long, view.short, forward), view.rows)
+        return are_local(*derivative_of(view.long, view.short, forward), view.rows, asks=False)
     if view.name.startswith("custom_vjp_call"):
         return _adds_up(*derivative_of(view.long, view.short, backward), view.rows)
     return True
@@ -195,7 +200,7 @@ def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
         variables = [atom for atom in a.invars if not isinstance(atom, core.Literal)]
         of_sums = [var in sums for var in variables]
         if a.primitive.name in ("jit", "pjit") and not any(of_sums):
-            if not are_local(a.params["jaxpr"], b.params["jaxpr"], rows):
+            if not are_local(a.params["jaxpr"], b.params["jaxpr"], rows, asks=False):
                 return False
         elif any(of_sums):
             scales = a.primitive.name in _SCALES and sum(of_sums) == 1 and isinstance(a.invars[0], core.Var)
@@ -205,7 +210,7 @@ def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
             sums.update(a.outvars)
         elif is_partial(view) and a.primitive.name in ("reduce_sum", "dot_general", "scatter-add"):
             sums.update(a.outvars)
-        elif not _is_free_or_local(a, b, rows):
+        elif not _is_free_or_local(a, b, rows, asks=False):
             return False
         elif a.primitive.name == "broadcast_in_dim" and isinstance(a.invars[0], core.Literal) and not a.invars[0].val:
             zeros.update(a.outvars)
