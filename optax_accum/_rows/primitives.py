@@ -20,7 +20,7 @@ _SHAPES = _names(  # parameters that may differ with the number of rows: shapes,
     """
     branches bwd body_jaxpr call_jaxpr cond_jaxpr ctx_mesh debug_info ft_in ft_out fun_jaxpr fwd_jaxpr_thunk in_avals jaxpr
     jvp_jaxpr_fun jvp_jaxpr_thunk length limit_indices name new_sizes out_avals out_sharding out_trees shape sharding sizes
-    slice_sizes start_indices update_consts update_jaxpr _split_transpose
+    slice_sizes update_consts update_jaxpr _split_transpose
     """
 )
 
@@ -150,6 +150,8 @@ def _scatter(view: View) -> bool:
         return in_order and _batched(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, operand, at)
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window = [axis for axis in range(len(view.shape_in(0))) if axis not in gone]
+    if view.shape_in(0)[operand] != view.shape_in(2)[updates]:
+        return False
     if operand not in window or operand in numbers.scatter_dims_to_operand_dims:
         return False
     return numbers.update_window_dims[window.index(operand)] == updates
@@ -238,6 +240,10 @@ def _reduced(view: View) -> bool:
     return view.ins[0] in view.params["axes"] and len(view.ins) == 1
 
 
+def _flags(view: View) -> bool:
+    return _reduced(view) and view.long.invars[0].aval.dtype == bool  # of integers, these are sums of bits
+
+
 def _contracted(view: View) -> bool:
     (left_summed, right_summed), _ = view.params["dimension_numbers"]
     left, right = view.ins
@@ -252,7 +258,8 @@ def _scattered(view: View) -> bool:
 
 
 PARTIAL: dict[str, Rule] = {
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"), _reduced),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduced),
+    **dict.fromkeys(("reduce_and", "reduce_or"), _flags),
     **dict.fromkeys(("scatter-add", "scatter_add"), _scattered),
     "dot_general": _contracted,
 }

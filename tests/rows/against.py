@@ -12,13 +12,12 @@ from optax_accum._within.splitting import Sizes
 from optax_accum._within.traced import traced
 
 ROWS = 12
-PARTS = (2, 5, ROWS)  # even, with a remainder, every row alone
 
 
-def values(seed=0, rows=ROWS):
+def values(seed=0, rows=ROWS, dtype=jnp.float32):
     """Parameters and a batch: of floats, tokens, labels, and a mask."""
     random = np.random.default_rng(seed)
-    normal = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
+    normal = lambda *shape: jnp.asarray(random.normal(size=shape), dtype)
     whole = lambda top, *shape: jnp.asarray(random.integers(0, top, shape), jnp.int32)
     params = {
         "w": normal(4, 4) / 2,
@@ -32,7 +31,7 @@ def values(seed=0, rows=ROWS):
         "y": normal(rows),
         "t": whole(7, rows, 6),
         "label": whole(5, rows),
-        "mask": jnp.asarray(random.random(rows) < 0.7, jnp.float32),
+        "mask": jnp.asarray(random.random(rows) < 0.7, dtype),
     }
     return params, batch
 
@@ -49,19 +48,24 @@ def farthest(got, want):
     return max(found) if np.isfinite(found).all() else np.inf
 
 
-def both_ways(loss, parts, **options):
-    """The value and the gradient, by both functions that know rows."""
-    of_function = jax.value_and_grad(microbatched(loss, parts), **options)
-    return optax_accum.value_and_grad(loss, parts, **options), of_function
+def of_parts(way, loss, parts, **options):
+    """The value and the gradient, by one of the functions that know rows."""
+    if way == "value_and_grad":
+        return optax_accum.value_and_grad(loss, parts, **options)
+    return jax.value_and_grad(microbatched(loss, parts), **options)
 
 
-def assert_whole(loss, *args, parts=PARTS, tolerance=2e-6, **options):
-    """The value and the gradient of a loss are the whole batch's, by both functions and for each number of parts."""
-    want = jax.jit(jax.value_and_grad(loss, **options))(*args)
+QUICK = [("value_and_grad", 5), ("microbatched", 5)]
+EACH = [(way, parts) for way in ("value_and_grad", "microbatched") for parts in (2, 5, ROWS)]
+
+
+def assert_whole(loss, *args, ways=QUICK, tolerance=1e-10, **options):
+    """The value and the gradient of a loss are the whole batch's, by each function and for each number of parts."""
+    funs = [jax.value_and_grad(loss, **options), *(of_parts(way, loss, parts, **options) for way, parts in ways)]
+    want, *found = jax.jit(lambda *args: [fun(*args) for fun in funs])(*args)
     assert np.isfinite(jax.tree.leaves(want)[0]).all()
-    ways = [way for count in parts for way in both_ways(loss, count, **options)]
-    for i, got in enumerate(jax.jit(lambda *args: [way(*args) for way in ways])(*args)):
-        assert farthest(got, want) < tolerance, (parts[i // 2], ["value_and_grad", "microbatched"][i % 2])
+    differences = {way: farthest(got, want) for way, got in zip(ways, found, strict=True)}
+    assert max(differences.values()) < tolerance, differences
 
 
 def couplings(loss, params, batch):
