@@ -74,7 +74,7 @@ def _is_scan_local(view: View) -> bool:
 
 
 _CALLS = (
-    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "cond", "while"),
+    *("jit", "pjit", "closed_call", "checkpoint", "remat2", "cond", "while"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 )
 NESTED: dict[str, primitives.Rule] = {"scan": _is_scan_local, **dict.fromkeys(_CALLS, _is_call_local)}

@@ -152,7 +152,7 @@ def _custom_jvp(fun: Callable[[Values], Values], long: Any, other: Any, some: So
 
 
 def _custom_vjp(fun: Callable[[Values], Values], long: Any, other: Any, some: Some) -> Callable[..., Values]:
-    """Returns a function with the user's backward pass, which was traced too, and which computes again what it needs."""
+    """Returns a function with the user's backward pass, which was traced, too; it computes again what it needs."""
     called = jax.custom_vjp(lambda real, *values: fun(values))
     traces = locality.derivative_of(long, other, locality.backward)
     inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in long.invars]
@@ -180,7 +180,7 @@ def _added_up(long: Any, other: Any, some: Some, values: Values) -> list[Any]:
 
 
 NESTED: dict[str, Callable[[Any, Any, Some, Values], Values]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _called),
+    **dict.fromkeys(("jit", "pjit", "closed_call"), _called),
     **dict.fromkeys(("checkpoint", "remat2"), _checkpoint),
     **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), functools.partial(_custom, _custom_vjp)),
     "cond": _cond,

@@ -157,7 +157,8 @@ def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Ar
     if name.startswith("scatter"):
         operand = jnp.zeros(values[0].shape, _wide(values[0].dtype))
         updates = filled(values[2], axes[2] or 0, 0).astype(operand.dtype)
-        return compilers.bind(equation.long, [operand, values[1], updates])[0]
+        options = {key: equation.long.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
+        return jax.lax.scatter_add(operand, values[1], updates, **options)  # rows that fill up are not in order
     operand = filled(values[0], axes[0] or 0, REDUCTIONS[name].nothing(values[0].dtype))
     operand = operand.astype(_wide(operand.dtype)) if name == "reduce_sum" else operand
     return REDUCTIONS[name].over(operand, axis=equation.long.params["axes"])
@@ -194,7 +195,6 @@ REDUCTIONS = {
     "reduce_sum": _Reduction("sum"),
     "dot_general": _Reduction("sum"),
     "scatter-add": _Reduction("sum"),
-    "scatter_add": _Reduction("sum"),
     "reduce_max": _Reduction("max", jnp.max, _lowest),
     "reduce_min": _Reduction("min", jnp.min, _highest),
     "reduce_and": _Reduction("min", jnp.all, _highest),

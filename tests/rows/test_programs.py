@@ -15,9 +15,11 @@ def assert_the_same(number, jitted):
     loss = writer.loss()
     way, parts = ("value_and_grad", "microbatched")[number % 2], PARTS[number % len(PARTS)]
     funs = [jax.value_and_grad(loss), of_parts(way, loss, parts)]
-    want, got = jax.jit(lambda *args: [fun(*args) for fun in funs])(*programs.values()) if jitted else [
-        fun(*programs.values()) for fun in funs
-    ]
+    want, got = (
+        jax.jit(lambda *args: [fun(*args) for fun in funs])(*programs.values())
+        if jitted
+        else [fun(*programs.values()) for fun in funs]
+    )
     assert np.isfinite(want[0])
     assert farthest(got, want) < 1e-8, (way, parts, writer.pieces)
 

@@ -9,7 +9,7 @@ import pytest
 
 import optax_accum
 from optax_accum._within.microbatched import microbatched
-from tests.rows.against import assert_whole, values
+from tests.rows.against import EACH, assert_whole, couplings, farthest, values, whole
 
 LOSSES = {}
 
@@ -607,3 +607,101 @@ def small_integers_over_rows(p, b):
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_the_whole_batchs(name, x64):
     assert_whole(LOSSES[name], *values(dtype=jnp.float64))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_the_whole_batchs_however_it_is_cut(name, x64):
+    assert_whole(LOSSES[name], *values(dtype=jnp.float64), ways=EACH)
+
+
+@pytest.mark.parametrize(
+    "name", ["custom_jvp", "custom_vjp", "custom_vjp_that_clips_rows", "scan_over_layers", "fori_loop"]
+)
+def test_rules_and_loops_of_each_row_run_row_by_row(name):
+    assert whole(LOSSES[name], *values()) == []
+
+
+def test_a_rectifier_is_one_loop():
+    """Its rule calls the function that it is the rule of."""
+    assert whole(lambda p, b: jnp.mean(jax.nn.relu(b["x"] @ p["w"])), *values()) == []
+
+
+def test_a_norm_over_rows_is_three_reductions():
+    def loss(p, b):
+        h = b["x"] @ p["w"]
+        return jnp.mean((h - jnp.mean(h, 0)[None]) ** 2)
+
+    assert couplings(loss, *values()) == ["reduce_sum", "reduce_sum"]
+
+
+def test_derivatives_of_other_kinds():
+    """Forward mode, second derivatives, many parameters at once, shapes alone, outside jit."""
+    params, batch = values()
+    loss = _of_scale
+    parts = microbatched(loss, 5)
+    w = params["layers"]["scale"]
+    for transform in [
+        lambda f: jax.jvp(lambda w: f(w, batch), (w,), (w,)),
+        lambda f: jax.hessian(f)(w, batch),
+        lambda f: jax.vmap(lambda w: f(w, batch))(jnp.stack([w, 2 * w])),
+        lambda f: f(w, batch),
+    ]:
+        want, got = transform(loss), jax.jit(lambda transform=transform: transform(parts))()
+        assert farthest(got, want) < 2e-5
+    assert jax.eval_shape(parts, w, batch) == jax.eval_shape(loss, w, batch)
+    assert farthest(parts(w, batch), loss(w, batch)) < 2e-6
+
+
+def _of_scale(scale, batch):
+    hidden = batch["x"] * scale[0][None]
+    return jnp.mean((hidden - jnp.mean(hidden, 0)[None]) ** 3) + jnp.mean(jnp.tanh(hidden) ** 2)
+
+
+def test_masks_are_the_whole_batchs_bit_for_bit():
+    params, batch = values()
+    drawn = lambda p, b: jnp.where(jax.random.bernoulli(jax.random.key(3), 0.7, b["x"].shape), b["x"], 0)
+    for parts in (2, 5):
+        np.testing.assert_array_equal(jax.jit(microbatched(drawn, parts))(params, batch), drawn(params, batch))
+
+
+def test_keys_as_rows():
+    def loss(p, b):
+        keys = jax.random.split(jax.random.key(1), len(b["x"]))
+        kept = jax.vmap(lambda key, x: jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x, 0))(keys, b["x"])
+        return masked(jnp.sum(jnp.tanh(kept @ p["w"]), 1), b)
+
+    assert_whole(loss, *values(), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_narrow_parameters(dtype):
+    """As near to the gradient in float32 as the whole batch's is."""
+
+    def loss(p, b):
+        p = jax.tree.map(lambda leaf: leaf.astype(dtype), p)
+        hidden = jnp.tanh(p["table"].at[b["label"]].add(b["x"].astype(dtype)) @ p["w"])
+        groups = jax.ops.segment_sum(jnp.tanh(b["x"].astype(dtype) @ p["w"]), b["label"], 5)
+        return jnp.mean(hidden.astype(jnp.float32) ** 2) + jnp.mean(groups.astype(jnp.float32) ** 2)
+
+    assert_whole(loss, *values(), tolerance=5e-2)
+
+
+def test_a_batch_of_several_arguments_and_a_scalar():
+    loss = lambda w, x, b: jnp.sum(jnp.tanh(x @ w) * b["y"][:, None]) * b["rate"] / len(x)
+    params, batch = values()
+    args = params["w"], batch["x"], {"y": batch["y"], "rate": jnp.float32(0.1)}
+    got = jax.jit(optax_accum.value_and_grad(loss, 5, batch_argnums=(1, 2)))(*args)
+    assert farthest(got, jax.value_and_grad(loss)(*args)) < 2e-6
+
+
+def test_a_loss_for_one_number_of_rows():
+    with pytest.raises((TypeError, ValueError)) as error:
+        optax_accum.value_and_grad(lambda p, b: jnp.mean((b["x"] @ p["w"]).reshape(12, 4)), 2)(*values())
+    assert "Take sizes from the batch" in "".join(error.value.__notes__)
+
+
+def test_a_loss_that_is_another_program_for_more_rows():
+    loss = lambda p, b: jnp.mean(jnp.sin(b["x"] @ p["w"]) if len(b["x"]) > 12 else b["x"] @ p["w"])
+    with pytest.raises(ValueError, match=r"test_rules.py:\d+ .*Take sizes from the batch"):
+        optax_accum.value_and_grad(loss, 2)(*values())
