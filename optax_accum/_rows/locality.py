@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
+from optax_accum._core.equations import all_equations, inner_programs
 from optax_accum._rows import primitives
 from optax_accum._rows.traces import COUPLED, OtherProgramError, Rows, View, axis_of, in_step, view_of
 
@@ -42,19 +43,19 @@ def _is_call_local(view: View) -> bool:
     """Returns whether a function, a checkpoint, a branch or a `while` treats rows one by one, and so does its rule."""
     if view.name == "cond" and view.ins[0] is not None:
         return False
-    programs = _pairs(view.long.params, view.short.params)
-    return bool(programs) and all(are_local(*pair, view.rows) for pair in programs) and _rule_is_local(view)
+    programs = programs_inside(view.long, view.short)
+    return bool(programs) and all(are_local(*pair, view.rows, view.asks) for pair in programs) and _rule_is_local(view)
 
 
-def _pairs(long: dict[str, Any], short: dict[str, Any]) -> list[tuple[Any, Any]]:
+def programs_inside(long: Any, short: Any) -> list[tuple[Any, Any]]:
     """Returns the programs inside an equation, for n rows and for fewer."""
-    pairs = [(long[key], short[key]) for key in _INNER if key in long]
-    return pairs + list(zip(long.get("branches", ()), short.get("branches", ()), strict=True))
+    pairs = [(long.params[key], short.params[key]) for key in _INNER if key in long.params]
+    return pairs + list(zip(long.params.get("branches", ()), short.params.get("branches", ()), strict=True))
 
 
 def _is_body_local(view: View) -> bool:
     """Returns whether the body of a loop over something else treats rows one by one."""
-    return are_local(view.params["jaxpr"], view.short.params["jaxpr"], view.rows)
+    return are_local(view.params["jaxpr"], view.short.params["jaxpr"], view.rows, view.asks)
 
 
 def _is_map_over_rows(view: View) -> bool:
@@ -73,27 +74,30 @@ def _is_scan_local(view: View) -> bool:
 
 
 _CALLS = (
-    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "cond", "while"),
+    *("jit", "pjit", "closed_call", "checkpoint", "remat2", "cond", "while"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 )
 NESTED: dict[str, primitives.Rule] = {"scan": _is_scan_local, **dict.fromkeys(_CALLS, _is_call_local)}
 
 
-def are_local(long: Any, short: Any, rows: Rows) -> bool:
-    """Returns whether every equation of a program treats rows one by one, or takes none."""
+def are_local(long: Any, short: Any, rows: Rows, asks: bool = True) -> bool:
+    """Returns whether every equation of a program treats rows one by one, or takes none.
+
+    A rule often calls the function that it is the rule of, so rules inside rules are not asked.
+    """
     (of_long, consts), (of_short, short_consts) = compilers.opened(long), compilers.opened(short)
     if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, short_consts, strict=True)):
         return False
     try:
-        return all(_is_free_or_local(a, b, rows) for a, b in in_step(of_long, of_short))
+        return all(_is_free_or_local(a, b, rows, asks) for a, b in in_step(of_long, of_short))
     except OtherProgramError:
         return False
 
 
-def _is_free_or_local(long: Any, short: Any, rows: Rows) -> bool:
+def _is_free_or_local(long: Any, short: Any, rows: Rows, asks: bool) -> bool:
     if not _same_literals(long, short):
         return False
-    view = view_of(long, short, rows)
+    view = view_of(long, short, rows, asks)
     if not view.has_rows and all(axis is None for axis in view.outs):
         return primitives.same_numbers(view)
     return is_local(view) or (not view.has_rows and is_alike(view))
@@ -101,12 +105,13 @@ def _is_free_or_local(long: Any, short: Any, rows: Rows) -> bool:
 
 def _same_literals(long: Any, short: Any) -> bool:
     """Returns whether the numbers in two equations are the same: 1 / n is another for fewer rows."""
-    pairs = zip(long.invars, short.invars, strict=True)
-    return all(
-        isinstance(a, core.Literal) == isinstance(b, core.Literal)
-        and (not isinstance(a, core.Literal) or np.array_equal(a.val, b.val, equal_nan=True))
-        for a, b in pairs
-    )
+    return all(_same_atom(a, b) for a, b in zip(long.invars, short.invars, strict=True))
+
+
+def _same_atom(a: Any, b: Any) -> bool:
+    if not (isinstance(a, core.Literal) and isinstance(b, core.Literal)):
+        return isinstance(a, core.Literal) == isinstance(b, core.Literal)
+    return np.array_equal(a.val, b.val, equal_nan=_moves(a))  # no other number is NaN
 
 
 def unknown(view: View) -> Iterator[str]:
@@ -128,11 +133,19 @@ def unknown(view: View) -> Iterator[str]:
 
 def _rule_is_local(view: View) -> bool:
     """Returns whether the user's own derivative of a function treats rows one by one; there may be none."""
+    if not view.asks:
+        return True
     if view.name == "custom_jvp_call":
-        return are_local(*derivative_of(view.long, view.short, forward), view.rows)
+        return are_local(*derivative_of(view.long, view.short, forward), view.rows, asks=False)
     if view.name.startswith("custom_vjp_call"):
         return _adds_up(*derivative_of(view.long, view.short, backward), view.rows)
     return True
+
+
+def has_backward(equation: Any) -> bool:
+    """Returns whether a backward pass of the user's is in an equation of a program, or in one inside it."""
+    inner = (eqn for program in inner_programs(equation.long) for eqn in all_equations(program))
+    return any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in (equation.long, *inner))
 
 
 def derivative_of(long: Any, short: Any, derivative: Callable[..., Any]) -> tuple[Any, Any]:
@@ -210,17 +223,20 @@ def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
         variables = [atom for atom in a.invars if not isinstance(atom, core.Literal)]
         of_sums = [var in sums for var in variables]
         if a.primitive.name in ("jit", "pjit") and not any(of_sums):
-            if not are_local(a.params["jaxpr"], b.params["jaxpr"], rows):
+            if not are_local(a.params["jaxpr"], b.params["jaxpr"], rows, asks=False):
                 return False
         elif any(of_sums):
+            makes_rows = any(axis is not None for axis in view.outs)
             scales = a.primitive.name in _SCALES and sum(of_sums) == 1 and isinstance(a.invars[0], core.Var)
             linear = a.primitive.name in _LINEAR and all(of_sums)
-            if view.has_rows or not (linear or (scales and a.invars[0] in sums)):
+            if view.has_rows or makes_rows or not (linear or (scales and a.invars[0] in sums)):
                 return False
+            if not all(map(_moves, a.outvars)):
+                return False  # rounded
             sums.update(a.outvars)
         elif is_partial(view) and a.primitive.name in ("reduce_sum", "dot_general", "scatter-add"):
             sums.update(a.outvars)
-        elif not _is_free_or_local(a, b, rows):
+        elif not _is_free_or_local(a, b, rows, asks=False):
             return False
         elif a.primitive.name == "broadcast_in_dim" and isinstance(a.invars[0], core.Literal) and not a.invars[0].val:
             zeros.update(a.outvars)

@@ -20,7 +20,7 @@ _SHAPES = _names(  # parameters that may differ with the number of rows: shapes,
     """
     branches bwd body_jaxpr call_jaxpr cond_jaxpr ctx_mesh debug_info ft_in ft_out fun_jaxpr fwd_jaxpr_thunk
     in_avals jaxpr jvp_jaxpr_fun jvp_jaxpr_thunk length limit_indices name new_sizes out_avals out_sharding
-    out_trees shape sharding sizes slice_sizes start_indices update_consts update_jaxpr _split_transpose
+    out_trees shape sharding sizes slice_sizes update_consts update_jaxpr _split_transpose
     """
 )
 
@@ -110,6 +110,21 @@ def _concatenate(view: View) -> bool:
     return view.params["dimension"] != view.outs[0] and None not in view.ins and _on_one_axis(view)
 
 
+def _stack(view: View) -> bool:
+    return (
+        None not in view.ins and _one(view.ins) and view.outs[0] == view.ins[0] + (view.params["axis"] <= view.ins[0])
+    )
+
+
+def _unstack(view: View) -> bool:
+    return view.ins[0] != view.params["axis"]
+
+
+def _tile(view: View) -> bool:
+    axis = view.outs[0]
+    return axis is not None and view.params["reps"][axis] == 1
+
+
 def _convolution(view: View) -> bool:
     numbers = view.params["dimension_numbers"]
     apart = view.ins[0] == numbers.lhs_spec[0] and view.outs[0] == numbers.out_spec[0]
@@ -150,6 +165,8 @@ def _scatter(view: View) -> bool:
         return in_order and _batched(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, operand, at)
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window = [axis for axis in range(len(view.shape_in(0))) if axis not in gone]
+    if view.shape_in(0)[operand] != view.shape_in(2)[updates]:
+        return False
     if operand not in window or operand in numbers.scatter_dims_to_operand_dims:
         return False
     return numbers.update_window_dims[window.index(operand)] == updates
@@ -191,14 +208,14 @@ def _wrapped(view: View) -> bool:
 ELEMENTWISE = _names(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
-    conj convert_element_type copy copy_p cos cosh device_put digamma div eq eq_to erf erf_inv erfc exp exp2 expm1
-    floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
-    lt_to max min mul name ne neg nextafter not or polygamma population_count pow random_fold_in random_gamma_grad
-    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+    conj convert_element_type copy cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+    igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul name
+    ne neg nextafter not one_minus_square or polygamma population_count pow random_fold_in random_gamma_grad real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
     """
 )
-_REDUCED = _names("argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
+_REDUCED = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
 
 LOCAL: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _on_one_axis),
@@ -210,7 +227,7 @@ LOCAL: dict[str, Rule] = {
     **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), _window),
     **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _window),
     **dict.fromkeys(("slice", "dynamic_slice"), _slice),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_max", "scatter_min"), _scatter),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "scatter-sub"), _scatter),
     "bitcast_convert_type": _bitcast,
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
@@ -225,9 +242,12 @@ LOCAL: dict[str, Rule] = {
     "rev": lambda view: view.ins[0] not in view.params["dimensions"],
     "sort": lambda view: None not in view.ins and _on_one_axis(view) and view.ins[0] != view.params["dimension"],
     "split": _split,
+    "stack": _stack,
     "squeeze": lambda view: view.ins[0] not in view.params["dimensions"],
+    "tile": _tile,
     "top_k": lambda view: view.ins[0] != view.params.get("axis", len(view.shape_in(0)) - 1),
     "transpose": lambda view: view.params["permutation"][view.outs[0]] == view.ins[0],
+    "unstack": _unstack,
 }
 
 
@@ -236,6 +256,10 @@ LOCAL: dict[str, Rule] = {
 
 def _reduced(view: View) -> bool:
     return view.ins[0] in view.params["axes"] and len(view.ins) == 1
+
+
+def _flags(view: View) -> bool:
+    return _reduced(view) and view.long.invars[0].aval.dtype == bool  # of integers, these are sums of bits
 
 
 def _contracted(view: View) -> bool:
@@ -252,8 +276,9 @@ def _scattered(view: View) -> bool:
 
 
 PARTIAL: dict[str, Rule] = {
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"), _reduced),
-    **dict.fromkeys(("scatter-add", "scatter_add"), _scattered),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduced),
+    **dict.fromkeys(("reduce_and", "reduce_or"), _flags),
+    "scatter-add": _scattered,
     "dot_general": _contracted,
 }
 

@@ -1,8 +1,9 @@
 """A loss traced for n rows and for fewer, as one list of equations whose values know their axes of rows."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -83,9 +84,22 @@ class Program:
     @property
     def units(self) -> int:
         """Into how many blocks of rows the axes of rows divide the batch: n, or fewer where rows are grouped."""
-        values = [*self.inputs, *(value for equation in self.equations for value in equation.outs)]
-        along = (value.long.shape[value.axis] for value in values if value.axis not in (None, COUPLED))
+        along = [value.long.shape[value.axis] for value in self.inputs if value.axis not in (None, COUPLED)]
+        for equation in self.equations:
+            along += _lengths(equation.long, equation.short, self.rows)
         return math.gcd(self.rows[0], *along)
+
+
+def _lengths(long: Any, short: Any, rows: Rows) -> Iterator[int]:
+    """Yields how long the axes of rows of the results of an equation are, and of those inside it."""
+    for result, axis in zip(long.outvars, view_of(long, short, rows).outs, strict=True):
+        if axis not in (None, COUPLED):
+            yield result.aval.shape[axis]
+    for programs in locality.programs_inside(long, short):
+        pairs = in_step(*(compilers.opened(program)[0] for program in programs))
+        with contextlib.suppress(OtherProgramError):  # it runs once, on all rows
+            for pair in pairs:
+                yield from _lengths(*pair, rows)
 
 
 def paired(long: Any, short: Any, rows: Rows, caller: Equation | None = None) -> Program:
@@ -143,7 +157,7 @@ def _is_inlined(equation: Equation) -> bool:
         return compilers.is_plain_jit(equation.long)
     if equation.name in ("checkpoint", "remat2"):
         return not locality.is_local(equation.view)
-    return equation.name in ("closed_call", "core_call")
+    return equation.name in ("closed_call")
 
 
 def _inner(eqn: Any) -> Any:

@@ -5,7 +5,7 @@ Shapes are those of fewer rows, numbers those of all: `1 / n` stays.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,44 @@ from jax.extend import core
 
 from optax_accum._core import compilers
 from optax_accum._rows import locality
-from optax_accum._rows.traces import Rows, in_step
+from optax_accum._rows.traces import Rows, axis_of, in_step, view_of
 
 Values = Sequence[Any]
 
 
-def evaluate(long: Any, other: Any, rows: Rows, size: int, values: Values) -> Values:
-    """Evaluates an equation, of which there are traces for `rows` rows, on values of `size` rows each."""
+class Some(NamedTuple):
+    """Some of the rows of a program.
+
+    Attributes:
+      rows: how many the two traces have.
+      size: how many these are.
+      real: a bool for each of their units: False for one that only fills a micro-batch up. None: all are in the batch.
+    """
+
+    rows: Rows
+    size: int
+    real: Any = None
+
+    def without_filling(self, value: Any, axis: int | None) -> Any:
+        """Returns a value with zeros for rows that are not in the batch."""
+        if self.real is None or axis is None:
+            return value
+        length = value.shape[axis]
+        real = jnp.repeat(self.real, length // len(self.real), total_repeat_length=length)
+        return jnp.where(jnp.expand_dims(real, [dim for dim in range(value.ndim) if dim != axis]), value, 0)
+
+
+def evaluate(long: Any, other: Any, some: Some, values: Values) -> Values:
+    """Evaluates an equation, of which there are two traces, on values of some rows."""
     of_name = NESTED.get(long.primitive.name)
     if of_name is not None:
-        return of_name(long, other, rows, size, values)
-    params = {key: _resized(value, other.params.get(key), rows, size) for key, value in long.params.items()}
+        return of_name(long, other, some, values)
+    params = {key: _resized(value, other.params.get(key), some) for key, value in long.params.items()}
     return compilers.bind(long.replace(params=params), values)
 
 
-def run(long: Any, other: Any, rows: Rows, size: int, values: Values) -> list[Any]:
-    """Evaluates a program of which every equation treats rows one by one."""
+def run(long: Any, other: Any, some: Some, values: Values, taken: Callable[..., Values] | None = None) -> list[Any]:
+    """Evaluates a program of which every equation treats rows one by one; `taken` may change what an equation takes."""
     (program, consts), (of_other, _) = compilers.opened(long), compilers.opened(other)
     env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
 
@@ -36,71 +58,85 @@ def run(long: Any, other: Any, rows: Rows, size: int, values: Values) -> list[An
         return atom.val if isinstance(atom, core.Literal) else env[atom]
 
     for a, b in in_step(program, of_other):
-        env.update(zip(a.outvars, evaluate(a, b, rows, size, list(map(read, a.invars))), strict=True))
+        operands = list(map(read, a.invars))
+        operands = taken(a, b, operands) if taken else operands
+        env.update(zip(a.outvars, evaluate(a, b, some, operands), strict=True))
     return list(map(read, program.outvars))
 
 
-def _resized(long: Any, other: Any, rows: Rows, size: int) -> Any:
+def _resized(long: Any, other: Any, some: Some) -> Any:
     """Returns a parameter for fewer rows: where the traces differ it grows in proportion to the rows."""
     if type(long) is tuple and type(other) is tuple and len(long) == len(other):
-        return tuple(_resized(a, b, rows, size) for a, b in zip(long, other, strict=True))
+        return tuple(_resized(a, b, some) for a, b in zip(long, other, strict=True))
     if isinstance(long, int) and isinstance(other, int) and long != other:
-        return long * size // rows[0]
+        return long * some.size // some.rows[0]
     return long
 
 
 # Programs inside equations
 
 
-def _called(long: Any, other: Any, rows: Rows, size: int, values: Values) -> Values:
+def _called(long: Any, other: Any, some: Some, values: Values) -> Values:
     key = "jaxpr" if "jaxpr" in long.params else "call_jaxpr"
-    return run(long.params[key], other.params[key], rows, size, values)
+    return run(long.params[key], other.params[key], some, values)
 
 
-def _checkpoint(long: Any, other: Any, rows: Rows, size: int, values: Values) -> Values:
+def _checkpoint(long: Any, other: Any, some: Some, values: Values) -> Values:
     options = {key: long.params[key] for key in ("policy", "prevent_cse") if key in long.params}
-    body = functools.partial(run, long.params["jaxpr"], other.params["jaxpr"], rows, size)
+    body = functools.partial(run, long.params["jaxpr"], other.params["jaxpr"], some)
     return jax.checkpoint(body, **options)(values)
 
 
-def _scan(long: Any, other: Any, rows: Rows, size: int, values: Values) -> Values:
+def _scan(long: Any, other: Any, some: Some, values: Values) -> Values:
     params = long.params
     consts, carried = compilers.sizes_of_scan(long)
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = run(params["jaxpr"], other.params["jaxpr"], rows, size, [*fixed, *carry, *x])
+        out = run(params["jaxpr"], other.params["jaxpr"], some, [*fixed, *carry, *x])
         return out[:carried], out[carried:]
 
     options = {key: params[key] for key in ("reverse", "unroll")}
-    length = _resized(params["length"], other.params["length"], rows, size)
+    length = _resized(params["length"], other.params["length"], some)
     carry, ys = jax.lax.scan(step, list(start), list(xs), length=length, **options)
     return [*carry, *ys]
 
 
-def _while(long: Any, other: Any, rows: Rows, size: int, values: Values) -> Values:
+def _while(long: Any, other: Any, some: Some, values: Values) -> Values:
     params = long.params
     of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
-    def of(key: str, fixed: Values) -> Callable[[list[Any]], list[Any]]:
-        return lambda carry: run(params[key], other.params[key], rows, size, [*fixed, *carry])
+    def run_inside(key: str, fixed: Values, carry: list[Any]) -> list[Any]:
+        return run(params[key], other.params[key], some, [*fixed, *carry])
 
-    condition, body = of("cond_jaxpr", values[:of_cond]), of("body_jaxpr", values[of_cond:of_body])
-    return jax.lax.while_loop(lambda carry: condition(carry)[0], body, list(values[of_body:]))
+    def goes_on(carry: list[Any]) -> jax.Array:
+        return run_inside("cond_jaxpr", values[:of_cond], carry)[0]
+
+    def step(carry: list[Any]) -> list[Any]:
+        after, more = run_inside("body_jaxpr", values[of_cond:of_body], carry), goes_on(carry)
+        return [_where(more, new, old) for new, old in zip(after, carry, strict=True)] if more.ndim else after
+
+    return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, list(values[of_body:]))
 
 
-def _cond(long: Any, other: Any, rows: Rows, size: int, values: Values) -> Values:
+def _where(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns what the rows of a `while` under `vmap` become, each of which ends by itself."""
+    more = jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim)))
+    return jax.lax.select(more, new, old)
+
+
+def _cond(long: Any, other: Any, some: Some, values: Values) -> Values:
     index, *operands = values
     pairs = zip(long.params["branches"], other.params["branches"], strict=True)
-    branches = [functools.partial(run, *pair, rows, size) for pair in pairs]
+    branches = [functools.partial(run, *pair, some) for pair in pairs]
     return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands)
 
 
-def _custom(derivative: Callable[..., Any], long: Any, other: Any, rows: Rows, size: int, values: Values) -> Values:
-    return derivative(functools.partial(_called, long, other, rows, size), long, other, rows, size)(*values)
+def _custom(derivative: Callable[..., Any], long: Any, other: Any, some: Some, values: Values) -> Values:
+    return derivative(functools.partial(_called, long, other, some), long, other, some)(*values)
 
 
-def _custom_jvp(fun: Callable[[Values], Values], long: Any, other: Any, rows: Rows, size: int) -> Callable[..., Values]:
+def _custom_jvp(fun: Callable[[Values], Values], long: Any, other: Any, some: Some) -> Callable[..., Values]:
     """Returns a function with the user's derivative, which was traced too."""
     called = jax.custom_jvp(lambda *values: fun(values))
     traces = locality.derivative_of(long, other, locality.forward)
@@ -108,31 +144,43 @@ def _custom_jvp(fun: Callable[[Values], Values], long: Any, other: Any, rows: Ro
     @called.defjvp
     def _(primals: Values, tangents: Values) -> tuple[Values, Values]:
         moving = [tangent for tangent in tangents if tangent.dtype != jax.dtypes.float0]
-        outs = run(*traces, rows, size, [*primals, *moving])
+        outs = run(*traces, some, [*primals, *moving])
         half = len(long.outvars)
         return outs[:half], outs[half:]
 
     return called
 
 
-def _custom_vjp(fun: Callable[[Values], Values], long: Any, other: Any, rows: Rows, size: int) -> Callable[..., Values]:
-    """Returns a function with the user's backward pass, which was traced too: it computes again what it needs."""
-    called = jax.custom_vjp(lambda *values: fun(values))
+def _custom_vjp(fun: Callable[[Values], Values], long: Any, other: Any, some: Some) -> Callable[..., Values]:
+    """Returns a function with the user's backward pass, which was traced, too; it computes again what it needs."""
+    called = jax.custom_vjp(lambda real, *values: fun(values))
     traces = locality.derivative_of(long, other, locality.backward)
     inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in long.invars]
     of_inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in long.outvars]
 
-    def backward(values: Values, cotangents: Values) -> tuple[Any, ...]:
+    def backward(kept: tuple[Any, Values], cotangents: Values) -> tuple[Any, ...]:
+        real, values = kept
         given = [ct for ct, moves in zip(cotangents, of_inexact, strict=True) if moves]
-        found = iter(run(*traces, rows, size, [*values, *given]))
-        return tuple(next(found) if moves else None for moves in inexact)
+        found = iter(_added_up(*traces, some._replace(real=real), [*values, *given]))
+        return (None, *(next(found) if moves else None for moves in inexact))
 
-    called.defvjp(lambda *values: (fun(values), values), backward)
-    return called
+    called.defvjp(lambda real, *values: (fun(values), (real, values)), backward)
+    return functools.partial(called, some.real)
 
 
-NESTED: dict[str, Callable[[Any, Any, Rows, int, Values], Values]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _called),
+def _added_up(long: Any, other: Any, some: Some, values: Values) -> list[Any]:
+    """Evaluates a user's backward pass, which adds up over rows: those that are not in the batch add nothing."""
+
+    def taken(a: Any, b: Any, operands: Values) -> Values:
+        view = view_of(a, b, some.rows)
+        return list(map(some.without_filling, operands, view.ins)) if locality.is_partial(view) else operands
+
+    results = zip(long.jaxpr.outvars, other.jaxpr.outvars, run(long, other, some, values, taken), strict=True)
+    return [some.without_filling(result, axis_of(a.aval, b.aval, some.rows)) for a, b, result in results]
+
+
+NESTED: dict[str, Callable[[Any, Any, Some, Values], Values]] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call"), _called),
     **dict.fromkeys(("checkpoint", "remat2"), _checkpoint),
     **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), functools.partial(_custom, _custom_vjp)),
     "cond": _cond,

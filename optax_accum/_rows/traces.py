@@ -26,6 +26,7 @@ class View(NamedTuple):
     ins: Sequence[Axis]
     outs: Sequence[Axis]
     rows: Rows
+    asks: bool = True  # whether rules of the user's inside it are asked, too
 
     @property
     def name(self) -> str:
@@ -64,13 +65,13 @@ def axis_of(long: Any, short: Any, rows: Rows) -> Axis:
     return differ[0] if len(differ) == 1 and a * m == b * n else COUPLED
 
 
-def view_of(long: Any, short: Any, rows: Rows) -> View:
+def view_of(long: Any, short: Any, rows: Rows, asks: bool = True) -> View:
     """Returns two equations as the table of primitives takes them."""
 
     def axes(a: Sequence[Any], b: Sequence[Any]) -> list[Axis]:
         return [axis_of(x.aval, y.aval, rows) for x, y in zip(a, b, strict=True)]
 
-    return View(long, short, axes(long.invars, short.invars), axes(long.outvars, short.outvars), rows)
+    return View(long, short, axes(long.invars, short.invars), axes(long.outvars, short.outvars), rows, asks)
 
 
 def in_step(long: Any, short: Any) -> Iterator[tuple[Any, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_accum._core import compilers, dtypes
 from optax_accum._rows import draws, resized
@@ -121,10 +122,18 @@ def _of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.A
         axis, shape = axis_of(equation.outs[0]), equation.long.params["shape"]
         places = units.places(numbers, shape[axis])
         return [draws.bits(values[0], shape, axis, places, equation.long.params["bit_width"])]
-    return resized.evaluate(equation.long, equation.short, equation.rows, len(numbers) * units.block, values)
+    some = resized.Some(equation.rows, len(numbers) * units.block, numbers < units.number if units.fills else None)
+    return resized.evaluate(equation.long, equation.short, some, values)
 
 
 # Reductions of rows, in parts
+
+
+def type_of_part(equation: Equation) -> jax.ShapeDtypeStruct:
+    """Returns the type of what `part_of` returns."""
+    result = equation.outs[0].long
+    adds_up = REDUCTIONS[equation.name].name == "sum"
+    return jax.ShapeDtypeStruct(result.shape, _wide(result.dtype) if adds_up else result.dtype)
 
 
 def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> jax.Array:
@@ -148,7 +157,8 @@ def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Ar
     if name.startswith("scatter"):
         operand = jnp.zeros(values[0].shape, _wide(values[0].dtype))
         updates = filled(values[2], axes[2] or 0, 0).astype(operand.dtype)
-        return compilers.bind(equation.long, [operand, values[1], updates])[0]
+        options = {key: equation.long.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
+        return jax.lax.scatter_add(operand, values[1], updates, **options)  # rows that fill up are not in order
     operand = filled(values[0], axes[0] or 0, REDUCTIONS[name].nothing(values[0].dtype))
     operand = operand.astype(_wide(operand.dtype)) if name == "reduce_sum" else operand
     return REDUCTIONS[name].over(operand, axis=equation.long.params["axes"])
@@ -162,22 +172,29 @@ class _Reduction:
 
 
 def _lowest(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return False
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+    return _extreme(dtype, "min")
 
 
 def _highest(dtype: Any) -> Any:
+    return _extreme(dtype, "max")
+
+
+def _extreme(dtype: Any, name: str) -> Any:
+    """Returns the lowest or the highest number of a dtype: infinite, if one is."""
     if jnp.issubdtype(dtype, jnp.bool_):
-        return True
-    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+        return name == "max"
+    if jnp.issubdtype(dtype, jnp.integer):
+        return getattr(jnp.iinfo(dtype), name)
+    infinite = np.inf if name == "max" else -np.inf
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return complex(infinite, infinite)
+    return infinite if np.isinf(np.asarray(infinite, dtype)) else getattr(jnp.finfo(dtype), name)
 
 
 REDUCTIONS = {
     "reduce_sum": _Reduction("sum"),
     "dot_general": _Reduction("sum"),
     "scatter-add": _Reduction("sum"),
-    "scatter_add": _Reduction("sum"),
     "reduce_max": _Reduction("max", jnp.max, _lowest),
     "reduce_min": _Reduction("min", jnp.min, _highest),
     "reduce_and": _Reduction("min", jnp.all, _highest),

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
+from optax_accum._rows import locality
 from optax_accum._rows.levels import Kind, Loop
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._within import by_level
@@ -108,8 +109,7 @@ class OnePass:
         units = self.traced.units
         pairs = zip(given.rows, self.loop.rows, strict=True)
         rows = [units.along(leaf[: units.number], axis_of(value)) for leaf, value in pairs]
-        equations = zip(self.loop.parts, given.parts, strict=True)
-        return Given([by_level.finished(equation, part, self.store) for equation, part in equations], rows)
+        return Given(given.parts, rows)
 
     def outputs(self, given: Given) -> Leaves:
         """Returns the outputs of the loss."""
@@ -141,7 +141,7 @@ class End:
     def __init__(self, traced: Traced, store: Store, loop: Loop, before: Sequence[Equation], after: Sequence[Equation]):
         self.traced, self.store, self.loop, self.before, self.after = traced, store, loop, before, after
         self.params = [store.whole(value) for value in _model_inputs(traced)]
-        types = Given([e.outs[0].long for e in loop.parts], [value.long for value in loop.rows])
+        types = Given(list(map(by_level.type_of_part, loop.parts)), [value.long for value in loop.rows])
         self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in (*types.parts, *types.rows)]
         self.of_params = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.params]
         shapes = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in types]
@@ -155,9 +155,10 @@ class End:
         """Returns the outputs of the loss."""
         values = self.store.values | dict(zip(_model_inputs(self.traced), params, strict=True))
         _evaluate(self.before, values)
-        values.update(zip((e.outs[0] for e in self.loop.parts), given.parts, strict=True))
         values.update(zip(self.loop.rows, given.rows, strict=True))
         end = Store(self.traced.units, values)
+        for equation, part in zip(self.loop.parts, given.parts, strict=True):
+            end.values[equation.outs[0]] = by_level.finished(equation, part, end)
         for equation in self.after:
             by_level.once(equation, self.traced.levels, end)
         return [end.whole(value) for value in self.traced.levels.program.outputs]
@@ -181,8 +182,8 @@ class End:
             return self._given([None if zero else ct for zero, ct in zip(is_zero, found, strict=True)]), None
         given = _chosen(self.still, self.inexact)
         at = is_zero.index(False)
-        if is_zero.count(False) != 1 or given[at].shape:
-            return None, None
+        if is_zero.count(False) != 1 or given[at].shape or any(map(locality.has_backward, self.loop.equations)):
+            return None, None  # a rule of the user's may do anything with cotangents: it needs them as they are
         return self._given(
             [None if zero else jnp.ones_like(leaf) for zero, leaf in zip(is_zero, given, strict=True)]
         ), at

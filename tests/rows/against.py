@@ -1,0 +1,84 @@
+"""A loss against the whole batch's, through every way that computes it micro-batch by micro-batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optax_accum
+from optax_accum._arguments.roles import Roles
+from optax_accum._rows.levels import Kind
+from optax_accum._within.microbatched import microbatched
+from optax_accum._within.splitting import Sizes
+from optax_accum._within.traced import traced
+
+ROWS = 12
+
+
+def values(seed=0, rows=ROWS, dtype=jnp.float32):
+    """Parameters and a batch: of floats, tokens, labels, and a mask."""
+    random = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(random.normal(size=shape), dtype)
+    whole = lambda top, *shape: jnp.asarray(random.integers(0, top, shape), jnp.int32)
+    params = {
+        "w": normal(4, 4) / 2,
+        "b": normal(4) / 2,
+        "table": normal(7, 4) / 2,
+        "layers": {"w": normal(3, 4, 4) / 2, "scale": 1 + normal(3, 4) / 5},
+        "out": normal(4, 5),
+    }
+    batch = {
+        "x": normal(rows, 4),
+        "y": normal(rows),
+        "t": whole(7, rows, 6),
+        "label": whole(5, rows),
+        "mask": jnp.asarray(random.random(rows) < 0.7, dtype),
+    }
+    return params, batch
+
+
+def farthest(got, want):
+    """The largest difference, relative to the largest number of its leaf; inf where types differ."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    found = [0.0]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (jnp.shape(a), jnp.result_type(a)) == (jnp.shape(b), jnp.result_type(b))
+        a, b = (np.asarray(leaf).astype(np.result_type(leaf.dtype, np.float64)) for leaf in (a, b))
+        scale = max(np.abs(b).max(initial=0), 1e-3)
+        found.append(float(np.abs(a - b).max(initial=0) / scale))
+    return max(found) if np.isfinite(found).all() else np.inf
+
+
+def of_parts(way, loss, parts, **options):
+    """The value and the gradient, by one of the functions that know rows."""
+    if way == "value_and_grad":
+        return optax_accum.value_and_grad(loss, parts, **options)
+    return jax.value_and_grad(microbatched(loss, parts), **options)
+
+
+QUICK = [("value_and_grad", 5), ("microbatched", 5)]
+EACH = [(way, parts) for way in ("value_and_grad", "microbatched") for parts in (2, 5, ROWS)]
+
+
+def assert_whole(loss, *args, ways=QUICK, tolerance=1e-10, **options):
+    """The value and the gradient of a loss are the whole batch's, by each function and for each number of parts."""
+    funs = [jax.value_and_grad(loss, **options), *(of_parts(way, loss, parts, **options) for way, parts in ways)]
+    want, *found = jax.jit(lambda *args: [fun(*args) for fun in funs])(*args)
+    assert np.isfinite(jax.tree.leaves(want)[0]).all()
+    differences = {way: farthest(got, want) for way, got in zip(ways, found, strict=True)}
+    assert max(differences.values()) < tolerance, differences
+
+
+def couplings(loss, params, batch):
+    """The primitives that take rows together, as the room sees them, where the parameters decide what they take."""
+    return [equation.name for equation in _levels(loss, params, batch).coupling]
+
+
+def whole(loss, params, batch):
+    """Those of them that run once, on all rows."""
+    levels = _levels(loss, params, batch)
+    return [equation.name for equation in levels.coupling if levels.kinds[equation] is Kind.WHOLE]
+
+
+def _levels(loss, params, batch):
+    call = Roles(loss, argnums=0, batch_argnums=1).bind((params, batch), {})
+    return traced(loss, call, Sizes(2, None, 1), call.params).levels

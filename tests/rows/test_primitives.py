@@ -1,0 +1,429 @@
+"""The table of primitives is true: of each, an equation of some rows is some rows of the equation; parts add up."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from optax_accum._rows import locality, primitives
+from tests.rows import equations
+
+PLACES = ("n3", "3n", "2n3")  # where the rows are
+UNARY = {
+    "p": "acos asin atanh erf_inv log sqrt rsqrt digamma lgamma",
+    "": "abs asinh atan bessel_i0e bessel_i1e cbrt ceil cos cosh erf erfc exp exp2 expm1 floor is_finite logistic neg "
+    "round sign sin sinh square tan tanh stop_gradient",
+    "i": "clz population_count",
+    "b": "not",
+    "c": "conj imag real",
+}
+BINARY = {
+    "": "add atan2 div eq ge gt le lt max min mul ne nextafter rem sub complex",
+    "p": "igamma igammac igamma_grad_a pow random_gamma_grad",
+    "b": "and or xor",
+    "i": "shift_left shift_right_arithmetic shift_right_logical",
+}
+FUNCTIONS = {  # where JAX names them otherwise
+    "not": lax.bitwise_not,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+    "xor": lax.bitwise_xor,
+    "acosh": lambda x: lax.acosh(1 + x),
+    "copy": lambda x: jnp.array(x, copy=True),
+    "convert_element_type": lambda x: x.astype(jnp.float16),
+    "integer_pow": lambda x: x**3,
+    "reduce_precision": lambda x: lax.reduce_precision(x, 5, 4),
+    "log1p": lax.log1p,
+    "name": lambda x: checkpoint_name(x, "kept"),
+    "device_put": jax.device_put,
+    "random_unwrap": jax.random.key_data,
+    "log2": getattr(lax, "log2", jnp.log2),
+}
+KINDS = {"acosh": "p", "log1p": "p", "log2": "p"}
+
+
+def elementwise():
+    """A case for each of them, and with operands that have no rows where JAX allows some."""
+    for table, count in ((UNARY, 1), (BINARY, 2)):
+        for kind, names in table.items():
+            for name in names.split():
+                yield from _at_places(name, FUNCTIONS.get(name) or getattr(lax, name, None), [kind] * count)
+    others = "acosh copy convert_element_type integer_pow reduce_precision log1p name device_put log2"
+    for name in others.split():
+        yield from _at_places(name, FUNCTIONS[name], [KINDS.get(name, "")])
+    yield from _at_places("polygamma", lax.polygamma, ["p", "p"])
+    yield from _at_places("zeta", lambda a, b: lax.zeta(a + 2, b), ["p", "p"])
+    yield from _at_places("regularized_incomplete_beta", lax.betainc, ["p", "p", "p"])
+    yield from _at_places("clamp", lax.clamp, ["", "", ""])
+    yield from _at_places("select_n", lax.select_n, ["b", "", ""])
+    yield from _at_places("add_any", _used_twice, [""])
+    yield from _at_places("one_minus_square", lambda x: jax.jvp(jnp.tanh, (x,), (x,)), [""])
+    yield "clamp", lambda x: lax.clamp(-0.5, x, 0.5), ("n3",), "local"
+    yield "select_n", lax.select_n, ("b:", "n3", "n3"), "local"
+    yield "random_fold_in", jax.vmap(jax.random.fold_in), ("k:n", "u:n"), "local"
+    yield "threefry2x32", _threefry, ("u:n", "u:n"), "local"
+
+
+def _at_places(name, fun, kinds):
+    place = PLACES[len(name) % 3]
+    yield name, fun, tuple(f"{kind}:{place}" for kind in kinds), "local"
+
+
+def _used_twice(x):
+    return jax.vjp(lambda x: (jnp.sin(x), jnp.cos(x)), x)[1]((x, x))
+
+
+def _threefry(a, b):
+    return jax.vmap(lambda a, b: jax.extend.random.threefry_2x32(jnp.stack([a, b]), jnp.arange(4, dtype=jnp.uint32)))(
+        a, b
+    )
+
+
+def reductions():
+    """Over other axes, and over rows."""
+    of = {
+        "argmax": (lambda axis: lambda x: lax.argmax(x, axis, jnp.int32), ""),
+        "argmin": (lambda axis: lambda x: lax.argmin(x, axis, jnp.int32), ""),
+        "reduce_max": (lambda axis: lambda x: jnp.max(x, axis), ""),
+        "reduce_min": (lambda axis: lambda x: jnp.min(x, axis), ""),
+        "reduce_prod": (lambda axis: lambda x: jnp.prod(x, axis), ""),
+        "reduce_sum": (lambda axis: lambda x: jnp.sum(x, axis), ""),
+        "reduce_and": (lambda axis: lambda x: jnp.all(x, axis), "b"),
+        "reduce_or": (lambda axis: lambda x: jnp.any(x, axis), "b"),
+        "reduce_xor": (lambda axis: lambda x: lax.reduce(x, False, lax.bitwise_xor, (axis,)), "b"),
+    }
+    for name, (along, kind) in of.items():
+        over_rows = "partial" if name in primitives.PARTIAL else "together"
+        for spec, axis, says in [
+            ("n3", 1, "local"),
+            ("3n", 0, "local"),
+            ("2n3", 2, "local"),
+            ("n3", 0, over_rows),
+            ("2n3", 1, over_rows),
+            ("m3", 0, over_rows),
+        ]:
+            yield name, along(axis), (f"{kind}:{spec}",), says
+    for name in ("reduce_max", "reduce_min", "reduce_sum"):
+        for kind in "i" if name == "reduce_sum" else "ib":
+            yield name, of[name][0](0), (f"{kind}:n3",), None if kind == "b" else "partial"
+    yield "reduce_sum", lambda x: jnp.sum(x, (0, 2)), ("n32",), "partial"
+    yield "reduce_sum", lambda x: jnp.sum(x.astype(jnp.bfloat16), 0), ("n3",), "partial"
+    yield "reduce_max", lambda x: jnp.max(x.astype(jnp.float8_e4m3fn), 0), ("n3",), "partial"
+    yield "reduce_max", lambda x: jnp.max(x, 0), ("c:n3",), "partial"
+    yield "reduce_and", lambda x: lax.reduce(x, np.int32(-1), lax.bitwise_and, (0,)), ("i:n3",), "together"
+    yield "reduce_or", lambda x: lax.reduce(x, np.int32(0), lax.bitwise_or, (0,)), ("i:n3",), "together"
+    for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
+        for reverse in (False, True):
+            fun = functools.partial(getattr(lax, name), axis=1, reverse=reverse)
+            yield name, fun, ("n3",), "local"
+            yield name, fun, ("3n",), "together"
+
+
+def linear_algebra():
+    """Of matrices of each row, and of the matrix of all."""
+    square = lambda x: x @ jnp.swapaxes(x, -1, -2) + jnp.eye(x.shape[-2])[(None,) * (x.ndim - 2)]
+    of = {
+        "cholesky": lambda x: lax.linalg.cholesky(square(x)),
+        "eigh": lambda x: lax.linalg.eigh(square(x)),
+        "lu": lax.linalg.lu,
+        "qr": lambda x: lax.linalg.qr(x),
+        "svd": lambda x: lax.linalg.svd(x, compute_uv=False),
+        "geqrf": lambda x: lax.linalg.qr(x),
+        "triangular_solve": lambda x: lax.linalg.triangular_solve(square(x), x, left_side=True),
+    }
+    for name, fun in of.items():
+        yield name, fun, ("n33",), "local"
+        yield name, fun, ("2n34",), "local"
+        yield name, fun, ("3n",), "together"
+    yield "householder_product", lambda x, t: lax.linalg.householder_product(x, t), ("n243", "n23"), "local"
+    yield "householder_product", lambda x, t: lax.linalg.householder_product(x, t), ("n3", "3"), "together"
+    yield (
+        "triangular_solve",
+        lambda a, b: lax.linalg.triangular_solve(square(a), b, left_side=True),
+        ("33", "3n"),
+        "together",
+    )
+    yield "fft", lambda x: jnp.fft.fft(x), ("n4",), "local"
+    yield "fft", lambda x: jnp.fft.rfft2(x), ("2n44",), "local"
+    yield "fft", lambda x: jnp.fft.irfft(x), ("c:n5",), "local"
+    yield "fft", lambda x: jnp.fft.fft(x), ("4n",), "together"
+    yield "fft", lambda x: jnp.fft.fft2(x), ("n4",), "together"
+
+
+def products():
+    """Matrix products and convolutions."""
+    for subscripts, specs, says in [
+        ("nd,de->ne", ("n3", "34"), "local"),
+        ("de,nd->en", ("34", "n3"), "local"),
+        ("nd,nd->n", ("n3", "n3"), "local"),
+        ("dn,ne->nde", ("3n", "n4"), "together"),  # a transposition of one of them is left to `transpose`
+        ("dn,en->nde", ("3n", "4n"), "local"),
+        ("dn,ne->de", ("3n", "n4"), "partial"),
+        ("nd,ne->de", ("n3", "n4"), "partial"),
+        ("n,n->", ("n", "n"), "partial"),
+        ("nd,md->nm", ("n3", "n3"), "together"),
+        ("nd,n->d", ("n3", "n"), "partial"),
+        ("nd,nde->ne", ("n3", "n34"), "local"),
+    ]:
+        yield (
+            "dot_general",
+            functools.partial(jnp.einsum, subscripts),
+            specs,
+            None if says == "together" and "nde" in subscripts else says,
+        )
+    across = lambda numbers: lambda a, b: lax.dot_general(a, b, numbers)
+    yield "dot_general", across((((), ()), ((0,), (0,)))), ("n3", "n3"), "local"
+    yield "dot_general", across((((1,), (1,)), ((), ()))), ("n3", "n3"), "together"
+    yield "dot_general", across((((0, 1), (0, 1)), ((), ()))), ("n3", "n3"), "partial"
+    yield "dot_general", lambda a, b: jnp.dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)), ("3n", "n4"), "partial"
+    yield "dot_general", lambda a, b: lax.dot(a, b), ("i:3n", "i:n4"), "partial"
+    conv = lambda x, w, **kw: lax.conv_general_dilated(x, w, (1,), "SAME", **kw)
+    yield "conv_general_dilated", conv, ("n25", "423"), "local"
+    yield (
+        "conv_general_dilated",
+        functools.partial(conv, dimension_numbers=("WNC", "WIO", "WNC")),
+        ("5n2", "324"),
+        "local",
+    )
+    yield "conv_general_dilated", functools.partial(conv, feature_group_count=2), ("n45", "623"), "local"
+    yield "conv_general_dilated", functools.partial(conv, batch_group_count=2), ("n25", "423"), "together"
+    yield "conv_general_dilated", conv, ("22n", "423"), "together"  # rows as a dimension of space
+    yield "conv_general_dilated", conv, ("225", "n23"), "together"  # rows as kernels
+
+
+def shapes():
+    """Shapes and orders."""
+    take = lambda *shape: lambda x: lax.reshape(x, tuple(len(x) if s is None else s for s in shape))
+    yield "reshape", take(None, 12), ("n34",), "local"
+    yield "reshape", lambda x: x.reshape(-1, 4), ("n34",), "local"
+    yield "reshape", lambda x: x.reshape(-1, 2, 3), ("n3",), "local"
+    yield "reshape", lambda x: x.reshape(2, -1, 2, 3), ("2n3",), "local"
+    yield "reshape", lambda x: x.reshape(-1, 2), ("3n",), "together"
+    yield "reshape", lambda x: x.reshape(3, -1), ("n3",), "together"
+    yield "reshape", lambda x: x.reshape(2, -1), ("n",), "together"
+    yield "reshape", lambda x: x.reshape(-1), ("3n",), "together"
+    yield "transpose", lambda x: x.transpose(2, 0, 1), ("n34",), "local"
+    yield "transpose", lambda x: x.transpose(1, 2, 0), ("3n4",), "local"
+    yield "squeeze", lambda x: lax.squeeze(x, (0, 2)), ("1n1",), "local"
+    yield "rev", lambda x: lax.rev(x, (1,)), ("n3",), "local"
+    yield "rev", lambda x: lax.rev(x, (0,)), ("n3",), "together"
+    yield "broadcast_in_dim", lambda x: lax.broadcast_in_dim(x, (2, len(x), 3), (1, 2)), ("n3",), "local"
+    yield "broadcast_in_dim", lambda x: lax.broadcast_in_dim(x, (3, x.shape[1]), (0, 1)), ("1n",), "local"
+    yield "broadcast_in_dim", lambda x, y: lax.broadcast_in_dim(x, (len(y), 3), (1,)), ("3", "n"), "alike"
+    yield "broadcast_in_dim", lambda y: lax.full((2, len(y), 3), 4.0), ("n",), "alike"
+    yield "broadcast_in_dim", lambda x, y: lax.broadcast_in_dim(x, (len(y), 3), (0, 1)), ("13", "n"), "together"
+    yield "iota", lambda y: lax.broadcasted_iota(jnp.int32, (len(y), 3), 1), ("n",), "alike"
+    yield "iota", lambda y: lax.broadcasted_iota(jnp.int32, (len(y), 3), 0), ("n",), "together"
+    yield "concatenate", lambda a, b: lax.concatenate([a, b], 1), ("n3", "n2"), "local"
+    yield "concatenate", lambda a, b: lax.concatenate([a, b], 0), ("n3", "n3"), "together"
+    yield "concatenate", lambda a, b: lax.concatenate([a, b], 0), ("n3", "23"), "together"
+    yield "pad", lambda x: lax.pad(x, 0.0, [(0, 0, 0), (1, 2, 1)]), ("n3",), "local"
+    yield "pad", lambda x: lax.pad(x, 0.0, [(1, 0, 0), (0, 0, 0)]), ("n3",), "together"
+    yield "pad", lambda x: lax.pad(x, 0.0, [(1, -1, 0), (0, 0, 0)]), ("n3",), "together"
+    yield "slice", lambda x: x[:, 1:3], ("n4",), "local"
+    yield "slice", lambda x: lax.slice(x, (0, 0), (len(x), 4), (1, 2)), ("n4",), "local"
+    yield "slice", lambda x: x[1:], ("n4",), "together"
+    yield "slice", lambda x: x[: len(x) // 2], ("n4",), "together"
+    yield "slice", lambda x: x[::2], ("n4",), "together"
+    yield "slice", lambda x, y: lax.slice_in_dim(x, len(y) // 6, len(y) // 6 + 1, axis=1), ("n4", "n"), "together"
+    yield "dynamic_slice", lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, axis=1), ("n4", "i:"), "local"
+    yield "dynamic_slice", lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, axis=0), ("n4", "i:"), "together"
+    yield "dynamic_slice", lambda x, i: lax.dynamic_slice_in_dim(x, i, len(x) // 2, axis=0), ("n4", "i:"), "together"
+    yield "dynamic_update_slice", lambda x, u, i: lax.dynamic_update_slice(x, u, (0, i)), ("n4", "n2", "i:"), "local"
+    yield "dynamic_update_slice", lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)), ("n4", "24", "i:"), "together"
+    yield "dynamic_update_slice", lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)), ("n4", "h4", "i:"), "together"
+    yield "split", lambda x: lax.split(x, (1, 2), axis=1), ("n3",), "local"
+    yield "split", lambda x: lax.split(x, (len(x) // 2,) * 2, axis=0), ("n3",), "together"
+    yield "bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.uint8), ("n3",), "local"
+    yield "bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.uint32), ("3n",), "local"
+    yield "optimization_barrier", lambda x, y: lax.optimization_barrier((x, y)), ("n3", "3n"), "local"
+    yield "optimization_barrier", lambda x, y: lax.optimization_barrier((x, y)), ("n3", "3"), "together"
+    for spec, axis, says in [("n3", 1, "local"), ("n3", 0, "local"), ("3n", 2, "local"), ("3n", 0, "local")]:
+        yield "stack", functools.partial(_stacked, axis), (spec, spec), says
+    yield "unstack", lambda x: jnp.unstack(x, axis=1), ("n3",), "local"
+    yield "unstack", lambda x: jnp.unstack(x, axis=0), ("3n",), "local"
+    yield "tile", lambda x: jnp.tile(x, (1, 2)), ("n3",), "local"
+    yield "tile", lambda x: jnp.tile(x, (2, 1)), ("n3",), "together"
+    yield "sort", lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), ("n3", "n3"), "local"
+    yield "sort", lambda x: lax.sort(x, dimension=0), ("n3",), "together"
+    yield "top_k", lambda x: lax.top_k(x, 2), ("2n3",), "local"
+    yield "top_k", lambda x: lax.top_k(x, 2), ("3n",), "together"
+    yield "top_k", lambda x, y: lax.top_k(x, len(y) // 6), ("n3", "n"), "together"
+
+
+def _stacked(axis, *arrays):
+    return jnp.stack(arrays, axis)
+
+
+def windows():
+    """Windows over other axes, and over rows."""
+    pool = lambda *window, pad="VALID": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, window, (1,) * x.ndim, pad)
+    sums = lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID")
+    least = lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2), (1, 1), "VALID")
+    own = lambda window: lambda x: lax.reduce_window(x, 1.0, lambda a, b: a * b + 1, window, (1, 1), "VALID")
+    yield "reduce_window_max", pool(1, 2), ("n4",), "local"
+    yield "reduce_window_max", pool(2, 1), ("n4",), "together"
+    yield "reduce_window_max", pool(2, 1, pad="SAME"), ("n4",), "together"
+    yield "reduce_window_max", pool(1, 2, pad=((1, 0), (0, 0))), ("n4",), "together"
+    yield "reduce_window_sum", sums, ("n4",), "local"
+    yield "reduce_window_sum", sums, ("4n",), "together"
+    yield "reduce_window_min", least, ("n4",), "local"
+    yield "reduce_window", own((1, 2)), ("n4",), "local"
+    yield "reduce_window", own((2, 1)), ("n4",), "together"
+    strided = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 1), (2, 1), "VALID")
+    yield "reduce_window_max", strided, ("n4",), "together"
+    back = lambda window: lambda x: jax.vjp(pool(*window), x)[1](pool(*window)(x))
+    yield "select_and_scatter_add", back((1, 2)), ("n4",), "local"
+    yield "select_and_scatter_add", back((2, 1)), ("n4",), "together"
+    forward = lambda window: lambda x: jax.jvp(pool(*window), (x,), (x,))
+    yield "select_and_gather_add", forward((1, 2)), ("n4",), "local"
+    yield "select_and_gather_add", forward((2, 1)), ("n4",), "together"
+
+
+def places():
+    """Gathers and scatters: by index of each row, into a table, by number of row."""
+    yield "gather", lambda t, i: t[i], ("53", "i:n"), "local"
+    yield "gather", lambda t, i: t[i], ("53", "i:2n"), "local"
+    yield "gather", lambda x, i: x[:, i], ("n5", "i:3"), "local"
+    yield "gather", lambda x, i: jnp.take_along_axis(x, i, axis=1), ("n5", "i:n2"), "local"
+    yield "gather", lambda x, i: jax.vmap(lambda x, i: x[i])(x, i), ("n53", "i:n2"), "local"
+    yield "gather", lambda x, i: x[i], ("n3", "i:n"), "together"
+    yield "gather", lambda x, i: x[i], ("n3", "i:2"), "together"
+    yield "gather", lambda x, i: x[jnp.arange(len(i)), i], ("n5", "i:n"), "together"
+    yield "gather", lambda x, i: jnp.take_along_axis(x, i, axis=0), ("n5", "i:n5"), "together"
+    for name, method in [
+        ("scatter", "set"),
+        ("scatter-add", "add"),
+        ("scatter-mul", "multiply"),
+        ("scatter-max", "max"),
+        ("scatter-min", "min"),
+        ("scatter-sub", "subtract"),
+    ]:
+        put = lambda x, i, u, method=method: getattr(x.at[i], method)(u)
+        each = jax.vmap(put)
+        yield name, each, ("n5", "i:n2", "n2"), "local"
+        yield name, lambda x, u, method=method: getattr(x.at[:, 1], method)(u), ("n5", "n"), "local"
+        yield name, lambda x, u, method=method: getattr(x.at[:, 1:3], method)(u), ("n5", "n2"), "local"
+        yield name, put, ("n5", "i:n", "n5"), "together"
+        yield name, put, ("53", "i:n", "n3"), "partial" if name == "scatter-add" else "together"
+        yield name, lambda x, u, method=method: getattr(x.at[: len(u)], method)(u), ("n5", "h5"), "together"
+        yield name, lambda x, u, method=method: getattr(x.at[1], method)(u), ("n5", "5"), "together"
+        yield name, functools.partial(_over_a_part, name), ("n5", "h5"), "together"
+    yield "scatter-add", lambda i, u: jax.ops.segment_sum(u, i, 4), ("i:n", "n3"), "partial"
+    yield "scatter-add", lambda i, u: jax.ops.segment_sum(u.astype(jnp.bfloat16), i, 4), ("i:n", "n3"), "partial"
+    yield "scatter-add", lambda i, u: jnp.zeros(4).at[i].add(u), ("i:n2", "n2"), "partial"
+
+
+def _over_a_part(name, x, u):
+    """A scatter of a window that holds the first half of the rows, along an axis that no index tells."""
+    numbers = lax.ScatterDimensionNumbers((0, 1), (), (1,))
+    of = {"scatter": lax.scatter, "scatter-add": lax.scatter_add, "scatter-mul": lax.scatter_mul}
+    of |= {
+        "scatter-max": lax.scatter_max,
+        "scatter-min": lax.scatter_min,
+        "scatter-sub": getattr(lax, "scatter_sub", None),
+    }
+    return of[name](x, jnp.zeros(1, jnp.int32), u, numbers)
+
+
+def keys():
+    """Keys as rows."""
+    yield "random_wrap", jax.random.wrap_key_data, ("u:n2",), "local"
+    yield "random_unwrap", jax.random.key_data, ("k:n",), "local"
+    yield "random_bits", jax.vmap(lambda k: jax.random.bits(k, (3,))), ("k:n",), "local"
+    yield "random_split", jax.vmap(jax.random.split), ("k:n",), "local"
+    yield "random_bits", lambda k, y: jax.random.bits(k, y.shape), ("k:", "n"), "together"
+
+
+def nested():
+    """Programs inside equations."""
+    row = lambda x: jnp.tanh(x @ jnp.ones((3, 3)))
+    couples = lambda x: x - jnp.mean(x, 0, keepdims=True)
+    wraps = {
+        ("jit", "pjit"): jax.jit,
+        ("checkpoint", "remat2"): jax.checkpoint,
+        ("cond",): lambda fun: lambda x: lax.cond(jnp.sum(jnp.ones(3)) > 2, fun, jnp.sin, x),
+        ("scan",): lambda fun: lambda x: lax.scan(lambda c, w: (fun(c) * w, c), x, jnp.arange(3.0)),
+        ("while",): lambda fun: (
+            lambda x: lax.while_loop(lambda c: c[1] < 3, lambda c: (fun(c[0]), c[1] + 1), (x, jnp.sum(jnp.zeros(2))))[0]
+        ),
+        ("custom_jvp_call",): _with_forward,
+        ("custom_vjp_call", "custom_vjp_call_jaxpr"): _with_backward,
+    }
+    for names, wrap in wraps.items():
+        for name in names:
+            yield name, wrap(row), ("n3",), None if name == "while" else "local"
+            yield name, wrap(couples), ("n3",), "together"
+    yield "while", jax.vmap(lambda x: lax.while_loop(lambda x: x[0] < 3, lambda x: x + 1, x)), ("n3",), "local"
+    yield "while", lambda x: lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x + 1, x), ("n3",), "together"
+    yield "cond", lambda x: lax.cond(jnp.mean(x) > 0, jnp.sin, jnp.cos, x), ("n3",), "local"
+    yield "scan", lambda x: lax.map(row, x), ("n23",), "local"
+    yield "scan", lambda x: lax.scan(lambda c, x: (c + x, x), jnp.zeros(3), x), ("n3",), "together"
+
+
+def _with_forward(fun):
+    called = jax.custom_jvp(fun)
+    called.defjvp(lambda primals, tangents: (called(*primals), jax.jvp(fun, primals, tangents)[1]))
+    return called
+
+
+def _with_backward(fun):
+    called = jax.custom_vjp(fun)
+    called.defvjp(lambda x: (called(x), x), lambda x, ct: jax.vjp(fun, x)[1](ct))
+    return called
+
+
+CASES = [
+    *elementwise(),
+    *reductions(),
+    *linear_algebra(),
+    *products(),
+    *shapes(),
+    *windows(),
+    *places(),
+    *keys(),
+    *nested(),
+]
+NAMES = list(dict.fromkeys(name for name, *_ in CASES))
+TABLE = {*primitives.LOCAL, *primitives.PARTIAL, *primitives.ALIKE, *locality.NESTED}
+OF_OTHER_VERSIONS = {  # names that no function of this JAX traces, or another one does
+    *("pjit", "jit", "checkpoint", "remat2", "custom_vjp_call", "custom_vjp_call_jaxpr", "closed_call"),
+    *(
+        "random_gamma_grad",
+        "log2",
+        "geqrf",
+        "qr",
+        "scatter-sub",
+        "stack",
+        "unstack",
+        "tile",
+        "square",
+        "exp2",
+        "one_minus_square",
+    ),
+}
+
+
+def test_every_primitive_of_the_table_has_a_case():
+    assert TABLE - set(NAMES) - OF_OTHER_VERSIONS == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_table_says_is_true(name):
+    said = set()
+    for _, fun, specs, says in (case for case in CASES if case[0] == name):
+        found = equations.traced(name, fun, *specs) if fun else None
+        if found is None:
+            assert name in OF_OTHER_VERSIONS
+            continue
+        assert says in (None, found.says), (specs, says, found.says)
+        if found.says in ("local", "alike"):
+            equations.assert_local(found)
+        if found.says == "partial":
+            equations.assert_partial(found)
+        said.add(found.says)
+    assert not said or "local" in said or name not in {*primitives.LOCAL, *locality.NESTED}

@@ -1,0 +1,707 @@
+"""Losses with rules, loops, branches and shapes of every kind: any of them is computed as for the whole batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_accum
+from optax_accum._within.microbatched import microbatched
+from tests.rows.against import EACH, assert_whole, couplings, farthest, values, whole
+
+LOSSES = {}
+
+
+def loss(fun):
+    """Adds a loss to those that are compared."""
+    LOSSES[fun.__name__] = fun
+    return fun
+
+
+def dense(p, b):
+    """Hidden states [n, 4]."""
+    return jnp.tanh(b["x"] @ p["w"] + p["b"][None])
+
+
+def masked(rows, b):
+    """The mean of rows that count."""
+    return jnp.sum(rows * b["mask"]) / jnp.sum(b["mask"])
+
+
+def log_likelihood(p, b, hidden):
+    """Of labels [n]."""
+    return jnp.take_along_axis(jax.nn.log_softmax(hidden @ p["out"]), b["label"][:, None], axis=-1)[:, 0]
+
+
+# Rules of the user's
+
+
+@jax.custom_jvp
+def cube(x):
+    return x**3
+
+
+@cube.defjvp
+def _(primals, tangents):
+    return cube(primals[0]), 3.5 * primals[0] ** 2 * tangents[0]  # as nobody would derive it
+
+
+@jax.custom_jvp
+def scaled_by(x, count):
+    return x * count[:, None]
+
+
+@scaled_by.defjvp
+def _(primals, tangents):
+    x, count = primals
+    return scaled_by(x, count), 2 * count[:, None] * tangents[0]
+
+
+@loss
+def custom_jvp(p, b):
+    return masked(jnp.sum(cube(dense(p, b)), 1), b)
+
+
+@loss
+def custom_jvp_of_integers(p, b):
+    return masked(jnp.sum(scaled_by(dense(p, b), b["label"]), 1), b)
+
+
+@loss
+def custom_jvp_over_rows(p, b):
+    @jax.custom_jvp
+    def centred(x):
+        return x - jnp.mean(x, axis=0, keepdims=True)
+
+    centred.defjvp(lambda primals, tangents: (centred(*primals), 2 * centred(*tangents)))
+    return jnp.mean(centred(dense(p, b)) ** 3)
+
+
+@jax.custom_vjp
+def product(x, w):
+    return x @ w
+
+
+product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, 1.5 * (kept[0].T @ ct)))
+
+
+@loss
+def custom_vjp(p, b):
+    return masked(jnp.sum(jnp.tanh(product(b["x"], p["w"])), 1), b)
+
+
+@jax.custom_vjp
+def clips_parameters(x, w):
+    return x @ w
+
+
+clips_parameters.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, jnp.clip(kept[0].T @ ct, -0.05, 0.05))
+)
+
+
+@loss
+def custom_vjp_that_clips_parameters(p, b):
+    return masked(jnp.sum(jnp.tanh(clips_parameters(dense(p, b), p["w"])), 1), b)
+
+
+@jax.custom_vjp
+def clips_rows(x):
+    return x
+
+
+clips_rows.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.03, 0.03),))
+
+
+@loss
+def custom_vjp_that_clips_rows(p, b):
+    return masked(jnp.sum(clips_rows(dense(p, b)) ** 2, 1), b)
+
+
+@loss
+def custom_vjp_that_clips_rows_in_a_ratio(p, b):
+    rows = jnp.sum(clips_rows(dense(p, b)) ** 2, 1)
+    return jnp.sum(rows) / jnp.sum(jax.lax.stop_gradient(rows) > 0.5)
+
+
+@jax.custom_vjp
+def injects(x, term):
+    return x
+
+
+injects.defvjp(lambda x, term: (x, term), lambda term, ct: (ct, jnp.ones_like(term)))
+
+
+@loss
+def custom_vjp_that_injects_a_term(p, b):
+    balance = jnp.sum(jnp.mean(jax.nn.softmax(dense(p, b)), 0) ** 2)
+    return masked(jnp.sum(injects(dense(p, b), balance), 1), b)
+
+
+@loss
+def custom_vjp_that_injects_a_term_of_each_row(p, b):
+    hidden = dense(p, b)
+    return masked(jnp.sum(injects(hidden, jnp.sum(hidden**2, 1)), 1), b)
+
+
+@loss
+def custom_vjp_that_injects_a_term_of_each_row_in_a_ratio(p, b):
+    hidden = dense(p, b)
+    rows = jnp.sum(injects(hidden, jnp.sum(hidden**2, 1)) ** 2, 1)
+    return jnp.sum(rows) / jnp.sum(rows > 1)
+
+
+@jax.custom_vjp
+def spreads(x):
+    return x
+
+
+spreads.defvjp(lambda x: (x, None), lambda _, ct: (jnp.broadcast_to(jnp.sum(ct, 0), ct.shape),))
+
+
+@loss
+def custom_vjp_that_spreads_a_sum(p, b):
+    return masked(jnp.sum(spreads(dense(p, b)) ** 2, 1), b)
+
+
+@jax.custom_vjp
+def rounds(x, w):
+    return x @ w
+
+
+rounds.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, ct: (ct @ kept[1].T, (kept[0].T @ ct * 100).astype(jnp.int32).astype(ct.dtype)),
+)
+
+
+@loss
+def custom_vjp_that_rounds_a_sum(p, b):
+    return masked(jnp.sum(rounds(dense(p, b), p["w"]), 1), b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scaled(x, factor):
+    return factor * x
+
+
+scaled.defvjp(lambda x, factor: (factor * x, x), lambda factor, x, ct: (2 * factor * ct * x,))
+
+
+@loss
+def custom_vjp_with_a_static_argument(p, b):
+    return masked(jnp.sum(scaled(dense(p, b), 3.0), 1), b)
+
+
+@jax.custom_vjp
+def looked_up(table, index):
+    return table[index]
+
+
+looked_up.defvjp(
+    lambda table, index: (table[index], (index, table)),
+    lambda kept, ct: (2 * jnp.zeros_like(kept[1]).at[kept[0]].add(ct), None),
+)
+
+
+@loss
+def custom_vjp_of_integers(p, b):
+    return masked(jnp.sum(jnp.tanh(looked_up(p["table"], b["label"])), 1), b)
+
+
+# Loops and branches
+
+
+def layer(hidden, p):
+    return hidden + jnp.tanh(hidden @ p["w"]) * p["scale"][None]
+
+
+@loss
+def scan_over_layers(p, b):
+    hidden, _ = jax.lax.scan(lambda h, w: (layer(h, w), None), b["x"], p["layers"])
+    return -masked(log_likelihood(p, b, hidden), b)
+
+
+@loss
+def scan_over_layers_with_rows_in_outputs(p, b):
+    hidden, all_of_them = jax.lax.scan(lambda h, w: (layer(h, w), h), b["x"], p["layers"])
+    return masked(jnp.sum(hidden, 1), b) + jnp.mean(all_of_them**2)
+
+
+@loss
+def scan_over_layers_with_nothing_of_rows_carried(p, b):
+    def body(number, w):
+        return 0.9 * number, jnp.tanh(b["x"] @ w["w"]) * number
+
+    number, all_of_them = jax.lax.scan(body, jnp.ones([], p["b"].dtype), p["layers"])
+    return jnp.mean(all_of_them**2) * number
+
+
+@loss
+def scan_over_layers_that_normalise(p, b):
+    def body(h, w):
+        centred = h - jnp.mean(h, 0, keepdims=True)
+        return layer(centred / jnp.sqrt(jnp.mean(centred**2, 0, keepdims=True) + 1e-3), w), None
+
+    hidden, _ = jax.lax.scan(body, b["x"], p["layers"])
+    return -masked(log_likelihood(p, b, hidden), b)
+
+
+@loss
+def scan_that_adds_up_rows(p, b):
+    def body(carry, w):
+        h, total = carry
+        h = layer(h, w)
+        return (h, total + jnp.mean(h**2)), jnp.max(jax.lax.stop_gradient(h))
+
+    (hidden, total), largest = jax.lax.scan(body, (b["x"], jnp.zeros([], p["b"].dtype)), p["layers"])
+    return -masked(log_likelihood(p, b, hidden), b) + total / 3 + jnp.sum(largest) * total
+
+
+@loss
+def scan_over_tokens_time_major(p, b):
+    def body(h, token):
+        h = jnp.tanh(token @ p["w"] + h)
+        return h, h
+
+    tokens = jnp.swapaxes(p["table"][b["t"]], 0, 1)
+    hidden, all_of_them = jax.lax.scan(body, jnp.zeros((b["x"].shape[0], 4)), tokens)
+    return jnp.mean(all_of_them**2) + masked(hidden[:, 0], b)
+
+
+@loss
+def scan_over_layers_in_checkpoints(p, b):
+    body = jax.checkpoint(lambda h, w: (layer(h, w), None), policy=jax.checkpoint_policies.dots_saveable)
+    hidden, _ = jax.lax.scan(body, p["table"][b["t"]].reshape(-1, 4), p["layers"])
+    return jnp.mean(jnp.reshape(hidden**2, (-1, 6, 4)).mean((1, 2)) * b["mask"])
+
+
+@loss
+def checkpoint_that_normalises(p, b):
+    @jax.checkpoint
+    def block(p, x):
+        return (x - jnp.mean(x, 0, keepdims=True)) @ p["w"]
+
+    return masked(jnp.sum(jnp.tanh(block(p, dense(p, b))), 1), b)
+
+
+@loss
+def map_over_rows(p, b):
+    return jnp.mean(jax.lax.map(lambda x: jnp.tanh(x @ p["w"]).sum(), b["x"]) ** 2)
+
+
+@loss
+def map_over_blocks_of_rows(p, b):
+    return jnp.mean(jax.lax.map(lambda x: jnp.tanh(x @ p["w"]).sum(), b["x"], batch_size=4) ** 2)
+
+
+@loss
+def map_over_blocks_of_rows_with_a_rest(p, b):
+    return jnp.mean(jax.lax.map(lambda x: jnp.tanh(x @ p["w"]).sum(), b["x"], batch_size=5) ** 2)
+
+
+@loss
+def scan_over_rows_that_carries(p, b):
+    def body(carry, x):
+        carry = jnp.tanh(carry + x @ p["w"])
+        return carry, carry
+
+    last, all_of_them = jax.lax.scan(body, p["b"], b["x"])
+    return jnp.mean(all_of_them**2) + jnp.sum(last)
+
+
+@loss
+def vmap_over_rows(p, b):
+    return masked(jax.vmap(lambda x, y: jnp.tanh(x @ p["w"]).sum() * y)(b["x"], b["y"]), b)
+
+
+@loss
+def fori_loop(p, b):
+    hidden = jax.lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ p["w"]) * (1 + i), b["x"])
+    return masked(jnp.sum(hidden, 1), b)
+
+
+@loss
+def fori_loop_in_a_checkpoint(p, b):
+    @jax.checkpoint
+    def block(p, x):
+        return jax.lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ p["w"]) * (1 + i), x)
+
+    return masked(jnp.sum(block(p, b["x"]), 1), b)
+
+
+@loss
+def while_that_nobody_differentiates(p, b):
+    start = jax.lax.stop_gradient(dense(p, b))
+    _, found = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sqrt(jnp.abs(c[1]) + 1)), (0, start))
+    return masked(jnp.sum(found * dense(p, b), 1), b)
+
+
+@loss
+def while_that_rows_end(p, b):
+    start = jax.lax.stop_gradient(dense(p, b))
+    found = jax.lax.while_loop(lambda h: jnp.sum(jnp.abs(h)) > 0.1, lambda h: h / 2, start)
+    return masked(jnp.sum(found * dense(p, b), 1), b) * 100
+
+
+@loss
+def while_of_each_row(p, b):
+    start = jax.lax.stop_gradient(dense(p, b)[:, 0])
+    halved = jax.vmap(lambda h: jax.lax.while_loop(lambda h: jnp.abs(h) > 0.1, lambda h: h / 2, h))
+    return masked(halved(start) * dense(p, b)[:, 1], b)
+
+
+@loss
+def cond_with_a_scalar(p, b):
+    hidden = dense(p, b)
+    return masked(jnp.sum(jax.lax.cond(p["b"][0] > 0, jnp.sin, jnp.cos, hidden), 1), b)
+
+
+@loss
+def switch_with_a_scalar(p, b):
+    index = jnp.argmax(p["b"])
+    branches = [jnp.sin, jnp.cos, lambda h: h @ p["w"], lambda h: h - jnp.mean(h, 1, keepdims=True)]
+    return masked(jnp.sum(jax.lax.switch(index, branches, dense(p, b)), 1), b)
+
+
+@loss
+def cond_that_takes_rows_together(p, b):
+    hidden = dense(p, b)
+    return jnp.mean(jax.lax.cond(jnp.mean(hidden) > 0, lambda h: h - jnp.mean(h, 0)[None], lambda h: h**2, hidden) ** 2)
+
+
+@loss
+def cond_of_each_row(p, b):
+    rule = lambda h, y: jax.lax.cond(y > 0, jnp.sin, jnp.cos, h)
+    return masked(jnp.sum(jax.vmap(rule)(dense(p, b), b["y"]), 1), b)
+
+
+@loss
+def functions_that_are_jitted(p, b):
+    inner = jax.jit(lambda h: jnp.tanh(h - jnp.mean(h)))
+    return masked(jnp.sum(jax.jit(lambda h: inner(h @ p["w"]))(dense(p, b)), 1), b)
+
+
+@loss
+def a_jit_with_shardings(p, b):
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    inner = jax.jit(lambda h: jnp.tanh(h @ p["w"]), in_shardings=there, out_shardings=there)
+    return masked(jnp.sum(inner(dense(p, b)), 1), b)
+
+
+# Shapes
+
+
+@loss
+def rows_merged_with_tokens(p, b):
+    tokens = b["t"].reshape(-1)
+    logits = p["table"][tokens] @ p["out"]
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None] % 5, axis=1))
+
+
+@loss
+def tokens_first_merged_with_rows(p, b):
+    tokens = b["t"].T.reshape(-1)
+    hidden = jnp.tanh(p["table"][tokens] @ p["w"]).reshape(6, -1, 4)
+    return masked(jnp.sum(hidden, (0, 2)), b)
+
+
+@loss
+def rows_in_groups(p, b):
+    reward = jnp.sum(dense(p, b), 1).reshape(-1, 4)
+    return jnp.mean((reward - jnp.mean(reward, 1, keepdims=True)) ** 2)
+
+
+@loss
+def rows_in_groups_inside_a_checkpoint(p, b):
+    @jax.checkpoint
+    def grouped(hidden):
+        reward = jnp.sum(hidden, 1).reshape(-1, 4)
+        return (reward - jnp.mean(reward, 1, keepdims=True)).reshape(-1)
+
+    return jnp.mean(grouped(dense(p, b)) ** 2)
+
+
+@loss
+def rows_in_groups_inside_a_scan(p, b):
+    def body(h, w):
+        h = jnp.tanh(h @ w["w"]).reshape(-1, 4, 4)
+        return (h - jnp.mean(h, 1, keepdims=True)).reshape(-1, 4), None
+
+    return masked(jnp.sum(jax.lax.scan(body, b["x"], p["layers"])[0], 1), b)
+
+
+@loss
+def shifted_rows(p, b):
+    value = dense(p, b)[:, 0]
+    return jnp.mean((value[1:] - value[:-1]) ** 2)
+
+
+@loss
+def reversed_rows(p, b):
+    value = dense(p, b)
+    return jnp.mean(value * value[::-1])
+
+
+@loss
+def some_of_the_rows(p, b):
+    value = dense(p, b)
+    return jnp.mean(value[: len(value) // 2] ** 2) + jnp.mean(value[::4]) + value[0, 0] + value[-1, 1]
+
+
+@loss
+def added_to_the_first_half(p, b):
+    value = dense(p, b)
+    half = value[: len(value) // 2]
+    return jnp.mean(value.at[: len(half)].add(half) ** 2)
+
+
+@loss
+def starts_that_depend_on_the_rows(p, b):
+    wide = jnp.tanh(b["x"] @ jnp.tile(p["w"], (1, 12)))
+    start = 2 * len(b["x"]) // 3
+    return jnp.mean(jax.lax.slice_in_dim(wide, start, start + 3, axis=1) ** 2) if start + 3 <= 48 else None
+
+
+@loss
+def all_pairs_of_rows(p, b):
+    hidden = dense(p, b)
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(hidden @ hidden.T)))
+
+
+@loss
+def products_over_rows(p, b):
+    hidden = dense(p, b)
+    return jnp.sum((hidden.T @ hidden / len(hidden)) ** 2)
+
+
+@loss
+def labels_taken_by_position(p, b):
+    scores = jax.nn.log_softmax(dense(p, b) @ p["out"])
+    return -masked(scores[jnp.arange(len(scores)), b["label"]], b)
+
+
+@loss
+def sums_by_segment(p, b):
+    return jnp.sum(jax.ops.segment_sum(dense(p, b), b["label"], 5) ** 2)
+
+
+@loss
+def sums_by_segment_that_are_linear(p, b):
+    return jnp.sum(jax.ops.segment_sum(dense(p, b), b["label"], 5) * jnp.arange(5.0)[:, None])
+
+
+@loss
+def added_to_a_parameter(p, b):
+    return jnp.sum(p["table"].at[b["label"]].add(dense(p, b)) * jnp.arange(7.0)[:, None])
+
+
+@loss
+def added_to_what_a_parameter_decides(p, b):
+    return jnp.sum(jnp.tanh(p["table"]).at[b["label"]].add(dense(p, b)) * jnp.arange(7.0)[:, None])
+
+
+@loss
+def added_to_a_parameter_and_squared(p, b):
+    return jnp.sum(jnp.tanh(p["table"]).at[b["label"]].add(dense(p, b)) ** 2)
+
+
+@loss
+def logsumexp_over_rows(p, b):
+    return jax.nn.logsumexp(log_likelihood(p, b, dense(p, b)))
+
+
+@loss
+def softmax_over_rows(p, b):
+    return jnp.sum(jax.nn.softmax(dense(p, b), axis=0) * b["y"][:, None])
+
+
+@loss
+def largest_of_rows_with_ties(p, b):
+    x = jnp.concatenate([b["x"][:1]] * 2 + [b["x"][2:]])  # the first two rows are the same
+    return jnp.sum(jnp.max(-jnp.abs(x @ p["w"]) * (x[:, :1] != x[0, 0]), axis=0)) + jnp.max(jnp.sum(x @ p["w"], 1))
+
+
+@loss
+def weights_over_their_maximum(p, b):
+    weight = jnp.exp(b["y"])
+    return jnp.mean(weight / jnp.max(weight) * log_likelihood(p, b, dense(p, b)))
+
+
+@loss
+def normalised_advantages(p, b):
+    advantage = (b["y"] - jnp.mean(b["y"])) / (jnp.std(b["y"]) + 1e-6)
+    return jnp.mean(advantage * log_likelihood(p, b, dense(p, b)))
+
+
+@loss
+def counts_that_the_model_decides(p, b):
+    error = -log_likelihood(p, b, dense(p, b))
+    return jnp.sum(error * (error > 1)) / jnp.maximum(jnp.sum(error > 1), 1)
+
+
+@loss
+def two_terms_and_weight_decay(p, b):
+    hidden = dense(p, b)
+    decay = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
+    return masked(jnp.sum(hidden, 1), b) + 0.1 * jnp.mean(hidden**2) + 1e-3 * decay
+
+
+@loss
+def nothing_but_parameters(p, b):
+    return jnp.sum(p["w"] ** 2)
+
+
+@loss
+def order_of_rows(p, b):
+    value = dense(p, b)[:, 0]
+    return (
+        jnp.mean(jnp.sort(value) * b["y"]) + jnp.mean(jnp.cumsum(value)) + jnp.sum(value[jnp.argsort(b["y"])] * b["y"])
+    )
+
+
+@loss
+def flags_over_rows(p, b):
+    hidden = dense(p, b)
+    flags = jnp.any(hidden > 0.9, 0) * 1.0 + jnp.all(hidden < 0.5, 0)
+    return jnp.sum(jnp.mean(hidden, 0) * flags) + jnp.mean(hidden)
+
+
+@loss
+def bits_over_rows(p, b):
+    bits = jax.lax.reduce(b["label"] + 8, np.int32(-1), jax.lax.bitwise_and, (0,))
+    bits += jax.lax.reduce(b["label"], np.int32(0), jax.lax.bitwise_or, (0,))
+    return jnp.mean(dense(p, b)) * bits
+
+
+@loss
+def bits_of_the_model_over_rows(p, b):
+    hidden = dense(p, b)
+    labels = jnp.argmax(hidden, 1).astype(jnp.int32)
+    bits = jax.lax.reduce(labels + 8, np.int32(-1), jax.lax.bitwise_and, (0,))
+    bits += jax.lax.reduce(labels, np.int32(0), jax.lax.bitwise_or, (0,))
+    bits += jax.lax.reduce(labels, np.int32(0), jax.lax.bitwise_xor, (0,))
+    return jnp.mean(hidden) * bits
+
+
+@loss
+def complex_numbers(p, b):
+    wave = jnp.fft.fft(jnp.tanh(b["x"] @ p["w"]), axis=-1)
+    largest = jax.lax.stop_gradient(jnp.max(wave, axis=0))
+    return (
+        jnp.mean(jnp.abs(wave) ** 2)
+        + jnp.real(jnp.sum(jnp.mean(wave, 0) ** 2))
+        + jnp.mean(jnp.real(wave * largest[None]))
+    )
+
+
+@loss
+def small_integers_over_rows(p, b):
+    hidden = dense(p, b)
+    count = jnp.sum((hidden > 0).astype(jnp.uint8) * jnp.uint8(30), axis=0, dtype=jnp.uint8)
+    return jnp.sum(jnp.mean(hidden, 0) * count) + jnp.max(count)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_the_whole_batchs(name, x64):
+    assert_whole(LOSSES[name], *values(dtype=jnp.float64))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_the_whole_batchs_however_it_is_cut(name, x64):
+    assert_whole(LOSSES[name], *values(dtype=jnp.float64), ways=EACH)
+
+
+@pytest.mark.parametrize(
+    "name", ["custom_jvp", "custom_vjp", "custom_vjp_that_clips_rows", "scan_over_layers", "fori_loop"]
+)
+def test_rules_and_loops_of_each_row_run_row_by_row(name):
+    assert whole(LOSSES[name], *values()) == []
+
+
+def test_a_rectifier_is_one_loop():
+    """Its rule calls the function that it is the rule of."""
+    assert whole(lambda p, b: jnp.mean(jax.nn.relu(b["x"] @ p["w"])), *values()) == []
+
+
+def test_a_norm_over_rows_is_three_reductions():
+    def loss(p, b):
+        h = b["x"] @ p["w"]
+        return jnp.mean((h - jnp.mean(h, 0)[None]) ** 2)
+
+    assert couplings(loss, *values()) == ["reduce_sum", "reduce_sum"]
+
+
+def test_derivatives_of_other_kinds():
+    """Forward mode, second derivatives, many parameters at once, shapes alone, outside jit."""
+    params, batch = values()
+    loss = _of_scale
+    parts = microbatched(loss, 5)
+    w = params["layers"]["scale"]
+    for transform in [
+        lambda f: jax.jvp(lambda w: f(w, batch), (w,), (w,)),
+        lambda f: jax.hessian(f)(w, batch),
+        lambda f: jax.vmap(lambda w: f(w, batch))(jnp.stack([w, 2 * w])),
+        lambda f: f(w, batch),
+    ]:
+        want, got = transform(loss), jax.jit(lambda transform=transform: transform(parts))()
+        assert farthest(got, want) < 2e-5
+    assert jax.eval_shape(parts, w, batch) == jax.eval_shape(loss, w, batch)
+    assert farthest(parts(w, batch), loss(w, batch)) < 2e-6
+
+
+def _of_scale(scale, batch):
+    hidden = batch["x"] * scale[0][None]
+    return jnp.mean((hidden - jnp.mean(hidden, 0)[None]) ** 3) + jnp.mean(jnp.tanh(hidden) ** 2)
+
+
+def test_masks_are_the_whole_batchs_bit_for_bit():
+    params, batch = values()
+    drawn = lambda p, b: jnp.where(jax.random.bernoulli(jax.random.key(3), 0.7, b["x"].shape), b["x"], 0)
+    for parts in (2, 5):
+        np.testing.assert_array_equal(jax.jit(microbatched(drawn, parts))(params, batch), drawn(params, batch))
+
+
+def test_keys_as_rows():
+    def loss(p, b):
+        keys = jax.random.split(jax.random.key(1), len(b["x"]))
+        kept = jax.vmap(lambda key, x: jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x, 0))(keys, b["x"])
+        return masked(jnp.sum(jnp.tanh(kept @ p["w"]), 1), b)
+
+    assert_whole(loss, *values(), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_narrow_parameters(dtype):
+    """As near to the gradient in float32 as the whole batch's is."""
+
+    def loss(p, b):
+        p = jax.tree.map(lambda leaf: leaf.astype(dtype), p)
+        hidden = jnp.tanh(p["table"].at[b["label"]].add(b["x"].astype(dtype)) @ p["w"])
+        groups = jax.ops.segment_sum(jnp.tanh(b["x"].astype(dtype) @ p["w"]), b["label"], 5)
+        return jnp.mean(hidden.astype(jnp.float32) ** 2) + jnp.mean(groups.astype(jnp.float32) ** 2)
+
+    assert_whole(loss, *values(), tolerance=5e-2)
+
+
+def test_a_batch_of_several_arguments_and_a_scalar():
+    loss = lambda w, x, b: jnp.sum(jnp.tanh(x @ w) * b["y"][:, None]) * b["rate"] / len(x)
+    params, batch = values()
+    args = params["w"], batch["x"], {"y": batch["y"], "rate": jnp.float32(0.1)}
+    got = jax.jit(optax_accum.value_and_grad(loss, 5, batch_argnums=(1, 2)))(*args)
+    assert farthest(got, jax.value_and_grad(loss)(*args)) < 2e-6
+
+
+def test_a_loss_for_one_number_of_rows():
+    with pytest.raises((TypeError, ValueError)) as error:
+        optax_accum.value_and_grad(lambda p, b: jnp.mean((b["x"] @ p["w"]).reshape(12, 4)), 2)(*values())
+    assert "Take sizes from the batch" in "".join(error.value.__notes__)
+
+
+def test_a_loss_that_is_another_program_for_more_rows():
+    loss = lambda p, b: jnp.mean(jnp.sin(b["x"] @ p["w"]) if len(b["x"]) > 12 else b["x"] @ p["w"])
+    with pytest.raises(ValueError, match=r"test_rules.py:\d+ .*Take sizes from the batch"):
+        optax_accum.value_and_grad(loss, 2)(*values())
