@@ -21,8 +21,9 @@ ROWS, K, LAYERS, WIDTH, HIDDEN, WORDS, LENGTH = 512, 16, 4, 64, 512, 128, 16
 TOLERANCE = 1e-5  # of the largest entry of a leaf
 
 NOTES = f"""\
-{ROWS} rows, k = {K}, float32. Error: the largest difference from `jax.value_and_grad` of the whole batch, of the largest
-entry of a leaf. Memory: temporary memory of the compiled program. Time: the whole batch's is 1; median of the turns."""
+{ROWS} rows, k = {K}, float32. Error: the largest difference from `jax.value_and_grad` of the whole batch, of the
+largest entry of a leaf. Memory: temporary memory of the compiled program. Time: the whole batch's is 1; median of the
+turns."""
 
 
 @dataclasses.dataclass(frozen=True)

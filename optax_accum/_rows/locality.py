@@ -116,7 +116,7 @@ def _same_atom(a: Any, b: Any) -> bool:
 
 def unknown(view: View) -> Iterator[str]:
     """Yields the primitives that take rows, in an equation and inside it, of which the table knows nothing."""
-    pairs = _pairs(view.long.params, view.short.params) if view.name in NESTED else []
+    pairs = programs_inside(view.long, view.short) if view.name in NESTED else []
     for long, short in pairs:
         try:
             for a, b in in_step(compilers.opened(long)[0], compilers.opened(short)[0]):

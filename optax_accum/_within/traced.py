@@ -58,12 +58,9 @@ def traced(fun: Callable[..., Any], call: Call, sizes: Sizes, model: Sequence[Na
       ValueError: `fun` is another program for twice as many rows, or none.
     """
     rows = count_known_rows(call[call.batch])
-    names = tuple(call.arguments)
-    arrays, filled = parted(call[names], is_array)
-    owner = [name for name in names for leaf in jax.tree.leaves(call.arguments[name]) if is_array(leaf)]
-
-    def of_arrays(arrays: Sequence[Any]) -> Any:
-        return call.with_values(names, filled(arrays)).apply(fun)
+    of_arrays, arrays = _of_arrays(fun, call)
+    arguments = call.arguments.items()
+    owner = [name for name, arg in arguments for leaf in jax.tree.leaves(arg) if is_array(leaf)]
 
     long, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(list(map(_type, arrays)))
     in_batch = [name in call.batch for name in owner]
@@ -79,6 +76,19 @@ def traced(fun: Callable[..., Any], call: Call, sizes: Sizes, model: Sequence[Na
     parts = min(number_of_microbatches(sizes, rows), program.units)
     levels = levels_of(program, [name in model for name in owner])
     return Traced(levels, Units(program.units, parts, block), arrays, shapes)
+
+
+def shapes_of(fun: Callable[..., Any], call: Call) -> Tree:
+    """Returns the shapes of what a function returns."""
+    of_arrays, arrays = _of_arrays(fun, call)
+    return jax.eval_shape(of_arrays, arrays)
+
+
+def _of_arrays(fun: Callable[..., Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
+    """Returns a call as a function of the arrays among its arguments, and these."""
+    names = tuple(call.arguments)
+    arrays, filled = parted(call[names], is_array)
+    return lambda arrays: call.with_values(names, filled(arrays)).apply(fun), arrays
 
 
 def _type(leaf: Any, times: int = 1) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import callables, checks, results
 from optax_accum._arguments.roles import Call, Roles
+from optax_accum._arguments.rows import count_known_rows
 from optax_accum._core import dtypes, tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
@@ -319,18 +320,28 @@ def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
     checks.check_no_module(call[call.params])
     checks.check_differentiable(call[call.params])
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
+    alone = traced.number_of_microbatches(rules.sizes, count_known_rows(call[call.batch])) == 1
     try:
-        found = traced.traced(rules.fun, call, rules.sizes, call.params)
+        found = None if alone else traced.traced(rules.fun, call, rules.sizes, call.params)
+        loss = rules.returns.parts(found.shapes if found else traced.shapes_of(rules.fun, call)).loss
     except tracing.NEEDS_VALUES:
         if tracing.is_staged():
             raise
         return _value_and_grad(rules, call)  # outside jit a loss may look at values, which no trace has
-    loss = rules.returns.parts(found.shapes).loss
     if ratio.is_ratio(loss) or isinstance(loss, dict):
         return _value_and_grad(rules, call)
     results.check_loss(loss, None)
+    if found is None:
+        return _whole(rules, call)
     once = one_pass(found)
     return _in_levels(rules, call, found) if once is None else _in_one_pass(rules, call, once)
+
+
+def _whole(rules: Rules, call: Call) -> tuple[Any, Any]:
+    """Returns the value and the gradient of a batch that is one micro-batch."""
+    if rules.meter.measures:
+        return _value_and_grad(dataclasses.replace(rules, aux_reduction="last"), call)
+    return _differentiated(rules, call, lambda call: call.apply(rules.fun))
 
 
 def _in_one_pass(rules: Rules, call: Call, once: OnePass) -> tuple[Any, Any]:
@@ -377,16 +388,25 @@ def _in_levels(rules: Rules, call: Call, found: Traced) -> tuple[Any, Any]:
         "gradients of their own. Leave statistics out."
     )
     names = tuple(call.arguments)
-    dtypes_of = dtypes.named_dtypes(rules.accumulator_dtype, call[call.params])
+
+    def compute(call: Call) -> Any:
+        arrays, _ = parted(call[names], is_array)
+        return found.returned(by_level.evaluate(found.levels, found.units, arrays))
+
+    return _differentiated(rules, call, compute)
+
+
+def _differentiated(rules: Rules, call: Call, compute: Callable[[Call], Any]) -> tuple[Any, Any]:
+    """Returns what `compute` returns, and its gradient, by `jax.value_and_grad`."""
 
     def fun(params: Tree) -> Any:
-        arrays, _ = parted(call.with_values(call.params, params)[names], is_array)
-        out = found.returned(by_level.evaluate(found.levels, found.units, arrays))
-        return out if rules.returns.has_aux else (out, None)
+        parts = rules.returns.taken_apart(compute(call.with_values(call.params, params)))
+        return parts.loss, parts.aux
 
-    (value, aux), grads = jax.value_and_grad(fun, has_aux=True, allow_int=True)(call[call.params])
-    grads = jax.tree.map(lambda grad, named: grad if named is None else grad.astype(named), grads, dtypes_of)
-    return (value, aux) if rules.returns.has_aux else value, grads[0] if rules.single else grads
+    (loss, aux), grads = jax.value_and_grad(fun, has_aux=True, allow_int=True)(call[call.params])
+    named = dtypes.named_dtypes(rules.accumulator_dtype, call[call.params])
+    grads = jax.tree.map(lambda grad, dtype: grad if dtype is None else grad.astype(dtype), grads, named)
+    return (loss, aux) if rules.returns.has_aux else loss, grads[0] if rules.single else grads
 
 
 def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
