@@ -129,7 +129,7 @@ class _Reading:
             view = view._replace(outs=[axis for axis, value in pairs if value in self.used_by])
         if locality.is_local(view):
             return Kind.LOCAL
-        if locality.is_partial(view) and not self._shares_ties(equation):
+        if locality.is_partial(view) and not (self._shares_ties(equation) or self._adds_to_made(equation)):
             return Kind.PARTIAL
         if view.has_rows:
             return Kind.WHOLE
@@ -152,6 +152,10 @@ class _Reading:
             return False
         uses = self.used_by.get(equation.outs[0], [])
         return equation.outs[0] in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
+
+    def _adds_to_made(self, equation: Equation) -> bool:
+        """Returns whether a scatter adds rows to narrow parameters, which are there in loops alone."""
+        return equation.name.startswith("scatter") and equation.ins[0] in self.made
 
     def stages(self) -> list[Stage]:
         """Returns the loops in order, each with what runs once before it."""

@@ -207,7 +207,6 @@ _LINEAR = {
     "sub",
     "transpose",
 }
-_SCALES = {"mul", "div"}
 
 
 def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
@@ -227,9 +226,10 @@ def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
                 return False
         elif any(of_sums):
             makes_rows = any(axis is not None for axis in view.outs)
-            scales = a.primitive.name in _SCALES and sum(of_sums) == 1 and isinstance(a.invars[0], core.Var)
+            at = next(i for i, atom in enumerate(a.invars) if isinstance(atom, core.Var) and atom in sums)
+            scales = sum(of_sums) == 1 and (a.primitive.name == "mul" or (a.primitive.name == "div" and at == 0))
             linear = a.primitive.name in _LINEAR and all(of_sums)
-            if view.has_rows or makes_rows or not (linear or (scales and a.invars[0] in sums)):
+            if view.has_rows or makes_rows or not (linear or scales):
                 return False
             if not all(map(_moves, a.outvars)):
                 return False  # rounded

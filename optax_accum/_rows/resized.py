@@ -77,7 +77,7 @@ def _resized(long: Any, other: Any, some: Some) -> Any:
 
 
 def _called(long: Any, other: Any, some: Some, values: Values) -> Values:
-    key = "jaxpr" if "jaxpr" in long.params else "call_jaxpr"
+    key = next(key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in long.params)
     return run(long.params[key], other.params[key], some, values)
 
 
