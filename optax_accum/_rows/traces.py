@@ -77,7 +77,7 @@ def view_of(long: Any, short: Any, rows: Rows, asks: bool = True) -> View:
 def in_step(long: Any, short: Any) -> Iterator[tuple[Any, Any]]:
     """Yields the equations of two programs, two by two."""
     for a, b in zip(long.eqns, short.eqns, strict=False):
-        if a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars):
+        if a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
             raise OtherProgramError(
                 f"at {place_of(a)} it has {a.primitive.name}, and for fewer rows {b.primitive.name}"
             )

@@ -183,12 +183,14 @@ def _extreme(dtype: Any, name: str) -> Any:
     """Returns the lowest or the highest number of a dtype: infinite, if one is."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return name == "max"
+    limits = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    limit = limits.max if name == "max" else limits.min
     if jnp.issubdtype(dtype, jnp.integer):
-        return getattr(jnp.iinfo(dtype), name)
+        return limit
     infinite = np.inf if name == "max" else -np.inf
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return complex(infinite, infinite)
-    return infinite if np.isinf(np.asarray(infinite, dtype)) else getattr(jnp.finfo(dtype), name)
+    return infinite if np.isinf(np.asarray(infinite, dtype)) else limit
 
 
 REDUCTIONS = {
@@ -215,8 +217,10 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     consts, carried = compilers.sizes_of_scan(equation.long)
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
+    wide = shared.widened(list(fixed), [_same] * consts)  # their gradients are sums over all iterations
+
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = evaluate(inner, store.units, [*fixed, *carry, *x])
+        out = evaluate(inner, store.units, [*shared.narrowed(wide), *carry, *x])
         return out[:carried], out[carried:]
 
     options = {key: params[key] for key in ("length", "reverse", "unroll")}

@@ -16,7 +16,7 @@ from jax.extend import core
 from optax_accum._core import compilers
 from optax_accum._rows import locality
 from optax_accum._rows.levels import Kind, Loop
-from optax_accum._rows.program import Equation, Number, Value
+from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._within import by_level
 from optax_accum._within.by_level import REDUCTIONS, Store, axis_of
 from optax_accum._within.traced import Traced
@@ -216,9 +216,13 @@ def _model_inputs(traced: Traced) -> list[Value]:
 
 
 def _evaluate(equations: Sequence[Equation], env: dict[Value, Any]) -> None:
+    def read(value: Value) -> Any:
+        if isinstance(value, Number | Constant):
+            return value.number if isinstance(value, Number) else value.array
+        return env[value]
+
     for equation in equations:
-        values = [value.number if isinstance(value, Number) else env[value] for value in equation.ins]
-        env.update(zip(equation.outs, compilers.bind(equation.long, values), strict=True))
+        env.update(zip(equation.outs, compilers.bind(equation.long, list(map(read, equation.ins))), strict=True))
 
 
 def _chosen(leaves: Leaves, flags: Sequence[bool]) -> list[Any]:

@@ -70,6 +70,7 @@ def traced(fun: Callable[..., Any], call: Call, sizes: Sizes, model: Sequence[Na
     except OtherProgramError as error:
         raise ValueError(f"{_OTHER} {error}. {_REMEDY}") from error
     except (TypeError, ValueError) as error:
+        call.check_shared(rows, keys=False)  # an argument with as many rows as the batch may be why
         error.add_note(f"{_OTHER} {_REMEDY}")
         raise
     block = rows // program.units

@@ -280,7 +280,7 @@ def replacing(compute: Any, grad_reduction: Tree) -> Callable[..., tuple[Any, An
     for leaves whose backward pass returns new values in the place of gradients, such as the statistics of float8.
     """
     reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
-    return _computing(dataclasses.replace(compute.rules, grad_reduction=(grad_reduction,)))
+    return _computing(dataclasses.replace(compute.rules, grad_reduction=(grad_reduction,), of_rows=False))
 
 
 def _computing(rules: Rules) -> Callable[..., tuple[Any, Any]]:

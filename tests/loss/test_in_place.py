@@ -175,7 +175,9 @@ def test_norms_are_those_of_the_gradients_that_are_written(body, cast):
     p, f = cut(body, cast)
     up = statistics.Layers("up")
     groups = statistics.Options(groups={"table": "a", "up": up, "down": "down", "gate": "c", "out": "c"})
-    (inside, _), (after, _) = (jax.jit(f(in_place=flag, statistics=groups))(p, TOKENS) for flag in (True, False))
+    (inside, _), (after, _) = (
+        jax.jit(f(in_place=flag, statistics=groups, weight_fn=len))(p, TOKENS) for flag in (True, False)
+    )
     chex.assert_trees_all_close(inside[1], after[1], rtol=1e-4)
     assert inside[1].known > 0
     assert set(inside[1].noise) == {"a", "up/0", "up/1", "up/2", "down", "c"}
@@ -247,7 +249,7 @@ AWKWARD = {
 )
 def test_what_jax_cannot_add_to_references_is_used_before(name, dtype):
     loss = lambda w, x: jnp.mean(AWKWARD[name](w.astype(jnp.float32), x) ** 2)
-    w, x = STACK.astype(dtype), jnp.linspace(-1, 1, 32).reshape(8, 4)
+    w, x = STACK.astype(dtype), jnp.linspace(-1, 1.1, 32).reshape(8, 4)
     inside, after = (jax.jit(optax_accum.value_and_grad(loss, 2, in_place=flag))(w, x)[1] for flag in (True, False))
     np.testing.assert_allclose(inside, after, rtol=1e-5, atol=1e-6)
     assert np.any(after)
@@ -436,8 +438,9 @@ def test_the_log_tells_where_gradients_are_added_and_why(caplog):
     assert "unroll=True" in told(caplog, optax_accum.value_and_grad(looked_up, 2, unroll=True), p, x)
     assert "in_place=False" in told(caplog, optax_accum.value_and_grad(looked_up, 2, in_place=False), p, x)
     assert told(caplog, optax_accum.value_and_grad(looked_up, 2, statistics=True), p, x) == found
+    weighed = optax_accum.value_and_grad(jax.checkpoint(looked_up), 2, weight_fn=len)
     if compilers.ADDS_IN_CHECKPOINTS:  # inside a checkpoint sinks go into no branch
-        assert "[0]['routed'] (`cond`)" in told(caplog, optax_accum.value_and_grad(jax.checkpoint(looked_up), 2), p, x)
+        assert "[0]['routed'] (`cond`)" in told(caplog, weighed, p, x)
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite="skip")
     step = optax_accum.value_and_apply_gradients(looked_up, tx)
     assert "nonfinite=" in told(caplog, step, p, tx.init(p), x)
@@ -458,5 +461,7 @@ def test_what_all_turns_of_a_scan_share_is_added_in_float32():
     want = float(jnp.sum(turns.astype(jnp.bfloat16).astype(jnp.float32)))
     assert float(jax.grad(loss)(p, x)["u"]) < 0.6 * want
     for measured in (False, True):
-        call = optax_accum.value_and_grad(loss, 2, statistics=measured, accumulator_dtype=jnp.float32)
+        call = optax_accum.value_and_grad(loss, 2, statistics=measured, accumulator_dtype=jnp.float32, weight_fn=len)
         np.testing.assert_allclose(jax.jit(call)(p, x)[1]["u"], want, rtol=1e-3)
+    read = optax_accum.value_and_grad(loss, 2)  # the mean in the scan takes rows together
+    np.testing.assert_allclose(np.float32(jax.jit(read)(p, x)[1]["u"]), want, rtol=2**-8)

@@ -172,7 +172,11 @@ def test_no_gradient_of_a_ratio_stands_beside_the_accumulator():
         (lambda w, x: Ratio(jnp.sum(x @ w), 1j), TypeError, "the count of a Ratio must be a real number"),
         (lambda w, x: {"a": Ratio(x.sum(), 1), "b": w.sum()}, TypeError, "a dict of nothing else: .*Ratio.total=rows"),
         (lambda w, x: {"a": {"b": Ratio(x.sum(), 1.0)}}, TypeError, "a dict of nothing else"),
-        (lambda w, x: (Ratio(x.sum(), 1), Ratio(x.sum(), 1)), TypeError, "a dict of nothing else"),
+        (
+            lambda w, x: (Ratio(x.sum(), 1), Ratio(x.sum(), 1)),
+            TypeError,
+            "a dict of nothing else|returned a tuple of 2",
+        ),
         (lambda w, x: {"a": Ratio(x @ w, x.size)}, TypeError, "real scalar loss.*'a'.*float32.4.. Reduce it"),
     ],
     ids=["differentiable", "rows", "counts", "narrow", "complex", "a number beside it", "nested", "a tuple", "a term"],
@@ -269,7 +273,7 @@ def test_leaves_that_are_no_gradients_are_kept(in_place):
     value, grads = jax.jit(f)(LEAVES, X)
     whole_value, whole_grads = jax.value_and_grad(noting)(LEAVES, X)
     close((value, grads), (whole_value, whole_grads))  # the last row is the last of the last micro-batch, too
-    added = jax.jit(optax_accum.value_and_grad(noting, in_place=in_place, **CUT))(LEAVES, X)[1]
+    added = jax.jit(optax_accum.value_and_grad(noting, in_place=in_place, weight_fn=len, **CUT))(LEAVES, X)[1]
     assert added["stats"]["largest"] > 1.5 * grads["stats"]["largest"]  # and it compares something
 
 
