@@ -1,7 +1,7 @@
 """Gradient accumulation for JAX, Optax and Flax.
 
-The update equals the update of the whole batch, if micro-batches that
-differ are weighted.
+The update equals the update of the whole batch: within a call for any
+loss, across calls if micro-batches that differ are weighted.
 
 Most users need only the functions here. The submodules:
 
@@ -26,6 +26,7 @@ from optax_accum._core.state import AccumulationState, has_updated
 from optax_accum._loss.ratio import Ratio
 from optax_accum._space.metrics import metrics
 from optax_accum._within.accumulate import accumulate
+from optax_accum._within.microbatched import microbatched
 from optax_accum._within.microbatched_apply import microbatched_apply
 from optax_accum._within.value_and_grad import value_and_grad
 
@@ -53,6 +54,7 @@ __all__ = [
     "from_multi_steps",
     "has_updated",
     "metrics",
+    "microbatched",
     "microbatched_apply",
     "plan_microbatches",
     "sharding",

@@ -138,7 +138,7 @@ class _Reading:
 
     def _is_narrow(self, equation: Equation) -> bool:
         """Returns whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
-        if self.model.isdisjoint(equation.ins) or not equation.outs:
+        if self.model.isdisjoint(equation.ins) or not equation.outs or locality.has_backward(equation):
             return False
         begins = is_cast_down(equation.long)
         goes_on = any(value in self.made for value in equation.ins) and is_narrow(equation.outs[0].long.dtype)

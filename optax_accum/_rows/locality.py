@@ -99,7 +99,8 @@ def _is_free_or_local(long: Any, short: Any, rows: Rows, asks: bool) -> bool:
         return False
     view = view_of(long, short, rows, asks)
     if not view.has_rows and all(axis is None for axis in view.outs):
-        return primitives.same_numbers(view)
+        # A rule for the gradient of a parameter takes the whole of it: in a loop it would get that of each micro-batch.
+        return primitives.same_numbers(view) and not (asks and view.name.startswith("custom_vjp_call"))
     if view.name in NESTED:  # a result without rows, such as a counter, takes none: all equations inside are local
         view = view._replace(outs=[axis for axis in view.outs if axis is not None])
     return is_local(view) or (not view.has_rows and is_alike(view))

@@ -183,7 +183,7 @@ def _leading(trailing: int) -> Rule:
 
     def rule(view: View) -> bool:
         axes = [(axis, len(view.shape_in(i)) - trailing) for i, axis in enumerate(view.ins)]
-        return None not in view.ins and all(axis < limit for axis, limit in axes) and _on_one_axis(view)
+        return all(axis is not None and axis < limit for axis, limit in axes) and _on_one_axis(view)
 
     return rule
 

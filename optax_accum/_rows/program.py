@@ -57,8 +57,8 @@ class Equation:
     @property
     def view(self) -> View:
         """The equation as the table of primitives takes it."""
-        axes = [[value.axis for value in values] for values in (self.ins, self.outs)]
-        return View(self.long, self.short, *axes, self.rows)
+        ins, outs = ([value.axis for value in values] for values in (self.ins, self.outs))
+        return View(self.long, self.short, ins, outs, self.rows)
 
     @property
     def place(self) -> Place:

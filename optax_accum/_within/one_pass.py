@@ -126,6 +126,8 @@ def one_pass(traced: Traced) -> OnePass | None:
     before = [equation for equation in first.once if not levels.model.isdisjoint(equation.ins)]
     if any(levels.kinds[equation] is not Kind.FREE for equation in before):
         return None
+    if any(locality.has_backward(equation) for equation in before):
+        return None  # a rule for the gradient of a parameter, a clip say, takes the whole of it
     store = Store(traced.units, dict(zip(levels.program.inputs, traced.values, strict=True)))
     for equation in first.once:
         if equation not in before:

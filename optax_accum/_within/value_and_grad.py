@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import all_leaves
 
 from optax_accum._arguments import callables, checks, results
 from optax_accum._arguments.roles import Call, Roles
@@ -56,46 +58,54 @@ def value_and_grad(
 
         value, grads = value_and_grad(loss, 8)(params, batch)
 
-    Same call, same return, less memory. It splits the rows of the batch
-    into micro-batches with losses `l_i` and weights `w_i`, and returns
+    Same call, same return, same numbers, less memory: value, gradient and
+    `aux` are the whole batch's, to rounding. The traced loss of the whole
+    batch tells how its rows belong together, so any loss is exact, and
+    nothing is declared: masks, several terms, BatchNorm, contrastive losses,
+    dropout (`microbatched` says how, and what it guarantees). Where the
+    loss is linear in sums over rows, as a masked mean is, it is run once;
+    inside `jit` each gradient is added inside the backward pass, and no
+    second tree of gradients is stored. If k divides the rows, row r is in
+    micro-batch `r mod k`, so the rows of a sharded batch need not move.
+
+    Say how micro-batches add up where the trace cannot: over several
+    devices (`reduce_axes`), for a `Ratio`, or if each micro-batch is to
+    count by itself. With one of `weight_fn`, `weight_of`, `rng_argnum`,
+    `carry_argnum`, `whole_argnums`, `group_size`, `stacked`,
+    `aux_reduction` or `reduce_axes`, the loss is that of one micro-batch,
+    and micro-batches with losses `l_i` and weights `w_i` give
 
         loss     = sum_i s_i l_i
         gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
 
-    It computes the shares `s_i` from the data, before the first
-    micro-batch (with `weight_of` or a `Ratio` after the last). Each
-    micro-batch's loss is scaled by its share, so the backward pass can add
-    its gradient straight into the sum, and inside `jit` no second tree of
-    gradients is stored. If k divides the rows, row r is in micro-batch
-    `r mod k`, so the rows of a sharded batch need not move. If not, the
-    last rows form a smaller micro-batch.
+    The shares `s_i` come from the data, before the first micro-batch (with
+    `weight_of` or a `Ratio` after the last). If k does not divide the rows,
+    the last rows form a smaller micro-batch.
 
     Example:
-      Rows with masks of different lengths, and dropout:
+      A masked mean over normalised rows, with dropout:
 
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> def loss(w, batch, key):
-      ...     kept = jax.random.bernoulli(key, 0.9, batch["x"].shape)
-      ...     error = (jnp.where(kept, batch["x"], 0) @ w - batch["y"]) ** 2
+      ...     x = batch["x"] - batch["x"].mean(0)
+      ...     kept = jax.random.bernoulli(key, 0.9, x.shape)
+      ...     error = (jnp.where(kept, x, 0) @ w - batch["y"]) ** 2
       ...     return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
-      >>> value_and_grad = optax_accum.value_and_grad(
-      ...     loss,
-      ...     microbatch_size=4,
-      ...     weight_fn=lambda batch: batch["mask"].sum(),
-      ...     rng_argnum=2)
-      >>> batch = {"x": jnp.ones((10, 3)), "y": jnp.zeros(10)}
+      >>> grad_fn = optax_accum.value_and_grad(loss, microbatch_size=4)
+      >>> batch = {"x": jnp.eye(10, 3), "y": jnp.ones(10)}
       >>> batch["mask"] = jnp.arange(10) < 7
-      >>> key = jax.random.key(0)
-      >>> value, grad = jax.jit(value_and_grad)(jnp.ones(3), batch, key)
-      >>> grad.shape
-      (3,)
+      >>> args = jnp.ones(3), batch, jax.random.key(0)
+      >>> value, grad = jax.jit(grad_fn)(*args)
+      >>> whole, _ = jax.value_and_grad(loss)(*args)
+      >>> bool(jnp.allclose(value, whole))
+      True
 
     Args:
-      fun: the loss, a mean over what the weights count: a real scalar, or a
+      fun: the loss of the whole batch, a real scalar, for any number of
+        rows. With weights it is a mean over what they count, and may be a
         dict of scalar terms, which are added; or a `Ratio(total, count)` if
         only the loss knows the denominator, or a dict of those.
-        docs/losses.md has losses of each kind. If your loss is a sum over
-        rows, return the mean and multiply the gradient.
+        docs/losses.md has losses of each kind.
       num_microbatches: the most micro-batches to make, n at most, of
         `ceil(n / num_microbatches)` rows each. It is the second positional
         argument, where `jax.value_and_grad` has `argnums`.
@@ -167,10 +177,12 @@ def value_and_grad(
       `jax.value_and_grad(fun, argnums, has_aux)` returns.
 
     Raises:
-      TypeError, ValueError: invalid arguments, when you build or trace: a
-        random key that neither `rng_argnum` nor `whole_argnums` names,
-        numbers drawn for each row from a key that `fun` closes over,
-        another argument with as many rows as the batch, and the like.
+      TypeError, ValueError: invalid arguments, when you build or trace; a
+        loss that is another program for more rows. Where micro-batches are
+        weighed, also a random key that neither `rng_argnum` nor
+        `whole_argnums` names, numbers drawn for each row from a key that
+        `fun` closes over, and another argument with as many rows as the
+        batch.
 
     Guarantees:
       Known when tracing:
@@ -216,9 +228,9 @@ def value_and_grad(
       * A weight of zero for one term only: the term adds nothing, but is
         computed, and a NaN of it reaches the gradient. Guard a 0 / 0 in it
         with `jnp.maximum`.
-      * Called outside `jit`: the micro-batches run one after the other in
-        Python, and `fun` may look at values. It is traced first, for the
-        shapes of its results. Gradients are added after the backward pass.
+      * Called outside `jit`: the micro-batches run one after the other.
+        `fun` is traced all the same; if it looks at values, which no trace
+        has, its micro-batches are weighed as with options. Gradients are added after the backward pass.
         Nothing is compiled, but with `reduce_axes`, where every call is:
         use `jit`.
 
@@ -320,15 +332,16 @@ def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
     checks.check_no_module(call[call.params])
     checks.check_differentiable(call[call.params])
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
+    fun = _of_terms(rules)
     alone = traced.number_of_microbatches(rules.sizes, count_known_rows(call[call.batch])) == 1
     try:
-        found = None if alone else traced.traced(rules.fun, call, rules.sizes, call.params)
-        loss = rules.returns.parts(found.shapes if found else traced.shapes_of(rules.fun, call)).loss
+        found = None if alone else traced.traced(fun, call, rules.sizes, call.params)
+        loss = rules.returns.parts(found.shapes if found else traced.shapes_of(fun, call)).loss
     except tracing.NEEDS_VALUES:
         if tracing.is_staged():
             raise
         return _value_and_grad(rules, call)  # outside jit a loss may look at values, which no trace has
-    if ratio.is_ratio(loss) or isinstance(loss, dict):
+    if ratio.is_ratio(loss) or ratio.are_terms(loss):
         return _value_and_grad(rules, call)
     results.check_loss(loss, None)
     if found is None:
@@ -337,11 +350,27 @@ def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
     return _in_levels(rules, call, found) if once is None else _in_one_pass(rules, call, once)
 
 
+def _of_terms(rules: Rules) -> Callable[..., Any]:
+    """Returns `fun`, whose loss is the sum of its terms if it has several."""
+
+    @functools.wraps(rules.fun)
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        out = rules.fun(*args, **kwargs)
+        loss = out[0] if rules.returns.has_aux and isinstance(out, tuple) and len(out) == 2 else out
+        terms = list(loss.values()) if isinstance(loss, dict) else []
+        if not terms or not all_leaves(terms) or any(map(jnp.ndim, terms)) or any(map(ratio.is_record, terms)):
+            return out
+        total = functools.reduce(operator.add, terms)
+        return (total, out[1]) if rules.returns.has_aux else total
+
+    return fun
+
+
 def _whole(rules: Rules, call: Call) -> tuple[Any, Any]:
     """Returns the value and the gradient of a batch that is one micro-batch."""
     if rules.meter.measures:
         return _value_and_grad(dataclasses.replace(rules, aux_reduction="last"), call)
-    return _differentiated(rules, call, lambda call: call.apply(rules.fun))
+    return _differentiated(rules, call, lambda call: call.apply(_of_terms(rules)))
 
 
 def _in_one_pass(rules: Rules, call: Call, once: OnePass) -> tuple[Any, Any]:
