@@ -300,7 +300,7 @@ ALSO = {  # that ask something else by the same name
     "_space/several": {"is_staged", "communicates"},  # whether a reduction can be in place; that it does
     "_verify/loss": {"is_ratio"},  # of a loss that is not cut
     "_explain/weighing": {"is_ratio"},
-    "_within/value_and_grad": {"is_ratio", "measures"},  # whether the trace of all rows tells everything
+    "_within/value_and_grad": {"is_ratio", "are_terms", "measures"},  # whether the trace of all rows tells everything
     "_rows/resized": {"is_partial"},
     "_rows/levels": {"PARTIAL", "is_partial"},  # of rows
     "_rows/reading": {"PARTIAL"},

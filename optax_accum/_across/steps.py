@@ -157,6 +157,7 @@ class AccumulatingStep(Step):
         check_state(state)
         space.check_state(state.weight, call[tuple(call.arguments)])
         space.check_params(call.arguments[0])
+        space.check_shared(call.arguments[0])
         refuse_shards(self.rules.meter, call.arguments[0], self.rules.over.axes)
         return space
 

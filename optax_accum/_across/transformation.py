@@ -241,6 +241,7 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
     check_no_lookahead(params)
     space = here(rules.over)
     space.check_params(params)
+    space.check_shared(params)
     refuse_shards(rules.meter, params, rules.over.axes)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))

@@ -224,6 +224,17 @@ def varying_axes(leaf: Any) -> frozenset[str]:
     return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
 
 
+def in_shard_map() -> bool:
+    """Returns whether this runs inside a `jax.shard_map`, over whatever axes."""
+    return JAX >= DEVICES and bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def mesh_of_type(leaf: Any) -> Any:
+    """Returns the mesh that the type of an array names; None where types name none."""
+    kind = jax.typeof(leaf) if JAX >= DEVICES and isinstance(leaf, jax.Array) else None
+    return getattr(getattr(kind, "sharding", None), "mesh", None)
+
+
 def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
     """Returns a value as one that may differ between devices along the axes."""
     if hasattr(jax.lax, "pcast"):

@@ -163,6 +163,12 @@ def place(tree: Tree, to: Tree) -> Tree:
     return jax.tree.map(move, tree, to)
 
 
+def is_explicit(leaf: Any) -> bool:
+    """Returns whether the type of a leaf names a mesh that has Explicit axes."""
+    mesh = compilers.mesh_of_type(leaf)
+    return mesh is not None and not mesh.empty and bool(explicit_axes(mesh))
+
+
 def explicit_axes(mesh: Mesh) -> Axes:
     """Returns the axes over which shardings are part of a type."""
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)

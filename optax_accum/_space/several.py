@@ -221,8 +221,7 @@ class InShardMap(Several):
         mismatch.check_local(grads, self.axes)
         return self.as_partial(grads)
 
-    def check_params(self, params: Tree) -> None:
-        super().check_params(params)
+    def check_shared(self, params: Tree) -> None:
         mismatch.check_shared(params, self.axes)
 
     def check_gradients(self, params: Tree, results: Tree) -> None:
@@ -274,8 +273,8 @@ class PartialOverMesh(Partial, OverMesh):
 class PartialInShardMap(Partial, InShardMap):
     """Partial sums inside a `jax.shard_map` that stay: [...] on each device, whose parameters may be its own."""
 
-    def check_params(self, params: Tree) -> None:
-        mismatch.check_replicated(params, self.axes)
+    def check_shared(self, params: Tree) -> None:
+        pass
 
     def check_gradients(self, params: Tree, results: Tree) -> None:
         pass

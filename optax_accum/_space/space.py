@@ -142,6 +142,9 @@ class Space:
     def check_params(self, params: Tree) -> None:
         """Raises where parameters would be gathered unasked."""
 
+    def check_shared(self, params: Tree) -> None:
+        """Raises where devices have parameters of their own, whose gradients would be added."""
+
     def check_gradients(self, params: Tree, results: Tree) -> None:
         """Raises where results that are added over the devices are gradients of shards."""
 

@@ -15,7 +15,7 @@ from optax_accum._core.leaves import is_key
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.parts import Parts, Returns
-from optax_accum._within.value_and_grad import value_and_grad
+from optax_accum._within.value_and_grad import one_by_one, value_and_grad
 
 # A row here is what is never cut: an example, or with group_size a group of g. Batches have leaves [n, g, ...].
 
@@ -80,7 +80,8 @@ class Loss:
         rng = self.rng_argnum if own_keys else None
         whole = tuple(n for n in range(2, 2 + len(self.args)) if n not in (rng, carry))
         roles = {"rng_argnum": rng, "carry_argnum": carry, "whole_argnums": whole}
-        cut = value_and_grad(fun, weight_fn=None if self.weight_fn is None else self.weights, **roles, **options)
+        weight_fn = None if self.weight_fn is None else self.weights
+        cut = one_by_one(value_and_grad(fun, weight_fn=weight_fn, **roles, **options))
 
         def loss_and_grads(*args: Any) -> tuple[Any, Any]:
             out, grads = cut(*args)

@@ -13,13 +13,14 @@ from jax.tree_util import all_leaves
 from optax_accum._arguments import callables, checks, results
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows
-from optax_accum._core import dtypes, tracing
+from optax_accum._core import compilers, dtypes, tracing
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.meter import Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._loss.weighing import divided
+from optax_accum._space import meshes
 from optax_accum._space.here import as_reduction, here
 from optax_accum._space.mismatch import refuse_shards
 from optax_accum._within import by_level, gradients, microbatches, reductions, splitting, traced
@@ -69,11 +70,12 @@ def value_and_grad(
     micro-batch `r mod k`, so the rows of a sharded batch need not move.
 
     Say how micro-batches add up where the trace cannot: over several
-    devices (`reduce_axes`), for a `Ratio`, or if each micro-batch is to
-    count by itself. With one of `weight_fn`, `weight_of`, `rng_argnum`,
-    `carry_argnum`, `whole_argnums`, `group_size`, `stacked`,
-    `aux_reduction` or `reduce_axes`, the loss is that of one micro-batch,
-    and micro-batches with losses `l_i` and weights `w_i` give
+    devices (`reduce_axes`, Explicit axes, inside `jax.shard_map`), for a
+    `Ratio`, or if each micro-batch is to count by itself. With one of
+    `weight_fn`, `weight_of`, `rng_argnum`, `carry_argnum`, `whole_argnums`,
+    `group_size`, `stacked`, `aux_reduction` or `reduce_axes`, the loss is
+    that of one micro-batch, and micro-batches with losses `l_i` and weights
+    `w_i` give
 
         loss     = sum_i s_i l_i
         gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
@@ -87,7 +89,7 @@ def value_and_grad(
 
       >>> import jax, jax.numpy as jnp, optax_accum
       >>> def loss(w, batch, key):
-      ...     x = batch["x"] - batch["x"].mean(0)
+      ...     x = batch["x"] - batch["x"].mean(0, keepdims=True)
       ...     kept = jax.random.bernoulli(key, 0.9, x.shape)
       ...     error = (jnp.where(kept, x, 0) @ w - batch["y"]) ** 2
       ...     return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
@@ -230,9 +232,9 @@ def value_and_grad(
         with `jnp.maximum`.
       * Called outside `jit`: the micro-batches run one after the other.
         `fun` is traced all the same; if it looks at values, which no trace
-        has, its micro-batches are weighed as with options. Gradients are added after the backward pass.
-        Nothing is compiled, but with `reduce_axes`, where every call is:
-        use `jit`.
+        has, its micro-batches are weighed as with options. Gradients are
+        added after the backward pass. Nothing is compiled, but with
+        `reduce_axes`, where every call is: use `jit`.
 
     References:
       Adding inside the backward pass uses JAX's mutable arrays
@@ -285,6 +287,11 @@ def _tells_all(*options: Any) -> bool:
     return all(option is default or option == default for option, default in zip(options, nothing, strict=True))
 
 
+def one_by_one(compute: Any) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function that `value_and_grad` made, where each micro-batch has a loss of its own, as across calls."""
+    return _computing(dataclasses.replace(compute.rules, of_rows=False))
+
+
 def replacing(compute: Any, grad_reduction: Tree) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that `value_and_grad` made, where some leaves get new values instead of gradients.
 
@@ -332,6 +339,9 @@ def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
     checks.check_no_module(call[call.params])
     checks.check_differentiable(call[call.params])
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
+    compilers.warn_of_stale_products()
+    if compilers.in_shard_map() or any(map(meshes.is_explicit, jax.tree.leaves(list(call.arguments.values())))):
+        return _value_and_grad(rules, call)  # a trace of more rows knows nothing of other devices, or of a mesh
     fun = _of_terms(rules)
     alone = traced.number_of_microbatches(rules.sizes, count_known_rows(call[call.batch])) == 1
     try:
@@ -445,6 +455,7 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
     call = microbatches.checked_batch(call, rules.sizes)
     space = here(rules.over)
     space.check_params(call[call.params])
+    space.check_shared(call[call.params])
     refuse_shards(rules.meter, call[call.params], rules.over.axes)
 
     local, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)

@@ -73,7 +73,9 @@ def test_a_workflow_takes_its_environments_from_the_table(workflow, options):
 
 def test_the_legs_of_a_machine_are_the_jobs_of_the_workflow():
     """The leg of the docs does what two jobs do, of which one is in docs.yml."""
-    legs = subprocess.run([sys.executable, CI / "run", "--list"], check=True, capture_output=True, text=True).stdout
+    legs = subprocess.run(
+        [sys.executable, CI / "everything.py", "--list"], check=True, capture_output=True, text=True
+    ).stdout
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     others = {"environments", "tests", "facts", "other_libraries"}
     rows = [row for kind in environments().values() for row, columns in kind.items() if "nightly" not in columns]

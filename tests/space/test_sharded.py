@@ -753,6 +753,10 @@ def test_outside_jit_over_axes_of_two_kinds():
 ONE = [(kinds, None) for kinds in ("Auto+Auto", "Explicit+Explicit", *(kinds for kinds, _ in MIXED))]
 
 
+def row_weight(batch):
+    return jnp.float32(len(jax.tree.leaves(batch)[0]))
+
+
 OVER_ONE = [*ONE, *((kinds, True) for kinds in ("Auto+Auto", "Explicit+Explicit") if compilers.OVERLAPS)]
 
 
@@ -767,7 +771,7 @@ def test_a_reduction_over_one_device_is_none(kinds, overlap):
         if kinds in ("Auto+Auto", "Explicit+Explicit") and not overlap:
             tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
             close(train_with(tx, mesh, params, rows), whole_update(host_params(), JOINED))
-        weigh = {} if overlap else {"weight_fn": tokens}
+        weigh = {"weight_fn": row_weight if overlap else tokens}
         run = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data", overlap=overlap, **weigh)
         alone = optax_accum.value_and_grad(loss, num_microbatches=2, **weigh)
         want = alone(host_params(), host_batch())
