@@ -224,9 +224,7 @@ def varying_axes(leaf: Any) -> frozenset[str]:
     return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
 
 
-def in_shard_map() -> bool:
-    """Returns whether this runs inside a `jax.shard_map`, over whatever axes."""
-    return JAX >= DEVICES and bool(jax.sharding.get_abstract_mesh().manual_axes)
+KNOWS_DEVICES = JAX >= DEVICES  # whether it is asked for more than one device
 
 
 def mesh_of_type(leaf: Any) -> Any:

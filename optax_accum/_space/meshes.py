@@ -163,6 +163,11 @@ def place(tree: Tree, to: Tree) -> Tree:
     return jax.tree.map(move, tree, to)
 
 
+def in_shard_map() -> bool:
+    """Returns whether this runs inside a `jax.shard_map`, over whatever axes."""
+    return compilers.KNOWS_DEVICES and bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def is_explicit(leaf: Any) -> bool:
     """Returns whether the type of a leaf names a mesh that has Explicit axes."""
     mesh = compilers.mesh_of_type(leaf)

@@ -340,7 +340,7 @@ def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
     checks.check_differentiable(call[call.params])
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
     compilers.warn_of_stale_products()
-    if compilers.in_shard_map() or any(map(meshes.is_explicit, jax.tree.leaves(list(call.arguments.values())))):
+    if meshes.in_shard_map() or any(map(meshes.is_explicit, jax.tree.leaves(list(call.arguments.values())))):
         return _value_and_grad(rules, call)  # a trace of more rows knows nothing of other devices, or of a mesh
     fun = _of_terms(rules)
     alone = traced.number_of_microbatches(rules.sizes, count_known_rows(call[call.batch])) == 1
