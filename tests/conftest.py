@@ -32,8 +32,9 @@ def pytest_configure(config):
     if hasattr(config, "workerinput") or not hasattr(config, "cache"):
         return
     config.option.cacheclear = False  # it has been cleared; workers would clear it again while others write
-    folder = config.cache.mkdir("jax")
-    if size_of(folder) > MOST_KEPT:
+    folder = config.cache.mkdir(f"jax-{jax.__version__}")
+    # On JAX 0.5.3 a program of an earlier run was taken for another: gradients were wrong until it was cleared.
+    if size_of(folder) > MOST_KEPT or jax.__version_info__ < (0, 10):
         shutil.rmtree(folder, ignore_errors=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
