@@ -96,3 +96,17 @@ def test_a_rule_for_the_gradient_of_a_parameter_takes_the_whole_of_it(where):
     whole = jax.grad(loss)(w, x)
     assert jnp.isclose(jnp.max(jnp.abs(whole)), 0.02, rtol=1e-2)
     np.testing.assert_allclose(jax.jit(optax_accum.value_and_grad(loss, 4))(w, x)[1], whole, atol=1e-4)
+
+
+def test_a_gradient_that_is_scaled_in_the_end_is_not_measured():
+    """Its statistics would be those of the gradient before it is scaled."""
+
+    def loss(w, x):
+        each = (x @ w) ** 2
+        large = jax.lax.stop_gradient(each > 0.1)
+        return jnp.sum(each * large) / jnp.sum(large)
+
+    w, x = jnp.ones(3), jnp.linspace(-1, 1, 24).reshape(8, 3)
+    np.testing.assert_allclose(optax_accum.value_and_grad(loss, 2)(w, x)[1], jax.grad(loss)(w, x), rtol=1e-5)
+    with pytest.raises(ValueError, match="return Ratio"):
+        optax_accum.value_and_grad(loss, 2, statistics=True)(w, x)

@@ -385,6 +385,11 @@ def _whole(rules: Rules, call: Call) -> tuple[Any, Any]:
 
 def _in_one_pass(rules: Rules, call: Call, once: OnePass) -> tuple[Any, Any]:
     """Returns the value and the gradient of a loss whose cotangents are known beforehand."""
+    if once.factor is not None:
+        rules.meter.refuse(
+            "Statistics take the gradient of each micro-batch, which here is scaled by a count that only the whole "
+            "batch tells: return Ratio(total, count), or leave statistics out."
+        )
 
     def contribution(*args: Any) -> Any:
         *params, batch, fixed = args
