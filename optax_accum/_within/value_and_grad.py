@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import all_leaves
 
-from optax_accum._arguments import callables, checks, results
+from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows
 from optax_accum._core import compilers, dtypes, tracing
@@ -353,7 +353,7 @@ def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
         return _value_and_grad(rules, call)  # outside jit a loss may look at values, which no trace has
     if ratio.is_ratio(loss) or ratio.are_terms(loss):
         return _value_and_grad(rules, call)
-    results.check_loss(loss, None)
+    ratio.check_loss(loss, None)
     if found is None:
         return _whole(rules, call)
     once = one_pass(found)

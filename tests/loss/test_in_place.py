@@ -416,7 +416,7 @@ def test_a_parameter_that_is_returned_or_printed_is_no_matter(capfd):
 
 
 def looked_up(p, batch):
-    routed = jax.lax.cond(batch.sum() > 0, lambda w: jnp.tanh(batch @ w), lambda w: batch @ w, p["routed"])
+    routed = jax.lax.cond(p["scale"] > 0, lambda w: jnp.tanh(batch @ w), lambda w: batch @ w, p["routed"])
     layers = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), routed * clipped(p["scale"]), p["layers"])[0]
     return jnp.mean((layers @ p["out"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
 
@@ -431,16 +431,16 @@ def told(caplog, fun, *args):
 def test_the_log_tells_where_gradients_are_added_and_why(caplog):
     p = {"layers": jnp.ones((2, 4, 4)), "out": jnp.ones((4, 3)), "routed": jnp.ones((4, 4)), "scale": jnp.ones([])}
     x = jnp.ones((8, 4))
-    found = told(caplog, optax_accum.value_and_grad(looked_up, 2), p, x)
+    weighed = functools.partial(optax_accum.value_and_grad, num_microbatches=2, weight_fn=len)
+    found = told(caplog, weighed(looked_up), p, x)
     assert "inside the backward pass" in found
     cond = "" if compilers.ADDS_IN_BRANCHES else "[0]['routed'] (`cond`), "
     assert found.endswith(f"by the function in brackets: {cond}[0]['scale'] (`custom_vjp_call`).")
-    assert "unroll=True" in told(caplog, optax_accum.value_and_grad(looked_up, 2, unroll=True), p, x)
-    assert "in_place=False" in told(caplog, optax_accum.value_and_grad(looked_up, 2, in_place=False), p, x)
-    assert told(caplog, optax_accum.value_and_grad(looked_up, 2, statistics=True), p, x) == found
-    weighed = optax_accum.value_and_grad(jax.checkpoint(looked_up), 2, weight_fn=len)
+    assert "unroll=True" in told(caplog, weighed(looked_up, unroll=True), p, x)
+    assert "in_place=False" in told(caplog, weighed(looked_up, in_place=False), p, x)
+    assert told(caplog, weighed(looked_up, statistics=True), p, x) == found
     if compilers.ADDS_IN_CHECKPOINTS:  # inside a checkpoint sinks go into no branch
-        assert "[0]['routed'] (`cond`)" in told(caplog, weighed, p, x)
+        assert "[0]['routed'] (`cond`)" in told(caplog, weighed(jax.checkpoint(looked_up)), p, x)
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite="skip")
     step = optax_accum.value_and_apply_gradients(looked_up, tx)
     assert "nonfinite=" in told(caplog, step, p, tx.init(p), x)

@@ -61,7 +61,7 @@ def in_place(module, carry, batch):
 ONE = ("MICRO_BATCHES = 4", "MICRO_BATCHES = 1")
 WRAPPED = ("tx = optax.adamw(schedule)", "tx = optax.MultiSteps(optax.adamw(schedule), 4)")
 BARE = ("optax.MultiSteps(optax.adamw(schedule), MICRO_BATCHES)", "optax.adamw(schedule)")
-CUT = ("jax.value_and_grad(loss_fn)", "optax_accum.value_and_grad(loss_fn, MICRO_BATCHES)")
+PPO = ("tx = optax.adam(schedule)", "tx = optax.MultiSteps(optax.adam(schedule), 4)")
 KEY = lambda module: (module["init"](), jax.random.key(1))
 CONFIG = ('{"accumulate": 4}', '{"accumulate": 1}')
 OWN = ("own = jax.random.split(key)", "own = jax.random.split(key)\n    own = folded(own)")
@@ -78,7 +78,7 @@ TRAINERS = [
     Trainer(
         "context", "Parameters and batch", "moves while held", from_carry, (False, True), (BARE,), masks=(OF_STATE,)
     ),
-    Trainer("ppo", "PPO", "coupled examples", from_carry, (True, True), before=(CUT,)),
+    Trainer("ppo", "PPO", "coupled examples", from_carry, (False, True), before=(PPO,)),
 ]
 few_trainers = pytest.mark.parametrize(
     "trainer", sweep(map(pytest.param, TRAINERS), but=[TRAINERS[2], TRAINERS[3]]), ids=lambda trainer: trainer.name

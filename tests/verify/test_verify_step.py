@@ -409,12 +409,12 @@ def with_metrics(every):
     return counted, (*carry, metrics)
 
 
-def dealt_without_weights(every):
+def dealt_out(every, **options):
     """Rows are dealt out to micro-batches whose means have denominators of their own."""
     masked_mean = lambda params, batch: (
         jnp.sum(batch["mask"] * jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2, 1)) / jnp.sum(batch["mask"])
     )
-    tx, cut = optax.adam(0.01), optax_accum.value_and_grad(masked_mean, num_microbatches=every)
+    tx, cut = optax.adam(0.01), optax_accum.value_and_grad(masked_mean, every, **options)
 
     @jax.jit
     def step(carry, batch):
@@ -422,6 +422,10 @@ def dealt_without_weights(every):
         return optax.apply_updates(carry[0], updates), state
 
     return step, (PARAMS, tx.init(PARAMS))
+
+
+def dealt_alike(every):
+    return dealt_out(every, weight_fn=lambda batch: 1.0)
 
 
 OTHERS = {
@@ -432,7 +436,8 @@ OTHERS = {
     "NNX, split": (split_of_nnx, {"uneven": False}, []),
     "NNX, split, a sum": (summed_of_nnx, {}, ["sum for a mean"]),
     "NNX, metrics": (with_metrics, {"uneven": False}, []),
-    "rows dealt out": (dealt_without_weights, {"within_call": True}, ["mean of means"]),
+    "rows dealt out": (dealt_out, {"within_call": True}, []),
+    "rows dealt out, weighed alike": (dealt_alike, {"within_call": True}, ["mean of means"]),
     "a scan": (scanned, {"within_call": True}, []),
     "ours": (ours, {}, []),
     "a state that is lost": (dropped_state, {"optimizer": optax.adam(0.01), "loss": loss}, ["never closes"]),
