@@ -208,6 +208,7 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     functions, params = params if isinstance(params, tuple) else ((), params)
     if equation.primitive.name.startswith("custom_"):  # rules take arrays: constants of a traced program are NumPy's
         values = [jnp.asarray(value) if jnp.ndim(value) else value for value in values]
+    values = varying_together(values)
     with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
         results = equation.primitive.bind(*functions, *values, **params)
     return results if equation.primitive.multiple_results else [results]
@@ -238,6 +239,16 @@ def as_varying(leaf: Any, axes: Sequence[str]) -> Any:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(leaf, tuple(axes), to="varying")
     return jax.lax.pvary(leaf, tuple(axes))  # type: ignore[attr-defined]
+
+
+def varying_together(values: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
+    """Returns values as ones that may differ between devices along the axes along which one of them, or of `like`, may.
+
+    An operation takes no others in `jax.shard_map`.
+    """
+    axes = frozenset[str]().union(*map(varying_axes, (*values, *like)))
+    missing = [axes - varying_axes(value) for value in values] if axes else [()] * len(values)
+    return [as_varying(value, sorted(over)) if over else value for value, over in zip(values, missing, strict=True)]
 
 
 def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:

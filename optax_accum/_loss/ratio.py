@@ -226,6 +226,15 @@ def counts(terms: dict[str, Ratio]) -> dict[str, jax.Array]:
     return {name: term.checked().count for name, term in terms.items()}
 
 
+def quotient(term: Any) -> Any:
+    """Returns a term of a loss as a number: a Ratio is divided."""
+    if not is_ratio(term):
+        return term
+    count = jnp.asarray(checks.as_weight(term.count, name="the count of a Ratio"), checks.default_float())
+    total = jnp.asarray(term.total)
+    return divided(total.astype(dtypes.accumulator_dtype(total.dtype, None)), count)
+
+
 def dtype_of(loss: Any) -> Any:
     """Returns the dtype of a loss, or of the sum of its terms."""
     return jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(totals(loss))))

@@ -44,7 +44,7 @@ def evaluate(long: Any, other: Any, some: Some, values: Values) -> Values:
     """Evaluates an equation, of which there are two traces, on values of some rows."""
     of_name = NESTED.get(long.primitive.name)
     if of_name is not None:
-        return of_name(long, other, some, values)
+        return of_name(long, other, some, compilers.varying_together(values))
     params = {key: _resized(value, other.params.get(key), some) for key, value in long.params.items()}
     return compilers.bind(long.replace(params=params), values)
 
@@ -61,7 +61,7 @@ def run(long: Any, other: Any, some: Some, values: Values, taken: Callable[..., 
         operands = list(map(read, a.invars))
         operands = taken(a, b, operands) if taken else operands
         env.update(zip(a.outvars, evaluate(a, b, some, operands), strict=True))
-    return list(map(read, program.outvars))
+    return compilers.varying_together(list(map(read, program.outvars)), like=values)
 
 
 def _resized(long: Any, other: Any, some: Some) -> Any:

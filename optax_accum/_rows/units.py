@@ -1,7 +1,8 @@
 """How rows go into micro-batches: by units, the smallest blocks of rows that no axis of rows divides.
 
 Unit u is in micro-batch u mod k, so the rows of a sharded batch do not move. Where k does not divide the units, the
-last micro-batches are filled up with copies of the first units, which count for nothing.
+last micro-batches are filled up with copies of the first units, which count for nothing. Of several devices each deals
+out its own units.
 """
 
 import dataclasses
@@ -13,11 +14,13 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The `number` units of a batch, dealt out to `parts` micro-batches of `size` units each."""
+    """The `number` units of a device, dealt out to `parts` micro-batches of `size` units each."""
 
     number: int
     parts: int
     block: int = 1  # the rows of a unit
+    devices: int = 1
+    device: Any = 0  # the number of this one
 
     @property
     def size(self) -> int:
@@ -78,5 +81,6 @@ class Units:
 
     def places(self, units: jax.Array, length: int) -> jax.Array:
         """Returns where the rows of these units are along an axis of so many rows in all: an integer for each row."""
-        block = length // self.number
-        return ((units % self.number)[:, None] * block + jnp.arange(block)[None]).reshape(-1)
+        block = length // (self.devices * self.number)
+        first = self.device * self.number
+        return ((first + units % self.number)[:, None] * block + jnp.arange(block)[None]).reshape(-1)

@@ -40,6 +40,11 @@ class Device:
         """The number of devices."""
         return jax.lax.psum(1, self.axes)
 
+    @property
+    def index(self) -> Any:
+        """The number of this device."""
+        return jax.lax.axis_index(self.axes) if self.axes else 0
+
     def localized(self, call: Call, names: tuple[Name, ...]) -> Call:
         """Makes the named arguments and the key this device's own, so that no gradient is reduced."""
         arrays, filled = parted(call[names], is_array)
@@ -47,7 +52,7 @@ class Device:
 
     def fold_key(self, call: Call) -> Call:
         """Returns the call with a key of this device's own, if there are others."""
-        return call.fold_key(jax.lax.axis_index(self.axes)) if self.axes else call
+        return call.fold_key(self.index) if self.axes else call
 
     def fold_keys(self, keys: Tree) -> Tree:
         """Returns keys of this device's own, from those that all of several have."""
@@ -105,6 +110,36 @@ class Device:
 
     def _shards(self, sums: Tree) -> Sequence[Shard] | None:
         return None if self.shards_of is None else self.shards_of(sums)
+
+    def joined(self, reduction: str, value: jax.Array) -> jax.Array:
+        """Returns the sum, or an extreme, over all devices."""
+        reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[reduction]
+        return self.vary(reduce(value, self.axes)) if self.axes else value
+
+    def gathered(self, rows: jax.Array, axis: int) -> jax.Array:
+        """Returns the rows of all devices, along their axis."""
+        return jax.lax.all_gather(rows, self.axes, axis=axis, tiled=True)
+
+    def own(self, rows: jax.Array, axis: int) -> jax.Array:
+        """Returns this device's part of the rows of all."""
+        size = rows.shape[axis] // self.count
+        return jax.lax.dynamic_slice_in_dim(rows, self.index * size, size, axis)
+
+    def part(self, value: jax.Array) -> jax.Array:
+        """Returns this device's part of a value that all devices have alike: its gradient is a sum over devices."""
+        return value / self.count if self.axes else value
+
+    def same(self, tree: Tree) -> Tree:
+        """Returns values that are the same on all devices, so that types tell it."""
+        return jax.tree.map(self._of_first, tree) if self.axes else tree
+
+    def _of_first(self, leaf: Any) -> Any:
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(self._of_first(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        if leaf.dtype == bool:
+            return self._of_first(leaf.astype(jnp.int32)).astype(bool)
+        return jax.lax.psum(jnp.where(self.index == 0, leaf, jnp.zeros_like(leaf)), self.axes)
 
     def total(self, value: Any) -> Any:
         """Adds a value over the devices that share one batch."""

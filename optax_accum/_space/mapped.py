@@ -170,9 +170,10 @@ def tells_apart(axes: Axes) -> bool:
     return differs(jax.lax.axis_index(axes), axes)
 
 
-def communicates(program: Any, axes: Axes) -> bool:
-    """Returns whether a traced program takes something from other devices along the axes, inside `jax.shard_map`."""
-    return not set(axes).isdisjoint(_communicating(program))
+def communicates(program: Any, axes: Axes | None = None) -> bool:
+    """Returns whether a traced program takes something from other devices, inside `jax.shard_map`, along these axes."""
+    found = set(_communicating(program))
+    return bool(found if axes is None else found & set(axes))
 
 
 def may_wait_for_all(program: Any) -> bool:

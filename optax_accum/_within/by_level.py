@@ -10,15 +10,17 @@ import numpy as np
 
 from optax_accum._core import compilers, dtypes
 from optax_accum._rows import draws, resized
-from optax_accum._rows.levels import Levels, Loop, inside_layers, is_over_layers
+from optax_accum._rows.levels import Kind, Levels, Loop, inside_layers, is_over_layers
 from optax_accum._rows.program import Constant, Equation, Number, Value
+from optax_accum._rows.traces import COUPLED
 from optax_accum._rows.units import Units
+from optax_accum._space.device import Device
 from optax_accum._within import loops, shared
 
 
-def evaluate(levels: Levels, units: Units, values: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a program for all rows, one micro-batch after the other."""
-    store = Store(units, dict(zip(levels.program.inputs, values, strict=True)))
+def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a program for all rows of a device, one micro-batch after the other."""
+    store = Store(units, device, dict(zip(levels.program.inputs, values, strict=True)))
     for stage in levels.stages:
         for equation in stage.once:
             once(equation, levels, store)
@@ -29,9 +31,13 @@ def evaluate(levels: Levels, units: Units, values: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass
 class Store:
-    """The values of a program that are there: whole, or as micro-batches [k, ...] as a loop has left them."""
+    """The values of a program that are there: whole, or as micro-batches [k, ...] as a loop has left them.
+
+    Of several devices each has its own rows, and all other values alike.
+    """
 
     units: Units
+    device: Device
     values: dict[Value, Any]
     parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
 
@@ -59,9 +65,35 @@ def axis_of(value: Value) -> int:
 def once(equation: Equation, levels: Levels, store: Store) -> None:
     """Evaluates an equation for all rows."""
     values = [store.whole(value) for value in equation.ins]
-    results = over_layers(equation, levels, store, values) if is_over_layers(equation, levels) else None
-    results = compilers.bind(equation.long, values) if results is None else results
+    if is_over_layers(equation, levels):
+        results = over_layers(equation, levels, store, values)
+    elif store.device.axes:
+        results = _over_devices(equation, levels.kinds[equation], store, values)
+    else:
+        results = compilers.bind(equation.long, values)
     store.values.update(zip(equation.outs, results, strict=True))
+
+
+def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any]) -> Sequence[Any]:
+    """Evaluates an equation for all rows, of which each device has its own: what takes them together gathers them."""
+    units, device = store.units, store.device
+    every = jnp.arange(units.number)
+    if kind is Kind.LOCAL:
+        return _of_rows(equation, units, values, every)
+    if kind is Kind.PARTIAL:
+        part = part_of(equation, units, values, every)
+        return [finished(equation, device.joined(REDUCTIONS[equation.name].name, part), store)]
+    pairs = zip(values, equation.ins, strict=True)
+    values = [device.gathered(v, axis_of(value)) if has_own_rows(value) else v for v, value in pairs]
+    # Programs inside it are traced again: to types their values differ between devices now.
+    results = resized.evaluate(equation.long, equation.short, resized.Some(equation.rows, equation.rows[0]), values)
+    results = zip(results, equation.outs, strict=True)
+    return [device.own(result, axis_of(value)) if has_own_rows(value) else result for result, value in results]
+
+
+def has_own_rows(value: Value) -> bool:
+    """Returns whether each device has its own rows of a value: not where they are along two axes."""
+    return value.axis not in (None, COUPLED)
 
 
 def run(loop: Loop, levels: Levels, store: Store) -> None:
@@ -84,7 +116,8 @@ def run(loop: Loop, levels: Levels, store: Store) -> None:
     rows, parts = loops.mapped(lambda x: turn(wide, interleaved, *x), xs)
     store.parts.update(zip(loop.rows, rows, strict=True))
     for equation, found in zip(loop.parts, parts, strict=True):
-        total = REDUCTIONS[equation.name].over(found, axis=0)
+        reduction = REDUCTIONS[equation.name]
+        total = store.device.joined(reduction.name, reduction.over(found, axis=0))
         store.values[equation.outs[0]] = finished(equation, total, store)
 
 
@@ -215,12 +248,14 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
     params, inner = equation.long.params, inside_layers(equation, levels)
     consts, carried = compilers.sizes_of_scan(equation.long)
+    values = compilers.varying_together(values)
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
     wide = shared.widened(list(fixed), [_same] * consts)  # their gradients are sums over all iterations
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = evaluate(inner, store.units, [*shared.narrowed(wide), *carry, *x])
+        out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x])
+        out = compilers.varying_together(out, like=[*start, *fixed])
         return out[:carried], out[carried:]
 
     options = {key: params[key] for key in ("length", "reverse", "unroll")}

@@ -93,6 +93,6 @@ def microbatched(
         found = traced(fun, call, sizes, others)
         if found.units.parts == 1:
             return call.apply(fun)
-        return found.returned(by_level.evaluate(found.levels, found.units, found.values))
+        return found.returned(by_level.evaluate(found.levels, found.units, found.device, found.values))
 
     return run

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from optax_accum._core import compilers
-from optax_accum._rows import locality
+from optax_accum._rows import locality, resized
 from optax_accum._rows.levels import Kind, Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._within import by_level
@@ -96,7 +96,7 @@ class OnePass:
         pairs = zip(rows, self.loop.rows, strict=True)
         first = [_units_first(row, axis_of(value), len(numbers)) for row, value in pairs]
         products = map(_product, (*self.cotangents.parts, *batch["cotangents"]), (*parts, *first))
-        share = len(numbers) / (units.size * units.parts)
+        share = len(numbers) / (units.size * units.parts * units.devices)
         return sum(products, jnp.zeros([])) / share, Given(parts, first)
 
     @property
@@ -109,7 +109,7 @@ class OnePass:
         units = self.traced.units
         pairs = zip(given.rows, self.loop.rows, strict=True)
         rows = [units.along(leaf[: units.number], axis_of(value)) for leaf, value in pairs]
-        return Given(given.parts, rows)
+        return Given(list(map(self.traced.device.joined, self.reductions.parts, given.parts)), rows)
 
     def outputs(self, given: Given) -> Leaves:
         """Returns the outputs of the loss."""
@@ -128,7 +128,7 @@ def one_pass(traced: Traced) -> OnePass | None:
         return None
     if any(locality.has_backward(equation) for equation in before):
         return None  # a rule for the gradient of a parameter, a clip say, takes the whole of it
-    store = Store(traced.units, dict(zip(levels.program.inputs, traced.values, strict=True)))
+    store = Store(traced.units, traced.device, dict(zip(levels.program.inputs, traced.values, strict=True)))
     for equation in first.once:
         if equation not in before:
             by_level.once(equation, levels, store)
@@ -143,22 +143,27 @@ class End:
     def __init__(self, traced: Traced, store: Store, loop: Loop, before: Sequence[Equation], after: Sequence[Equation]):
         self.traced, self.store, self.loop, self.before, self.after = traced, store, loop, before, after
         self.params = [store.whole(value) for value in _model_inputs(traced)]
-        types = Given(list(map(by_level.type_of_part, loop.parts)), [value.long for value in loop.rows])
-        self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in (*types.parts, *types.rows)]
+        types = [*map(by_level.type_of_part, loop.parts), *map(self._type_of_rows, loop.rows)]
+        self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in types]
         self.of_params = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.params]
-        shapes = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in types]
-        given = _chosen([*shapes[0], *shapes[1]], self.inexact)
-        params = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in _chosen(self.params, self.of_params)]
-        self.still = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in (*shapes[0], *shapes[1])]
-        others = _chosen([*shapes[0], *shapes[1]], [not moves for moves in self.inexact])
+        self.still = [traced.device.vary(jnp.zeros(leaf.shape, leaf.dtype)) for leaf in types]
+        given = _chosen(self.still, self.inexact)
+        others = _chosen(self.still, [not moves for moves in self.inexact])
+        params = _chosen(self.params, self.of_params)
         self.gradient = jax.make_jaxpr(jax.grad(self._loss, argnums=(0, 2)))(given, others, params)
+
+    def _type_of_rows(self, value: Value) -> jax.ShapeDtypeStruct:
+        """Returns the type of the rows of this device."""
+        shape = list(value.long.shape)
+        shape[axis_of(value)] //= self.traced.units.devices
+        return jax.ShapeDtypeStruct(tuple(shape), value.long.dtype)
 
     def outputs(self, given: Given, params: Leaves) -> Leaves:
         """Returns the outputs of the loss."""
         values = self.store.values | dict(zip(_model_inputs(self.traced), params, strict=True))
         _evaluate(self.before, values)
         values.update(zip(self.loop.rows, given.rows, strict=True))
-        end = Store(self.traced.units, values)
+        end = Store(self.traced.units, self.traced.device, values)
         for equation, part in zip(self.loop.parts, given.parts, strict=True):
             end.values[equation.outs[0]] = by_level.finished(equation, part, end)
         for equation in self.after:
@@ -166,10 +171,11 @@ class End:
         return [end.whole(value) for value in self.traced.levels.program.outputs]
 
     def _loss(self, given: Leaves, others: Leaves, params: Leaves) -> jax.Array:
+        """Returns this device's part of the loss, which all devices compute."""
         rest = iter(others)
         leaves = _put(given, self.inexact, [None if moves else next(rest) for moves in self.inexact])
         parts = Given(leaves[: len(self.loop.parts)], leaves[len(self.loop.parts) :])
-        return self.outputs(parts, _put(params, self.of_params, self.params))[0]
+        return self.traced.device.part(self.outputs(parts, _put(params, self.of_params, self.params))[0])
 
     def known(self) -> tuple[Given | None, int | None]:
         """Returns the cotangents of what the loop gives, where they do not depend on what it gives.
@@ -180,8 +186,13 @@ class End:
         depends = _depend(self.gradient.jaxpr, len(self.inexact))[:count]
         is_zero = _zeros(self.gradient.jaxpr)[:count]
         if not any(depends):
-            found = self._gradient(self.still, range(count))
-            return self._given([None if zero else ct for zero, ct in zip(is_zero, found, strict=True)]), None
+            found = self._given(
+                [
+                    None if zero else ct
+                    for zero, ct in zip(is_zero, self._gradient(self.still, range(count)), strict=True)
+                ]
+            )
+            return found._replace(parts=jax.tree.map(self._over_devices, found.parts)), None
         given = _chosen(self.still, self.inexact)
         at = is_zero.index(False)
         if is_zero.count(False) != 1 or given[at].shape or any(map(locality.has_backward, self.loop.equations)):
@@ -190,12 +201,21 @@ class End:
             [None if zero else jnp.ones_like(leaf) for zero, leaf in zip(is_zero, given, strict=True)]
         ), at
 
+    @property
+    def adds(self) -> bool:
+        """Whether the end of the loss adds a gradient by the parameters: a term of the parameters alone."""
+        return not all(_zeros(self.gradient.jaxpr)[sum(self.inexact) :])
+
     def factor(self, given: Given, at: int) -> jax.Array:
         """Returns the cotangent of one sum."""
-        return self._gradient([*given.parts, *given.rows], [at])[0]
+        return self._over_devices(self._gradient([*given.parts, *given.rows], [at])[0])
+
+    def _over_devices(self, cotangent: jax.Array) -> jax.Array:
+        """Returns the cotangent of a value that all devices have alike."""
+        return self.traced.device.joined("sum", cotangent)
 
     def direct(self, given: Given) -> list[Any]:
-        """Returns the gradient by the parameters of what follows the loop; None where there is none."""
+        """Returns this device's part of the gradient by the parameters of what follows the loop; None for zeros."""
         count = sum(self.inexact)
         is_zero = _zeros(self.gradient.jaxpr)[count:]
         wanted = [count + place for place, zero in enumerate(is_zero) if not zero]
@@ -224,7 +244,9 @@ def _evaluate(equations: Sequence[Equation], env: dict[Value, Any]) -> None:
         return env[value]
 
     for equation in equations:
-        env.update(zip(equation.outs, compilers.bind(equation.long, list(map(read, equation.ins))), strict=True))
+        every = resized.Some(equation.rows, equation.rows[0])
+        results = resized.evaluate(equation.long, equation.short, every, list(map(read, equation.ins)))
+        env.update(zip(equation.outs, results, strict=True))
 
 
 def _chosen(leaves: Leaves, flags: Sequence[bool]) -> list[Any]:

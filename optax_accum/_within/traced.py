@@ -15,22 +15,29 @@ from optax_accum._rows.levels import Levels, levels_of
 from optax_accum._rows.program import paired
 from optax_accum._rows.traces import OtherProgramError
 from optax_accum._rows.units import Units
+from optax_accum._space.device import Device
 from optax_accum._within.splitting import Sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A call, traced for all rows and for twice as many, abstractly: what grows has rows.
+    """A call, traced for the rows of all devices and for twice as many, abstractly: what grows has rows.
 
     Attributes:
+      program: the trace for all rows.
       levels: how its program runs.
-      units: how its rows go into micro-batches.
+      units: how the rows of this device go into micro-batches.
+      device: that runs it.
+      call: with its arrays.
       values: the arrays of the call, in the order of the program's inputs.
       shapes: the shapes of what the function returns.
     """
 
+    program: Any
     levels: Levels
     units: Units
+    device: Device
+    call: Call
     values: Sequence[Any]
     shapes: Tree
 
@@ -51,32 +58,50 @@ def number_of_microbatches(sizes: Sizes, rows: int) -> int:
     return -(-rows // (sizes.microbatch_size or rows))
 
 
-def traced(fun: Callable[..., Any], call: Call, sizes: Sizes, model: Sequence[Name]) -> Traced:
-    """Traces a call; `model` names the arguments by which it may be differentiated.
+def traced(
+    fun: Callable[..., Any], call: Call, sizes: Sizes, model: Sequence[Name], device: Device | None = None
+) -> Traced:
+    """Traces a call, of which a device has its rows; `model` names the arguments by which it may be differentiated.
 
     Raises:
-      ValueError: `fun` is another program for twice as many rows, or none.
+      ValueError: `fun` is another program for twice as many rows, or none; a group of rows is on two devices.
     """
-    rows = count_known_rows(call[call.batch])
+    device = device or Device()
+    devices = device.count
+    rows_here = count_known_rows(call[call.batch])
+    rows = devices * rows_here
     of_arrays, arrays = _of_arrays(fun, call)
     arguments = call.arguments.items()
     owner = [name for name, arg in arguments for leaf in jax.tree.leaves(arg) if is_array(leaf)]
 
-    long, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(list(map(_type, arrays)))
     in_batch = [name in call.batch for name in owner]
-    twice = [_type(leaf, 2 if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
+
+    def types(times: int) -> list[Any]:
+        return [_type(leaf, times if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
+
+    long, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(types(devices))
     try:
-        program = paired(long, jax.make_jaxpr(of_arrays)(twice), (rows, 2 * rows))
+        program = paired(long, jax.make_jaxpr(of_arrays)(types(2 * devices)), (rows, 2 * rows))
     except OtherProgramError as error:
         raise ValueError(f"{_OTHER} {error}. {_REMEDY}") from error
     except (TypeError, ValueError) as error:
         call.check_shared(rows, keys=False)  # an argument with as many rows as the batch may be why
         error.add_note(f"{_OTHER} {_REMEDY}")
         raise
-    block = rows // program.units
-    parts = min(number_of_microbatches(sizes, rows), program.units)
+    if program.units % devices:
+        raise ValueError(
+            f"A group of rows must be on one device: the loss takes {rows // program.units} rows together, and each of "
+            f"{devices} devices has {rows_here}. Deal out whole groups, or take fewer devices."
+        )
+    units = program.units // devices
+    parts = min(number_of_microbatches(sizes, rows_here), units)
     levels = levels_of(program, [name in model for name in owner])
-    return Traced(levels, Units(program.units, parts, block), arrays, shapes)
+    names = tuple(call.arguments)
+    _, filled = parted(call[names], is_array)
+    arrays = device.vary(arrays)
+    call = call.with_values(names, filled(arrays))
+    units = Units(units, parts, rows_here // units, devices, device.index)
+    return Traced(long, levels, units, device, call, arrays, shapes)
 
 
 def shapes_of(fun: Callable[..., Any], call: Call) -> Tree:

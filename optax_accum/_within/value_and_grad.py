@@ -2,31 +2,24 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import all_leaves
 
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._arguments.rows import count_known_rows
-from optax_accum._core import compilers, dtypes, tracing
-from optax_accum._core.leaves import is_array, parted
+from optax_accum._core import dtypes, tracing
 from optax_accum._core.types import Name, Tree
-from optax_accum._loss import ratio
 from optax_accum._loss.meter import Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._loss.weighing import divided
-from optax_accum._space import meshes
 from optax_accum._space.here import as_reduction, here
 from optax_accum._space.mismatch import refuse_shards
-from optax_accum._within import by_level, gradients, microbatches, reductions, splitting, traced
+from optax_accum._space.space import Space
+from optax_accum._within import gradients, microbatches, reductions, splitting, whole_batch
 from optax_accum._within.cut import Rules, cut
-from optax_accum._within.one_pass import Given, OnePass, one_pass
-from optax_accum._within.traced import Traced
 
 
 @callables.renamed("num_microbatches")
@@ -272,8 +265,7 @@ def value_and_grad(
         overlap=overlap,
         meter=as_meter(statistics),
         over=over._replace(to=reduce_to if reduce_to is None or over.is_partial else of_params(reduce_to)),
-        of_rows=not over.axes
-        and _tells_all(
+        of_rows=_tells_all(
             weight_fn, weight_of, rng_argnum, carry_argnum, stacked, group_size, whole_argnums, aux_reduction
         ),
     )
@@ -338,119 +330,27 @@ def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
     """Returns the whole batch's value and gradient, as the traced loss tells them."""
     checks.check_no_module(call[call.params])
     checks.check_differentiable(call[call.params])
+    again = tracing.is_again(list(call.arguments.values()))
     call = call.with_values(call.params, jax.tree.map(jnp.asarray, call[call.params]))
-    compilers.warn_of_stale_products()
-    if meshes.in_shard_map() or any(map(meshes.is_explicit, jax.tree.leaves(list(call.arguments.values())))):
-        return _value_and_grad(rules, call)  # a trace of more rows knows nothing of other devices, or of a mesh
-    fun = _of_terms(rules)
-    alone = traced.number_of_microbatches(rules.sizes, count_known_rows(call[call.batch])) == 1
+    space = _checked_space(rules, call[call.params])
     try:
-        found = None if alone else traced.traced(fun, call, rules.sizes, call.params)
-        loss = rules.returns.parts(found.shapes if found else traced.shapes_of(fun, call)).loss
-    except tracing.NEEDS_VALUES:
-        if tracing.is_staged():
-            raise
-        return _value_and_grad(rules, call)  # outside jit a loss may look at values, which no trace has
-    if ratio.is_ratio(loss) or ratio.are_terms(loss):
+        local, outputs = space.run(lambda device, call: whole_batch.differentiated(rules, device, call, again), call)
+    except whole_batch.UnreadableError:
         return _value_and_grad(rules, call)
-    ratio.check_loss(loss, None)
-    if found is None:
-        return _whole(rules, call)
-    once = one_pass(found)
-    return _in_levels(rules, call, found) if once is None else _in_one_pass(rules, call, once)
+    value = whole_batch.joined(space, local.outputs, outputs)
+    grads = space.reduced(local.grads)[0]
+    samples, weight = space.total((local.samples, local.weight))
+    value = rules.meter.with_statistics(value, samples, grads, weight)
+    grads = _in_dtypes(grads, call[call.params], rules.accumulator_dtype)
+    return value, grads[0] if rules.single else grads
 
 
-def _of_terms(rules: Rules) -> Callable[..., Any]:
-    """Returns `fun`, whose loss is the sum of its terms if it has several."""
-
-    @functools.wraps(rules.fun)
-    def fun(*args: Any, **kwargs: Any) -> Any:
-        out = rules.fun(*args, **kwargs)
-        loss = out[0] if rules.returns.has_aux and isinstance(out, tuple) and len(out) == 2 else out
-        terms = list(loss.values()) if isinstance(loss, dict) else []
-        if not terms or not all_leaves(terms) or any(map(jnp.ndim, terms)) or any(map(ratio.is_record, terms)):
-            return out
-        total = functools.reduce(operator.add, terms)
-        return (total, out[1]) if rules.returns.has_aux else total
-
-    return fun
-
-
-def _whole(rules: Rules, call: Call) -> tuple[Any, Any]:
-    """Returns the value and the gradient of a batch that is one micro-batch."""
-    if rules.meter.measures:
-        return _value_and_grad(dataclasses.replace(rules, aux_reduction="last"), call)
-    return _differentiated(rules, call, lambda call: call.apply(_of_terms(rules)))
-
-
-def _in_one_pass(rules: Rules, call: Call, once: OnePass) -> tuple[Any, Any]:
-    """Returns the value and the gradient of a loss whose cotangents are known beforehand."""
-    if once.factor is not None:
-        rules.meter.refuse(
-            "Statistics take the gradient of each micro-batch, which here is scaled by a count that only the whole "
-            "batch tells: return Ratio(total, count), or leave statistics out."
-        )
-
-    def contribution(*args: Any) -> Any:
-        *params, batch, fixed = args
-        return once.contribution(jax.tree.leaves(params), batch, fixed)
-
-    count = len(call.params)
-    roles = Roles(contribution, argnums=tuple(range(count)), batch_argnums=count, whole_argnums=count + 1)
-    inner = dataclasses.replace(
-        rules,
-        fun=contribution,
-        roles=roles,
-        returns=Returns(has_aux=True),
-        sizes=splitting.Sizes(once.traced.units.parts, None, 1),
-        single=False,
-        aux_reduction=once.reductions,
-        of_rows=False,
-    )
-    value, grads = _value_and_grad(inner, roles.bind((*call[call.params], once.batch, once.fixed), {}))
-    (_, given), *measured = value if rules.meter.measures else (value,)
-    given = once.joined(given)
-    grads = _ended(once, given, grads)
-    outputs = once.traced.returned(once.outputs(given))
-    return (outputs, *measured) if measured else outputs, grads[0] if rules.single else grads
-
-
-def _ended(once: OnePass, given: Given, grads: Tree) -> Tree:
-    """Returns the gradient with what the end of the loss adds to it."""
-    leaves, treedef = jax.tree.flatten(grads)
-    if once.factor is not None:
-        factor = once.end.factor(given, once.factor)
-        leaves = [leaf if dtypes.is_float0(leaf) else leaf * factor.astype(leaf.dtype) for leaf in leaves]
-    pairs = zip(leaves, once.end.direct(given), strict=True)
-    return treedef.unflatten([leaf if more is None else leaf + more.astype(leaf.dtype) for leaf, more in pairs])
-
-
-def _in_levels(rules: Rules, call: Call, found: Traced) -> tuple[Any, Any]:
-    """Returns the value and the gradient of a loss that takes rows together before its end."""
-    rules.meter.refuse(
-        "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have no "
-        "gradients of their own. Leave statistics out."
-    )
-    names = tuple(call.arguments)
-
-    def compute(call: Call) -> Any:
-        arrays, _ = parted(call[names], is_array)
-        return found.returned(by_level.evaluate(found.levels, found.units, arrays))
-
-    return _differentiated(rules, call, compute)
-
-
-def _differentiated(rules: Rules, call: Call, compute: Callable[[Call], Any]) -> tuple[Any, Any]:
-    """Returns what `compute` returns, and its gradient, by `jax.value_and_grad`."""
-
-    def fun(params: Tree) -> Any:
-        parts = rules.returns.taken_apart(compute(call.with_values(call.params, params)))
-        return parts.loss, parts.aux
-
-    (loss, aux), grads = jax.value_and_grad(fun, has_aux=True, allow_int=True)(call[call.params])
-    named = dtypes.named_dtypes(rules.accumulator_dtype, call[call.params])
-    grads = jax.tree.map(lambda grad, dtype: grad if dtype is None else grad.astype(dtype), grads, named)
-    return (loss, aux) if rules.returns.has_aux else loss, grads[0] if rules.single else grads
+def _checked_space(rules: Rules, params: Tree) -> Space:
+    space = here(rules.over)
+    space.check_params(params)
+    space.check_shared(params)
+    refuse_shards(rules.meter, params, rules.over.axes)
+    return space
 
 
 def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
@@ -458,11 +358,7 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
     checks.check_no_module(call[call.params])
     again = tracing.is_again(list(call.arguments.values()))
     call = microbatches.checked_batch(call, rules.sizes)
-    space = here(rules.over)
-    space.check_params(call[call.params])
-    space.check_shared(call[call.params])
-    refuse_shards(rules.meter, call[call.params], rules.over.axes)
-
+    space = _checked_space(rules, call[call.params])
     local, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)
     outputs = jax.tree.map(space.output, reductions.names_of(rules.aux_reduction, local.outputs), local.outputs)
     loss, grads = space.total(local.loss), space.reduced(local.grads)[0]
@@ -478,5 +374,10 @@ def _value_and_grad(rules: Rules, call: Call) -> tuple[Any, Any]:
 
 def _in_dtypes(grads: Tree, params: Tree, dtype: Tree) -> Tree:
     """Returns gradients in the dtypes that were named, else in those of the parameters."""
-    cast = lambda grad, param, named: grad.astype(jnp.result_type(param)) if named is None else grad
+
+    def cast(grad: Any, param: Any, named: Any) -> Any:
+        if dtypes.is_float0(grad):
+            return grad
+        return grad.astype(jnp.result_type(param) if named is None else named)
+
     return jax.tree.map(cast, grads, params, dtypes.named_dtypes(dtype, params))
