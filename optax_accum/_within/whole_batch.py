@@ -1,0 +1,207 @@
+"""The value and the gradient of a whole batch on one of its devices, as the traced loss tells: nothing is declared.
+
+Each micro-batch runs once where that is enough (`one_pass`), else level by level (`by_level`).
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._arguments.roles import Call, Roles
+from optax_accum._arguments.rows import count_known_rows
+from optax_accum._core import dtypes, tracing
+from optax_accum._core.leaves import is_array, parted
+from optax_accum._core.types import Tree
+from optax_accum._loss import ratio
+from optax_accum._loss.parts import Returns
+from optax_accum._space import mapped, meshes
+from optax_accum._space.device import Device
+from optax_accum._space.space import Space
+from optax_accum._within import by_level, splitting, traced
+from optax_accum._within.by_level import axis_of
+from optax_accum._within.cut import Rules, cut
+from optax_accum._within.one_pass import Given, OnePass, one_pass
+from optax_accum._within.traced import Traced
+
+
+class UnreadableError(Exception):
+    """The trace does not tell how micro-batches belong together: they are weighed by their rows."""
+
+
+class Local(NamedTuple):
+    """What one device has of a result: its part of the gradient and of the statistics, and its rows of outputs."""
+
+    grads: Any
+    outputs: Tree
+    samples: Any = ()
+    weight: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Along:
+    """The rows of one device of an output, [n, ...], that belong along an axis."""
+
+    rows: jax.Array
+    axis: int = dataclasses.field(metadata={"static": True})
+
+
+def differentiated(rules: Rules, device: Device, call: Call, again: bool) -> tuple[Local, Tree]:
+    """Returns what this device has of the whole batch's value and gradient, and the outputs that all have alike.
+
+    Raises:
+      UnreadableError: the loss communicates, looks at values, or takes arrays on Explicit axes.
+    """
+    if any(map(meshes.is_explicit, jax.tree.leaves(list(call.arguments.values())))):
+        raise UnreadableError
+    fun, parts = _of_one_number(rules), traced.number_of_microbatches(rules.sizes, count_known_rows(call[call.batch]))
+    if parts == 1 and not device.axes and not rules.meter.measures:
+        grads, outputs = _differentiated(rules, device, call, lambda call: call.apply(fun))
+        return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
+    try:
+        found = traced.traced(fun, call, rules.sizes, call.params, device if device.one_batch else Device())
+    except tracing.NEEDS_VALUES as error:
+        if tracing.is_staged():
+            raise
+        raise UnreadableError from error  # outside jit a loss may look at values, which no trace has
+    if mapped.communicates(found.program.jaxpr):
+        raise UnreadableError
+    once = one_pass(found)
+    return _in_levels(rules, device, call, found) if once is None else _in_one_pass(rules, device, call, once, again)
+
+
+def joined(space: Space, local: Tree, outputs: Tree) -> Tree:
+    """Returns outputs as `fun` does, from those that devices have for themselves and those that all have alike."""
+
+    def join(mine: Any, same: Any) -> Any:
+        if mine is None:
+            return same
+        if isinstance(mine, Along):
+            return jnp.moveaxis(space.output("concat", mine.rows), 0, mine.axis)
+        return space.total(mine)
+
+    return jax.tree.map(join, local, outputs, is_leaf=lambda node: node is None or isinstance(node, Along))
+
+
+def _of_one_number(rules: Rules) -> Callable[..., Any]:
+    """Returns `fun` with a loss that is one number: a `Ratio` is divided, and several terms are added."""
+
+    @functools.wraps(rules.fun)
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        parts = rules.returns.parts(rules.fun(*args, **kwargs))
+        ratio.check_loss(parts.loss, None)
+        terms = jax.tree.leaves(parts.loss, is_leaf=ratio.is_ratio)
+        loss = functools.reduce(operator.add, map(ratio.quotient, terms))
+        return rules.returns.joined(parts._replace(loss=loss))
+
+    return fun
+
+
+# Level by level
+
+
+def _in_levels(rules: Rules, device: Device, call: Call, found: Traced) -> tuple[Local, Tree]:
+    """Returns the value and the gradient of a loss that takes rows together before its end."""
+    rules.meter.refuse(
+        "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have no "
+        "gradients of their own. Leave statistics out."
+    )
+    names = tuple(call.arguments)
+
+    def compute(call: Call) -> Any:
+        arrays, _ = parted(call[names], is_array)
+        return found.returned(by_level.evaluate(found.levels, found.units, found.device, arrays))
+
+    grads, outputs = _differentiated(rules, found.device, call.with_values(names, found.call[names]), compute)
+    local, same = _placed(device, found, jax.tree.leaves(outputs))
+    return Local(grads, local), same
+
+
+def _differentiated(rules: Rules, device: Device, call: Call, compute: Callable[[Call], Any]) -> tuple[Tree, Any]:
+    """Returns this device's part of the gradient, by `jax.grad`, and what `compute` returns."""
+
+    def fun(params: Tree) -> Any:
+        outputs = compute(call.with_values(call.params, params))
+        return device.part(rules.returns.taken_apart(outputs).loss), outputs
+
+    return jax.grad(fun, has_aux=True, allow_int=True)(call[call.params])
+
+
+# In one pass
+
+
+def _in_one_pass(rules: Rules, device: Device, call: Call, once: OnePass, again: bool) -> tuple[Local, Tree]:
+    """Returns the value and the gradient of a loss whose cotangents are known beforehand."""
+    if once.factor is not None:
+        rules.meter.refuse(
+            "Statistics take the gradient of each micro-batch, which here is scaled by a count that only the whole "
+            "batch tells: return Ratio(total, count), or leave statistics out."
+        )
+
+    def contribution(*args: Any) -> Any:
+        *params, batch, fixed = args
+        return once.contribution(jax.tree.leaves(params), batch, fixed)
+
+    count = len(call.params)
+    roles = Roles(contribution, argnums=tuple(range(count)), batch_argnums=count, whole_argnums=count + 1)
+    inner = dataclasses.replace(
+        rules,
+        fun=contribution,
+        roles=roles,
+        returns=Returns(has_aux=True),
+        sizes=splitting.Sizes(once.traced.units.parts, None, 1),
+        single=False,
+        aux_reduction=once.reductions,
+        overlap=_overlap(rules, once),
+    )
+    sums, _ = cut(inner, device, roles.bind((*call[call.params], once.batch, once.fixed), {}), again).add_up()
+    given = once.joined(sums.outputs)
+    grads = _ended(once, given, sums.grads)
+    local, same = _placed(device, once.traced, once.outputs(given))
+    return Local(grads, local, sums.samples, sums.weight), same
+
+
+def _overlap(rules: Rules, once: OnePass) -> bool | None:
+    """Returns whether gradients may be added over the devices before the end of the loss adds to them."""
+    if not once.end.adds:
+        return rules.overlap
+    if rules.overlap:
+        raise ValueError(
+            "overlap=True needs a loss whose gradient is a sum over rows: this one has a term of the parameters alone "
+            "(weight decay, say), which is added in the end. Leave overlap=None, or give the term to the optimizer."
+        )
+    return False
+
+
+def _ended(once: OnePass, given: Given, grads: Any) -> Any:
+    """Returns the gradient with what the end of the loss makes of it."""
+    leaves, treedef = jax.tree.flatten(grads)
+    if once.factor is not None:
+        factor = once.end.factor(given, once.factor)
+        leaves = [leaf if dtypes.is_float0(leaf) else leaf * factor.astype(leaf.dtype) for leaf in leaves]
+    if once.end.adds:
+        pairs = zip(leaves, once.end.direct(given), strict=True)
+        leaves = [leaf if more is None else leaf + more.astype(leaf.dtype) for leaf, more in pairs]
+    return treedef.unflatten(leaves)
+
+
+def _placed(device: Device, found: Traced, outputs: Sequence[Any]) -> tuple[Tree, Tree]:
+    """Returns the outputs that devices have for themselves, and those that all have alike; None for the others."""
+    if not device.axes:
+        return found.returned([None] * len(outputs)), found.returned(outputs)
+    values = found.levels.program.outputs
+    mine: list[Any] = [None] * len(outputs)
+    same: list[Any] = [None] * len(outputs)
+    for place, (value, leaf) in enumerate(zip(values, outputs, strict=True)):
+        if by_level.has_own_rows(value):
+            mine[place] = Along(jnp.moveaxis(leaf, axis_of(value), 0), axis_of(value))
+        elif device.one_batch:
+            same[place] = device.same(leaf)
+        else:
+            mine[place] = leaf
+    return found.returned(mine), found.returned(same)
