@@ -107,6 +107,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"reductions", "gradients", "microbatched_apply", "microbatches", "traced", "by_level"},
         {"weights", "one_pass", "microbatched"},
         {"cut", "accumulate"},
+        {"whole_batch"},
         {"value_and_grad"},
     ],
     "_explain": [{"explanation"}, {"couplings", "weighing"}, {"explain"}],
@@ -300,8 +301,9 @@ ALSO = {  # that ask something else by the same name
     "_space/several": {"is_staged", "communicates"},  # whether a reduction can be in place; that it does
     "_verify/loss": {"is_ratio"},  # of a loss that is not cut
     "_explain/weighing": {"is_ratio"},
-    "_within/value_and_grad": {"is_ratio", "are_terms", "measures"},  # whether the trace of all rows tells everything
+    "_within/whole_batch": {"measures", "is_staged"},  # whether the trace of all rows tells everything
     "_rows/resized": {"is_partial"},
+    "_within/by_level": {"PARTIAL"},
     "_rows/levels": {"PARTIAL", "is_partial"},  # of rows
     "_rows/reading": {"PARTIAL"},
     "_rows/primitives": {"PARTIAL"},

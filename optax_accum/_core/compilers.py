@@ -246,8 +246,8 @@ def varying_together(values: Sequence[Any], like: Sequence[Any] = ()) -> list[An
 
     An operation takes no others in `jax.shard_map`.
     """
-    axes = frozenset[str]().union(*map(varying_axes, (*values, *like)))
-    missing = [axes - varying_axes(value) for value in values] if axes else [()] * len(values)
+    union = frozenset[str]().union(*map(varying_axes, (*values, *like)))
+    missing = [union - varying_axes(value) for value in values]
     return [as_varying(value, sorted(over)) if over else value for value, over in zip(values, missing, strict=True)]
 
 

@@ -1,6 +1,8 @@
 """Owns a loss whose denominator only the loss knows: sums and counts are added apart, and divided once."""
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -226,8 +228,12 @@ def counts(terms: dict[str, Ratio]) -> dict[str, jax.Array]:
     return {name: term.checked().count for name, term in terms.items()}
 
 
-def quotient(term: Any) -> Any:
-    """Returns a term of a loss as a number: a Ratio is divided."""
+def as_number(loss: Any) -> Any:
+    """Returns a loss as one number: a Ratio is divided, and terms are added."""
+    return functools.reduce(operator.add, map(_quotient, jax.tree.leaves(loss, is_leaf=is_ratio)))
+
+
+def _quotient(term: Any) -> Any:
     if not is_ratio(term):
         return term
     count = jnp.asarray(checks.as_weight(term.count, name="the count of a Ratio"), checks.default_float())

@@ -41,6 +41,11 @@ class Device:
         return jax.lax.psum(1, self.axes)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there are no others."""
+        return not self.axes
+
+    @property
     def index(self) -> Any:
         """The number of this device."""
         return jax.lax.axis_index(self.axes) if self.axes else 0
@@ -127,7 +132,7 @@ class Device:
 
     def part(self, value: jax.Array) -> jax.Array:
         """Returns this device's part of a value that all devices have alike: its gradient is a sum over devices."""
-        return value / self.count if self.axes else value
+        return jnp.asarray(value) / self.count if self.axes else value
 
     def same(self, tree: Tree) -> Tree:
         """Returns values that are the same on all devices, so that types tell it."""
@@ -144,6 +149,10 @@ class Device:
     def total(self, value: Any) -> Any:
         """Adds a value over the devices that share one batch."""
         return jax.lax.psum(value, self.axes) if self.one_batch else value
+
+    def is_spoken_to(self, program: Any) -> bool:
+        """Returns whether a traced program takes something from other devices, by itself."""
+        return mapped.communicates(program)
 
     # A loss that takes something from other devices has one gradient with theirs, also where they weigh differently.
 

@@ -26,7 +26,7 @@ def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]
             once(equation, levels, store)
         if stage.loop:
             run(stage.loop, levels, store)
-    return [store.whole(value) for value in levels.program.outputs]
+    return [jnp.asarray(store.whole(value)) for value in levels.program.outputs]
 
 
 @dataclasses.dataclass
@@ -67,10 +67,10 @@ def once(equation: Equation, levels: Levels, store: Store) -> None:
     values = [store.whole(value) for value in equation.ins]
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
-    elif store.device.axes:
-        results = _over_devices(equation, levels.kinds[equation], store, values)
-    else:
+    elif store.device.is_alone:
         results = compilers.bind(equation.long, values)
+    else:
+        results = _over_devices(equation, levels.kinds[equation], store, values)
     store.values.update(zip(equation.outs, results, strict=True))
 
 

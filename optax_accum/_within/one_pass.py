@@ -283,7 +283,10 @@ def _depend(program: Any, count: int) -> list[bool]:
     return [isinstance(atom, core.Var) and atom in of_inputs for atom in program.outvars]
 
 
-_ZERO_OF_ZERO = {"broadcast_in_dim", "convert_element_type", "neg", "reshape", "transpose", "squeeze"}
+_ZERO_OF_ZERO = {
+    *("broadcast_in_dim", "convert_element_type", "neg", "reshape", "transpose", "squeeze"),
+    *("pvary", "pcast", "psum", "psum_invariant"),
+}
 
 
 def _zeros(program: Any) -> list[bool]:

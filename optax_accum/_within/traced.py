@@ -16,7 +16,7 @@ from optax_accum._rows.program import paired
 from optax_accum._rows.traces import OtherProgramError
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
-from optax_accum._within.splitting import Sizes
+from optax_accum._within.splitting import Sizes, split_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +46,9 @@ class Traced:
         return jax.tree.unflatten(jax.tree.structure(self.shapes), outputs)
 
 
-def number_of_microbatches(sizes: Sizes, rows: int) -> int:
-    """Returns how many micro-batches are asked for."""
-    if sizes.num_microbatches is not None:
-        if sizes.num_microbatches > rows:
-            raise ValueError(
-                f"There must be a row for each micro-batch: num_microbatches={sizes.num_microbatches}, and the batch "
-                f"has {rows} rows. Pass num_microbatches={rows} at most."
-            )
-        return sizes.num_microbatches
-    return -(-rows // (sizes.microbatch_size or rows))
+def number_of_microbatches(sizes: Sizes, batch: Tree, devices: int) -> int:
+    """Returns how many micro-batches a device is to make of its rows."""
+    return split_rows(batch, sizes, devices).parts
 
 
 def traced(
@@ -94,7 +87,7 @@ def traced(
             f"{devices} devices has {rows_here}. Deal out whole groups, or take fewer devices."
         )
     units = program.units // devices
-    parts = min(number_of_microbatches(sizes, rows_here), units)
+    parts = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
     levels = levels_of(program, [name in model for name in owner])
     names = tuple(call.arguments)
     _, filled = parted(call[names], is_array)

@@ -5,21 +5,19 @@ Each micro-batch runs once where that is enough (`one_pass`), else level by leve
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._arguments.rows import count_known_rows
 from optax_accum._core import dtypes, tracing
-from optax_accum._core.leaves import is_array, parted
+from optax_accum._core.leaves import check_arrays, is_array, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.parts import Returns
-from optax_accum._space import mapped, meshes
+from optax_accum._space import meshes
 from optax_accum._space.device import Device
 from optax_accum._space.space import Space
 from optax_accum._within import by_level, splitting, traced
@@ -59,9 +57,11 @@ def differentiated(rules: Rules, device: Device, call: Call, again: bool) -> tup
     """
     if any(map(meshes.is_explicit, jax.tree.leaves(list(call.arguments.values())))):
         raise UnreadableError
-    fun, parts = _of_one_number(rules), traced.number_of_microbatches(rules.sizes, count_known_rows(call[call.batch]))
-    if parts == 1 and not device.axes and not rules.meter.measures:
+    fun = _of_one_number(rules)
+    is_one = traced.number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1
+    if is_one and device.is_alone and not rules.meter.measures:
         grads, outputs = _differentiated(rules, device, call, lambda call: call.apply(fun))
+        device.check_axes(jax.tree.leaves(outputs))
         return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
     try:
         found = traced.traced(fun, call, rules.sizes, call.params, device if device.one_batch else Device())
@@ -69,7 +69,7 @@ def differentiated(rules: Rules, device: Device, call: Call, again: bool) -> tup
         if tracing.is_staged():
             raise
         raise UnreadableError from error  # outside jit a loss may look at values, which no trace has
-    if mapped.communicates(found.program.jaxpr):
+    if device.is_spoken_to(found.program.jaxpr):
         raise UnreadableError
     once = one_pass(found)
     return _in_levels(rules, device, call, found) if once is None else _in_one_pass(rules, device, call, once, again)
@@ -94,10 +94,10 @@ def _of_one_number(rules: Rules) -> Callable[..., Any]:
     @functools.wraps(rules.fun)
     def fun(*args: Any, **kwargs: Any) -> Any:
         parts = rules.returns.parts(rules.fun(*args, **kwargs))
-        ratio.check_loss(parts.loss, None)
-        terms = jax.tree.leaves(parts.loss, is_leaf=ratio.is_ratio)
-        loss = functools.reduce(operator.add, map(ratio.quotient, terms))
-        return rules.returns.joined(parts._replace(loss=loss))
+        check_arrays("What fun returns", parts, "Return arrays and numbers, and register a class of them as a pytree.")
+        loss = jax.tree.map(jnp.asarray, parts.loss)
+        ratio.check_loss(loss, None)
+        return rules.returns.joined(parts._replace(loss=ratio.as_number(loss)))
 
     return fun
 
@@ -118,7 +118,7 @@ def _in_levels(rules: Rules, device: Device, call: Call, found: Traced) -> tuple
         return found.returned(by_level.evaluate(found.levels, found.units, found.device, arrays))
 
     grads, outputs = _differentiated(rules, found.device, call.with_values(names, found.call[names]), compute)
-    local, same = _placed(device, found, jax.tree.leaves(outputs))
+    local, same = _placed(device, found, outputs)
     return Local(grads, local), same
 
 
@@ -162,7 +162,7 @@ def _in_one_pass(rules: Rules, device: Device, call: Call, once: OnePass, again:
     sums, _ = cut(inner, device, roles.bind((*call[call.params], once.batch, once.fixed), {}), again).add_up()
     given = once.joined(sums.outputs)
     grads = _ended(once, given, sums.grads)
-    local, same = _placed(device, once.traced, once.outputs(given))
+    local, same = _placed(device, once.traced, once.traced.returned(once.outputs(given)))
     return Local(grads, local, sums.samples, sums.weight), same
 
 
@@ -190,14 +190,16 @@ def _ended(once: OnePass, given: Given, grads: Any) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _placed(device: Device, found: Traced, outputs: Sequence[Any]) -> tuple[Tree, Tree]:
+def _placed(device: Device, found: Traced, outputs: Tree) -> tuple[Tree, Tree]:
     """Returns the outputs that devices have for themselves, and those that all have alike; None for the others."""
-    if not device.axes:
-        return found.returned([None] * len(outputs)), found.returned(outputs)
+    leaves = jax.tree.leaves(outputs)
+    if device.is_alone:
+        device.check_axes(leaves)
+        return found.returned([None] * len(leaves)), outputs
     values = found.levels.program.outputs
-    mine: list[Any] = [None] * len(outputs)
-    same: list[Any] = [None] * len(outputs)
-    for place, (value, leaf) in enumerate(zip(values, outputs, strict=True)):
+    mine: list[Any] = [None] * len(leaves)
+    same: list[Any] = [None] * len(leaves)
+    for place, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
         if by_level.has_own_rows(value):
             mine[place] = Along(jnp.moveaxis(leaf, axis_of(value), 0), axis_of(value))
         elif device.one_batch:

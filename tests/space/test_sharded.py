@@ -4,6 +4,7 @@ import functools
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -961,19 +962,28 @@ def test_a_bare_gradient_that_was_reduced_already_is_named():
             jax.jit(functools.partial(optax_accum.apply_gradients, tx))(jnp.ones(8), state, jnp.ones(8))
 
 
-@pytest.mark.parametrize("cut", [optax_accum.value_and_grad, optax_accum.microbatched_apply])
-def test_a_scan_that_begins_with_zeros_is_told_what_to_begin_with(cut):
+def of_rows(zeros):
+    return lambda w, x: jax.lax.scan(lambda h, row: (h + row @ w, None), zeros(x), x)[0] + 0 * x[:, 0]
+
+
+def test_a_scan_that_begins_with_zeros_is_told_what_to_begin_with():
     """To JAX, zeros are the same on all devices, and what a scan makes of rows is not."""
-    begin = lambda zeros: lambda w, x: jax.lax.scan(lambda h, row: (h + row @ w, None), zeros(x), x)[0] + 0 * x[:, 0]
-    loss = lambda zeros: (
-        lambda w, x: begin(zeros)(w, x).mean() if cut is optax_accum.value_and_grad else begin(zeros)(w, x)
-    )
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
-        run = lambda zeros: cut(loss(zeros), 2, reduce_axes="data")(jnp.ones(3), jnp.ones((8, 3)))
+        run = lambda zeros: optax_accum.microbatched_apply(of_rows(zeros), 2, reduce_axes="data")(
+            jnp.ones(3), jnp.ones((8, 3))
+        )
         with pytest.raises(TypeError) as caught:
             run(lambda x: jnp.zeros([]))
         assert "Begin with one that is made of the batch" in "".join(caught.value.__notes__)
         run(lambda x: jnp.zeros_like(x[0, 0]))  # the remedy
+
+
+def test_a_loss_may_scan_from_zeros_on_several_devices():
+    x = jnp.linspace(0, 1, 24).reshape(8, 3)
+    loss = lambda w, x: jnp.mean(of_rows(lambda x: jnp.zeros([]))(w, x) ** 2)
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
+        got = optax_accum.value_and_grad(loss, 2, reduce_axes="data")(jnp.ones(3), x)
+    chex.assert_trees_all_close(got, jax.value_and_grad(loss)(jnp.ones(3), x), rtol=1e-5)
 
 
 def test_rows_of_what_closes_over_bfloat16_have_its_gradient():
