@@ -60,6 +60,7 @@ class Rules:
     meter: Meter
     over: Reduction
     of_rows: bool = False  # the traced loss tells how rows belong together
+    falls_back: bool = True  # if it does not, micro-batches are weighed by their rows
 
     def kinds(self, params: Tree) -> Tree:
         """Returns the reduction of the gradients of each differentiated leaf."""

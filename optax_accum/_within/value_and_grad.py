@@ -279,6 +279,14 @@ def _tells_all(*options: Any) -> bool:
     return all(option is default or option == default for option, default in zip(options, nothing, strict=True))
 
 
+def of_whole_batch(compute: Any) -> Callable[..., tuple[Any, Any]] | None:
+    """Returns a function that `value_and_grad` made, if nothing was said of how micro-batches add up.
+
+    It raises an `UnreadableError` where the traced loss does not tell it.
+    """
+    return _computing(dataclasses.replace(compute.rules, falls_back=False)) if compute.rules.of_rows else None
+
+
 def one_by_one(compute: Any) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that `value_and_grad` made, where each micro-batch has a loss of its own, as across calls."""
     return _computing(dataclasses.replace(compute.rules, of_rows=False))
@@ -336,6 +344,8 @@ def _of_rows(rules: Rules, call: Call) -> tuple[Any, Any]:
     try:
         local, outputs = space.run(lambda device, call: whole_batch.differentiated(rules, device, call, again), call)
     except whole_batch.UnreadableError:
+        if not rules.falls_back:
+            raise
         return _value_and_grad(rules, call)
     value = whole_batch.joined(space, local.outputs, outputs)
     grads = space.reduced(local.grads)[0]

@@ -1,5 +1,6 @@
 """Owns the gradient of an NNX module within a call. Knows no optimizer."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,9 @@ from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import with_replicated
 from optax_accum._space.meshes import as_axes
+from optax_accum._space.space import PARTIAL
+from optax_accum._within.value_and_grad import of_whole_batch
+from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._nnx_variables import (
@@ -66,11 +70,17 @@ def value_and_grad(
     Guarantees:
       State of the model, after the call:
 
-      * Random streams: have advanced at each micro-batch; with
-        `reduce_axes`, each device has streams of its own.
-      * `nnx.BatchNorm`: has made one momentum step, with the statistics of
-        all rows (`merge_batch_stats`).
-      * Other variables: are passed on from micro-batch to micro-batch.
+      * It is what the call of the whole batch leaves: `nnx.BatchNorm`
+        normalises all rows together and makes one momentum step, streams of
+        random numbers draw the masks of the whole batch, counters count
+        one call.
+      * With an option that says how micro-batches add up (`weight_fn`, ...),
+        where the loss communicates, and with `reduce_to="partial"`: each
+        micro-batch is normalised by itself, and `nnx.BatchNorm` makes one
+        momentum step, with the statistics of all rows
+        (`merge_batch_stats`). Streams advance at each micro-batch, each
+        device has its own, and other variables are passed on from
+        micro-batch to micro-batch.
       * Variables of `wrt` that `fun` assigns, as `nnx.SpectralNorm` does:
         are restored; only gradients come out.
 
@@ -85,6 +95,8 @@ def value_and_grad(
       (2, 1)
     """
     _window.check_options("optax_accum.flax.nnx.value_and_grad", options, _OWN_OPTIONS)
+    of_all = {"num_microbatches": num_microbatches, "has_aux": True, **options}
+    by_rows = of_whole_batch(optax_accum.value_and_grad(fun, **of_all)) and options.get("reduce_to") != PARTIAL
     reduction, axes = options.pop("aux_reduction", "mean"), as_axes(options.get("reduce_axes"))
     options |= {"num_microbatches": num_microbatches, "has_aux": True, "aux_reduction": ("sum", reduction)}
     if weight_of := options.get("weight_of"):
@@ -96,6 +108,9 @@ def value_and_grad(
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = roles.bind(args, kwargs)
         module = _Module(call, wrt, Device(axes))
+        if by_rows:
+            with contextlib.suppress(UnreadableError):
+                return module.of_whole_batch(fun, has_aux, of_all)
         value, grads = module.apply(optax_accum.value_and_grad, functools.partial(_as_loss, has_aux), fun, options)
         value, *measured = value if options.get("statistics") else (value,)
         loss, ((moments, aux), rest) = value
@@ -193,13 +208,51 @@ class _Module:
         remedy = "For a tree of arrays, take what optax_accum has of the same name."
         check_trained(self.model, self.params, wrt, remedy)
 
+    def of_whole_batch(self, fun: Callable[..., Any], has_aux: bool, options: dict[str, Any]) -> tuple[Any, Any]:
+        """Returns the value and the gradient of the whole batch, and leaves the model's state as that call does."""
+        by_position, by_keyword = self._arguments()
+
+        def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> Any:
+            *args, state = args_and_state
+            out, (_, *state) = self._called(fun, (params, *state), {**dict(enumerate(args, start=1)), **kwargs})
+            loss, aux = _window.pair(out) if has_aux else (out, None)
+            return loss, (aux, state)
+
+        compute = of_whole_batch(optax_accum.value_and_grad(pure, **{**options, "batch_argnums": self.call.batch}))
+        assert compute is not None
+        value, grads = compute(self.params, *by_position, (self.stats, self.rest), **by_keyword)
+        value, *measured = value if options.get("statistics") else (value,)
+        loss, (aux, state) = value
+        nnx.update(self.model, *state)
+        value = (loss, aux) if has_aux else loss
+        return (value, *measured) if measured else value, grads
+
+    def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the arguments beside the model, by position and by keyword."""
+        by_position = [arg for name, arg in self.others.items() if isinstance(name, int)]
+        return by_position, {name: arg for name, arg in self.others.items() if isinstance(name, str)}
+
+    def _called(
+        self, fun: Callable[..., Any], state: Any, arguments: dict[Name, Any], device: Device | None = None
+    ) -> tuple[Any, Any]:
+        """Calls `fun` with a module of its own; beside the result returns the module's state, as `split` has it.
+
+        Random streams are those of the whole batch, or of one device.
+        """
+        model = nnx.merge(self.graph, *jax.tree.map(lambda leaf: leaf, state))  # variables of this trace
+        before = variables(model)
+        streams = own_streams(model, device or Device())
+        out = self.call.with_arguments({self.call.params[0]: model, **arguments}).apply(fun)
+        check_variables(before, variables(model))
+        if streams is not None:
+            nnx.update(model, streams)
+        return out, self.split(model)[1:]
+
     def apply(
         self, transform: Callable[..., Any], form: Callable[..., Any], fun: Callable[..., Any], options: dict[str, Any]
     ) -> Any:
         """Calls what `transform` makes of `fun` as a function of arrays, which returns `form(out, moments, rest)`."""
-        call = self.call
-        by_position = [arg for name, arg in self.others.items() if isinstance(name, int)]
-        by_keyword = {name: arg for name, arg in self.others.items() if isinstance(name, str)}
+        call, (by_position, by_keyword) = self.call, self._arguments()
         placed: dict[str, Any] = {"batch_argnums": call.batch, "rng_argnum": call.rng, "carry_argnum": -1}
         placed["whole_argnums"] = (*call.whole, 1 + len(by_position))  # the running statistics
 
@@ -211,19 +264,11 @@ class _Module:
         return transform(pure, **{**options, **placed})(self.params, *by_position, self.stats, self.rest, **by_keyword)
 
     def _micro_batch(self, fun: Callable[..., Any], state: Any, arguments: dict[Name, Any]) -> tuple[Any, Any, Any]:
-        """Calls `fun` for one micro-batch with a module of its own; moments and the rest come beside its result."""
-        params, stats, rest = jax.tree.map(lambda leaf: leaf, state)  # variables of this trace
-        model = nnx.merge(self.graph, params, stats, rest)
-        streams, before = own_streams(model, self.device), variables(model)
-        call = self.call.with_arguments({self.call.params[0]: model, **arguments})
-        out = call.apply(fun)
-        check_variables(before, variables(model))
-        if streams is not None:
-            nnx.update(model, streams)
-        _, _, new, rest = self.split(model)
-        old = nnx.to_pure_dict(state[1])
+        """Calls `fun` for one micro-batch; moments and the rest come beside its result."""
+        out, (_, new, rest) = self._called(fun, state, arguments, self.device)
+        old, rows = nnx.to_pure_dict(state[1]), self.call.with_arguments(arguments)[self.call.batch]
         moments = batch_moments(nnx.to_pure_dict(new), old, self.momenta(old))
-        return out, _window.weighted(moments, jnp.float32(count_rows(call[call.batch]))), rest
+        return out, _window.weighted(moments, jnp.float32(count_rows(rows))), rest
 
     def write(self, moments: Tree, rest: Any, options: dict[str, Any]) -> None:
         """Writes into the module what all micro-batches have left: means of moments, and what the last handed on."""
