@@ -11,7 +11,7 @@ from optax_accum._explain.explanation import PLAIN, Explanation, Weight
 from optax_accum._explain.weighing import Subject, terms_of, typed, weight_fn, weight_of
 from optax_accum._rows.denominators import Found
 from optax_accum._within import splitting
-from optax_accum._within.one_pass import one_pass
+from optax_accum._within.one_pass import is_one_pass
 from optax_accum._within.traced import Traced
 
 
@@ -133,7 +133,7 @@ def _explained(subject: Subject, found: Traced, told: bool) -> Explanation:
         group=units.block,
         couplings=tuple(couplings.couplings_of(levels)),
         loops=couplings.loops_of(levels),
-        one_pass=one_pass(found) is not None,
+        one_pass=is_one_pass(found),
         kept_bytes=couplings.bytes_kept(levels),
         weight=None if reasons else weight_fn(subject),
         weights=weights,

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_accum._arguments import checks, results
 from optax_accum._core import arithmetic, dtypes, tracing
@@ -250,7 +251,8 @@ def reciprocal(count: jax.Array) -> jax.Array:
     """Returns the reciprocal of a count, 0 of 0, and NaN, which shows, of one that is too large to divide by."""
     is_empty = count == 0
     factor = jnp.where(is_empty, 0, arithmetic.reciprocal(count))
-    return jnp.where(is_empty | arithmetic.divides(count), factor, jnp.nan)  # no NaN before: `jax.debug_nans` sees each
+    nan = np.asarray(np.nan, factor.dtype)  # a constant: `jax.debug_nans` sees what an operation returns
+    return jnp.where(is_empty | arithmetic.divides(count), factor, nan)
 
 
 def divided(totals: Tree, count: jax.Array) -> Tree:

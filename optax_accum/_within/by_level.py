@@ -97,7 +97,15 @@ def has_own_rows(value: Value) -> bool:
 
 
 def run(loop: Loop, levels: Levels, store: Store) -> None:
-    """Runs a loop over the micro-batches, and joins the parts of reductions."""
+    """Runs a loop over the micro-batches; what it gives is there afterwards."""
+    rows, totals = results_of(loop, levels, store)
+    store.parts.update(zip(loop.rows, rows, strict=True))
+    for equation, total in zip(loop.parts, totals, strict=True):
+        store.values[equation.outs[0]] = finished(equation, total, store)
+
+
+def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], list[Any]]:
+    """Runs a loop over the micro-batches; returns the rows that it keeps [k, ...], and its reductions of all rows."""
     units = store.units
     takes = [value for value in loop.takes if not isinstance(value, Number)]
     fixed = [value for value in takes if value.axis is None]
@@ -114,11 +122,9 @@ def run(loop: Loop, levels: Levels, store: Store) -> None:
     turn = loops.recomputed(part, list(store.values.values()))
     xs = [store.cut(value) for value in moving], jnp.arange(units.parts)
     rows, parts = loops.mapped(lambda x: turn(wide, interleaved, *x), xs)
-    store.parts.update(zip(loop.rows, rows, strict=True))
-    for equation, found in zip(loop.parts, parts, strict=True):
-        reduction = REDUCTIONS[equation.name]
-        total = store.device.joined(reduction.name, reduction.over(found, axis=0))
-        store.values[equation.outs[0]] = finished(equation, total, store)
+    reductions = [REDUCTIONS[equation.name] for equation in loop.parts]
+    pairs = zip(reductions, parts, strict=True)
+    return rows, [store.device.joined(each.name, each.over(found, axis=0)) for each, found in pairs]
 
 
 def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:

@@ -1,10 +1,11 @@
-"""The gradient of a loss whose rows need one pass: their cotangents are known before the first forward pass.
+"""The gradient of a loss whose rows come together in its end alone: a sum over micro-batches, by known cotangents.
 
 What the batch alone decides is computed first. If the loss is then linear in what the loop over micro-batches gives,
-its gradient is that of a sum over micro-batches, each of which is run once.
+each is run once: its cotangents are known before the first. Else what they depend on is computed first, forward.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class OnePass:
       store: what the batch alone decides.
       before: what the parameters alone decide. It runs in the loop, so that its gradient is added there.
       after: the equations that follow the loop.
-      cotangents: those of what the loop gives, None where they are zero.
+      known: the cotangents of what the loop gives, None where they are zero; None if they depend on that.
       factor: the end of the loss tells a factor of them, and of the gradient.
       end: the gradient of what follows the loop.
     """
@@ -49,9 +50,14 @@ class OnePass:
     loop: Loop
     before: Sequence[Equation]
     after: Sequence[Equation]
-    cotangents: Given
+    known: Given | None
     factor: int | None
     end: "End"
+
+    @functools.cached_property
+    def cotangents(self) -> Given:
+        """The cotangents of what the loop gives, None where they are zero."""
+        return self.end.cotangents(_first_pass(self)) if self.known is None else self.known
 
     @property
     def taken(self) -> list[Value]:
@@ -117,7 +123,7 @@ class OnePass:
 
 
 def one_pass(traced: Traced) -> OnePass | None:
-    """Returns the loss as one pass, if one is enough; its first output is differentiated."""
+    """Returns the loss as a pass with known cotangents, if there is one loop; its first output is differentiated."""
     levels = traced.levels
     if len(levels.loops) != 1 or len(levels.stages) != 2:
         return None
@@ -133,8 +139,36 @@ def one_pass(traced: Traced) -> OnePass | None:
         if equation not in before:
             by_level.once(equation, levels, store)
     end = End(traced, store, first.loop, before, last.once)
-    cotangents, factor = end.known()
-    return cotangents and OnePass(traced, store, first.loop, before, last.once, cotangents, factor, end)
+    return OnePass(traced, store, first.loop, before, last.once, *end.known(), end)
+
+
+def is_one_pass(traced: Traced) -> bool:
+    """Returns whether each micro-batch runs once."""
+    once = one_pass(traced)
+    return once is not None and once.known is not None
+
+
+def _first_pass(once: OnePass) -> Given:
+    """Runs the loop forward, as far as the cotangents depend on what it gives; all else are zeros."""
+    traced, loop = once.traced, once.loop
+    env = dict(once.store.values)
+    _evaluate(once.before, env)
+    needs = iter(once.end.needs)
+    parts = [equation for equation in loop.parts if next(needs)]
+    rows = [value for value in loop.rows if next(needs)]
+    wanted = {*rows, *(value for equation in parts for value in equation.ins)}
+    equations: list[Equation] = []
+    for equation in reversed(loop.equations):
+        if not wanted.isdisjoint(equation.outs):
+            equations.append(equation)
+            wanted.update(equation.ins)
+    part = Loop(equations[::-1], parts, rows, [value for value in loop.takes if value in wanted])
+    found_rows, totals = by_level.results_of(part, traced.levels, Store(traced.units, traced.device, env))
+    found: dict[Any, Any] = dict(zip(parts, totals, strict=True))
+    found |= {value: traced.units.joined(leaf, axis_of(value)) for value, leaf in zip(rows, found_rows, strict=True)}
+    pairs = zip((*loop.parts, *loop.rows), once.end.still, strict=True)
+    leaves = [found.get(key, zeros) for key, zeros in pairs]
+    return Given(leaves[: len(loop.parts)], leaves[len(loop.parts) :])
 
 
 class End:
@@ -186,13 +220,7 @@ class End:
         depends = _depend(self.gradient.jaxpr, len(self.inexact))[:count]
         is_zero = _zeros(self.gradient.jaxpr)[:count]
         if not any(depends):
-            found = self._given(
-                [
-                    None if zero else ct
-                    for zero, ct in zip(is_zero, self._gradient(self.still, range(count)), strict=True)
-                ]
-            )
-            return found._replace(parts=jax.tree.map(self._over_devices, found.parts)), None
+            return self.cotangents(Given(self.still, [])), None
         given = _chosen(self.still, self.inexact)
         at = is_zero.index(False)
         if is_zero.count(False) != 1 or given[at].shape or any(map(locality.has_backward, self.loop.equations)):
@@ -200,6 +228,21 @@ class End:
         return self._given(
             [None if zero else jnp.ones_like(leaf) for zero, leaf in zip(is_zero, given, strict=True)]
         ), at
+
+    def cotangents(self, given: Given) -> Given:
+        """Returns the cotangents of what the loop gives; None where they are zero."""
+        count = sum(self.inexact)
+        found = self._gradient([*given.parts, *given.rows], range(count))
+        is_zero = _zeros(self.gradient.jaxpr)[:count]
+        cotangents = self._given([None if zero else ct for zero, ct in zip(is_zero, found, strict=True)])
+        return cotangents._replace(parts=jax.tree.map(self._over_devices, cotangents.parts))
+
+    @property
+    def needs(self) -> list[bool]:
+        """Which of the results of the loop, reductions first, the cotangents depend on."""
+        needed = _needed(self.gradient.jaxpr, sum(self.inexact))
+        given, others = iter(needed[: sum(self.inexact)]), iter(needed[sum(self.inexact) :])
+        return [next(given if moves else others) for moves in self.inexact]
 
     @property
     def adds(self) -> bool:
@@ -281,6 +324,15 @@ def _depend(program: Any, count: int) -> list[bool]:
         if any(isinstance(atom, core.Var) and atom in of_inputs for atom in equation.invars):
             of_inputs.update(equation.outvars)
     return [isinstance(atom, core.Var) and atom in of_inputs for atom in program.outvars]
+
+
+def _needed(program: Any, count: int) -> list[bool]:
+    """Returns which inputs of a program the first of its outputs depend on."""
+    wanted = {atom for atom in program.outvars[:count] if isinstance(atom, core.Var)}
+    for equation in reversed(program.eqns):
+        if not wanted.isdisjoint(equation.outvars):
+            wanted.update(atom for atom in equation.invars if isinstance(atom, core.Var))
+    return [var in wanted for var in program.invars]
 
 
 _ZERO_OF_ZERO = {

@@ -388,6 +388,6 @@ def _in_dtypes(grads: Tree, params: Tree, dtype: Tree) -> Tree:
     def cast(grad: Any, param: Any, named: Any) -> Any:
         if dtypes.is_float0(grad):
             return grad
-        return grad.astype(jnp.result_type(param) if named is None else named)
+        return grad.astype(jnp.result_type(param)) if named is None else grad
 
     return jax.tree.map(cast, grads, params, dtypes.named_dtypes(dtype, params))

@@ -129,7 +129,14 @@ def _differentiated(rules: Rules, device: Device, call: Call, compute: Callable[
         outputs = compute(call.with_values(call.params, params))
         return device.part(rules.returns.taken_apart(outputs).loss), outputs
 
-    return jax.grad(fun, has_aux=True, allow_int=True)(call[call.params])
+    grads, outputs = jax.grad(fun, has_aux=True, allow_int=True)(call[call.params])
+    named = dtypes.named_dtypes(rules.accumulator_dtype, call[call.params])
+    return jax.tree.map(_widened, grads, named), outputs
+
+
+def _widened(grad: Any, named: Any) -> Any:
+    """Returns a gradient in the dtype in which it is added over devices."""
+    return grad if dtypes.is_float0(grad) else grad.astype(dtypes.accumulator_dtype(grad.dtype, named))
 
 
 # In one pass

@@ -1,5 +1,6 @@
 """Owns the Linen train step: micro-batches within the call, windows across calls. Knows no optimizer."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,9 @@ from optax_accum._arguments.callables import check_called_with
 from optax_accum._core.leaves import is_key, short
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
-from optax_accum._within.value_and_grad import replacing
+from optax_accum._loss.ratio import as_ratio
+from optax_accum._within.value_and_grad import of_whole_batch, replacing
+from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._linen import TrainState, field_names, parted
@@ -32,9 +35,12 @@ def train_step(
         hold `"batch_stats"`, as the model returned them, if the state has
         some. Give `state.apply_fn` the key as `rngs`. `fun` gets
         the state without parameters and optimizer state.
-      weight_fn: how much a micro-batch counts: by default its number of
-        rows; a `Ratio` says it itself. `batch_stats` always count by rows;
-        micro-batches of weight zero are not run, and do not count.
+      weight_fn: how much a call counts in its window: by default its number
+        of rows; a `Ratio` says it itself. `batch_stats` always count by
+        rows. Within a call all rows are taken together, as in
+        `optax_accum.value_and_grad`: BatchNorm and dropout are those of the
+        whole call. With other options that say how micro-batches add up,
+        with partial sums, and for fp8, each micro-batch is weighed by it.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches`
         (1 if your loader delivers micro-batches) or `microbatch_size`, and
         others. `reduce_axes` of `accumulate_gradients` need not be repeated
@@ -56,16 +62,43 @@ def train_step(
     _window.check_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
     check_called_with(fun, "params", "batch", "key", "state")
 
-    def pure(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[jax.Array, Any]:
+    def with_outputs(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
+        sums_of(loss, extra, batch, state)  # its errors come while this is traced
+        return loss, (as_ratio(loss), extra)
+
+    def with_sums(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, Any]:
+        loss, extra = _checked(fun(params, batch, key, state), state)
+        return loss, sums_of(loss, extra, batch, state)
+
+    def sums_of(loss: Any, extra: Mapping[str, Any], batch: Tree, state: TrainState) -> dict[str, Any]:
         sums = {"metrics": _window.measured(loss, extra.get("metrics", {}), weight_fn, batch)}
         if extra.get("batch_stats"):
             moments = batch_moments(extra["batch_stats"], state.batch_stats, state.momentum)
             sums["moments"] = _window.weighted(moments, _window.weight_of(batch))
-        return loss, sums
+        return sums
 
-    cut = functools.partial(optax_accum.value_and_grad, pure, weight_fn=weight_fn, **_ROLES)
+    cut = functools.partial(optax_accum.value_and_grad, with_sums, weight_fn=weight_fn, **_ROLES)
     cut(**options)  # its errors come when this is built
+
+    def computed(
+        options: dict[str, Any], params: Tree, batch: Tree, key: jax.Array, state: TrainState
+    ) -> tuple[dict[str, Any], Tree]:
+        """Returns the sums of the call, and its gradient: those of all its rows, if its loss is read."""
+        _, overwritten = parted(params)
+        whole = of_whole_batch(optax_accum.value_and_grad(with_outputs, has_aux=True, **options))
+        if whole is not None and overwritten is None and not _window.has_partial_sums(options):
+            with contextlib.suppress(UnreadableError):
+                (_, (loss, extra)), grads = whole(params, batch, key, state)
+                return sums_of(loss, extra, batch, state), grads
+        compute = cut(**options)
+        if overwritten is not None:
+            compute = replacing(compute, type(params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}))
+        (_, sums), grads = compute(params, batch, key, state)
+        if overwritten is not None:
+            own = grads[OVERWRITE_WITH_GRADIENT]
+            grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.over_devices(own, options, "max")}
+        return sums, grads
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(
@@ -75,13 +108,7 @@ def train_step(
         _check_key(key)
         own = _window.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
-        _, overwritten = parted(state.params)
-        compute = cut(**own)
-        if overwritten is not None:
-            compute = replacing(compute, type(state.params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}))
-        (_, sums), grads = compute(state.params, batch, key, still)
-        if overwritten is not None:
-            grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.over_devices(grads[OVERWRITE_WITH_GRADIENT], own, "max")}
+        sums, grads = computed(own, state.params, batch, key, still)
         totals = _window.over_devices(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}
         if moments is not None:

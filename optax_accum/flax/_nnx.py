@@ -17,7 +17,6 @@ from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import with_replicated
 from optax_accum._space.meshes import as_axes
-from optax_accum._space.space import PARTIAL
 from optax_accum._within.value_and_grad import of_whole_batch
 from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _window
@@ -95,8 +94,7 @@ def value_and_grad(
       (2, 1)
     """
     _window.check_options("optax_accum.flax.nnx.value_and_grad", options, _OWN_OPTIONS)
-    of_all = {"num_microbatches": num_microbatches, "has_aux": True, **options}
-    by_rows = of_whole_batch(optax_accum.value_and_grad(fun, **of_all)) and options.get("reduce_to") != PARTIAL
+    whole = whole_value_and_grad(fun, num_microbatches, wrt=wrt, has_aux=has_aux, **options)
     reduction, axes = options.pop("aux_reduction", "mean"), as_axes(options.get("reduce_axes"))
     options |= {"num_microbatches": num_microbatches, "has_aux": True, "aux_reduction": ("sum", reduction)}
     if weight_of := options.get("weight_of"):
@@ -106,17 +104,42 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        with contextlib.suppress(UnreadableError):
+            return whole(*args, **kwargs)
         call = roles.bind(args, kwargs)
         module = _Module(call, wrt, Device(axes))
-        if by_rows:
-            with contextlib.suppress(UnreadableError):
-                return module.of_whole_batch(fun, has_aux, of_all)
         value, grads = module.apply(optax_accum.value_and_grad, functools.partial(_as_loss, has_aux), fun, options)
         value, *measured = value if options.get("statistics") else (value,)
         loss, ((moments, aux), rest) = value
         module.write(moments, rest, options)
         value = (loss, aux) if has_aux else loss
         return (value, *measured) if measured else value, grads
+
+    return run
+
+
+def whole_value_and_grad(
+    fun: Callable[..., Any],
+    num_microbatches: int | None = None,
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """Does what `value_and_grad` does where the traced loss of the whole batch tells everything.
+
+    Raises:
+      UnreadableError: it does not, or an option says how micro-batches add up.
+    """
+    placed: dict[str, Any] = {"num_microbatches": num_microbatches, "has_aux": True, **options}
+    is_told = of_whole_batch(optax_accum.value_and_grad(fun, **placed)) is None or _window.has_partial_sums(options)
+    roles = Roles(fun, **{name: options[name] for name in _ROLES & options.keys()})
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if is_told:
+            raise UnreadableError
+        return _Module(roles.bind(args, kwargs), wrt, Device()).of_whole_batch(fun, has_aux, placed)
 
     return run
 
@@ -218,7 +241,8 @@ class _Module:
             loss, aux = _window.pair(out) if has_aux else (out, None)
             return loss, (aux, state)
 
-        compute = of_whole_batch(optax_accum.value_and_grad(pure, **{**options, "batch_argnums": self.call.batch}))
+        placed: dict[str, Any] = {**options, "batch_argnums": self.call.batch}
+        compute = of_whole_batch(optax_accum.value_and_grad(pure, **placed))
         assert compute is not None
         value, grads = compute(self.params, *by_position, (self.stats, self.rest), **by_keyword)
         value, *measured = value if options.get("statistics") else (value,)

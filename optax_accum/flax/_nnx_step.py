@@ -1,5 +1,6 @@
 """Owns the NNX train step: micro-batches within the call, windows across calls. Knows no statistics."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,10 @@ from optax_accum._arguments.callables import check_called_with
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
+from optax_accum._loss.ratio import as_ratio
+from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _window
-from optax_accum.flax._nnx import value_and_grad
+from optax_accum.flax._nnx import value_and_grad, whole_value_and_grad
 from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
 from optax_accum.flax._versions import as_pure
@@ -35,9 +38,11 @@ def train_step(
       fun: `fun(model, batch) -> loss`, or, with `has_aux`,
         `(loss, metrics)`, a dict of scalars. Random keys come from the
         model.
-      weight_fn: how much a micro-batch counts: by default its number of
-        rows; a `Ratio` says it itself. Statistics always count by rows;
-        micro-batches of weight zero are not run, and do not count.
+      weight_fn: how much a call counts in its window: by default its number
+        of rows; a `Ratio` says it itself. Statistics always count by rows.
+        Within a call all rows are taken together, as in `value_and_grad`.
+        With other options that say how micro-batches add up, and with
+        partial sums, each micro-batch is weighed by it.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
       **options: those of `value_and_grad`: `num_microbatches` (1 if your
@@ -61,13 +66,28 @@ def train_step(
     _window.check_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
     check_called_with(fun, "model", "batch")
 
-    def measured(model: Any, batch: Tree) -> tuple[jax.Array, tuple[WeightedSum, jax.Array]]:
+    def with_metrics(model: Any, batch: Tree) -> tuple[Any, Any]:
         out = fun(model, batch)
         loss, metrics = _window.pair(out) if has_aux else (out, {})
+        _window.measured(loss, metrics, weight_fn, batch)  # its errors come while this is traced
+        return loss, (as_ratio(loss), metrics)
+
+    def with_sums(model: Any, batch: Tree) -> tuple[Any, tuple[WeightedSum, jax.Array]]:
+        loss, (_, metrics) = with_metrics(model, batch)
         return loss, (_window.measured(loss, metrics, weight_fn, batch), _window.weight_of(batch))
 
-    cut = functools.partial(value_and_grad, measured, weight_fn=weight_fn, wrt=wrt, has_aux=True, aux_reduction="sum")
+    cut = functools.partial(value_and_grad, with_sums, weight_fn=weight_fn, wrt=wrt, has_aux=True, aux_reduction="sum")
     cut(**options)  # its errors come when this is built
+
+    def computed(options: dict[str, Any], model: Any, batch: Tree) -> tuple[Any, Any]:
+        """Returns the sums and the weight of the call, and its gradient: those of all its rows, if its loss is read."""
+        if not _window.has_partial_sums(options):
+            with contextlib.suppress(UnreadableError):
+                whole = whole_value_and_grad(with_metrics, wrt=wrt, has_aux=True, **options)
+                (_, (loss, metrics)), grads = whole(model, batch)
+                return (_window.measured(loss, metrics, weight_fn, batch), _window.weight_of(batch)), grads
+        (_, sums), grads = cut(**options)(model, batch)
+        return sums, grads
 
     @jit_in_place
     def step(model: Any, optimizer: Any, batch: Tree, flush: Any = None) -> dict[str, jax.Array]:
@@ -79,7 +99,7 @@ def train_step(
             )
         opt_state = as_pure(optimizer.opt_state)
         own = _window.where_sums_go(optimizer.tx, opt_state, options)
-        (_, (sums, rows)), grads = cut(**own)(model, batch)
+        (sums, rows), grads = computed(own, model, batch)
         totals, rows = _window.over_devices((sums, rows), own)
         metrics = weighted_mean(totals)
         if _window.find_window(opt_state) is None:  # each call is an update

@@ -227,9 +227,14 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
     return {**options, "reduce_axes": axes or None, "reduce_to": PARTIAL if partial else None}
 
 
+def has_partial_sums(options: Mapping[str, Any]) -> bool:
+    """Returns whether each device keeps its own sum."""
+    return options.get("reduce_to") == PARTIAL
+
+
 def over_devices(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree:
     """Reduces per-device outputs over all devices; does nothing unless `reduce_to="partial"`."""
-    if options.get("reduce_to") != PARTIAL:
+    if not has_partial_sums(options):
         return own
     space = here(Reduction(as_axes(options.get("reduce_axes"))))
     return jax.tree.map(lambda leaf: space.output(reduction, space.as_partial(leaf)), own)
