@@ -20,6 +20,7 @@ from optax_accum._core import seen as counting
 from optax_accum._within.value_and_grad import replacing
 from optax_accum.accelerators import count_traffic
 from tests import programs
+from tests.tiers import sweep
 from tests.versions import in_places, needs_devices
 
 SIZES = (1, 2, 5)
@@ -522,7 +523,9 @@ def test_a_state_of_other_groups():
     assert state.samples.number == 1
 
 
-@pytest.mark.parametrize("devices", [False, pytest.param(True, marks=needs_devices)], ids=["one device", "several"])
+@pytest.mark.parametrize(
+    "devices", [False, *sweep([pytest.param(True, marks=needs_devices)])], ids=["one device", "several"]
+)
 def test_layers_that_are_stacked_are_measured_as_those_that_are_not(devices):
     """By both mechanisms, and for the state of each, whose names they are."""
     first, second = (jax.random.normal(jax.random.key(i), (3, 3)) for i in range(2))

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("rank_promotion")
 @pytest.mark.parametrize("jit", [*sweep([lambda f: f]), nnx.jit], ids=["eager", "nnx.jit"])
 def test_the_gradient_of_a_module_is_that_of_the_whole_batch(jit):
     model = Net(nnx.Rngs(0))
-    want_value, want = nnx.value_and_grad(nnx_loss)(model, (X, Y))
+    want_value, want = of_whole(model, (X, Y))
     cut = accum.nnx.value_and_grad(nnx_loss, num_microbatches=5, weight_fn=lambda batch: batch[0].shape[0])
     value, grads = jit(lambda model, batch: cut(model, batch))(model, (X, Y))
     assert_allclose(value, want_value, rtol=1e-6)
@@ -42,8 +42,8 @@ def test_the_gradient_of_a_module_is_that_of_the_whole_batch(jit):
 def test_batch_norm_and_random_streams_of_a_module():
     whole, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
     loss = lambda model, batch: nnx_loss(model, batch, norm=True)
-    nnx.value_and_grad(loss)(whole, (X, Y))
-    accum.nnx.value_and_grad(loss, num_microbatches=4)(model, (X, Y))
+    cut = accum.nnx.value_and_grad(loss, num_microbatches=4)
+    nnx.jit(lambda whole, model, batch: (loss(whole, batch), cut(model, batch)))(whole, model, (X, Y))
     stats = lambda model: arrays(nnx.state(model, nnx.BatchStat))
     close(stats(model), stats(whole))
     dropping = Net(nnx.Rngs(0, dropout=1), rate=0.5)
@@ -77,9 +77,8 @@ def test_a_ready_gradient_function_leaves_the_state_of_the_model_as_the_loss_doe
     """Running statistics move once, random streams at each micro-batch; no rows leave them alone."""
     gradient = nnx.value_and_grad(lambda model, batch: nnx_loss(model, batch, norm=True))
     whole, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    gradient(whole, (X, Y))
     cut = accum.nnx.accumulate(gradient, microbatch_size=5)
-    cut(model, (X, Y))
+    nnx.jit(lambda whole, model, batch: (gradient(whole, batch), cut(model, batch)))(whole, model, (X, Y))
     close(statistics(model), statistics(whole))
     cut(model, (X[:0], Y[:0]))
     close(statistics(model), statistics(whole))
@@ -135,44 +134,51 @@ def statistics(model):
     return arrays(nnx.state(model, nnx.BatchStat))
 
 
+def of_two_norms(model, batch):
+    return cross_entropy(model(batch[0]), batch[1])
+
+
 def two_norms():
-    model = TwoNorms(nnx.Rngs(0))
-    return model, lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+    return TwoNorms(nnx.Rngs(0)), of_two_norms
+
+
+# Compiled once for all tests: what each compares with, and one micro-step with the gradients of Flax.
+of_whole = nnx.jit(nnx.value_and_grad(nnx_loss))
+forward = nnx.jit(of_two_norms)
+
+
+@nnx.jit
+def step_of_two_norms(model, optimizer, batch):
+    value, grads = nnx.value_and_grad(of_two_norms)(model, batch)
+    optimizer.update(model, grads, weight=batch[1].shape[0], metrics={"loss": value})
 
 
 def test_batch_norm_makes_one_step_for_each_update_across_calls():
     """With any way to the gradients: here those of Flax, one micro-batch at a time, twice."""
-    (model, loss), (whole, _) = two_norms(), two_norms()
+    (model, _), (whole, _) = two_norms(), two_norms()
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=3)
     optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
-
-    @nnx.jit
-    def step(model, optimizer, batch):
-        value, grads = nnx.value_and_grad(loss)(model, batch)
-        optimizer.update(model, grads, weight=batch[1].shape[0], metrics={"loss": value})
-
     for _ in range(2):
-        want = loss(whole, (X, Y))
+        want = forward(whole, (X, Y))
         for number, batch in enumerate(micro_batches(), start=1):
             before = statistics(model)
-            step(model, optimizer, batch)
+            step_of_two_norms(model, optimizer, batch)
             if number < 3:
                 equal(statistics(model), before)
         close(statistics(model), statistics(whole))
-    losses = [float(loss(model, batch)) for batch in micro_batches()]
+    losses = [float(forward(model, batch)) for batch in micro_batches()]
     assert_allclose(optimizer.window_metrics()["loss"], np.average(losses, weights=ROWS), rtol=1e-5)
     assert abs(np.average(losses, weights=ROWS) - want) > 1e-4  # each was normalised by its own micro-batch
 
 
 def test_a_nan_that_is_left_out_stays_out_of_a_module():
-    (model, loss), (clean, _) = two_norms(), two_norms()
+    (model, _), (clean, _) = two_norms(), two_norms()
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=3, nonfinite="skip")
     bad = (np.full_like(X[:3], np.nan), Y[:3])
     for module, batches in ((clean, micro_batches()), (model, [*micro_batches()[:1], bad, *micro_batches()[1:]])):
         optimizer = accum.nnx.Optimizer(module, tx, wrt=nnx.Param, metrics=("loss",))
         for batch in batches:
-            value, grads = nnx.value_and_grad(loss)(module, batch)
-            optimizer.update(module, grads, weight=len(batch[0]), metrics={"loss": value})
+            step_of_two_norms(module, optimizer, batch)
         assert int(optimizer.updates[...]) == 1
         assert np.isfinite(optimizer.window_metrics()["loss"])
     equal(arrays(nnx.state(model)), arrays(nnx.state(clean)))
@@ -188,7 +194,7 @@ def test_the_train_step_steps_statistics_once_and_averages_metrics():
     calls = slice(0, 8), slice(8, 12)
     for rows in calls:
         metrics = step(model, optimizer, (X[rows], Y[rows]))
-    loss(whole, (X, Y))
+    forward(whole, (X, Y))
     close(statistics(model), statistics(whole))
     means, weights = zip(*((X[rows, 0].mean(), 1.0 + Y[rows].sum()) for rows in calls), strict=True)
     assert_allclose(metrics["first"], np.average(means, weights=weights), rtol=1e-5)
@@ -247,10 +253,10 @@ def test_devices_have_random_streams_of_their_own():
 
 def test_batch_norm_and_the_gradient_over_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    (model, loss), (whole, _) = two_norms(), two_norms()
+    (model, _), (whole, _) = two_norms(), two_norms()
     plain = Net(nnx.Rngs(0))
-    _, want = nnx.value_and_grad(nnx_loss)(plain, (X, Y))
-    loss(whole, (X, Y))
+    _, want = of_whole(plain, (X, Y))
+    forward(whole, (X, Y))
     with jax.set_mesh(mesh):
         batch = jax.device_put((X, Y), jax.NamedSharding(mesh, jax.P("data")))
         options = {"num_microbatches": 3, "reduce_axes": "data"}
@@ -265,7 +271,7 @@ def test_batch_norm_inside_a_shard_map_of_the_user(to):
     """Whether gradients are reduced or not, all devices keep the statistics of all rows."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     (model, loss), (whole, _) = two_norms(), two_norms()
-    loss(whole, (X, Y))
+    forward(whole, (X, Y))
     cut = accum.nnx.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduce_to=to)
     graph, state = nnx.split(model)
 
@@ -321,10 +327,10 @@ def test_the_train_step_over_devices(kind, deferred):
     """Statistics, metrics and parameters are those of the whole batch, with one reduction per window if deferred."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType[kind],))
     plain, (whole, normed) = Net(nnx.Rngs(0)), two_norms()
-    plain_loss = nnx_loss(plain, (X, Y))
+    plain_loss, grads = of_whole(plain, (X, Y))
     reference = nnx.Optimizer(plain, optax.adam(0.1), wrt=nnx.Param)
-    reference.update(plain, nnx.grad(nnx_loss)(plain, (X, Y)))
-    normed(whole, (X, Y))
+    nnx.jit(nnx.Optimizer.update)(reference, plain, grads)
+    forward(whole, (X, Y))
     axes = {"reduce_axes": "data"} if deferred else {}
     options = {"num_microbatches": 1} | ({} if deferred else {"reduce_axes": "data"})  # deferred: as the optimizer
     models = ((Net(nnx.Rngs(0)), nnx_loss), (two_norms()[0], normed))
@@ -351,7 +357,7 @@ def test_the_train_step_of_an_optimizer_that_does_not_accumulate():
     step = accum.nnx.train_step(loss, num_microbatches=3)
     for number in (1, 2):
         metrics = step(model, optimizer, (X, Y))
-        loss(whole, (X, Y))
+        forward(whole, (X, Y))
         assert (int(optimizer.updates[...]), sorted(metrics)) == (number, ["loss"])
         close(statistics(model), statistics(whole))
 
@@ -361,7 +367,7 @@ def test_sums_begin_anew_and_a_late_flush_closes():
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=4)
     optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
     grads = nnx.state(model, nnx.Param)
-    loss(whole, (X, Y))
+    forward(whole, (X, Y))
     loss(model, (X, Y))
     optimizer.update(model, grads, metrics={"loss": 10.0})
     optimizer.update(model, jax.tree.map(jnp.zeros_like, grads), weight=0, flush=True)

@@ -241,11 +241,7 @@ AWKWARD = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    sweep(
-        [(name, dtype) for name in AWKWARD for dtype in (jnp.float32, jnp.bfloat16)],
-        but=[(name, jnp.float32) for name in AWKWARD],
-    ),
+    ("name", "dtype"), [(name, (jnp.float32, jnp.bfloat16)[number % 2]) for number, name in enumerate(AWKWARD)]
 )
 def test_what_jax_cannot_add_to_references_is_used_before(name, dtype):
     loss = lambda w, x: jnp.mean(AWKWARD[name](w.astype(jnp.float32), x) ** 2)

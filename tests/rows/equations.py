@@ -50,8 +50,8 @@ class Found:
 
     @functools.cached_property
     def values(self):
-        """The values that it takes."""
-        return [operand() for operand in self.operands]
+        """The values that it takes; what is computed of them is computed in the program, not by its compiler."""
+        return jax.lax.optimization_barrier([operand() for operand in self.operands])
 
     @property
     def view(self):
@@ -111,22 +111,19 @@ def some(array, axis, units):
         return array
     block = array.shape[axis] // 3
     places = np.concatenate([np.arange(unit * block, (unit + 1) * block) for unit in units])
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return array[places]
-    return jnp.asarray(np.take(np.asarray(array), places, axis=axis))  # nothing is compiled
+    return array[(slice(None),) * axis + (places,)]
 
 
-def assert_local(found):
-    """The equation of some rows is some rows of the equation."""
+def of_some(found):
+    """The results of the equation for some rows, and these rows of its results for all: (got, want)."""
     view, whole, units = found.view, compilers.bind(found.long, found.values), [2, 0]
     values = [some(value, axis, units) for value, axis in zip(found.values, view.ins, strict=True)]
     got = resized.evaluate(found.long, found.short, resized.Some(ROWS, 4), values)
-    for result, all_rows, axis in zip(got, whole, view.outs, strict=True):
-        assert_equal(result, some(all_rows, axis, units))
+    return list(got), [some(all_rows, axis, units) for all_rows, axis in zip(whole, view.outs, strict=True)]
 
 
-def assert_partial(found):
-    """The parts of the equation, joined, are the equation; filled rows count for nothing."""
+def of_parts(found):
+    """The parts of the equation, joined, and the equation: (got, want). Filled rows count for nothing."""
     view = found.view
     axes = zip((found.long.invars, found.long.outvars), (view.ins, view.outs), strict=True)
     ins, outs = ([Value(var.aval, axis) for var, axis in zip(vars, of, strict=True)] for vars, of in axes)
@@ -139,12 +136,22 @@ def assert_partial(found):
         parts.append(by_level.part_of(equation, units, values, units.of_part(index)))
     total = by_level.REDUCTIONS[equation.name].over(jnp.stack(parts), axis=0)
     assert parts[0].dtype == by_level.type_of_part(equation).dtype
-    assert_equal(by_level.finished(equation, total, store), compilers.bind(found.long, found.values)[0])
+    return [by_level.finished(equation, total, store)], compilers.bind(found.long, found.values)
 
 
-def assert_equal(got, want):
+def assert_true(founds):
+    """What the room says of these equations is true: all of them are one program, which is compiled once."""
+    pair = {"local": of_some, "alike": of_some, "partial": of_parts}
+    founds = [found for found in founds if found.says in pair]
+    pairs = jax.jit(lambda: [pair[found.says](found) for found in founds])()
+    for found, (got, want) in zip(founds, pairs, strict=True):
+        for a, b in zip(got, want, strict=True):
+            assert_equal(a, b, str(found.long))
+
+
+def assert_equal(got, want, equation):
     """Equal, or to rounding."""
-    assert (jnp.shape(got), jnp.result_type(got)) == (jnp.shape(want), jnp.result_type(want))
+    assert (jnp.shape(got), jnp.result_type(got)) == (jnp.shape(want), jnp.result_type(want)), equation
     if jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
         got, want = jax.random.key_data(got), jax.random.key_data(want)
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5, err_msg=equation)

@@ -9,13 +9,20 @@ import pytest
 
 import optax_accum
 from optax_accum._within.microbatched import microbatched
-from tests.rows.against import EACH, assert_whole, couplings, farthest, values, whole
+from tests.rows.against import ROWS, WAYS, assert_whole, couplings, farthest, values, whole
+from tests.tiers import sweep
 
-LOSSES = {}
+LOSSES, EACH = {}, []
 
 
 def loss(fun):
-    """Adds a loss to those that are compared."""
+    """Adds a loss to those that are compared in each run."""
+    EACH.append(fun.__name__)
+    return another(fun)
+
+
+def another(fun):
+    """Adds one whose rule, loop or sum over rows is that of another, to the sweep."""
     LOSSES[fun.__name__] = fun
     return fun
 
@@ -64,7 +71,7 @@ def custom_jvp(p, b):
     return masked(jnp.sum(cube(dense(p, b)), 1), b)
 
 
-@loss
+@another
 def custom_jvp_of_integers(p, b):
     return masked(jnp.sum(scaled_by(dense(p, b), b["label"]), 1), b)
 
@@ -140,13 +147,13 @@ def custom_vjp_that_injects_a_term(p, b):
     return masked(jnp.sum(injects(dense(p, b), balance), 1), b)
 
 
-@loss
+@another
 def custom_vjp_that_injects_a_term_of_each_row(p, b):
     hidden = dense(p, b)
     return masked(jnp.sum(injects(hidden, jnp.sum(hidden**2, 1)), 1), b)
 
 
-@loss
+@another
 def custom_vjp_that_injects_a_term_of_each_row_in_a_ratio(p, b):
     hidden = dense(p, b)
     rows = jnp.sum(injects(hidden, jnp.sum(hidden**2, 1)) ** 2, 1)
@@ -190,7 +197,7 @@ def scaled(x, factor):
 scaled.defvjp(lambda x, factor: (factor * x, x), lambda factor, x, ct: (2 * factor * ct * x,))
 
 
-@loss
+@another
 def custom_vjp_with_a_static_argument(p, b):
     return masked(jnp.sum(scaled(dense(p, b), 3.0), 1), b)
 
@@ -218,13 +225,13 @@ def layer(hidden, p):
     return hidden + jnp.tanh(hidden @ p["w"]) * p["scale"][None]
 
 
-@loss
+@another
 def scan_over_layers(p, b):
     hidden, _ = jax.lax.scan(lambda h, w: (layer(h, w), None), b["x"], p["layers"])
     return -masked(log_likelihood(p, b, hidden), b)
 
 
-@loss
+@another
 def scan_over_layers_with_rows_in_outputs(p, b):
     hidden, all_of_them = jax.lax.scan(lambda h, w: (layer(h, w), h), b["x"], p["layers"])
     return masked(jnp.sum(hidden, 1), b) + jnp.mean(all_of_them**2)
@@ -292,7 +299,7 @@ def map_over_rows(p, b):
     return jnp.mean(jax.lax.map(lambda x: jnp.tanh(x @ p["w"]).sum(), b["x"]) ** 2)
 
 
-@loss
+@another
 def map_over_blocks_of_rows(p, b):
     return jnp.mean(jax.lax.map(lambda x: jnp.tanh(x @ p["w"]).sum(), b["x"], batch_size=4) ** 2)
 
@@ -312,12 +319,12 @@ def scan_over_rows_that_carries(p, b):
     return jnp.mean(all_of_them**2) + jnp.sum(last)
 
 
-@loss
+@another
 def vmap_over_rows(p, b):
     return masked(jax.vmap(lambda x, y: jnp.tanh(x @ p["w"]).sum() * y)(b["x"], b["y"]), b)
 
 
-@loss
+@another
 def fori_loop(p, b):
     hidden = jax.lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ p["w"]) * (1 + i), b["x"])
     return masked(jnp.sum(hidden, 1), b)
@@ -332,7 +339,7 @@ def fori_loop_in_a_checkpoint(p, b):
     return masked(jnp.sum(block(p, b["x"]), 1), b)
 
 
-@loss
+@another
 def while_that_nobody_differentiates(p, b):
     start = jax.lax.stop_gradient(dense(p, b))
     _, found = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sqrt(jnp.abs(c[1]) + 1)), (0, start))
@@ -353,7 +360,7 @@ def while_of_each_row(p, b):
     return masked(halved(start) * dense(p, b)[:, 1], b)
 
 
-@loss
+@another
 def cond_with_a_scalar(p, b):
     hidden = dense(p, b)
     return masked(jnp.sum(jax.lax.cond(p["b"][0] > 0, jnp.sin, jnp.cos, hidden), 1), b)
@@ -384,7 +391,7 @@ def functions_that_are_jitted(p, b):
     return masked(jnp.sum(jax.jit(lambda h: inner(h @ p["w"]))(dense(p, b)), 1), b)
 
 
-@loss
+@another
 def a_jit_with_shardings(p, b):
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     inner = jax.jit(lambda h: jnp.tanh(h @ p["w"]), in_shardings=there, out_shardings=there)
@@ -414,7 +421,7 @@ def rows_in_groups(p, b):
     return jnp.mean((reward - jnp.mean(reward, 1, keepdims=True)) ** 2)
 
 
-@loss
+@another
 def rows_in_groups_inside_a_checkpoint(p, b):
     @jax.checkpoint
     def grouped(hidden):
@@ -439,7 +446,7 @@ def shifted_rows(p, b):
     return jnp.mean((value[1:] - value[:-1]) ** 2)
 
 
-@loss
+@another
 def reversed_rows(p, b):
     value = dense(p, b)
     return jnp.mean(value * value[::-1])
@@ -465,13 +472,13 @@ def starts_that_depend_on_the_rows(p, b):
     return jnp.mean(jax.lax.slice_in_dim(wide, start, start + 3, axis=1) ** 2) if start + 3 <= 48 else None
 
 
-@loss
+@another
 def all_pairs_of_rows(p, b):
     hidden = dense(p, b)
     return -jnp.mean(jnp.diag(jax.nn.log_softmax(hidden @ hidden.T)))
 
 
-@loss
+@another
 def products_over_rows(p, b):
     hidden = dense(p, b)
     return jnp.sum((hidden.T @ hidden / len(hidden)) ** 2)
@@ -488,12 +495,12 @@ def sums_by_segment(p, b):
     return jnp.sum(jax.ops.segment_sum(dense(p, b), b["label"], 5) ** 2)
 
 
-@loss
+@another
 def sums_by_segment_that_are_linear(p, b):
     return jnp.sum(jax.ops.segment_sum(dense(p, b), b["label"], 5) * jnp.arange(5.0)[:, None])
 
 
-@loss
+@another
 def added_to_a_parameter(p, b):
     return jnp.sum(p["table"].at[b["label"]].add(dense(p, b)) * jnp.arange(7.0)[:, None])
 
@@ -503,17 +510,17 @@ def added_to_what_a_parameter_decides(p, b):
     return jnp.sum(jnp.tanh(p["table"]).at[b["label"]].add(dense(p, b)) * jnp.arange(7.0)[:, None])
 
 
-@loss
+@another
 def added_to_a_parameter_and_squared(p, b):
     return jnp.sum(jnp.tanh(p["table"]).at[b["label"]].add(dense(p, b)) ** 2)
 
 
-@loss
+@another
 def logsumexp_over_rows(p, b):
     return jax.nn.logsumexp(log_likelihood(p, b, dense(p, b)))
 
 
-@loss
+@another
 def softmax_over_rows(p, b):
     return jnp.sum(jax.nn.softmax(dense(p, b), axis=0) * b["y"][:, None])
 
@@ -524,7 +531,7 @@ def largest_of_rows_with_ties(p, b):
     return jnp.sum(jnp.max(-jnp.abs(x @ p["w"]) * (x[:, :1] != x[0, 0]), axis=0)) + jnp.max(jnp.sum(x @ p["w"], 1))
 
 
-@loss
+@another
 def weights_over_their_maximum(p, b):
     weight = jnp.exp(b["y"])
     return jnp.mean(weight / jnp.max(weight) * log_likelihood(p, b, dense(p, b)))
@@ -542,7 +549,7 @@ def counts_that_the_model_decides(p, b):
     return jnp.sum(error * (error > 1)) / jnp.maximum(jnp.sum(error > 1), 1)
 
 
-@loss
+@another
 def two_terms_and_weight_decay(p, b):
     hidden = dense(p, b)
     decay = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
@@ -604,15 +611,18 @@ def small_integers_over_rows(p, b):
     return jnp.sum(jnp.mean(hidden, 0) * count) + jnp.max(count)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", sweep(LOSSES, but=EACH))
 def test_a_loss_is_the_whole_batchs(name, x64):
-    assert_whole(LOSSES[name], *values(dtype=jnp.float64))
+    """By one of the functions: the next loss by the other. Of five micro-batches the last is smaller."""
+    way = WAYS[list(LOSSES).index(name) % 2]
+    assert_whole(LOSSES[name], *values(dtype=jnp.float64), ways=[(way, 5)])
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_the_whole_batchs_however_it_is_cut(name, x64):
-    assert_whole(LOSSES[name], *values(dtype=jnp.float64), ways=EACH)
+@pytest.mark.parametrize("name", list(LOSSES)[::3])
+def test_a_loss_is_the_whole_batchs_by_the_other_function_and_cut_otherwise(name, x64):
+    number = list(LOSSES).index(name)
+    assert_whole(LOSSES[name], *values(dtype=jnp.float64), ways=[(WAYS[1 - number % 2], (2, ROWS)[number // 2 % 2])])
 
 
 @pytest.mark.parametrize(

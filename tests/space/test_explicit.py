@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from tests import paths
+from tests.pairs import every_pair
+from tests.tiers import one_of_each, sweep
 from tests.versions import needs_references
 
 W = np.random.default_rng(0).normal(size=(3, 4)).astype("f")
@@ -52,9 +54,10 @@ def placed(scale_is_placed=True):
     return {"w": paths.on_mesh(mesh, W, P(None, "other")), "scale": scale}, paths.on_mesh(mesh, X, P("data"))
 
 
-@pytest.mark.parametrize("loss", [plain, in_a_shard_map])
-@pytest.mark.parametrize("way", [within, across])
-@pytest.mark.parametrize("scale_is_placed", [True, False])
+EVERY = every_pair([within, across], [plain, in_a_shard_map], [True, False])
+
+
+@pytest.mark.parametrize(("way", "loss", "scale_is_placed"), sweep(EVERY, but=one_of_each(EVERY)))
 def test_the_gradient_is_that_of_the_whole_batch(way, loss, scale_is_placed):
     got = jax.jit(way(loss))(*placed(scale_is_placed))
     want = jax.jit(jax.grad(loss))(*placed(scale_is_placed))

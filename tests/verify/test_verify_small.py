@@ -13,10 +13,10 @@ from tests.verify import test_verify_step as large
 from tests.verify.test_verify_step import AGAIN, FAULTS, SOUND, Loop, in_windows
 
 UNNAMED = {"clipping at each micro-step"}  # of few entries a mean says no more than that it is one
-NOT_OURS = {"apply_every after Adam", "a key in the step"}
+NOT_OURS = {"apply_every after Adam", "a key in the step", "a key that the parts of a sum share"}
 
 
-RANDOM = {"shared key", "dropout", "dropout, of a sum", "a key that the parts of a sum share"}
+RANDOM = {"shared key", "dropout"}
 marked = lambda names: [pytest.param(name, marks=[pytest.mark.slow] * (name in RANDOM)) for name in names]
 
 
@@ -51,7 +51,9 @@ def test_so_is_another_way_to_it(name, three):
     assert set(found) <= {kind, "not known"}, str(report)
 
 
-@pytest.mark.parametrize("name", sweep(marked(SOUND), but=["squares", "a weighted mean"]))
+@pytest.mark.parametrize(
+    "name", sweep(marked(name for name in SOUND if name != "dropout, of a sum"), but=["squares", "a weighted mean"])
+)
 def test_nothing_is_found_in_a_sound_loop(name, three):
     assert verify_step(SOUND[name], three).holds
 
