@@ -65,7 +65,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_rows": [
         {"places", "units"},
         {"traces"},
-        {"primitives", "draws"},
+        {"primitives", "draws", "own_rows"},
         {"locality"},
         {"program", "resized"},
         {"forms", "levels", "linear"},

@@ -14,6 +14,7 @@ import optax_accum
 from benchmarks import _rare_losses, verify
 from tests import paths
 from tests.tiers import sweep
+from tests.versions import needs_devices
 
 MAKERS = {name: maker for makers in (verify.SOUND, _rare_losses.SOUND) for name, maker in makers.items()}
 for faults in (verify.FAULTS, _rare_losses.FAULTS):
@@ -38,19 +39,98 @@ def largest_difference(ours, whole):
     return max(np.max(np.abs(a - b), initial=0) for a, b in pairs) / max(np.max(np.abs(b), initial=0) for _, b in pairs)
 
 
-@pytest.mark.parametrize("name", sweep(MAKERS, but=EACH))
-def test_any_loss_has_the_gradient_of_the_whole_batch(name, rank_promotion):
-    problem = MAKERS[name](np.random.default_rng([zlib.crc32(name.encode()), 0]))
+def drawn(name):
+    return MAKERS[name](np.random.default_rng([zlib.crc32(name.encode()), 0]))
+
+
+def check(problem, k=None, **options):
+    """Checks one loss, cut into k micro-batches."""
     args = problem.params, problem.batch, *problem.args
-    k, has_aux = problem.options["num_microbatches"], not {"has_aux", "carry_argnum"}.isdisjoint(problem.options)
+    k = k or problem.options["num_microbatches"]
+    has_aux = not {"has_aux", "carry_argnum"}.isdisjoint(problem.options)
     of_whole = lambda *args: paths.value_of(problem.fun(*args)[0] if has_aux else problem.fun(*args))
-    ours, whole = optax_accum.value_and_grad(problem.fun, k, has_aux=has_aux), jax.value_and_grad(of_whole)
+    ours = optax_accum.value_and_grad(problem.fun, k, has_aux=has_aux, **options)
+    whole = jax.value_and_grad(of_whole)
     (value, grads), (whole_value, whole_grads) = jax.jit(lambda *args: (ours(*args), whole(*args)))(*args)
     value = value[0] if has_aux else value
     exact = not any(narrow in problem.name for narrow in NARROW)
     assert np.any([np.any(leaf) for leaf in jax.tree.leaves(whole_grads)])
     assert largest_difference(grads, whole_grads) < (1e-5 if exact else 0.1)
     np.testing.assert_allclose(value, whole_value, rtol=1e-4 if exact else 0.1, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sweep(MAKERS, but=EACH))
+def test_any_loss_has_the_gradient_of_the_whole_batch(name, rank_promotion):
+    check(drawn(name))
+
+
+# On several devices one of each kind: what is counted over all of them, gathered, drawn, ruled, and divided in the end.
+ON_DEVICES = [
+    *("masked", "terms", "weights: unweighted_terms", "coupled examples: batch_norm", "shared key: second_key"),
+    *("coupled examples: contrastive", "low-precision sum: narrow_sums", "nonlinear derivative: clipped_inside"),
+]
+
+
+@needs_devices
+@pytest.mark.parametrize("name", sweep(MAKERS, but=ON_DEVICES))
+def test_any_loss_of_the_rows_of_several_devices(name, rank_promotion):
+    problem = drawn(name)
+    rows = len(jax.tree.leaves(problem.batch)[0])
+    devices = jax.devices()[: next(number for number in range(2, 9) if rows % number == 0)]
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    with jax.set_mesh(mesh):
+        check(problem, k=min(2, rows // len(devices)), reduce_axes="data")
+
+
+@needs_devices
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_any_loss_inside_a_shard_map(check_vma):
+    """Sums over the rows of all devices, a gather, a variance, and rows that come out."""
+
+    def loss(w, batch):
+        h = batch["x"] @ w
+        h = jnp.tanh((h - h.mean(0, keepdims=True)) / (h.std(0, keepdims=True) + 1e-3))
+        scores = jnp.sum(jax.nn.log_softmax(h @ h.T) * jnp.eye(len(h)))
+        return scores + jnp.sum(batch["mask"] * h.sum(1) ** 2) / jnp.sum(batch["mask"]) + jnp.var(h), h
+
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((24, 4), (4, 3)))
+    batch = {"x": x, "mask": jnp.arange(24) % 5 < 2}
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    ours = optax_accum.value_and_grad(loss, 4, has_aux=True, reduce_axes="data")
+    spec = jax.P("data")
+    run = jax.shard_map(
+        ours, mesh=mesh, in_specs=(jax.P(), spec), out_specs=((jax.P(), spec), jax.P()), check_vma=check_vma
+    )
+    got, whole = jax.jit(run)(w, batch), jax.jit(jax.value_and_grad(loss, has_aux=True))(w, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-5), got, whole)
+
+
+@needs_devices
+def test_devices_wait_for_each_other_between_loops_alone():
+    """Sums of BatchNorm and of the mask over all devices are added once each, beside the one reduction of the gradient."""
+
+    def loss(w, batch):
+        h = batch["x"]
+        for layer in w:
+            h = jnp.tanh(h @ layer)
+            h = (h - h.mean(0, keepdims=True)) * jax.lax.rsqrt(h.var(0, keepdims=True) + 1e-5)
+        return jnp.sum(batch["mask"] * h.sum(1) ** 2) / jnp.sum(batch["mask"])
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    batch = {
+        "x": jax.ShapeDtypeStruct((32, 16), "f", sharding=rows),
+        "mask": jax.ShapeDtypeStruct((32,), "f", sharding=rows),
+    }
+    w = jax.ShapeDtypeStruct((2, 16, 16), "f", sharding=jax.NamedSharding(mesh, jax.P()))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(optax_accum.value_and_grad(loss, 4, reduce_axes="data")).lower(w, batch).compile()
+    found = optax_accum.sharding.count_collectives(compiled)
+    assert not found.select(place="loop")
+    large = [each for each in found.operations if each.bytes >= 4 * 2 * 16 * 16]
+    assert len(large) == 1
+    assert all(each.bytes <= 256 for each in found.operations if each not in large)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 12])
@@ -101,8 +181,8 @@ def test_a_rule_for_the_gradient_of_a_parameter_takes_the_whole_of_it(where):
     np.testing.assert_allclose(jax.jit(optax_accum.value_and_grad(loss, 4))(w, x)[1], whole, atol=1e-4)
 
 
-def test_a_gradient_that_is_scaled_in_the_end_is_not_measured():
-    """Its statistics would be those of the gradient before it is scaled."""
+def test_a_gradient_that_is_divided_by_what_the_model_counts_is_measured():
+    """Where it is measured, the count comes first: else its statistics would be those before it is divided."""
 
     def loss(w, x):
         each = (x @ w) ** 2
@@ -110,6 +190,6 @@ def test_a_gradient_that_is_scaled_in_the_end_is_not_measured():
         return jnp.sum(each * large) / jnp.sum(large)
 
     w, x = jnp.ones(3), jnp.linspace(-1, 1, 24).reshape(8, 3)
-    np.testing.assert_allclose(optax_accum.value_and_grad(loss, 2)(w, x)[1], jax.grad(loss)(w, x), rtol=1e-5)
-    with pytest.raises(ValueError, match="return Ratio"):
-        optax_accum.value_and_grad(loss, 2, statistics=True)(w, x)
+    (_, statistics), grads = jax.jit(optax_accum.value_and_grad(loss, 2, statistics=True))(w, x)
+    np.testing.assert_allclose(grads, jax.grad(loss)(w, x), rtol=1e-5)
+    np.testing.assert_allclose(statistics.squares["all"], jnp.sum(grads**2), rtol=1e-5)

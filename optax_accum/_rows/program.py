@@ -11,6 +11,7 @@ from jax.extend import core
 
 from optax_accum._core import compilers
 from optax_accum._rows import locality
+from optax_accum._rows.own_rows import of_own_rows
 from optax_accum._rows.places import Place, calls_library, own_place, place_of
 from optax_accum._rows.traces import COUPLED, Axis, OtherProgramError, Rows, View, axis_of, in_step, view_of
 
@@ -140,12 +141,24 @@ def _inlined(
         ins, view = read(a.invars, b.invars), view_of(a, b, rows)
         outs = [Value(var.aval, axis) for var, axis in zip(a.outvars, view.outs, strict=True)]
         equation = Equation(a, b, ins, outs, rows, caller)
-        if _is_inlined(equation):
+        own = of_own_rows(equation, equations) if equation.name == "gather" else None
+        if own is not None:
+            traces = (jax.make_jaxpr(own.fun)(*(_type(value, rows, size) for value in own.ins)) for size in rows)
+            outs = _inlined(*traces, own.ins, equations, rows, equation)
+        elif _is_inlined(equation):
             outs = _inlined(_inner(a), _inner(b), ins, equations, rows, equation)
         else:
             equations.append(equation)
         env.update(zip(a.outvars, outs, strict=True))
     return read(of_long.outvars, of_short.outvars)
+
+
+def _type(value: Value, rows: Rows, size: int) -> jax.ShapeDtypeStruct:
+    """Returns the type of a value for so many rows."""
+    shape = list(value.long.shape)
+    if value.axis not in (None, COUPLED):
+        shape[value.axis] = shape[value.axis] * size // rows[0]
+    return jax.ShapeDtypeStruct(tuple(shape), value.long.dtype)
 
 
 def _is_inlined(equation: Equation) -> bool:

@@ -134,6 +134,14 @@ class Device:
         """Returns this device's part of a value that all devices have alike: its gradient is a sum over devices."""
         return jnp.asarray(value) / self.count if self.axes else value
 
+    def with_whole_cotangent(self, value: Any) -> Any:
+        """Returns a value whose cotangent is the sum of those of all devices."""
+        return _with_cotangent(lambda ct: self.joined("sum", ct), value)
+
+    def with_part_of_cotangent(self, value: Any) -> Any:
+        """Returns a value whose cotangent is this device's part of one that all have alike."""
+        return _with_cotangent(self.part, value)
+
     def same(self, tree: Tree) -> Tree:
         """Returns values that are the same on all devices, so that types tell it."""
         return jax.tree.map(self._of_first, tree) if self.axes else tree
@@ -233,3 +241,16 @@ class Device:
                 f"With reduce_axes, the carry must be the same on all devices: it differs over {self.axes}. Return "
                 f"jax.lax.pmean(carry, {self.axes}) from fun; that communicates at every micro-batch."
             )
+
+
+def _with_cotangent(change: Callable[[Any], Any], value: Any) -> Any:
+    """Returns a value whose cotangent is changed."""
+    if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+        return value
+
+    @jax.custom_vjp
+    def same(value: Any) -> Any:
+        return value
+
+    same.defvjp(lambda value: (value, None), lambda _, ct: (change(ct),))
+    return same(value)

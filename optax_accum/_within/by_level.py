@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._core import compilers, dtypes
-from optax_accum._rows import draws, resized
+from optax_accum._rows import draws, locality, resized
 from optax_accum._rows.levels import Kind, Levels, Loop, inside_layers, is_over_layers
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.traces import COUPLED
@@ -83,10 +83,14 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
     if kind is Kind.PARTIAL:
         part = part_of(equation, units, values, every)
         return [finished(equation, device.joined(REDUCTIONS[equation.name].name, part), store)]
+    has_rule = locality.has_backward(equation)
+    if has_rule:  # it may do anything with a cotangent: it needs that of all devices, and what it returns is whole, too
+        values = list(map(device.with_part_of_cotangent, values))
     pairs = zip(values, equation.ins, strict=True)
     values = [device.gathered(v, axis_of(value)) if has_own_rows(value) else v for v, value in pairs]
     # Programs inside it are traced again: to types their values differ between devices now.
     results = resized.evaluate(equation.long, equation.short, resized.Some(equation.rows, equation.rows[0]), values)
+    results = map(device.with_whole_cotangent, results) if has_rule else results
     results = zip(results, equation.outs, strict=True)
     return [device.own(result, axis_of(value)) if has_own_rows(value) else result for result, value in results]
 

@@ -54,6 +54,11 @@ class OnePass:
     factor: int | None
     end: "End"
 
+    @property
+    def unscaled(self) -> "OnePass":
+        """The same loss without a factor in the end: the loop runs forward for it, first."""
+        return self if self.factor is None else dataclasses.replace(self, known=None, factor=None)
+
     @functools.cached_property
     def cotangents(self) -> Given:
         """The cotangents of what the loop gives, None where they are zero."""

@@ -56,19 +56,19 @@ def value_and_grad(
     `aux` are the whole batch's, to rounding. The traced loss of the whole
     batch tells how its rows belong together, so any loss is exact, and
     nothing is declared: masks, several terms, BatchNorm, contrastive losses,
-    dropout (`microbatched` says how, and what it guarantees). Where the
-    loss is linear in sums over rows, as a masked mean is, it is run once;
-    inside `jit` each gradient is added inside the backward pass, and no
-    second tree of gradients is stored. If k divides the rows, row r is in
+    dropout (`microbatched` says how, and what it guarantees). With
+    `reduce_axes` the rows of all devices are one batch. Where the loss is
+    linear in sums over rows, as a masked mean is, it is run once; inside
+    `jit` each gradient is added inside the backward pass, and no second
+    tree of gradients is stored. If k divides the rows, row r is in
     micro-batch `r mod k`, so the rows of a sharded batch need not move.
 
-    Say how micro-batches add up where the trace cannot: over several
-    devices (`reduce_axes`, Explicit axes, inside `jax.shard_map`), for a
-    `Ratio`, or if each micro-batch is to count by itself. With one of
-    `weight_fn`, `weight_of`, `rng_argnum`, `carry_argnum`, `whole_argnums`,
-    `group_size`, `stacked`, `aux_reduction` or `reduce_axes`, the loss is
-    that of one micro-batch, and micro-batches with losses `l_i` and weights
-    `w_i` give
+    Say how micro-batches add up if each is to count by itself, or where the
+    trace cannot tell: for a loss that communicates by itself, and for arrays
+    on Explicit axes that are not in `reduce_axes`. With one of `weight_fn`,
+    `weight_of`, `rng_argnum`, `carry_argnum`, `whole_argnums`,
+    `group_size`, `stacked` or `aux_reduction`, the loss is that of one
+    micro-batch, and micro-batches with losses `l_i` and weights `w_i` give
 
         loss     = sum_i s_i l_i
         gradient = sum_i s_i dl_i,    s_i = w_i / sum_j w_j
@@ -187,6 +187,11 @@ def value_and_grad(
         an error.
       * `aux` of another shape in the smaller last micro-batch, apart from
         its rows in `"concat"`: an error.
+      * A loss that comes together in its end, and is not linear there (a
+        variance, a balance term): a forward pass for the cotangents comes
+        first. One that takes rows together earlier (BatchNorm) keeps what
+        crosses for all rows, and has no `statistics`.
+      * `reduce_to="partial"`: each device has a batch of its own.
       * A loss below 32 bits: the shares are rounded to its dtype; return
         `loss.astype(jnp.float32)`.
       * bfloat16 parameters, or float32 ones that `fun` casts: their

@@ -144,11 +144,8 @@ def _widened(grad: Any, named: Any) -> Any:
 
 def _in_one_pass(rules: Rules, device: Device, call: Call, once: OnePass, again: bool) -> tuple[Local, Tree]:
     """Returns the value and the gradient of a loss whose cotangents are known beforehand."""
-    if once.factor is not None:
-        rules.meter.refuse(
-            "Statistics take the gradient of each micro-batch, which here is scaled by a count that only the whole "
-            "batch tells: return Ratio(total, count), or leave statistics out."
-        )
+    if rules.meter.measures:
+        once = once.unscaled
 
     def contribution(*args: Any) -> Any:
         *params, batch, fixed = args

@@ -65,7 +65,6 @@ PPO = ("tx = optax.adam(schedule)", "tx = optax.MultiSteps(optax.adam(schedule),
 KEY = lambda module: (module["init"](), jax.random.key(1))
 CONFIG = ('{"accumulate": 4}', '{"accumulate": 1}')
 OWN = ("own = jax.random.split(key)", "own = jax.random.split(key)\n    own = folded(own)")
-OF_STATE = ("own = jax.random.split(state.key)", "own = jax.random.split(state.key)\n    own = folded(own)")
 CALLS = ("jax.random.fold_in(key, state.step)", "folded(key, 4 * state.step)")
 CHAIN = ("jax.random.split(key)", "chained(key)")
 PARTS = ("nnx.Dropout(", "DropoutInParts(")
@@ -75,9 +74,7 @@ TRAINERS = [
     Trainer("multi_steps", "`optax.MultiSteps`", "mean of means", from_carry, whole=(CONFIG,), masks=(CHAIN,)),
     Trainer("minibatch_call", "A function that calls", "mean of means", from_carry, (True, True), (ONE,), masks=(OWN,)),
     Trainer("equinox_trainer", "Equinox", "mean of means", from_carry, (True, True), (ONE,), masks=(OWN,)),
-    Trainer(
-        "context", "Parameters and batch", "moves while held", from_carry, (False, True), (BARE,), masks=(OF_STATE,)
-    ),
+    Trainer("context", "Parameters and batch", "moves while held", from_carry, (False, True), (BARE,)),
     Trainer("ppo", "PPO", "coupled examples", from_carry, (False, True), before=(PPO,)),
 ]
 

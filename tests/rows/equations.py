@@ -14,6 +14,7 @@ from optax_accum._rows import locality, resized
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.traces import view_of
 from optax_accum._rows.units import Units
+from optax_accum._space.device import Device
 from optax_accum._within import by_level
 
 ROWS = (6, 12)
@@ -129,7 +130,7 @@ def of_parts(found):
     ins, outs = ([Value(var.aval, axis) for var, axis in zip(vars, of, strict=True)] for vars, of in axes)
     equation = Equation(found.long, found.short, ins, outs, ROWS)
     units = Units(ROWS[0], 4)
-    store = by_level.Store(units, dict(zip(ins, found.values, strict=True)))
+    store = by_level.Store(units, Device(), dict(zip(ins, found.values, strict=True)))
     parts = []
     for index in range(4):
         values = [store.whole(value) if value.axis is None else store.cut(value)[index] for value in ins]

@@ -1,10 +1,12 @@
-"""Random losses: the value and the gradient are the whole batch's."""
+"""Random losses, and gathers of own rows: the value and the gradient are the whole batch's."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.rows import programs
+import optax_accum
+from tests.rows import against, programs
 from tests.rows.against import WAYS, farthest, of_parts
 from tests.tiers import sweep
 
@@ -21,3 +23,29 @@ def test_random_losses(number, x64):
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(want)):
         pytest.skip("The whole batch's gradient is NaN: a square root of zero.")
     assert farthest(got, want) < 1e-8, (way, parts, writer.pieces)
+
+
+PICKED = {
+    "labels": lambda logits, y: logits[jnp.arange(len(y)), y],
+    "labels from the end": lambda logits, y: logits[jnp.arange(len(y)), y - 5],
+    "beyond the end": lambda logits, y: jnp.nan_to_num(logits.at[jnp.arange(len(y)), y + 3].get(mode="fill")),
+    "of each token": lambda logits, y: jnp.stack([logits, 2 * logits], 2)[jnp.arange(len(y)), y].sum(-1),
+    "rows last": lambda logits, y: logits.T[y, jnp.arange(len(y))],
+}
+OTHERS = {
+    "of other rows": lambda logits, y: logits[jnp.arange(len(y))[::-1], y],
+    "of the next row": lambda logits, y: logits[(jnp.arange(len(y)) + 1) % len(y), y],
+    "columns by number": lambda logits, y: logits[y, jnp.arange(len(y)) % 5],
+}
+
+
+@pytest.mark.parametrize("name", [*PICKED, *OTHERS])
+def test_a_gather_of_own_rows_stays_in_the_loop(name):
+    """As most losses are written in JAX; it would keep all logits of all rows."""
+    params, batch = against.values()
+    pick = (PICKED | OTHERS)[name]
+    loss = lambda params, batch: jnp.mean(pick(jnp.tanh(batch["x"] @ params["out"]), batch["label"]) ** 2)
+    found = optax_accum.explain(loss, params, batch, num_microbatches=3)
+    assert (found.kept_bytes == 0) == (name in PICKED)
+    got, want = (jax.jit(f)(params, batch) for f in (optax_accum.value_and_grad(loss, 3), jax.value_and_grad(loss)))
+    assert farthest(got, want) < 1e-5
