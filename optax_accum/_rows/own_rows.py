@@ -72,6 +72,7 @@ def _numbers_rows(value: Any, length: int, rows: Rows, made: Made) -> bool:
         return value.long.shape[value.axis] == length and goes_on(equation.ins[0])
     if name == "select_n":  # index + length, where an index is negative
         test = made.get(equation.ins[0])
-        is_negative = test is not None and test.name == "lt" and getattr(test.ins[1], "number", None) == 0
-        return is_negative and goes_on(test.ins[0]) and goes_on(equation.ins[1])
+        if test is None or test.name != "lt" or getattr(test.ins[1], "number", None) != 0:
+            return False
+        return goes_on(test.ins[0]) and goes_on(equation.ins[1])
     return False

@@ -143,8 +143,10 @@ def _inlined(
         equation = Equation(a, b, ins, outs, rows, caller)
         own = of_own_rows(equation, equations) if equation.name == "gather" else None
         if own is not None:
-            traces = (jax.make_jaxpr(own.fun)(*(_type(value, rows, size) for value in own.ins)) for size in rows)
-            outs = _inlined(*traces, own.ins, equations, rows, equation)
+            for_all, for_more = (
+                jax.make_jaxpr(own.fun)(*(_type(value, rows, size) for value in own.ins)) for size in rows
+            )
+            outs = _inlined(for_all, for_more, own.ins, equations, rows, equation)
         elif _is_inlined(equation):
             outs = _inlined(_inner(a), _inner(b), ins, equations, rows, equation)
         else:
@@ -156,7 +158,7 @@ def _inlined(
 def _type(value: Value, rows: Rows, size: int) -> jax.ShapeDtypeStruct:
     """Returns the type of a value for so many rows."""
     shape = list(value.long.shape)
-    if value.axis not in (None, COUPLED):
+    if value.axis is not None and value.axis != COUPLED:
         shape[value.axis] = shape[value.axis] * size // rows[0]
     return jax.ShapeDtypeStruct(tuple(shape), value.long.dtype)
 
