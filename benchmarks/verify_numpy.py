@@ -335,7 +335,9 @@ def problem(number: int, what: str | None, clip: str = "", attempt: int = 0) -> 
         return _within(loop(every), every, bool(plant and plant.trims)) if within else loop(every)
 
     options = {"every": k, "within_call": within, "uneven": uneven or what == "the full k"}
-    return Problem(name, plant.kind if plant else None, make_step, batch, options)
+    # Without moments an update is that of a clipped gradient, and nothing else: both loops are the same.
+    kind = "clipping at each micro-step" if what == "updates are averaged" and not RULES[rule].slots else None
+    return Problem(name, kind or (plant.kind if plant else None), make_step, batch, options)
 
 
 def _within(made: Any, every: int, trims: bool) -> Any:

@@ -20,7 +20,7 @@ BLIND = 0.1  # the error that must be seen
 def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str] | None = None) -> Window:
     """Returns what a window changed, with what is asked of the runs."""
     linear = e.linear if linear is None else linear
-    return Window(e, mean(found), linear, lambda: normalised(runs), lambda: rounded(runs), runs.leads)
+    return Window(e, runs.rooted(mean(found)), linear, lambda: normalised(runs), lambda: rounded(runs), runs.leads)
 
 
 # At which calls the parameters move.
@@ -148,7 +148,7 @@ def left_out(o: Other) -> str:
         return ""
     (of_kept,) = runs.changes(runs.one, [runs.of(kept)])
     far = lambda other: e.far(o.w.found, other, o.w.linear or list(e.slots))
-    if not far(mean(of_kept)) < min(e.near, far(e.whole) / 4):
+    if not far(runs.rooted(mean(of_kept))) < min(e.near, far(e.whole) / 4):
         return ""
     rest = (len(rows) - len(kept)) * runs.group_size
     return f"What came out of {len(rows) * runs.group_size} rows is the update without the last {rest}."

@@ -187,6 +187,19 @@ def apply_every(every):
     return step, (PARAMS, tx.init(PARAMS))
 
 
+def averaged_signs(every):
+    """The update of each micro-batch, by signs of its momentum, waits for the last one. Nothing counts them."""
+
+    @jax.jit
+    def step(carry, batch):
+        w, m, acc, n = carry
+        m = 0.5 * m + jax.grad(lambda w: loss({"w": w}, batch))(w)
+        acc, closes = acc + jnp.sign(m) / every, (n + 1) % every == 0
+        return w - 0.01 * jnp.where(closes, acc, 0), m, jnp.where(closes, 0, acc), n + 1
+
+    return step, (PARAMS["w"], 0 * PARAMS["w"], 0 * PARAMS["w"], 0)
+
+
 def hidden_key(every):
     """A key that stands in the step: dropout that is always the same."""
     step, carry, _ = Loop(dropped, key=lambda key, n: key, draws=True)(every)
@@ -218,6 +231,7 @@ AGAIN = {
     "a key in the step": ("shared key", hidden_key),
     "a key that the parts of a sum share": ("shared key", Loop(dropped_sum, key=lambda key, n: key, draws=True, **SUM)),
     "apply_every after Adam": ("optimizer at each micro-step", apply_every),
+    "signs of each gradient, averaged": ("optimizer at each micro-step", averaged_signs),
 }
 
 
