@@ -311,13 +311,13 @@ class Problem:
     options: dict[str, Any]
 
 
-def problem(number: int, what: str | None, clip: str = "", attempt: int = 0) -> Problem:
+def problem(number: int, what: str | None, clip: str = "", attempt: int = 0, hidden: int = 5) -> Problem:
     """Returns the loop of that number, with a fault or sound."""
     random = np.random.default_rng([number, attempt])
     k, d, out = int(random.choice((2, 3, 4, 5))), int(random.choice((4, 6))), int(random.choice((3, 4)))
     rows = k * int(random.choice((2, 3, 4)))
     draw = lambda *shape: random.normal(size=shape).astype(np.float32)
-    params = {"w": draw(d, 5) / 2, "b": 0.1 * draw(5), "v": draw(5, out) / 2}
+    params = {"w": draw(d, hidden) / 2, "b": 0.1 * draw(hidden), "v": draw(hidden, out) / 2}
     batch = {"x": draw(rows, d), "y": 2 * draw(rows, out), "mask": np.exp(draw(rows)), "gain": 1 + draw(rows)}
     plant = PLANTS[what] if what else None
     rules = [name for name, rule in RULES.items() if "m" in rule.slots or not (plant and plant.moments)]
@@ -386,10 +386,10 @@ def _same(one: Problem, windows: list[list[np.ndarray]], early: bool) -> bool:
     return all(np.max(np.abs(a - b)) <= 1e-4 * np.max(np.abs(a)) for a, b in zip(*ends, strict=True))
 
 
-def judged(number: int, what: str | None, clip: str = "") -> tuple[Problem, str]:
+def judged(number: int, what: str | None, clip: str = "", hidden: int = 5) -> tuple[Problem, str]:
     """Returns a loop and what became of it; of a fault that changes nothing behind one optimizer, behind another."""
     for attempt in range(len(RULES)):
-        one = problem(number, what, clip, attempt)
+        one = problem(number, what, clip, attempt, hidden)
         said = verdict(one)
         if said is not None or what is None or not harmless(one):
             return one, outcome_of(one.kind, said)
@@ -423,12 +423,13 @@ def main() -> None:
     parser.add_argument("--loops", type=int, default=400)
     parser.add_argument("--what", choices=(*PLANTS, "sound"), nargs="+", default=[*PLANTS, "sound", "sound", "sound"])
     parser.add_argument("--clip", choices=tuple(CLIPS), default="", help="behind this clip alone")
+    parser.add_argument("--hidden", type=int, default=5, help="units of the hidden layer")
     parser.add_argument("--output", type=_measure.writable)
     asked = parser.parse_args()
     counts: dict[str, collections.Counter[str]] = {what: collections.Counter() for what in asked.what}
     for number in tqdm(range(asked.loops), unit="loop", leave=False, disable=None):
         what = asked.what[number % len(asked.what)]
-        one, outcome = judged(number, None if what == "sound" else what, asked.clip)
+        one, outcome = judged(number, None if what == "sound" else what, asked.clip, asked.hidden)
         counts[what][outcome] += 1
         if outcome not in ("right", "refused", "harmless"):
             tqdm.write(f"{number} ({one.name}): {outcome}: {verdict(one)}")

@@ -79,10 +79,20 @@ class Explanations:
         return factor if distance < self.near and not self.silent else None
 
     def fit(self, found: Change, slot: str) -> tuple[float, float]:
-        """Returns the multiple of the whole batch's change that is nearest to what was found, and how far that is."""
-        a, b = self.vector(found, slot), self.vector(self.whole, slot)
-        factor = float(a @ b / max(b @ b, 1e-300))
-        return factor, self._off(a, factor * b, None)
+        """Returns the multiple of the whole batch's change that is nearest to what was found, and how far that is.
+
+        Of many entries decay is another part: it does not change with the gradient.
+        """
+        of = (
+            self.vector(change, slot)
+            for change in ((found, self.whole) if self.few else (found, self.whole, self.drift))
+        )
+        a, *columns = of
+        if not np.all(np.isfinite([a, *columns])):
+            return 1.0, float("inf")
+        parts = np.stack(columns, 1)
+        shares = np.linalg.lstsq(parts, a, rcond=1e-6)[0]
+        return float(shares[0]), self._off(a, parts @ shares, None)
 
     def distance(self, found: Change, other: Change, slot: str) -> float:
         """Returns how far two changes are from one another, relative to the larger."""
@@ -108,6 +118,26 @@ class Explanations:
         whole = vector(of or self.whole)
         shares = np.linalg.lstsq(columns, whole, rcond=1e-6)[0]
         return [float(share) for share in shares[:-1]], self._off(whole, columns @ shares, None)
+
+    def unclipped(self, found: Change) -> "tuple[Explanations, Change] | None":
+        """Returns the same and a window's change without the entries that a clip by value holds, if there are others.
+
+        Behind such a clip the others are linear in the gradient.
+        """
+        kept: dict[str, np.ndarray] = {}
+        for slot in [] if self.few else filter(self.saturates, (*self.slots, *self.roots)):
+            most = max(largest(part[name]) for part in self.parts for name in self.names(slot))
+            below = lambda name, most=most: [
+                np.abs(change[name]) < 0.999 * most for change in (self.whole, *self.parts, found)
+            ]
+            inside = {name: np.all(below(name), 0) for name in self.names(slot)}
+            if sum(map(np.sum, inside.values())) > len(self.parts) + MORE:
+                kept |= inside
+        if not kept:
+            return None
+        cut = lambda change: {name: leaf[kept[name]] if name in kept else leaf for name, leaf in change.items()}
+        parts = list(map(cut, self.parts))
+        return dataclasses.replace(self, drift=cut(self.drift), whole=cut(self.whole), parts=parts), cut(found)
 
     def saturates(self, slot: str) -> bool:
         """Whether many entries of several micro-batches' changes are the same, and the largest."""

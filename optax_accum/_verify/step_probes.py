@@ -134,7 +134,8 @@ def stays_open(o: Other, *, somehow: bool = False) -> str:
 
 def by_the_full_k(o: Other) -> str:
     """A window that ends early gives a part of its mean."""
-    for factor in o.w.multiples() if o.last else ():
+    factors = [factor for w in (o.w, o.w.unclipped) if w and o.last for factor in w.multiples()]
+    for factor in factors:
         if abs(factor * o.runs.cut.every / len(o.parts) - 1) < o.w.e.near:
             return f"A window that ends after {len(o.parts)} of {o.runs.cut.every} gives {factor:.3g} of its mean."
     return ""

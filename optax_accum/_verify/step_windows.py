@@ -1,6 +1,7 @@
 """What each fault foretells of a window's change. The nearest is the cause; of ties, the first in the order below."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -47,6 +48,15 @@ class Window:
         """Yields for each slot that tells the multiple of the whole batch's gradient, if the window's is one."""
         yield from filter(None, (self.e.factor(self.found, slot) for slot in self.gradients))
 
+    @functools.cached_property
+    def unclipped(self) -> "Window | None":
+        """The same without the entries that a clip by value holds, if what is wrong shows in the others."""
+        if (seen := self.e.unclipped(self.found)) is None:
+            return None
+        e, found = seen
+        window = dataclasses.replace(self, e=e, found=found, linear=e.linear, one_by_one=None, averaged=None)
+        return window if window.linear and not window.right else None
+
     def nearer(self) -> "Window | None":
         """Returns the same, looked at from as near as tells it from the whole batch's, unless that is rounding."""
         near = max(self.e.fine, self.e.far(self.found, self.e.whole, self.linear) / 4)
@@ -67,7 +77,7 @@ def explained(w: Window) -> Said | None:
     told = [one for one in foretold(w) if one[1] < w.e.near]
     best = min((distance for _, distance, _ in told), default=0.0)
     near = [(kind, says) for kind, distance, says in told if distance <= max(2 * best, TIE)]
-    return next(iter(near), None) or next(fitted(w), None)
+    return next(iter(near), None) or next(fitted(w), None) or (w.unclipped and explained(w.unclipped))
 
 
 def _beside_the_gradient(w: Window) -> Iterator[Said]:

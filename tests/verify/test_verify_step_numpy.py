@@ -118,6 +118,22 @@ def test_a_fault_behind_a_clip_that_acts(what, optimizer, number):
     assert verify_numpy.verdict(loop) == loop.kind
 
 
+MANY = [
+    ("tokens", "value", 80),
+    ("rows", "value", 81),
+    ("six tenths", "value", 249),
+    ("the full k", "value", 213),
+    ("the full k", "no clip", 383),  # beside decay, which no divisor changes
+]
+
+
+@pytest.mark.parametrize(("what", "clip", "number"), MANY, ids=lambda value: str(value))
+def test_a_fault_in_the_entries_that_no_clip_holds(what, clip, number):
+    """Of many entries those that a clip by value leaves as they are tell the fault."""
+    loop, outcome = verify_numpy.judged(number, what, hidden=20)
+    assert (f", {clip}, k=" in loop.name, outcome) == (True, "right"), loop.name
+
+
 def test_pytorch_is_not_imported():
     """Nobody here has a tensor: PyTorch takes seconds to import."""
     code = "import sys, numpy, optax_accum; from tests.verify.test_verify_step_numpy import BATCH, Loop; "
