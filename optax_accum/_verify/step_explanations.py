@@ -73,26 +73,23 @@ class Explanations:
         """Returns the leaves in a slot, or the roots of leaves."""
         return self.slots.get(slot) or [ROOT + name for name in self.slots[slot.removeprefix(ROOT)]]
 
-    def factor(self, found: Change, slot: str) -> float | None:
+    def factor(self, found: Change, slot: str, *, decay: bool = True) -> float | None:
         """Returns which multiple of the whole batch's change was found, if it is one."""
-        factor, distance = self.fit(found, slot)
+        factor, distance = self.fit(found, slot, decay=decay)
         return factor if distance < self.near and not self.silent else None
 
-    def fit(self, found: Change, slot: str) -> tuple[float, float]:
+    def fit(self, found: Change, slot: str, *, decay: bool = False) -> tuple[float, float]:
         """Returns the multiple of the whole batch's change that is nearest to what was found, and how far that is.
 
-        Of many entries decay is another part: it does not change with the gradient.
+        With `decay` it is one but for decay, which no divisor of the gradient changes, and a rate does.
         """
-        of = (
-            self.vector(change, slot)
-            for change in ((found, self.whole) if self.few else (found, self.whole, self.drift))
-        )
-        a, *columns = of
-        if not np.all(np.isfinite([a, *columns])):
-            return 1.0, float("inf")
-        parts = np.stack(columns, 1)
-        shares = np.linalg.lstsq(parts, a, rcond=1e-6)[0]
-        return float(shares[0]), self._off(a, parts @ shares, None)
+        a, b, drift = self.vector(found, slot), self.vector(self.whole, slot), self.vector(self.drift, slot)
+        if not (decay and np.any(drift) and np.all(np.isfinite([a, b])) and not self.few):
+            factor = float(a @ b / max(b @ b, 1e-300))
+            return factor, self._off(a, factor * b, None)
+        columns = np.stack([b, drift], 1)
+        shares = np.linalg.lstsq(columns, a, rcond=1e-6)[0]
+        return float(shares[0]), self._off(a, columns @ shares, None)
 
     def distance(self, found: Change, other: Change, slot: str) -> float:
         """Returns how far two changes are from one another, relative to the larger."""

@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "optimizer at each micro-step",
         "Each micro-batch makes an update, or counts as one for the schedule.",
-        "An Optax counter goes up too often; or the parameters moved by several updates; or the moments are right, "
-        "and the update is a multiple of the right one.",
+        "An Optax counter goes up too often; or the parameters moved by several updates, or by their mean; or the "
+        "moments are right, and the update is a multiple of the right one.",
         "Let optimizer and schedule see one gradient for each window: accumulate_gradients(optimizer, every), with the "
         "schedule inside; apply_every comes first in a chain.",
         {"moves": probes.updates},

@@ -194,7 +194,7 @@ def _divisor(w: Window, factor: float) -> str:
 
 def rate(w: Window) -> str:
     """The parameters change by a multiple of what they should, and the gradient is right."""
-    factor = w.e.factor(w.found, "params")
+    factor = w.e.factor(w.found, "params", decay=False)
     if not factor or abs(factor - 1) < w.e.near:
         return ""
     return f"The gradient is right, its update {factor:.4g} times what it is to be: does the rate count micro-steps?"

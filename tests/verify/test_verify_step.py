@@ -198,7 +198,8 @@ def averaged_signs(every):
         acc, closes = acc + jnp.sign(m) / every, (n + 1) % every == 0
         return w - 0.01 * jnp.where(closes, acc, 0), m, jnp.where(closes, 0, acc), n + 1
 
-    return step, (PARAMS["w"], 0 * PARAMS["w"], 0 * PARAMS["w"], 0)
+    w = jnp.asarray(W)
+    return step, (w, 0 * w, 0 * w, 0)
 
 
 def hidden_key(every):
