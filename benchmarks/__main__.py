@@ -40,6 +40,7 @@ KINDS = {
     "loops": "counts",
     "verify": "counts",
     "verify_step": "counts",
+    "verify_numpy": "counts",
 }  # all else is timed
 
 

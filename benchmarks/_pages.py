@@ -77,6 +77,29 @@ def any_loss(page: str) -> list[tuple[str, ...]]:
     return [tuple(found[0]), *(tuple(row.values()) for row in found)]
 
 
+def verify_numpy(page: str) -> list[tuple[str, ...]]:
+    """Returns what is said of faults, whatever the optimizer, and behind a clip that acts."""
+    heads = ("#### No clip", "#### Behind a clip by norm")
+    drawn, clipped = ({row["planted"]: row for row in rows(page, "verify_numpy", head)} for head in heads)
+    named = lambda row: f"{row['right']} of {_planted(row)}" if _planted(row) else "does no harm"
+    said = lambda row: (named(row), row["unnamed"], row["misnamed"])
+    head = (
+        "planted",
+        "named right",
+        "unnamed",
+        "misnamed",
+        "behind a clip that acts: named right",
+        "unnamed",
+        "misnamed",
+    )
+    return [head, *((what, *said(drawn[what]), *said(clipped[what])) for what in drawn if what != "sound")]
+
+
+def _planted(row: Row) -> int:
+    """Returns how many do harm."""
+    return sum(int(row[outcome]) for outcome in ("right", "unnamed", "misnamed", "missed", "refused"))
+
+
 def compile_time(page: str) -> str:
     """Returns the README's row."""
     found = {row["way"]: float(row["/ optax.MultiSteps"]) for row in rows(page, "compile_time", "#### decoder")}
@@ -90,6 +113,7 @@ TABLES: dict[str, tuple[str, Callable[[str], list[tuple[str, ...]]]]] = {
     "packing": ("docs/tokens.md", packing),
     "micro_step": ("docs/benchmarks.md", micro_step),
     "any_loss": ("docs/any_loss.md", any_loss),
+    "verify_numpy": ("docs/check_your_step.md", verify_numpy),
 }
 
 

@@ -90,7 +90,8 @@ def add_to(
     """Returns `acc + weight * gradient`, or `weight * gradient` where `first`; `|g|^2`; and what else `run` returns.
 
     What weighs nothing is not run, for its loss is often 0 / 0: what else it returns is zeros. Where devices run
-    `together` it is run, and left out: so the weight must be a factor of `inside`. `vary` is that of the device.
+    `together` it is run, and left out, by the weight as a factor of `inside`. A weight that only the loss tells is no
+    such factor: a second accumulator then has the sum without it. `vary` is that of the device.
     """
 
     def begun() -> Tree:
@@ -118,6 +119,8 @@ def add_to(
         return added() if counts else unrun()
     if together:
         total, *others = added()
+        if inside and inside.factor is None:
+            total = flags.selected(counts, total, start)
         return total, *_where(counts, others)
     return compilers.branch(counts, added, unrun)
 

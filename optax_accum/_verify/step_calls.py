@@ -48,13 +48,15 @@ class Steps:
         last: bool = False,
         draw: int | None = None,
         start: Callable[[Tree], Tree] = as_is,
+        back: Collection[Path] = (),
     ) -> list[Numbers]:
         """Returns the numbers of the carry at first and after each window.
 
-        `last` is the step for the last call, `start` what is done to the carry first.
+        `last` is the step for the last call, `start` what is done to the carry first; what stands at the paths `back`
+        is put back after each window.
         """
         step, carry, last_step = self._made() if self._fresh else (self.step, _copied(self._carry), self.last)
-        carry = start(foreign.ordered_like(carries.redrawn(carry, draw), self._carry))
+        carry = foreign.ordered_like(start(carries.redrawn(carry, draw)), self._carry)
         same = start is as_is and not (self._fresh and self.is_jax)  # numbers, in the dtypes that they get later
         seen = [self._later | self._began if same else self._numbers(carry)]
         for window in windows:
@@ -62,6 +64,8 @@ class Steps:
                 take = last_step if last and number == len(window) else step
                 carry = self._checked(take(carry, self._given(carries.redrawn(batch, draw))))  # type: ignore[misc]
             seen.append(self._numbers(carry))
+            if back:
+                carry = foreign.ordered_like(put_back(carry, {path: seen[0][path] for path in back}), self._carry)
         return seen
 
     def settle(self, batches: Sequence[Tree]) -> None:
@@ -94,6 +98,11 @@ class Steps:
             return bool(hidden_draws(self.step, _copied(self._carry), self._given(batch)))
         except Exception:  # a step may be a loop on the host
             return True
+
+    @property
+    def puts_back(self) -> bool:
+        """Returns whether arrays of the carry can be put back: not those that objects hold, or that stand twice."""
+        return not (_stands_twice(self._carry) or any(map(foreign.is_held, jax.tree.leaves(self._carry))))
 
     def longer(self, times: int) -> "Steps":
         """Returns the same for windows so many times as long."""
@@ -187,6 +196,18 @@ def nudged_at(carry: Tree, paths: Collection[Path], number: int) -> Tree:
     asked = lambda path, leaf: number and _is_fine(leaf) and tuple(map(carries.key_name, path)) in paths
     nudge = lambda path, leaf: _off(leaf, random) if asked(path, leaf) else leaf
     return carry if _stands_twice(carry) else jax.tree.map_with_path(nudge, carry)
+
+
+def put_back(carry: Tree, numbers: Numbers) -> Tree:
+    """Returns a carry whose arrays at these paths are those numbers."""
+
+    def put(path: Any, leaf: Any) -> Any:
+        if (at := tuple(map(carries.key_name, path))) not in numbers:
+            return leaf
+        new = numbers[at].astype(leaf.dtype)
+        return jax.device_put(new, leaf.sharding) if isinstance(leaf, jax.Array) else new
+
+    return jax.tree.map_with_path(put, carry)
 
 
 def _is_fine(leaf: Any) -> bool:

@@ -14,6 +14,7 @@ NEAR = 0.02  # the relative distance within which one change explains another
 FINE = 0.01  # that beyond which nothing is said of a change of few entries
 EDGE = 1e-3  # the least that a micro-batch counts where it counts
 BFLOAT = 2**-7  # two roundings of bfloat16
+ROOT = "root of "  # before the name of a second moment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Explanations:
 
     A slot is the parameters, or what mirrors them in the optimizer's state. Where the whole window's change is a linear
     combination of those of the micro-batches, a slot is linear in the gradient: with SGD the parameters, with Adam the
-    first moment. There, sums and multiples can be foretold without knowing the optimizer.
+    first moment. There, sums and multiples can be foretold without knowing the optimizer. Where it keeps second
+    moments alone, their roots are linear, with the signs of the parameters' changes: changes hold these, too.
 
     Where fewer entries change than there are micro-batches, any change is some combination of theirs. There only what
     is foretold to rounding is a cause, and a slot is linear if each union of micro-batches lies between its two parts.
@@ -52,24 +54,42 @@ class Explanations:
     def linear(self) -> list[str]:
         """The slots that are linear in the gradient: moments, or else the parameters."""
         moves = [slot for slot in self.slots if np.any(self.vector(self.whole, slot))]
-        if self.few:
-            found = [slot for slot in moves if self._between(slot)]
-        else:
-            large = [slot for slot in moves if self.large(slot)] or moves  # a small one is always some combination
-            found = [slot for slot in large if self.combined(slot)[1] < self.near]
+        if not self.few:
+            moves = list(filter(self.large, moves)) or moves  # a small one is always some combination
+        fits = self._between if self.few else lambda slot: self.combined(slot)[1] < self.near
+        found = list(filter(fits, moves))
         found = [slot for slot in found if slot != "params"] or found
-        return list(filter(self.falls, found)) or found
+        return list(filter(self.falls, found)) or list(filter(fits, self.roots)) or found
 
-    def factor(self, found: Change, slot: str) -> float | None:
+    @functools.cached_property
+    def roots(self) -> list[str]:
+        """The roots of second moments, which never fall."""
+        squares = [slot for slot in self.slots if slot != "params" and not self.falls(slot)]
+        rooted = lambda slot: all(ROOT + name in self.whole for name in self.slots[slot])
+        roots = [ROOT + slot for slot in squares if rooted(slot)]
+        return roots if self.few else list(filter(self.large, roots))
+
+    def names(self, slot: str) -> list[str]:
+        """Returns the leaves in a slot, or the roots of leaves."""
+        return self.slots.get(slot) or [ROOT + name for name in self.slots[slot.removeprefix(ROOT)]]
+
+    def factor(self, found: Change, slot: str, *, decay: bool = True) -> float | None:
         """Returns which multiple of the whole batch's change was found, if it is one."""
-        factor, distance = self.fit(found, slot)
+        factor, distance = self.fit(found, slot, decay=decay)
         return factor if distance < self.near and not self.silent else None
 
-    def fit(self, found: Change, slot: str) -> tuple[float, float]:
-        """Returns the multiple of the whole batch's change that is nearest to what was found, and how far that is."""
-        a, b = self.vector(found, slot), self.vector(self.whole, slot)
-        factor = float(a @ b / max(b @ b, 1e-300))
-        return factor, self._off(a, factor * b, None)
+    def fit(self, found: Change, slot: str, *, decay: bool = False) -> tuple[float, float]:
+        """Returns the multiple of the whole batch's change that is nearest to what was found, and how far that is.
+
+        With `decay` it is one but for decay, which no divisor of the gradient changes, and a rate does.
+        """
+        a, b, drift = self.vector(found, slot), self.vector(self.whole, slot), self.vector(self.drift, slot)
+        if not (decay and np.any(drift) and np.all(np.isfinite([a, b])) and not self.few):
+            factor = float(a @ b / max(b @ b, 1e-300))
+            return factor, self._off(a, factor * b, None)
+        columns = np.stack([b, drift], 1)
+        shares = np.linalg.lstsq(columns, a, rcond=1e-6)[0]
+        return float(shares[0]), self._off(a, columns @ shares, None)
 
     def distance(self, found: Change, other: Change, slot: str) -> float:
         """Returns how far two changes are from one another, relative to the larger."""
@@ -96,16 +116,37 @@ class Explanations:
         shares = np.linalg.lstsq(columns, whole, rcond=1e-6)[0]
         return [float(share) for share in shares[:-1]], self._off(whole, columns @ shares, None)
 
+    def unclipped(self, found: Change) -> "tuple[Explanations, Change] | None":
+        """Returns the same and a window's change without the entries that a clip by value holds, if there are others.
+
+        Behind such a clip the others are linear in the gradient.
+        """
+        kept: dict[str, np.ndarray] = {}
+        for slot in [] if self.few else filter(self.saturates, (*self.slots, *self.roots)):
+            most = max(largest(part[name]) for part in self.parts for name in self.names(slot))
+            below = lambda name, most=most: [
+                np.abs(change[name]) < 0.999 * most for change in (self.whole, *self.parts, found)
+            ]
+            inside = {name: np.all(below(name), 0) for name in self.names(slot)}
+            if sum(map(np.sum, inside.values())) > len(self.parts) + MORE:
+                kept |= inside
+        if not kept:
+            return None
+        cut = lambda change: {name: leaf[kept[name]] if name in kept else leaf for name, leaf in change.items()}
+        parts = list(map(cut, self.parts))
+        return dataclasses.replace(self, drift=cut(self.drift), whole=cut(self.whole), parts=parts), cut(found)
+
     def saturates(self, slot: str) -> bool:
         """Whether many entries of several micro-batches' changes are the same, and the largest."""
-        values = np.abs([np.concatenate([part[name].reshape(-1) for name in self.slots[slot]]) for part in self.parts])
+        values = np.abs([np.concatenate([part[name].reshape(-1) for name in self.names(slot)]) for part in self.parts])
         at_most = values > 0.999 * np.max(values)
         return bool(np.sum(at_most) > (1 if self.few else 3) and np.sum(np.any(at_most, 1)) > 1)
 
     @property
     def sums(self) -> list[str]:
         """The slots that show a sum in few digits: linear ones, or what is kept beside the parameters, or these."""
-        return self.linear or [slot for slot in self.slots if slot != "params"] or ["params"]
+        found = [slot for slot in self.linear if slot in self.slots]
+        return found or [slot for slot in self.slots if slot != "params"] or ["params"]
 
     def rounds(self, found: Change) -> bool:
         """Whether a sum of these micro-batches in bfloat16 could be as far from the whole batch's."""
@@ -141,11 +182,11 @@ class Explanations:
 
     def large(self, slot: str) -> bool:
         """Whether more entries of a slot change than tell the micro-batches apart."""
-        return sum(map(self.size, self.slots[slot])) > len(self.parts) + MORE
+        return sum(map(self.size, self.names(slot))) > len(self.parts) + MORE
 
     def vector(self, change: Change, slot: str, names: list[str] | None = None) -> np.ndarray:
         """Returns a slot's entries, or those of some of its leaves, in units of their scales."""
-        leaves = [change[name].reshape(-1) / self.scales[name] for name in names or self.slots[slot]]
+        leaves = [change[name].reshape(-1) / self.scales[name] for name in names or self.names(slot)]
         vector = np.concatenate(leaves)
         return np.concatenate([vector.real, vector.imag]) if np.iscomplexobj(vector) else vector
 

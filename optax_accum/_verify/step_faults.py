@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "optimizer at each micro-step",
         "Each micro-batch makes an update, or counts as one for the schedule.",
-        "An Optax counter goes up too often; or the parameters moved by several updates; or the moments are right, "
-        "and the update is a multiple of the right one.",
+        "An Optax counter goes up too often; or the parameters moved by several updates, or by their mean; or the "
+        "moments are right, and the update is a multiple of the right one.",
         "Let optimizer and schedule see one gradient for each window: accumulate_gradients(optimizer, every), with the "
         "schedule inside; apply_every comes first in a chain.",
         {"moves": probes.updates},
@@ -241,13 +241,14 @@ def cause_of_another(runs: StepErrors, parts: Rows, *, last: bool = False) -> tu
 
 def _of_first(runs: StepErrors) -> Cause | None:
     window = window_of(runs, runs.explanations, runs.ends[0])
-    window = dataclasses.replace(window, one_by_one=runs.one_by_one)
+    window = dataclasses.replace(window, one_by_one=runs.one_by_one, averaged=lambda: runs.averaged)
     return _explained(window) or _dealt(runs, runs.even(), runs.ends[0])
 
 
 def _of_second(runs: StepErrors) -> Cause | None:
     later = lambda ends: {name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]}
-    second = Second(runs.explanations, later(runs.ends), mean(runs.ones[0]), later(runs.ones))
+    changes = (later(runs.ends), mean(runs.ones[0]), later(runs.ones))
+    second = Second(runs.explanations, *map(runs.rooted, changes))
     return _cause(windows.explained_second(second))
 
 

@@ -20,7 +20,7 @@ BLIND = 0.1  # the error that must be seen
 def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str] | None = None) -> Window:
     """Returns what a window changed, with what is asked of the runs."""
     linear = e.linear if linear is None else linear
-    return Window(e, mean(found), linear, lambda: normalised(runs), lambda: rounded(runs), runs.leads)
+    return Window(e, runs.rooted(mean(found)), linear, lambda: normalised(runs), lambda: rounded(runs), runs.leads)
 
 
 # At which calls the parameters move.
@@ -134,7 +134,8 @@ def stays_open(o: Other, *, somehow: bool = False) -> str:
 
 def by_the_full_k(o: Other) -> str:
     """A window that ends early gives a part of its mean."""
-    for factor in o.w.multiples() if o.last else ():
+    factors = [factor for w in (o.w, o.w.unclipped) if w and o.last for factor in w.multiples()]
+    for factor in factors:
         if abs(factor * o.runs.cut.every / len(o.parts) - 1) < o.w.e.near:
             return f"A window that ends after {len(o.parts)} of {o.runs.cut.every} gives {factor:.3g} of its mean."
     return ""
@@ -148,7 +149,7 @@ def left_out(o: Other) -> str:
         return ""
     (of_kept,) = runs.changes(runs.one, [runs.of(kept)])
     far = lambda other: e.far(o.w.found, other, o.w.linear or list(e.slots))
-    if not far(mean(of_kept)) < min(e.near, far(e.whole) / 4):
+    if not far(runs.rooted(mean(of_kept))) < min(e.near, far(e.whole) / 4):
         return ""
     rest = (len(rows) - len(kept)) * runs.group_size
     return f"What came out of {len(rows) * runs.group_size} rows is the update without the last {rest}."

@@ -14,7 +14,7 @@ from optax_accum._verify import step_params
 from optax_accum._verify.loss import largest
 from optax_accum._verify.step_calls import Steps
 from optax_accum._verify.step_carries import Numbers
-from optax_accum._verify.step_explanations import MORE, NEAR, Change, Explanations
+from optax_accum._verify.step_explanations import MORE, NEAR, ROOT, Change, Explanations
 from optax_accum._verify.step_params import Find, Leaf
 
 Rows = list[np.ndarray]  # the rows of each micro-batch of a window
@@ -50,11 +50,17 @@ class StepRuns:
         """Returns what the step is called with in a window."""
         return [self.of(np.concatenate(parts))] if self.within_call else list(map(self.of, parts))
 
-    def changes(self, steps: Steps, *windows: list[Tree], times: int = 1, last: bool = False) -> list[Change]:
-        """Returns what was changed after each window: of each leaf [draws, ...], or so many times as many draws."""
+    def changes(
+        self, steps: Steps, *windows: list[Tree], times: int = 1, last: bool = False, back: bool = False
+    ) -> list[Change]:
+        """Returns what was changed after each window: of each leaf [draws, ...], or so many times as many draws.
+
+        Where parameters are put `back` after each window, theirs is the change of that window alone.
+        """
         numbers = range(1, times * self.draws + 1) if self.random else [None]
         windows = (*self.lead(steps), *windows)
-        runs = [steps.run(*windows, last=last, draw=draw) for draw in numbers]
+        params = [leaf.one if steps is self.one else leaf.cut for leaf in self.params.values()] if back else []
+        runs = [steps.run(*windows, last=last, draw=draw, back=params) for draw in numbers]
         paths = {name: leaf.one if steps is self.one else leaf.cut for name, leaf in self.leaves.items()}
         with np.errstate(all="ignore"):
             change = lambda at: {
@@ -189,6 +195,27 @@ class StepRuns:
         return mean(*self.changes(self.one, list(map(self.of, self.even()))))
 
     @functools.cached_property
+    def averaged(self) -> Change:
+        """What the reference changes with each micro-batch, in the mean: parameters as at first, its state goes on.
+
+        Where parameters cannot be put back, what it changes with one after the other.
+        """
+        if not self.one.puts_back:
+            return self.one_by_one
+        each = [
+            mean(change) for change in self.changes(self.one, *([self.of(rows)] for rows in self.even()), back=True)
+        ]
+        return Explanations.sum(each, 1 / len(each))
+
+    def rooted(self, change: Change) -> Change:
+        """Returns a change with the roots of what mirrors the parameters, whose signs are those of their changes."""
+        mirrors = {} if self.random else {name: leaf for name, leaf in self.leaves.items() if leaf.slot != "params"}
+        alike = lambda name, leaf: leaf.param and change[leaf.param].shape == change[name].shape
+        sign = lambda name, leaf: -np.sign(change[leaf.param]) if alike(name, leaf) else 1
+        roots = {ROOT + n: sign(n, leaf) * np.sqrt(np.abs(change[n])) for n, leaf in mirrors.items()}
+        return change | roots
+
+    @functools.cached_property
     def scales(self) -> dict[str, float]:
         """The size of each leaf's change: 1 % of the largest of its slot at least."""
         sizes = {name: max(largest(mean(change)[name]) for change in self.ones) for name in self.leaves}
@@ -202,13 +229,15 @@ class StepRuns:
 
     def explained(self, parts: Rows) -> Explanations:
         """Returns what some micro-batches would change, together and each alone."""
-        alone = lambda rows: mean(*self.changes(self.one, [self.of(rows)], times=2 if self.few else 1))
+        alone = lambda rows: self.rooted(mean(*self.changes(self.one, [self.of(rows)], times=2 if self.few else 1)))
         drift = {name: leaf.drift for name, leaf in self.leaves.items()}
+        drift |= {ROOT + name: np.zeros_like(leaf.drift) for name, leaf in self.leaves.items()}
+        scales = self.scales | {ROOT + name: scale**0.5 for name, scale in self.scales.items()}
         whole, each = alone(np.concatenate(parts)), list(map(alone, parts))
         between = lambda: [alone(np.concatenate(parts[:number])) for number in range(2, len(parts))]
         loose, fine = (max(near, self.rtol) for near in ((0.25, 0.25) if self.random else (NEAR, 0.0)))
         unions = lambda: [each[0], *between(), whole]
-        return Explanations(self.slots, self.scales, drift, whole, each, unions, self.few, loose, fine)
+        return Explanations(self.slots, scales, drift, whole, each, unions, self.few, loose, fine)
 
     def settle(self) -> None:
         """Finds out for both steps whether they can be run again."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_accum._verify.step_explanations import Change, Explanations
+from optax_accum._verify.step_explanations import ROOT, Change, Explanations
 
 Said = tuple[str, str]  # the name of a fault, and the evidence
 Foretold = tuple[str, float, str]  # the name of a fault, the distance of its change from what came out, the evidence
@@ -27,29 +27,35 @@ class Window:
     rounded: Callable[[], str]  # says that sums are rounded
     leads: bool = False  # whether a window of the first micro-batch, again and again, came before
     one_by_one: Change | None = None  # what the reference changes with each micro-batch, one after the other
+    averaged: Callable[[], Change] | None = None  # the mean of its updates, none of which moves the parameters
 
     @property
     def right(self) -> bool:
         """Whether the slots that are linear in the gradient changed as the whole batch changes them."""
         return bool(self.linear) and self.e.far(self.found, self.e.whole, self.linear) < self.e.near
 
-    @functools.cached_property
-    def powers(self) -> dict[str, int]:
-        """The slots that change with a power of the gradient: those linear in it, or without them second moments."""
-        e = self.e
-        squares = [slot for slot in e.slots if slot not in ("params", *self.linear) and not e.falls(slot)]
-        return dict.fromkeys(self.linear, 1) or dict.fromkeys(squares, 2)
+    @property
+    def gradients(self) -> list[str]:
+        """The slots that change with a multiple of the gradient by as much: linear ones, or roots."""
+        return self.linear or self.e.roots
 
     def far(self, change: Change, factor: float) -> float:
         """Returns the distance of the window's change from a change by so many times its gradient."""
-        times = lambda slot: self.e.sum([change], factor ** self.powers[slot])
-        return max((self.e.distance(self.found, times(slot), slot) for slot in self.powers), default=1.0)
+        times = self.e.sum([change], factor)
+        return max((self.e.distance(self.found, times, slot) for slot in self.gradients), default=1.0)
 
     def multiples(self) -> Iterator[float]:
         """Yields for each slot that tells the multiple of the whole batch's gradient, if the window's is one."""
-        for slot, power in self.powers.items():
-            if factor := (self.e.factor(self.found, slot) or 0.0) ** (1 / power):
-                yield factor
+        yield from filter(None, (self.e.factor(self.found, slot) for slot in self.gradients))
+
+    @functools.cached_property
+    def unclipped(self) -> "Window | None":
+        """The same without the entries that a clip by value holds, if what is wrong shows in the others."""
+        if (seen := self.e.unclipped(self.found)) is None:
+            return None
+        e, found = seen
+        window = dataclasses.replace(self, e=e, found=found, linear=e.linear, one_by_one=None, averaged=None)
+        return window if window.linear and not window.right else None
 
     def nearer(self) -> "Window | None":
         """Returns the same, looked at from as near as tells it from the whole batch's, unless that is rounding."""
@@ -71,7 +77,7 @@ def explained(w: Window) -> Said | None:
     told = [one for one in foretold(w) if one[1] < w.e.near]
     best = min((distance for _, distance, _ in told), default=0.0)
     near = [(kind, says) for kind, distance, says in told if distance <= max(2 * best, TIE)]
-    return next(iter(near), None) or next(fitted(w), None)
+    return next(iter(near), None) or next(fitted(w), None) or (w.unclipped and explained(w.unclipped))
 
 
 def _beside_the_gradient(w: Window) -> Iterator[Said]:
@@ -104,6 +110,7 @@ def foretold(w: Window) -> Iterator[Foretold]:
     distance = e.far(w.found, e.mean, w.linear) if w.linear else 1.0
     if distance < e.near and (said := why_a_mean(w, w.linear)):
         yield said[0], distance, said[1]
+    yield from in_the_mean(w)
     off, before = e.sum([w.found, e.sum([e.whole], -1)], 1), dataclasses.replace(e, whole=e.parts[0])
     for slot in w.linear if w.leads else ():
         factor, distance = before.fit(off, slot)
@@ -116,6 +123,13 @@ def one_after_another(w: Window) -> Iterator[Foretold]:
     if w.one_by_one is not None:
         says = f"What came out is {len(w.e.parts)} updates, one for each micro-batch, one after the other."
         yield "optimizer at each micro-step", w.e.far(w.found, w.one_by_one, ["params"]), says
+
+
+def in_the_mean(w: Window) -> Iterator[Foretold]:
+    """Yields what the mean of an update for each micro-batch makes, unless the optimizer keeps nothing between them."""
+    if w.averaged is not None and w.e.far(updates := w.averaged(), w.e.mean, ["params"]) >= w.e.near:
+        says = f"What came out is the mean of {len(w.e.parts)} updates, one for each micro-batch."
+        yield "optimizer at each micro-step", w.e.far(w.found, updates, ["params"]), says
 
 
 def why_a_mean(w: Window, slots: list[str]) -> Said | None:
@@ -131,7 +145,7 @@ def why_a_mean(w: Window, slots: list[str]) -> Said | None:
     only_one = saturates and max(shares, default=0) > 1 - e.near  # all entries clipped: as if one alone counted
     if _positive(e, (shares, off)) and abs(sum(shares) - 1) < e.near and not only_one:
         return "mean of means", f"{MEAN}; in the whole batch they count for {_listed(shares)}."
-    leaves = [e.combined(slot, [name]) for name in e.slots[slot] if e.size(name) > len(e.parts) + 3]
+    leaves = [e.combined(slot, [name]) for name in e.names(slot) if e.size(name) > len(e.parts) + 3]
     if saturates or _positive(e, (shares, off)) or (leaves and all(_positive(e, leaf) for leaf in leaves)):
         return "clipping at each micro-step", f"{MEAN}: {CLIPPED}."
     return "coupled examples", f"{MEAN}, and the whole batch's gradient is no combination of theirs."
@@ -149,9 +163,10 @@ def fitted(w: Window) -> Iterator[Said]:
     for factor in w.multiples():
         if abs(factor - 1) > near:
             yield _divisor(w, factor), f"What came out is {factor:.3g} times what the whole batch gives."
-    for slot in [] if e.few or k == 1 else w.linear or list(filter(e.large, e.slots)):
+    slots = [] if e.few or k == 1 else [*w.linear, *e.roots, *([] if w.linear else filter(e.large, e.slots))]
+    for slot in slots:
         (right, fits), (came, off) = e.combined(slot), e.combined(slot, of=w.found)
-        if off >= near or min(came) < -near:
+        if off >= near or min(came) < -near or e.distance(w.found, e.whole, slot) < near:
             continue
         told = f"The micro-batches count for {_listed(came)}"
         whole, factor = abs(sum(came) - 1) < near, sum(came) / max(sum(right), near)
@@ -179,7 +194,7 @@ def _divisor(w: Window, factor: float) -> str:
 
 def rate(w: Window) -> str:
     """The parameters change by a multiple of what they should, and the gradient is right."""
-    factor = w.e.factor(w.found, "params")
+    factor = w.e.factor(w.found, "params", decay=False)
     if not factor or abs(factor - 1) < w.e.near:
         return ""
     return f"The gradient is right, its update {factor:.4g} times what it is to be: does the rate count micro-steps?"
@@ -210,15 +225,21 @@ class Second(NamedTuple):
 
 
 def explained_second(w: Second) -> Said | None:
-    """Returns what makes the second window wrong: the first one's sum in it, or another rate."""
+    """Returns what makes the second window wrong: the first one's sum, a factor that a clip hid, or another rate."""
     told: list[Foretold] = []
-    for slot in w.e.linear:
+    for slot in dict.fromkeys((*w.e.linear, *(slot.removeprefix(ROOT) for slot in w.e.linear))):
         right, first, found = (w.e.vector(change, slot) for change in (w.right, w.first, w.found))
         columns = np.stack([right, first], 1)
         shares = np.linalg.lstsq(columns, found, rcond=1e-6)[0]  # behind a clip both are less than 1
         distance = float(np.linalg.norm(found - columns @ shares) / max(np.linalg.norm(found), 1e-300))
-        if shares[1] * np.linalg.norm(first) > w.e.near * np.linalg.norm(right):
+        if shares[0] < 1 + w.e.near and shares[1] * np.linalg.norm(first) > w.e.near * np.linalg.norm(right):
             told.append(("not emptied", distance, "The first window's sum is in the second window, too."))
+        elif slot != "params" and abs(shares[0] - 1) > max(4 * distance, TIE):  # of moments: no rate is in it
+            kind = "sum for a mean" if shares[0] > 1 else "divided twice"
+            says = (
+                f"The second window's gradient is {shares[0]:.3g} times the whole batch's; in the first a clip hid it."
+            )
+            told.append((kind, distance, says))
     factor, distance = dataclasses.replace(w.e, whole=w.right).fit(w.found, "params")
     if abs(factor - 1) > w.e.near:
         says = f"The second window's update is {factor:.3g} times the whole batch's; the first is right."

@@ -46,6 +46,12 @@ def counted(w, batch):
     return optax_accum.Ratio(total(w, batch), jnp.sum(batch["mask"]))
 
 
+def counted_or_nan(w, batch):
+    """A gradient of NaN where nothing counts."""
+    count = jnp.sum(batch["mask"])
+    return optax_accum.Ratio(total(w, batch) * (count / count), count)
+
+
 def within(loss, options, w, batch):
     return optax_accum.value_and_grad(loss, 2, reduce_axes="data", **options)(w, batch)[1]
 
@@ -80,6 +86,8 @@ WAYS = {
     "across": (across, loss, WEIGHED),
     "across, not in place": (across, loss, {**WEIGHED, "in_place": False}),
     "across, a Ratio": (across, counted, {}),
+    "across, a Ratio of NaN": (across, counted_or_nan, {}),
+    "across, a Ratio of NaN, not in place": (across, counted_or_nan, {"in_place": False}),
 }
 
 

@@ -351,6 +351,7 @@ def test_dtypes_by_leaf_are_named():
     ("fun", "params", "batch", "options", "message"),
     [
         (mse, W, jax.tree.map(lambda leaf: leaf[:3], BATCH), {}, "needs 4 rows or more.*has 3. Pass a batch of 4"),
+        (mse, W, jax.tree.map(lambda leaf: leaf[None], BATCH), {}, "has 1.*of stacked micro-batches, check the step"),
         (mse, W, BATCH, {"num_microbatches": 9}, "needs 9 rows or more.*has 8"),
         (mse, W, BATCH, {"num_microbatches": 1}, "a cut to compare: num_microbatches=1. Pass 2"),
         (outputs, W, BATCH, {}, "must return a real scalar loss"),

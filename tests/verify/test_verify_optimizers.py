@@ -8,6 +8,7 @@ import pytest
 
 import optax_accum
 from optax_accum import verify_step
+from tests.tiers import sweep
 
 K = 4
 rng = np.random.default_rng(0)
@@ -153,3 +154,36 @@ def test_a_gradient_that_is_rounding_is_judged_by_itself(weighed):
     """Adam moves a key's bias by rounding, as far as it likes."""
     report = verify_step(of_tokens(weighed), TOKENS, uneven=False)
     assert [cause.kind for cause in report.causes] == ["mean of means"] * (not weighed), str(report)
+
+
+def normalised(params, batch):
+    """A bias before BatchNorm, which takes it away again."""
+    h = batch["x"] @ params["w"] + params["bias"]
+    h = (h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-5)
+    return jnp.mean((jnp.tanh(h) @ params["out"] - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize("exact", sweep([True, False], but=[True]))
+def test_a_bias_before_batch_norm_is_rounding(exact):
+    """It hides neither that a step is right, nor what is wrong with another."""
+    params = {"w": normal(6, 5), "bias": 0.1 * normal(1, 5), "out": normal(5, 3)}
+
+    def make_step(every):
+        tx = optax.adam(1e-2)
+        value_and_grad = optax_accum.value_and_grad(normalised, every)
+
+        def mean_of_means(params, batch):
+            parts = jax.tree.map(lambda leaf: leaf.reshape(every, -1, leaf.shape[1]), batch)
+            return jax.tree.map(lambda g: g.mean(0), jax.vmap(jax.grad(normalised), (None, 0))(params, parts))
+
+        @jax.jit
+        def step(carry, batch):
+            grads = value_and_grad(carry[0], batch)[1] if exact else mean_of_means(carry[0], batch)
+            updates, state = tx.update(grads, carry[1], carry[0])
+            return optax.apply_updates(carry[0], updates), state
+
+        return step, (params, tx.init(params))
+
+    batch = {"x": rng.normal(size=(16, 6)).astype(np.float32), "y": rng.normal(size=(16, 3)).astype(np.float32)}
+    report = verify_step(make_step, batch, within_call=True, uneven=False)
+    assert [cause.kind for cause in report.causes] == ["coupled examples"] * (not exact), str(report)

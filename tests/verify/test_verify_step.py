@@ -16,6 +16,7 @@ from benchmarks.verify_step import KINDS, sound_step
 from benchmarks.verify_step import fault as planted
 from optax_accum import verify_step
 from optax_accum._verify import step_params
+from optax_accum._verify.report import Report
 from optax_accum._verify.step_calls import Steps
 from tests.tiers import sweep
 
@@ -187,6 +188,20 @@ def apply_every(every):
     return step, (PARAMS, tx.init(PARAMS))
 
 
+def averaged_signs(every):
+    """The update of each micro-batch, by signs of its momentum, waits for the last one. Nothing counts them."""
+
+    @jax.jit
+    def step(carry, batch):
+        w, m, acc, n = carry
+        m = 0.5 * m + jax.grad(lambda w: loss({"w": w}, batch))(w)
+        acc, closes = acc + jnp.sign(m) / every, (n + 1) % every == 0
+        return w - 0.01 * jnp.where(closes, acc, 0), m, jnp.where(closes, 0, acc), n + 1
+
+    w = jnp.asarray(W)
+    return step, (w, 0 * w, 0 * w, 0)
+
+
 def hidden_key(every):
     """A key that stands in the step: dropout that is always the same."""
     step, carry, _ = Loop(dropped, key=lambda key, n: key, draws=True)(every)
@@ -218,6 +233,7 @@ AGAIN = {
     "a key in the step": ("shared key", hidden_key),
     "a key that the parts of a sum share": ("shared key", Loop(dropped_sum, key=lambda key, n: key, draws=True, **SUM)),
     "apply_every after Adam": ("optimizer at each micro-step", apply_every),
+    "signs of each gradient, averaged": ("optimizer at each micro-step", averaged_signs),
 }
 
 
@@ -937,3 +953,22 @@ def test_remedies_of_a_loop_that_is_not_of_jax_name_none_of_its_functions():
         assert not any(
             word in remedy for word in ("jit", "jnp", "apply_gradients", "accumulate_gradients", "where(")
         ), remedy
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"), [(0.05, "an error of 5% would not be seen"), (3.02, "no error would be seen")]
+)
+def test_what_rounding_hides_is_said_in_percents_of_it(limit, says):
+    """An error of 302 % "would not be seen", as if others were."""
+    assert f"In this precision {says} in w." in str(Report(True, {"w": 0.0}, {"w": limit}, (), 8, 2, False))
+
+
+def noised(w, batch, key):
+    """The noise of DP-SGD, added to the gradient of each micro-batch."""
+    return squared(w, batch, key) + np.float32(0.1) * np.asarray(jax.random.normal(key, w.shape))
+
+
+def test_noise_of_each_micro_batch_is_not_seen_as_the_docstring_says():
+    report = verify_step(Loop(noised, draws=True), BATCH, uneven=False)
+    assert (report.holds, report.random) == (True, True), str(report)
+    assert "Noise added to each gradient, as by DP-SGD, is not seen" in verify_step.__doc__

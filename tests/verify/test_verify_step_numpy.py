@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks import verify_numpy
 from optax_accum import verify_step
 
 pytestmark = pytest.mark.quick
@@ -73,6 +74,65 @@ def test_a_loop_in_numpy(name):
     if name != "one draw for all":
         assert "m" in report.errors
         assert report.random or max(report.limits.values()) < 1e-6
+
+
+def test_a_carry_keeps_the_order_of_its_dicts():
+    """A loop may go through them side by side, as one goes through what a gradient function returns."""
+
+    def make_step(every):
+        def step(carry, batch):
+            x, label, _ = batch.values()
+            grads = (gradient(carry["params"]["w"], x, label), x[:, :2].mean(0))  # of w, and of a
+            acc = {name: old + new for (name, old), new in zip(carry["acc"].items(), grads, strict=True)}
+            if (n := carry["n"] + 1) < every:
+                return carry | {"acc": acc, "n": n}
+            params = {name: of - 0.1 * acc[name] / every for name, of in carry["params"].items()}
+            return {"params": params, "acc": {name: np.zeros_like(of) for name, of in acc.items()}, "n": 0}
+
+        params = {"w": W, "a": np.zeros(2)}
+        return step, {"params": params, "acc": {name: 0 * of for name, of in params.items()}, "n": 0}
+
+    report = verify_step(make_step, BATCH, uneven=False)
+    assert report.holds, str(report)
+
+
+# What an optimizer behind a clip hides from its update: (fault, the optimizer, the number of the loop).
+BEHIND = [
+    ("tokens", "rmsprop", 284),
+    ("rows", "adagrad", 285),
+    ("each by norm", "rmsprop", 15),
+    ("each by value", "rmsprop", 50),
+    ("divided twice", "rmsprop", 7),
+    ("divided twice", "adam", 109),  # in the second window alone: in the first the clip acts on both
+    ("sums stay", "adagrad", 301),
+    ("updates are averaged", "lion", 87),
+    ("updates are averaged", "normalised", 53),
+]
+
+
+@pytest.mark.parametrize(("what", "optimizer", "number"), BEHIND, ids=lambda value: str(value))
+def test_a_fault_behind_a_clip_that_acts(what, optimizer, number):
+    """Second moments tell the gradient by their roots; a factor shows in the first window that is not clipped."""
+    loop = verify_numpy.problem(number, what, "norm")
+    assert f"{what}, {optimizer}, norm" in loop.name
+    assert verify_numpy.verdict(loop) == loop.kind
+
+
+MANY = [
+    ("tokens", "adam", "value", 4),
+    ("a sum", "nesterov", "value", 3),
+    ("six tenths", "adamw", "value", 3),
+    ("the full k", "sgd", "value", 0),
+    ("the full k", "decayed sgd", "no clip", 20),  # decay is the same whatever the divisor
+]
+
+
+@pytest.mark.parametrize(("what", "optimizer", "clip", "number"), MANY, ids=lambda value: str(value))
+def test_a_fault_in_the_entries_that_no_clip_holds(what, optimizer, clip, number):
+    """Of many entries those that a clip by value leaves as they are tell the fault."""
+    loop = verify_numpy.problem(number, what, clip, hidden=20)
+    assert f"{what}, {optimizer}, {clip}" in loop.name
+    assert verify_numpy.verdict(loop) == loop.kind
 
 
 def test_pytorch_is_not_imported():

@@ -162,12 +162,14 @@ def zeroed_when_it_steps(every):
 
 
 FAULTS = {
-    "never closes": in_windows(due=lambda n, k: n > k),
+    "never closes": in_windows(due=lambda n, k: False),
+    "closes at another micro-step": in_windows(due=lambda n, k: n > k),
     "only the first gradient": Loop(join=lambda old, new: old if old.any() else new),
     "only the last gradient": Loop(join=lambda old, new: new, divisor=lambda n, total, k: total / n),
     "divided twice": Loop(divisor=lambda n, total, k: n * total),
     "divided by the full k": Loop(divisor=lambda n, total, k: total / n * k),
     "sum for a mean": Loop(divisor=lambda n, total, k: total / n),
+    "wrong divisor": in_windows(divisor=lambda n, total, k: total / 0.6),
     "mean of means": Loop(masked, weight=lambda batch: 1.0),
     "clipping at each micro-step": Loop(each=clip_each),
     "optimizer at each micro-step": Loop(due=lambda n, k: True),
