@@ -1,5 +1,6 @@
 """Owns the outcomes of a micro-step: hold or emit, and the state after either. Adds no gradient."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -96,15 +97,21 @@ def state_after(state: AccumulationState, closes: Flag, emits: Flag, fields: Fie
     )
 
 
-def mean_args(totals: dict[str, sums.WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
+def mean_args(space: Space, parts_of: dict[str, sums.WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, Tree]:
     """Returns the weighted means of those extra arguments that came with this micro-step."""
-    means: dict[str, jax.Array] = {}
-    for name, total in totals.items():
-        if name in extra_args:
-            value = jnp.asarray(extra_args[name])
-            mean = sums.mean(total, empty=0 if value.ndim else value.astype(total.total.dtype))
-            inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-            means[name] = mean.astype(dtypes.accumulator_dtype(value.dtype, None)) if inexact else mean
+
+    def mean(value: Any, parts: jax.Array, total: jax.Array, weight: jax.Array) -> jax.Array:
+        value = jnp.asarray(value)
+        last = 0 if parts.ndim > total.ndim else value.astype(total.dtype)  # where none that was given has counted
+        found = sums.mean(sums.WeightedSum(total, weight), empty=last)
+        inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+        return found.astype(dtypes.accumulator_dtype(value.dtype, None)) if inexact else found
+
+    means: dict[str, Tree] = {}
+    for name in (name for name in parts_of if name in extra_args):
+        total, weight = space.total(parts_of[name])
+        mean_of = functools.partial(mean, weight=weight)
+        means[name] = jax.tree.map(mean_of, extra_args[name], parts_of[name].total, total)
     return means
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +48,7 @@ class Step:
     loss: Loss
     roles: Roles
     inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
-    mean_args: tuple[str, ...]  # the keyword arguments that are averaged over a window
+    mean_args: Iterable[str]  # the keyword arguments that are averaged over a window
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies what comes out."""

@@ -17,7 +17,7 @@ from optax_accum._across.policy import Policy
 from optax_accum._across.schedules import Schedule
 from optax_accum._arguments import checks
 from optax_accum._core import arithmetic, flags, matching, sums
-from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_array
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Flag, Tree, Weight
@@ -36,7 +36,7 @@ class Rules:
     meter: Meter
     accumulator_dtype: Tree
     emit_dtype: jnp.dtype | str | None
-    mean_args: tuple[str, ...]
+    mean_args: Mapping[str, Any]  # an example of each
     over: Reduction
 
 
@@ -111,13 +111,17 @@ def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState
 
 
 def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight: Weight, first: Flag) -> WeightedSum:
-    """Adds an extra argument to its weighted sum: one number, or one for each device."""
+    """Adds an extra argument to its weighted sum: one number or tree, or one for each device."""
     if name not in extra_args:
-        return sums.add(old, jnp.zeros_like(old.total), jnp.zeros_like(old.weight), first)
-    rows = jnp.shape(weight)
-    remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
-    value = checks.as_scalar(name, extra_args[name], remedy, *rows)
-    return sums.add(old, jnp.broadcast_to(value, rows), weight, first)
+        return sums.add(old, jax.tree.map(jnp.zeros_like, old.total), jnp.zeros_like(old.weight), first)
+    value, rows = extra_args[name], jnp.shape(weight)
+    if is_array(old.total) and old.total.ndim == old.weight.ndim:
+        remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
+        value = checks.as_scalar(name, value, remedy, *rows)
+    else:
+        matching.check_mean_arg(name, value, old.total, old.weight.ndim)
+    values = jax.tree.map(lambda leaf, total: jnp.broadcast_to(leaf, total.shape), value, old.total)
+    return sums.add(old, values, weight, first)
 
 
 @jax.named_scope("optax_accum.add")
@@ -144,12 +148,23 @@ def emitted(
     weight = space.total(window.weight)
     total, left = space.reduced(window.total)
     gradient = arithmetic.emitted(total, like, rules.divisor.factor(weight), rules.emit_dtype)
+    extra_args = {**extra_args, **_grad_of_window(extra_args, gradient, like)}
     learnt = rules.meter.learn(state, space.total(state.samples), total, weight)
-    extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
+    extra_args = {**extra_args, **outcomes.mean_args(space, state.mean_args, extra_args)}
     params = None if params is None else space.shard(params)
     updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra_args)
     fields = outcomes.fields_of(state) | learnt | left | {"inner_opt_state": inner_opt_state}
     return outcome.emitted(updates), fields
+
+
+def _grad_of_window(extra_args: Mapping[str, Any], gradient: Tree, like: Tree) -> dict[str, Tree]:
+    """Returns what `grad` is for the inner optimizer: a line search is given its gradient twice, once by that name."""
+    given = extra_args.get("grad")
+    if jax.tree.structure(given) != jax.tree.structure(like):
+        return {}
+    shapes = zip(map(jnp.shape, jax.tree.leaves(given)), map(jnp.shape, jax.tree.leaves(like)), strict=True)
+    of_one_or_all_devices = all(shape in (whole, shape[:1] + whole) for shape, whole in shapes)
+    return {"grad": gradient} if of_one_or_all_devices else {}
 
 
 @jax.named_scope("optax_accum.hold")
@@ -190,9 +205,9 @@ def checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationSt
         )
     if unknown := sorted(({*rules.mean_args} ^ {*state.mean_args}) & batch.extra_args.keys()):
         raise ValueError(
-            f"The state must have a sum for each mean argument: {unknown[0]!r} is given, mean_args={rules.mean_args}, "
-            f"and the state has sums for {tuple(state.mean_args)}. Between two windows, take those of a new state: "
-            "state._replace(mean_args=tx.init(params).mean_args)."
+            f"The state must have a sum for each mean argument: {unknown[0]!r} is given, "
+            f"mean_args={tuple(rules.mean_args)}, and the state has sums for {tuple(state.mean_args)}. Between two "
+            "windows, take those of a new state: state._replace(mean_args=tx.init(params).mean_args)."
         )
     like = batch.grads if batch.added else space.like(batch.grads)
     if params is not None:

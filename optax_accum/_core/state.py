@@ -1,11 +1,13 @@
 """Owns the state of a window in flight and what is read from it. Adds nothing, decides nothing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
+from optax_accum._core import dtypes
+from optax_accum._core.leaves import by_path, is_inexact, short
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
 
@@ -30,9 +32,9 @@ class AccumulationState(NamedTuple):
         sum of the window before, which the next micro-step overwrites.
       weight: float [], default float dtype. `sum(w)` over the window so
         far.
-      mean_args: for each name in the factory's `mean_args` `sum(w x)` and
-        `sum(w)`, both [], kept as `acc_grads` is. For the log:
-        `state.mean_args["value"].mean`.
+      mean_args: for each name in the factory's `mean_args` `sum(w x)`, a
+        tree like the argument, and `sum(w)`, [], kept as `acc_grads` is.
+        For the log: `state.mean_args["value"].mean`.
       emitted: bool []. Whether the last micro-step made an update; read it
         with `has_updated`.
       skipped: int32 []. Micro-batches left out by `nonfinite="skip"`,
@@ -125,8 +127,8 @@ def has_updated(state: Tree) -> jax.Array:
     return jnp.asarray(find_state(state).emitted)  # or a variable of NNX
 
 
-def as_mean_args(names: Any) -> tuple[str, ...]:
-    """Returns the names of `mean_args` as a tuple."""
+def as_mean_args(names: Any) -> dict[str, Any]:
+    """Returns for each name in `mean_args` an example of that argument: 0.0, where only its name is given."""
     several = isinstance(names, Iterable) and not isinstance(names, str)
     if not several or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -138,17 +140,48 @@ def as_mean_args(names: Any) -> tuple[str, ...]:
             f"mean_args must name extra arguments of the inner optimizer: mean_args={names!r}. "
             f"Leave out {reserved[0]!r}."
         )
-    return tuple(names)
+    examples = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, 0.0)
+    for name, example in examples.items():
+        if not callable(example):
+            _check_example(name, example)
+    return examples
+
+
+def _check_example(name: str, example: Tree) -> None:
+    """Raises for an example of a mean argument with a leaf that has no mean."""
+    for path, leaf in by_path(example, ""):
+        if isinstance(leaf, bool) or not (isinstance(leaf, float) or (hasattr(leaf, "shape") and is_inexact(leaf))):
+            raise TypeError(
+                "An example of a mean argument must be a tree of floating-point arrays, or a function of the "
+                f"parameters that returns one: mean_args[{name!r}]{path} is {short(leaf)}. Pass jnp.zeros(shape), say, "
+                "or 0.0 for a scalar."
+            )
+
+
+def no_means(examples: Mapping[str, Any], params: Tree, zeros: Callable[[Tree], Tree]) -> dict[str, WeightedSum]:
+    """Returns a sum of nothing for each mean argument; `zeros` makes them of the shapes."""
+    means: dict[str, WeightedSum] = {}
+    for name, example in examples.items():
+        shapes = jax.eval_shape(example, params) if callable(example) else example
+        _check_example(name, shapes)
+        weight = jax.ShapeDtypeStruct((), dtypes.default_float())
+        means[name] = WeightedSum(zeros(jax.tree.map(_shape_of_sum, shapes)), zeros(weight))
+    return means
+
+
+def _shape_of_sum(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = dtypes.default_float() if isinstance(leaf, float) else dtypes.accumulator_dtype(leaf.dtype, None)
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype)
 
 
 def new_state(
     inner_opt_state: Any,
     acc_grads: Any,
-    mean_args: tuple[str, ...],
-    scalar: Callable[[], jax.Array] = lambda: jnp.zeros([]),
+    mean_args: dict[str, WeightedSum],
+    weight: jax.Array,
     **fields: Any,
 ) -> AccumulationState:
-    """Returns the state before the first micro-step: `scalar()` for sums of weights, `fields` in place of zeros."""
+    """Returns the state before the first micro-step, with `fields` in place of zeros."""
     # One buffer for each field: a state that is donated may not hold the same one twice.
     count = lambda: jnp.zeros([], jnp.int32)
     blank = AccumulationState(
@@ -156,8 +189,8 @@ def new_state(
         gradient_step=count(),
         inner_opt_state=inner_opt_state,
         acc_grads=acc_grads,
-        weight=scalar(),
-        mean_args={name: WeightedSum(scalar(), scalar()) for name in mean_args},
+        weight=weight,
+        mean_args=mean_args,
         emitted=jnp.array(False),
         skipped=count(),
         discarded=count(),
