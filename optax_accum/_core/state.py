@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_accum._core import dtypes
 from optax_accum._core.leaves import by_path, is_inexact, short
@@ -203,6 +204,20 @@ def states_in(state: Tree, kind: type | tuple[type, ...] = AccumulationState) ->
     """Returns the states of a kind, or of several, inside an optimizer state."""
     is_one = lambda node: isinstance(node, kind)
     return [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
+
+
+OTHER_WINDOWS = (optax.MultiStepsState, optax.ApplyEvery)  # the states of what else accumulates
+
+
+def check_no_other_window(state: Tree, caller: str) -> None:
+    """Raises for an optimizer that accumulates, but not as we do: weights and a flush do not reach it."""
+    if found := states_in(state, OTHER_WINDOWS):
+        raise ValueError(
+            f"{caller} must be given an optimizer whose windows take weights, or one without windows: its state holds "
+            f"{type(found[0]).__name__}, which ignores weight and flush and counts micro-steps as updates. Wrap the "
+            "optimizer inside it in optax_accum.accumulate_gradients(inner, every); from_multi_steps turns a running "
+            "state of optax.MultiSteps into ours."
+        )
 
 
 def map_states(

@@ -151,9 +151,10 @@ class TrainState(train_state.TrainState, kw_only=True):
         momentum = flax.core.freeze(momentum) if isinstance(momentum, Mapping) else momentum
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, momentum=momentum, **kwargs)
         window, (trained, overwritten) = kwargs.get("window"), parted(params)
+        accumulates = _window.find_window(state.opt_state) is not None
         if window is None:
             stats = state.batch_stats
-            merges = _window.find_window(state.opt_state) is not None and bool(jax.tree.leaves(stats))
+            merges = accumulates and bool(jax.tree.leaves(stats))
             if merges:
                 momentum_of_each(momentum, stats)
             window = Window(

@@ -76,6 +76,7 @@ SPECIAL = {
 # What an optimizer's update is given beside the parameters, where it is not "value", "grad" and "value_fn".
 EXTRA_ARGS = {"sam": ("grad_fn",), "sophia": ("obj_fn",), "hutchinson_estimator_diag_hessian": ("obj_fn",)}
 EXCLUDED = {
+    "apply_every": "accumulates itself, without weights",
     "monitor": "the tree of its state changes at the first update, so it runs in no scan and in no cond",
     "lookahead": "its gradients have another tree than its parameters; accumulate inside: lookahead(accumulated, ...)",
     "differentially_private_aggregate": "takes the gradient of each example, with an axis for them, and not their mean",
