@@ -158,6 +158,8 @@ def accumulate_gradients(
         Weight below 0: subtracts.
       * The weights add to 0, or `"discard"` gives up the window: zero
         updates, inner state untouched, `discarded + 1`.
+      * `flush` with weight 0 on an empty window: nothing; `discarded` and
+        `batches` stay.
       * A mean whose weights add to more than 8.5e37 (`1 / tiny` of their
         dtype): the same.
       * `"skip"` or a callable leaves a micro-batch out: zero updates,

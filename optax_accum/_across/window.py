@@ -12,9 +12,9 @@ from optax_accum._across import inner, outcomes
 from optax_accum._across.accumulator import Accumulator, accumulator_of
 from optax_accum._across.divisor import Divisor
 from optax_accum._across.loss import Added
-from optax_accum._across.outcomes import Outcome
+from optax_accum._across.outcomes import Closing, Outcome
 from optax_accum._across.policy import Policy
-from optax_accum._across.schedules import Schedule
+from optax_accum._across.schedules import Schedule, was_asked
 from optax_accum._arguments import checks
 from optax_accum._core import arithmetic, flags, matching, sums
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_array
@@ -77,14 +77,15 @@ def micro_step(
     """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
     like = checked(rules, space, batch, state, params)
     window = join(rules, space, batch, state, params)
-    closes = rules.schedule.due(window.state, window.counts, batch.flush)
-    usable = lambda: is_usable(rules, space, window)
+    weight = lambda: space.total(window.weight)
+    closes = rules.schedule.due(window.state, weight, window.counts, batch.flush)
+    verdict = lambda: judged(rules, space, batch, state, window)
     emit = lambda: emitted(rules, space, window, like, params, batch.extra_args, outcome)
     hold = lambda: held(space, window, outcome, emit)
     alike = lambda new: inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
     costly = rules.policy.reads or space.communicates
-    (result, fields), emits = outcomes.emit_or_hold(closes, usable, emit, hold, costly=costly, alike=alike)
-    return result, outcomes.state_after(window.with_left(fields), closes, emits, fields)
+    (result, fields), closing = outcomes.emit_or_hold(closes, verdict, emit, hold, costly=costly, alike=alike)
+    return result, outcomes.state_after(window.with_left(fields), closes, closing, fields)
 
 
 @jax.named_scope("optax_accum.add")
@@ -125,9 +126,16 @@ def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight:
 
 
 @jax.named_scope("optax_accum.add")
-def is_usable(rules: Rules, space: Space, window: Window) -> Flag:
-    """Returns whether the sum of a window can be divided, and its policy accepts it."""
-    return rules.divisor.divides(space.total(window.weight)) & rules.policy.accepts(space, window.total, window.weight)
+def judged(rules: Rules, space: Space, batch: MicroBatch, before: AccumulationState, window: Window) -> Closing:
+    """Returns what becomes of a window that closes: can its sum be divided, and does its policy accept it."""
+    divides = rules.divisor.divides(space.total(window.weight))
+    emits = divides & rules.policy.accepts(space, window.total, window.weight)
+    brings = True
+    if (asked := was_asked(batch.flush)) is not False:
+        brings = flags.either(flags.negated(asked), space.total(batch.weight) != 0)
+    left = flags.either(flags.known(before.mini_step > 0), flags.known(brings))
+    is_filled = flags.both(flags.known(window.state.mini_step > 0), left)
+    return Closing(flags.known(emits), flags.known(brings), flags.known(is_filled))
 
 
 @jax.named_scope("optax_accum.emit")

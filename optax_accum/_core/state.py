@@ -18,7 +18,8 @@ class AccumulationState(NamedTuple):
 
     Its types, shapes and shardings do not change from one update to the
     next. The first four fields have the names of `optax.MultiStepsState`,
-    so code that logs them keeps working.
+    and the first three mean the same. `acc_grads` is a sum here and a mean
+    there: code that logs its norm asks `optax_accum.mean_grads(state)`.
 
     Attributes:
       mini_step: int32 []. Micro-steps in the window so far; 0 when a window
@@ -41,7 +42,11 @@ class AccumulationState(NamedTuple):
       skipped: int32 []. Micro-batches left out by `nonfinite="skip"`,
         `"omit"` or a callable, since `init`.
       discarded: int32 []. Windows that closed without an update (weight
-        zero, or `nonfinite="discard"`), since `init`.
+        zero, or `nonfinite="discard"`) or were left by `discard_window`,
+        since `init`.
+      batches: int32 []. Micro-batches given since `init`, those left out
+        too: a resumed loop goes on with batch number `batches`. A call that
+        flushes with weight 0 only closes the window, and is none.
       skip_state: the `info` that a callable `nonfinite` returned last; `()`
         otherwise.
       samples: with `statistics`, sums over the window of squared norms;
@@ -67,6 +72,7 @@ class AccumulationState(NamedTuple):
     emitted: jax.Array
     skipped: jax.Array
     discarded: jax.Array
+    batches: jax.Array
     skip_state: Any
     samples: Any = ()
     statistics: Any = ()
@@ -195,6 +201,7 @@ def new_state(
         emitted=jnp.array(False),
         skipped=count(),
         discarded=count(),
+        batches=count(),
         skip_state=(),
     )
     return blank._replace(**fields)

@@ -223,6 +223,14 @@ class TrainState(train_state.TrainState, kw_only=True):
         updates = self.updates + micro_step.emitted.astype(jnp.int32)
         return self.replace(**{"step": self.step + 1, "updates": updates, **made, **replaced})
 
+    def discard_window(self, when: Any = True) -> Self:
+        """Returns the state as if its unfinished window had not begun.
+
+        `optax_accum.discard_window` says more. `step` and metrics stay; the
+        next micro-step begins metrics and `batch_stats` anew.
+        """
+        return self.replace(opt_state=optax_accum.discard_window(self.opt_state, when))
+
     def window_metrics(self) -> dict[str, jax.Array]:
         """Returns the weighted means of the metrics over the window.
 

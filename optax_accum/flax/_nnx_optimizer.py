@@ -138,6 +138,15 @@ class Optimizer(nnx.Optimizer):
         self.step[...] += 1
         self.updates[...] += micro_step.emitted.astype(jnp.uint32)
 
+    def discard_window(self, when: Any = True) -> None:
+        """Leaves the unfinished window, as if it had not begun.
+
+        `optax_accum.discard_window` says more. `step` and metrics stay; the
+        next micro-step begins metrics and statistics anew.
+        """
+        state = optax_accum.discard_window(as_pure(self.opt_state), as_pure(when))
+        nnx.update(self.opt_state, nnx.state(state))
+
     def window_metrics(self) -> dict[str, jax.Array]:
         """Returns the weighted means of the metrics over the window.
 

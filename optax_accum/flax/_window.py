@@ -50,7 +50,8 @@ class MicroStep(NamedTuple):
         """Reads it off two states; an optimizer that does not accumulate updates at every call."""
         if before is None or after is None:
             return cls(first=True, counts=True, emitted=jnp.array(True))
-        return cls(before.mini_step == 0, after.skipped == before.skipped, after.emitted)
+        begins = (before.mini_step == 0) & (after.batches != before.batches)  # not where an empty window is flushed
+        return cls(begins, after.skipped == before.skipped, after.emitted)
 
     def stepped(self, new: Tree, old: Tree) -> Tree:
         """Returns what steps once per update: the new if this made one."""
