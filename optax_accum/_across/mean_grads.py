@@ -41,11 +41,11 @@ def mean_grads(state: Tree) -> Tree:
       >>> import jax.numpy as jnp, optax, optax_accum
       >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=4)
       >>> state = tx.init(jnp.ones(2))
-      >>> for value, rows in ((1.0, 10), (4.0, 20)):
+      >>> for value, rows in ((1.0, 16), (5.0, 48)):
       ...     _, state = tx.update(
       ...         jnp.full(2, value), state, weight=rows)
       >>> print(optax_accum.mean_grads(state))
-      [3. 3.]
+      [4. 4.]
     """
     window = find_state(state)
     total, weight = totals((accumulator_of(window).on_device(window), window.weight), window.weight)
