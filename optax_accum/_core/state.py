@@ -178,7 +178,7 @@ def no_means(examples: Mapping[str, Any], params: Tree, zeros: Callable[[Tree], 
 
 def _shape_of_sum(leaf: Any) -> jax.ShapeDtypeStruct:
     dtype = dtypes.default_float() if isinstance(leaf, float) else dtypes.accumulator_dtype(leaf.dtype, None)
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype)
+    return jax.ShapeDtypeStruct(getattr(leaf, "shape", ()), dtype)
 
 
 def new_state(
