@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from optax_accum._across.apply import apply_gradients
+from optax_accum._across.discard import discard_window
+from optax_accum._across.mean_grads import mean_grads
 from optax_accum._across.multi_steps import from_multi_steps
 from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients
@@ -50,9 +52,11 @@ __all__ = [
     "apply_gradients",
     "batching",
     "checkpoint",
+    "discard_window",
     "explain",
     "from_multi_steps",
     "has_updated",
+    "mean_grads",
     "metrics",
     "microbatched",
     "microbatched_apply",

@@ -96,7 +96,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
     "_across": [
         {"inner", "policy", "divisor", "schedules", "noise_scale"},
         {"accumulator", "multi_steps", "outcomes", "loss"},
-        {"window"},
+        {"window", "discard", "mean_grads"},
         {"transformation"},
         {"apply"},
         {"steps"},

@@ -621,10 +621,34 @@ def test_what_is_no_optimizer_gets_the_remedy_that_fits(inner, message):
 def test_windows_do_not_stand_in_windows(every):
     """They multiplied, and the inner one took micro-batches of any weight for equals."""
     ours = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
-    for accumulates in (ours, optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()):
+    for accumulates in (ours, *OTHER_WINDOWS):
         tx = optax_accum.accumulate_gradients(optax.chain(optax.clip(1.0), accumulates), every)
-        with pytest.raises(ValueError, match=r"inner must not accumulate.*holds (Acc|Multi)\w*State.*whole chain"):
+        with pytest.raises(ValueError, match=r"inner must not accumulate.*holds (Acc|Multi|Apply)\w*.*whole chain"):
             tx.init(PARAMS)
+
+
+OTHER_WINDOWS = (
+    optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    optax.chain(optax.apply_every(2), optax.sgd(0.1)),
+)
+IGNORES = r"ignores weight and flush.*accumulate_gradients\(inner, every\); from_multi_steps"
+
+
+@pytest.mark.parametrize("tx", OTHER_WINDOWS, ids=["MultiSteps", "apply_every"])
+def test_an_optimizer_that_accumulates_otherwise_is_not_given_weights(tx):
+    """They were dropped, and each micro-step counted as an update."""
+    state, loss = tx.init(PARAMS), lambda params, x: jnp.mean(x) * jnp.sum(params["w"])
+    for extra in ({"weight": 30}, {"flush": True}, {"rows": 4}):
+        with pytest.raises(ValueError, match=r"apply_gradients with weight, rows or flush.*" + IGNORES):
+            optax_accum.apply_gradients(tx, PARAMS, state, PARAMS, **extra)
+    params, _ = optax_accum.apply_gradients(tx, PARAMS, state, PARAMS)  # as with tx.update
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, PARAMS)
+    with pytest.raises(ValueError, match=IGNORES):
+        optax_accum.value_and_apply_gradients(loss, tx)(PARAMS, state, jnp.ones(3))
+    with pytest.raises(ValueError, match="A train state or an optimizer of optax_accum.flax.*" + IGNORES):
+        optax_accum.flax.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    with pytest.raises(ValueError, match="A train state or an optimizer of optax_accum.flax.*" + IGNORES):
+        optax_accum.flax.nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
 
 
 def test_a_module_of_nnx_is_no_tree_of_parameters():

@@ -10,6 +10,7 @@ from optax_accum._across import outcomes
 from optax_accum._across.transformation import rules_of, update
 from optax_accum._arguments import callables
 from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
+from optax_accum._core.state import check_no_other_window
 from optax_accum._core.types import Tree
 
 
@@ -56,6 +57,9 @@ def apply_gradients(
         is, if `inner` leaves it out (`optax.masked`).
       * `tx` does not accumulate: one update; `weight` and `flush` are
         ignored like any extra argument.
+      * `tx` accumulates, but not as we do (`optax.MultiSteps`,
+        `optax.apply_every`), and `weight`, `rows` or `flush` is given: an
+        error, because these would be lost.
 
       Known when running:
 
@@ -85,5 +89,7 @@ def apply_gradients(
     check_arrays("Parameters", params, NOT_ARRAYS)
     if rules := rules_of(tx):
         return update(rules, outcomes.new_params, grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
+    if extra_args.keys() & {"weight", "rows", "flush"}:
+        check_no_other_window(state, "apply_gradients with weight, rows or flush")
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra_args)
     return outcomes.apply_updates(params, updates), state

@@ -9,7 +9,7 @@ import optax
 
 from optax_accum._arguments import results, spelling
 from optax_accum._core import dtypes, equations, memory
-from optax_accum._core.state import AccumulationState, states_in
+from optax_accum._core.state import OTHER_WINDOWS, AccumulationState, states_in
 from optax_accum._core.types import Tree
 
 Inner = optax.GradientTransformationExtraArgs
@@ -56,7 +56,7 @@ def same_tree(new: Tree, old: Tree) -> bool:
 
 def check_accumulates_once(state: Tree) -> None:
     """Raises for an inner optimizer that accumulates, too: windows would multiply, and its own take no weights."""
-    if accumulating := states_in(state, (AccumulationState, optax.MultiStepsState)):
+    if accumulating := states_in(state, (AccumulationState, *OTHER_WINDOWS)):
         raise ValueError(
             "inner must not accumulate gradients itself: the two windows would multiply, and the inner one would not "
             f"see the weights. The state of inner holds {type(accumulating[0]).__name__}. Accumulate once: "

@@ -1,5 +1,6 @@
 """Owns the way from `optax.MultiSteps`: its state, in the middle of a window or not, as one of ours."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -7,13 +8,16 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._across.divisor import as_divisor
-from optax_accum._core import dtypes
-from optax_accum._core.state import as_mean_args, map_states, new_state, states_in
+from optax_accum._core import arithmetic, dtypes
+from optax_accum._core.state import as_mean_args, map_states, new_state, no_means, states_in
 from optax_accum._core.types import Tree
 
 
 def from_multi_steps(
-    state: Tree, *, reduction: Literal["mean", "sum"] = "mean", mean_args: tuple[str, ...] = ("value",)
+    state: Tree,
+    *,
+    reduction: Literal["mean", "sum"] = "mean",
+    mean_args: Sequence[str] | Mapping[str, Tree] = ("value",),
 ) -> Tree:
     """Turns the state of a running `optax.MultiSteps` into ours.
 
@@ -62,7 +66,7 @@ def from_multi_steps(
       (2, 2.0)
     """
     divisor = as_divisor(reduction)
-    names = as_mean_args(mean_args)
+    examples = as_mean_args(mean_args)
     if not states_in(state, optax.MultiStepsState):
         raise ValueError(
             f"from_multi_steps needs a state that holds an optax.MultiStepsState: state={type(state).__name__}. "
@@ -75,10 +79,10 @@ def from_multi_steps(
         return new_state(
             node.inner_opt_state,
             jax.tree.map(lambda acc: acc * factor.astype(acc.dtype), node.acc_grads),
-            names,
+            no_means(examples, node.acc_grads, arithmetic.zeros_of),
+            mini_step.astype(dtypes.default_float()),
             mini_step=mini_step,
             gradient_step=jnp.asarray(node.gradient_step, jnp.int32),
-            weight=mini_step.astype(dtypes.default_float()),
             skip_state=node.skip_state,
             emitted=jnp.asarray((node.mini_step == 0) & (node.gradient_step > 0)),
         )

@@ -1,5 +1,6 @@
 """Owns the outcomes of a micro-step: hold or emit, and the state after either. Adds no gradient."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,14 @@ class Outcome(NamedTuple):
     held: Callable[[Callable[[], Any]], Tree]
 
 
+class Closing(NamedTuple):
+    """What is known of a micro-step that closes its window."""
+
+    emits: Flag  # whether the window makes an update
+    brings: Flag = True  # whether it brought a micro-batch, and did not only close the window
+    is_filled: Flag = False  # whether something was in the window, which is lost if it does not emit
+
+
 def updates_of(space: Space, params: Tree | None) -> Outcome:
     """The outcome of `update`: updates, or zeros."""
     gathered = lambda updates: updates if params is None else space.gather(updates, params)
@@ -38,18 +47,18 @@ def new_params(space: Space, params: Tree) -> Outcome:
 
 def emit_or_hold(
     closes: Flag,
-    usable: Callable[[], Flag],
+    judged: Callable[[], Closing],
     emit: Outcomes,
     hold: Outcomes,
     *,
     costly: bool,
     alike: Callable[[Tree], None],
-) -> tuple[tuple[Tree, Fields], Flag]:
+) -> tuple[tuple[Tree, Fields], Closing]:
     """Calls the outcome that is known when tracing, else compiles both: a branch, or a select for a static flush.
 
-    Each outcome is what a micro-step returns, and the fields of the state that it keeps; beside it comes whether the
-    window has emitted. Whether a window is `usable`, only one that closes asks if that is `costly`. `alike` raises
-    where both are compiled, and emitting changes the tree of the state.
+    Each outcome is what a micro-step returns, and the fields of the state that it keeps; beside it comes how the window
+    is `judged`: only one that closes asks that if it is `costly`. `alike` raises where both are compiled, and emitting
+    changes the tree of the state.
     """
 
     def emit_beside_hold() -> tuple[Tree, Fields]:
@@ -57,24 +66,29 @@ def emit_or_hold(
         alike(fields["inner_opt_state"])
         return result, {name: compilers.returned(fields[name]) if name == LEFT else fields[name] for name in fields}
 
-    def close() -> tuple[tuple[Tree, Fields], Flag]:
-        answer = usable()
-        return compilers.branch(answer, emit_beside_hold, hold), answer
+    def close() -> tuple[tuple[Tree, Fields], Closing]:
+        closing = judged()
+        return compilers.branch(closing.emits, emit_beside_hold, hold), Closing(*map(jnp.asarray, closing))
 
     if closes is False:
-        return hold(), False
+        return hold(), _HELD
     if costly and closes is not True:
-        return compilers.branch(closes, close, lambda: (hold(), jnp.array(False)))
-    emits = flags.known(usable()) if closes is True else closes & flags.known(usable())
+        return compilers.branch(closes, close, lambda: (hold(), Closing(*map(jnp.array, _HELD))))
+    closing = judged()
+    emits = closing.emits if closes is True else closes & closing.emits
+    closing = closing._replace(emits=emits)
     if isinstance(emits, bool):
-        return emit() if emits else hold(), emits
+        return emit() if emits else hold(), closing
     if closes is not True:
-        return compilers.branch(emits, emit_beside_hold, hold), emits
+        return compilers.branch(emits, emit_beside_hold, hold), closing
     result, fields = emit()
     alike(fields["inner_opt_state"])
     before, old = hold()
     old |= {name: fields[name] for name in old if name == LEFT}  # what is left of a closed window is never read
-    return _select(emits, (result, fields), (before, old)), emits
+    return _select(emits, (result, fields), (before, old)), closing
+
+
+_HELD = Closing(emits=False, brings=True, is_filled=True)
 
 
 def fields_of(state: AccumulationState) -> Fields:
@@ -82,29 +96,36 @@ def fields_of(state: AccumulationState) -> Fields:
     return {name: getattr(state, name) for name in ("inner_opt_state", "statistics", "seen")}
 
 
-def state_after(state: AccumulationState, closes: Flag, emits: Flag, fields: Fields) -> AccumulationState:
+def state_after(state: AccumulationState, closes: Flag, closing: Closing, fields: Fields) -> AccumulationState:
     """Returns the state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
-    closes, emits = flags.known(closes), flags.known(emits)
+    closes, emits = flags.known(closes), flags.known(closing.emits)
     reset = lambda total: flags.selected(closes, jnp.zeros_like(total), total)
     return state._replace(
         mini_step=reset(state.mini_step),
         gradient_step=count(state.gradient_step, emits),
         weight=reset(state.weight),
         emitted=jnp.asarray(emits),
-        discarded=count(state.discarded, closes != emits),
+        discarded=count(state.discarded, flags.both(closes != emits, closing.is_filled)),
+        batches=count(state.batches, closing.brings),
         **fields,
     )
 
 
-def mean_args(totals: dict[str, sums.WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, jax.Array]:
+def mean_args(space: Space, parts_of: dict[str, sums.WeightedSum], extra_args: Mapping[str, Any]) -> dict[str, Tree]:
     """Returns the weighted means of those extra arguments that came with this micro-step."""
-    means: dict[str, jax.Array] = {}
-    for name, total in totals.items():
-        if name in extra_args:
-            value = jnp.asarray(extra_args[name])
-            mean = sums.mean(total, empty=0 if value.ndim else value.astype(total.total.dtype))
-            inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-            means[name] = mean.astype(dtypes.accumulator_dtype(value.dtype, None)) if inexact else mean
+
+    def mean(value: Any, parts: jax.Array, total: jax.Array, weight: jax.Array) -> jax.Array:
+        value = jnp.asarray(value)
+        last = 0 if parts.ndim > total.ndim else value.astype(total.dtype)  # where none that was given has counted
+        found = sums.mean(sums.WeightedSum(total, weight), empty=last)
+        inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+        return found.astype(dtypes.accumulator_dtype(value.dtype, None)) if inexact else found
+
+    means: dict[str, Tree] = {}
+    for name in (name for name in parts_of if name in extra_args):
+        total, weight = space.total(parts_of[name])
+        mean_of = functools.partial(mean, weight=weight)
+        means[name] = jax.tree.map(mean_of, extra_args[name], parts_of[name].total, total)
     return means
 
 

@@ -11,21 +11,22 @@ from optax_accum._arguments import checks
 from optax_accum._core import flags
 from optax_accum._core.leaves import short
 from optax_accum._core.state import AccumulationState
-from optax_accum._core.types import Flag
+from optax_accum._core.types import Flag, Weight
 
 
 class Schedule(NamedTuple):
     """When a window closes: what `optax_accum.batching.every_by_tokens` and `every_by_noise` return, for `every`.
 
     Attributes:
-      due: `(state, counts, flush) -> flag`, whether the micro-step that the state has just counted closes its window.
-        `counts` says whether it was one, and not left out; `flush` what the caller said, or None.
+      due: `(state, weight, counts, flush) -> flag`, whether the micro-step that the state has just counted closes its
+        window. `weight()` is that of the window, on all devices; `counts` says whether it was a micro-step, and not
+        left out; `flush` what the caller said, or None.
       holds: whether a gradient is ever kept from one micro-step to the next.
       needs: fields of the state that it reads, which a meter fills.
       text: what `every` was, for a message.
     """
 
-    due: Callable[[AccumulationState, Flag, Any], Flag]
+    due: Callable[[AccumulationState, Callable[[], Weight], Flag, Any], Flag]
     holds: bool = True
     needs: tuple[str, ...] = ()
     text: str = "a schedule"
@@ -44,26 +45,38 @@ def as_schedule(every: Any) -> Schedule:
         return by_count(lambda state: every(state.gradient_step))
     count = _as_int(every)
     if count == 1:
-        return Schedule(_or_flush(lambda state, counts: counts), holds=False, text="1")
-    return Schedule(_or_flush(lambda state, _: state.mini_step >= count), text=str(count))
+        return Schedule(_or_flush(lambda state, weight, counts: counts), holds=False, text="1")
+    return Schedule(_or_flush(lambda state, *_: state.mini_step >= count), text=str(count))
 
 
 def by_count(count: Callable[[AccumulationState], Any], **fields: Any) -> Schedule:
     """Returns the schedule of windows whose number of micro-steps is read off the state; below 1 it acts as 1."""
-    return Schedule(_or_flush(lambda state, _: state.mini_step >= _as_count(count(state))), **fields)
+    return Schedule(_or_flush(lambda state, *_: state.mini_step >= _as_count(count(state))), **fields)
 
 
-def _or_flush(due: Callable[[AccumulationState, Flag], Flag]) -> Callable[[AccumulationState, Flag, Any], Flag]:
+def by_weight(least: float, text: str) -> Schedule:
+    """Returns the schedule of windows that close when they weigh so much; a NaN closes its window, and shows."""
+    return Schedule(_or_flush(lambda state, weight, _: jnp.logical_not(weight() < least)), text=text)
+
+
+def _or_flush(
+    due: Callable[[AccumulationState, Callable[[], Weight], Flag], Flag],
+) -> Callable[[AccumulationState, Callable[[], Weight], Flag, Any], Flag]:
     """Returns a `due` that closes a window when it is due or the caller flushes."""
 
-    def closes(state: AccumulationState, counts: Flag, flush: Any) -> Flag:
-        asked = False if flush is None else as_flush(flush)
-        return asked if asked is True else flags.known(flags.either(due(state, counts), asked))
+    def closes(state: AccumulationState, weight: Callable[[], Weight], counts: Flag, flush: Any) -> Flag:
+        asked = was_asked(flush)
+        return asked if asked is True else flags.known(flags.either(due(state, weight, counts), asked))
 
     return closes
 
 
-def _by_caller(state: AccumulationState, counts: Flag, flush: Any) -> Flag:
+def was_asked(flush: Any) -> Flag:
+    """Returns whether the caller closes the window, as far as that is known."""
+    return False if flush is None else as_flush(flush)
+
+
+def _by_caller(state: AccumulationState, weight: Callable[[], Weight], counts: Flag, flush: Any) -> Flag:
     if flush is None:
         raise ValueError(
             "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "

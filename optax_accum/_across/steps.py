@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.signature import signature_of
 from optax_accum._core import flags, tracing
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_inexact
-from optax_accum._core.state import AccumulationState, micro_step_of
+from optax_accum._core.state import AccumulationState, check_no_other_window, micro_step_of
 from optax_accum._core.types import Tree
 from optax_accum._loss import inside
 from optax_accum._space.here import here
@@ -48,7 +48,7 @@ class Step:
     loss: Loss
     roles: Roles
     inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
-    mean_args: tuple[str, ...]  # the keyword arguments that are averaged over a window
+    mean_args: Iterable[str]  # the keyword arguments that are averaged over a window
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies what comes out."""
@@ -87,6 +87,7 @@ class Step:
     def apply(self, space: Space, done: Done, keywords: Keywords, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """Returns the parameters and the state after the micro-batch."""
         named = keywords.weight is not None or self.loss.weight_fn or isinstance(done.weight, jax.Array)
+        check_no_other_window(state, "value_and_apply_gradients")
         counted = {"weight": done.weight} if named else {"rows": int(done.weight)}
         extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
         return apply_gradients(self.inner, done.grads, state, params, **extra_args)

@@ -1,7 +1,7 @@
 """Owns accumulation across calls as an Optax transformation: `accumulate_gradients`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import optax
@@ -14,7 +14,7 @@ from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
 from optax_accum._arguments import callables, checks
 from optax_accum._core import dtypes
 from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
-from optax_accum._core.state import AccumulationState, as_mean_args, new_state
+from optax_accum._core.state import AccumulationState, as_mean_args, new_state, no_means
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Options, as_meter
 from optax_accum._space.here import as_reduction, here
@@ -36,7 +36,7 @@ def accumulate_gradients(
     accumulator_dtype: Any = None,
     emit_dtype: Any = None,
     nonfinite: policy.Name | policy.Skip = "propagate",
-    mean_args: tuple[str, ...] = ("value",),
+    mean_args: Sequence[str] | Mapping[str, Tree] = ("value",),
     reduce_axes: str | Sequence[str] | None = None,
     reduce_to: Tree = None,
     reduce_dtype: Any = None,
@@ -99,8 +99,10 @@ def accumulate_gradients(
         `optax.MultiSteps` takes; `state.skip_state` holds its `info`. A
         callable with a parameter `info` is given what it returned last, and
         at first the default of that parameter: docs/outliers.md.
-      mean_args: names of scalar extra arguments which `inner` gets as their
-        weighted mean over the window.
+      mean_args: extra arguments which `inner` gets as their weighted mean
+        over the window: the names of scalars; or a dict from names to
+        examples (0.0 for a scalar, a tree of floating-point arrays or
+        shapes), or to functions of the parameters that return one.
       reduce_axes: the mesh axes over which the batch is sharded, for one
         reduction per window; see `optax_accum.sharding`.
       reduce_to: with `reduce_axes`, how the sum is to be sharded; see
@@ -156,6 +158,8 @@ def accumulate_gradients(
         Weight below 0: subtracts.
       * The weights add to 0, or `"discard"` gives up the window: zero
         updates, inner state untouched, `discarded + 1`.
+      * `flush` with weight 0 on an empty window: nothing; `discarded` and
+        `batches` stay.
       * A mean whose weights add to more than 8.5e37 (`1 / tiny` of their
         dtype): the same.
       * `"skip"` or a callable leaves a micro-batch out: zero updates,
@@ -250,8 +254,8 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
     return new_state(
         inner_opt_state,
         acc_grads,
-        rules.mean_args,
-        scalar,
+        no_means(rules.mean_args, params, lambda shapes: space.sums(shapes, params)),
+        scalar(),
         skip_state=rules.policy.blank(params),
         samples=rules.meter.samples(params, scalar),
         **rules.meter.blank(params),

@@ -12,12 +12,12 @@ from optax_accum._across import inner, outcomes
 from optax_accum._across.accumulator import Accumulator, accumulator_of
 from optax_accum._across.divisor import Divisor
 from optax_accum._across.loss import Added
-from optax_accum._across.outcomes import Outcome
+from optax_accum._across.outcomes import Closing, Outcome
 from optax_accum._across.policy import Policy
-from optax_accum._across.schedules import Schedule
+from optax_accum._across.schedules import Schedule, was_asked
 from optax_accum._arguments import checks
 from optax_accum._core import arithmetic, flags, matching, sums
-from optax_accum._core.leaves import NOT_ARRAYS, check_arrays
+from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_array
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Flag, Tree, Weight
@@ -36,7 +36,7 @@ class Rules:
     meter: Meter
     accumulator_dtype: Tree
     emit_dtype: jnp.dtype | str | None
-    mean_args: tuple[str, ...]
+    mean_args: Mapping[str, Any]  # an example of each
     over: Reduction
 
 
@@ -77,14 +77,15 @@ def micro_step(
     """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
     like = checked(rules, space, batch, state, params)
     window = join(rules, space, batch, state, params)
-    closes = rules.schedule.due(window.state, window.counts, batch.flush)
-    usable = lambda: is_usable(rules, space, window)
+    weight = lambda: space.total(window.weight)
+    closes = rules.schedule.due(window.state, weight, window.counts, batch.flush)
+    verdict = lambda: judged(rules, space, batch, state, window)
     emit = lambda: emitted(rules, space, window, like, params, batch.extra_args, outcome)
     hold = lambda: held(space, window, outcome, emit)
     alike = lambda new: inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
     costly = rules.policy.reads or space.communicates
-    (result, fields), emits = outcomes.emit_or_hold(closes, usable, emit, hold, costly=costly, alike=alike)
-    return result, outcomes.state_after(window.with_left(fields), closes, emits, fields)
+    (result, fields), closing = outcomes.emit_or_hold(closes, verdict, emit, hold, costly=costly, alike=alike)
+    return result, outcomes.state_after(window.with_left(fields), closes, closing, fields)
 
 
 @jax.named_scope("optax_accum.add")
@@ -111,19 +112,30 @@ def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState
 
 
 def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight: Weight, first: Flag) -> WeightedSum:
-    """Adds an extra argument to its weighted sum: one number, or one for each device."""
+    """Adds an extra argument to its weighted sum: one number or tree, or one for each device."""
     if name not in extra_args:
-        return sums.add(old, jnp.zeros_like(old.total), jnp.zeros_like(old.weight), first)
-    rows = jnp.shape(weight)
-    remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
-    value = checks.as_scalar(name, extra_args[name], remedy, *rows)
-    return sums.add(old, jnp.broadcast_to(value, rows), weight, first)
+        return sums.add(old, jax.tree.map(jnp.zeros_like, old.total), jnp.zeros_like(old.weight), first)
+    value, rows = extra_args[name], jnp.shape(weight)
+    if is_array(old.total) and old.total.ndim == old.weight.ndim:
+        remedy = "Pass its mean, such as loss.mean(), or leave it out of mean_args."
+        value = checks.as_scalar(name, value, remedy, *rows)
+    else:
+        matching.check_mean_arg(name, value, old.total, old.weight.ndim)
+    values = jax.tree.map(lambda leaf, total: jnp.broadcast_to(leaf, total.shape), value, old.total)
+    return sums.add(old, values, weight, first)
 
 
 @jax.named_scope("optax_accum.add")
-def is_usable(rules: Rules, space: Space, window: Window) -> Flag:
-    """Returns whether the sum of a window can be divided, and its policy accepts it."""
-    return rules.divisor.divides(space.total(window.weight)) & rules.policy.accepts(space, window.total, window.weight)
+def judged(rules: Rules, space: Space, batch: MicroBatch, before: AccumulationState, window: Window) -> Closing:
+    """Returns what becomes of a window that closes: can its sum be divided, and does its policy accept it."""
+    divides = rules.divisor.divides(space.total(window.weight))
+    emits = divides & rules.policy.accepts(space, window.total, window.weight)
+    brings = True
+    if (asked := was_asked(batch.flush)) is not False:
+        brings = flags.either(flags.negated(asked), space.total(batch.weight) != 0)
+    left = flags.either(flags.known(before.mini_step > 0), flags.known(brings))
+    is_filled = flags.both(flags.known(window.state.mini_step > 0), left)
+    return Closing(flags.known(emits), flags.known(brings), flags.known(is_filled))
 
 
 @jax.named_scope("optax_accum.emit")
@@ -144,12 +156,23 @@ def emitted(
     weight = space.total(window.weight)
     total, left = space.reduced(window.total)
     gradient = arithmetic.emitted(total, like, rules.divisor.factor(weight), rules.emit_dtype)
+    extra_args = {**extra_args, **_grad_of_window(extra_args, gradient, like)}
     learnt = rules.meter.learn(state, space.total(state.samples), total, weight)
-    extra_args = {**extra_args, **outcomes.mean_args(space.total(state.mean_args), extra_args)}
+    extra_args = {**extra_args, **outcomes.mean_args(space, state.mean_args, extra_args)}
     params = None if params is None else space.shard(params)
     updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra_args)
     fields = outcomes.fields_of(state) | learnt | left | {"inner_opt_state": inner_opt_state}
     return outcome.emitted(updates), fields
+
+
+def _grad_of_window(extra_args: Mapping[str, Any], gradient: Tree, like: Tree) -> dict[str, Tree]:
+    """Returns what `grad` is for the inner optimizer: a line search is given its gradient twice, once by that name."""
+    given = extra_args.get("grad")
+    if jax.tree.structure(given) != jax.tree.structure(like):
+        return {}
+    shapes = zip(map(jnp.shape, jax.tree.leaves(given)), map(jnp.shape, jax.tree.leaves(like)), strict=True)
+    of_one_or_all_devices = all(shape in (whole, shape[:1] + whole) for shape, whole in shapes)
+    return {"grad": gradient} if of_one_or_all_devices else {}
 
 
 @jax.named_scope("optax_accum.hold")
@@ -190,9 +213,9 @@ def checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationSt
         )
     if unknown := sorted(({*rules.mean_args} ^ {*state.mean_args}) & batch.extra_args.keys()):
         raise ValueError(
-            f"The state must have a sum for each mean argument: {unknown[0]!r} is given, mean_args={rules.mean_args}, "
-            f"and the state has sums for {tuple(state.mean_args)}. Between two windows, take those of a new state: "
-            "state._replace(mean_args=tx.init(params).mean_args)."
+            f"The state must have a sum for each mean argument: {unknown[0]!r} is given, "
+            f"mean_args={tuple(rules.mean_args)}, and the state has sums for {tuple(state.mean_args)}. Between two "
+            "windows, take those of a new state: state._replace(mean_args=tx.init(params).mean_args)."
         )
     like = batch.grads if batch.added else space.like(batch.grads)
     if params is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from optax_accum._across.schedules import Schedule, by_count
+from optax_accum._across.schedules import Schedule, by_count, by_weight
 from optax_accum._arguments import checks
 from optax_accum._core.seen import has_seen
 from optax_accum._core.state import AccumulationState
@@ -69,6 +69,51 @@ def every_by_tokens(counts: Mapping[float, int]) -> Schedule:
         return count
 
     return by_count(every, needs=("seen",), text="every_by_tokens(...)")
+
+
+def every_by_weight(weight: float) -> Schedule:
+    """Returns an `every` whose windows close at a total weight.
+
+    A window of so many examples, or tokens, however many each micro-batch
+    has: `every_by_weight(4096)`.
+
+    Args:
+      weight: what the weights of a window must add up to, at least.
+
+    Returns:
+      What `accumulate_gradients` takes as `every`.
+
+    Raises:
+      ValueError: no number above 0.
+
+    Guarantees:
+      * The micro-batch that reaches the weight is the window's last, and
+        joins it whole: a window may weigh more, and is divided by what it
+        weighs.
+      * A micro-batch that is left out weighs nothing: the window waits.
+      * No weight is given: each micro-step of `tx.update` weighs 1, and
+        each of `value_and_apply_gradients` its rows.
+      * A window whose weights never reach it: stays open; `flush` closes
+        it.
+      * `reduce_axes`: the weight of all devices counts, so each micro-step
+        adds up one number over them.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> every = optax_accum.batching.every_by_weight(100)
+      >>> tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every)
+      >>> state = tx.init(jnp.ones(3))
+      >>> for rows in (60, 30, 30, 100):
+      ...     _, state = tx.update(jnp.ones(3), state, weight=rows)
+      ...     print(optax_accum.has_updated(state))
+      False
+      False
+      True
+      True
+    """
+    if checks.dtype_and_shape(weight)[0].kind not in "iuf" or not 0 < float(weight) < math.inf:
+        raise ValueError(f"weight must be a number above 0: weight={weight!r}. Pass the examples in a window, say.")
+    return by_weight(float(weight), text=f"every_by_weight({weight})")
 
 
 def every_by_noise(at_least: int, at_most: int) -> Schedule:

@@ -21,6 +21,13 @@ def either(flag: Flag, other: Flag) -> Flag:
     return other or flag if isinstance(other, bool) else flag | other
 
 
+def both(flag: Flag, other: Flag) -> Flag:
+    """Returns whether two flags are set: a Python bool where that is known when tracing."""
+    if isinstance(flag, bool):
+        return flag and other
+    return other and flag if isinstance(other, bool) else flag & other
+
+
 def negated(flag: Flag) -> Flag:
     """Returns the opposite of a flag."""
     return not flag if isinstance(flag, bool) else jnp.logical_not(flag)

@@ -25,6 +25,28 @@ def check_params(params: Tree, grads: Tree) -> None:
     _paired(grads, params, "parameters", "Pass the parameters that were differentiated.")
 
 
+def check_mean_arg(name: str, value: Tree, total: Tree, devices: int) -> None:
+    """Raises unless a mean argument is a tree like its sum, or with 1 as `devices` like that of one device."""
+    remedy = (
+        f"Pass a tree like the example in mean_args[{name!r}], or between two windows begin with another: "
+        "state._replace(mean_args=tx.init(params).mean_args)."
+    )
+    for path, leaf, summed in _paired(value, total, f"example of {name}", remedy, what="leaves", shapes=False):
+        shape, expected = jnp.shape(leaf), (summed.shape, summed.shape[devices:])
+        if shape not in expected:
+            raise ValueError(
+                f"A mean argument must have the shapes of its example: {name} at {path} has shape {shape}, and the "
+                f"example {expected[1]}. {remedy}"
+            )
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) or (
+            jnp.iscomplexobj(leaf) and not jnp.iscomplexobj(summed)
+        ):
+            raise TypeError(
+                f"A mean argument must have floating-point leaves like its example: {name} at {path} is "
+                f"{jnp.result_type(leaf)}, and its sum {summed.dtype}. {remedy}"
+            )
+
+
 def check(acc: Tree, grads: Tree) -> None:
     """Raises unless every leaf of `grads` can be added to the leaf of `acc` at the same path."""
     remedy = "Call init again with the parameters that these gradients belong to."
@@ -52,7 +74,9 @@ def check(acc: Tree, grads: Tree) -> None:
             )
 
 
-def _paired(tree: Tree, others: Tree, name: str, remedy: str, *, what: str = "gradients") -> list[tuple[str, Any, Any]]:
+def _paired(
+    tree: Tree, others: Tree, name: str, remedy: str, *, what: str = "gradients", shapes: bool = True
+) -> list[tuple[str, Any, Any]]:
     """Returns the leaves of two trees side by side, with their path; raises unless trees and shapes are the same.
 
     A `MaskedNode` in a state stands for a leaf without a gradient.
@@ -69,7 +93,7 @@ def _paired(tree: Tree, others: Tree, name: str, remedy: str, *, what: str = "gr
             continue
         if not all_leaves([other]):
             raise mismatch()
-        if jnp.shape(leaf) != jnp.shape(other):
+        if shapes and jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(
                 f"{what.capitalize()} must have the shapes of the {name}: at {path} the {what} have shape "
                 f"{jnp.shape(leaf)} and the {name} {jnp.shape(other)}. {remedy}"

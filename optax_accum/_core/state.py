@@ -1,11 +1,14 @@
 """Owns the state of a window in flight and what is read from it. Adds nothing, decides nothing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from optax_accum._core import dtypes
+from optax_accum._core.leaves import by_path, is_inexact, short
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
 
@@ -15,7 +18,8 @@ class AccumulationState(NamedTuple):
 
     Its types, shapes and shardings do not change from one update to the
     next. The first four fields have the names of `optax.MultiStepsState`,
-    so code that logs them keeps working.
+    and the first three mean the same. `acc_grads` is a sum here and a mean
+    there: code that logs its norm asks `optax_accum.mean_grads(state)`.
 
     Attributes:
       mini_step: int32 []. Micro-steps in the window so far; 0 when a window
@@ -30,15 +34,19 @@ class AccumulationState(NamedTuple):
         sum of the window before, which the next micro-step overwrites.
       weight: float [], default float dtype. `sum(w)` over the window so
         far.
-      mean_args: for each name in the factory's `mean_args` `sum(w x)` and
-        `sum(w)`, both [], kept as `acc_grads` is. For the log:
-        `state.mean_args["value"].mean`.
+      mean_args: for each name in the factory's `mean_args` `sum(w x)`, a
+        tree like the argument, and `sum(w)`, [], kept as `acc_grads` is.
+        For the log: `state.mean_args["value"].mean`.
       emitted: bool []. Whether the last micro-step made an update; read it
         with `has_updated`.
       skipped: int32 []. Micro-batches left out by `nonfinite="skip"`,
         `"omit"` or a callable, since `init`.
       discarded: int32 []. Windows that closed without an update (weight
-        zero, or `nonfinite="discard"`), since `init`.
+        zero, or `nonfinite="discard"`) or were left by `discard_window`,
+        since `init`.
+      batches: int32 []. Micro-batches given since `init`, those left out
+        too: a resumed loop goes on with batch number `batches`. A call that
+        flushes with weight 0 only closes the window, and is none.
       skip_state: the `info` that a callable `nonfinite` returned last; `()`
         otherwise.
       samples: with `statistics`, sums over the window of squared norms;
@@ -64,6 +72,7 @@ class AccumulationState(NamedTuple):
     emitted: jax.Array
     skipped: jax.Array
     discarded: jax.Array
+    batches: jax.Array
     skip_state: Any
     samples: Any = ()
     statistics: Any = ()
@@ -125,8 +134,8 @@ def has_updated(state: Tree) -> jax.Array:
     return jnp.asarray(find_state(state).emitted)  # or a variable of NNX
 
 
-def as_mean_args(names: Any) -> tuple[str, ...]:
-    """Returns the names of `mean_args` as a tuple."""
+def as_mean_args(names: Any) -> dict[str, Any]:
+    """Returns for each name in `mean_args` an example of that argument: 0.0, where only its name is given."""
     several = isinstance(names, Iterable) and not isinstance(names, str)
     if not several or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -138,17 +147,48 @@ def as_mean_args(names: Any) -> tuple[str, ...]:
             f"mean_args must name extra arguments of the inner optimizer: mean_args={names!r}. "
             f"Leave out {reserved[0]!r}."
         )
-    return tuple(names)
+    examples = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, 0.0)
+    for name, example in examples.items():
+        if not callable(example):
+            _check_example(name, example)
+    return examples
+
+
+def _check_example(name: str, example: Tree) -> None:
+    """Raises for an example of a mean argument with a leaf that has no mean."""
+    for path, leaf in by_path(example, ""):
+        if isinstance(leaf, bool) or not (isinstance(leaf, float) or (hasattr(leaf, "shape") and is_inexact(leaf))):
+            raise TypeError(
+                "An example of a mean argument must be a tree of floating-point arrays, or a function of the "
+                f"parameters that returns one: mean_args[{name!r}]{path} is {short(leaf)}. Pass jnp.zeros(shape), say, "
+                "or 0.0 for a scalar."
+            )
+
+
+def no_means(examples: Mapping[str, Any], params: Tree, zeros: Callable[[Tree], Tree]) -> dict[str, WeightedSum]:
+    """Returns a sum of nothing for each mean argument; `zeros` makes them of the shapes."""
+    means: dict[str, WeightedSum] = {}
+    for name, example in examples.items():
+        shapes = jax.eval_shape(example, params) if callable(example) else example
+        _check_example(name, shapes)
+        weight = jax.ShapeDtypeStruct((), dtypes.default_float())
+        means[name] = WeightedSum(zeros(jax.tree.map(_shape_of_sum, shapes)), zeros(weight))
+    return means
+
+
+def _shape_of_sum(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = dtypes.default_float() if isinstance(leaf, float) else dtypes.accumulator_dtype(leaf.dtype, None)
+    return jax.ShapeDtypeStruct(getattr(leaf, "shape", ()), dtype)
 
 
 def new_state(
     inner_opt_state: Any,
     acc_grads: Any,
-    mean_args: tuple[str, ...],
-    scalar: Callable[[], jax.Array] = lambda: jnp.zeros([]),
+    mean_args: dict[str, WeightedSum],
+    weight: jax.Array,
     **fields: Any,
 ) -> AccumulationState:
-    """Returns the state before the first micro-step: `scalar()` for sums of weights, `fields` in place of zeros."""
+    """Returns the state before the first micro-step, with `fields` in place of zeros."""
     # One buffer for each field: a state that is donated may not hold the same one twice.
     count = lambda: jnp.zeros([], jnp.int32)
     blank = AccumulationState(
@@ -156,11 +196,12 @@ def new_state(
         gradient_step=count(),
         inner_opt_state=inner_opt_state,
         acc_grads=acc_grads,
-        weight=scalar(),
-        mean_args={name: WeightedSum(scalar(), scalar()) for name in mean_args},
+        weight=weight,
+        mean_args=mean_args,
         emitted=jnp.array(False),
         skipped=count(),
         discarded=count(),
+        batches=count(),
         skip_state=(),
     )
     return blank._replace(**fields)
@@ -170,6 +211,20 @@ def states_in(state: Tree, kind: type | tuple[type, ...] = AccumulationState) ->
     """Returns the states of a kind, or of several, inside an optimizer state."""
     is_one = lambda node: isinstance(node, kind)
     return [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
+
+
+OTHER_WINDOWS = (optax.MultiStepsState, optax.ApplyEvery)  # the states of what else accumulates
+
+
+def check_no_other_window(state: Tree, caller: str) -> None:
+    """Raises for an optimizer that accumulates, but not as we do: weights and a flush do not reach it."""
+    if found := states_in(state, OTHER_WINDOWS):
+        raise ValueError(
+            f"{caller} must be given an optimizer whose windows take weights, or one without windows: its state holds "
+            f"{type(found[0]).__name__}, which ignores weight and flush and counts micro-steps as updates. Wrap the "
+            "optimizer inside it in optax_accum.accumulate_gradients(inner, every); from_multi_steps turns a running "
+            "state of optax.MultiSteps into ours."
+        )
 
 
 def map_states(

@@ -177,7 +177,7 @@ class _Placement:
             acc_grads=self._by_path(state.acc_grads, "acc_grads", partial=partial),
             inner_opt_state=self._by_path(state.inner_opt_state, "inner_opt_state", sharded=True),
             weight=scalar,
-            mean_args=jax.tree.map(lambda _: scalar, state.mean_args),
+            mean_args=self._by_path(state.mean_args, "mean_args", partial=partial),
             samples=jax.tree.map(lambda _: scalar, state.samples),
         )
 
@@ -193,7 +193,7 @@ class _Placement:
         shape = leaf.shape[1:] if partial else leaf.shape
         found = [param for param in self.params if param[1] == shape and path[len(path) - len(param[0]) :] == param[0]]
         if not found:
-            return self._named()
+            return self._named(self.axes) if partial else self._named()
         _, _, spec, to = max(found, key=lambda param: len(param[0]))
         spec = to if sharded else spec
         if partial:

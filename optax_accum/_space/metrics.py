@@ -10,6 +10,8 @@ from optax_accum._loss.groups import ALL
 from optax_accum._loss.noise import Samples, Statistics, noise_scale
 from optax_accum._space import mapped
 
+_COUNTS = ("mini_step", "gradient_step", "weight", "skipped", "discarded", "batches")
+
 
 def metrics(state: Tree) -> dict[str, jax.Array]:
     """Returns the scalars worth logging at every micro-step.
@@ -24,8 +26,8 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
       * `mini_step`, `gradient_step`: int32.
       * `weight`: `sum(w)` in the window so far, in the default float dtype;
         0 again when the window has closed.
-      * `skipped` (micro-batches) and `discarded` (windows): int32 totals
-        since `init`.
+      * `skipped` (micro-batches), `discarded` (windows) and `batches`: int32
+        totals since `init`.
       * `seen`, with `statistics` or `every_by_tokens`: the weight of all
         windows that have made an update.
 
@@ -53,14 +55,21 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
       >>> found = optax_accum.metrics(state)
       >>> {name: value.item() for name, value in found.items()}
       {'mini_step': 1, 'gradient_step': 0, 'weight': 7.0, 'skipped': 0,
-       'discarded': 0}
+       'discarded': 0, 'batches': 1}
     """
     window = find_state(state)
-    counts = {name: getattr(window, name) for name in ("mini_step", "gradient_step", "weight", "skipped", "discarded")}
+    counts = {name: getattr(window, name) for name in _COUNTS}
     axes = mapped.axes_of(jnp.asarray(window.weight))
-    counts["weight"] = jax.lax.psum(jnp.sum(window.weight), axes)
+    counts["weight"] = totals(window.weight, window.weight)
     seen = {"seen": as_number(window.seen)} if window.seen else {}
     return counts | seen | (_measured(window.samples, window.statistics, axes) if window.statistics else {})
+
+
+def totals(sums: Tree, weight: jax.Array) -> Tree:
+    """Returns the sums of a state over all its devices, which `weight` tells: one number, or one for each."""
+    weight = jnp.asarray(weight)
+    axes = mapped.axes_of(weight)
+    return jax.tree.map(lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0) if weight.ndim else leaf, axes), sums)
 
 
 def _measured(samples: Samples, statistics: Statistics, axes: Axes) -> dict[str, jax.Array]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_accum._core import compilers, dtypes, tracing
+from optax_accum._core import compilers, tracing
 from optax_accum._core.types import Axes, Tree
 from optax_accum._space import mapped, meshes, mismatch, narrow
 from optax_accum._space.shards import Shard
@@ -81,10 +81,10 @@ def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
     return jax.tree.structure(acc).unflatten(jax.jit(zeros)() if known else zeros())  # one program for all leaves
 
 
-def zero_scalars(params: Tree, axes: Axes) -> jax.Array:
-    """Returns one zero of the default float dtype for each device: [d]."""
-    scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
-    return _zeros_over(scalar, meshes.mesh_of(axes, params), axes, PartitionSpec())
+def zeros_of(shapes: Tree, params: Tree, axes: Axes) -> Tree:
+    """Returns zeros [d, ...] for each shape [...], each device's on that device."""
+    mesh = meshes.mesh_of(axes, params)
+    return jax.tree.map(lambda shape: _zeros_over(shape, mesh, axes, PartitionSpec()), shapes)
 
 
 def placed_like(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:

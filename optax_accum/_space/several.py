@@ -98,8 +98,8 @@ class OverMesh(Several):
     def zeros(self, params: Tree, dtype: Any) -> Tree:
         return partials.zeros_for(self._sums_like(params, dtype), params, self.axes)
 
-    def scalar(self, params: Tree) -> jax.Array:
-        return partials.zero_scalars(params, self.axes)
+    def sums(self, shapes: Tree, params: Tree) -> Tree:
+        return partials.zeros_of(shapes, params, self.axes)
 
     def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         devices = meshes.num_devices(meshes.mesh_of(self.axes, acc, grads), self.axes)
@@ -214,8 +214,8 @@ class InShardMap(Several):
         rows = lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype)
         return mapped.varying(jax.tree.map(rows, self._sums_like(params, dtype)), self.axes)
 
-    def scalar(self, params: Tree) -> jax.Array:
-        return mapped.varying(jnp.zeros([1], dtypes.default_float()), self.axes)
+    def sums(self, shapes: Tree, params: Tree) -> Tree:
+        return mapped.varying(mapped.as_row(arithmetic.zeros_of(shapes)), self.axes)
 
     def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         mismatch.check_local(grads, self.axes)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call
@@ -52,7 +51,11 @@ class Space:
 
     def scalar(self, params: Tree) -> jax.Array:
         """Returns an empty sum of weights."""
-        return jnp.zeros([], dtypes.default_float())
+        return self.sums(jax.ShapeDtypeStruct((), dtypes.default_float()), params)
+
+    def sums(self, shapes: Tree, params: Tree) -> Tree:
+        """Returns empty sums of these shapes."""
+        return arithmetic.zeros_of(shapes)
 
     def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         """Returns the gradients of a micro-batch as they are added to `acc`, or, if it is (), as they are the sum."""

@@ -151,9 +151,10 @@ class TrainState(train_state.TrainState, kw_only=True):
         momentum = flax.core.freeze(momentum) if isinstance(momentum, Mapping) else momentum
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, momentum=momentum, **kwargs)
         window, (trained, overwritten) = kwargs.get("window"), parted(params)
+        accumulates = _window.find_window(state.opt_state) is not None
         if window is None:
             stats = state.batch_stats
-            merges = _window.find_window(state.opt_state) is not None and bool(jax.tree.leaves(stats))
+            merges = accumulates and bool(jax.tree.leaves(stats))
             if merges:
                 momentum_of_each(momentum, stats)
             window = Window(
@@ -221,6 +222,14 @@ class TrainState(train_state.TrainState, kw_only=True):
         made = {"params": params, "opt_state": opt_state, "window": window}
         updates = self.updates + micro_step.emitted.astype(jnp.int32)
         return self.replace(**{"step": self.step + 1, "updates": updates, **made, **replaced})
+
+    def discard_window(self, when: Any = True) -> Self:
+        """Returns the state as if its unfinished window had not begun.
+
+        `optax_accum.discard_window` says more. `step` and metrics stay; the
+        next micro-step begins metrics and `batch_stats` anew.
+        """
+        return self.replace(opt_state=optax_accum.discard_window(self.opt_state, when))
 
     def window_metrics(self) -> dict[str, jax.Array]:
         """Returns the weighted means of the metrics over the window.

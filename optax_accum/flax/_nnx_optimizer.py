@@ -69,13 +69,14 @@ class Optimizer(nnx.Optimizer):
         """
         check_trained(model, nnx.state(model, wrt), wrt, "Pass those that are to be trained.")
         super().__init__(model, _placing_rows(callables.as_optimizer(tx)), wrt=wrt, **kwargs)
+        window_state = _window.find_window(as_pure(self.opt_state))
         self.tx = tx
         own = _window.own_buffers(as_pure(self.opt_state), as_pure(nnx.state(model)))
         nnx.update(self.opt_state, nnx.state(own))
         self.updates = nnx.OptState(jnp.array(0, dtype=jnp.uint32))
         window: dict[str, Any] = {"metrics": _window.zero_metrics(metrics or ())}
         stats, _ = running_stats(model)
-        if jax.tree.leaves(stats) and _window.find_window(as_pure(self.opt_state)) is not None:
+        if jax.tree.leaves(stats) and window_state is not None:
             window |= {"batch_stats": jax.tree.map(jnp.array, stats), "moments": _window.zero_sums(stats)}
         self.window = nnx.data(jax.tree.map(nnx.OptState, window))
 
@@ -136,6 +137,15 @@ class Optimizer(nnx.Optimizer):
         nnx.update(self.window, nnx.state(window))
         self.step[...] += 1
         self.updates[...] += micro_step.emitted.astype(jnp.uint32)
+
+    def discard_window(self, when: Any = True) -> None:
+        """Leaves the unfinished window, as if it had not begun.
+
+        `optax_accum.discard_window` says more. `step` and metrics stay; the
+        next micro-step begins metrics and statistics anew.
+        """
+        state = optax_accum.discard_window(as_pure(self.opt_state), as_pure(when))
+        nnx.update(self.opt_state, nnx.state(state))
 
     def window_metrics(self) -> dict[str, jax.Array]:
         """Returns the weighted means of the metrics over the window.

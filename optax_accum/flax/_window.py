@@ -15,7 +15,14 @@ from optax_accum._across.transformation import axes_of
 from optax_accum._arguments.rows import count_rows
 from optax_accum._core import dtypes, sums
 from optax_accum._core.leaves import is_array
-from optax_accum._core.state import AccumulationState, holds_partial_sums, holds_sum, map_states, states_in
+from optax_accum._core.state import (
+    AccumulationState,
+    check_no_other_window,
+    holds_partial_sums,
+    holds_sum,
+    map_states,
+    states_in,
+)
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided
@@ -43,7 +50,8 @@ class MicroStep(NamedTuple):
         """Reads it off two states; an optimizer that does not accumulate updates at every call."""
         if before is None or after is None:
             return cls(first=True, counts=True, emitted=jnp.array(True))
-        return cls(before.mini_step == 0, after.skipped == before.skipped, after.emitted)
+        begins = (before.mini_step == 0) & (after.batches != before.batches)  # not where an empty window is flushed
+        return cls(begins, after.skipped == before.skipped, after.emitted)
 
     def stepped(self, new: Tree, old: Tree) -> Tree:
         """Returns what steps once per update: the new if this made one."""
@@ -52,6 +60,7 @@ class MicroStep(NamedTuple):
 
 def find_window(opt_state: Tree) -> AccumulationState | None:
     """Returns the one `AccumulationState` in an optimizer's state, or None if it does not accumulate."""
+    check_no_other_window(opt_state, "A train state or an optimizer of optax_accum.flax")
     found = states_in(opt_state)
     if len(found) > 1:
         raise ValueError(

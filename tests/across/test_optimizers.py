@@ -76,6 +76,7 @@ SPECIAL = {
 # What an optimizer's update is given beside the parameters, where it is not "value", "grad" and "value_fn".
 EXTRA_ARGS = {"sam": ("grad_fn",), "sophia": ("obj_fn",), "hutchinson_estimator_diag_hessian": ("obj_fn",)}
 EXCLUDED = {
+    "apply_every": "accumulates itself, without weights",
     "monitor": "the tree of its state changes at the first update, so it runs in no scan and in no cond",
     "lookahead": "its gradients have another tree than its parameters; accumulate inside: lookahead(accumulated, ...)",
     "differentially_private_aggregate": "takes the gradient of each example, with an axis for them, and not their mean",
@@ -136,23 +137,24 @@ def train(inner, takes, batches):
     inner = optax.with_extra_args_support(inner)
     tx = optax_accum.accumulate_gradients(inner, every=K)
 
-    def arguments(params, batch, value):
+    def arguments(batch, value, grads):
+        """As a user calls it: value and gradient are those of the micro-batch, a function that is called again of all."""
         whole = lambda p: loss(p, batch)
-        given = {"value": value, "grad": jax.grad(whole)(params), "value_fn": whole, "obj_fn": whole}
+        given = {"value": value, "grad": grads, "value_fn": whole, "obj_fn": whole}
         given["grad_fn"] = lambda p, _: jax.grad(whole)(p)
         return {argument: given[argument] for argument in takes}
 
     def update(carry, batch):
         params, state = carry
         value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = inner.update(grads, state, params, **arguments(params, batch, value))
+        updates, state = inner.update(grads, state, params, **arguments(batch, value, grads))
         return (optax.apply_updates(params, updates), state), None
 
     def micro_step(carry, xs):
         params, state = carry
         micro_batch, batch = xs
         value, grads = jax.value_and_grad(loss)(params, micro_batch)
-        updates, state = tx.update(grads, state, params, **arguments(params, batch, value))
+        updates, state = tx.update(grads, state, params, **arguments(batch, value, grads))
         return (optax.apply_updates(params, updates), state), updates
 
     (whole, whole_state), _ = jax.lax.scan(update, (start, inner.init(start)), batches)

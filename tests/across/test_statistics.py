@@ -116,7 +116,7 @@ def test_metrics_by_name():
     assert found["seen"] == 8
     assert found["gradient_noise"] == pytest.approx(0, abs=1e-4)
     names = ("gradient_norm", "micro_gradient_norm", "gradient_noise", "gradient_signal", "noise_scale")
-    assert list(found)[5:] == ["seen", *names]
+    assert list(found)[6:] == ["seen", *names]
     by_group = optax_accum.metrics(accumulate(statistics=GROUPS).init(START))
     assert {f"{name}/{group}" for name in names for group in ("first", "second")} < set(by_group)
 

@@ -484,6 +484,26 @@ def test_sums_begin_anew_and_a_late_flush_closes():
     assert np.max(np.abs(old["BatchNorm_0"]["mean"] - left["BatchNorm_0"]["mean"])) > 1e-3
 
 
+def test_a_window_that_is_left_and_one_that_is_empty():
+    """A loop that stops in the middle goes on as if it had not begun; a flush of nothing leaves the log alone."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    state, never = (created(tx, norm=True, metrics=("loss",)) for _ in range(2))
+    grads, stats = normalised(state, (X[:4], Y[:4]))
+    step = jax.jit(
+        lambda state, scale: state.apply_gradients(
+            grads=jax.tree.map(lambda g: scale * g, grads), batch_stats=stats, metrics={"loss": scale}
+        )
+    )
+    state = jax.jit(lambda state: state.discard_window())(step(state, 7.0))
+    for scale in (1.0, 3.0):
+        state, never = step(state, scale), step(never, scale)
+    close(state.params, never.params)
+    close(state.batch_stats, never.batch_stats)
+    state = state.apply_gradients(grads=grads, weight=0, flush=True)
+    assert_allclose(state.window_metrics()["loss"], 2)
+    assert (state.updates, state.opt_state.discarded, state.opt_state.batches, state.step) == (1, 1, 3, 4)
+
+
 @pytest.mark.parametrize("jit", [jax.jit, lambda step: step], ids=["jit", "eager"])
 def test_announced_metrics_must_come(jit):
     """The window's loss was NaN, without a word."""
@@ -515,7 +535,9 @@ def test_float16_with_a_dynamic_scale():
         return new, after, accum.next_scale(scale, state, after)
 
     scale = scale.replace(scale=jnp.float32(scale.scale), fin_steps=jnp.int32(0))
-    _, empty = optax_accum.apply_gradients(tx, params, state, params, scale=1.0, weight=0, flush=True)
+    empty = state
+    for _ in range(2):
+        _, empty = optax_accum.apply_gradients(tx, params, empty, params, scale=1.0, weight=0)
     assert int(empty.discarded) == 1
     assert accum.next_scale(scale, state, empty).scale == scale.scale  # nothing overflowed
     half, _ = accum.unscale().update({"w": jnp.float16(60000)}, None, scale=65536.0)  # more than float16 holds

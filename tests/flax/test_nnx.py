@@ -376,6 +376,30 @@ def test_sums_begin_anew_and_a_late_flush_closes():
     assert_allclose(optimizer.window_metrics()["loss"], 2)
 
 
+def test_a_window_that_is_left_and_one_that_is_empty():
+    (model, loss), (other, _) = two_norms(), two_norms()
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    optimizers = [accum.nnx.Optimizer(module, tx, wrt=nnx.Param, metrics=("loss",)) for module in (model, other)]
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        value, grads = nnx.value_and_grad(loss)(model, batch)
+        optimizer.update(model, grads, metrics={"loss": value})
+
+    step(model, optimizers[0], (X[:3], Y[:3]))
+    nnx.jit(lambda optimizer, kl: optimizer.discard_window(when=kl > 0.1))(optimizers[0], jnp.float32(0.2))
+    for batch in micro_batches()[:2]:
+        step(model, optimizers[0], batch)
+        step(other, optimizers[1], batch)
+    close(arrays(nnx.state(model)), arrays(nnx.state(other)))
+    before = optimizers[0].window_metrics()["loss"]
+    grads = nnx.state(model, nnx.Param)
+    optimizers[0].update(model, grads, weight=0, flush=True)
+    assert_allclose(optimizers[0].window_metrics()["loss"], before)
+    counts = as_pure(optimizers[0].opt_state)
+    assert (counts.gradient_step, counts.discarded, counts.batches) == (1, 1, 3)
+
+
 def test_announced_metrics_must_come():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
