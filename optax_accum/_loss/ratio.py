@@ -29,14 +29,14 @@ class Ratio:
         loss     = sum_i total_i / sum_i count_i
         gradient = sum_i d(total_i) / sum_i count_i
 
-    If the batch alone determines how much a micro-batch counts, return a
-    mean and pass `weight_fn`. A `Ratio` is for counts that the loss
-    computes: tokens left after packing or sampling, rows that the model
-    selects. Sums and counts are added as they come, and divided once, at
-    the end.
+    It is for calls that do not see the whole batch (`accumulate_gradients`)
+    and for counts that the loss computes: tokens left after packing or
+    sampling, rows that the model selects. If the batch alone determines how
+    much a micro-batch counts, return a mean and pass `weight_fn`. Sums and
+    counts are added as they come, and divided once, at the end.
 
-    A dict of them is a loss of several terms, each with its own
-    denominator, within a call:
+    Within a call it is the number `total / count` of the whole batch, and a
+    dict of them is the sum of these, each with its own denominator:
 
         loss = sum_t (sum_i total_ti / sum_i count_ti)
 
@@ -55,11 +55,12 @@ class Ratio:
     Guarantees:
       Known when tracing:
 
-      * A count with a derivative: an error, with what to do.
+      * A count with a derivative: exact within a call; else an error, with
+        what to do.
       * A `weight_fn`, or `weight=`, beside it: an error.
       * A dict of Ratios and numbers: an error, with what to do.
-      * A dict of Ratios across calls, in a train step of Flax, or with
-        `reduce_to="partial"`: an error, with what to do.
+      * A dict of Ratios across calls, or in a train step of Flax: an error,
+        with what to do.
       * An optimizer that takes a sum (`reduction="sum"`): an error.
       * With `has_aux` or `carry_argnum`: the `Ratio` stands where the loss
         does; `"mean"` of `aux` is weighted by its count, or with a dict of
@@ -73,8 +74,6 @@ class Ratio:
         without an update.
       * One term of a dict whose counts add to zero: the term is zero, and
         so is its gradient.
-      * A dict of Ratios: prints and callbacks in `fun` happen twice for
-        each micro-batch.
       * `reduce_to="partial"`: each device returns its own quotient; to
         combine them, weight each by its device's count.
 
@@ -87,7 +86,7 @@ class Ratio:
       ...     total = jnp.sum(masked * (x - w) ** 2)
       ...     return optax_accum.Ratio(total, count=masked.sum())
       >>> value_and_grad = optax_accum.value_and_grad(
-      ...     loss, num_microbatches=4, rng_argnum=2)
+      ...     loss, num_microbatches=4)
       >>> x, key = jnp.full((64, 8), 3.0), jax.random.key(0)
       >>> value, grad = jax.jit(value_and_grad)(0.0, x, key)
       >>> print(value, grad)

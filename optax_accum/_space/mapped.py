@@ -146,7 +146,12 @@ def joined(rows: Tree, axes: Axes, to: Tree) -> Tree:
 
 
 def varying(tree: Tree, axes: Axes) -> Tree:
-    """Returns `tree` as values that may differ between devices, inside `jax.shard_map`."""
+    """Returns `tree` as values that may differ between devices, inside `jax.shard_map`.
+
+    Where types do not tell them apart there is nothing to do: JAX 0.7.2 would add their cotangents over devices.
+    """
+    if not axes or not tells_apart(axes):
+        return tree
 
     def vary(leaf: Any) -> Any:
         missing = tuple(axis for axis in axes if axis not in compilers.varying_axes(leaf))
