@@ -207,7 +207,7 @@ class End:
             end.values[equation.outs[0]] = by_level.finished(equation, part, end)
         for equation in self.after:
             by_level.once(equation, self.traced.levels, end)
-        return [end.whole(value) for value in self.traced.levels.program.outputs]
+        return [jnp.asarray(end.whole(value)) for value in self.traced.levels.program.outputs]
 
     def _loss(self, given: Leaves, others: Leaves, params: Leaves) -> jax.Array:
         """Returns this device's part of the loss, which all devices compute."""
