@@ -207,10 +207,14 @@ def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Ar
     return REDUCTIONS[name].over(operand, axis=equation.long.params["axes"])
 
 
+def _sum(rows: jax.Array, axis: Any) -> jax.Array:
+    return jnp.sum(rows, axis=axis, dtype=rows.dtype)  # integers stay small, and overflow, as those of the loss do
+
+
 @dataclasses.dataclass(frozen=True)
 class _Reduction:
     name: str  # of the reduction that joins parts
-    over: Callable[..., jax.Array] = jnp.sum
+    over: Callable[..., jax.Array] = _sum
     nothing: Callable[[Any], Any] = lambda _: 0  # of a dtype: what changes no result
 
 
