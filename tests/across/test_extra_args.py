@@ -34,7 +34,9 @@ METRIC = {"w": jnp.zeros((1, 1))}
 ROWS = [(jnp.array([1.0]), {"w": jnp.array([[1.0]])}), (jnp.array([3.0]), {"w": jnp.array([[3.0]])})]
 
 
-@pytest.mark.parametrize("example", [METRIC, lambda params: METRIC, jax.eval_shape(lambda: METRIC)], ids=str)
+@pytest.mark.parametrize(
+    "example", [METRIC, lambda params: METRIC, jax.eval_shape(lambda: METRIC)], ids=["arrays", "a function", "shapes"]
+)
 def test_a_tree_is_averaged_over_the_window(example):
     tx = optax_accum.accumulate_gradients(newton(), 2, mean_args={"metric": example, "value": 0.0})
     state, update = tx.init(jnp.zeros(1)), jax.jit(tx.update)
@@ -128,7 +130,11 @@ def test_a_tree_that_is_not_like_its_example(metric, error, message):
         tx.update(jnp.ones(1), tx.init(jnp.zeros(1)), jnp.zeros(1), metric=metric)
 
 
-@pytest.mark.parametrize("example", [jnp.zeros(2, int), 1, True, "w", lambda params: jnp.arange(3)], ids=repr)
+@pytest.mark.parametrize(
+    "example",
+    [jnp.zeros(2, int), 1, True, "w", lambda params: jnp.arange(3)],
+    ids=["integers", "a number", "a bool", "a word", "a function"],
+)
 def test_an_example_without_a_mean(example):
     with pytest.raises(TypeError, match=r"must be a tree of floating-point arrays.*mean_args\['metric'\].*jnp.zeros"):
         optax_accum.accumulate_gradients(newton(), 2, mean_args={"metric": example}).init(jnp.zeros(1))
