@@ -133,6 +133,28 @@ def test_devices_wait_for_each_other_between_loops_alone():
     assert all(each.bytes <= 256 for each in found.operations if each not in large)
 
 
+@needs_devices
+@pytest.mark.parametrize("norm", [False, True])
+def test_partial_sums_are_those_of_a_batch_of_each_device_s_own(norm):
+    """A mask counts the rows of one device, and a term of the parameters is added once to each."""
+
+    def loss(w, batch):
+        h = batch["x"] @ w
+        h = h - h.mean(0, keepdims=True) if norm else h
+        return jnp.sum(batch["mask"] * jnp.tanh(h).sum(1) ** 2) / jnp.sum(batch["mask"]) + jnp.sum(w**2)
+
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((12, 4), (4, 3)))
+    batch = {"x": x, "mask": jnp.arange(12) % 5 < 2}
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        got = jax.jit(optax_accum.value_and_grad(loss, 3, reduce_axes="data", reduce_to="partial"))(w, batch)
+    for own in range(2):
+        rows = jax.tree.map(lambda leaf: leaf[6 * own : 6 * own + 6], batch)  # noqa: B023
+        want = jax.value_and_grad(loss)(w, rows)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[own], b, atol=2e-5), got, want)  # noqa: B023
+
+
 @pytest.mark.parametrize("k", [1, 2, 5, 12])
 def test_every_row_alone_and_a_remainder(k):
     """Rows normalised over the batch, and a mask: no micro-batch by itself has this gradient."""

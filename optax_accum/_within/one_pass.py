@@ -185,7 +185,8 @@ class End:
         types = [*map(by_level.type_of_part, loop.parts), *map(self._type_of_rows, loop.rows)]
         self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in types]
         self.of_params = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.params]
-        self.still = [traced.device.vary(jnp.zeros(leaf.shape, leaf.dtype)) for leaf in types]
+        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in types]
+        self.still = compilers.varying_together([*zeros, *self.params])[: len(zeros)]
         given = _chosen(self.still, self.inexact)
         others = _chosen(self.still, [not moves for moves in self.inexact])
         params = _chosen(self.params, self.of_params)

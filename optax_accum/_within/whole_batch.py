@@ -57,6 +57,9 @@ def differentiated(rules: Rules, device: Device, call: Call, again: bool) -> tup
     """
     if any(map(meshes.is_explicit, jax.tree.leaves(list(call.arguments.values())))):
         raise UnreadableError
+    if not device.one_batch:  # its own batch: nothing is added over devices, parameters' gradients neither
+        arrays, filled = parted(call[tuple(call.arguments)], is_array)
+        call = call.with_values(tuple(call.arguments), filled(device.vary(arrays)))
     fun = _of_one_number(rules)
     is_one = traced.number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1
     if is_one and device.is_alone and not rules.meter.measures:
