@@ -12,7 +12,7 @@ import pytest
 
 import optax_accum
 from benchmarks import _rare_losses, verify
-from tests import paths
+from tests import paths, programs
 from tests.tiers import sweep
 from tests.versions import needs_devices
 
@@ -170,6 +170,21 @@ def test_every_row_alone_and_a_remainder(k):
     whole = jax.value_and_grad(loss, has_aux=True)(w, {"x": x, "mask": mask})
     ours = jax.jit(optax_accum.value_and_grad(loss, k, has_aux=True))(w, {"x": x, "mask": mask})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, whole)
+
+
+def test_what_levels_keep_is_there_when_it_is_needed():
+    """XLA made the arrays of all loops beforehand: twice as much as the whole batch, and more with each layer."""
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            h = x @ kernel
+            x = x + jax.nn.relu((h - h.mean(0, keepdims=True)) * jax.lax.rsqrt(h.var(0, keepdims=True) + 1e-5))
+        return jnp.mean(x**2)
+
+    args = jax.ShapeDtypeStruct((8, 16, 16), jnp.float32), jax.ShapeDtypeStruct((4096, 16), jnp.float32)
+    ways = jax.value_and_grad(loss), optax_accum.value_and_grad(loss, 16)
+    whole, ours = (programs.compiled(jax.jit(way).lower(*args)).memory_analysis().temp_size_in_bytes for way in ways)
+    assert ours < 16 * 4096 * 16 * 4 < whole
 
 
 @jax.custom_vjp

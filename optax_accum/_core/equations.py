@@ -21,9 +21,14 @@ def inner_programs(equation: Any) -> Iterator[Any]:
 def all_equations(program: Any) -> Iterator[Any]:
     """Yields the equations of a traced program, and of all programs inside it."""
     for equation in program.eqns:
-        yield equation
-        for inner in inner_programs(equation):
-            yield from all_equations(inner)
+        yield from every_equation(equation)
+
+
+def every_equation(equation: Any) -> Iterator[Any]:
+    """Yields an equation, and those of all programs inside it."""
+    yield equation
+    for inner in inner_programs(equation):
+        yield from all_equations(inner)
 
 
 def operands(equation: Any) -> list[Any]:

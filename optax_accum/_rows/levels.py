@@ -3,14 +3,18 @@
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
 from optax_accum._core import compilers
 from optax_accum._core.dtypes import is_narrow
-from optax_accum._core.equations import is_cast_down
-from optax_accum._rows import draws, locality
+from optax_accum._core.equations import every_equation, inner_programs, is_cast_down
+from optax_accum._rows import draws, locality, primitives
 from optax_accum._rows.program import Constant, Equation, Number, Program, Value, paired
+
+CHEAP = primitives.ELEMENTWISE | {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
+MOST_ORIGINS = 2
 
 
 class Kind(enum.Enum):
@@ -62,6 +66,12 @@ class Levels:
         return [stage.loop for stage in self.stages if stage.loop]
 
     @property
+    def has_while(self) -> bool:
+        """Whether there is a loop of a length that only the device knows, which has no backward pass."""
+        inside = (each for equation in self.kinds for each in every_equation(equation.long))
+        return any(each.primitive.name == "while" for each in inside)
+
+    @property
     def coupling(self) -> list[Equation]:
         """The equations that take rows together and that the model decides."""
         together = (equation for equation, kind in self.kinds.items() if kind in (Kind.PARTIAL, Kind.WHOLE))
@@ -107,6 +117,7 @@ class _Reading:
         self.level: dict[Value, int] = {}
         self.at: dict[Equation, int] = {}
         self.made: dict[Value, Equation] = {}  # values that loops make
+        self.origins: dict[Value, Sequence[Value]] = {}
         for equation in self.equations:
             self._read(equation)
 
@@ -186,9 +197,12 @@ class _Reading:
         """Returns the pass over the micro-batches that makes what later levels need, if something is needed."""
         later = [equation for equation in self.equations if self.at[equation] > now]
         parts = [e for e in later if self.kinds[e] is Kind.PARTIAL and self.at[e] == now + 1]
-        taken = [value for equation in later if equation not in parts for value in equation.ins]
+        in_loops = [e for e in later if e not in parts and self.kinds[e] in (Kind.LOCAL, Kind.PARTIAL)]
+        whole = [e for e in later if self.kinds[e] in (Kind.WHOLE, Kind.FREE)]
+        taken = [origin for equation in in_loops for value in equation.ins for origin in self._origins(value)]
         outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
-        rows = [value for value in dict.fromkeys([*taken, *outputs]) if self._is_kept(value, now, there)]
+        wanted = [*taken, *(value for equation in whole for value in equation.ins), *outputs]
+        rows = [value for value in dict.fromkeys(wanted) if self._is_kept(value, now, there)]
         if not (rows or parts):
             return None
         wanted = [*rows, *(value for equation in parts for value in equation.ins)]
@@ -200,6 +214,21 @@ class _Reading:
         """Returns whether a loop keeps a value for all rows. What the batch alone decides is made again."""
         made = value in self.made and value not in there and self.level[value] <= now
         return made and value in self.model and value.axis is not None
+
+    def _origins(self, value: Value) -> Sequence[Value]:
+        """Returns the values of rows to keep for a later loop, which makes a value from them again where that is cheap.
+
+        An activation of what one product gave, say, or the sum of two such: from no more than two, and none is larger.
+        """
+        if value not in self.origins:
+            self.origins[value] = [value]
+            equation = self.made.get(value)
+            if equation is not None and value in self.model and is_cheap(equation.long):
+                origins = dict.fromkeys(origin for taken in equation.ins for origin in self._origins(taken))
+                rows = [each for each in origins if each in self.made and each in self.model and each.axis is not None]
+                if len(rows) <= MOST_ORIGINS and all(size_of(each) <= size_of(value) for each in rows):
+                    self.origins[value] = rows
+        return self.origins[value]
 
     def _closure(self, wanted: Iterable[Value], there: set[Value]) -> set[Equation]:
         """Returns the equations that make values which are not there yet."""
@@ -215,6 +244,17 @@ class _Reading:
 
     def _in_order(self, equations: set[Equation]) -> list[Equation]:
         return [equation for equation in self.equations if equation in equations]
+
+
+def is_cheap(equation: Any) -> bool:
+    """Returns whether to run an equation of a traced program again costs less than to keep what it gives."""
+    inner = [each for program in inner_programs(equation) for each in program.eqns]
+    return all(map(is_cheap, inner)) if inner else equation.primitive.name in CHEAP
+
+
+def size_of(value: Value) -> int:
+    """Returns the bytes of a value."""
+    return value.long.size * value.long.dtype.itemsize
 
 
 def _needed(program: Program) -> list[Equation]:

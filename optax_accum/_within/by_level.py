@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import compilers, dtypes
+from optax_accum._core import compilers, dtypes, tracing
 from optax_accum._rows import draws, locality, resized
 from optax_accum._rows.levels import Kind, Levels, Loop, inside_layers, is_over_layers
 from optax_accum._rows.program import Constant, Equation, Number, Value
@@ -18,12 +18,17 @@ from optax_accum._space.device import Device
 from optax_accum._within import loops, shared
 
 
-def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a program for all rows of a device, one micro-batch after the other."""
-    store = Store(units, device, dict(zip(levels.program.inputs, values, strict=True)))
+def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any], *, once: bool = False) -> list[Any]:
+    """Returns the outputs of a program for all rows of a device, one micro-batch after the other.
+
+    What is differentiated `once`, in reverse, takes less memory.
+    """
+    store = Store(
+        units, device, dict(zip(levels.program.inputs, values, strict=True)), once=once and not levels.has_while
+    )
     for stage in levels.stages:
         for equation in stage.once:
-            once(equation, levels, store)
+            run_once(equation, levels, store)
         if stage.loop:
             run(stage.loop, levels, store)
     return [jnp.asarray(store.whole(value)) for value in levels.program.outputs]
@@ -40,6 +45,7 @@ class Store:
     device: Device
     values: dict[Value, Any]
     parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    once: bool = False  # it is differentiated
 
     def whole(self, value: Value) -> Any:
         """Returns a value for all rows."""
@@ -62,7 +68,7 @@ def axis_of(value: Value) -> int:
     return value.axis
 
 
-def once(equation: Equation, levels: Levels, store: Store) -> None:
+def run_once(equation: Equation, levels: Levels, store: Store) -> None:
     """Evaluates an equation for all rows."""
     values = [store.whole(value) for value in equation.ins]
     if is_over_layers(equation, levels):
@@ -112,20 +118,26 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     """Runs a loop over the micro-batches; returns the rows that it keeps [k, ...], and its reductions of all rows."""
     units = store.units
     takes = [value for value in loop.takes if not isinstance(value, Number)]
-    fixed = [value for value in takes if value.axis is None]
+    free = [value for value in takes if value.axis is None and value not in levels.model]
+    fixed = [value for value in takes if value.axis is None and value in levels.model]
     moving = [value for value in takes if value.axis is not None and value in levels.model]
     still = [value for value in takes if value.axis is not None and value not in levels.model]
     interleaved = [units.interleaved(jnp.asarray(store.whole(value)), axis_of(value)) for value in still]
+    constants = [store.whole(value) for value in free]
     wide = shared.widened([store.whole(value) for value in fixed], [_same] * len(fixed))
 
-    def part(wide: Any, interleaved: Any, rows: Any, index: Any) -> tuple[list[Any], list[Any]]:
-        env = dict(zip((*fixed, *moving), (*shared.narrowed(wide), *rows), strict=True))
+    def part(given: Any, wide: Any, x: Any) -> tuple[list[Any], list[Any]]:
+        (constants, interleaved), (index, rows) = given, x
+        env = dict(zip((*free, *fixed, *moving), (*constants, *shared.narrowed(wide), *rows), strict=True))
         env |= {v: units.part(leaf, axis_of(v), index) for v, leaf in zip(still, interleaved, strict=True)}
         return of_micro_batch(loop, units, env, units.of_part(index))
 
-    turn = loops.recomputed(part, list(store.values.values()))
-    xs = [store.cut(value) for value in moving], jnp.arange(units.parts)
-    rows, parts = loops.mapped(lambda x: turn(wide, interleaved, *x), xs)
+    xs = jnp.arange(units.parts), [store.cut(value) for value in moving]
+    if store.once and tracing.is_staged():
+        rows, parts = loops.mapped_once(part, (constants, interleaved), wide, xs)
+    else:
+        turn = loops.recomputed(part, list(store.values.values()))
+        rows, parts = loops.mapped(lambda x: turn((constants, interleaved), wide, x), xs)
     reductions = [REDUCTIONS[equation.name] for equation in loop.parts]
     pairs = zip(reductions, parts, strict=True)
     return rows, [store.device.joined(each.name, each.over(found, axis=0)) for each, found in pairs]
@@ -268,7 +280,7 @@ def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequen
     wide = shared.widened(list(fixed), [_same] * consts)  # their gradients are sums over all iterations
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x])
+        out = evaluate(inner, store.units, store.device, [*shared.narrowed(wide), *carry, *x], once=store.once)
         out = compilers.varying_together(out, like=[*start, *fixed])
         return out[:carried], out[carried:]
 

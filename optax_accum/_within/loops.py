@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, flags, tracing
+from optax_accum._core import compilers, dtypes, flags, tracing
+from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag
 
 
@@ -57,3 +58,63 @@ def mapped(fun: Callable[[Any], Any], xs: Any) -> Any:
     turns = len(jax.tree.leaves(xs)[0])
     results = [fun(jax.tree.map(lambda leaf: leaf[turn], xs)) for turn in range(turns)]  # noqa: B023
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+
+
+def mapped_once(fun: Callable[[Any, Any, Any], Any], constants: Any, shared: Any, xs: Any) -> Any:
+    """Does what `mapped(lambda x: fun(constants, shared, x), xs)` does; JAX can differentiate it once, in reverse.
+
+    What JAX stacks in a loop begins as zeros, and XLA makes the zeros of all loops of a program beforehand: memory for
+    each at the same time. Here an array begins where its loop does, as a number that comes before. Constants have no
+    gradient.
+    """
+
+    @jax.custom_vjp
+    def run(constants: Any, shared: Any, xs: Any) -> Any:
+        return _stacked(lambda _, x: (None, fun(constants, shared, x)), None, xs, like=(constants, shared))[1]
+
+    def forward(*args: Any) -> Any:
+        return run(*args), args
+
+    def backward(args: Any, cotangents: Any) -> Any:
+        constants, shared, xs = args
+        cotangents = [leaf for leaf in jax.tree.leaves(cotangents) if not dtypes.is_float0(leaf)]
+
+        def turn(totals: Any, slices: Any) -> Any:
+            x, cotangents = slices
+            numbers, filled = parted((shared, x), is_inexact)
+
+            def of_numbers(numbers: Any) -> Any:
+                return [leaf for leaf in jax.tree.leaves(fun(constants, *filled(numbers))) if is_inexact(leaf)]
+
+            grads = jax.vjp(of_numbers, numbers)[1](cotangents)[0]
+            return list(map(jnp.add, totals, grads[: len(totals)])), grads[len(totals) :]
+
+        zeros = [jnp.zeros_like(leaf) for leaf in jax.tree.leaves(shared) if is_inexact(leaf)]
+        totals, stacked = _stacked(turn, zeros, (xs, cotangents), like=args)
+        grads = iter([*totals, *stacked])  # an integer has none
+        return None, *jax.tree.map(lambda leaf: next(grads) if is_inexact(leaf) else None, (shared, xs))
+
+    run.defvjp(forward, backward)
+    return run(constants, shared, xs)
+
+
+def _stacked(turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, like: Any) -> tuple[Any, Any]:
+    """Does what `jax.lax.scan` does; the arrays that it stacks begin as the last leaf of `xs` does.
+
+    All of them may differ between devices where `like` does.
+    """
+    leaves = jax.tree.leaves(xs)
+    first = jax.tree.map(lambda leaf: leaf[0], xs)
+    shapes = jax.eval_shape(turn, carry, first)[1]
+    begin = jnp.real(leaves[-1].ravel()[0])
+    types = compilers.varying_together(jax.tree.leaves((carry, begin)), like=[*leaves, *jax.tree.leaves(like)])
+    carry, begin = jax.tree.unflatten(jax.tree.structure((carry, begin)), types)
+    buffers = jax.tree.map(lambda leaf: jnp.full((len(leaves[0]), *leaf.shape), begin.astype(leaf.dtype)), shapes)
+
+    def step(index: Any, carried: Any) -> Any:
+        carry, buffers = carried
+        carry, rows = turn(carry, jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, False), xs))
+        update = lambda buffer, row: jax.lax.dynamic_update_index_in_dim(buffer, row, index, 0)
+        return carry, jax.tree.map(update, buffers, rows)
+
+    return jax.lax.fori_loop(0, len(leaves[0]), step, (carry, buffers))

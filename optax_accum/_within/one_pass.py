@@ -142,7 +142,7 @@ def one_pass(traced: Traced) -> OnePass | None:
     store = Store(traced.units, traced.device, dict(zip(levels.program.inputs, traced.values, strict=True)))
     for equation in first.once:
         if equation not in before:
-            by_level.once(equation, levels, store)
+            by_level.run_once(equation, levels, store)
     end = End(traced, store, first.loop, before, last.once)
     return OnePass(traced, store, first.loop, before, last.once, *end.known(), end)
 
@@ -207,7 +207,7 @@ class End:
         for equation, part in zip(self.loop.parts, given.parts, strict=True):
             end.values[equation.outs[0]] = by_level.finished(equation, part, end)
         for equation in self.after:
-            by_level.once(equation, self.traced.levels, end)
+            by_level.run_once(equation, self.traced.levels, end)
         return [jnp.asarray(end.whole(value)) for value in self.traced.levels.program.outputs]
 
     def _loss(self, given: Leaves, others: Leaves, params: Leaves) -> jax.Array:

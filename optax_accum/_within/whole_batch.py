@@ -75,7 +75,11 @@ def differentiated(rules: Rules, device: Device, call: Call, again: bool) -> tup
     if device.is_spoken_to(found.program.jaxpr):
         raise UnreadableError
     once = one_pass(found)
-    return _in_levels(rules, device, call, found) if once is None else _in_one_pass(rules, device, call, once, again)
+    return (
+        _in_levels(rules, device, call, found, again)
+        if once is None
+        else _in_one_pass(rules, device, call, once, again)
+    )
 
 
 def joined(space: Space, local: Tree, outputs: Tree) -> Tree:
@@ -108,7 +112,7 @@ def _of_one_number(rules: Rules) -> Callable[..., Any]:
 # Level by level
 
 
-def _in_levels(rules: Rules, device: Device, call: Call, found: Traced) -> tuple[Local, Tree]:
+def _in_levels(rules: Rules, device: Device, call: Call, found: Traced, again: bool) -> tuple[Local, Tree]:
     """Returns the value and the gradient of a loss that takes rows together before its end."""
     rules.meter.refuse(
         "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have no "
@@ -118,7 +122,8 @@ def _in_levels(rules: Rules, device: Device, call: Call, found: Traced) -> tuple
 
     def compute(call: Call) -> Any:
         arrays, _ = parted(call[names], is_array)
-        return found.returned(by_level.evaluate(found.levels, found.units, found.device, arrays))
+        once = not again and rules.in_place is not False
+        return found.returned(by_level.evaluate(found.levels, found.units, found.device, arrays, once=once))
 
     grads, outputs = _differentiated(rules, found.device, call.with_values(names, found.call[names]), compute)
     local, same = _placed(device, found, outputs)
