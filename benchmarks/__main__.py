@@ -38,7 +38,7 @@ KINDS = {
     "plan_search": "counts",
     "features": "counts",
     "loops": "counts",
-    "verify": "counts",
+    "losses": "counts",
     "verify_step": "counts",
     "verify_numpy": "counts",
 }  # all else is timed

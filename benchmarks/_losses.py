@@ -1,4 +1,4 @@
-"""Owns what the losses of `benchmarks.verify` are made of: models, comparisons, noise, dtypes, sizes. Runs nothing."""
+"""Owns what the losses of `benchmarks.losses` are made of: models, comparisons, noise, dtypes, sizes. Runs nothing."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Maker = Callable[[Random], "Problem"]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A loss and what `verify` is called with. In a batch "x" are inputs, all else says what they are compared with."""
+    """A loss, and how it is split. In a batch "x" are inputs, all else says what they are compared with."""
 
     name: str
     fun: Callable[..., Any]
@@ -26,9 +26,23 @@ class Problem:
     args: tuple[Any, ...] = ()
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def report(self) -> Any:
-        """Returns what `verify` says."""
-        return optax_accum.verify(self.fun, self.params, self.batch, *self.args, **self.options)
+    @property
+    def has_aux(self) -> bool:
+        """Whether `fun` returns more than the loss."""
+        return not {"has_aux", "carry_argnum"}.isdisjoint(self.options)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it computes in 16 bits."""
+        return any(dtype in self.name for dtype in ("bfloat16", "float16"))
+
+    def loss(self, *args: Any) -> jax.Array:
+        """Returns the loss as one number."""
+        out = self.fun(*args)
+        out = out[0] if self.has_aux else out
+        is_ratio = lambda part: isinstance(part, optax_accum.Ratio)
+        terms = jax.tree.leaves(out, is_leaf=is_ratio)
+        return sum(term.total / term.count if is_ratio(term) else term for term in terms)
 
 
 # Models: parameters, inputs [n, ...], and outputs for each row [n, out] or each place in it [n, length, out].

@@ -16,10 +16,10 @@ import jax
 from tqdm import tqdm
 
 from benchmarks import _measure
-from optax_accum._verify import loss_faults, step_faults
+from optax_accum._verify import step_faults
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs/check_your_step.md"
-TABLES = {"verify": loss_faults.FAULTS, "verify_step": step_faults.FAULTS}
+TABLES = {"verify_step": step_faults.FAULTS}
 Styles = dict[str, collections.Counter[str]]
 
 

@@ -38,7 +38,6 @@ if _TYPE_CHECKING:
     from optax_accum import plan as plan
     from optax_accum._explain.explain import explain
     from optax_accum._plan.planning import plan_microbatches
-    from optax_accum._verify.verify import verify
     from optax_accum._verify.verify_step import verify_step
 
 __version__ = "0.1.0"
@@ -65,7 +64,6 @@ __all__ = [
     "statistics",
     "value_and_apply_gradients",
     "value_and_grad",
-    "verify",
     "verify_step",
 ]
 
@@ -75,7 +73,6 @@ _FACES = {"accelerators", "batching", "checkpoint", "flax", "plan", "sharding", 
 _FUNCTIONS = {
     "explain": "_explain.explain",
     "plan_microbatches": "_plan.planning",
-    "verify": "_verify.verify",
     "verify_step": "_verify.verify_step",
 }
 

@@ -25,6 +25,17 @@ def named_dtypes(dtype: Tree, params: Tree) -> Tree:
     return for_each_leaf("accumulator_dtype", dtype, params, remedy, is_leaf=lambda node: node is None)
 
 
+def as_gradients(grads: Tree, params: Tree, dtype: Tree) -> Tree:
+    """Returns sums in the dtypes that were named for gradients, else in those of the parameters."""
+
+    def cast(grad: Any, param: Any, named: Any) -> Any:
+        if is_float0(grad) or named is not None:
+            return grad
+        return grad.astype(jnp.result_type(param))
+
+    return jax.tree.map(cast, grads, params, named_dtypes(dtype, params))
+
+
 def holds(dtype: Any, other: Any) -> bool:
     """Returns whether a floating-point dtype has each number of another: asking JAX to promote may be an error."""
     if jnp.issubdtype(other, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):

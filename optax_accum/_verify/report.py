@@ -1,4 +1,4 @@
-"""Owns what `verify` reports: what a row of its tables of faults is, the causes found, how they print."""
+"""What `verify_step` reports: what a row of its tables of faults is, the causes found, how they print."""
 
 import dataclasses
 import math
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from optax_accum._arguments.counted import counted
 
 Errors = dict[str, tuple[float, float]]  # "loss" and each leaf's path -> the relative error, and the largest allowed
-DRAWS = 128  # keys over which a random loss is averaged
 
 
 class Fault(NamedTuple):
@@ -25,7 +24,7 @@ class Fault(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a loss changes when its batch is cut: the fault, and what its probe saw."""
+    """Why an update changes when its batch is cut: the fault, and what its probe saw."""
 
     fault: Fault
     evidence: str
@@ -51,9 +50,9 @@ def found(faults: Iterable[Fault], when: str, *args: Any) -> Iterator[Cause]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `verify` or `verify_step` found: whether the law holds, how nearly, if not why. It prints.
+    """What `verify_step` found: whether the law holds, how nearly, if not why. It prints.
 
-    As a bool it is `holds`, so that `assert verify(...)` says what it seems to say; `check()` shows the report, too.
+    As a bool it is `holds`, so that `assert verify_step(...)` says what it seems to; `check()` shows the report, too.
     """
 
     holds: bool
@@ -63,8 +62,7 @@ class Report:
     rows: int
     num_microbatches: int
     random: bool
-    subject: str = "loss"
-    draws: int = DRAWS
+    draws: int
     notes: tuple[str, ...] = ()  # what was not tried, and why
     told: bool = True  # whether holding could be told from not holding
 
@@ -77,21 +75,16 @@ class Report:
         return self.holds
 
     def __str__(self) -> str:
-        same = "gradient" if self.subject == "loss" else "update"
-        is_ = f"the {same} of micro-batches is"
+        is_ = "the update of micro-batches is"
         says = f"Holds: {is_}" if self.holds else f"Differs: {is_} not" if self.told else f"Cannot tell whether {is_}"
         lines = [f"{says} that of the whole batch ({self.rows} rows, {self.num_microbatches} micro-batches)."]
         if self.random:
-            lines.append(
-                f"The {self.subject} is random: means over {self.draws} keys were compared, within six standard errors."
-            )
+            lines.append(f"The step is random: means over {self.draws} keys were compared, within six standard errors.")
         blind = max(self.limits.values(), default=0.0)
         if self.holds and not self.random and blind > 0.01:
             where = max(self.limits, key=lambda path: self.limits[path])
             seen = f"an error of {blind:.0%} would not be seen" if blind < 1 else "no error would be seen"
             lines.append(f"In this precision {seen} in {where}. Check once in float32.")
-        if self.subject == "loss" and not all(map(math.isfinite, self.errors.values())):
-            lines.append("Has a micro-batch no tokens? 0 / 0 is NaN: divide by max(tokens, 1).")
         ends = [f"Not tried: {note}" for note in self.notes]
         for cause in self.causes:
             ends += [f"Cause: {cause.kind}. {cause.evidence}", f"Remedy: {cause.remedy}"]

@@ -17,7 +17,7 @@ from optax_accum._core.leaves import short
 from optax_accum._core.types import Tree
 from optax_accum._verify import foreign
 from optax_accum._verify import step_carries as carries
-from optax_accum._verify.loss import epsilons, wide
+from optax_accum._verify.batches import epsilons, wide
 from optax_accum._verify.step_carries import Numbers, Path, is_inexact
 
 Begin = Callable[[Tree], Tree]  # what is done to a carry before a run

@@ -10,7 +10,7 @@ import numpy as np
 from optax_accum._core.leaves import is_key
 from optax_accum._core.types import Tree
 from optax_accum._verify import foreign
-from optax_accum._verify.loss import wide
+from optax_accum._verify.batches import wide
 
 Path = tuple[str, ...]
 Numbers = dict[Path, np.ndarray]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from optax_accum._verify.loss import largest
+from optax_accum._verify.batches import largest
 
 Change = dict[str, np.ndarray]  # what a run added to each leaf
 MORE = 3  # entries beyond the micro-batches, from which on these can be told apart

@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_accum._core.types import Tree
 from optax_accum._verify import step_carries as carries
-from optax_accum._verify.loss import wide
+from optax_accum._verify.batches import wide
 from optax_accum._verify.step_carries import Path, inside, is_inexact, leaves_of, named, plain, states
 
 Find = Callable[[Tree], Tree] | None  # where the parameters are, if a user says so

@@ -11,7 +11,7 @@ from optax_accum._arguments.rows import of_rows
 from optax_accum._core.types import Tree
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify import step_params
-from optax_accum._verify.loss import largest
+from optax_accum._verify.batches import largest
 from optax_accum._verify.step_calls import Steps
 from optax_accum._verify.step_carries import Numbers
 from optax_accum._verify.step_explanations import MORE, NEAR, ROOT, Change, Explanations

@@ -183,12 +183,12 @@ def _report(runs: StepErrors, uneven: bool) -> Report:
     rows, every = runs.count * runs.group_size, runs.cut.every
     if hidden := _check_reference(runs):
         hidden = dataclasses.replace(hidden, of_jax=runs.cut.is_jax)
-        return Report(False, {}, {}, (hidden,), rows, every, True, "step")
+        return Report(False, {}, {}, (hidden,), rows, every, True, runs.draws)
     causes, pairs, notes = _compared(runs, uneven)
     errors, limits = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
     blind = [] if causes else list(found(faults.FAULTS, "blind", runs, pairs))
     told = tuple(dataclasses.replace(cause, of_jax=runs.cut.is_jax) for cause in (*causes, *blind))
-    seen = (told, rows, every, runs.random, "step", runs.draws, tuple(notes), not blind)
+    seen = (told, rows, every, runs.random, runs.draws, tuple(notes), not blind)
     return Report(not causes and not blind, errors, limits, *seen)
 
 

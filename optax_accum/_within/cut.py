@@ -3,26 +3,25 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.roles import Call, Roles
+from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers, dtypes, equations, tracing
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.backward import Backward, contribution
 from optax_accum._loss.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
-from optax_accum._loss.meter import Meter
-from optax_accum._loss.parts import Parts, Returns
+from optax_accum._loss.parts import Parts
 from optax_accum._loss.weighing import ByShare
 from optax_accum._space.device import Device
-from optax_accum._space.space import Reduced, Reduction
-from optax_accum._within import gradients, microbatches, reductions, splitting, weights
+from optax_accum._space.space import Reduced
+from optax_accum._within import gradients, microbatches, reductions, weights
 from optax_accum._within.microbatches import Alive, MicroBatches, Turn
+from optax_accum._within.rules import Rules
 
 _AGAIN = (
     "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
@@ -39,36 +38,6 @@ class Sums(NamedTuple):
     outputs: Any
     samples: Any  # of the meter
     weight: jax.Array | None = None  # [], in the end: this device's part of the weight of all micro-batches
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """The options of `value_and_grad`, and `fun`."""
-
-    fun: Callable[..., Any]
-    roles: Roles
-    returns: Returns
-    sizes: splitting.Sizes
-    single: bool
-    weight_fn: Callable[..., Any] | None
-    aux_reduction: Tree
-    grad_reduction: Tree  # this and the next: a prefix of the tuple of differentiated arguments
-    accumulator_dtype: Tree
-    in_place: bool | None
-    unroll: bool
-    overlap: bool | None
-    meter: Meter
-    over: Reduction
-    of_rows: bool = False  # the traced loss tells how rows belong together
-    falls_back: bool = True  # if it does not, micro-batches are weighed by their rows
-
-    def kinds(self, params: Tree) -> Tree:
-        """Returns the reduction of the gradients of each differentiated leaf."""
-        return reductions.names_of(self.grad_reduction, params, "grad_reduction", "the parameters")
-
-    def parts(self, call: Call) -> Parts:
-        """Calls `fun` and takes apart what it returns."""
-        return self.returns.parts(call.apply(self.fun))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +60,7 @@ class Cut:
     def add_up(self) -> tuple[Sums, Tree]:
         """Adds up what the micro-batches contribute; beside the sums comes the last carry."""
         refs, sums = self.start()
-        order = {"unroll": self.rules.unroll, "static": self.static, "last_apart": self.overlaps}
+        order = {"static": self.static, "last_apart": self.overlaps}
         sums, carry = self.micro_batches.in_order(functools.partial(self.add, refs), sums, self.alive, **order)
         return self.finish(refs, sums), carry
 
@@ -176,7 +145,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
     program, shapes = micro_batches.traced(call.params)
     again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
-    static = again or rules.unroll or rules.in_place is False
+    static = again or rules.in_place is False
     device.check_axes(program.out_avals)
     device.check_nested(program)
     device.check_loss(program.jaxpr, program.out_avals[: len(jax.tree.leaves(shapes.loss))])
@@ -188,7 +157,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     split, counted = micro_batches.split, weighing.counts_outputs
     scale = 1.0 if counted else _scale(rules, device.count * split.parts, kinds, program.jaxpr)
     outputs = reductions.outputs_of(rules.aux_reduction, shapes.aux, split, counted=counted)
-    unless = "unroll=True" if rules.unroll else MAY_BE_AGAIN if again else None
+    unless = MAY_BE_AGAIN if again else None
     squares = () if unless else rules.meter.no_squares(params)
     selects = alive.together and not all(isinstance(flag, bool) for flag in alive.local)
     factor = jnp.ones([]) if selects else None  # what is run, and not alive, is left out where its gradient arises
@@ -231,4 +200,4 @@ def _counts(
 
     with jax.named_scope("optax_accum.count"):
         counts = {name: jnp.zeros([], dtypes.default_float()) for name in shapes.loss}
-        return micro_batches.in_order(add, counts, alive, unroll=rules.unroll, static=static)[0]
+        return micro_batches.in_order(add, counts, alive, static=static)[0]

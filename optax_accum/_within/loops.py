@@ -12,11 +12,11 @@ from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag
 
 
-def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, unroll: bool, static: bool) -> Any:
+def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, static: bool) -> Any:
     """Adds those of the full micro-batches that are `alive`, all or [k], in order.
 
-    Their number may be traced; what is `static` runs all turns, and JAX can differentiate it again. With `unroll`,
-    which is static, and outside `jit`, there is no loop.
+    Their number may be traced; what is `static` runs all turns, and JAX can differentiate it again. Outside `jit` there
+    is no loop.
     """
     staged = tracing.is_staged()
     if not count:
@@ -29,7 +29,7 @@ def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, 
         flag = alive if isinstance(alive, bool) else alive[index]
         return if_alive(flag, functools.partial(add, index), totals, static=static)
 
-    if staged and not unroll and count > 1:
+    if staged and count > 1:
         return jax.lax.fori_loop(0, count, turn, totals)
     for index in range(count):
         totals = turn(index, totals)

@@ -80,9 +80,7 @@ class MicroBatches:
         results.check_carry(self.call.carried, shapes.carry)
         return program, shapes
 
-    def in_order(
-        self, add: Add, sums: Any, alive: Alive, *, unroll: bool = False, static: bool = False, last_apart: bool = False
-    ) -> Done:
+    def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False, last_apart: bool = False) -> Done:
         """Runs `sums, parts = add(sums, turn)` for those that are alive, the remainder last.
 
         Beside the sums it returns the last carry. A micro-batch that is alive on another device only is run for what
@@ -90,7 +88,7 @@ class MicroBatches:
         it is.
         """
 
-        def run(index: Any, done: Done, *, after: bool = unroll) -> Done:
+        def run(index: Any, done: Done, *, after: bool = False) -> Done:
             rows = self._rows(index)
             if after:  # else compilers begin with it at once, and keep what it needs
                 rows, done = compilers.ready_together(rows, done)
@@ -114,7 +112,7 @@ class MicroBatches:
 
         start = self.device.vary(sums), self.call.carried
         full, (turns, rest) = self.split.full, alive.turns
-        order = functools.partial(loops.add_alive, add=take_turn, unroll=unroll, static=static)
+        order = functools.partial(loops.add_alive, add=take_turn, static=static)
         if not last_apart:
             done = order(full, turns, totals=start)
             return loops.if_alive(rest, functools.partial(take_turn, full), done, static=static)

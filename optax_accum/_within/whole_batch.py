@@ -17,13 +17,13 @@ from optax_accum._core.leaves import check_arrays, is_array, parted
 from optax_accum._core.types import Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.parts import Returns
-from optax_accum._space import meshes
 from optax_accum._space.device import Device
 from optax_accum._space.space import Space
 from optax_accum._within import by_level, splitting, traced
 from optax_accum._within.by_level import axis_of
-from optax_accum._within.cut import Rules, cut
+from optax_accum._within.cut import cut
 from optax_accum._within.one_pass import Given, OnePass, one_pass
+from optax_accum._within.rules import Rules
 from optax_accum._within.traced import Traced
 
 
@@ -53,10 +53,8 @@ def differentiated(rules: Rules, device: Device, call: Call, again: bool) -> tup
     """Returns what this device has of the whole batch's value and gradient, and the outputs that all have alike.
 
     Raises:
-      UnreadableError: the loss communicates, looks at values, or takes arrays on Explicit axes.
+      UnreadableError: the loss communicates, or looks at values.
     """
-    if any(map(meshes.is_explicit, jax.tree.leaves(list(call.arguments.values())))):
-        raise UnreadableError
     if not device.one_batch:  # its own batch: nothing is added over devices, parameters' gradients neither
         arrays, filled = parted(call[tuple(call.arguments)], is_array)
         call = call.with_values(tuple(call.arguments), filled(device.vary(arrays)))

@@ -14,7 +14,8 @@ from optax_accum._core.leaves import is_key, short
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import as_ratio
-from optax_accum._within.value_and_grad import of_whole_batch, replacing
+from optax_accum._within.one_by_one import one_by_one
+from optax_accum._within.value_and_grad import of_whole_batch
 from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
@@ -39,8 +40,8 @@ def train_step(
         of rows; a `Ratio` says it itself. `batch_stats` always count by
         rows. Within a call all rows are taken together, as in
         `optax_accum.value_and_grad`: BatchNorm and dropout are those of the
-        whole call. With other options that say how micro-batches add up,
-        with partial sums, and for fp8, each micro-batch is weighed by it.
+        whole call. Where the loss communicates, with partial sums, and for
+        fp8, each micro-batch is weighed by it.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches`
         (1 if your loader delivers micro-batches) or `microbatch_size`, and
         others. `reduce_axes` of `accumulate_gradients` need not be repeated
@@ -78,23 +79,22 @@ def train_step(
             sums["moments"] = _window.weighted(moments, _window.weight_of(batch))
         return sums
 
-    cut = functools.partial(optax_accum.value_and_grad, with_sums, weight_fn=weight_fn, **_ROLES)
-    cut(**options)  # its errors come when this is built
+    optax_accum.value_and_grad(with_outputs, has_aux=True, **options)  # its errors come when this is built
 
     def computed(
         options: dict[str, Any], params: Tree, batch: Tree, key: jax.Array, state: TrainState
     ) -> tuple[dict[str, Any], Tree]:
         """Returns the sums of the call, and its gradient: those of all its rows, if its loss is read."""
         _, overwritten = parted(params)
-        whole = of_whole_batch(optax_accum.value_and_grad(with_outputs, has_aux=True, **options))
-        if whole is not None and overwritten is None and not _window.has_partial_sums(options):
+        if overwritten is None and not _window.has_partial_sums(options):
             with contextlib.suppress(UnreadableError):
+                whole = of_whole_batch(optax_accum.value_and_grad(with_outputs, has_aux=True, **options))
                 (_, (loss, extra)), grads = whole(params, batch, key, state)
                 return sums_of(loss, extra, batch, state), grads
-        compute = cut(**options)
-        if overwritten is not None:
-            compute = replacing(compute, type(params)({"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}))
-        (_, sums), grads = compute(params, batch, key, state)
+        own = {"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}
+        kinds = "mean" if overwritten is None else type(params)(own)
+        separate = one_by_one(with_sums, weight_fn=weight_fn, grad_reduction=kinds, **_SEPARATE, **options)
+        (_, sums), grads = separate(params, batch, key, state)
         if overwritten is not None:
             own = grads[OVERWRITE_WITH_GRADIENT]
             grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.over_devices(own, options, "max")}
@@ -122,9 +122,9 @@ def train_step(
     return step
 
 
-_ROLES: dict[str, Any] = {"has_aux": True, "rng_argnum": 2, "whole_argnums": 3, "aux_reduction": "sum"}
+_SEPARATE: dict[str, Any] = {"has_aux": True, "rng_argnum": 2, "whole_argnums": 3, "aux_reduction": "sum"}
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
-    (*_ROLES, "argnums", "carry_argnum", "reduce_to"),
+    ("has_aux", "argnums", "reduce_to"),
     "Leave it out; for a step of another form, take optax_accum.value_and_grad and state.apply_gradients.",
 )
 

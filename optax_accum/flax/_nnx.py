@@ -17,6 +17,7 @@ from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
 from optax_accum._space.here import with_replicated
 from optax_accum._space.meshes import as_axes
+from optax_accum._within import one_by_one as weighed
 from optax_accum._within.value_and_grad import of_whole_batch
 from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _window
@@ -53,7 +54,7 @@ def value_and_grad(
         others cost no accumulator.
       has_aux: `fun` returns `(loss, aux)`.
       **options: those of `optax_accum.value_and_grad`: `microbatch_size`,
-        `weight_fn`, ...; the positions in them are those in `fun`, the
+        `reduce_axes`, ...; the positions in them are those in `fun`, the
         model being 0.
 
     Returns:
@@ -61,8 +62,7 @@ def value_and_grad(
       and leaves the model's other state as the batch leaves it.
 
     Raises:
-      TypeError: `argnums` or `carry_argnum`; an `nnx.Rngs` as an argument;
-        a model of Linen.
+      TypeError: `argnums`; an `nnx.Rngs` as an argument; a model of Linen.
       ValueError: `wrt` names no variable of the model; `fun` makes
         variables, takes some out, or changes their shapes.
 
@@ -73,8 +73,7 @@ def value_and_grad(
         normalises all rows together and makes one momentum step, streams of
         random numbers draw the masks of the whole batch, counters count
         one call.
-      * With an option that says how micro-batches add up (`weight_fn`, ...),
-        where the loss communicates, and with `reduce_to="partial"`: each
+      * Where the loss communicates, and with `reduce_to="partial"`: each
         micro-batch is normalised by itself, and `nnx.BatchNorm` makes one
         momentum step, with the statistics of all rows
         (`merge_batch_stats`). Streams advance at each micro-batch, each
@@ -94,52 +93,55 @@ def value_and_grad(
       (2, 1)
     """
     _window.check_options("optax_accum.flax.nnx.value_and_grad", options, _OWN_OPTIONS)
-    whole = whole_value_and_grad(fun, num_microbatches, wrt=wrt, has_aux=has_aux, **options)
-    reduction, axes = options.pop("aux_reduction", "mean"), as_axes(options.get("reduce_axes"))
-    options |= {"num_microbatches": num_microbatches, "has_aux": True, "aux_reduction": ("sum", reduction)}
-    if weight_of := options.get("weight_of"):
-        options["weight_of"] = lambda value, aux: weight_of(value, aux[1])
-    optax_accum.value_and_grad(fun, **options)  # its errors come when this is built
-    roles = Roles(fun, **{name: options[name] for name in _ROLES & options.keys()})
+    options |= {"num_microbatches": num_microbatches, "wrt": wrt, "has_aux": has_aux}
+    whole, separate = whole_batch(fun, **options), one_by_one(fun, **options)
+    if _window.has_partial_sums(options):
+        return separate
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with contextlib.suppress(UnreadableError):
             return whole(*args, **kwargs)
-        call = roles.bind(args, kwargs)
-        module = _Module(call, wrt, Device(axes))
-        value, grads = module.apply(optax_accum.value_and_grad, functools.partial(_as_loss, has_aux), fun, options)
+        return separate(*args, **kwargs)
+
+    return run
+
+
+def whole_batch(
+    fun: Callable[..., Any], *, wrt: Any = nnx.Param, has_aux: bool = False, **options: Any
+) -> Callable[..., tuple[Any, Any]]:
+    """Does what `value_and_grad` does; the function raises an `UnreadableError` where the trace does not tell how."""
+    optax_accum.value_and_grad(fun, has_aux=True, **options)  # its errors come when this is built
+    roles = _roles(fun, options)
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return _Module(roles.bind(args, kwargs), wrt, Device()).of_whole_batch(fun, has_aux, options)
+
+    return run
+
+
+def one_by_one(
+    fun: Callable[..., Any],
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    aux_reduction: Tree = "mean",
+    **options: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """Does what `value_and_grad` does; each micro-batch counts by itself."""
+    options |= {"has_aux": True, "aux_reduction": ("sum", aux_reduction)}
+    roles, axes = _roles(fun, options), as_axes(options.get("reduce_axes"))
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        module = _Module(roles.bind(args, kwargs), wrt, Device(axes))
+        value, grads = module.apply(weighed.one_by_one, functools.partial(_as_loss, has_aux), fun, options)
         value, *measured = value if options.get("statistics") else (value,)
         loss, ((moments, aux), rest) = value
         module.write(moments, rest, options)
         value = (loss, aux) if has_aux else loss
         return (value, *measured) if measured else value, grads
-
-    return run
-
-
-def whole_value_and_grad(
-    fun: Callable[..., Any],
-    num_microbatches: int | None = None,
-    *,
-    wrt: Any = nnx.Param,
-    has_aux: bool = False,
-    **options: Any,
-) -> Callable[..., tuple[Any, Any]]:
-    """Does what `value_and_grad` does where the traced loss of the whole batch tells everything.
-
-    Raises:
-      UnreadableError: it does not, or an option says how micro-batches add up.
-    """
-    placed: dict[str, Any] = {"num_microbatches": num_microbatches, "has_aux": True, **options}
-    is_told = of_whole_batch(optax_accum.value_and_grad(fun, **placed)) is None or _window.has_partial_sums(options)
-    roles = Roles(fun, **{name: options[name] for name in _ROLES & options.keys()})
-
-    @functools.wraps(fun)
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if is_told:
-            raise UnreadableError
-        return _Module(roles.bind(args, kwargs), wrt, Device()).of_whole_batch(fun, has_aux, placed)
 
     return run
 
@@ -194,7 +196,7 @@ def accumulate(
     if weight_of := options.get("weight_of"):
         options["weight_of"] = lambda result: weight_of(result[0])
     optax_accum.accumulate(fun, **options)  # its errors come when this is built
-    roles = Roles(fun, **{name: options[name] for name in _ROLES & options.keys()})
+    roles = _roles(fun, options)
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -241,9 +243,8 @@ class _Module:
             loss, aux = _window.pair(out) if has_aux else (out, None)
             return loss, (aux, state)
 
-        placed: dict[str, Any] = {**options, "batch_argnums": self.call.batch}
+        placed: dict[str, Any] = {**options, "has_aux": True, "batch_argnums": self.call.batch}
         compute = of_whole_batch(optax_accum.value_and_grad(pure, **placed))
-        assert compute is not None
         value, grads = compute(self.params, *by_position, (self.stats, self.rest), **by_keyword)
         value, *measured = value if options.get("statistics") else (value,)
         loss, (aux, state) = value
@@ -306,6 +307,10 @@ _OWN_OPTIONS = {
     "carry_argnum": "What a micro-batch hands on to the next belongs into a variable of the model.",
 }
 _ROLES = {"batch_argnums", "rng_argnum", "whole_argnums"}
+
+
+def _roles(fun: Callable[..., Any], options: Mapping[str, Any]) -> Roles:
+    return Roles(fun, **{name: options[name] for name in _ROLES & options.keys()})
 
 
 def _check_streams(args: Mapping[Name, Any]) -> None:

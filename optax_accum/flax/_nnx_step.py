@@ -1,7 +1,6 @@
 """Owns the NNX train step: micro-batches within the call, windows across calls. Knows no statistics."""
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import as_ratio
 from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _window
-from optax_accum.flax._nnx import value_and_grad, whole_value_and_grad
+from optax_accum.flax._nnx import one_by_one, value_and_grad, whole_batch
 from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
 from optax_accum.flax._versions import as_pure
@@ -41,8 +40,8 @@ def train_step(
       weight_fn: how much a call counts in its window: by default its number
         of rows; a `Ratio` says it itself. Statistics always count by rows.
         Within a call all rows are taken together, as in `value_and_grad`.
-        With other options that say how micro-batches add up, and with
-        partial sums, each micro-batch is weighed by it.
+        Where the loss communicates, and with partial sums, each
+        micro-batch is weighed by it.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
       **options: those of `value_and_grad`: `num_microbatches` (1 if your
@@ -76,17 +75,17 @@ def train_step(
         loss, (_, metrics) = with_metrics(model, batch)
         return loss, (_window.measured(loss, metrics, weight_fn, batch), _window.weight_of(batch))
 
-    cut = functools.partial(value_and_grad, with_sums, weight_fn=weight_fn, wrt=wrt, has_aux=True, aux_reduction="sum")
-    cut(**options)  # its errors come when this is built
+    own: dict[str, Any] = {"wrt": wrt, "has_aux": True}
+    value_and_grad(with_metrics, **own, **options)  # its errors come when this is built
 
     def computed(options: dict[str, Any], model: Any, batch: Tree) -> tuple[Any, Any]:
         """Returns the sums and the weight of the call, and its gradient: those of all its rows, if its loss is read."""
         if not _window.has_partial_sums(options):
             with contextlib.suppress(UnreadableError):
-                whole = whole_value_and_grad(with_metrics, wrt=wrt, has_aux=True, **options)
-                (_, (loss, metrics)), grads = whole(model, batch)
+                (_, (loss, metrics)), grads = whole_batch(with_metrics, **own, **options)(model, batch)
                 return (_window.measured(loss, metrics, weight_fn, batch), _window.weight_of(batch)), grads
-        (_, sums), grads = cut(**options)(model, batch)
+        separate = one_by_one(with_sums, weight_fn=weight_fn, aux_reduction="sum", **own, **options)
+        (_, sums), grads = separate(model, batch)
         return sums, grads
 
     @jit_in_place
@@ -98,9 +97,9 @@ def train_step(
                 "(model, optimizer, batch)."
             )
         opt_state = as_pure(optimizer.opt_state)
-        own = _window.where_sums_go(optimizer.tx, opt_state, options)
-        (sums, rows), grads = computed(own, model, batch)
-        totals, rows = _window.over_devices((sums, rows), own)
+        placed = _window.where_sums_go(optimizer.tx, opt_state, options)
+        (sums, rows), grads = computed(placed, model, batch)
+        totals, rows = _window.over_devices((sums, rows), placed)
         metrics = weighted_mean(totals)
         if _window.find_window(opt_state) is None:  # each call is an update
             optimizer.update(model, grads, flush=flush)
@@ -112,6 +111,6 @@ def train_step(
 
 
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
-    ("argnums", "rng_argnum", "carry_argnum", "aux_reduction", "reduce_to"),
+    ("argnums", "reduce_to"),
     "Leave it out; for a step of another form, take optax_accum.flax.nnx.value_and_grad and optimizer.update.",
 )

@@ -1,4 +1,4 @@
-"""Do the report, docs, remedies, tests and benchmarks read the same two tables of faults?"""
+"""Do the report, docs, remedies, tests and benchmarks read the same table of faults?"""
 
 import inspect
 import re
@@ -7,12 +7,11 @@ import jax
 import pytest
 
 import optax_accum
-from benchmarks import _rare_losses, _verdicts, verify, verify_step
-from optax_accum._verify import loss_faults, step_faults
-from tests.tiers import sweep
-from tests.verify import test_verify, test_verify_step
+from benchmarks import _verdicts, verify_step
+from optax_accum._verify import step_faults
+from tests.verify import test_verify_step
 
-FUNCTIONS = {"verify": optax_accum.verify, "verify_step": optax_accum.verify_step}
+FUNCTIONS = {"verify_step": optax_accum.verify_step}
 EVERY = [pytest.param(name, fault, id=f"{name}, {fault.name}") for name, of in _verdicts.TABLES.items() for fault in of]
 OTHERS = {"weight", "flush"}  # what apply_gradients hands on to accumulate_gradients
 
@@ -37,15 +36,12 @@ def test_a_row_is_whole_and_the_function_says_it(name, fault):
 
 
 ASKED = {
-    "verify": {"options", "formula"},
     "verify_step": {"moves", "beside", "other", "unexplained", "always", "blind"},
 }
 
 
 def test_each_row_has_a_planted_fault():
-    losses, steps = ([fault.name for fault in of] for of in (loss_faults.FAULTS, step_faults.PLANTED))
-    assert list(verify.KINDS) == losses == [kind for kind in losses if verify.FAULTS[kind]]
-    assert set(losses) == {kind for kind, *_ in test_verify.PLANTED.values()}
+    steps = [fault.name for fault in step_faults.PLANTED]
     assert list(verify_step.KINDS) == steps
     assert sorted(steps) == sorted(test_verify_step.FAULTS)
     assert [fault.name for fault in step_faults.FAULTS if fault not in step_faults.PLANTED] == [
@@ -78,23 +74,9 @@ def test_a_remedy_names_only_options_that_there_are(name, fault):
 
 
 def test_what_is_named_that_is_not_there_is_found():
-    fault = loss_faults.FAULTS[0]._replace(remedy="Pass sharing_argnum=2.")
+    fault = step_faults.FAULTS[0]._replace(remedy="Pass sharing_argnum=2.")
     with pytest.raises(AssertionError):
-        test_a_remedy_names_only_options_that_there_are("verify", fault)
-
-
-# Its limits are those of gradients, which are compiled.
-COSTLY = ["nonlinear derivative"]
-
-
-@pytest.mark.usefixtures("rank_promotion")
-@pytest.mark.parametrize("kind", [*(kind for kind in verify.KINDS if kind not in COSTLY), *sweep(COSTLY)])
-def test_the_first_twelve_losses_with_each_fault_can_be_made(kind):
-    """Draws from a seed choose how a fault is planted: a name that only a rare one reads is read here."""
-    for rare in (False, True)[: 1 + (kind in _rare_losses.FAULTS)]:
-        for number in range(12):
-            problem = verify.fault(kind, number, rare=rare)
-            assert jax.tree.leaves(jax.eval_shape(problem.fun, problem.params, problem.batch, *problem.args))
+        test_a_remedy_names_only_options_that_there_are("verify_step", fault)
 
 
 def test_the_first_twelve_steps_with_each_fault_can_be_made():
@@ -104,5 +86,4 @@ def test_the_first_twelve_steps_with_each_fault_can_be_made():
 
 @pytest.mark.usefixtures("rank_promotion")
 def test_rarer_problems_are_sound_too():
-    assert verify.sound_loss(1, rare=True).report().holds
     assert jax.tree.leaves(verify_step.sound_step(0, rare=True).batch)

@@ -1,0 +1,123 @@
+"""The options of one call, checked: which function, of which arguments, cut how, added in what."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from optax_accum._arguments import callables, checks
+from optax_accum._arguments.roles import Call, Roles
+from optax_accum._core.types import Name, Tree
+from optax_accum._loss.meter import Meter, Options, as_meter
+from optax_accum._loss.parts import Parts, Returns
+from optax_accum._space.here import as_reduction, here
+from optax_accum._space.mismatch import refuse_shards
+from optax_accum._space.space import Reduction, Space
+from optax_accum._within import gradients, reductions, splitting
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The options of `value_and_grad`, and `fun`."""
+
+    fun: Callable[..., Any]
+    roles: Roles
+    returns: Returns
+    sizes: splitting.Sizes
+    single: bool
+    accumulator_dtype: Tree  # a prefix of the tuple of differentiated arguments
+    in_place: bool | None
+    overlap: bool | None
+    meter: Meter
+    over: Reduction
+    # How micro-batches that count each by itself add up.
+    weight_fn: Callable[..., Any] | None = None
+    aux_reduction: Tree = "mean"
+    grad_reduction: Tree = "mean"  # a prefix of the tuple of differentiated arguments
+
+    def kinds(self, params: Tree) -> Tree:
+        """Returns the reduction of the gradients of each differentiated leaf."""
+        return reductions.names_of(self.grad_reduction, params, "grad_reduction", "the parameters")
+
+    def parts(self, call: Call) -> Parts:
+        """Calls `fun` and takes apart what it returns."""
+        return self.returns.parts(call.apply(self.fun))
+
+    def space(self, params: Tree) -> Space:
+        """Returns the devices, which can add up the gradients of these parameters."""
+        space = here(self.over)
+        space.check_params(params)
+        space.check_shared(params)
+        refuse_shards(self.meter, params, self.over.axes)
+        return space
+
+
+def as_rules(
+    fun: Any,
+    num_microbatches: int | None = None,
+    *,
+    microbatch_size: int | None = None,
+    argnums: Name | Sequence[Name] = 0,
+    has_aux: bool = False,
+    batch_argnums: Name | Sequence[Name] = 1,
+    accumulator_dtype: Any = None,
+    in_place: bool | None = None,
+    overlap: bool | None = None,
+    reduce_axes: str | Sequence[str] | None = None,
+    reduce_to: Tree = None,
+    reduce_dtype: Any = None,
+    statistics: bool | Options = False,
+    whole_argnums: Name | Sequence[Name] = (),
+    weight_fn: Callable[..., Any] | None = None,
+    rng_argnum: Name | None = None,
+    carry_argnum: Name | None = None,
+    aux_reduction: Tree = "mean",
+    grad_reduction: Tree = "mean",
+) -> Rules:
+    """Checks the options of `value_and_grad`, and those of micro-batches that count each by itself."""
+    _check_no_argnums(num_microbatches)
+    checks.check_flag("in_place", in_place)
+    checks.check_flag("overlap", overlap)
+    reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
+    single = isinstance(argnums, int | str)
+
+    def of_params(prefix: Tree) -> Tree:
+        """Returns an option for the argument that is differentiated as one for the tuple of them."""
+        return (prefix,) if single else tuple(prefix) if isinstance(prefix, list) else prefix
+
+    if isinstance(statistics, Options) and statistics.groups is not None:
+        statistics = dataclasses.replace(statistics, groups=of_params(statistics.groups))
+    roles = Roles(
+        fun,
+        argnums=argnums,
+        batch_argnums=batch_argnums,
+        whole_argnums=whole_argnums,
+        rng_argnum=rng_argnum,
+        carry_argnum=carry_argnum,
+    )
+    over, meter = as_reduction(reduce_axes, reduce_to, reduce_dtype, partial=True), as_meter(statistics)
+    if over.is_partial:
+        meter.refuse('Statistics take the sum of gradients: reduce_to="partial" was asked for. Leave it out.')
+    return Rules(
+        fun=callables.as_function(fun),
+        roles=roles,
+        returns=Returns(has_aux, carry_argnum is not None),
+        sizes=splitting.as_sizes(num_microbatches, microbatch_size, 1),
+        single=single,
+        accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
+        in_place=in_place,
+        overlap=overlap,
+        meter=meter,
+        over=over._replace(to=reduce_to if reduce_to is None or over.is_partial else of_params(reduce_to)),
+        weight_fn=callables.as_weight_fn(weight_fn, roles),
+        aux_reduction=aux_reduction,
+        grad_reduction=grad_reduction if grad_reduction == "mean" else of_params(grad_reduction),
+    )
+
+
+def _check_no_argnums(num_microbatches: Any) -> None:
+    """Raises for what `jax.value_and_grad` takes as its second argument, unless it could be a number."""
+    if isinstance(num_microbatches, tuple | list | str) or (type(num_microbatches) is int and num_microbatches == 0):
+        raise (ValueError if num_microbatches == 0 else TypeError)(
+            f"num_microbatches must be an integer >= 1: num_microbatches={num_microbatches!r}. It is the second "
+            f"argument here; for that of jax.value_and_grad, pass argnums={num_microbatches!r}."
+        )
