@@ -187,7 +187,7 @@ def moved(start, grads):
 
 
 def within(loss, weigh, start, batch, *, jit=jax.jit, **options):
-    options = {"microbatch_size": 5, **options} | ({} if weigh is None else {"weight_fn": weigh})
+    options = {"microbatch_size": 5, **options}
     value, grads = jit(optax_accum.value_and_grad(loss, **options))(start, batch)
     np.testing.assert_allclose(value, value_of(jax.jit(loss)(start, batch)), rtol=1e-6)
     return moved(start, grads)
@@ -196,8 +196,7 @@ def within(loss, weigh, start, batch, *, jit=jax.jit, **options):
 def within_and_across(loss, weigh, start, batch):
     """`value_and_grad` in each micro-step of a window."""
     tx = optax_accum.accumulate_gradients(SGD, len(SIZES))
-    options = {} if weigh is None else {"weight_fn": weigh}
-    grad = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=2, **options))
+    grad = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=2))
     state, now, batches = tx.init(start), start, cut(batch)
     for micro_batch, weight in zip(batches, weights(weigh, batches), strict=True):
         now, state = optax_accum.apply_gradients(tx, grad(now, micro_batch)[1], state, now, weight=weight)
@@ -224,7 +223,6 @@ PATHS = {
     "value_and_grad": within,
     "value_and_grad, eager": functools.partial(within, jit=lambda grad: grad),
     "value_and_grad, not in place": functools.partial(within, in_place=False),
-    "value_and_grad, unrolled": functools.partial(within, unroll=True),
     "value_and_grad, number": functools.partial(within, microbatch_size=None, num_microbatches=5),
     "both": within_and_across,
     "accumulate": accumulated,
@@ -256,7 +254,6 @@ def sharded_state(tx, start):
 
 
 def sharded_within(mesh, loss, weigh, start, batch, **options):
-    options = options if weigh is None else {"weight_fn": weigh, **options}
     grad = jax.jit(optax_accum.value_and_grad(loss, microbatch_size=4, reduce_axes="data", **options))
     start = on_mesh(mesh, start, P())
     return moved(start, grad(start, on_mesh(mesh, batch, P("data")))[1])
@@ -296,8 +293,7 @@ def sharded_both(mesh, loss, weigh, start, batch, *, nonfinite="propagate"):
     tx = optax_accum.accumulate_gradients(SGD, 2, reduce_axes="data", nonfinite=nonfinite)
     now = on_mesh(mesh, start, P())
     state, _ = sharded_state(tx, now)
-    options = {} if weigh is None else {"weight_fn": weigh}
-    grad = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data", reduce_to="partial", **options)
+    grad = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data", reduce_to="partial")
 
     @jax.jit
     def step(params, state, batch, weight):
@@ -353,8 +349,7 @@ def manual_gradients(mesh, loss, weigh, start, batch, *, check_vma):
 
 def manual_both(mesh, loss, weigh, start, batch, *, check_vma):
     tx = optax_accum.accumulate_gradients(SGD, len(SIZES), reduce_axes="data")
-    options = {} if weigh is None else {"weight_fn": weigh}
-    grad = optax_accum.value_and_grad(loss, microbatch_size=2, reduce_axes="data", reduce_to="partial", **options)
+    grad = optax_accum.value_and_grad(loss, microbatch_size=2, reduce_axes="data", reduce_to="partial")
 
     def fun(params, state, batch):
         weight = jnp.float32(len(batch["x"])) if weigh is None else weigh(batch)
@@ -364,8 +359,7 @@ def manual_both(mesh, loss, weigh, start, batch, *, check_vma):
 
 
 def manual_within(mesh, loss, weigh, start, batch, *, check_vma):
-    options = {} if weigh is None else {"weight_fn": weigh}
-    grad = optax_accum.value_and_grad(loss, microbatch_size=4, reduce_axes="data", **options)
+    grad = optax_accum.value_and_grad(loss, microbatch_size=4, reduce_axes="data")
     run = jax.shard_map(
         lambda params, batch: grad(params, batch)[1],
         mesh=mesh,

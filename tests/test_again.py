@@ -44,41 +44,25 @@ THROUGH = {
     "hessian of jit": lambda f: jax.hessian(jax.jit(lambda w: f(w, BATCH)[0]))(W),
     "jacrev of checkpoint": lambda f: jax.jacrev(jax.checkpoint(lambda w: f(w, BATCH)[1]))(W),
 }
-through = pytest.mark.parametrize(  # where nothing is added in place, there is nothing to refuse
-    "weight_fn", [pytest.param(None, marks=needs_references, id="rows"), pytest.param(count, id="weight_fn")]
-)
-by_weight = pytest.mark.parametrize("weight_fn", [None, count], ids=["rows", "weight_fn"])
 
 
-@by_weight
 @pytest.mark.parametrize("way", sweep(WAYS, but=["hessian", "jit of jacfwd"]))
-def test_value_and_grad_is_differentiated_again(way, weight_fn):
-    f = optax_accum.value_and_grad(loss, num_microbatches=3, weight_fn=weight_fn)
+def test_value_and_grad_is_differentiated_again(way):
+    f = optax_accum.value_and_grad(loss, num_microbatches=3)
     np.testing.assert_allclose(WAYS[way](f), HESSIAN, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", sweep([*WAYS, *THROUGH], but=["jacfwd", "hessian of jit"]))
-def test_unrolled_data_have_no_derivative(way):
-    """Data wait for the totals at a barrier; what they count stays a constant, however small the weights are."""
-
-    def tokens(w, batch):
-        return optax_accum.Ratio(jnp.sum(1e-20 * (jnp.tanh(batch["x"] @ w) - batch["y"]) ** 2), 1e-20 * count(batch))
-
-    f = optax_accum.value_and_grad(tokens, num_microbatches=3, unroll=True)
-    np.testing.assert_allclose({**WAYS, **THROUGH}[way](f), HESSIAN, rtol=1e-5, atol=1e-6)
-
-
-@through
+@needs_references  # where nothing is added in place, there is nothing to refuse
 @pytest.mark.parametrize("way", sweep(THROUGH, but=["jacrev of jit"]))
-def test_through_a_jit_it_names_the_option_that_works(way, weight_fn):
-    f = optax_accum.value_and_grad(loss, num_microbatches=3, weight_fn=weight_fn)
+def test_through_a_jit_it_names_the_option_that_works(way):
+    f = optax_accum.value_and_grad(loss, num_microbatches=3)
     with pytest.raises(ValueError, match="Pass in_place=False"):
         THROUGH[way](f)
-    f = optax_accum.value_and_grad(loss, num_microbatches=3, weight_fn=weight_fn, in_place=False)
+    f = optax_accum.value_and_grad(loss, num_microbatches=3, in_place=False)
     np.testing.assert_allclose(THROUGH[way](f), HESSIAN, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"in_place": False}, {"weight_fn": count}], ids=["", "scan", "weight_fn"])
+@pytest.mark.parametrize("options", [{}, {"in_place": False}], ids=["", "scan"])
 def test_under_vmap(options):
     ws = jnp.stack([W, -W, 2 * W])
     cut = optax_accum.value_and_grad(loss, num_microbatches=3, **options)
@@ -100,13 +84,12 @@ def test_micro_steps_under_vmap(weighted, jit):
     np.testing.assert_allclose(now, jnp.where((weight == 0)[:, None], ws, moved), rtol=1e-5)
 
 
-@by_weight
 @pytest.mark.parametrize("way", [jax.jacfwd, jax.jacrev])
-def test_what_a_loss_closes_over_is_differentiated(way, weight_fn):
+def test_what_a_loss_closes_over_is_differentiated(way):
     def gradient(scale, value_and_grad):
         return value_and_grad(lambda w, batch: loss(scale * w, batch))(W, BATCH)[1]
 
-    cut = lambda fun: optax_accum.value_and_grad(fun, num_microbatches=3, weight_fn=weight_fn)
+    cut = lambda fun: optax_accum.value_and_grad(fun, num_microbatches=3)
     got, want = (way(lambda scale, f=f: gradient(scale, f))(2.0) for f in (cut, jax.value_and_grad))
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
@@ -327,5 +310,5 @@ def test_under_disable_jit_a_loss_sees_its_numbers():
         return loss(w, batch)
 
     with jax.disable_jit():
-        got = optax_accum.value_and_grad(watched, num_microbatches=7, in_place=False, unroll=True)(W, BATCH)
+        got = optax_accum.value_and_grad(watched, num_microbatches=7, in_place=False)(W, BATCH)
     np.testing.assert_allclose(got[1], jax.grad(loss)(W, BATCH), rtol=1e-5)

@@ -271,7 +271,7 @@ ASKED = {
     "which kind of every": ({"isinstance Schedule", "as_schedule"}, "_across/schedules _across/transformation"),
     "what is measured": (
         {"as_meter", "Measuring", "Counting"},
-        "_loss/meter _across/transformation _within/value_and_grad",
+        "_loss/meter _across/transformation _within/rules",
     ),
     "is a gradient measured": ({"measures"}, "_loss/meter _across/loss _within/cut"),
     "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step _across/multi_steps"),
@@ -279,7 +279,7 @@ ASKED = {
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
     "where does the sum over devices go": (
         {"is_partial", "PARTIAL", "ToShards"},
-        "_space/space _space/here _space/several _within/cut _within/value_and_grad flax/_window",
+        "_space/space _space/here _space/several _within/cut _within/rules flax/_window",
     ),
     "is the divisor a weight": (
         {"is_mean"},
@@ -292,18 +292,18 @@ ASKED = {
     ),
     "does it run outside jit": (
         {"is_staged", "is_again"},
-        "_core/tracing _within/loops _within/value_and_grad _within/accumulate _across/steps",
+        "_core/tracing _within/loops _within/value_and_grad _within/one_by_one _within/accumulate _across/steps",
     ),
 }
 ALSO = {  # that ask something else by the same name
     "_across/window": {"communicates"},  # whether the space does
     "_space/space": {"communicates"},
     "_space/several": {"is_staged", "communicates"},  # whether a reduction can be in place; that it does
-    "_verify/loss": {"is_ratio"},  # of a loss that is not cut
     "_explain/weighing": {"is_ratio"},
     "_within/whole_batch": {"measures", "is_staged"},  # whether the trace of all rows tells everything
     "_rows/resized": {"is_partial"},
-    "_within/by_level": {"PARTIAL"},
+    "_within/by_level": {"PARTIAL", "is_staged"},
+    "_within/loops": {"vjp"},  # of a part of the loss
     "_rows/levels": {"PARTIAL", "is_partial"},  # of rows
     "_rows/reading": {"PARTIAL"},
     "_rows/primitives": {"PARTIAL"},
@@ -483,8 +483,8 @@ def test_import_loads_neither_planning_nor_verification():
     rooms = "{name.split('.')[1] for name in sys.modules if name.startswith('optax_accum.')}"
     later = "{'_explain', '_plan', '_verify', '_compiled', '_command'}"
     assert run(f"import sys, optax_accum; print(*{later} & {rooms})") == []
-    ask = "from optax_accum import verify, plan, accelerators; print(verify.__name__, accelerators.target.__name__)"
-    assert run(ask) == ["verify", "target"]
+    ask = "from optax_accum import explain, plan, accelerators; print(explain.__name__, accelerators.target.__name__)"
+    assert run(ask) == ["explain", "target"]
     assert run(f"import sys, optax_accum; optax_accum.plan_microbatches; print(*{later} & {rooms})") != []
 
 

@@ -417,7 +417,7 @@ CUTS = {  # what takes a function, and how it is built
     "value_and_grad": lambda fun, **options: optax_accum.value_and_grad(fun, num_microbatches=2, **options),
     "value_and_apply_gradients": lambda fun, **options: optax_accum.value_and_apply_gradients(fun, build(), **options),
     "microbatched_apply": lambda fun: optax_accum.microbatched_apply(fun, 2),
-    "verify": lambda fun, **options: optax_accum.verify(fun, W, X, **options),
+    "accumulate": lambda fun, **options: optax_accum.accumulate(fun, 2, **options),
 }
 
 
@@ -459,7 +459,7 @@ def test_what_is_no_function(cut):
         CUTS[cut](3)
 
 
-@pytest.mark.parametrize("cut", ["value_and_grad", "value_and_apply_gradients", "verify"])
+@pytest.mark.parametrize("cut", ["accumulate", "value_and_apply_gradients"])
 @pytest.mark.parametrize("weight_fn", [3.0, lambda: 1.0, lambda w, x: 1.0], ids=["number", "none", "two"])
 def test_a_weight_fn_that_does_not_take_the_batch(cut, weight_fn):
     with pytest.raises(
@@ -470,18 +470,7 @@ def test_a_weight_fn_that_does_not_take_the_batch(cut, weight_fn):
 
 @pytest.mark.parametrize("weight_fn", [len, jax.jit(lambda x: x.sum()), lambda *batch: 1.0, lambda x, factor=2.0: 1.0])
 def test_a_weight_fn_that_takes_the_batch(weight_fn):
-    assert jnp.isfinite(CUTS["value_and_grad"](loss, weight_fn=weight_fn)(W, X)[0])
-
-
-def test_a_weight_fn_of_several_arguments():
-    def loss(w, x, y, *, z):
-        return jnp.mean((x @ w - y - z) ** 2)
-
-    options = {"batch_argnums": (1, 2, "z")}
-    with pytest.raises(TypeError, match=r"3 arguments, those of batch_argnums\).*takes \(x\).*3 parameters"):
-        optax_accum.value_and_grad(loss, 2, weight_fn=lambda x: x.sum(), **options)
-    remedy = optax_accum.value_and_grad(loss, 2, weight_fn=lambda x, y, z: 1.0, **options)
-    assert jnp.isfinite(remedy(W, X, X[:, 0], z=X[:, 0])[0])
+    assert jnp.isfinite(CUTS["accumulate"](loss, weight_fn=weight_fn)(W, X))
 
 
 def test_a_factory_in_the_place_of_an_optimizer():
@@ -550,30 +539,6 @@ def test_the_inner_state_of_other_parameters():
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 1)
     with pytest.raises(ValueError, match="of this inner optimizer and these parameters: inner_opt_state=PyTreeDef"):
         tx.update(PARAMS, tx.init({"w": W}), PARAMS)
-
-
-@pytest.mark.parametrize(
-    ("batch", "args", "options", "message"),
-    [
-        ({"x": X, "y": X[:6]}, (), {}, "pass what has no rows as another argument"),
-        ({"x": 1.0}, (), {}, "Check batch_argnums"),
-        (
-            {"x": X},
-            (X,),
-            {},
-            "Add 2 to batch_argnums; if every micro-batch needs all of it, pass whole_argnums=2",
-        ),
-        ({"x": X}, (), {"rng_argnum": 2}, "Pass that argument, or name another\\.$"),
-    ],
-    ids=["rows", "scalars", "shared", "position"],
-)
-def test_verify_recommends_only_what_it_takes(batch, args, options, message):
-    rows = lambda w, batch, *args: jnp.mean((batch["x"] @ w) ** 2)
-    with pytest.raises(ValueError, match=message) as caught:
-        optax_accum.verify(rows, W, batch, *args, **options)
-    assert "argnums=" not in str(caught.value).replace("whole_argnums=", "")
-    if args:
-        assert optax_accum.verify(rows, W, batch, *args, whole_argnums=2).holds  # the remedy
 
 
 def test_value_and_grad_still_names_the_role():
@@ -659,7 +624,6 @@ def test_a_module_of_nnx_is_no_tree_of_parameters():
     for call in (
         lambda: optax_accum.value_and_grad(loss, 2)(model, x),
         lambda: optax_accum.value_and_apply_gradients(loss, tx)(model, tx.init(PARAMS), x),
-        lambda: optax_accum.verify(loss, model, x),
     ):
         with pytest.raises(TypeError, match="module of NNX.*optax_accum.flax.nnx.value_and_grad"):
             call()
@@ -668,17 +632,9 @@ def test_a_module_of_nnx_is_no_tree_of_parameters():
 def test_weight_of_takes_what_fun_returned():
     loss = lambda w, x: (jnp.mean((x @ w) ** 2), x.sum())
     with pytest.raises(TypeError, match=r"weight_of\(value, aux\): it takes \(aux\). Pass lambda value, aux:"):
-        optax_accum.value_and_grad(loss, 2, has_aux=True, weight_of=lambda aux: aux)
+        optax_accum.value_and_apply_gradients(loss, build(), has_aux=True, weight_of=lambda aux: aux)
     with pytest.raises(TypeError, match=r"weight_of\(result\): it takes \(value, aux\). Pass lambda result:"):
         optax_accum.accumulate(jax.grad(loss, has_aux=True), 2, weight_of=lambda value, aux: aux)
-
-
-def test_a_weight_fn_that_needs_the_number_says_why():
-    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
-        jax.jit(optax_accum.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), 2, weight_fn=lambda x: int(x.sum())))(
-            W, jnp.ones((8, 3))
-        )
-    assert "leave out int()" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
@@ -742,14 +698,13 @@ def swapped():
     optimizer.update(nnx.state(model, nnx.Param), model)
 
 
-@pytest.mark.parametrize("options", [{"unroll": 4}, {"unroll": None}, {"in_place": "no"}, {"overlap": 1}], ids=str)
+@pytest.mark.parametrize("options", [{"in_place": "no"}, {"overlap": 1}], ids=str)
 def test_what_is_no_flag(options):
     ((name, value),) = options.items()
     with pytest.raises(TypeError, match=f"{name} must be True.*False.*: {name}={value!r}. Leave it out"):
         optax_accum.value_and_grad(lambda p, x: jnp.mean(p * x), 2, **options)
-    if name != "unroll":
-        with pytest.raises(TypeError, match=f"{name} must be True, False or None: {name}={value!r}"):
-            optax_accum.value_and_apply_gradients(lambda p, x: jnp.mean(p * x), build(), **options)
+    with pytest.raises(TypeError, match=f"{name} must be True, False or None: {name}={value!r}"):
+        optax_accum.value_and_apply_gradients(lambda p, x: jnp.mean(p * x), build(), **options)
 
 
 def test_a_weight_beside_weight_of():
@@ -857,7 +812,7 @@ def test_a_key_in_the_place_of_the_batch(way):
     }[way]
     with pytest.raises(ValueError, match="argument 1 is one, of the old style.*batch_argnums=2, rng_argnum=1"):
         run()
-    optax_accum.value_and_grad(fun, 2, batch_argnums=2, rng_argnum=1)(W, key, x)
+    optax_accum.accumulate(jax.grad(fun), 2, batch_argnums=2, rng_argnum=1)(W, key, x)
 
 
 def test_rows_of_a_packing_that_are_not_those_of_its_lengths():

@@ -270,48 +270,10 @@ def test_a_result_that_cannot_be_reduced_is_refused():
         optax_accum.accumulate(lambda x, y: x.mean(), 4, batch_argnums=(0, 1))(jnp.ones(8), jnp.ones(0))
 
 
-def test_a_weight_with_a_derivative_is_refused():
-    """The gradient through the weights would be lost."""
-
-    def gated(p, b):
-        gate = jax.nn.sigmoid(b["x"] @ p["w"][:, 0])
-        return jnp.sum(gate * b["x"][:, 0]) / gate.sum(), gate.sum()
-
-    options = {"has_aux": True, "aux_reduction": "sum"}
-    f = optax_accum.value_and_grad(gated, 4, weight_of=lambda value, aux: aux, **options)
-    with pytest.raises(ValueError, match=r"What weight_of returns must not depend.*stop_gradient\(weight\)"):
-        f(PARAMS, BATCH)
-    f = optax_accum.value_and_grad(gated, 4, weight_of=lambda value, aux: jax.lax.stop_gradient(aux), **options)
-    assert jnp.isfinite(f(PARAMS, BATCH)[0][0])
-
-
-@pytest.mark.parametrize("by", ["weight_fn", "weight_of", "Ratio"])
-def test_outputs_are_averaged_by_the_weight_of_their_micro_batch(by):
-    """Also where only the loss knows it, and where one of them weighs nothing."""
-    mask = (jnp.arange(30) % 7 > 3) & (jnp.arange(30) < 21)
-    batch = {"x": BATCH["x"][:30], "mask": mask.astype(jnp.float32)}
-
-    def fun(params, batch):
-        tokens = batch["mask"].sum()
-        total = jnp.sum(batch["mask"] * (batch["x"] @ params["w"])[:, 0] ** 2)
-        mean = jnp.sum(batch["mask"] * batch["x"][:, 0]) / tokens
-        loss = optax_accum.Ratio(total, tokens) if by == "Ratio" else total / tokens
-        return loss, {"mean": mean, "tokens": tokens}
-
-    weight = {"weight_fn": {"weight_fn": COUNT}, "weight_of": {"weight_of": lambda _, aux: aux["tokens"]}, "Ratio": {}}
-    options = {"has_aux": True, "aux_reduction": {"mean": "mean", "tokens": "sum"}, **weight[by]}
-    (_, aux), _ = jax.jit(optax_accum.value_and_grad(fun, microbatch_size=8, **options))(PARAMS, batch)
-    chex.assert_trees_all_close(aux, fun(PARAMS, batch)[1], rtol=1e-5)
-
-
 def test_the_weight_comes_out_of_the_loss():
-    """Within a call and across calls: the mean over tokens that only the loss counts."""
-    (value, _), want = GRADIENT(PARAMS, BATCH)
+    """Across calls: the mean over tokens that only the loss counts."""
+    _, want = GRADIENT(PARAMS, BATCH)
     options = {"has_aux": True, "weight_of": lambda value, aux: aux["tokens"]}
-    f = jax.jit(optax_accum.value_and_grad(loss, microbatch_size=12, aux_reduction=AUX, **options))
-    (found, aux), grads = f(PARAMS, BATCH)
-    chex.assert_trees_all_close((found, grads), (value, want), rtol=1e-5, atol=1e-6)
-    assert aux["tokens"] == COUNT(BATCH)
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 3)
     step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **options))
     params, state = PARAMS, tx.init(PARAMS)
@@ -350,19 +312,12 @@ def test_a_record_of_a_trainer_is_a_ratio(monkeypatch):
         optax_accum.value_and_grad(metric, 4)(PARAMS, BATCH)
 
 
-def test_weight_of_weighs_one_mean():
-    for fun in (lambda p, b: {"a": loss(p, b)[0]}, lambda p, b: optax_accum.Ratio(loss(p, b)[0], 1)):
-        with pytest.raises(TypeError, match="is for a loss that is one mean"):
-            optax_accum.value_and_grad(fun, 4, weight_of=lambda value, aux: 1)(PARAMS, BATCH)
-
-
-@pytest.mark.parametrize("cut", [optax_accum.value_and_grad, optax_accum.accumulate], ids=["loss", "gradient"])
-def test_a_batch_that_comes_cut(cut):
-    fun = loss if cut is optax_accum.value_and_grad else GRADIENT
-    names = {**AUX, "errors": "stack"}
-    options = {"aux_reduction": names, "has_aux": True} if fun is loss else {"reduction": (("mean", names), "mean")}
+def test_a_batch_that_comes_cut():
+    reduction = ("mean", {**AUX, "errors": "stack"}), "mean"
     stacked = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), BATCH)
-    (value, aux), grads = jax.jit(cut(fun, stacked=True, weight_fn=COUNT, **options))(PARAMS, stacked)
+    (value, aux), grads = jax.jit(optax_accum.accumulate(GRADIENT, stacked=True, weight_fn=COUNT, reduction=reduction))(
+        PARAMS, stacked
+    )
     (want, one), gradient = GRADIENT(PARAMS, BATCH)
     chex.assert_trees_all_close((value, grads), (want, gradient), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(aux["errors"], one["errors"].reshape(4, 8), rtol=1e-5)
@@ -381,39 +336,21 @@ def test_a_batch_that_comes_cut_over_devices():
         chex.assert_trees_all_close(jax.device_get(jax.jit(f)(*args)), GRADIENT(PARAMS, BATCH)[1], rtol=1e-5, atol=1e-6)
 
 
-def test_graphs_have_as_many_nodes_as_they_like():
-    """Padded graphs [k, nodes, ...] and [k, edges], weighed by the nodes that are real."""
-    nodes, edges = jax.random.normal(KEYS[0], (3, 5, 8)), jax.random.randint(KEYS[1], (3, 7), 0, 5)
-    real = jnp.arange(5)[None] < jnp.array([[5], [3], [2]])
-
-    def energy(params, graph):
-        sent = jax.ops.segment_sum(graph["nodes"][graph["edges"]], graph["edges"], 5)
-        values = jnp.sum((sent @ params["w"] + params["b"][None]) ** 2, 1)
-        return jnp.sum(graph["real"] * values) / graph["real"].sum()
-
-    graphs = {"nodes": nodes, "edges": edges, "real": real}
-    f = optax_accum.value_and_grad(energy, stacked=True, weight_fn=lambda graph: graph["real"].sum())
-    one = lambda j: jax.tree.map(lambda leaf: leaf[j], graphs)
-    whole = lambda p: sum(energy(p, one(j)) * real[j].sum() for j in range(3)) / real.sum()
-    chex.assert_trees_all_close(jax.jit(f)(PARAMS, graphs), jax.value_and_grad(whole)(PARAMS), rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "batch", "message"),
     [
         ({"num_microbatches": 4}, BATCH, "is cut already"),
         ({}, {"x": jnp.ones((4, 2, 3)), "y": jnp.ones((3, 2))}, r"have one k: they have \[3, 4\]"),
         ({}, {"x": jnp.ones((4, 2, 3)), "y": jnp.ones(4)}, r"has shape \(4,\)"),
-        ({}, {"x": jnp.ones((0, 2, 3))}, "must hold a micro-batch"),
         ({}, {"x": jnp.ones((4, 0, 8))}, "must have rows"),
-        ({"has_aux": True, "aux_reduction": "concat"}, {"x": jnp.ones((4, 2, 8))}, 'Take "stack"'),
+        ({"reduction": "concat"}, {"x": jnp.ones((4, 2, 8))}, 'Take "stack"'),
     ],
     ids=str,
 )
 def test_what_is_no_stack_is_refused(options, batch, message):
-    fun = lambda p, b: (jnp.mean(b["x"]) * p["w"].sum(), b["x"]) if "has_aux" in options else jnp.mean(b["x"])
+    fun = lambda p, b: b["x"] if options else jnp.mean(b["x"])
     with pytest.raises(ValueError, match=message):
-        optax_accum.value_and_grad(fun, stacked=True, **options)(PARAMS, batch)
+        optax_accum.accumulate(fun, stacked=True, **options)(PARAMS, batch)
 
 
 @needs_devices
@@ -466,11 +403,3 @@ def test_a_list_of_micro_batches_is_to_be_stacked():
 def test_options_of_other_functions_are_refused_with_their_name_here(option, remedy):
     with pytest.raises(TypeError, match=f"accumulate has no {option}=.*{re.escape(remedy)}"):
         optax_accum.accumulate(lambda w, x: x.mean(), **{option: 3})
-
-
-def test_weight_of_without_aux_says_so():
-    loss = lambda w, x: (jnp.mean(w * x), {"tokens": x.sum()})
-    call = optax_accum.value_and_grad(lambda w, x: loss(w, x)[0], 2, weight_of=lambda value, aux: aux["tokens"])
-    with pytest.raises(TypeError) as error:
-        call(1.0, jnp.arange(4.0))
-    assert "weight_of gets aux=None here: pass has_aux=True" in "".join(error.value.__notes__)
