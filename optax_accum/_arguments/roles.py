@@ -142,23 +142,27 @@ class Call:
         fold = lambda key: jax.random.fold_in(key, index)
         return self.with_arguments({self.rng: jax.tree.map(fold, self.arguments[self.rng])})
 
-    def check_shared(self, rows: int | None, *, keys: bool = True) -> None:
-        """Raises for what every micro-batch would share unasked: keys, and arguments with as many rows."""
+    def check_shared(self, rows: int | None, *, of_whole_batch: bool = False) -> None:
+        """Raises for what every micro-batch would share unasked: arguments with as many rows, and keys.
+
+        Of the whole batch micro-batches draw what its rows do, whatever they share.
+        """
         known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
         for name in self.arguments.keys() - known:
             for path, leaf in by_path(self.arguments[name], ""):
                 where = f"argument {name!r}{path}"
-                if keys and is_key(leaf):
+                if is_key(leaf) and not of_whole_batch:
                     raise ValueError(
                         f"A random key must be named, or every micro-batch would draw the same numbers: {where} is a "
                         f"key. Pass rng_argnum={name!r}; to share it on purpose, pass whole_argnums={name!r}."
                     )
                 shape = getattr(leaf, "shape", ())
                 if rows is not None and rows > 1 and shape and shape[0] == rows:
+                    or_whole = f"; if every micro-batch needs all of it, pass whole_argnums={name!r}"
                     raise ValueError(
                         f"An argument with as many rows as the batch must be cut with it, or declared whole: {where} "
-                        f"has shape {shape}, the batch {rows} rows. Add {name!r} to batch_argnums; if every "
-                        f"micro-batch needs all of it, pass whole_argnums={name!r}."
+                        f"has shape {shape}, the batch {rows} rows. Add {name!r} to batch_argnums"
+                        f"{'' if of_whole_batch else or_whole}."
                     )
 
 

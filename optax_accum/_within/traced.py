@@ -78,7 +78,7 @@ def traced(
     except OtherProgramError as error:
         raise ValueError(f"{_OTHER} {error}. {_REMEDY}") from error
     except (TypeError, ValueError) as error:
-        call.check_shared(rows, keys=False)  # an argument with as many rows as the batch may be why
+        call.check_shared(rows, of_whole_batch=True)  # an argument with as many rows as the batch may be why
         error.add_note(f"{_OTHER} {_REMEDY}")
         raise
     if program.units % devices:

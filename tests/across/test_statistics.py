@@ -298,17 +298,16 @@ def ratio(w, rows):
     ("fun", "unit", "options"),
     [
         (loss, 1, {}),
-        (loss, 2, {"weight_fn": lambda rows: 2.0 * len(rows), "unroll": True}),
         (ratio, 1, {}),
         (loss, 1, {"reduce_axes": "data"}),
     ],
-    ids=["rows", "weights", "ratio", "devices"],
+    ids=["rows", "ratio", "devices"],
 )
 def test_within_a_call(fun, unit, options):
     """The same as across calls: each micro-batch of each device is a sample. Four rows at most, interleaved."""
     w, batch = jnp.ones(3), ROWS.reshape(24, 3)[:20]
     with_aux = lambda w, rows: (fun(w, rows), jnp.sum(rows))
-    asked = {"num_microbatches": 3, "has_aux": True, "aux_reduction": "sum", "statistics": True}
+    asked = {"num_microbatches": 3, "has_aux": True, "statistics": True}
     measure = jax.jit(optax_accum.value_and_grad(with_aux, **asked, **options))
     parts = [batch]
     given = batch
@@ -467,15 +466,6 @@ def test_a_callable_policy_is_given_what_it_returned_last():
             ),
             "Statistics take the sum",
         ),
-        (
-            lambda: optax_accum.value_and_grad(
-                lambda w, rows: {"a": loss(w, rows)},
-                num_microbatches=2,
-                statistics=True,
-                weight_fn=lambda rows: {"a": 1.0},
-            )(jnp.ones(3), ROWS[0]),
-            "one weight for each micro-batch",
-        ),
     ],
 )
 def test_an_error_says_what_to_do(wrong, message):
@@ -546,14 +536,6 @@ def test_layers_that_are_stacked_are_measured_as_those_that_are_not(devices):
             found.append((state.statistics, state.samples, call(params, rows)[0][1], optax_accum.metrics(state)))
     chex.assert_trees_all_close(*found, rtol=1e-4)
     assert {"noise_scale/layer/0", "noise_scale/layer/1"} <= found[0][-1].keys()
-
-
-def test_of_a_batch_that_weighs_nothing_nothing_is_known():
-    call = optax_accum.value_and_grad(
-        lambda p, x: jnp.mean((x @ p) ** 2), 2, statistics=True, weight_fn=lambda x: jnp.zeros([])
-    )
-    (_, found), _ = jax.jit(call)(jnp.ones(3), jnp.ones((4, 3)))
-    assert all(float(leaf) == 0 for leaf in jax.tree.leaves(found))
 
 
 def test_groups_that_cannot_be():

@@ -27,7 +27,7 @@ def noisy(w, x, key):
 
 
 def cut(fun, *args, **options):
-    return optax_accum.value_and_grad(fun, microbatch_size=4, **options)(*args)
+    return optax_accum.accumulate(jax.value_and_grad(fun), microbatch_size=4, **options)(*args)
 
 
 def micro_step(fun, w, *args, **options):
@@ -76,7 +76,7 @@ def hardware_keys():
 def test_old_keys_of_another_kind(hardware_keys):
     """They were shared by all micro-batches unasked, and refused as `rng_argnum`."""
     with pytest.raises(ValueError, match=r"random key must be named.*argument 2 is a key.*rng_argnum=2"):
-        cut(noisy, W, X, hardware_keys, weight_fn=len)
+        cut(noisy, W, X, hardware_keys)
     got = cut(noisy, W, X, hardware_keys, rng_argnum=2)
     parts = [jax.grad(noisy)(W, X[i::3], jax.random.fold_in(hardware_keys, i)) for i in range(3)]
     np.testing.assert_allclose(got[1], sum(parts) / 3, rtol=1e-5)
@@ -103,7 +103,7 @@ def test_a_tree_of_keys():
 
 
 def test_each_micro_step_draws_numbers_of_its_own():
-    """As in `value_and_grad`: micro-step i of a window has `fold_in(key, i)`, whether or not it reduces."""
+    """As in `accumulate`: micro-step i of a window has `fold_in(key, i)`, whether or not it reduces."""
     rows = [X[:6], X[6:]]
     step = jax.jit(optax_accum.value_and_apply_gradients(noisy, TX, rng_argnum=2))
     w, state = W, TX.init(W)
@@ -176,9 +176,7 @@ def split(arguments, count):
 @pytest.mark.quick
 @CALLS
 def test_roles_by_position_or_name_in_calls_by_either(named, by_position, jit):
-    f = optax_accum.value_and_grad(
-        linear, microbatch_size=5, weight_fn=lambda x, y: x.shape[0] + y.ndim - 1, **ROLES[named]
-    )
+    f = optax_accum.value_and_grad(linear, microbatch_size=5, has_aux=True, batch_argnums=ROLES[named]["batch_argnums"])
     args, kwargs = split(ARGUMENTS, by_position)
     (loss, carry), grad = (jax.jit(f) if jit else f)(W, *args, **kwargs)
     want = jax.value_and_grad(linear, has_aux=True)(W, **ARGUMENTS)
@@ -222,8 +220,8 @@ def test_what_is_differentiated_by_name_and_passed_by_keyword(argnums):
 def test_each_micro_batch_has_a_key_of_its_own_whichever_way_it_comes():
     want = sum(jax.grad(noisy)(W, X[i::3], jax.random.fold_in(KEY, i)) for i in range(3)) / 3
     for named in (2, -1, "key"):
-        f = optax_accum.value_and_grad(noisy, 3, rng_argnum=named)
-        for grads in (f(W, X, KEY)[1], f(W, X, key=KEY)[1], f(W, key=KEY, x=X)[1]):
+        f = optax_accum.accumulate(jax.grad(noisy), 3, rng_argnum=named)
+        for grads in (f(W, X, KEY), f(W, X, key=KEY), f(W, key=KEY, x=X)):
             np.testing.assert_allclose(grads, want, rtol=1e-5)
 
 
@@ -315,11 +313,14 @@ def test_a_keyword_that_is_none_goes_to_fun():
 
 
 def test_an_argument_that_no_role_names():
-    with pytest.raises(ValueError, match=r"argument 'y' has shape.*Add 'y' to batch_argnums.*pass whole_argnums='y'"):
+    with pytest.raises(ValueError, match=r"argument 'y' has shape.*Add 'y' to batch_argnums\.$"):
         optax_accum.value_and_grad(squares, num_microbatches=2)(W, X, y=Y)
+    gradient = functools.partial(optax_accum.accumulate, jax.grad(squares), 2)
+    with pytest.raises(ValueError, match=r"argument 'y' has shape.*Add 'y' to batch_argnums.*pass whole_argnums='y'"):
+        gradient()(W, X, y=Y)
     with pytest.raises(ValueError, match="argument 'key' is a key. Pass rng_argnum='key'.*whole_argnums='key'"):
-        optax_accum.value_and_grad(noisy, num_microbatches=2, weight_fn=len)(W, X, key=KEY)
-    whole = optax_accum.value_and_grad(squares, num_microbatches=2, whole_argnums="y")
+        optax_accum.accumulate(jax.grad(noisy), 2)(W, X, key=KEY)
+    whole = gradient(whole_argnums="y")
     with pytest.raises(TypeError, match="shape"):  # and it is whole
         whole(W, X, y=Y)
 
@@ -479,18 +480,13 @@ def test_groups_stay_together(options):
     whole = jax.grad(in_groups)(W, X)
     found = optax_accum.value_and_grad(in_groups, **options)(W, X)[1]
     np.testing.assert_allclose(found, whole, rtol=1e-5)  # nothing said: the loss tells
-    torn = optax_accum.value_and_grad(in_groups, num_microbatches=3, weight_fn=len)(W, X)[1]
+    torn = optax_accum.accumulate(jax.grad(in_groups), num_microbatches=3)(W, X)
     assert not np.allclose(torn, whole, rtol=1e-3)  # without the option they are torn apart
-    for extra in ({}, {"unroll": True}, {"weight_fn": lambda x: len(x)}):
-        got = optax_accum.value_and_grad(in_groups, group_size=2, **options, **extra)(W, X)[1]
-        np.testing.assert_allclose(got, whole, rtol=1e-5)
+    got = optax_accum.accumulate(jax.grad(in_groups), group_size=2, **options)(W, X)
+    np.testing.assert_allclose(got, whole, rtol=1e-5)
 
 
 def test_outputs_of_groups_come_back_in_order():
-    loss = lambda w, x: (in_groups(w, x), (x @ w).reshape(-1, 2)[:, ::-1].reshape(-1))
-    f = optax_accum.value_and_grad(loss, microbatch_size=8, group_size=2, has_aux=True, aux_reduction="concat")
-    (_, rows), _ = jax.jit(f)(W, X)
-    np.testing.assert_allclose(rows, loss(W, X)[1], rtol=1e-6)
     swap = lambda w, x: (x @ w).reshape(-1, 2)[:, ::-1].reshape(-1)
     apply = optax_accum.microbatched_apply(swap, microbatch_size=8, group_size=2)
     np.testing.assert_allclose(apply(W, X), swap(W, X), rtol=1e-6)
@@ -499,10 +495,10 @@ def test_outputs_of_groups_come_back_in_order():
 def test_groups_over_devices():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
-        f = optax_accum.value_and_grad(in_groups, microbatch_size=4, group_size=2, reduce_axes="data")
+        f = optax_accum.value_and_grad(in_groups, microbatch_size=4, reduce_axes="data")
         np.testing.assert_allclose(jax.jit(f)(W, X)[1], jax.grad(in_groups)(W, X), rtol=1e-5)
         with pytest.raises(ValueError, match="group_size=4, and each of 2 devices has 6 rows"):
-            optax_accum.value_and_grad(in_groups, num_microbatches=1, group_size=4, reduce_axes="data")(W, X)
+            optax_accum.accumulate(jax.grad(in_groups), 1, group_size=4, reduce_axes="data")(W, X)
         tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 1, reduce_axes="data")
         step = optax_accum.value_and_apply_gradients(in_groups, tx, group_size=4)
         with pytest.raises(ValueError, match="group_size=4, and each of 2 devices has 6 rows"):
@@ -519,7 +515,7 @@ def test_a_micro_batch_of_groups():
     with pytest.raises(ValueError, match="group_size=3, and a micro-batch"):
         cut(in_groups, W, X, group_size=3)
     with pytest.raises(ValueError, match="6 groups of 2 rows.*num_microbatches=6 at most"):
-        optax_accum.value_and_grad(in_groups, num_microbatches=7, group_size=2)(W, X)
+        optax_accum.accumulate(jax.grad(in_groups), 7, group_size=2)(W, X)
 
 
 # What is no array
@@ -562,7 +558,6 @@ def dropped(w, x, y, key=None):
 
 
 METHODS = {
-    "value_and_grad": lambda fun, **roles: optax_accum.value_and_grad(fun, 3, batch_argnums=(1, 2), **roles),
     "accumulate": lambda fun, **roles: optax_accum.accumulate(jax.grad(fun), 3, batch_argnums=(1, 2), **roles),
     "microbatched_apply": lambda fun, **roles: optax_accum.microbatched_apply(
         lambda w, x, y, **key: fun(w, x, y, **key)[None] * jnp.ones(len(x)), 3, batch_argnums=(1, 2), **roles
@@ -575,8 +570,6 @@ METHODS = {
 def test_a_key_that_no_argument_holds_is_refused(method, jit):
     """Every micro-batch drew the same mask, without a word."""
     make, message = METHODS[method], "A random key must be an argument of fun"
-    if method == "value_and_grad":
-        make = functools.partial(make, weight_fn=lambda x, y: len(x))
     with pytest.raises(ValueError, match=message):
         jit(make(lambda w, x, y: dropped(w, x, y)))(W, X, Y)
     with pytest.raises(ValueError, match=message):  # a key of the step
@@ -593,12 +586,9 @@ def test_what_is_drawn_for_all_rows_alike_may_come_from_any_key(method):
     if method == "microbatched_apply":
         np.testing.assert_allclose(jnp.mean(found), features(W, X, Y), rtol=1e-5)
     else:
-        grads = found[1] if method == "value_and_grad" else found
-        np.testing.assert_allclose(grads, jax.grad(features)(W, X, Y), rtol=1e-5)
-    if method != "microbatched_apply":
+        np.testing.assert_allclose(found, jax.grad(features)(W, X, Y), rtol=1e-5)
         size = len(X) // 3
-        roles = {"weight_fn": lambda x, y: len(x)}
-        METHODS[method](lambda w, x, y: dropped(w, x.reshape(size, -1), y.reshape(size, -1)[:, 0]), **roles)(W, X, Y)
+        METHODS[method](lambda w, x, y: dropped(w, x.reshape(size, -1), y.reshape(size, -1)[:, 0]))(W, X, Y)
 
 
 def test_one_micro_batch_shares_no_key():

@@ -13,6 +13,7 @@ import optax_accum
 from optax_accum import statistics
 from optax_accum._core import compilers
 from optax_accum._loss import follow
+from optax_accum._within.one_by_one import one_by_one
 from tests import programs
 from tests.tiers import sweep
 from tests.versions import needs_references, since
@@ -176,7 +177,8 @@ def test_norms_are_those_of_the_gradients_that_are_written(body, cast):
     up = statistics.Layers("up")
     groups = statistics.Options(groups={"table": "a", "up": up, "down": "down", "gate": "c", "out": "c"})
     (inside, _), (after, _) = (
-        jax.jit(f(in_place=flag, statistics=groups, weight_fn=len))(p, TOKENS) for flag in (True, False)
+        jax.jit(one_by_one(*f.args, **f.keywords, in_place=flag, statistics=groups))(p, TOKENS)
+        for flag in (True, False)
     )
     chex.assert_trees_all_close(inside[1], after[1], rtol=1e-4)
     assert inside[1].known > 0
@@ -331,19 +333,13 @@ def test_under_vmap_layers_in_a_scan_or_a_cond_are_added_after(layers, axes):
         jax.jit(jax.vmap(optax_accum.value_and_grad(loss, 2, in_place=True), axes)).lower(*args)
 
 
-@pytest.mark.parametrize("within", [True, False])
-def test_under_vmap_of_weights_alone_such_layers_are_added_after(within):
-    """Of a mask that the loss does not read, or of `weight=`."""
+def test_under_vmap_of_weights_alone_such_layers_are_added_after():
     loss = lambda w, batch: jnp.mean(LAYER(batch["x"], w, lambda w, one: one) ** 2)
     mask = jnp.asarray([[1.0, 1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 0, 1]])
-    x, counted = jnp.linspace(-1, 1, 32).reshape(8, 4), lambda batch: batch["mask"].sum()
-    gradient = optax_accum.value_and_grad(loss, 2, weight_fn=counted)
+    x = jnp.linspace(-1, 1, 32).reshape(8, 4)
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduction="sum")
     step = optax_accum.value_and_apply_gradients(loss, tx)
-    if within:
-        run = lambda mask: gradient(STACK, {"x": x, "mask": mask})[1]
-    else:
-        run = lambda mask: step(STACK, tx.init(STACK), {"x": x}, weight=mask.sum())[2].acc_grads
+    run = lambda mask: step(STACK, tx.init(STACK), {"x": x}, weight=mask.sum())[2].acc_grads
     want = jnp.stack([run(each) for each in mask])
     np.testing.assert_allclose(jax.jit(jax.vmap(run))(mask), want, rtol=1e-5, atol=1e-6)
 
@@ -404,7 +400,7 @@ def test_a_parameter_that_is_returned_or_printed_is_no_matter(capfd):
         return jnp.mean((p.astype(jnp.float32) - x) ** 2), p
 
     p, x = jnp.ones((1, 3), jnp.bfloat16), jnp.arange(12.0).reshape(4, 3)
-    f = functools.partial(optax_accum.value_and_grad, loss, num_microbatches=2, has_aux=True, aux_reduction="last")
+    f = functools.partial(optax_accum.value_and_grad, loss, num_microbatches=2, has_aux=True)
     inside, after = (jax.jit(f(in_place=flag))(p, x) for flag in (True, False))
     chex.assert_trees_all_equal(inside, after)
     jax.effects_barrier()
@@ -427,12 +423,11 @@ def told(caplog, fun, *args):
 def test_the_log_tells_where_gradients_are_added_and_why(caplog):
     p = {"layers": jnp.ones((2, 4, 4)), "out": jnp.ones((4, 3)), "routed": jnp.ones((4, 4)), "scale": jnp.ones([])}
     x = jnp.ones((8, 4))
-    weighed = functools.partial(optax_accum.value_and_grad, num_microbatches=2, weight_fn=len)
+    weighed = functools.partial(one_by_one, num_microbatches=2)
     found = told(caplog, weighed(looked_up), p, x)
     assert "inside the backward pass" in found
     cond = "" if compilers.ADDS_IN_BRANCHES else "[0]['routed'] (`cond`), "
     assert found.endswith(f"by the function in brackets: {cond}[0]['scale'] (`custom_vjp_call`).")
-    assert "unroll=True" in told(caplog, weighed(looked_up, unroll=True), p, x)
     assert "in_place=False" in told(caplog, weighed(looked_up, in_place=False), p, x)
     assert told(caplog, weighed(looked_up, statistics=True), p, x) == found
     if compilers.ADDS_IN_CHECKPOINTS:  # inside a checkpoint sinks go into no branch
@@ -457,7 +452,7 @@ def test_what_all_turns_of_a_scan_share_is_added_in_float32():
     want = float(jnp.sum(turns.astype(jnp.bfloat16).astype(jnp.float32)))
     assert float(jax.grad(loss)(p, x)["u"]) < 0.6 * want
     for measured in (False, True):
-        call = optax_accum.value_and_grad(loss, 2, statistics=measured, accumulator_dtype=jnp.float32, weight_fn=len)
+        call = one_by_one(loss, 2, statistics=measured, accumulator_dtype=jnp.float32)
         np.testing.assert_allclose(jax.jit(call)(p, x)[1]["u"], want, rtol=1e-3)
     read = optax_accum.value_and_grad(loss, 2)  # the mean in the scan takes rows together
     np.testing.assert_allclose(np.float32(jax.jit(read)(p, x)[1]["u"]), want, rtol=2**-8)

@@ -8,7 +8,7 @@ import pytest
 
 import optax_accum
 from optax_accum import Ratio
-from optax_accum._within.value_and_grad import replacing
+from optax_accum._within.one_by_one import one_by_one
 from tests import programs
 from tests.versions import in_places, needs_references
 
@@ -46,17 +46,13 @@ def test_the_parameters_may_decide_what_counts(in_place):
 
 
 def test_it_stands_where_the_loss_stands():
-    def loss(w, x, seen):
+    def loss(w, x):
         ratio = passed(w, x)
-        return ratio, ({"rows": x.sum(1), "mean": ratio.total / ratio.count}, seen + len(x))
+        return ratio, {"rows": x.sum(1), "mean": ratio.total / ratio.count}
 
-    f = optax_accum.value_and_grad(
-        loss, has_aux=True, carry_argnum=2, aux_reduction={"rows": "concat", "mean": "mean"}, **CUT
-    )
-    (value, (aux, seen)), grad = jax.jit(f)(W, X, jnp.int32(0))
+    (value, aux), grad = jax.jit(optax_accum.value_and_grad(loss, has_aux=True, **CUT))(W, X)
     close((value, grad), whole(passed, W, X))
-    close(aux, {"rows": X.sum(1), "mean": value})  # weighted by what was counted
-    assert seen == len(X)
+    close(aux, {"rows": X.sum(1), "mean": value})
 
 
 def test_a_narrow_loss_is_divided_in_float32():
@@ -221,11 +217,6 @@ def test_two_denominators_are_refused(tx, options, extra, message):
         optax_accum.value_and_apply_gradients(passed, tx, **options)(W, tx.init(W), X, **extra)
 
 
-def test_weights_beside_it_are_refused_within_a_call():
-    with pytest.raises(ValueError, match="A Ratio brings its own denominator"):
-        optax_accum.value_and_grad(passed, weight_fn=lambda x: 1.0, **CUT)(W, X)
-
-
 def test_the_remedies_for_a_count_with_a_derivative():
     """Held constant, or differentiated: rows of `microbatched_apply`."""
     soft = lambda w, x: (jnp.tanh(x @ w) ** 2 * jax.nn.sigmoid(x @ w), jax.nn.sigmoid(x @ w))
@@ -245,22 +236,6 @@ def test_the_remedies_for_a_count_with_a_derivative():
 
     close(exact(optax_accum.microbatched_apply(soft, **CUT)), exact(soft))
     assert not np.allclose(exact(soft)[1], whole(held, W, X)[1], rtol=1e-2)
-
-
-@pytest.mark.parametrize("loss", [passed, lambda w, x: {"a": passed(w, x)}], ids=["one", "a dict"])
-def test_verify_takes_a_ratio(loss):
-    assert optax_accum.verify(loss, W, X).holds
-    with pytest.raises(ValueError, match="A Ratio brings its own denominator"):
-        optax_accum.verify(loss, W, X, weight_fn=lambda x: 1.0)
-
-
-def test_verify_finds_what_is_wrong_with_a_ratio():
-    """A count of the wrong thing, and rows that are compared with one another."""
-    mean = lambda w, x: passed(w, x).total / passed(w, x).count
-    normed = lambda w, x: passed(w, (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True))
-    kinds = lambda loss: [cause.kind for cause in optax_accum.verify(loss, W, X).causes]
-    assert kinds(lambda w, x: Ratio(mean(w, x), 1.0)) == ["weights"]
-    assert kinds(normed) == ["coupled examples"]
 
 
 # Leaves whose backward pass returns new values in the place of gradients.
@@ -286,21 +261,21 @@ def noting(params, x):
 
 @in_places
 def test_leaves_that_are_no_gradients_are_kept(in_place):
-    f = replacing(optax_accum.value_and_grad(noting, in_place=in_place, **CUT), KEEPS)
+    f = one_by_one(noting, in_place=in_place, grad_reduction=KEEPS, **CUT)
     value, grads = jax.jit(f)(LEAVES, X)
     whole_value, whole_grads = jax.value_and_grad(noting)(LEAVES, X)
     close((value, grads), (whole_value, whole_grads))  # the last row is the last of the last micro-batch, too
-    added = jax.jit(optax_accum.value_and_grad(noting, in_place=in_place, weight_fn=len, **CUT))(LEAVES, X)[1]
+    added = jax.jit(one_by_one(noting, in_place=in_place, **CUT))(LEAVES, X)[1]
     assert added["stats"]["largest"] > 1.5 * grads["stats"]["largest"]  # and it compares something
 
 
 def test_what_is_kept_stays_where_nothing_was_run():
-    f = replacing(optax_accum.value_and_grad(noting, weight_fn=lambda x: 0.0, **CUT), KEEPS)
+    f = one_by_one(noting, weight_fn=lambda x: 0.0, grad_reduction=KEEPS, **CUT)
     close(jax.jit(f)(LEAVES, X)[1], {"w": jnp.zeros(3), "stats": LEAVES["stats"]})
 
 
 def test_a_ratio_divides_only_gradients():
-    f = replacing(optax_accum.value_and_grad(lambda p, x: Ratio(noting(p, x) * len(x), len(x)), **CUT), KEEPS)
+    f = one_by_one(lambda p, x: Ratio(noting(p, x) * len(x), len(x)), grad_reduction=KEEPS, **CUT)
     close(jax.jit(f)(LEAVES, X), jax.value_and_grad(noting)(LEAVES, X))
 
 
@@ -309,10 +284,10 @@ def test_the_largest_of_all_devices_and_no_last_of_them():
     options = {"num_microbatches": 2, "reduce_axes": "data"}
     with jax.set_mesh(mesh):
         keeps = {**KEEPS, "stats": "max"}
-        _, grads = jax.jit(replacing(optax_accum.value_and_grad(noting, **options), keeps))(LEAVES, X)
+        _, grads = jax.jit(one_by_one(noting, grad_reduction=keeps, **options))(LEAVES, X)
         assert grads["stats"]["largest"] == jnp.max(jnp.abs(X))
         with pytest.raises(ValueError, match='"last" of them is not one output'):
-            replacing(optax_accum.value_and_grad(noting, **options), KEEPS)(LEAVES, X)
+            one_by_one(noting, grad_reduction=KEEPS, **options)(LEAVES, X)
 
 
 @pytest.mark.parametrize(
@@ -324,4 +299,4 @@ def test_the_largest_of_all_devices_and_no_last_of_them():
 )
 def test_a_grad_reduction_that_does_not_fit(keeps, message):
     with pytest.raises(ValueError, match=message):
-        replacing(optax_accum.value_and_grad(noting, **CUT), keeps)(LEAVES, X)
+        one_by_one(noting, grad_reduction=keeps, **CUT)(LEAVES, X)

@@ -30,37 +30,6 @@ def test_each_term_is_divided_by_its_own_count(in_place):
     assert not np.allclose(whole(near, W, X)[1], whole(passed, W, X)[1], rtol=1e-2)
 
 
-def test_terms_stand_where_the_loss_stands():
-    """The pass that counts sees the same keys and the same carry."""
-
-    def loss(w, x, key, seen):
-        kept = jax.random.bernoulli(key, 0.5, x.shape[:1])
-        late = jnp.where(seen > 0, kept, 0)
-        each = (x @ w) ** 2
-        terms = {"a": Ratio(jnp.sum(kept * each), kept.sum()), "b": Ratio(jnp.sum(late * each), late.sum())}
-        return terms, ({"rows": kept, "mean": x.mean()}, seen + len(x))
-
-    f = optax_accum.value_and_grad(
-        loss,
-        has_aux=True,
-        rng_argnum=2,
-        carry_argnum=3,
-        aux_reduction={"rows": "concat", "mean": "mean"},
-        num_microbatches=5,
-    )
-    (value, (aux, seen)), grad = jax.jit(f)(W, X, jax.random.key(0), jnp.int32(0))
-    late = aux["rows"] & (np.arange(10) % 5 > 0)  # row r is in micro-batch r mod 5
-
-    def expected(w):
-        each = (X @ w) ** 2
-        return sum(jnp.sum(each * rows) / jnp.sum(rows) for rows in (aux["rows"], late))
-
-    close((value, grad), jax.value_and_grad(expected)(W))
-    close(aux["mean"], X.mean())
-    assert seen == len(X)
-    assert 0 < late.sum() < aux["rows"].sum() < 10
-
-
 def test_partial_sums_of_terms_are_each_device_s_own():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     f = optax_accum.value_and_grad(near, num_microbatches=5, reduce_axes="data", reduce_to="partial")
@@ -112,11 +81,6 @@ def test_terms_are_refused_over_calls_with_what_to_do():
     of_means = lambda w, x: {"a": jnp.mean(x @ w), "b": jnp.sum(w)}
     with pytest.raises(TypeError, match=r"the terms \['a', 'b'\]. Return their sum"):
         optax_accum.value_and_apply_gradients(of_means, tx)(W, tx.init(W), X)
-
-
-def test_weights_beside_terms_are_refused():
-    with pytest.raises(ValueError, match="A Ratio brings its own denominator"):
-        optax_accum.value_and_grad(near, weight_fn=lambda x: {"policy": 1.0, "kl": 1.0}, **CUT)(W, X)
 
 
 def test_statistics_of_terms():

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
+from optax_accum._within.one_by_one import one_by_one
 from tests.pairs import every_pair
 from tests.tiers import one_of_each, sweep
 
@@ -167,7 +168,7 @@ def test_over_calls(mesh, kind, formed):
     check((now, state.inner_opt_state[1]), (updated, value))
 
 
-OPTIONS = [{}, {"in_place": False}, {"unroll": True}]
+OPTIONS = [{}, {"in_place": False}]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_within_a_call(mesh, kind, form, how):
     params, rows = problem()
     value, grads, _ = expected(kind, params, rows)
     weigh = count if form == "mean" else None
-    cut = optax_accum.value_and_grad(FORMS[form](kind), num_microbatches=2, weight_fn=weigh, reduce_axes="data", **how)
+    cut = one_by_one(FORMS[form](kind), num_microbatches=2, weight_fn=weigh, reduce_axes="data", **how)
     batch = jax.tree.map(lambda leaf: np.moveaxis(leaf, 0, 2).reshape(-1, *leaf.shape[3:]), rows)  # row r: of r mod 2
     check(jax.jit(cut)(place(mesh, params, P()), place(mesh, batch, P("data"))), (value, grads))
 
@@ -189,7 +190,7 @@ def test_partial_sums_of_weighed_losses(mesh, form):
     params, rows = problem()
     weigh = count if form == "mean" else None
     options = {"num_microbatches": 1, "reduce_axes": "data", "reduce_to": "partial", "weight_fn": weigh}
-    cut = jax.jit(optax_accum.value_and_grad(FORMS[form]("statistics"), **options))
+    cut = jax.jit(one_by_one(FORMS[form]("statistics"), **options))
     with pytest.raises(ValueError, match="takes something from the other devices.*each device has its own weight"):
         cut(params, place(mesh, micro_batch(rows, 0), P("data")))
 

@@ -59,14 +59,11 @@ def ratio(params, batch):
 
 
 LOSSES = {
-    "mean": (mean, {}),
-    "weights": (over_mask, {"weight_fn": lambda batch: batch["mask"].sum()}),
-    "Ratio": (ratio, {}),
-    "Ratios": (lambda *args: {"a": ratio(*args), "b": optax_accum.Ratio(mean(*args) * 2.0, 2.0)}, {}),
-    "terms": (
-        lambda *args: {"a": over_mask(*args), "b": mean(*args)},
-        {"weight_fn": lambda batch: {"a": batch["mask"].sum(), "b": len(batch["mask"])}},
-    ),
+    "mean": mean,
+    "weights": over_mask,
+    "Ratio": ratio,
+    "Ratios": lambda *args: {"a": ratio(*args), "b": optax_accum.Ratio(mean(*args) * 2.0, 2.0)},
+    "terms": lambda *args: {"a": over_mask(*args), "b": mean(*args)},
 }
 
 
@@ -112,7 +109,7 @@ def test_the_gradient_is_that_of_the_whole_batch(mesh, size):
 @pytest.mark.parametrize("loss", sweep(LOSSES, but=["weights", "Ratio"]))
 def test_inside_a_shard_map_without_types(loss):
     """With them, JAX takes no sum over devices to be the same on all that was written where partial sums lay."""
-    fun, options = LOSSES[loss]
+    fun = LOSSES[loss]
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     got = []
     for overlap in (True, False):
@@ -160,58 +157,40 @@ def test_shards_that_are_not_taken_beside_other_axes():
         chex.assert_trees_all_close(jax.device_get(run(*args)), want, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("size", [{"num_microbatches": 1}, {"num_microbatches": 2}, {"microbatch_size": 20}], ids=str)
-def test_weights_of_few_micro_batches_and_what_they_hand_on(size):
-    """The last may be the only one; a carry is the same on all devices, though one has nothing that counts."""
-    fun, options = LOSSES["weights"]
-    counted = lambda params, batch, carry: (fun(params, batch), carry + 1)
-    batch = {**BATCH, "mask": (jnp.arange(ROWS) >= ROWS // 4).astype(jnp.float32)}
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        args = PARAMS, jax.device_put(batch, NamedSharding(mesh, P("data"))), jnp.int32(0)
-        call = functools.partial(optax_accum.value_and_grad, counted, carry_argnum=2, reduce_axes="data", **options)
-        now, want = (jax.jit(call(overlap=flag, **size))(*args) for flag in (True, False))
-    chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-7)
-    for (_, carry), _ in (now, want):
-        assert {int(shard.data) for shard in carry.addressable_shards} == {size.get("num_microbatches", 2)}
-
-
 COUNTED = every_pair(LOSSES, SIZES[:2], [None, SHARDS["rows"]])
 
 
 @pytest.mark.parametrize(("loss", "size", "to"), sweep(COUNTED, but=one_of_each(COUNTED)), ids=str)
 def test_whatever_a_loss_counts(loss, size, to):
-    fun, options = LOSSES[loss]
-    chex.assert_trees_all_close(*both(fun, reduce_to=to, **options, **size), rtol=1e-5, atol=1e-7)
+    fun = LOSSES[loss]
+    chex.assert_trees_all_close(*both(fun, reduce_to=to, **size), rtol=1e-5, atol=1e-7)
 
 
 def test_the_last_micro_batch_may_weigh_nothing():
     """It is run all the same, its loss is 0 / 0, and nothing comes of it: on one device, and on all."""
     last, device = np.arange(ROWS) % 4 == 3, np.arange(ROWS) // 8
-    fun, options = LOSSES["weights"]
+    fun = LOSSES["weights"]
     for live, to in ((~last | (device > 0), None), (~last, None), (last & (device == 0), SHARDS["rows"])):
         batch = {**BATCH, "mask": jnp.asarray(live, jnp.float32)}
-        now, want = both(fun, batch=batch, num_microbatches=4, reduce_to=to, **options)
+        now, want = both(fun, batch=batch, num_microbatches=4, reduce_to=to)
         chex.assert_tree_all_finite(now)
         chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-7)
 
 
-def test_keys_outputs_carries_and_statistics():
-    def loss(params, batch, key, carry):
+def test_keys_outputs_and_statistics():
+    def loss(params, batch, key):
         kept = jax.random.bernoulli(key, 0.8, batch["x"].shape)
         value = mean(params, {**batch, "x": jnp.where(kept, batch["x"], 0)})
-        return value, ({"rows": errors(params, batch), "largest": jnp.max(batch["x"])}, carry + 1)
+        return value, {"rows": errors(params, batch), "largest": jnp.max(batch["x"])}
 
-    options = {"rng_argnum": 2, "carry_argnum": 3, "has_aux": True, "statistics": True, "num_microbatches": 4}
-    reductions = {"rows": "concat", "largest": "max"}
-    fun = functools.partial(optax_accum.value_and_grad, loss, aux_reduction=reductions, **options)
+    options = {"has_aux": True, "statistics": True, "num_microbatches": 4}
+    fun = functools.partial(optax_accum.value_and_grad, loss, **options)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
-        args = PARAMS, jax.device_put(BATCH, NamedSharding(mesh, P("data"))), jax.random.key(1), jnp.int32(0)
+        args = PARAMS, jax.device_put(BATCH, NamedSharding(mesh, P("data"))), jax.random.key(1)
         now, want = (jax.jit(fun(reduce_axes="data", overlap=flag))(*args) for flag in (True, False))
     chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-7)
-    ((_, (_, carry)), told), _ = now
-    assert carry == 4
+    (_, told), _ = now
     assert told.known > 0
 
 
@@ -230,7 +209,6 @@ def test_each_layer_is_reduced_once_inside_the_last_backward_pass():
         ({"reduce_axes": None}, "a sum over devices: reduce_axes"),
         ({"reduce_to": "partial"}, 'not reduce_to="partial"'),
         ({"in_place": False}, "gradients that are added inside"),
-        ({"unroll": True}, "gradients that are added inside"),
     ],
     ids=str,
 )
