@@ -143,6 +143,10 @@ def one_pass(traced: Traced) -> OnePass | None:
     for equation in first.once:
         if equation not in before:
             by_level.run_once(equation, levels, store)
+    printed = [equation for equation in before if equation.long.effects and not equation.outs]
+    if printed:  # once, and not wherever its operands are made again
+        _evaluate(before, dict(store.values))
+        before = [equation for equation in before if equation not in printed]
     end = End(traced, store, first.loop, before, last.once)
     return OnePass(traced, store, first.loop, before, last.once, *end.known(), end)
 

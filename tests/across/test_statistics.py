@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from optax_accum import batching, statistics
 from optax_accum._core import seen as counting
-from optax_accum._within.value_and_grad import replacing
+from optax_accum._within.one_by_one import one_by_one
 from optax_accum.accelerators import count_traffic
 from tests import programs
 from tests.tiers import sweep
@@ -335,7 +335,7 @@ def test_within_a_call_by_group_smoothed_and_of_what_is_a_gradient():
     fun = lambda p, rows: loss(p["a"] + p["b"], rows) + 0.1 * jnp.sum(p["b"]) + 7.0 * jnp.sum(p["kept"])
     groups = statistics.Options(groups={"a": "x", "b": "y", "kept": "z"})
     reduction = {"a": "mean", "b": "mean", "kept": "last"}
-    cut = lambda k: replacing(optax_accum.value_and_grad(fun, k, statistics=groups), reduction)
+    cut = lambda k: one_by_one(fun, k, statistics=groups, grad_reduction=reduction)
     measure = jax.jit(cut(2))
     (_, first), grads = measure(params, ROWS[0])
     (_, second), _ = measure(params, ROWS[1])

@@ -90,7 +90,7 @@ def both(loss, batch=BATCH, **options):
     """What it returns with and without."""
     results = []
     for overlap in (True, False):
-        run, args = compiled(loss, "Auto", batch, overlap=overlap, **options)
+        run, args = compiled(loss, "Auto", batch, overlap=overlap)
         results.append(jax.device_get(run(*args)))
     return results
 
@@ -113,14 +113,14 @@ def test_inside_a_shard_map_without_types(loss):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     got = []
     for overlap in (True, False):
-        f = optax_accum.value_and_grad(fun, 4, reduce_axes="data", overlap=overlap, **options)
+        f = optax_accum.value_and_grad(fun, 4, reduce_axes="data", overlap=overlap)
         inside = jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
         run = jax.jit(inside).lower(PARAMS, BATCH).compile()
         got.append(run(PARAMS, BATCH))
         one_scan = loss not in ("Ratios", "terms")  # each term has one
         assert bool(count_collectives(run).select(place="loop").operations) == (overlap and one_scan)
     chex.assert_trees_all_close(*got, rtol=1e-5, atol=1e-7)
-    f = optax_accum.value_and_grad(fun, 4, reduce_axes="data", overlap=True, **options)
+    f = optax_accum.value_and_grad(fun, 4, reduce_axes="data", overlap=True)
     typed = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
     with pytest.raises(ValueError, match="overlap=True needs check_vma=False in jax.shard_map"):
         typed.lower(PARAMS, BATCH)
