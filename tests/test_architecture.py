@@ -27,7 +27,7 @@ ROOMS = {  # and what each stands on
     "_rows": {"_core"},
     "_loss": {"_core", "_arguments"},
     "_space": {"_core", "_arguments", "_loss"},
-    "_across": {"_core", "_arguments", "_loss", "_space"},
+    "_across": {"_core", "_arguments", "_loss", "_space", "_explain"},
     "_within": {"_core", "_arguments", "_rows", "_loss", "_space"},
     "_batches": {"_core", "_arguments", "_loss", "_across"},
     "_placement": {"_core", "_arguments", "_space", "_across"},

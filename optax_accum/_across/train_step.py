@@ -11,7 +11,7 @@ from optax_accum._across.loss import Loss
 from optax_accum._across.steps import AccumulatingStep, Keywords, Step
 from optax_accum._across.transformation import rules_of
 from optax_accum._arguments import callables, checks
-from optax_accum._arguments.roles import Roles
+from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.leaves import short
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter
@@ -58,8 +58,9 @@ def value_and_apply_gradients(
       group_size: this many consecutive rows belong together; the number
         must divide the rows of each device.
       weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such
-        as `batch["mask"].sum()`. By default the number of its rows, and 1
-        if `tx` takes a sum. `weight=` in a call replaces it.
+        as `batch["mask"].sum()`. By default what the traced loss divides
+        by: a sum over a mask, or the number of rows; 1 if `tx` takes a sum.
+        `weight=` in a call replaces it.
       weight_of: `weight_of(value, aux)`, for a weight that `fun` computes
         (`aux` is None without `has_aux`): losses times weights are added,
         and divided by the sum of weights, as with a `Ratio`.
@@ -88,8 +89,11 @@ def value_and_apply_gradients(
 
     Raises:
       TypeError, ValueError: the loss is not a real scalar; arguments whose
-        roles do not fit; a keyword that neither `fun` names nor `tx` reads.
-        Otherwise as `accumulate_gradients`.
+        roles do not fit; a keyword that neither `fun` names nor `tx` reads;
+        a loss whose micro-batches do not add up, however they are weighed
+        (BatchNorm, several denominators, a sum for a mean), unless you say
+        how they count. `explain` shows the lines. Otherwise as
+        `accumulate_gradients`.
 
     Guarantees:
       The same parameters and state as the two calls, to rounding (if a
@@ -173,6 +177,7 @@ def value_and_apply_gradients(
         overlap=overlap,
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
+        reads=None if rules is None or not rules.averages else _reading(fun, roles, has_aux),
     )
     if rules is None:
         optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "flush")
@@ -188,3 +193,14 @@ def value_and_apply_gradients(
 
     del step.__wrapped__  # `jax.jit(step, static_argnames="flush")` reads the signature of `step`, not of `fun`
     return step
+
+
+def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[[Call], Any]:
+    """Returns what reads the weight of a micro-batch off its loss."""
+
+    def read(call: Call) -> Any:
+        from optax_accum._explain import weighing  # loaded when the first loss is read
+
+        return weighing.default_weight(fun, roles, call, has_aux)
+
+    return read

@@ -39,6 +39,11 @@ class Rules:
     mean_args: Mapping[str, Any]  # an example of each
     over: Reduction
 
+    @property
+    def averages(self) -> bool:
+        """Whether a window takes a mean over several micro-batches."""
+        return self.divisor.is_mean and self.schedule.holds
+
 
 class MicroBatch(NamedTuple):
     """The inputs of a micro-step, as the space lets them in."""

@@ -1,14 +1,15 @@
 """How much a micro-batch of a loss counts across calls: read off the traced loss, and computed from a batch."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.roles import Roles
+from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows, of_rows
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.types import Name, Tree
@@ -16,6 +17,7 @@ from optax_accum._explain.explanation import PLAIN, Weight
 from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of
+from optax_accum._rows.forms import Reason
 from optax_accum._within.splitting import Sizes
 from optax_accum._within.traced import Traced, traced
 
@@ -99,6 +101,67 @@ def weight_of(subject: Subject, term: str | None, denominator: Denominator) -> W
 def _count(counted: Any, denominator: Denominator, times: int) -> jax.Array:
     """Returns the weight of a batch that was repeated so many times."""
     return jnp.asarray(counted, jnp.float32) / (1 if denominator.by is None else times)
+
+
+def default_weight(fun: Callable[..., Any], roles: Roles, call: Call, has_aux: bool) -> jax.Array | None:
+    """Returns how much the micro-batch of a call counts, as its loss tells: what it divides by.
+
+    None says that it counts by its rows; so it does where the loss tells nothing: it communicates, say, or looks at
+    values, or is another program for more rows. Where nothing shows that this is right, a warning says so.
+
+    Raises:
+      ValueError: no weight makes micro-batches add up.
+    """
+    rows = count_known_rows(call[call.batch])
+    batch = of_rows(lambda leaf: jnp.concatenate([leaf] * 2), call[call.batch]) if rows == 1 else call[call.batch]
+    call = call.with_values(call.batch, batch)  # a loss may be another program for one row
+    subject = Subject(fun, roles, typed(call.arguments), Sizes(1, None, 1), has_aux)
+    try:
+        terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program))
+    except Exception:  # whatever the loss raises for twice as many rows
+        return None
+    found = list((terms or {}).values())
+    denominators = [one for term in found for one in term.denominators]
+    _check_adds_up([reason for term in found for reason in term.reasons], denominators)
+    if not denominators or denominators[0].makes is None:
+        return None
+    values = [jnp.asarray(leaf) for _, _, leaf in dataclasses.replace(subject, arguments=call.arguments).inputs]
+    return _count(denominators[0].counted(program, values), denominators[0], 2 if rows == 1 else 1)
+
+
+def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator]) -> None:
+    """Raises where micro-batches of a loss do not add up to the whole batch, however they are weighed."""
+    lines = [str(reason) for reason in reasons if reason.is_certain]
+    if len({denominator.by for denominator in denominators}) > 1:
+        by = [str(one.makes.place) if one.makes else "the number of rows" for one in denominators]
+        lines += [f"one sum is divided by {each}" for each in by]
+    if lines:
+        raise ValueError(
+            f"No weight makes the micro-batches of this loss add up to the whole batch:{_listed(lines)}\n"
+            f"Within a call value_and_grad is exact. {_NEVERTHELESS}"
+        )
+    if any(one.by is None for one in denominators):
+        raise ValueError(
+            f"A loss that is a sum over rows, which nothing divides ({denominators[0].sums[0].place}), is added over "
+            'micro-batches, and the optimizer takes their mean. Pass reduction="sum" to accumulate_gradients, or '
+            f"divide the sum. {_NEVERTHELESS}"
+        )
+    if reasons:
+        warnings.warn(
+            "Nothing shows how much a micro-batch of this loss counts, so it counts by its rows:"
+            f"{_listed(map(str, reasons))}\nSay how it counts: weight_fn=, or weight= in the call.",
+            stacklevel=2,
+        )
+
+
+_NEVERTHELESS = (
+    "To average over micro-batches nevertheless, say how they count: weight_fn=lambda batch: len(batch), say, or "
+    "weight= in the call."
+)
+
+
+def _listed(lines: Iterable[str]) -> str:
+    return "".join(f"\n  {line}" for line in dict.fromkeys(lines))
 
 
 def weight_fn(subject: Subject) -> Callable[..., Any]:

@@ -62,9 +62,9 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
         place = term.sources[0].place
         if term.powers == NONE and len(form.terms) > 1:
             beside = "a term that takes no rows" if apart else "a mean"
-            reasons.append(Reason(f"a sum over rows that nothing divides, beside {beside}", place))
+            reasons.append(Reason(f"a sum over rows that nothing divides, beside {beside}", place, True))
         if any(other.powers for other in apart):
-            reasons.append(Reason("a sum over rows, beside a term without rows that a count divides", place))
+            reasons.append(Reason("a sum over rows, beside a term without rows that a count divides", place, True))
     if reasons:
         return Found((), _one_a_line(reasons))
     return Found(tuple(one for one in found if isinstance(one, Denominator)))
@@ -86,13 +86,13 @@ def _denominator(
         return Denominator(None, sums)
     [(by, exponent), *more] = powers
     if more or exponent != -1:
-        return Reason("a sum over rows that several counts divide, or multiply", sums[0].place)
+        return Reason("a sum over rows that several counts divide, or multiply", sums[0].place, True)
     if not isinstance(by, Sum):
         return Denominator(by, sums)
     makes, inputs = reading.form(by.value).sums[0].sources[0], reading.inputs.get(by.value, frozenset())
     for place in inputs:
         if others[place] is not None:
-            return Reason(f"divided by what the argument {others[place]} decides, too", makes.place)
+            return Reason(f"divided by what the argument {others[place]} decides, too", makes.place, True)
     return Denominator(by, sums, makes, reading.guards.get(by), inputs)
 
 

@@ -22,10 +22,11 @@ class Sum:
 
 
 class Reason(NamedTuple):
-    """Why micro-batches do not add up, whatever they weigh."""
+    """Why micro-batches do not add up, whatever they weigh; or, unless `is_certain`, why nothing shows that they do."""
 
     text: str
     place: Place
+    is_certain: bool = False
 
     def __str__(self) -> str:
         return f"{self.text}, {self.place}"

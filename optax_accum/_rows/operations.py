@@ -68,7 +68,7 @@ def _quotient(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
         text = f"each entry is divided by a {name_of(by.sums[0])} of its own"
     if value in reading.model:
         text = f"divided by a {name_of(by.sums[0])} that the model decides: return a Ratio of the two sums"
-    return Form().because(*form.reasons, *by.reasons, Reason(text, by.sums[0].sources[0].place))
+    return Form().because(*form.reasons, *by.reasons, Reason(text, by.sums[0].sources[0].place, is_certain=True))
 
 
 def _integer_power(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:

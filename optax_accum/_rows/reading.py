@@ -175,7 +175,7 @@ def _because(forms: Sequence[Form], *reasons: Reason) -> Form:
 
 
 def _taken(term: Term, source: Equation) -> Reason:
-    return Reason(f"{TAKES} {name_of(term)}", source.place)
+    return Reason(f"{TAKES} {name_of(term)}", source.place, is_certain=True)
 
 
 def _draws(equation: Equation) -> bool:

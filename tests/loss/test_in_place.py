@@ -195,7 +195,7 @@ def test_a_micro_step_weighs_gradients_where_they_arise(body, cast):
     states = []
     for flag in (True, False):
         step = jax.jit(optax_accum.value_and_apply_gradients(loss_of(body, inner), tx, in_place=flag))
-        states.append(step(p, tx.init(p), TOKENS[:8])[2].acc_grads)  # a power of two is exact anywhere
+        states.append(step(p, tx.init(p), TOKENS[:8], weight=8.0)[2].acc_grads)  # a power of two is exact anywhere
     chex.assert_trees_all_equal(*states)
 
 

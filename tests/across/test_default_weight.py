@@ -1,0 +1,115 @@
+"""How much a micro-batch counts if nobody says it: what its loss divides by, read off the trace."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_accum
+from tests.versions import needs_devices
+
+RANDOM = np.random.default_rng(0)
+BATCH = {
+    "x": RANDOM.normal(size=(12, 3)).astype("f"),
+    "y": RANDOM.normal(size=12).astype("f"),
+    "mask": np.array([0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 0], "f"),
+}
+W = jnp.ones(3)
+
+
+def errors(w, batch):
+    return (batch["x"] @ w - batch["y"]) ** 2
+
+
+def masked(w, batch):
+    return jnp.sum(batch["mask"] * errors(w, batch)) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+
+
+def normalised(w, batch):
+    h = batch["x"] @ w
+    return jnp.mean(((h - h.mean()) / h.std() - batch["y"]) ** 2)
+
+
+def two_means(w, batch):
+    return masked(w, batch) + jnp.mean(errors(w, batch))
+
+
+def total(w, batch):
+    return jnp.sum(errors(w, batch))
+
+
+def over_model(w, batch):
+    gate = jax.nn.sigmoid(batch["x"] @ w)
+    return jnp.sum(gate * errors(w, batch)) / jnp.sum(gate)
+
+
+@jax.custom_vjp
+def clipped(w):
+    return w
+
+
+clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+def trained(loss, sizes=(1, 7, 4), place=lambda rows: rows, tx=None, **keywords):
+    """The parameters after one window."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), len(sizes)) if tx is None else tx
+    step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx))
+    now, state, end = W, jax.jit(tx.init)(W), 0
+    for size in sizes:
+        _, now, state = step(now, state, place(jax.tree.map(lambda leaf: leaf[end : end + size], BATCH)), **keywords)  # noqa: B023
+        end += size
+    return now
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("loss", [masked, lambda w, batch: masked(w, batch) + 0.1 * jnp.sum(w**2)])
+def test_it_is_what_the_loss_divides_by(loss):
+    """Micro-batches of one row, and of rows that do not count, among them."""
+    np.testing.assert_allclose(trained(loss), W - jax.grad(loss)(W, BATCH), rtol=1e-5)
+
+
+@needs_devices
+def test_each_device_weighs_its_own_rows():
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduce_axes="data")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        now = trained(masked, (4, 8), place, tx)
+    np.testing.assert_allclose(now, W - jax.grad(masked)(W, BATCH), rtol=1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (normalised, "each row takes a mean over rows, test_default_weight.py:"),
+        (two_means, r"divided by test_default_weight.py:\d+\n.*divided by the number of rows"),
+        (over_model, "that the model decides: return a Ratio"),
+        (total, r'nothing divides \(test_default_weight.py:\d+\).*Pass reduction="sum"'),
+    ],
+)
+def test_where_no_weight_is_right_an_error_shows_the_lines(loss, message):
+    with pytest.raises(ValueError, match=f"(?s){message}.*weight_fn=lambda batch: len"):
+        trained(loss)
+    trained(loss, weight=1.0)  # the remedies
+    trained(loss, tx=optax_accum.accumulate_gradients(optax.sgd(1.0), None, reduction="sum"), flush=True)
+    trained(loss, tx=optax_accum.accumulate_gradients(optax.sgd(1.0), 1))  # an update of each: nothing is averaged
+
+
+def test_where_nothing_shows_what_counts_a_warning_says_so():
+    loss = lambda w, batch: masked(clipped(w), batch)
+    with pytest.warns(UserWarning, match="counts by its rows:\n  a derivative of yours that is not linear, test_def"):
+        trained(loss)
+
+
+def test_a_loss_of_one_size_counts_by_its_rows():
+    loss = lambda w, batch: jnp.mean(errors(w, batch).reshape(4))
+    np.testing.assert_allclose(
+        trained(loss, (4, 4, 4)), W - jax.grad(lambda w: jnp.mean(errors(w, BATCH)))(W), rtol=1e-5
+    )
