@@ -170,9 +170,9 @@ def _key(name: str) -> Outcome | None:
     rows = np.eye(K, dtype=np.float32)
 
     def loss(w: jax.Array, x: jax.Array, key: Any) -> jax.Array:
-        return jnp.sum(x @ w) * jax.random.uniform(key)
+        return jnp.sum((x @ w) * jax.random.uniform(key, x.shape[:1]))
 
-    ours = optax_accum.value_and_grad(loss, num_microbatches=K, rng_argnum=2)
+    ours = optax_accum.value_and_grad(loss, num_microbatches=K)
     cut = {
         OURS: lambda *args: ours(*args)[1],
         "optax.microbatch": optax.microbatch(jax.grad(loss), 1, microbatch_size=1),

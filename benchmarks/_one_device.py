@@ -197,7 +197,6 @@ def cuts(on: Target) -> Iterator[tuple[str, Facts]]:
 
     for name, step in (
         ("row r in micro-batch r mod 8", optax_accum.value_and_grad(loss, num_microbatches=8)),
-        ("the same, unroll=True", optax_accum.value_and_grad(loss, num_microbatches=8, unroll=True)),
         ("consecutive rows, by hand", consecutive),
     ):
         program = compiled(on, step, params, batch, donate=())

@@ -149,8 +149,6 @@ class OursWithin(Whole):
             problem.loss,
             microbatch_size=rows,
             batch_argnums=tuple(range(1, len(arrays) + 1)),
-            weight_fn=problem.weight,
-            unroll=problem.unroll,
         )
         return cut(params, *arrays)[1]
 

@@ -212,14 +212,14 @@ def host(every: int, *, keeps: str = "sum") -> Any:
 
 
 def ours_within(every: int) -> Any:
-    cut = optax_accum.value_and_grad(loss, every, weight_fn=count)
+    cut = optax_accum.value_and_grad(loss, every)
     step = jax.jit(lambda carry, batch: updated(carry, cut(carry[0], batch)[1]))
     return step, (params(), SGD.init(params()))
 
 
 def ours_across(every: int) -> Any:
     tx = optax_accum.accumulate_gradients(SGD, every)
-    micro_step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=count)
+    micro_step = optax_accum.value_and_apply_gradients(loss, tx)
     step = lambda carry, batch, flush=False: micro_step(*carry, batch, flush=flush)[1:]
     return jax.jit(step), (params(), tx.init(params())), jax.jit(functools.partial(step, flush=True))
 
@@ -313,14 +313,14 @@ LOOPS = [
     ),
     Loop("a scan that adds sums and divides by all tokens", "", EACH, tokens, True),
     Loop(
-        "`value_and_grad(loss, k, weight_fn=count)`",
+        "`value_and_grad(loss, k)`",
         "ours",
         "no gradient beside the sum; with `reduce_axes` one reduction",
         ours_within,
         True,
     ),
     Loop(
-        "`value_and_apply_gradients(loss, tx, weight_fn=count)`",
+        "`value_and_apply_gradients(loss, tx)`",
         "ours",
         "no gradient beside the sum; with `reduce_axes` one reduction, when the window closes",
         ours_across,

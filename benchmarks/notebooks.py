@@ -35,7 +35,7 @@ STEPS: dict[str, Callable[[Names], tuple[Any, Any, Names]]] = {
         {"weight": 1.0},
     ),
     "02_language_model": lambda n: (
-        jax.jit(optax_accum.value_and_grad(n["loss_of"], num_microbatches=2, weight_fn=n["count"])),
+        jax.jit(optax_accum.value_and_grad(n["loss_of"], num_microbatches=2)),
         (n["weights"], (n["tokens"][: n["BATCH"]], n["mask"][: n["BATCH"]])),
         {},
     ),

@@ -577,7 +577,7 @@ def _ours_within(random: Random, number: int) -> Problem:
     s = setting(random, number, masked=number % 2 == 0, rate=0.7 if number % 3 else None)
 
     def make_step(every: int) -> Any:
-        cut = optax_accum.value_and_grad(s.loss, num_microbatches=every, weight_fn=s.weight, rng_argnum=2)
+        cut = optax_accum.value_and_grad(s.loss, num_microbatches=every)
 
         @jax.jit
         def step(carry: Tree, batch: Tree) -> Tree:

@@ -129,11 +129,6 @@ def cut(batch, sizes=SIZES):
     return [jax.tree.map(lambda leaf, a=end - n, b=end: leaf[a:b], batch) for end, n in zip(ends, sizes, strict=True)]
 
 
-def dealt(batch, number):
-    """The micro-batches of `value_and_grad`: row r goes to micro-batch r mod `number`."""
-    return [jax.tree.map(lambda leaf, i=i: leaf[i::number], batch) for i in range(number)]
-
-
 def weights(weigh, batches):
     return [len(batch["x"]) if weigh is None else weigh(batch) for batch in batches]
 

@@ -264,7 +264,6 @@ def test_whatever_a_loss_does_with_a_parameter(path, use):
 NARROW = {  # and the micro-batches that it makes
     "apply_gradients": (paths.gradients, paths.cut(paths.rows())),
     "value_and_apply_gradients": (paths.micro_steps, paths.cut(paths.rows())),
-    "value_and_grad": (functools.partial(paths.within, microbatch_size=4), paths.dealt(paths.rows(), 3)),
 }
 
 

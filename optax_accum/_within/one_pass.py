@@ -43,6 +43,7 @@ class OnePass:
       known: the cotangents of what the loop gives, None where they are zero; None if they depend on that.
       factor: the end of the loss tells a factor of them, and of the gradient.
       end: the gradient of what follows the loop.
+      is_measured: whether the gradient of each micro-batch is measured.
     """
 
     traced: Traced
@@ -53,11 +54,13 @@ class OnePass:
     known: Given | None
     factor: int | None
     end: "End"
+    is_measured: bool = False
 
     @property
-    def unscaled(self) -> "OnePass":
-        """The same loss without a factor in the end: the loop runs forward for it, first."""
-        return self if self.factor is None else dataclasses.replace(self, known=None, factor=None)
+    def measured(self) -> "OnePass":
+        """The same loss, each of whose gradients is measured: its factor in the end comes from a forward pass, first."""
+        of_all = {} if self.factor is None else {"known": None, "factor": None}
+        return dataclasses.replace(self, is_measured=True, **of_all)
 
     @functools.cached_property
     def cotangents(self) -> Given:
@@ -107,8 +110,24 @@ class OnePass:
         pairs = zip(rows, self.loop.rows, strict=True)
         first = [_units_first(row, axis_of(value), len(numbers)) for row, value in pairs]
         products = map(_product, (*self.cotangents.parts, *batch["cotangents"]), (*parts, *first))
-        share = len(numbers) / (units.size * units.parts * units.devices)
+        share = self.weight(batch) / (self.total * units.devices)
         return sum(products, jnp.zeros([])) / share, Given(parts, first)
+
+    def weight(self, batch: dict[str, Any]) -> Any:
+        """Returns the number of rows of a micro-batch; measured, of those that do not fill it up."""
+        units, numbers = self.traced.units, batch["units"]
+        return units.block * (jnp.sum(numbers < units.number) if self.is_filled else len(numbers))
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether rows that fill up the last micro-batches must not count: a measured gradient is one of its rows."""
+        return self.is_measured and self.traced.units.fills
+
+    @property
+    def total(self) -> int:
+        """The number of rows of all micro-batches."""
+        units = self.traced.units
+        return units.block * (units.number if self.is_filled else units.size * units.parts)
 
     @property
     def reductions(self) -> Given:

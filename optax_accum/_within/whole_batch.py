@@ -151,7 +151,7 @@ def _widened(grad: Any, named: Any) -> Any:
 def _in_one_pass(rules: Rules, device: Device, call: Call, once: OnePass, again: bool) -> tuple[Local, Tree]:
     """Returns the value and the gradient of a loss whose cotangents are known beforehand."""
     if rules.meter.measures:
-        once = once.unscaled
+        once = once.measured
 
     def contribution(*args: Any) -> Any:
         *params, batch, fixed = args
@@ -165,6 +165,7 @@ def _in_one_pass(rules: Rules, device: Device, call: Call, once: OnePass, again:
         roles=roles,
         returns=Returns(has_aux=True),
         sizes=splitting.Sizes(once.traced.units.parts, None, 1),
+        weight_fn=once.weight if once.is_filled else None,
         single=False,
         aux_reduction=once.reductions,
         overlap=_overlap(rules, once),

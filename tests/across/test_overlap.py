@@ -37,8 +37,8 @@ WAYS = {
     "sum": (lambda *args: 0.01 * mean(*args), {}, {"reduction": "sum"}),
     "a clip in the backward pass": (lambda *args: clipped(3.0 * mean(*args)), {}, {}),
     "in bfloat16": (mean, {}, {"reduce_dtype": jnp.bfloat16}),
-    "Ratio": (LOSSES["Ratio"][0], {}, {"statistics": True}),
-    "Ratio, to shards": (LOSSES["Ratio"][0], {}, {"reduce_to": SHARDS["rows"]}),
+    "Ratio": (LOSSES["Ratio"], {}, {"statistics": True}),
+    "Ratio, to shards": (LOSSES["Ratio"], {}, {"reduce_to": SHARDS["rows"]}),
 }
 
 
