@@ -77,7 +77,7 @@ def close(got, want):
 
 
 def within(params, k):
-    run = optax_accum.value_and_grad(loss, num_microbatches=k, weight_fn=tokens, reduce_axes="replica")
+    run = optax_accum.value_and_grad(loss, num_microbatches=k, reduce_axes="replica")
     return jax.jit(run, out_shardings=(None, shardings(params)))
 
 
@@ -137,9 +137,7 @@ def in_place(tx):
 
 def in_two_parts(tx):
     """The window is calls times micro-batches."""
-    own = optax_accum.value_and_grad(
-        loss, num_microbatches=2, weight_fn=tokens, reduce_axes="replica", reduce_to="partial"
-    )
+    own = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="replica", reduce_to="partial")
 
     def step(params, state, batch):
         _, grads = own(params, batch)
