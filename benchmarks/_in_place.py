@@ -157,7 +157,7 @@ class Ways(NamedTuple):
 
     def ours(self, **options: Any) -> Callable[..., Any]:
         """Returns the gradient by the library."""
-        size = {"microbatch_size": ROWS, "whole_argnums": 2, "accumulator_dtype": jnp.float32}
+        size = {"microbatch_size": ROWS, "accumulator_dtype": jnp.float32}
         return optax_accum.value_and_grad(self.loss, **size, **options)
 
     def by_hand(self, params: Tree, batch: jax.Array, frozen: Tree) -> tuple[jax.Array, Tree]:

@@ -15,6 +15,7 @@ import optax_accum
 from optax_accum import flax as accum
 from tests import programs
 from tests.tiers import sweep
+from tests.versions import needs_devices
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
@@ -145,11 +146,11 @@ def through_apply_gradients(sizes, weighted):
     return linen_result(state, state.window_metrics())
 
 
-def through_train_step(sizes, weighted, loss=linen_loss):
+def through_train_step(sizes, weighted, loss=linen_loss, **options):
     """Micro-batches of up to four rows within each call, a window across calls."""
     state = linen_state(optax_accum.accumulate_gradients(INNER, len(sizes)))
-    weight_fn = weight_of(weighted) if loss is linen_loss else None
-    step = accum.linen.train_step(loss, microbatch_size=4, weight_fn=weight_fn)
+    options = {"weight_fn": weight_of(weighted), **options}
+    step = accum.linen.train_step(loss, microbatch_size=4, **options)
     for batch, _ in calls(sizes, weighted):
         state, metrics = step(state, batch, jax.random.key(0))
     return linen_result(state, metrics)
@@ -209,8 +210,7 @@ def through_the_optimizer(sizes, weighted, value_and_grad=nnx.value_and_grad, **
 
 
 def through_value_and_grad(sizes, weighted):
-    options = {"microbatch_size": 4, "weight_fn": weight_of(weighted)}
-    return through_the_optimizer(sizes, weighted, accum.nnx.value_and_grad, **options)
+    return through_the_optimizer(sizes, weighted, accum.nnx.value_and_grad, microbatch_size=4)
 
 
 def accumulated(loss, has_aux, **options):
@@ -223,11 +223,11 @@ def through_accumulate(sizes, weighted):
     return through_the_optimizer(sizes, weighted, accumulated, **options)
 
 
-def through_the_nnx_train_step(sizes, weighted, loss=nnx_loss):
+def through_the_nnx_train_step(sizes, weighted, loss=nnx_loss, **options):
     model = Module()
     optimizer = nnx_optimizer(model, None)
-    weight_fn = weight_of(weighted) if loss is nnx_loss else None
-    step = accum.nnx.train_step(loss, has_aux=True, microbatch_size=4, weight_fn=weight_fn)
+    options = {"weight_fn": weight_of(weighted), **options}
+    step = accum.nnx.train_step(loss, has_aux=True, microbatch_size=4, **options)
     for batch, last in calls(sizes, weighted):
         metrics = step(model, optimizer, batch, flush=jnp.array(last))
     return nnx_result(model, optimizer, metrics)
@@ -261,7 +261,26 @@ TRAIN_STEPS = {"Linen": (through_train_step, linen_loss), "NNX": (through_the_nn
 @pytest.mark.parametrize("step", TRAIN_STEPS)
 def test_a_ratio_says_how_much_a_micro_batch_counts(step):
     path, loss = TRAIN_STEPS[step]
-    assert_the_update_of_the_whole_batch(functools.partial(path, loss=as_ratio(loss)), *CASES[0])
+    assert_the_update_of_the_whole_batch(functools.partial(path, loss=as_ratio(loss), weight_fn=None), *CASES[0])
+
+
+def communicating(loss):
+    """The loss with a sum over devices in it, of which no trace tells what it is for the whole batch."""
+
+    def of_own_rows(model, batch, *args):
+        value, extra = loss(model, batch, *args)
+        return value + 0 * jax.lax.psum(batch[0].sum(), "data"), extra
+
+    return of_own_rows
+
+
+@needs_devices
+@pytest.mark.parametrize("step", TRAIN_STEPS)
+def test_where_a_loss_communicates_weight_fn_says_how_much_a_micro_batch_counts(step):
+    path, loss = TRAIN_STEPS[step]
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        path = functools.partial(path, loss=communicating(loss), reduce_axes="data")
+        assert_the_update_of_the_whole_batch(path, (4, 8), weighted=True)
 
 
 def as_terms(loss):
@@ -278,7 +297,7 @@ def as_terms(loss):
 def test_a_train_step_says_what_takes_several_terms(step):
     path, loss = TRAIN_STEPS[step]
     with pytest.raises(TypeError, match="the terms .'a', 'b'.. Return their sum, or one Ratio.*value_and_grad"):
-        path(*CASES[0], loss=as_terms(loss))
+        path(*CASES[0], loss=as_terms(loss), weight_fn=None)
 
 
 @pytest.mark.parametrize("path", PATHS)

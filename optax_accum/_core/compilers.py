@@ -106,6 +106,28 @@ def explicit_mesh(kind: Any) -> Any:
     return mesh if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
 
 
+def explicit_sharding(leaf: Any) -> Any:
+    """Returns the sharding over Explicit axes that the type of an array tells; else None."""
+    kind = jax.typeof(leaf) if JAX >= DEVICES and isinstance(leaf, jax.Array) else leaf
+    return None if explicit_mesh(kind) is None else kind.sharding
+
+
+def sharded_as(kind: Any, leaf: jax.Array) -> jax.Array:
+    """Returns an array on the Explicit axes that a type names."""
+    sharding = explicit_sharding(kind)
+    return leaf if sharding is None else jax.sharding.reshard(leaf, sharding)
+
+
+def first_split(leaf: jax.Array, *sizes: int) -> jax.Array:
+    """Returns an array whose first axis is split; JAX 0.8 splits none over Explicit axes beside an axis of one."""
+    ones = [axis for axis in range(1, leaf.ndim) if leaf.shape[axis] == 1]
+    if not ones or explicit_sharding(leaf) is None:
+        return leaf.reshape(*sizes, *leaf.shape[1:])
+    leaf = jax.lax.squeeze(leaf, ones)
+    leaf = leaf.reshape(*sizes, *leaf.shape[1:])
+    return jax.lax.expand_dims(leaf, [axis + len(sizes) - 1 for axis in ones])
+
+
 def on_mesh_of(leaf: Any, zeros: jax.Array) -> jax.Array:
     """Returns zeros of the shape of a leaf on its Explicit mesh, which JAX forgets where no `jax.set_mesh` says it."""
     kind = jax.typeof(leaf)

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_accum._core import compilers
+
 
 @dataclasses.dataclass(frozen=True)
 class Units:
@@ -40,12 +42,12 @@ class Units:
     def interleaved(self, leaf: jax.Array, axis: int) -> jax.Array:
         """Returns all rows with the index of the micro-batch as the second axis: [size, parts, block, ...]."""
         rows = self.filled(self.first(leaf, axis))
-        return rows.reshape(self.size, self.parts, *rows.shape[1:])
+        return compilers.first_split(rows, self.size, self.parts)
 
     def first(self, leaf: jax.Array, axis: int) -> jax.Array:
         """Returns all rows with their units first: [number, block, ...]."""
         rows = jnp.moveaxis(leaf, axis, 0)
-        return rows.reshape(self.number, rows.shape[0] // self.number, *rows.shape[1:])
+        return compilers.first_split(rows, self.number, rows.shape[0] // self.number)
 
     def filled(self, rows: jax.Array) -> jax.Array:
         """Returns units [number, ...], and copies of the first ones that fill up the last micro-batches."""

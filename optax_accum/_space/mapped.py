@@ -60,7 +60,7 @@ def per_device(
         except ValueError as error:
             if re.search("should match the mesh passed to shard_map|Tuple subset of `PartitionSpec`", str(error)):
                 raise ValueError(_nested(axes)) from error
-            if re.search("with_sharding_constraint|`manual_axis_type`|`vma`|passed to reshard|manual axes", str(error)):
+            if re.search(_OF_CONSTRAINTS, str(error)):
                 raise ValueError(_CONSTRAINED.format(axes=axes)) from error
             raise
         arrays, put_back = parted(sums, lambda leaf: not dtypes.is_float0(leaf))
@@ -88,6 +88,9 @@ _FROM_ZEROS = (
 )
 
 
+_OF_CONSTRAINTS = (
+    "with_sharding_constraint|`manual_axis_type`|`vma`|passed to reshard|manual axes|should match the aval mesh"
+)
 _CONSTRAINED = (
     "With reduce_axes each device has rows of its own, so that fun cannot constrain shardings over them: "
     "reduce_axes={axes}, and jax.lax.with_sharding_constraint or jax.sharding.reshard names one of these, or a mesh. "

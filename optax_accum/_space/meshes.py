@@ -142,12 +142,14 @@ def check_divisible(to: Tree, params: Tree) -> None:
             )
 
 
-def cuttable(leaf: jax.Array, rows: int) -> jax.Array:
+def cuttable(leaf: jax.Array, rows: int, axis: int = 0) -> jax.Array:
     """Returns a leaf of a batch, gathered along its rows where Explicit axes cannot cut that many evenly."""
-    spec = spec_of(leaf)
-    if not spec or spec[0] is None or rows % num_devices(sharding_of(leaf).mesh, names_of(spec[0])) == 0:
+    spec = spec_of(leaf) or PartitionSpec()
+    entry = spec[axis] if axis < len(spec) else None
+    if entry is None or rows % num_devices(sharding_of(leaf).mesh, names_of(entry)) == 0:
         return leaf
-    unsharded = over(NamedSharding(sharding_of(leaf).mesh, PartitionSpec(None, *spec[1:])), AxisType.Explicit)
+    whole = PartitionSpec(*spec[:axis], None, *spec[axis + 1 :])
+    unsharded = over(NamedSharding(sharding_of(leaf).mesh, whole), AxisType.Explicit)
     return leaf if unsharded is None else jax.sharding.reshard(leaf, unsharded)
 
 

@@ -14,6 +14,7 @@ from optax_accum._rows.levels import Kind, Levels, Loop, inside_layers, is_over_
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.traces import COUPLED
 from optax_accum._rows.units import Units
+from optax_accum._space import meshes
 from optax_accum._space.device import Device
 from optax_accum._within import loops, shared
 
@@ -52,13 +53,19 @@ class Store:
         if isinstance(value, Constant | Number):
             return value.array if isinstance(value, Constant) else value.number
         if value not in self.values:
-            self.values[value] = self.units.joined(self.parts[value], axis_of(value))
+            joined = self.units.joined(self.parts[value], axis_of(value))
+            self.values[value] = compilers.sharded_as(value.long, joined)
         return self.values[value]
+
+    def cuttable(self, value: Value) -> Any:
+        """Returns a value for all rows, as Explicit axes let them be cut."""
+        units = self.units
+        return meshes.cuttable(jnp.asarray(self.whole(value)), 1 if units.fills else units.size, axis_of(value))
 
     def cut(self, value: Value) -> Any:
         """Returns a value as micro-batches [k, ...]."""
         if value not in self.parts:
-            self.parts[value] = self.units.cut(self.whole(value), axis_of(value))
+            self.parts[value] = self.units.cut(self.cuttable(value), axis_of(value))
         return self.parts[value]
 
 
@@ -122,7 +129,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     fixed = [value for value in takes if value.axis is None and value in levels.model]
     moving = [value for value in takes if value.axis is not None and value in levels.model]
     still = [value for value in takes if value.axis is not None and value not in levels.model]
-    interleaved = [units.interleaved(jnp.asarray(store.whole(value)), axis_of(value)) for value in still]
+    interleaved = [units.interleaved(store.cuttable(value), axis_of(value)) for value in still]
     constants = [store.whole(value) for value in free]
     wide = shared.widened([store.whole(value) for value in fixed], [_same] * len(fixed))
 

@@ -106,10 +106,11 @@ def _stacked(turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, l
     leaves = jax.tree.leaves(xs)
     first = jax.tree.map(lambda leaf: leaf[0], xs)
     shapes = jax.eval_shape(turn, carry, first)[1]
-    begin = jnp.real(leaves[-1].ravel()[0])
+    explicit = compilers.explicit_sharding(leaves[-1]) is not None  # its first number is on one device alone
+    begin = jnp.zeros([]) if explicit else jnp.real(leaves[-1].ravel()[0])
     types = compilers.varying_together(jax.tree.leaves((carry, begin)), like=[*leaves, *jax.tree.leaves(like)])
     carry, begin = jax.tree.unflatten(jax.tree.structure((carry, begin)), types)
-    buffers = jax.tree.map(lambda leaf: jnp.full((len(leaves[0]), *leaf.shape), begin.astype(leaf.dtype)), shapes)
+    buffers = jax.tree.map(lambda leaf: _buffer(len(leaves[0]), leaf, begin), shapes)
 
     def step(index: Any, carried: Any) -> Any:
         carry, buffers = carried
@@ -118,3 +119,13 @@ def _stacked(turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, l
         return carry, jax.tree.map(update, buffers, rows)
 
     return jax.lax.fori_loop(0, len(leaves[0]), step, (carry, buffers))
+
+
+def _buffer(length: int, row: jax.ShapeDtypeStruct, begin: jax.Array) -> jax.Array:
+    """Returns an array of a number for so many rows, on the Explicit axes that these are on."""
+    buffer = jnp.full((length, *row.shape), begin.astype(row.dtype))
+    sharding = compilers.explicit_sharding(row)
+    if sharding is None:
+        return buffer
+    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+    return jax.sharding.reshard(buffer, jax.sharding.NamedSharding(sharding.mesh, spec))

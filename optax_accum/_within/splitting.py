@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.rows import check_groups, count_known_rows, of_rows
+from optax_accum._core import compilers
 from optax_accum._core.leaves import by_path
 from optax_accum._core.types import Tree
 from optax_accum._space import meshes
@@ -142,7 +143,7 @@ def interleaved(split: Split, batch: Tree) -> Tree:
     def stack(leaf: jax.Array) -> jax.Array:
         rows = meshes.cuttable(leaf, count)
         rows = rows if not split.rest else rows[: split.full * split.size]
-        return rows.reshape(count, split.full, *together, *leaf.shape[1:])
+        return compilers.first_split(rows, count, split.full, *together)
 
     return of_rows(stack, _arrays(batch))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_known_rows, is_split
+from optax_accum._core import compilers
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._rows.levels import Levels, levels_of
@@ -113,7 +114,10 @@ def _of_arrays(fun: Callable[..., Any], call: Call) -> tuple[Callable[[Sequence[
 def _type(leaf: Any, times: int = 1) -> Any:
     shape = jnp.shape(leaf)
     shape = (times * shape[0], *shape[1:]) if is_split(leaf) and times > 1 else shape
-    return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf), weak_type=getattr(leaf, "weak_type", False))
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(
+        shape, jnp.result_type(leaf), weak_type=weak, sharding=compilers.explicit_sharding(leaf)
+    )
 
 
 _OTHER = (

@@ -319,6 +319,6 @@ def _check_streams(args: Mapping[Name, Any]) -> None:
         for node in jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
             if isinstance(node, nnx.Rngs):
                 raise TypeError(
-                    f"An nnx.Rngs beside the model would give all micro-batches the same keys: argument {name!r}. Make "
-                    "it an attribute of the module; or pass a key, and name it with rng_argnum."
+                    f"An nnx.Rngs beside the model is advanced by nobody: argument {name!r}. Make it an attribute of "
+                    "the module; or pass a key, which accumulate needs named by rng_argnum."
                 )

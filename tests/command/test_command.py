@@ -74,20 +74,30 @@ def test_it_runs_without_flax():
 # Commands.
 
 
-@pytest.mark.parametrize("name", [None, *COMMANDS])
-def test_each_help_shows_an_example_that_runs(name, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def examples_of(name, capsys):
+    """Returns the examples in the help of a command, or in that of all."""
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"] if name else ["--help"])
-    examples = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  python -m")]
-    assert len(examples) == (1 if name else 2)
-    for example in examples:
-        assert example[:3] == ["python", "-m", "optax_accum"]
-        quick = ["--candidates", "64"] if "plan" in example else []
-        assert main([*example[3:], *quick]) == 0
-        assert len(capsys.readouterr().out.splitlines()) > 4
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  python -m")]
 
 
+def test_the_help_shows_examples_of_two_commands(capsys):
+    shown = examples_of(None, capsys)
+    assert len(shown) == 2
+    assert {*shown} <= {example for name in COMMANDS for example in examples_of(name, capsys)}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_help_shows_an_example_that_runs(name, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (example,) = map(str.split, examples_of(name, capsys))
+    assert example[:3] == ["python", "-m", "optax_accum"]
+    quick = ["--candidates", "64"] if "plan" in example else []
+    assert main([*example[3:], *quick]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 4
+
+
+@pytest.mark.sweep
 def test_it_is_called_without_a_warning():
     call = [sys.executable, "-W", "error", "-m", "optax_accum", "verify", "examples.verified_step:make_step"]
     done = subprocess.run(call, capture_output=True, text=True, check=True, cwd=ROOT)
@@ -101,10 +111,9 @@ def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
 
 
 def test_whoever_reads_may_stop():
-    """`python -m optax_accum | head`: no traceback."""
-    call = subprocess.Popen(
-        [sys.executable, "-m", "optax_accum"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    """`python -m optax_accum | head`: no traceback, and no warning."""
+    command = [sys.executable, "-W", "error", "-m", "optax_accum"]
+    call = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     with call:
         call.stdout.close()
         assert (call.stderr.read(), call.wait()) == ("", 141)

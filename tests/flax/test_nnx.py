@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import sys
 import weakref
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from optax_accum._loss import ratio
 from optax_accum.flax._versions import as_pure, value_of
 from tests import programs
 from tests.flax_problems import ROWS, Net, X, Y, arrays, close, cross_entropy, equal, micro_batches, nnx_loss
-from tests.tiers import sweep
+from tests.tiers import one_of_each, sweep
 from tests.versions import flax_before, needs_devices
 
 pytestmark = pytest.mark.usefixtures("rank_promotion")
@@ -33,25 +34,37 @@ pytestmark = pytest.mark.usefixtures("rank_promotion")
 def test_the_gradient_of_a_module_is_that_of_the_whole_batch(jit):
     model = Net(nnx.Rngs(0))
     want_value, want = of_whole(model, (X, Y))
-    cut = accum.nnx.value_and_grad(nnx_loss, num_microbatches=5, weight_fn=lambda batch: batch[0].shape[0])
+    cut = accum.nnx.value_and_grad(nnx_loss, num_microbatches=5)
     value, grads = jit(lambda model, batch: cut(model, batch))(model, (X, Y))
     assert_allclose(value, want_value, rtol=1e-6)
     close(arrays(grads), arrays(want))
 
 
-def test_batch_norm_and_random_streams_of_a_module():
-    whole, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    loss = lambda model, batch: nnx_loss(model, batch, norm=True)
-    cut = accum.nnx.value_and_grad(loss, num_microbatches=4)
-    nnx.jit(lambda whole, model, batch: (loss(whole, batch), cut(model, batch)))(whole, model, (X, Y))
-    stats = lambda model: arrays(nnx.state(model, nnx.BatchStat))
-    close(stats(model), stats(whole))
-    dropping = Net(nnx.Rngs(0, dropout=1), rate=0.5)
-    masks = lambda model, x: (jnp.float32(0) + model.first.kernel.sum() * 0, model.drop(jnp.ones_like(x)))
-    (_, kept), _ = accum.nnx.value_and_grad(masks, has_aux=True, num_microbatches=4, aux_reduction="stack")(dropping, X)
-    assert len(np.unique(np.asarray(kept).reshape(4, -1), axis=0)) == 4
-    counts = [leaf for path, leaf in jax.tree.leaves_with_path(nnx.state(dropping)) if "count" in str(path)]
-    assert 4 in [int(count) for count in counts]
+def dropping():
+    return Net(nnx.Rngs(0, dropout=1), rate=0.5)
+
+
+def normalised(model, batch):
+    return nnx_loss(model, batch, norm=True)
+
+
+of_whole_normalised = nnx.jit(nnx.value_and_grad(normalised))
+
+
+def assert_the_call_of_the_whole_batch(cut, batch):
+    """Its value, its gradient, and what it leaves in the model: statistics, streams and counters."""
+    whole, model = dropping(), dropping()
+    want_value, want = of_whole_normalised(whole, (X, Y))
+    value, grads = nnx.jit(lambda model, batch: cut(model, batch))(model, batch)
+    assert_allclose(value, want_value, rtol=1e-6)
+    close(arrays(grads), arrays(want))
+    others = nnx.Not(nnx.Any(nnx.RngKey, nnx.Param))
+    close(arrays(nnx.state(model, others)), arrays(nnx.state(whole, others)))
+    assert int(model.drop.rngs.count[...]) == 1
+
+
+def test_batch_norm_and_dropout_are_those_of_the_whole_batch():
+    assert_the_call_of_the_whole_batch(accum.nnx.value_and_grad(normalised, num_microbatches=4), (X, Y))
 
 
 @pytest.mark.parametrize("jit", [*sweep([lambda f: f]), nnx.jit], ids=["eager", "nnx.jit"])
@@ -223,47 +236,24 @@ def test_a_train_step_takes_a_record_that_is_a_ratio(monkeypatch):
     equal(*losses)
 
 
-def test_statistics_are_those_of_all_rows_whatever_they_weigh():
-    """Half of the rows of the second call are padding, which the model normalises like the others."""
-    known = jnp.array([1] * 8 + [1, 0, 1, 0, 1, 0, 1, 0])
-    x, labels = np.concatenate([X, X[:4]]), np.concatenate([Y, Y[:4]])
-    (model, loss), (whole, _) = two_norms(), two_norms()
-    tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
-    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
-    step = accum.nnx.train_step(loss, num_microbatches=2, weight_fn=lambda batch: batch[2].sum())
-    for rows in (slice(0, 8), slice(8, 16)):
-        step(model, optimizer, (x[rows], labels[rows], known[rows]))
-    assert int(optimizer.updates[...]) == 1
-    loss(whole, (x, labels))
-    close(statistics(model), statistics(whole))
-
-
-def test_devices_have_random_streams_of_their_own():
-    """Masks differ from device to device and from micro-batch to micro-batch; the model's streams advance alike."""
+def test_batch_norm_and_dropout_over_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    model = Net(nnx.Rngs(0, dropout=1), rate=0.5)
-    kept = lambda model, x: (model.first.kernel.sum() * 0, model.drop(jnp.ones_like(x)))
-    cut = accum.nnx.value_and_grad(kept, has_aux=True, num_microbatches=2, aux_reduction="concat", reduce_axes="data")
-    with jax.set_mesh(mesh):
-        rows = jax.device_put(np.ones((8, 64), "f"), jax.NamedSharding(mesh, jax.P("data")))
-        (_, masks), _ = nnx.jit(lambda model, x: cut(model, x))(model, rows)
-    assert len(np.unique(np.asarray(masks), axis=0)) == 8
-    assert int(model.drop.rngs.count[...]) == 2
-
-
-def test_batch_norm_and_the_gradient_over_devices():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    (model, _), (whole, _) = two_norms(), two_norms()
-    plain = Net(nnx.Rngs(0))
-    _, want = of_whole(plain, (X, Y))
-    forward(whole, (X, Y))
     with jax.set_mesh(mesh):
         batch = jax.device_put((X, Y), jax.NamedSharding(mesh, jax.P("data")))
-        options = {"num_microbatches": 3, "reduce_axes": "data"}
-        accum.nnx.value_and_grad(lambda model, batch: model(batch[0]).mean(), **options)(model, batch)
-        _, grads = accum.nnx.value_and_grad(nnx_loss, **options)(plain, batch)
-    close(statistics(model), statistics(whole))
-    close(arrays(grads), arrays(want))
+        cut = accum.nnx.value_and_grad(normalised, num_microbatches=3, reduce_axes="data")
+        assert_the_call_of_the_whole_batch(cut, batch)
+
+
+def test_where_micro_batches_count_each_by_itself_devices_have_streams_of_their_own():
+    """Masks differ from device to device and from micro-batch to micro-batch; the model's streams advance alike."""
+    mesh, model = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), dropping()
+    kept = lambda model, x: model.drop(jnp.ones_like(x))
+    cut = accum.nnx.accumulate(kept, 2, reduction="concat", reduce_axes="data")
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(np.ones((8, 64), "f"), jax.NamedSharding(mesh, jax.P("data")))
+        masks = nnx.jit(lambda model, x: cut(model, x))(model, rows)
+    assert len(np.unique(np.asarray(masks), axis=0)) == 8
+    assert int(model.drop.rngs.count[...]) == 2
 
 
 @pytest.mark.parametrize("to", [None, "partial"])
@@ -313,10 +303,9 @@ class Transformed(nnx.Module):
 def test_a_module_under_transformations():
     model, whole = Transformed(nnx.Rngs(0)), Transformed(nnx.Rngs(0))
     loss = lambda model, batch: jnp.mean((model(batch[0]).sum(-1) - batch[1]) ** 2)
-    batch = np.repeat(X[:4], 3, axis=0), np.repeat(Y[:4], 3)  # each micro-batch has the same rows: normalised alike
-    want_value, want = nnx.value_and_grad(loss)(whole, batch)
+    want_value, want = nnx.jit(nnx.value_and_grad(loss))(whole, (X, Y))
     cut = accum.nnx.value_and_grad(loss, microbatch_size=4)
-    value, grads = nnx.jit(lambda model, batch: cut(model, batch))(model, batch)
+    value, grads = nnx.jit(lambda model, batch: cut(model, batch))(model, (X, Y))
     assert_allclose(value, want_value, rtol=1e-5)
     close(arrays(grads), arrays(want), 1e-5)
     close(statistics(model), statistics(whole))
@@ -433,15 +422,15 @@ def test_a_micro_step_takes_no_memory_beside_the_state():
 def test_a_running_multi_steps_goes_on():
     """The state of an `nnx.Optimizer` around `optax.MultiSteps`, in the middle of a window."""
     model, whole = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
-    reference.update(whole, nnx.grad(nnx_loss)(whole, (X, Y)))
+    step = nnx.jit(lambda model, optimizer, batch: optimizer.update(model, nnx.grad(nnx_loss)(model, batch)))
+    step(whole, nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param), (X, Y))
     old = nnx.Optimizer(model, optax.MultiSteps(optax.adam(0.1), 3), wrt=nnx.Param)
     cut = [(X[i::3], Y[i::3]) for i in range(3)]
-    old.update(model, nnx.grad(nnx_loss)(model, cut[0]))
+    step(model, old, cut[0])
     new = accum.nnx.Optimizer(model, optax_accum.accumulate_gradients(optax.adam(0.1), 3), wrt=nnx.Param)
     nnx.update(new.opt_state, nnx.state(optax_accum.from_multi_steps(as_pure(old.opt_state))))
     for batch in cut[1:]:
-        new.update(model, nnx.grad(nnx_loss)(model, batch))
+        step(model, new, batch)
     assert int(new.updates[...]) == 1
     close(arrays(nnx.state(model, nnx.Param)), arrays(nnx.state(whole, nnx.Param)))
 
@@ -489,8 +478,9 @@ def test_frozen_parameters_cost_no_accumulator():
 def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=2)
     model, whole = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
-    reference.update(whole, nnx.grad(nnx_loss)(whole, (X, Y)))
+    nnx.jit(nnx.Optimizer.update)(
+        nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param), whole, of_whole(whole, (X, Y))[1]
+    )
     optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
     step = accum.nnx.train_step(nnx_loss, num_microbatches=2)
     given = as_pure(nnx.state((model, optimizer.opt_state), nnx.Any(nnx.Param, nnx.OptState)))
@@ -787,7 +777,7 @@ class Sowing(nnx.Module):
 
 
 def test_what_is_sown_is_taken_out_or_refused():
-    """The remedy of the message works: what all micro-batches leave comes back in the order of the rows."""
+    """The remedy of the message works: what is left is that of all rows."""
     loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1])
     remedy = r"What sow makes, take out inside fun, aux = nnx.pop\(model, nnx.Intermediate\)"
     refused = lambda model, fun=loss, **options: accum.nnx.value_and_grad(fun, num_microbatches=5, **options)(
@@ -800,15 +790,14 @@ def test_what_is_sown_is_taken_out_or_refused():
         return loss(model, batch), nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate))
 
     model = Sowing(nnx.Rngs(0))
-    options = {"has_aux": True, "aux_reduction": "concat", "num_microbatches": 5}
-    (_, aux), grads = accum.nnx.value_and_grad(popped, **options)(model, (X, Y))
+    (_, aux), grads = accum.nnx.value_and_grad(popped, has_aux=True, num_microbatches=5)(model, (X, Y))
     assert_allclose(aux["hidden"][0], model.inner(X), atol=1e-6)
     close(arrays(grads), arrays(nnx.grad(loss)(Sowing(nnx.Rngs(0)), (X, Y))))
     model(X)  # outside, for a look at it
     with pytest.raises(
         ValueError, match=r"it took out hidden \(Intermediate\).*an earlier call has left.*take out before"
     ):
-        refused(model, popped, has_aux=True, aux_reduction="concat")
+        refused(model, popped, has_aux=True)
     with pytest.raises(ValueError, match=r"it changed the tree or shape of hidden \(Intermediate\)"):
         refused(model)
 
@@ -834,35 +823,56 @@ def test_the_numbers_of_arguments_are_those_of_fun():
         return scale * cross_entropy(model(batch[0]), batch[1]) + 0.0 * jax.random.uniform(key)
 
     want = nnx.grad(lambda model: loss(model, key, 2.0, (X, Y)))(model)
-    for numbers in ({"batch_argnums": -1, "rng_argnum": -3}, {"batch_argnums": 3, "rng_argnum": 1}):
-        _, grads = accum.nnx.value_and_grad(loss, num_microbatches=5, **numbers)(model, key, 2.0, (X, Y))
+    for number in (-1, 3):
+        _, grads = accum.nnx.value_and_grad(loss, num_microbatches=5, batch_argnums=number)(model, key, 2.0, (X, Y))
         close(arrays(grads), arrays(want))
     for role, number in (("batch_argnums", 4), ("batch_argnums", -5), ("rng_argnum", 5), ("whole_argnums", "rows")):
         message = rf"{role} must name a parameter of fun: {role}={number!r}, and fun takes \(model, key, scale, batch\)"
+        transform = accum.nnx.value_and_grad if role == "batch_argnums" else accum.nnx.accumulate
         with pytest.raises(ValueError, match=message):
-            accum.nnx.value_and_grad(loss, num_microbatches=5, **{"batch_argnums": 3, role: number})
+            transform(loss, num_microbatches=5, **{"batch_argnums": 3, role: number})
     with pytest.raises(ValueError, match="argnums=0 and batch_argnums='model' name the same one"):
         accum.nnx.value_and_grad(loss, num_microbatches=5, batch_argnums="model")
     with pytest.raises(ValueError, match="batch_argnums=1 is not, in a call with 1 by position and .'batch'. by"):
         accum.nnx.value_and_grad(loss, num_microbatches=5)(model, batch=(X, Y))
 
 
-@pytest.mark.parametrize("named", [(3, 1, 2), (-1, -3, -2), ("batch", "key", "scale")], ids=str)
-@pytest.mark.parametrize("by_position", range(5))
-def test_arguments_by_position_and_by_keyword(named, by_position):
+def by_loss(loss, named, args, kwargs):
+    """The whole batch: one mask, and a sum over all of `scale`."""
+    _, grads = accum.nnx.value_and_grad(loss, num_microbatches=4, batch_argnums=named[0])(*args, **kwargs)
+    return grads
+
+
+def by_gradient(loss, named, args, kwargs):
+    """Each micro-batch by itself, with a key of its own."""
+    roles = dict(zip(("batch_argnums", "rng_argnum", "whole_argnums"), named, strict=True))
+    gradient = lambda m, key, scale, batch: nnx.grad(loss)(m, key, scale, batch)
+    return accum.nnx.accumulate(gradient, num_microbatches=4, **roles)(*args, **kwargs)
+
+
+ARGUMENTS = list(
+    itertools.product([by_loss, by_gradient], [(3, 1, 2), (-1, -3, -2), ("batch", "key", "scale")], range(5))
+)
+
+
+def name_of(value):
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("way", "named", "by_position"), sweep(ARGUMENTS, but=one_of_each(ARGUMENTS)), ids=name_of)
+def test_arguments_by_position_and_by_keyword(way, named, by_position):
     model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
     arguments = {"m": model, "key": jax.random.key(0), "scale": jnp.ones(len(X)), "batch": (X, Y)}
 
     def loss(m, key, scale, batch):
         return jnp.sum(scale) * cross_entropy(m(batch[0]), batch[1]) + jnp.sum(m.bias[...]) * jax.random.normal(key)
 
-    keys = [jax.random.fold_in(arguments["key"], i) for i in range(4)]
+    keys = [jax.random.fold_in(arguments["key"], i) for i in range(4)] if way is by_gradient else [arguments["key"]]
     apart = [arrays(nnx.grad(loss)(**{**arguments, "key": key})) for key in keys]
-    roles = dict(zip(("batch_argnums", "rng_argnum", "whole_argnums"), named, strict=True))
     args = list(arguments.values())[:by_position]
     kwargs = {name: arg for number, (name, arg) in enumerate(arguments.items()) if number >= by_position}
-    _, grads = accum.nnx.value_and_grad(loss, num_microbatches=4, **roles)(*args, **kwargs)
-    close(arrays(grads), jax.tree.map(lambda *leaves: sum(leaves) / 4, *apart))
+    grads = way(loss, named, args, kwargs)
+    close(arrays(grads), jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *apart))
 
 
 def test_arguments_by_name_stay_whole():
@@ -883,9 +893,7 @@ def test_options_and_arguments_that_are_refused():
         accum.nnx.value_and_grad(loss)
     with pytest.raises(TypeError, match="unexpected keyword argument 'num_microbatch'"):
         accum.nnx.value_and_grad(loss, num_microbatch=2)
-    with pytest.raises(
-        TypeError, match="nnx.Rngs beside the model would give all micro-batches the same keys: argument 2"
-    ):
+    with pytest.raises(TypeError, match="nnx.Rngs beside the model is advanced by nobody: argument 2"):
         accum.nnx.value_and_grad(loss, num_microbatches=2)(model, (X, Y), nnx.Rngs(0))
 
 
@@ -948,7 +956,7 @@ def test_partial_sums_of_partitioned_variables_lie_over_the_devices(chained):
     with jax.set_mesh(mesh):
         model, whole = Partitioned(nnx.Rngs(0)), Partitioned(nnx.Rngs(0))
         reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
-        reference.update(whole, nnx.grad(loss)(whole, (X, Y)))
+        nnx.jit(lambda whole, reference: reference.update(whole, nnx.grad(loss)(whole, (X, Y))))(whole, reference)
         tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, reduce_axes="data")
         options = {"reduce_axes": "data"} if chained else {}
         optimizer = accum.nnx.Optimizer(model, optax.chain(tx) if chained else tx, wrt=nnx.Param, metrics=("loss",))
@@ -968,18 +976,12 @@ def test_the_number_of_micro_batches_may_stand_second():
     equal(*map(arrays, (accum.nnx.value_and_grad(nnx_loss, 2)(Net(nnx.Rngs(0)), (X, Y))[1], named[1])))
 
 
-def test_statistics_and_weights_of_a_module():
-    """The noise comes beside the value; `weight_of` sees what the loss returned."""
+def test_statistics_of_a_module():
+    """The noise comes beside the value."""
     model = Net(nnx.Rngs(0))
     measured = accum.nnx.value_and_grad(nnx_loss, num_microbatches=4, statistics=True)
     (value, told), grads = nnx.jit(lambda model, batch: measured(model, batch))(model, (X, Y))
-    want_value, want = nnx.value_and_grad(nnx_loss)(model, (X, Y))
+    want_value, want = of_whole(model, (X, Y))
     assert_allclose(value, want_value, rtol=1e-6)
     close(arrays(grads), arrays(want))
     assert told.known > 0
-    counted = lambda model, batch: (nnx_loss(model, batch), {"rows": batch[0].shape[0]})
-    options = {"has_aux": True, "aux_reduction": "sum", "weight_of": lambda value, aux: aux["rows"]}
-    (value, aux), grads = accum.nnx.value_and_grad(counted, microbatch_size=5, **options)(model, (X, Y))
-    assert_allclose(value, want_value, rtol=1e-6)
-    close(arrays(grads), arrays(want))
-    assert aux["rows"] == len(X)

@@ -1,5 +1,6 @@
 """On an Explicit mesh that arrays alone tell of, with no `jax.set_mesh`: gradients as with it, in place where JAX can."""
 
+import contextlib
 import logging
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
@@ -30,8 +32,19 @@ def in_a_shard_map(params, x):
     return jnp.mean((product(x, params["w"]) * params["scale"][None] - 1) ** 2)
 
 
-def within(loss, **options):
-    return lambda params, x: optax_accum.value_and_grad(loss, 2, **options)(params, x)[1]
+def normalised(params, x):
+    """Rows that are taken together, between a product over them and one by them."""
+    h = x @ params["w"]
+    return jnp.mean((jnp.tanh(h - h.mean(0)[None]) * params["scale"][None] - 1) ** 2)
+
+
+def that_asks_where_its_rows_lie(params, x):
+    there = NamedSharding(jax.typeof(x).sharding.mesh, P("data", None))
+    return jnp.mean(jnp.matmul(jnp.tanh(x @ params["w"]), params["w"].T, out_sharding=there) ** 2)
+
+
+def within(loss, k=2, **options):
+    return lambda params, x: optax_accum.value_and_grad(loss, k, **options)(params, x)[1]
 
 
 def across(loss):
@@ -61,6 +74,18 @@ EVERY = every_pair([within, across], [plain, in_a_shard_map], [True, False])
 def test_the_gradient_is_that_of_the_whole_batch(way, loss, scale_is_placed):
     got = jax.jit(way(loss))(*placed(scale_is_placed))
     want = jax.jit(jax.grad(loss))(*placed(scale_is_placed))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("with_mesh", [False, *sweep([True])])
+@pytest.mark.parametrize(
+    ("loss", "k"), [(normalised, 2), (normalised, 8), (in_a_shard_map, 8), (that_asks_where_its_rows_lie, 2)]
+)
+def test_a_loss_that_is_read_knows_where_its_rows_lie(loss, k, with_mesh):
+    """Also where a micro-batch has fewer rows than there are devices."""
+    with jax.set_mesh(paths.mesh_of("Explicit")) if with_mesh else contextlib.nullcontext():
+        got, want = (jax.jit(grad)(*placed()) for grad in (within(loss, k), jax.grad(loss)))
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5), got, want)
 
 

@@ -77,7 +77,7 @@ def close(got, want):
 
 
 def within(params, k):
-    run = optax_accum.value_and_grad(loss, num_microbatches=k, weight_fn=tokens, reduce_axes="replica")
+    run = optax_accum.value_and_grad(loss, num_microbatches=k, reduce_axes="replica")
     return jax.jit(run, out_shardings=(None, shardings(params)))
 
 
@@ -137,9 +137,7 @@ def in_place(tx):
 
 def in_two_parts(tx):
     """The window is calls times micro-batches."""
-    own = optax_accum.value_and_grad(
-        loss, num_microbatches=2, weight_fn=tokens, reduce_axes="replica", reduce_to="partial"
-    )
+    own = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="replica", reduce_to="partial")
 
     def step(params, state, batch):
         _, grads = own(params, batch)
@@ -156,9 +154,12 @@ def _free(spec):
     return P(*(name if name in explicit else None for name in spec)) if explicit else None
 
 
+WAYS = [*((kinds, in_place) for kinds in MESHES), *((kinds, in_two_parts) for kinds in MESHES[:2])]
+
+
 @pytest.mark.parametrize(
     ("mesh", "make"),
-    [*((kinds, in_place) for kinds in MESHES), *((kinds, in_two_parts) for kinds in MESHES[:2])],
+    sweep(WAYS, but=[("Explicit Auto", in_place), ("Explicit Explicit", in_two_parts)]),
     indirect=["mesh"],
 )
 def test_across_calls_a_shard_is_exchanged_when_the_window_closes(mesh, make):
@@ -211,6 +212,8 @@ def test_by_layer_a_layer_is_gathered_inside_its_replica_and_its_shard_exchanged
     assert inside.select("reduce-scatter").bytes == LAYERS * COPY
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_example_trains_as_the_whole_batch_does():
     command = [sys.executable, "-m", "examples.hsdp"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
