@@ -145,11 +145,11 @@ DERIVATIVES = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
 
 def _inner(equation: Any) -> Callable[..., Any]:
     key = next(key for key in ("call_jaxpr", "fun_jaxpr") if key in equation.params)
-    return lambda *values: _run(equation.params[key], values)
+    return lambda *values: tuple(_run(equation.params[key], values))
 
 
-def _bound(equation: Any, *values: Any) -> list[Any]:
-    return list(compilers.bind(equation, values))
+def _bound(equation: Any, *values: Any) -> tuple[Any, ...]:
+    return tuple(compilers.bind(equation, values))
 
 
 def _is_float0(leaf: Any) -> bool:
@@ -173,8 +173,6 @@ def _plain(*operands: Any, **params: Any) -> Any:
 
 def _canonical(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Returns a convolution as a CPU has a kernel for it."""
-    if not jnp.issubdtype(lhs.dtype, jnp.floating):
-        return _plain(lhs, rhs, **params)
     numbers, rank = params["dimension_numbers"], lhs.ndim
     batch, channels, *space = numbers.lhs_spec
     outs, ins, *window = numbers.rhs_spec
@@ -202,10 +200,12 @@ def _of_right(cotangent: jax.Array, lhs: jax.Array, rhs: Any, **params: Any) -> 
     return _rewritten(lambda cotangent, lhs: rule(cotangent, lhs, unknown)[1])(cotangent, lhs)
 
 
-def _batched(operands: Sequence[Any], axes: Sequence[int | None], **params: Any) -> tuple[Any, int]:
+def _batched(operands: Sequence[Any], along: Sequence[int | None], **params: Any) -> tuple[Any, int]:
     """Returns many convolutions, as JAX computes them together, and the axis along which they are."""
-    together = jax.vmap(functools.partial(_plain, **params), in_axes=tuple(axes))
-    return _rewritten(together)(*operands), 0
+    batch, channels, *_ = params["dimension_numbers"].out_spec
+    axis = batch if along[1] is None else channels  # as JAX has it
+    together = jax.vmap(functools.partial(_plain, **params), in_axes=tuple(along), out_axes=axis)
+    return _rewritten(together)(*operands), axis
 
 
 def _convolution() -> Any:
