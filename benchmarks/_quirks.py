@@ -182,7 +182,7 @@ QUIRKS = (
     ),
     Quirk(
         "_core.convolutions.fast_in_loops",
-        "On a CPU, XLA has a fast kernel for convolutions of one form, and brings no others to it in loops and branches",
+        "On a CPU, XLA has a fast kernel for convolutions of one form, and brings others to it outside of loops alone",
         "the library writes convolutions and their gradients in this form",
         "JAX 0.12, a CNN on 64 images: gradients by a scan take 20 times the CPU time of the whole batch "
         "(jax-ml/jax#12868)",

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum._core import convolutions
 from tests import programs, tiers
+from tests.versions import needs_devices
 
 LAST, FIRST = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")
 CANONICAL = {"[b, f]x[i, o]->[b, f]", "[b, 0, f]x[0, i, o]->[b, 0, f]", "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"}
@@ -297,6 +300,29 @@ def test_for_an_accelerator_nothing_changes(name, monkeypatch):
     monkeypatch.setattr(convolutions, "fast_in_loops", as_it_is)
     jax.clear_caches()
     assert program() == with_it
+
+
+@needs_devices
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["loss", "with a rule", "normalised"])
+def test_over_devices(name, axis_type):
+    ruled = with_jvp(lambda x, w: SQUARE(x, w))
+    fun = {
+        "loss": loss,
+        "normalised": normalised,
+        "with a rule": lambda params, batch: jnp.mean((ruled(batch["x"], params["a"]).mean((1, 2)) - batch["y"]) ** 2),
+    }[name]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    params, batch = (
+        jax.device_put(tree, NamedSharding(mesh, spec)) for tree, spec in ((PARAMS, P()), (BATCH, P("data")))
+    )
+    over = optax_accum.value_and_grad(fun, 2, reduce_axes="data")
+    with jax.set_mesh(mesh):
+        assert forms(over, params, batch) <= CANONICAL
+        got = jax.jit(over)(params, batch)
+    wanted = jax.jit(jax.value_and_grad(fun))(PARAMS, BATCH)
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
 def test_without_a_convolution_a_loss_stays_as_it_is(monkeypatch):
