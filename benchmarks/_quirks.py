@@ -181,6 +181,14 @@ QUIRKS = (
         test="compiled/test_facts.py::test_gradients_still_wait_for_the_accumulator",
     ),
     Quirk(
+        "_core.convolutions.fast_in_loops",
+        "On a CPU, XLA has a fast kernel for convolutions of one form, and brings others to it outside of loops alone",
+        "the library writes convolutions and their gradients in this form",
+        "JAX 0.12, a CNN on 64 images: gradients by a scan take 20 times the CPU time of the whole batch "
+        "(jax-ml/jax#12868)",
+        test="core/test_convolutions.py::test_in_a_loop_xla_still_leaves_a_gradient_of_a_convolution_as_it_is",
+    ),
+    Quirk(
         "_loss.flows.breaks",
         "With references, JAX cannot differentiate a scan that scans over an array and also closes over it",
         "the parameter is used before the scan",

@@ -53,7 +53,7 @@ FLOORS = {  # inside a room: a module imports from lower floors
         {"flags", "leaves", "memory"},
         {"tracing", "dtypes"},
         {"arithmetic", "equations", "matching"},
-        {"sums"},
+        {"sums", "convolutions"},
         {"state"},
     ],
     "_arguments": [
@@ -292,7 +292,8 @@ ASKED = {
     ),
     "does it run outside jit": (
         {"is_staged", "is_again"},
-        "_core/tracing _within/loops _within/value_and_grad _within/one_by_one _within/accumulate _across/steps",
+        "_core/tracing _core/convolutions _within/loops _within/value_and_grad _within/one_by_one _within/accumulate "
+        "_across/steps",
     ),
 }
 ALSO = {  # that ask something else by the same name
@@ -302,6 +303,7 @@ ALSO = {  # that ask something else by the same name
     "_explain/weighing": {"is_ratio"},
     "_within/whole_batch": {"measures", "is_staged"},  # whether the trace of all rows tells everything
     "_rows/resized": {"is_partial"},
+    "_core/convolutions": {"vjp"},  # of one equation
     "_within/by_level": {"PARTIAL", "is_staged"},
     "_within/loops": {"vjp"},  # of a part of the loss
     "_rows/levels": {"PARTIAL", "is_partial"},  # of rows

@@ -9,7 +9,7 @@ import jax
 from optax_accum._across.divisor import Divisor
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call
-from optax_accum._core import equations, tracing
+from optax_accum._core import convolutions, equations, tracing
 from optax_accum._core.leaves import short
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss.backward import Backward, add_last, add_to, contribution
@@ -72,6 +72,7 @@ class Loss:
         fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
         params = call.arguments[0]
         program, shapes = tracing.traced(fun, params)
+        fun = convolutions.fast_in_loops(fun, program.jaxpr.eqns)
         again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
         losses = program.out_avals[: len(jax.tree.leaves(shapes.loss))]
         device.check_axes(losses, of_optimizer=True)

@@ -230,6 +230,7 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
     closure = shared.Closure(values)
     if closure.widen(program.consts):
         micro_batches = dataclasses.replace(micro_batches, parts=functools.partial(_closing_over, closure, parts))
+    micro_batches = micro_batches.with_fast_convolutions(program)
     static = static or tracing.is_differentiated(program.consts)  # what `fun` closes over
     device.check_axes(program.out_avals)
     device.check_nested(program)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._core import compilers, dtypes, tracing
+from optax_accum._core import compilers, convolutions, dtypes, tracing
 from optax_accum._rows import draws, locality, resized
 from optax_accum._rows.levels import Kind, Levels, Loop, inside_layers, is_over_layers
 from optax_accum._rows.program import Constant, Equation, Number, Value
@@ -139,6 +139,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         env |= {v: units.part(leaf, axis_of(v), index) for v, leaf in zip(still, interleaved, strict=True)}
         return of_micro_batch(loop, units, env, units.of_part(index))
 
+    part = convolutions.fast_in_loops(part, [equation.long for equation in loop.equations])
     xs = jnp.arange(units.parts), [store.cut(value) for value in moving]
     if store.once and tracing.is_staged():
         rows, parts = loops.mapped_once(part, (constants, interleaved), wide, xs)

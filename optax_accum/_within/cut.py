@@ -99,7 +99,7 @@ class Cut:
     def contribution(self, turn: Turn, refs: gradients.Leaves) -> tuple[jax.Array, Backward, Parts]:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         index, call, inside = turn.index, turn.call, self.inside
-        fun = lambda params: self.rules.parts(call.with_values(call.params, params))
+        fun = lambda params: self.micro_batches.parts(call.with_values(call.params, params))
         if inside and inside.factor is not None:
             local = self.micro_batches.at(index, self.alive.local)
             inside = dataclasses.replace(inside, factor=jnp.asarray(local, dtypes.default_float()))
@@ -144,6 +144,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     empty = jax.tree.map(compilers.on_mesh_of, params, empty)
     micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
     program, shapes = micro_batches.traced(call.params)
+    micro_batches = micro_batches.with_fast_convolutions(program)
     again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
     static = again or rules.in_place is False
     device.check_axes(program.out_avals)
@@ -195,7 +196,7 @@ def _counts(
         )
 
     def add(counts: dict[str, jax.Array], turn: Turn) -> tuple[dict[str, jax.Array], Parts]:
-        parts = rules.parts(turn.call)
+        parts = micro_batches.parts(turn.call)
         return jax.tree.map(jnp.add, counts, ratio.counts(parts.loss)), parts
 
     with jax.named_scope("optax_accum.count"):

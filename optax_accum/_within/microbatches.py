@@ -10,7 +10,7 @@ import jax
 from optax_accum._arguments import draws, results
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_rows
-from optax_accum._core import compilers, dtypes, tracing
+from optax_accum._core import compilers, convolutions, dtypes, tracing
 from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays
 from optax_accum._core.types import Flag, Index, Name, Tree
@@ -79,6 +79,10 @@ class MicroBatches:
             draws.check_keys(self.parts, self.turn(0, self.call.carried).call, self.call)
         results.check_carry(self.call.carried, shapes.carry)
         return program, shapes
+
+    def with_fast_convolutions(self, program: Any) -> "MicroBatches":
+        """Returns micro-batches that run on a CPU as fast in a loop as outside; `program` is the trace of one."""
+        return dataclasses.replace(self, parts=convolutions.fast_in_loops(self.parts, program.jaxpr.eqns))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False, last_apart: bool = False) -> Done:
         """Runs `sums, parts = add(sums, turn)` for those that are alive, the remainder last.

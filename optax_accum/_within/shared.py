@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core
 
-from optax_accum._core import compilers, dtypes, tracing
+from optax_accum._core import compilers, convolutions, dtypes, tracing
 from optax_accum._core.leaves import is_array
 from optax_accum._core.types import Tree
 
@@ -63,11 +63,12 @@ class Closure:
         return True
 
     def opened(self, fun: Callable[[Any], Any], example: Any) -> Callable[[Any], Any]:
-        """Returns `fun`, of an argument like the example, that closes over what was widened."""
+        """Returns `fun`, of an argument like the example, that closes over what was widened, for a loop."""
         try:
             program, shapes = jax.make_jaxpr(fun, return_shape=True)(example)
         except tracing.NEEDS_VALUES:  # outside `jit` it may look at values
             return fun
+        fun = convolutions.fast_in_loops(fun, program.jaxpr.eqns)
         if not self.widen(program.consts):
             return fun
 

@@ -1,0 +1,222 @@
+"""Convolutions that a CPU computes fast in loops and branches, too: forward, backward and differentiated again.
+
+XLA's CPU compiler has a fast kernel for convolutions of one form: batch first, channels last, kernels with space first.
+It brings convolutions to that form in the entry computation alone. Those in loops and branches stay as they are, and
+gradients of convolutions are never of that form: each becomes a loop over single numbers.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from optax_accum._core import compilers, tracing
+from optax_accum._core.equations import every_equation
+from optax_accum._core.leaves import is_array, parted
+
+PLAIN = jax.lax.conv_general_dilated_p
+
+
+def fast_in_loops(fun: Callable[..., Any], equations: Iterable[Any]) -> Callable[..., Any]:
+    """Returns a function for a loop or a branch with fast convolutions on a CPU.
+
+    `equations` are those of a trace of `fun`: without a convolution among them, `fun` stays as it is.
+    """
+    if not tracing.is_staged() or jax.default_backend() != "cpu":
+        return fun
+    return _rewritten(fun) if any(map(_convolves, equations)) else fun
+
+
+def _convolves(equation: Any) -> bool:
+    return any(inner.primitive is PLAIN for inner in every_equation(equation))
+
+
+def _rewritten(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is traced, and then runs with fast convolutions."""
+
+    @functools.wraps(fun)
+    def run(*args: Any) -> Any:
+        arrays, filled = parted(args, is_array)
+        program, shapes = jax.make_jaxpr(lambda arrays: fun(*filled(arrays)), return_shape=True)(arrays)
+        return jax.tree.unflatten(jax.tree.structure(shapes), _run(Rewriting().program(program), arrays))
+
+    return run
+
+
+def _run(program: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a traced program, with its constants."""
+    jaxpr, consts = compilers.opened(program)
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for equation in jaxpr.eqns:
+        results = compilers.bind(equation, list(map(read, equation.invars)))
+        env.update(zip(equation.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+class Rewriting:
+    """Traced programs with `CONVOLUTION` for each convolution; a program that is there twice is one in the end, too."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, tuple[Any, Any]] = {}  # by identity, with the program whose identity it is
+
+    def program(self, program: Any) -> Any:
+        """Returns a program, with its constants or without."""
+        if id(program) not in self.done:
+            jaxpr = compilers.opened(program)[0]
+            new = jaxpr.replace(eqns=list(map(self.equation, jaxpr.eqns)))
+            self.done[id(program)] = program, program.replace(jaxpr=new) if hasattr(program, "jaxpr") else new
+        return self.done[id(program)][1]
+
+    def equation(self, equation: Any) -> Any:
+        """Returns an equation, and the programs inside it."""
+        if not _convolves(equation):
+            return equation
+        if equation.primitive is PLAIN:
+            return equation.replace(primitive=CONVOLUTION)
+        for name, derivative in DERIVATIVES.items():
+            if equation.primitive.name.startswith(name):
+                return _with_rule(equation, derivative)
+        return equation.replace(params={key: jax.tree.map(self._inside, p) for key, p in equation.params.items()})
+
+    def _inside(self, leaf: Any) -> Any:
+        is_program = isinstance(getattr(leaf, "jaxpr", leaf), core.Jaxpr)
+        return self.program(leaf) if is_program else leaf
+
+
+# Derivatives of the user's own, which JAX traces when it differentiates
+
+
+def _with_rule(equation: Any, derivative: Callable[[Any], Callable[..., Any]]) -> Any:
+    """Returns a function with a rule, traced, as one equation."""
+    traced = jax.make_jaxpr(jax.jit(derivative(equation)))(*(atom.aval for atom in equation.invars))
+    (call,) = traced.jaxpr.eqns
+    return equation if traced.consts else call.replace(invars=equation.invars, outvars=equation.outvars)
+
+
+def _custom_jvp(equation: Any) -> Callable[..., Any]:
+    called = jax.custom_jvp(_rewritten(_inner(equation)))
+
+    @called.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        moves = [not _is_float0(tangent) for tangent in tangents]
+
+        def pushed(primals: Any, moving: Any) -> Any:
+            filled = _filled(moving, tangents, moves)
+            return jax.jvp(functools.partial(_bound, equation), primals, filled)
+
+        return _rewritten(pushed)(primals, [leaf for leaf in tangents if not _is_float0(leaf)])
+
+    return called
+
+
+def _custom_vjp(equation: Any) -> Callable[..., Any]:
+    called = jax.custom_vjp(_rewritten(_inner(equation)))
+    inexact = [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in equation.invars]
+
+    def forward(*values: Any) -> Any:
+        return _rewritten(lambda *values: jax.vjp(functools.partial(_bound, equation), *values))(*values)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        moves = [not _is_float0(cotangent) for cotangent in cotangents]
+
+        def pulled(residuals: Any, moving: Any) -> Any:
+            gradients = residuals(_filled(moving, cotangents, moves))
+            return [gradient for gradient, wanted in zip(gradients, inexact, strict=True) if wanted]
+
+        given = [leaf for leaf, moving in zip(cotangents, moves, strict=True) if moving]
+        found = iter(_rewritten(pulled)(residuals, given))
+        return tuple(next(found) if wanted else None for wanted in inexact)
+
+    called.defvjp(forward, backward)
+    return called
+
+
+DERIVATIVES = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
+
+
+def _inner(equation: Any) -> Callable[..., Any]:
+    key = next(key for key in ("call_jaxpr", "fun_jaxpr") if key in equation.params)
+    return lambda *values: tuple(_run(equation.params[key], values))
+
+
+def _bound(equation: Any, *values: Any) -> tuple[Any, ...]:
+    return tuple(compilers.bind(equation, values))
+
+
+def _is_float0(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _filled(moving: Sequence[Any], like: Sequence[Any], moves: Sequence[bool]) -> tuple[Any, ...]:
+    rest = iter(moving)
+    return tuple(
+        next(rest) if moving else np.zeros(np.shape(leaf), jax.dtypes.float0)
+        for leaf, moving in zip(like, moves, strict=True)
+    )
+
+
+# The convolution: all that JAX knows of its own, but how a CPU lowers it
+
+
+def _plain(*operands: Any, **params: Any) -> Any:
+    return PLAIN.bind(*operands, **params)
+
+
+def _canonical(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Returns a convolution as a CPU has a kernel for it."""
+    numbers, rank = params["dimension_numbers"], lhs.ndim
+    batch, channels, *space = numbers.lhs_spec
+    outs, ins, *window = numbers.rhs_spec
+    lhs, rhs = jnp.transpose(lhs, (batch, *space, channels)), jnp.transpose(rhs, (*window, ins, outs))
+    middle = tuple(range(1, rank - 1))
+    last_first = (0, rank - 1, *middle)
+    canonical = jax.lax.ConvDimensionNumbers(last_first, (rank - 1, rank - 2, *range(rank - 2)), last_first)
+    out = _plain(lhs, rhs, **{**params, "dimension_numbers": canonical})
+    batch, channels, *space = numbers.out_spec
+    order = (batch, *space, channels)
+    return jnp.transpose(out, [order.index(axis) for axis in range(rank)])
+
+
+def _of_left(cotangent: jax.Array, lhs: Any, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Returns the cotangent of the array that is convolved."""
+    rule = functools.partial(ad.primitive_transposes[PLAIN], **params)
+    unknown = ad.UndefinedPrimal(lhs.aval)
+    return _rewritten(lambda cotangent, rhs: rule(cotangent, unknown, rhs)[0])(cotangent, rhs)
+
+
+def _of_right(cotangent: jax.Array, lhs: jax.Array, rhs: Any, **params: Any) -> jax.Array:
+    """Returns the cotangent of the kernels."""
+    rule = functools.partial(ad.primitive_transposes[PLAIN], **params)
+    unknown = ad.UndefinedPrimal(rhs.aval)
+    return _rewritten(lambda cotangent, lhs: rule(cotangent, lhs, unknown)[1])(cotangent, lhs)
+
+
+def _batched(operands: Sequence[Any], along: Sequence[int | None], **params: Any) -> tuple[Any, int]:
+    """Returns many convolutions, as JAX computes them together, and the axis along which they are."""
+    batch, channels, *_ = params["dimension_numbers"].out_spec
+    axis = batch if along[1] is None else channels  # as JAX has it
+    together = jax.vmap(functools.partial(_plain, **params), in_axes=tuple(along), out_axes=axis)
+    return _rewritten(together)(*operands), axis
+
+
+def _convolution() -> Any:
+    primitive = core.Primitive(PLAIN.name)  # so that who looks a primitive up by its name finds the same
+    primitive.def_impl(_plain)
+    primitive.def_abstract_eval(lambda *operands, **params: PLAIN.abstract_eval(*operands, **params)[0])
+    ad.defbilinear(primitive, _of_left, _of_right)
+    batching.primitive_batchers[primitive] = _batched
+    mlir.register_lowering(primitive, mlir.lower_fun(_plain, multiple_results=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(_canonical, multiple_results=False), platform="cpu")
+    return primitive
+
+
+CONVOLUTION = _convolution()
