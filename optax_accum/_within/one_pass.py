@@ -58,7 +58,7 @@ class OnePass:
 
     @property
     def measured(self) -> "OnePass":
-        """The same loss, each of whose gradients is measured: its factor in the end comes from a forward pass, first."""
+        """The same, each gradient measured: a factor that the end of the loss tells comes from a forward pass, first."""
         of_all = {} if self.factor is None else {"known": None, "factor": None}
         return dataclasses.replace(self, is_measured=True, **of_all)
 
@@ -366,7 +366,7 @@ def _needed(program: Any, count: int) -> list[bool]:
 
 _ZERO_OF_ZERO = {
     *("broadcast_in_dim", "convert_element_type", "neg", "reshape", "transpose", "squeeze"),
-    *("pvary", "pcast", "psum", "psum_invariant"),
+    *("pvary", "pcast", "psum", "psum_invariant", "reshard", "sharding_constraint"),
 }
 
 
