@@ -58,7 +58,7 @@ class OnePass:
 
     @property
     def measured(self) -> "OnePass":
-        """The same, each gradient measured: a factor that the end of the loss tells comes from a forward pass, first."""
+        """The same, each gradient measured: a factor that the end tells comes from a forward pass, first."""
         of_all = {} if self.factor is None else {"known": None, "factor": None}
         return dataclasses.replace(self, is_measured=True, **of_all)
 
