@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from optax_accum._core import compilers, dtypes, flags, tracing
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag
+from optax_accum._space import meshes
 
 
 def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, static: bool) -> Any:
@@ -110,7 +111,7 @@ def _stacked(turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, l
     begin = jnp.zeros([]) if explicit else jnp.real(leaves[-1].ravel()[0])
     types = compilers.varying_together(jax.tree.leaves((carry, begin)), like=[*leaves, *jax.tree.leaves(like)])
     carry, begin = jax.tree.unflatten(jax.tree.structure((carry, begin)), types)
-    buffers = jax.tree.map(lambda leaf: _buffer(len(leaves[0]), leaf, begin), shapes)
+    buffers = jax.tree.map(lambda leaf: meshes.filled(len(leaves[0]), leaf, begin), shapes)
 
     def step(index: Any, carried: Any) -> Any:
         carry, buffers = carried
@@ -119,13 +120,3 @@ def _stacked(turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, l
         return carry, jax.tree.map(update, buffers, rows)
 
     return jax.lax.fori_loop(0, len(leaves[0]), step, (carry, buffers))
-
-
-def _buffer(length: int, row: jax.ShapeDtypeStruct, begin: jax.Array) -> jax.Array:
-    """Returns an array of a number for so many rows, on the Explicit axes that these are on."""
-    buffer = jnp.full((length, *row.shape), begin.astype(row.dtype))
-    sharding = compilers.explicit_sharding(row)
-    if sharding is None:
-        return buffer
-    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
-    return jax.sharding.reshard(buffer, jax.sharding.NamedSharding(sharding.mesh, spec))
