@@ -197,7 +197,6 @@ def test_an_example_imports_what_users_do():
 WHERE = {"is_manual", "axis_index", "psum", "shard_map", "PartitionSpec", "axis_names", "mesh_of", "manual_axes"}
 ANSWERED = {  # by modules whose work it is
     "_placement/shardings": "where a state lives",
-    "_core/compilers": "what only the type of an array tells",
     "_compiled/targets": "devices that are not here",
     "_plan/steps": "shapes on such devices",
 }

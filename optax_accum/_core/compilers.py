@@ -273,16 +273,6 @@ def varying_together(values: Sequence[Any], like: Sequence[Any] = ()) -> list[An
     return [as_varying(value, sorted(over)) if over else value for value, over in zip(values, missing, strict=True)]
 
 
-def filled(number: Any, length: int, like: Any) -> jax.Array:
-    """Returns an array [length, ...] of a number, each part of the shape and the dtype of another, and on its axes."""
-    array = jnp.full((length, *like.shape), number.astype(like.dtype))
-    sharding = explicit_sharding(like)
-    if sharding is None:
-        return array
-    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
-    return jax.sharding.reshard(array, jax.sharding.NamedSharding(sharding.mesh, spec))
-
-
 def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """Does what `jax.tree.broadcast` does; raises a ValueError where `prefix` is no prefix of `tree`."""
     if hasattr(jax.tree, "broadcast"):

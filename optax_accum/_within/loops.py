@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from optax_accum._core import compilers, dtypes, flags, tracing
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag
+from optax_accum._space import meshes
 
 
 def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, static: bool) -> Any:
@@ -110,7 +111,7 @@ def _stacked(turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, l
     begin = jnp.zeros([]) if explicit else jnp.real(leaves[-1].ravel()[0])
     types = compilers.varying_together(jax.tree.leaves((carry, begin)), like=[*leaves, *jax.tree.leaves(like)])
     carry, begin = jax.tree.unflatten(jax.tree.structure((carry, begin)), types)
-    buffers = jax.tree.map(lambda leaf: compilers.filled(begin, len(leaves[0]), leaf), shapes)
+    buffers = jax.tree.map(lambda leaf: meshes.filled(len(leaves[0]), leaf, begin), shapes)
 
     def step(index: Any, carried: Any) -> Any:
         carry, buffers = carried
