@@ -11,6 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
+from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import dynamic_scale, train_state
 from numpy.testing import assert_allclose
@@ -840,3 +841,40 @@ def test_no_accumulator_over_devices():
             accum.linen.train_step(fun, num_microbatches=1, reduce_axes="other")(state, (X, Y), jax.random.key(0))
         state, _ = accum.linen.train_step(fun, num_microbatches=1)(state, (X, Y), jax.random.key(0))
     close(state.params, want)
+
+
+class LinenConvolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Conv(2, (2,))(nn.tanh(nn.Conv(3, (2,))(x))).mean((1, 2))
+
+
+class Convolutions(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.data([nnx.Conv(1, 3, (2,), rngs=rngs), nnx.Conv(3, 2, (2,), rngs=rngs)])
+
+    def __call__(self, x):
+        return self.layers[1](nnx.tanh(self.layers[0](x))).mean((1, 2))
+
+
+def linen_convolutions(x):
+    model = LinenConvolutions()
+    params = model.init(jax.random.key(0), x)["params"]
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
+    state = accum.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, metrics=("loss",))
+    fun = lambda params, x, key, state: (jnp.mean(state.apply_fn({"params": params}, x) ** 2), {})
+    step = accum.linen.train_step(fun, num_microbatches=2)
+    return jax.jit(lambda state, x: step(state, x, jax.random.key(0))[0].params).lower(state, x)
+
+
+def nnx_convolutions(x):
+    graph, state = nnx.split(Convolutions())
+    differentiated = accum.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), 2)
+    return jax.jit(lambda state, x: differentiated(nnx.merge(graph, state), x)).lower(state, x)
+
+
+@pytest.mark.parametrize("lowered", [linen_convolutions, nnx_convolutions])
+def test_convolutions_are_of_the_form_for_which_a_cpu_has_a_kernel(lowered):
+    text = lowered(jnp.ones((4, 6, 1))).as_text()
+    assert set(re.findall(r"dim_numbers = (.*?), window", text)) == {"[b, 0, f]x[0, i, o]->[b, 0, f]"}
