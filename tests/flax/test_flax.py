@@ -860,7 +860,7 @@ class Convolutions(nnx.Module):
 
 def linen_convolutions(x):
     model = LinenConvolutions()
-    params = model.init(jax.random.key(0), x)["params"]
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), jax.eval_shape(model.init, jax.random.key(0), x)["params"])
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=2)
     state = accum.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, metrics=("loss",))
     fun = lambda params, x, key, state: (jnp.mean(state.apply_fn({"params": params}, x) ** 2), {})
