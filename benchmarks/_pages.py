@@ -1,4 +1,4 @@
-"""Tables of the docs, made of what stands in benchmarks/RESULTS.md.
+"""Tables of the docs and a row of the README, made of what stands in benchmarks/RESULTS.md.
 
 `python -m benchmarks._pages` writes them after their marks, `<!-- results: packing -->`.
 """
@@ -45,6 +45,7 @@ def packing(page: str) -> list[tuple[str, ...]]:
     return table
 
 
+STACKED = "decoder of stacked layers"
 WAYS = {
     "ours: apply_gradients": "`accumulate_gradients` and `apply_gradients`",
     "ours: update": "`accumulate_gradients`, `update`, `optax.apply_updates`",
@@ -67,6 +68,14 @@ def any_loss(page: str) -> list[tuple[str, ...]]:
     return [tuple(found[0]), *(tuple(row.values()) for row in found)]
 
 
+def side_by_side(page: str) -> str:
+    """Returns the README's row of times, relative to the whole batch's."""
+    found = {row["way"]: float(row["time / ours"]) for row in rows(page, "peers", f"#### {STACKED}, k=8") if row["ms"]}
+    ways = ("optax.MultiSteps", "hand-written scan", "ours: value_and_grad")
+    times = [f"{found[way] / found['whole batch']:.1f}" for way in ways]
+    return f"| time, {STACKED}, 2 CPU cores | 1 | {' | '.join(times)}, `value_and_grad` |"
+
+
 TABLES: dict[str, tuple[str, Callable[[str], list[tuple[str, ...]]]]] = {
     "packing": ("docs/tokens.md", packing),
     "micro_step": ("docs/benchmarks.md", micro_step),
@@ -75,18 +84,20 @@ TABLES: dict[str, tuple[str, Callable[[str], list[tuple[str, ...]]]]] = {
 
 
 def written(path: str, text: str, results: str) -> str:
-    """Returns a page with its tables as they are in the results."""
+    """Returns a page with its tables, or its row, as they are in the results."""
     for name, (where, make) in TABLES.items():
         if where == path:
             table = _measure.markdown(make(results), left=(0,))
             mark, old = f"<!-- results: {name} -->\n", r"(?:\n\|.*(?:\n\|.*)*\n)?"
             text = re.sub(mark + old, lambda _, new=f"{mark}\n{table}\n": new, text)
+    if path == "README.md":
+        text = re.sub(r"^\| time, .*$", lambda _: side_by_side(results), text, flags=re.MULTILINE)
     return text
 
 
 def main() -> None:
     results = RESULTS.read_text()
-    for path in dict.fromkeys(where for where, _ in TABLES.values()):
+    for path in (*dict.fromkeys(where for where, _ in TABLES.values()), "README.md"):
         (ROOT / path).write_text(written(path, (ROOT / path).read_text(), results))
 
 

@@ -242,13 +242,14 @@ def test_the_results_are_what_their_commands_printed():
     assert set(commands) <= set(entry.found())
 
 
-@pytest.mark.parametrize("path", dict.fromkeys(where for where, _ in _pages.TABLES.values()))
+@pytest.mark.parametrize("path", [*dict.fromkeys(where for where, _ in _pages.TABLES.values()), "README.md"])
 def test_a_table_of_a_page_is_that_of_the_results(path):
     """`python -m benchmarks._pages` writes it."""
     text = (ROOT / path).read_text()
     assert _pages.written(path, text, RESULTS) == text
     marks = [name for name, (where, _) in _pages.TABLES.items() if where == path]
     assert re.findall(r"<!-- results: (\w+) -->\n\n\|", text) == marks
+    assert marks or "| time, " in text
 
 
 def test_a_table_that_is_not_that_of_the_results_is_written_anew():
