@@ -147,7 +147,8 @@ def test_kinds_of_blocks():
 WORDS = """OOM, out of memory, gradient checkpointing, remat, mixed precision, loss scaling, GradScaler, EMA, ZeRO, FSDP,
 HSDP, DDP, DeepSpeed, all-reduce, no_sync, effective batch, virtual batch, GPU memory, throughput, gradient accumulation,
 LoRA, GRPO, PPO, InfoNCE, contrastive, padding, packing, Colab, NaN, clipping, warm-up, learning rate, dropout, BatchNorm,
-Muon, MultiSteps, microbatch, Hugging Face, Lightning, resume, offload, multi-host, Slurm, Kubernetes, critical batch"""
+GAN, pmap, DP-SGD, L-BFGS, SAM, TBPTT, physics-informed, chunked, Jacobian, sparse, embedding table, profiling, zero_grad,
+optimizer step, global step, Muon, MultiSteps, microbatch, Hugging Face, Lightning, resume, offload, multi-host, Slurm, Kubernetes, critical batch"""
 
 
 def test_the_words_that_users_search_for_are_in_the_docs():
