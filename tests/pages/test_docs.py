@@ -157,6 +157,18 @@ def test_the_words_that_users_search_for_are_in_the_docs():
     assert [word for word in " ".join(WORDS.split()).split(", ") if word.lower() not in text] == []
 
 
+BEGIN = ("index", "start", "faq")
+
+
+def test_which_mechanism_to_take_is_said_in_the_same_words():
+    """Wherever a user may begin to read."""
+    said = [
+        " ".join(page.split()) for page in (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in BEGIN))
+    ]
+    choices = [re.search(r"\* \*\*Across calls\*\* \(.*?If unsure, take this\.", text)[0] for text in said]
+    assert len(set(choices)) == 1
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
 def test_code_fits_the_column_of_its_page(page):
     """At 1280 pixels a page shows 80 characters; a manifest and a diff are as long as what they show."""
