@@ -1,6 +1,6 @@
 """Tables of the docs and a row of the README, made of what stands in benchmarks/RESULTS.md.
 
-`python -m benchmarks._pages` writes them after their marks, `<!-- results: planning -->`.
+`python -m benchmarks._pages` writes them after their marks, `<!-- results: packing -->`.
 """
 
 import pathlib
@@ -23,18 +23,12 @@ def rows(page: str, program: str, heading: str = "") -> list[Row]:
     return [dict(zip(head, line, strict=True)) for line in lines]
 
 
-def planning(page: str) -> list[tuple[str, ...]]:
-    """Returns what plans foretold; the chosen number of micro-batches is bold."""
-    table = [("model", "budget", "micro-batches", "predicted", "measured", "error", "in the budget")]
-    for row in rows(page, "planning"):
-        chosen = bool(row["plan took"])
-        first = (row["model"], row["budget"], f"**{row['k']}**") if chosen else ("", "", row["k"])
-        table.append((*first, row["foretold"], row["measured"], row["error"].replace("%", " %"), row["in the budget"]))
-    return table
-
-
-SHOWN = [("log-normal", "4096", "1"), ("log-normal", "8192", "8"), ("log-normal", "16384", "8")]
-SHOWN += [("paragraphs", budget, devices) for budget in ("1024", "2048") for devices in ("1", "2")]
+SHOWN = [
+    ("log-normal", "4096", "1"),
+    ("log-normal", "8192", "8"),
+    ("paragraphs", "1024", "1"),
+    ("paragraphs", "2048", "2"),
+]
 
 
 def packing(page: str) -> list[tuple[str, ...]]:
@@ -55,6 +49,7 @@ def packing(page: str) -> list[tuple[str, ...]]:
     return table
 
 
+STACKED = "decoder of stacked layers"
 WAYS = {
     "ours: apply_gradients": "`accumulate_gradients` and `apply_gradients`",
     "ours: update": "`accumulate_gradients`, `update`, `optax.apply_updates`",
@@ -77,43 +72,18 @@ def any_loss(page: str) -> list[tuple[str, ...]]:
     return [tuple(found[0]), *(tuple(row.values()) for row in found)]
 
 
-def verify_numpy(page: str) -> list[tuple[str, ...]]:
-    """Returns what is said of faults, whatever the optimizer, and behind a clip that acts."""
-    heads = ("#### No clip", "#### Behind a clip by norm")
-    drawn, clipped = ({row["planted"]: row for row in rows(page, "verify_numpy", head)} for head in heads)
-    named = lambda row: f"{row['right']} of {_planted(row)}" if _planted(row) else "does no harm"
-    said = lambda row: (named(row), row["unnamed"], row["misnamed"])
-    head = (
-        "planted",
-        "named right",
-        "unnamed",
-        "misnamed",
-        "behind a clip that acts: named right",
-        "unnamed",
-        "misnamed",
-    )
-    return [head, *((what, *said(drawn[what]), *said(clipped[what])) for what in drawn if what != "sound")]
-
-
-def _planted(row: Row) -> int:
-    """Returns how many do harm."""
-    return sum(int(row[outcome]) for outcome in ("right", "unnamed", "misnamed", "missed", "refused"))
-
-
-def compile_time(page: str) -> str:
-    """Returns the README's row."""
-    found = {row["way"]: float(row["/ optax.MultiSteps"]) for row in rows(page, "compile_time", "#### decoder")}
-    ratio = lambda way: f"{found[way]:.1f}".removesuffix(".0")
-    by_hand, ours = ratio("hand-written scan"), ratio("ours: value_and_grad")
-    return f"| compile time (ratio), decoder, 2 CPU cores | 1 | {by_hand} | {ours}, `value_and_grad` |"
+def side_by_side(page: str) -> str:
+    """Returns the README's row of times, relative to the whole batch's."""
+    found = {row["way"]: float(row["time / ours"]) for row in rows(page, "peers", f"#### {STACKED}, k=8") if row["ms"]}
+    ways = ("optax.MultiSteps", "hand-written scan", "ours: value_and_grad")
+    times = [f"{found[way] / found['whole batch']:.1f}" for way in ways]
+    return f"| time, {STACKED}, 2 CPU cores | 1 | {' | '.join(times)}, `value_and_grad` |"
 
 
 TABLES: dict[str, tuple[str, Callable[[str], list[tuple[str, ...]]]]] = {
-    "planning": ("docs/planning.md", planning),
     "packing": ("docs/tokens.md", packing),
     "micro_step": ("docs/benchmarks.md", micro_step),
     "any_loss": ("docs/any_loss.md", any_loss),
-    "verify_numpy": ("docs/check_your_step.md", verify_numpy),
 }
 
 
@@ -121,17 +91,17 @@ def written(path: str, text: str, results: str) -> str:
     """Returns a page with its tables, or its row, as they are in the results."""
     for name, (where, make) in TABLES.items():
         if where == path:
-            table = _measure.markdown(make(results), left=(0, 6) if name == "planning" else (0,))
+            table = _measure.markdown(make(results), left=(0,))
             mark, old = f"<!-- results: {name} -->\n", r"(?:\n\|.*(?:\n\|.*)*\n)?"
             text = re.sub(mark + old, lambda _, new=f"{mark}\n{table}\n": new, text)
     if path == "README.md":
-        text = re.sub(r"^\| compile time .*$", lambda _: compile_time(results), text, flags=re.MULTILINE)
+        text = re.sub(r"^\| time, .*$", lambda _: side_by_side(results), text, flags=re.MULTILINE)
     return text
 
 
 def main() -> None:
     results = RESULTS.read_text()
-    for path in (*(where for where, _ in TABLES.values()), "README.md"):
+    for path in (*dict.fromkeys(where for where, _ in TABLES.values()), "README.md"):
         (ROOT / path).write_text(written(path, (ROOT / path).read_text(), results))
 
 

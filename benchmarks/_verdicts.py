@@ -118,9 +118,9 @@ def page(text: str) -> str:
     """Returns a page with the tables of faults that it asks for as they are now."""
 
     def table(name: str) -> str:
-        rows = [(f"`{fault.name}`", fault.makes, fault.told) for fault in TABLES[name]]
-        head = ("named", "what becomes of the micro-batches", "how it is told apart")
-        return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * 3, *rows))
+        rows = [(f"`{fault.name}`", fault.makes) for fault in TABLES[name]]
+        head = ("named", "what becomes of the micro-batches")
+        return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * 2, *rows))
 
     of = lambda found: f"{found[1]}\n\n{table(found[2])}\n"
     return re.sub(r"(<!-- faults: (\w+) -->)\n\n(?:\|.*\n)*", of, text)

@@ -3,8 +3,7 @@
 Run `python -m benchmarks.accelerators --targets h100`; no accelerator is needed, but its compiler is. JAX comes with
 that of CPUs (`--targets cpu`), which is asked about the memory of one device alone. `--facts FILE` adds them to a JSON
 of targets and versions of JAX, where a change shows as a diff; with `--pages docs/accelerators.md docs/fsdp.md
-docs/hsdp.md docs/many_devices.md docs/overlap.md` nothing is compiled, and the tables of those pages become those of
-the JSON.
+docs/many_devices.md` nothing is compiled, and the tables of those pages become those of the JSON.
 """
 
 import argparse
@@ -22,7 +21,6 @@ from benchmarks import _decoder, _in_place, _many_devices, _measure, _one_device
 from benchmarks._one_device import Facts
 from optax_accum.accelerators import Target, target
 
-OLDER = "<!-- older facts -->"
 FACTS = pathlib.Path(__file__).with_suffix(".json")
 NOTES = """\
 P is one copy of the float32 parameters. Bytes are what instructions read and write in the device's memory; temporary
@@ -156,29 +154,23 @@ def part(kind: str, record: dict[str, Any], target: str, cases: str) -> str:
 def page(text: str, record: dict[str, Any]) -> str:
     """Returns a page with the table of the newest JAX after each mark `<!-- facts: KIND -->`.
 
-    A mark `<!-- facts: KIND (TARGET; CASES) -->` is for one target, and for cases that begin so. Where the page has the
-    mark `<!-- older facts -->`, a fold there has the tables of older versions, of the same kinds.
+    A mark `<!-- facts: KIND (TARGET; CASES) -->` is for one target, and for cases that begin so.
     """
-    new, old = _by_age(record)
+    new = _newest(record)
     marked = re.compile(r"(<!-- facts: (.*?)(?: \((.*); (.*)\))? -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
-    kinds = dict.fromkeys(found[2] for found in marked.finditer(text))
 
     def filled(found: re.Match[str]) -> str:
         mark, kind, target, cases = found.groups()
         return f"{mark}\n{part(kind, new, target, cases) if target else table(kind, new)}"
 
-    text = marked.sub(filled, text)
-    older = "\n".join(table(kind, old) for kind in kinds if any(kind in facts for facts in old.values()))
-    fold = f"<details>\n<summary>Compiled with older versions of JAX</summary>\n\n{older}\n</details>\n"
-    return re.sub(f"({OLDER}\n).*?(?=\n#|\\Z)", lambda found: f"{found[1]}\n{fold}", text, flags=re.DOTALL)
+    return marked.sub(filled, text)
 
 
-def _by_age(record: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the facts of the newest JAX, by target alone, and those of the others."""
+def _newest(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the facts of the newest JAX, by target alone."""
     version = lambda name: re.findall(r"JAX ([\d.]+)", name)[0]
     newest = max(map(version, record), key=lambda text: list(map(int, text.split("."))))
-    new = {name.split(",")[0]: facts for name, facts in record.items() if version(name) == newest}
-    return new, {name: facts for name, facts in record.items() if version(name) != newest}
+    return {name.split(",")[0]: facts for name, facts in record.items() if version(name) == newest}
 
 
 def _target(name: str) -> Target:

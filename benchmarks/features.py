@@ -31,19 +31,18 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/compared.md")
     options = parser.parse_args()
     found = {feature.name: {column: cell(feature, column) for column in COLUMNS} for feature in FEATURES}
-    text = tables(found)
-    print(f"## What each library can do\n\n{text}")
+    print(f"## What each library can do\n\n{_table(found)}\n\n{explained()}\n\n{versions()}")
     if options.write:
         before, rest = PAGE.read_text().split(BEGIN)
-        _measure.write(PAGE, f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}".rstrip("\n"), None)
+        text = f"{before}{BEGIN}\n\n{marked(found)}\n\n{END}{rest.split(END, 1)[1]}"
+        _measure.write(PAGE, text.rstrip("\n"), None)
 
 
-def tables(found: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns the page's text of cells, by row and column: marks, what they mean, and the numbers in a fold."""
-    marks = {name: {column: MARK[_verdict(text)] for column, text in row.items()} for name, row in found.items()}
-    numbers = f"<details>\n<summary>The same with the measured numbers</summary>\n\n{_table(found)}\n\n</details>"
+def marked(found: Mapping[str, Mapping[str, str]]) -> str:
+    """Returns the page's text of cells, by row and column: marks, and what they mean."""
+    marks = {name: {column: MARK[verdict(text)] for column, text in row.items()} for name, row in found.items()}
     upright = f'<div class="marks">\n\n{_table(marks)}\n\n</div>'  # headings stand upright there
-    return f"{upright}\n\n{explained()}\n\n{numbers}\n\n{versions()}"
+    return f"{upright}\n\n{explained()}\n\n{versions()}"
 
 
 def _table(cells: Mapping[str, Mapping[str, str]]) -> str:
@@ -51,7 +50,8 @@ def _table(cells: Mapping[str, Mapping[str, str]]) -> str:
     return _measure.markdown([("", *COLUMNS), *rows], left=range(len(COLUMNS) + 1))
 
 
-def _verdict(text: str) -> str:
+def verdict(text: str) -> str:
+    """Returns what a cell says, without its number: a key of `MARK`."""
     return text.partition(" (")[0]
 
 
@@ -77,8 +77,8 @@ def cell(feature: Feature, column: str) -> str:
 
 
 def committed(column: str, text: str) -> dict[str, str]:
-    """Returns the cells of a column of a page, with their numbers, by the name of the row."""
-    folded = text.split("</summary>")[1].strip().split("\n\n")[0]
+    """Returns the marks of a column of a page, by the name of the row."""
+    folded = text.split('<div class="marks">')[1].strip().split("\n\n")[0]
     lines = [re.split(r" *\| *", line)[1:-1] for line in folded.splitlines()]
     return {line[0]: line[lines[0].index(column)] for line in lines[2:]}
 

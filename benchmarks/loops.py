@@ -1,6 +1,6 @@
 """Owns the loops that people write by hand: what `verify_step` says of each, and how far its update is off.
 
-Run `python -m benchmarks.loops` for the table, `--page docs/forty_lines.md` to put it there. The loops are written
+Run `python -m benchmarks.loops` for the table, `--page docs/compared.md` to put it there. The loops are written
 anew, in the shape of public ones, small, on a model of two layers: each has one thing that is wrong, or none (the host
 loop has two).
 """
@@ -22,8 +22,8 @@ import optax_accum
 from benchmarks import _measure
 from benchmarks._measure import Tree
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "forty_lines.md"
-BEGIN, END = "<!-- what python -m benchmarks.loops --page docs/forty_lines.md found -->", "<!-- end -->"
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compared.md"
+BEGIN, END = "<!-- what python -m benchmarks.loops --page docs/compared.md found -->", "<!-- end -->"
 ROWS, TOKENS, EVERY, SEEDS = 32, 32, 16, 5
 SGD = optax.sgd(0.1)
 add = functools.partial(jax.tree.map, jnp.add)
@@ -229,7 +229,6 @@ class Loop(NamedTuple):
 
     name: str
     seen: str
-    costs: str
     make_step: MakeStep
     within: bool
     even: bool = False  # rows of one length, where lengths are not what it gets wrong
@@ -244,50 +243,42 @@ def _link(name: str, path: str) -> str:
 
 
 T5X = _link("commit", "google-research/t5x/commit/cc342d4")
-EACH = "a gradient beside the sum; a reduction for each micro-batch"
-HELD = "a sum, also for k = 1; the optimizer runs at each micro-step"
-UNREDUCED = "a gradient beside the sum, written and read"
 LOOPS = [
     Loop(
         "a scan that adds means and divides by k",
         _link("pull request", "AI-Hypercomputer/maxtext/pull/5088"),
-        EACH,
         scan,
         True,
     ),
-    Loop("a running mean, `(i * m + g) / (i + 1)`", "", f"{EACH}; the mean is read and written", running_mean, True),
+    Loop("a running mean, `(i * m + g) / (i + 1)`", "", running_mean, True),
     Loop(
         "`optax.MultiSteps` around the optimizer",
         _link("thread", "Physical-Intelligence/openpi/issues/286"),
-        HELD,
         multi_steps,
         False,
     ),
     Loop(
         "the same scan, with sums in bfloat16",
         _link("commit", "AI-Hypercomputer/maxtext/commit/e591f30"),
-        "half the sum; a reduction for each micro-batch",
         functools.partial(scan, dtype=jnp.bfloat16),
         True,
         even=True,
     ),
-    Loop("the same scan, not divided", T5X, EACH, functools.partial(scan, divides=False), True, even=True),
+    Loop("the same scan, not divided", T5X, functools.partial(scan, divides=False), True, even=True),
     Loop(
         "`rows // k` rows for each micro-batch, k = 12",
         _link("commit", "phlippe/uvadlc_notebooks/commit/0da8037"),
-        EACH,
         floored,
         True,
         even=True,
         every=12,
     ),
-    Loop("the key of the step for each micro-batch", T5X, EACH, one_key, True, even=True),
-    Loop("advantages normalised in the loss", "", EACH, functools.partial(scan, loss=advantages), True, even=True),
-    Loop("a clip by hand before `MultiSteps`", "", HELD, functools.partial(multi_steps, clip=True), False, even=True),
+    Loop("the key of the step for each micro-batch", T5X, one_key, True, even=True),
+    Loop("advantages normalised in the loss", "", functools.partial(scan, loss=advantages), True, even=True),
+    Loop("a clip by hand before `MultiSteps`", "", functools.partial(multi_steps, clip=True), False, even=True),
     Loop(
         "`optax.apply_every` behind AdamW",
         _link("commit", "evanatyourservice/gpt-jax/commit/e1b2305"),
-        HELD,
         apply_every,
         False,
         even=True,
@@ -295,34 +286,30 @@ LOOPS = [
     Loop(
         "an average of the parameters, moved at each call",
         _link("thread", "Physical-Intelligence/openpi/issues/286"),
-        "the average is read and written at each call",
         average,
         False,
         even=True,
         windows=2,
         of=lambda carry: carry["average"],
     ),
-    Loop("a host loop, `loss / k`; the data end after 5 of 16", "", UNREDUCED, host, False, even=True, micro_batches=5),
+    Loop("a host loop, `loss / k`; the data end after 5 of 16", "", host, False, even=True, micro_batches=5),
     Loop(
         "a service that keeps the last request's gradient",
         _link("pull request", "NovaSky-AI/SkyRL/pull/2008"),
-        UNREDUCED,
         functools.partial(host, keeps="last"),
         False,
         even=True,
     ),
-    Loop("a scan that adds sums and divides by all tokens", "", EACH, tokens, True),
+    Loop("a scan that adds sums and divides by all tokens", "", tokens, True),
     Loop(
         "`value_and_grad(loss, k)`",
         "ours",
-        "no gradient beside the sum; with `reduce_axes` one reduction",
         ours_within,
         True,
     ),
     Loop(
         "`value_and_apply_gradients(loss, tx)`",
         "ours",
-        "no gradient beside the sum; with `reduce_axes` one reduction, when the window closes",
         ours_across,
         False,
     ),
@@ -381,8 +368,8 @@ def _noise(loop: Loop) -> float:
 
 def table() -> str:
     """Returns the table, as Markdown."""
-    head = ("the loop", "seen in", "`verify_step` says", "its update is off by", "memory and reductions")
-    rows = [(loop.name, loop.seen, said(loop), error(loop), loop.costs) for loop in LOOPS]
+    head = ("the loop", "seen in", "`verify_step` says", "its update is off by")
+    rows = [(loop.name, loop.seen, said(loop), error(loop)) for loop in LOOPS]
     return _measure.markdown([head, *rows], left=range(len(head)))
 
 
@@ -395,7 +382,7 @@ def main() -> None:
     print(f"## Loops by hand\n\n{text}")
     if page:
         before, rest = page.read_text().split(BEGIN)
-        page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+        page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END, 1)[1]}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Owns the table of support: what holds on a version of JAX, and what its compilers make of it. Times nothing.
 
 Run `python -m benchmarks.support` with each JAX: it adds what it finds to benchmarks/support.json. An environment that
-has NVIDIA's compiler adds what that says. `--page docs/support.md` writes the tables of that page and runs nothing.
+has NVIDIA's compiler adds what that says. `--page docs/support.md`, or `benchmarks/QUIRKS.md`, writes the table of that
+page and runs nothing.
 """
 
 import argparse

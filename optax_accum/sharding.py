@@ -49,7 +49,7 @@ scan, so that the reduction overlaps the matrix products that follow.
 `value_and_apply_gradients` does so if a static `flush=True` closes the
 window. This micro-batch is compiled separately, and all devices run it,
 also if its weight is zero. On GPUs it is on by default for 64 MiB of sums
-or more, without `reduce_to`: docs/overlap.md.
+or more, without `reduce_to`: docs/fsdp.md.
 
 Known when building:
 

@@ -16,7 +16,7 @@ inside the backward pass, where it is added; `tx.update` and
 `apply_gradients` read it once more. In a `jax.shard_map` of yours whose
 devices have shards of the parameters over another axis: an error (with
 `check_vma=False` nothing tells, and norms are those of shards).
-docs/noise_scale.md and docs/growing_batches.md have sources and examples.
+docs/when_not.md has sources and examples.
 `optax_accum.batching` acts on the results.
 """
 

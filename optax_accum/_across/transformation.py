@@ -98,7 +98,7 @@ def accumulate_gradients(
         `(grads, gradient_step, params) -> (skip, info)`, as
         `optax.MultiSteps` takes; `state.skip_state` holds its `info`. A
         callable with a parameter `info` is given what it returned last, and
-        at first the default of that parameter: docs/outliers.md.
+        at first the default of that parameter: docs/nan_policy.md.
       mean_args: extra arguments which `inner` gets as their weighted mean
         over the window: the names of scalars; or a dict from names to
         examples (0.0 for a scalar, a tree of floating-point arrays or

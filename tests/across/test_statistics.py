@@ -405,7 +405,7 @@ def test_windows_follow_the_noise():
     assert resumed(tx, batches, 7) == found
 
 
-# Outliers: docs/outliers.md runs as a test, too.
+# Outliers: docs/nan_policy.md runs as a test, too.
 
 
 def rising(grads, gradient_step, params, info=(0.0, 0)):

@@ -1,4 +1,4 @@
-"""`benchmarks/loops.py`: what docs/forty_lines.md says of loops is what comes out."""
+"""`benchmarks/loops.py`: what docs/compared.md says of loops is what comes out."""
 
 import re
 
@@ -16,7 +16,6 @@ ROWS = [[cell.strip() for cell in line.split(" | ")] for line in re.findall(r"^\
 def test_the_page_has_a_row_for_each_loop():
     assert [row[0] for row in ROWS] == [loop.name for loop in loops.LOOPS]
     assert [row[1] for row in ROWS] == [loop.seen for loop in loops.LOOPS]
-    assert [row[4] for row in ROWS] == [loop.costs for loop in loops.LOOPS]
     assert len({row[2] for row in ROWS}) >= 11
 
 
