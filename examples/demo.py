@@ -24,7 +24,7 @@ import optax_accum
 from examples import processes
 
 Tree = Any
-LENGTH, WIDTH, HEADS, LAYERS = 96, 32, 4, 2  # tokens in a row, features, heads, layers of the decoder
+LENGTH, WIDTH, HEADS, LAYERS = 64, 32, 4, 2  # tokens in a row, features, heads, layers of the decoder
 HELD_OUT, CHECK = 96, 2  # rows for the loss that is drawn, and how many updates lie between two measurements
 TOLERANCE = 1e-5  # of the gradient, relative to its largest entry
 WRONG = ("scan, mean of means", "optax.MultiSteps")  # both take the mean of the micro-batches' means
@@ -219,29 +219,28 @@ def run(settings: Settings) -> list[Way]:
 
 
 def _initial_params(seed: int) -> Tree:
-    """Returns the parameters of a decoder: an embedding of bytes and one of places, and layers stacked for a scan."""
-    layer = {"norms": (2, 1, 1, WIDTH), "qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)}
-    layer |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    shapes = {"embed": (128, WIDTH), "place": (LENGTH, WIDTH), "head": (WIDTH, 128)}
-    shapes |= {"layers": {name: (LAYERS, *shape) for name, shape in layer.items()}}
-    leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
+    """Returns the parameters of a decoder: an embedding of bytes and one of places, layers, and a head."""
     random = np.random.default_rng(seed)
-    drawn = [random.normal(size=shape, scale=shape[-2] ** -0.5).astype(np.float32) for shape in leaves]
-    params = jax.tree.unflatten(structure, drawn)
-    params["layers"]["norms"] = np.ones_like(params["layers"]["norms"])
-    return params
+
+    def draw(*shape: int) -> np.ndarray:
+        return random.normal(size=shape, scale=shape[0] ** -0.5).astype(np.float32)
+
+    def layer() -> Tree:
+        ends = {"up": draw(WIDTH, 4 * WIDTH), "down": draw(4 * WIDTH, WIDTH)}
+        return {"qkv": draw(WIDTH, 3 * WIDTH), "out": draw(WIDTH, WIDTH), **ends}
+
+    layers = [layer() for _ in range(LAYERS)]
+    return {"embed": draw(128, WIDTH), "place": draw(LENGTH, WIDTH), "layers": layers, "head": draw(WIDTH, 128)}
 
 
 def _logits(params: Tree, tokens: jax.Array) -> jax.Array:
     """Returns for each byte [n, LENGTH] what may follow it, [n, LENGTH, 128]."""
-
-    def add_layer(h: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
-        heads = (_normalized(h) * layer["norms"][0] @ layer["qkv"]).reshape(*h.shape[:2], 3, HEADS, -1)
+    h = params["embed"][tokens] + params["place"][None]
+    for layer in params["layers"]:
+        heads = (_normalized(h) @ layer["qkv"]).reshape(*h.shape[:2], 3, HEADS, -1)
         attended = jax.nn.dot_product_attention(*jnp.moveaxis(heads, 2, 0), is_causal=True)
         h += attended.reshape(h.shape) @ layer["out"]
-        return h + jax.nn.gelu(_normalized(h) * layer["norms"][1] @ layer["up"]) @ layer["down"], None
-
-    h, _ = jax.lax.scan(add_layer, params["embed"][tokens] + params["place"][None], params["layers"])
+        h += jax.nn.gelu(_normalized(h) @ layer["up"]) @ layer["down"]
     return _normalized(h) @ params["head"]
 
 
