@@ -398,27 +398,27 @@ def _draw(settings: Settings, ways: list[Way]) -> None:
         # Narrow, so that a phone shows its words large enough.
         figure = Figure(figsize=(6, 7.2), layout="constrained")
         losses, memory = figure.subplots(2, height_ratios=[1.8, 1])
-        _draw_losses(losses, settings.updates, ways, ink)
-        _draw_memory(memory, ways, ink)
+        _draw_losses(losses, settings, ways)
+        _draw_memory(memory, settings, ways, ink)
         figure.supxlabel(_versions(), fontsize=9, color="#808488")
         figure.savefig(settings.output, format="png", dpi=180)
 
 
-def _lines(ink: str) -> list[dict[str, Any]]:
+def _lines(dark: bool) -> list[dict[str, Any]]:
     """Returns how the line of each way is drawn: lines that lie on one another all show."""
     styles = (
         ("#f2b134", "-", 11),
         ("#2f7fc1", "-", 5),
-        (ink, (0, (2, 2)), 1.6),
+        ("#c3e4ff" if dark else "#0b2a4a", (0, (2, 2)), 1.6),
         ("#e4572e", "-", 5),
-        ("#ffe3da" if ink > "#8" else "#7d1128", (0, (2, 2)), 1.6),
+        ("#ffc9ae" if dark else "#7d1128", (0, (2, 2)), 1.6),
     )
     return [dict(zip(("color", "linestyle", "linewidth"), style, strict=True)) for style in styles]
 
 
-def _draw_losses(axes: Any, updates: int, ways: list[Way], ink: str) -> None:
-    measured = np.minimum(np.arange(len(ways[0].losses)) * CHECK, updates)
-    for way, line in zip(ways, _lines(ink), strict=True):
+def _draw_losses(axes: Any, settings: Settings, ways: list[Way]) -> None:
+    measured = np.minimum(np.arange(len(ways[0].losses)) * CHECK, settings.updates)
+    for way, line in zip(ways, _lines(settings.dark), strict=True):
         label = f"{way.name}: {_percent(way.errors[0])}" if way is not ways[0] else way.name
         axes.plot(measured, way.losses, label=label, **line)
     top = max(way.losses[1] for way in ways)  # from where they part; all start alike
@@ -430,15 +430,15 @@ def _percent(error: float) -> str:
     return f"{error:.0%}" if error > 0.01 else f"{error:.0e}".replace("e-0", "e-")
 
 
-def _draw_memory(axes: Any, ways: list[Way], ink: str) -> None:
+def _draw_memory(axes: Any, settings: Settings, ways: list[Way], ink: str) -> None:
     sizes, largest = [way.megabytes for way in ways], max(way.megabytes for way in ways)
-    axes.barh(range(len(ways)), sizes, color=[line["color"] for line in _lines(ink)])
+    axes.barh(range(len(ways)), sizes, color=[line["color"] for line in _lines(settings.dark)])
     for row, way in enumerate(ways):
         inside = way.megabytes > largest / 2
         x, ink_here = (0.02 * largest, "black") if inside else (way.megabytes + 0.02 * largest, ink)
         axes.text(x, row, f"{way.name}: {way.megabytes:.1f} MB", va="center", color=ink_here)
     axes.invert_yaxis()
-    axes.set(title="Memory of a step", xticks=[], yticks=[])
+    axes.set(title="Memory of a step, including the accumulator", xticks=[], yticks=[])
     axes.spines["bottom"].set_visible(False)
 
 
