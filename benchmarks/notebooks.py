@@ -42,7 +42,7 @@ STEPS: dict[str, Callable[[Names], tuple[Any, Any, Names]]] = {
     "03_large_images": lambda n: (n["train_step"], (n["state"], n["crops"](n["rng"], n["ROWS"])), {}),
     "04_speech": lambda n: (n["step"], (n["params"], n["state"], n["batch"]), {}),
     "05_reinforcement_learning": lambda n: (n["step"], (n["params"], n["state"], n["episode"]), {"flush": True}),
-    "06_recommender": lambda n: (jax.jit(n["ways"]["microbatched_apply"]), (n["params"], n["batch"]), {}),
+    "06_recommender": lambda n: (jax.jit(n["ways"]["value_and_grad"]), (n["params"], n["batch"]), {}),
     "08_mixture_of_experts": lambda n: (jax.jit(n["WAYS"]["the whole batch"]), (n["params"], n["tokens"]), {}),
 }
 

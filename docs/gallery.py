@@ -1,9 +1,8 @@
-"""Owns the gallery of notebooks: a card for each, with its title and its largest picture. Runs no notebook."""
+"""The gallery of notebooks: a card for each, with its title and the picture of the cell tagged `gallery`."""
 
 import base64
 import json
 import pathlib
-from typing import Any
 
 HEAD = "# Gallery\n\nEach notebook runs on a CPU in a minute or two, and in Colab. A picture leads to its notebook.\n"
 CARD = """\
@@ -21,19 +20,25 @@ def write(folder: pathlib.Path) -> None:
     for path in sorted(folder.glob("[0-9]*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
         title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
-        (folder / f"{path.stem}.png").write_bytes(
-            max(_pictures(cells), key=len)
-        )
+        (folder / f"{path.stem}.png").write_bytes(picture(path))
         cards.append(CARD.format(title=title, name=path.stem))
     grid = "::::{grid} 1 2 2 2\n:gutter: 3\n\n" + "\n".join(cards) + "\n::::\n"
     (folder / "gallery.md").write_text(f"{HEAD}\n{grid}")
 
 
-def _pictures(cells: list[dict[str, Any]]) -> list[bytes]:
-    outputs = [output for cell in cells for output in cell.get("outputs", [])]
-    found = [
+def picture(path: pathlib.Path) -> bytes:
+    """Returns the picture of the cell that is tagged `gallery`."""
+    cells = json.loads(path.read_text())["cells"]
+    tagged = [
+        cell for cell in cells if "gallery" in cell["metadata"].get("tags", ())
+    ]
+    pictures = [
         output["data"]["image/png"]
-        for output in outputs
+        for cell in tagged
+        for output in cell["outputs"]
         if "image/png" in output.get("data", {})
     ]
-    return [base64.b64decode("".join(picture)) for picture in found]
+    if len(pictures) != 1:
+        rule = "One cell, with one picture, has the tag `gallery`"
+        raise ValueError(f"{rule}: {path.name} has {len(pictures)} of them.")
+    return base64.b64decode("".join(pictures[0]))

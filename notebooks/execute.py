@@ -48,7 +48,9 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         "language_info": {"name": "python"},
     }
     for cell in notebook.cells:
-        cell.metadata = {}
+        # a tag says which picture the gallery shows
+        tags = cell.metadata.get("tags")
+        cell.metadata = {"tags": tags} if tags else {}
         if cell.cell_type == "code":
             cell.outputs = [
                 output

@@ -1,5 +1,8 @@
 """What people see of the notebooks on a code host; that they run is `.ci/run`'s, through nbmake."""
 
+import ast
+import base64
+import importlib.util
 import json
 import re
 import tomllib
@@ -29,6 +32,10 @@ except ModuleNotFoundError:
     )\
 """
 
+spec = importlib.util.spec_from_file_location("gallery", ROOT / "docs" / "gallery.py")
+gallery = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gallery)
+
 
 def cells(path):
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -55,6 +62,48 @@ def test_it_is_saved_with_what_it_prints_and_draws(path):
         output["data"] for output in outputs(path) if "<Figure" in "".join(output.get("data", {}).get("text/plain", ""))
     ]
     assert all("image/png" in data for data in drawn)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_tag_says_which_picture_the_gallery_shows(path):
+    assert gallery.picture(path).startswith(b"\x89PNG")
+
+
+def test_the_gallery_shows_the_tagged_picture_and_not_the_largest(tmp_path):
+    """Of 03 that is the memory."""
+    tagged = gallery.picture(ROOT / "notebooks" / "03_large_images.ipynb")
+    assert any("GB" in "".join(cell["source"]) for cell in cells(NOTEBOOKS[2]) if cell["metadata"])
+    pictures = [
+        output["data"]["image/png"] for output in outputs(NOTEBOOKS[2]) if "image/png" in output.get("data", {})
+    ]
+    assert len(tagged) < max(len(base64.b64decode(picture)) for picture in pictures)
+    (tmp_path / "03_large_images.ipynb").write_text(NOTEBOOKS[2].read_text())
+    gallery.write(tmp_path)
+    assert (tmp_path / "03_large_images.png").read_bytes() == tagged
+    assert "03_large_images.png" in (tmp_path / "gallery.md").read_text()
+
+
+def test_a_notebook_without_the_tag_is_refused(tmp_path):
+    notebook = json.loads(NOTEBOOKS[0].read_text())
+    for cell in notebook["cells"]:
+        cell["metadata"] = {}
+    (tmp_path / "01_quickstart.ipynb").write_text(json.dumps(notebook))
+    with pytest.raises(ValueError, match="`gallery`: 01_quickstart.ipynb has 0 of them"):
+        gallery.write(tmp_path)
+
+
+REMOVED = ["weight_fn", "weight_of", "rng_argnum", "carry_argnum", "whole_argnums", "group_size"]
+REMOVED += ["stacked", "aux_reduction", "unroll"]
+
+
+@pytest.mark.parametrize("path", [*NOTEBOOKS, *sorted((ROOT / "examples").glob("*.py"))], ids=lambda path: path.stem)
+def test_value_and_grad_is_told_nothing(path):
+    """Within a call the loss tells all; `accumulate` and steps across calls may still be told."""
+    text = "\n".join("".join(cell["source"]) for cell in cells(path)) if path.suffix == ".ipynb" else path.read_text()
+    code = re.sub(r"^( *)%.*$", r"\1pass", text, flags=re.MULTILINE)
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    told = [key.arg for call in calls if "value_and_grad" in ast.unparse(call.func) for key in call.keywords]
+    assert not set(told) & set(REMOVED)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
