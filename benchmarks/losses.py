@@ -1,6 +1,6 @@
 """Losses whose micro-batches by themselves have another mean: error by hand, error of `value_and_grad`, the weight.
 
-Run `python -m benchmarks.losses`, or with `--each 2` for a sample. Losses are drawn from a seed: a model, what its rows
+Run `python -m benchmarks.losses`, or with `--each 1` for a sample. Losses are drawn from a seed: a model, what its rows
 are compared with, how they are averaged, noise, dtype, scale, sizes.
 """
 
@@ -40,7 +40,7 @@ reads a weight that makes micro-batches add up, from the traced loss."""
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=__doc__.splitlines()[0])
-    parser.add_argument("--each", type=int, default=6, help="how many losses of each kind are drawn")
+    parser.add_argument("--each", type=int, default=2, help="how many losses of each kind are drawn")
     drawn = parser.parse_args().each
     jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time
     rows = [

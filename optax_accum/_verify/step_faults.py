@@ -17,8 +17,8 @@ SHARED_KEY = Fault(
     "shared key",
     "All micro-batches draw the same random numbers.",
     "Over many keys, a window of equal micro-batches varies as much as a single one.",
-    "Give each micro-batch a key of its own: jax.random.fold_in(key, i). value_and_grad does it with rng_argnum, "
-    "value_and_apply_gradients, too.",
+    "Give each micro-batch a key of its own: jax.random.fold_in(key, i). value_and_apply_gradients does it "
+    "with rng_argnum; in value_and_grad rows draw what they do in the whole batch.",
     {"beside": probes.shared_key},
     "Seed once, before the loop, and not before each micro-batch.",
 )
@@ -82,7 +82,7 @@ FAULTS = (
         "rows left out",
         "Rows left over after division by `every` are in no micro-batch.",
         "The update equals that of the other rows alone.",
-        "Let the rows that are left be one smaller micro-batch, and weight each by its rows, as value_and_grad does. "
+        "Let the rows that are left be one smaller micro-batch, and weight each by its rows; value_and_grad does. "
         "Where batches always divide, pass uneven=False.",
         {"other": probes.left_out},
         "Let the rows that are left be one smaller micro-batch, and weigh each by its rows. Where batches always "
@@ -140,7 +140,7 @@ FAULTS = (
         "Each micro-batch counts the same, though they have different numbers of rows or tokens.",
         "The update uses the unweighted mean of their gradients; the whole batch's gradient is a weighted mean.",
         "Add w * g and divide by the sum of w, the rows or tokens of each micro-batch: apply_gradients(..., weight=w), "
-        "or value_and_grad(..., weight_fn=...) within a call. Where micro-batches are always equal, pass uneven=False.",
+        "or value_and_grad of the loss within a call. Where micro-batches are always equal, pass uneven=False.",
         {},
         "Add the sums of the losses, and divide once by all rows or tokens of the window. Where micro-batches are "
         "always equal, pass uneven=False.",
