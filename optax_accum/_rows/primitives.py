@@ -236,7 +236,7 @@ LOCAL: dict[str, Rule] = {
     "dynamic_update_slice": _dynamic_update,
     "fft": _fft,
     "gather": _gather,
-    "optimization_barrier": _each_alike,
+    **dict.fromkeys(("optimization_barrier", "reshard", "sharding_constraint"), _each_alike),
     "pad": _pad,
     "reshape": _reshape,
     "rev": lambda view: view.ins[0] not in view.params["dimensions"],
