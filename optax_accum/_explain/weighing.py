@@ -115,7 +115,8 @@ def default_weight(fun: Callable[..., Any], roles: Roles, call: Call, has_aux: b
     rows = count_known_rows(call[call.batch])
     batch = of_rows(lambda leaf: jnp.concatenate([leaf] * 2), call[call.batch]) if rows == 1 else call[call.batch]
     call = call.with_values(call.batch, batch)  # a loss may be another program for one row
-    subject = Subject(fun, roles, typed(call.arguments), Sizes(1, None, 1), has_aux)
+    types = {name: typed(argument) for name, argument in call.arguments.items()}
+    subject = Subject(fun, roles, types, Sizes(1, None, 1), has_aux)
     try:
         terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program))
     except Exception:  # whatever the loss raises for twice as many rows

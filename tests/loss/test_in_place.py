@@ -433,7 +433,7 @@ def test_the_log_tells_where_gradients_are_added_and_why(caplog):
     if compilers.ADDS_IN_CHECKPOINTS:  # inside a checkpoint sinks go into no branch
         assert "[0]['routed'] (`cond`)" in told(caplog, weighed(jax.checkpoint(looked_up)), p, x)
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, nonfinite="skip")
-    step = optax_accum.value_and_apply_gradients(looked_up, tx)
+    step = optax_accum.value_and_apply_gradients(looked_up, tx, weight_fn=len)
     assert "nonfinite=" in told(caplog, step, p, tx.init(p), x)
 
 

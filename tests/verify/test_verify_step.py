@@ -960,7 +960,7 @@ def test_remedies_of_a_loop_that_is_not_of_jax_name_none_of_its_functions():
 )
 def test_what_rounding_hides_is_said_in_percents_of_it(limit, says):
     """An error of 302 % "would not be seen", as if others were."""
-    assert f"In this precision {says} in w." in str(Report(True, {"w": 0.0}, {"w": limit}, (), 8, 2, False))
+    assert f"In this precision {says} in w." in str(Report(True, {"w": 0.0}, {"w": limit}, (), 8, 2, False, 64))
 
 
 def noised(w, batch, key):

@@ -90,7 +90,7 @@ def both(loss, batch=BATCH, **options):
     """What it returns with and without."""
     results = []
     for overlap in (True, False):
-        run, args = compiled(loss, "Auto", batch, overlap=overlap)
+        run, args = compiled(loss, "Auto", batch, overlap=overlap, **options)
         results.append(jax.device_get(run(*args)))
     return results
 

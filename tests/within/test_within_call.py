@@ -486,7 +486,7 @@ def test_a_backward_pass_that_is_not_linear():
     state = tx.init(w)
     step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx))
     for x in (jnp.full(4, 3.0), jnp.full(2, 0.05)):
-        _, w, state = step(w, state, x)
+        _, w, state = step(w, state, x, weight=len(x))
     np.testing.assert_allclose(w, -(4 * 0.1 + 2 * 0.05) / 6, rtol=1e-6)
 
 
