@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows, of_rows
+from optax_accum._core import dtypes
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._explain.explanation import PLAIN, Weight
@@ -100,7 +101,7 @@ def weight_of(subject: Subject, term: str | None, denominator: Denominator) -> W
 
 def _count(counted: Any, denominator: Denominator, times: int) -> jax.Array:
     """Returns the weight of a batch that was repeated so many times."""
-    return jnp.asarray(counted, jnp.float32) / (1 if denominator.by is None else times)
+    return jnp.asarray(counted, dtypes.default_float()) / (1 if denominator.by is None else times)
 
 
 def default_weight(fun: Callable[..., Any], roles: Roles, call: Call, has_aux: bool) -> jax.Array | None:
@@ -119,7 +120,9 @@ def default_weight(fun: Callable[..., Any], roles: Roles, call: Call, has_aux: b
     subject = Subject(fun, roles, types, Sizes(1, None, 1), has_aux)
     try:
         terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program))
-    except Exception:  # whatever the loss raises for twice as many rows
+    except Exception as error:  # whatever the loss raises for twice as many rows
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        _warn([f"it is not read for twice as many rows: {said[0]}"])
         return None
     found = list((terms or {}).values())
     denominators = [one for term in found for one in term.denominators]
@@ -134,8 +137,8 @@ def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator
     """Raises where micro-batches of a loss do not add up to the whole batch, however they are weighed."""
     lines = [str(reason) for reason in reasons if reason.is_certain]
     if len({denominator.by for denominator in denominators}) > 1:
-        by = [str(one.makes.place) if one.makes else "the number of rows" for one in denominators]
-        lines += [f"one sum is divided by {each}" for each in by]
+        by = [f"the sum over rows at {one.makes.place}" if one.makes else "the number of rows" for one in denominators]
+        lines += [f"its sums are divided by {' and by '.join(by)}"]
     if lines:
         raise ValueError(
             f"No weight makes the micro-batches of this loss add up to the whole batch:{_listed(lines)}\n"
@@ -143,21 +146,25 @@ def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator
         )
     if any(one.by is None for one in denominators):
         raise ValueError(
-            f"A loss that is a sum over rows, which nothing divides ({denominators[0].sums[0].place}), is added over "
-            'micro-batches, and the optimizer takes their mean. Pass reduction="sum" to accumulate_gradients, or '
-            f"divide the sum. {_NEVERTHELESS}"
+            f"A loss that is a sum over rows, divided by no count of them ({denominators[0].sums[0].place}), is added "
+            'over micro-batches, and the optimizer takes their mean. Pass reduction="sum" to accumulate_gradients, or '
+            f"divide the sum by a count. {_NEVERTHELESS}"
         )
     if reasons:
-        warnings.warn(
-            "Nothing shows how much a micro-batch of this loss counts, so it counts by its rows:"
-            f"{_listed(map(str, reasons))}\nSay how it counts: weight_fn=, or weight= in the call.",
-            stacklevel=2,
-        )
+        _warn(map(str, reasons))
+
+
+def _warn(reasons: Iterable[str]) -> None:
+    warnings.warn(
+        "Nothing shows how much a micro-batch of this loss counts, or that micro-batches add up, so it counts by its "
+        f"rows:{_listed(reasons)}\nSay how it counts: weight_fn=, or weight= in the call.",
+        stacklevel=2,
+    )
 
 
 _NEVERTHELESS = (
-    "To average over micro-batches nevertheless, say how they count: weight_fn=lambda batch: len(batch), say, or "
-    "weight= in the call."
+    "To average over micro-batches nevertheless, say how they count: weight_fn=lambda batch: "
+    "len(jax.tree.leaves(batch)[0]), say, or weight= in the call."
 )
 
 

@@ -32,6 +32,17 @@ class Reason(NamedTuple):
         return f"{self.text}, {self.place}"
 
 
+class Test(NamedTuple):
+    """A comparison of a sum over rows with a small number: the case of a choice by it where the sum is not zero.
+
+    `is_exact` says that it is the other case for a sum of zero alone, if the sum is one of counts.
+    """
+
+    tested: Value
+    case: int
+    is_exact: bool
+
+
 class Term(NamedTuple):
     """Powers times a sum over rows; or, unless `is_sum`, times what each row decides alone, or no row at all.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from optax_accum._rows.forms import Form, Reason, Sum, Term, added, name_of, power
+from optax_accum._rows.forms import Form, Reason, Sum, Term, Test, added, name_of, power
 from optax_accum._rows.program import Equation
 from optax_accum._rows.reading import Reading
 
@@ -90,23 +90,31 @@ def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
     """Of a comparison: with a number it may be the test of a guard. There is a row at least."""
     if equation.name == "gt" and reading.is_count(equation.ins[0]) and reading.is_small(equation.ins[1], 0):
         return Form()
-    for value, other in (equation.ins, equation.ins[::-1]):
+    for value, other, name in ((*equation.ins, equation.name), (*equation.ins[::-1], _TURNED[equation.name])):
         if reading.scalar(value) is not None and reading.is_small(other, 1):
-            reading.tests[equation.outs[0]] = reading.same.get(value, value)
+            is_zero = reading.is_small(other, 0)
+            if is_zero or name not in ("eq", "ne"):
+                # The case where the sum is not zero; and whether of counts only a sum of zero is the other.
+                case, alone = int(name in ("gt", "ge", "ne")), is_zero != (name in ("ge", "lt"))
+                reading.tests[equation.outs[0]] = Test(reading.same.get(value, value), case, alone)
     return None
+
+
+_TURNED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
 
 
 def _chosen(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """Of a choice: by row; or by a test whether a denominator is zero, where the other case is a number."""
-    tested = reading.tests.get(equation.ins[0])
-    if tested is None:
+    test = reading.tests.get(equation.ins[0])
+    if test is None:
         return _linear(*range(1, len(forms)))(reading, equation, forms)
     left = [place for place, value in enumerate(equation.ins) if place and not reading.is_fixed(value)]
-    if len(left) != 1:
+    if len(left) != 1 or left[0] != 1 + test.case:
         return None
     value, form = equation.ins[left[0]], forms[left[0]]
     counts = [by.value for term in form.terms for by, _ in term.powers if isinstance(by, Sum)]
-    if tested not in (reading.same.get(value, value), *counts):
+    is_count = reading.same.get(value, value) is test.tested
+    if not (is_count or (test.tested in counts and test.is_exact)):
         return None
     return _guarded(reading, equation, left[0], forms)
 

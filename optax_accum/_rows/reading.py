@@ -10,7 +10,21 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from optax_accum._rows.forms import ROWS, TAKES, ZERO, Form, Powers, Reason, Sum, Term, added, name_of, product, summed
+from optax_accum._rows.forms import (
+    ROWS,
+    TAKES,
+    ZERO,
+    Form,
+    Powers,
+    Reason,
+    Sum,
+    Term,
+    Test,
+    added,
+    name_of,
+    product,
+    summed,
+)
 from optax_accum._rows.levels import Kind, Levels, inside_layers, is_over_layers
 from optax_accum._rows.linear import nonlinear_rules
 from optax_accum._rows.program import Constant, Equation, Number, Value
@@ -25,7 +39,7 @@ class Reading:
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
         self.same: dict[Value, Value] = {}  # the value that another one repeats, casts, or keeps from zero
         self.known: dict[Any, Equation] = {}
-        self.tests: dict[Value, Value] = {}  # comparisons of a sum over rows with a number, and that sum
+        self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
         self.guards: dict[Sum, Equation] = {}
         for equation, kind in levels.kinds.items():
             self._read(equation, kind)

@@ -23,9 +23,9 @@ from optax_accum._within import gradients, microbatches, reductions, weights
 from optax_accum._within.microbatches import Alive, MicroBatches, Turn
 from optax_accum._within.rules import Rules
 
-_AGAIN = (
+AGAIN = (
     "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
-    "in place or the number of micro-batches is traced (weight_fn). Pass in_place=False to value_and_grad."
+    "in place. Pass in_place=False to value_and_grad."
 )
 
 
@@ -164,7 +164,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     factor = jnp.ones([]) if selects else None  # what is run, and not alive, is left out where its gradient arises
     inside = added_inside(rules.in_place, params, empty, program, weighing, squares, factor, unless)
     if inside or (rules.weight_fn is not None and not static):
-        micro_batches = micro_batches.undifferentiable(_AGAIN)
+        micro_batches = micro_batches.undifferentiable(AGAIN)
     inside_all = inside is not None and set(jax.tree.leaves(kinds)) == {"mean"}
     needs = None if inside_all else "gradients that are added inside the backward pass"
     overlaps = device.overlaps(rules.overlap, empty, needs)

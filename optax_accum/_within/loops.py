@@ -108,7 +108,7 @@ def _stacked(turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, l
     first = jax.tree.map(lambda leaf: leaf[0], xs)
     shapes = jax.eval_shape(turn, carry, first)[1]
     explicit = compilers.explicit_sharding(leaves[-1]) is not None  # its first number is on one device alone
-    begin = jnp.zeros([]) if explicit else jnp.real(leaves[-1].ravel()[0])
+    begin = jnp.zeros([]) if explicit or not leaves[-1].size else jnp.real(leaves[-1].ravel()[0])
     types = compilers.varying_together(jax.tree.leaves((carry, begin)), like=[*leaves, *jax.tree.leaves(like)])
     carry, begin = jax.tree.unflatten(jax.tree.structure((carry, begin)), types)
     buffers = jax.tree.map(lambda leaf: meshes.filled(len(leaves[0]), leaf, begin), shapes)

@@ -21,7 +21,7 @@ from optax_accum._space.device import Device
 from optax_accum._space.space import Space
 from optax_accum._within import by_level, splitting, traced
 from optax_accum._within.by_level import axis_of
-from optax_accum._within.cut import cut
+from optax_accum._within.cut import AGAIN, cut
 from optax_accum._within.one_pass import Given, OnePass, one_pass
 from optax_accum._within.rules import Rules
 from optax_accum._within.traced import Traced
@@ -117,13 +117,14 @@ def _in_levels(rules: Rules, device: Device, call: Call, found: Traced, again: b
         "gradients of their own. Leave statistics out."
     )
     names = tuple(call.arguments)
+    once = tracing.is_staged() and not again and rules.in_place is not False
+    values = tracing.refuse_differentiation(found.call[names], AGAIN) if once else found.call[names]
 
     def compute(call: Call) -> Any:
         arrays, _ = parted(call[names], is_array)
-        once = not again and rules.in_place is not False
         return found.returned(by_level.evaluate(found.levels, found.units, found.device, arrays, once=once))
 
-    grads, outputs = _differentiated(rules, found.device, call.with_values(names, found.call[names]), compute)
+    grads, outputs = _differentiated(rules, found.device, call.with_values(names, values), compute)
     local, same = _placed(device, found, outputs)
     return Local(grads, local), same
 

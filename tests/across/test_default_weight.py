@@ -89,13 +89,13 @@ def test_each_device_weighs_its_own_rows():
     ("loss", "message"),
     [
         (normalised, "each row takes a mean over rows, test_default_weight.py:"),
-        (two_means, r"divided by test_default_weight.py:\d+\n.*divided by the number of rows"),
+        (two_means, r"divided by the sum over rows at test_default_weight.py:\d+ and by the number of rows"),
         (over_model, "that the model decides: return a Ratio"),
-        (total, r'nothing divides \(test_default_weight.py:\d+\).*Pass reduction="sum"'),
+        (total, r'divided by no count of them \(test_default_weight.py:\d+\).*Pass reduction="sum"'),
     ],
 )
 def test_where_no_weight_is_right_an_error_shows_the_lines(loss, message):
-    with pytest.raises(ValueError, match=f"(?s){message}.*weight_fn=lambda batch: len"):
+    with pytest.raises(ValueError, match=f"(?s){message}.*weight_fn=lambda batch: "):
         trained(loss)
     trained(loss, weight=1.0)  # the remedies
     trained(loss, tx=optax_accum.accumulate_gradients(optax.sgd(1.0), None, reduction="sum"), flush=True)
@@ -108,8 +108,34 @@ def test_where_nothing_shows_what_counts_a_warning_says_so():
         trained(loss)
 
 
-def test_a_loss_of_one_size_counts_by_its_rows():
+def test_a_loss_of_one_size_counts_by_its_rows_and_says_so():
     loss = lambda w, batch: jnp.mean(errors(w, batch).reshape(4))
-    np.testing.assert_allclose(
-        trained(loss, (4, 4, 4)), W - jax.grad(lambda w: jnp.mean(errors(w, BATCH)))(W), rtol=1e-5
-    )
+    with pytest.warns(UserWarning, match="not read for twice as many rows: cannot reshape"):
+        now = trained(loss, (4, 4, 4))
+    np.testing.assert_allclose(now, W - jax.grad(lambda w: jnp.mean(errors(w, BATCH)))(W), rtol=1e-5)
+
+
+def guarded(denominator):
+    return lambda w, batch: jnp.sum(batch["mask"] * errors(w, batch)) / denominator(jnp.sum(batch["mask"]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_read"),
+    [
+        (guarded(lambda count: jnp.where(count > 0, count, 1.0)), True),
+        (guarded(lambda count: jnp.where(count == 0, 1.0, count)), True),
+        (guarded(lambda count: jnp.where(count < 1, 1.0, count)), True),
+        (guarded(lambda count: jnp.where(count > 1, 1.0, count)), False),  # a minimum
+        (lambda w, batch: jnp.where(batch["mask"].sum() > 0, masked(w, batch), 0.0), True),
+        (lambda w, batch: jnp.where(batch["mask"].sum() > 1, masked(w, batch), 0.0), False),  # leaves out one token
+    ],
+)
+def test_a_guard_keeps_from_zero_and_changes_nothing_else(loss, is_read):
+    assert (optax_accum.explain(loss, W, BATCH).weight is not None) == is_read
+
+
+def test_arguments_by_keyword():
+    def loss(w, batch, *, scale):
+        return scale * masked(w, batch)
+
+    np.testing.assert_allclose(trained(loss, scale=2.0), W - 2 * jax.grad(masked)(W, BATCH), rtol=1e-5)

@@ -243,6 +243,9 @@ def shapes():
     yield "bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.uint32), ("3n",), "local"
     yield "optimization_barrier", lambda x, y: lax.optimization_barrier((x, y)), ("n3", "3n"), "local"
     yield "optimization_barrier", lambda x, y: lax.optimization_barrier((x, y)), ("n3", "3"), "together"
+    yield "sharding_constraint", lambda x: lax.with_sharding_constraint(x, _alone("Auto")), ("n3",), "local"
+    reshards = getattr(jax.sharding, "reshard", None)
+    yield "reshard", reshards and (lambda x: reshards(x, _alone("Explicit"))), ("n3",), "local"
     for spec, axis, says in [("n3", 1, "local"), ("n3", 0, "local"), ("3n", 2, "local"), ("3n", 0, "local")]:
         yield "stack", functools.partial(_stacked, axis), (spec, spec), says
     yield "unstack", lambda x: jnp.unstack(x, axis=1), ("n3",), "local"
@@ -254,6 +257,13 @@ def shapes():
     yield "top_k", lambda x: lax.top_k(x, 2), ("2n3",), "local"
     yield "top_k", lambda x: lax.top_k(x, 2), ("3n",), "together"
     yield "top_k", lambda x, y: lax.top_k(x, len(y) // 6), ("n3", "n"), "together"
+
+
+def _alone(kind):
+    """The one device, as a mesh."""
+    types = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=types, devices=jax.devices()[:1])
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def _stacked(axis, *arrays):

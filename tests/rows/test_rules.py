@@ -715,3 +715,27 @@ def test_a_loss_that_is_another_program_for_more_rows():
     loss = lambda p, b: jnp.mean(jnp.sin(b["x"] @ p["w"]) if len(b["x"]) > 12 else b["x"] @ p["w"])
     with pytest.raises(ValueError, match=r"test_rules.py:\d+ .*Take sizes from the batch"):
         optax_accum.value_and_grad(loss, 2)(*values())
+
+
+def test_a_value_without_entries_that_crosses_levels():
+    def loss(w, x):
+        h = jnp.tanh(x * w[None])
+        h = h - h.mean(0, keepdims=True)
+        none = h[:, :0] - h[:, :0].mean(0, keepdims=True)
+        return jnp.sum(none) + jnp.mean((h - (h**2).mean(0, keepdims=True)) ** 3)
+
+    args = jnp.ones(3), jnp.linspace(-1, 1, 24).reshape(8, 3)
+    got = jax.jit(optax_accum.value_and_grad(loss, 4))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.value_and_grad(loss)(*args))
+
+
+def test_levels_are_differentiated_again_where_it_is_asked_for():
+    def loss(w, x):
+        h = x * w[None]
+        return jnp.mean(((h - h.mean(0, keepdims=True)) * h) ** 2)
+
+    w, x = jnp.ones(3), jnp.linspace(-1, 1, 24).reshape(8, 3)
+    again = lambda **options: jax.hessian(jax.jit(lambda w: optax_accum.value_and_grad(loss, 4, **options)(w, x)[0]))(w)
+    with pytest.raises(ValueError, match="not differentiated again through jit.*in_place=False"):
+        again()
+    np.testing.assert_allclose(again(in_place=False), jax.hessian(loss)(w, x), rtol=1e-4, atol=1e-6)
