@@ -59,8 +59,9 @@ def value_and_apply_gradients(
         must divide the rows of each device.
       weight_fn: `weight_fn(batch)` is the weight of the micro-batch, such
         as `batch["mask"].sum()`. By default what the traced loss divides
-        by: a sum over a mask, or the number of rows; 1 if `tx` takes a sum.
-        `weight=` in a call replaces it.
+        by: a sum over a mask, or the number of rows, and rows with a
+        warning where nothing shows that this is right; 1 if `tx` takes a
+        sum. `weight=` in a call replaces it.
       weight_of: `weight_of(value, aux)`, for a weight that `fun` computes
         (`aux` is None without `has_aux`): losses times weights are added,
         and divided by the sum of weights, as with a `Ratio`.
