@@ -299,3 +299,30 @@ def test_a_reduce_scatter_over_a_square_is_still_an_all_reduce(name, monkeypatch
 def test_an_all_reduce_of_a_tpu_is_still_not_in_place(name, monkeypatch):
     monkeypatch.setattr(compilers, "LARGE", 1 << 60)
     assert fact("data parallel", "within a call, k = 2", name, "temporary, P", cases=4) > 0.9
+
+
+@pytest.mark.parametrize("name", programs.installed("h100"))
+def test_what_levels_keep_is_less_than_the_whole_batch_keeps(name):
+    """BatchNorm in eight layers: an array begins where its loop does, and what is cheap is made again."""
+    rows, width, layers = 1 << 15, 256, 8
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            h = x @ kernel
+            h = (h - h.mean(0, keepdims=True)) * jax.lax.rsqrt(h.var(0, keepdims=True) + 1e-5)
+            x = x + jax.nn.gelu(h)
+        return jnp.mean(x**2)
+
+    on = programs.target(name).one()
+    shapes = [
+        jax.ShapeDtypeStruct((layers, width, width), jnp.float32),
+        jax.ShapeDtypeStruct((rows, width), jnp.float32),
+    ]
+
+    def temporary(way):
+        lowered = jax.jit(way).lower(*map(on.shapes, shapes))
+        return on.compile(lowered).memory_analysis().temp_size_in_bytes / (4 * rows * width)
+
+    with programs.as_shipped():
+        whole, ours = temporary(jax.value_and_grad(loss)), temporary(optax_accum.value_and_grad(loss, 16))
+    assert ours < min(2 * layers, whole)
