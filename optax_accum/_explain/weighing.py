@@ -45,8 +45,8 @@ class Subject:
     sizes: Sizes
     has_aux: bool
 
-    def ask(self, question: Callable[[Traced], Any]) -> Any:
-        """Returns what a question finds in the traced loss, of which nothing is run."""
+    def ask(self, question: Callable[[Traced], Any], *, integers: bool = False) -> Any:
+        """Returns what a question finds in the traced loss, of which nothing is run; parameters may be `integers`."""
         leaves, filled = parted(tuple(self.arguments.values()), has_type)
         answers: list[Any] = []
 
@@ -54,7 +54,8 @@ class Subject:
             arguments = dict(zip(self.arguments, filled(leaves), strict=True))
             args = [argument for name, argument in arguments.items() if isinstance(name, int)]
             call = self.roles.bind(args, {name: arg for name, arg in arguments.items() if isinstance(name, str)})
-            checks.check_differentiable(call[call.params])
+            if not integers:
+                checks.check_differentiable(call[call.params])
             answers.append(question(traced(self.fun, call, self.sizes, call.params)))
 
         jax.eval_shape(read, leaves)
@@ -119,7 +120,7 @@ def default_weight(fun: Callable[..., Any], roles: Roles, call: Call, has_aux: b
     types = {name: typed(argument) for name, argument in call.arguments.items()}
     subject = Subject(fun, roles, types, Sizes(1, None, 1), has_aux)
     try:
-        terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program))
+        terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program), integers=True)
     except Exception as error:  # whatever the loss raises for twice as many rows
         said = str(error).strip().splitlines() or [type(error).__name__]
         _warn([f"it is not read for twice as many rows: {said[0]}"])
