@@ -35,7 +35,11 @@ WAYS = {
     "statistics": (mean, {}, {"statistics": True}),
     "discard": (mean, {}, {"nonfinite": "discard"}),
     "sum": (lambda *args: 0.01 * mean(*args), {}, {"reduction": "sum"}),
-    "a clip in the backward pass": (lambda *args: clipped(3.0 * mean(*args)), {}, {}),
+    "a clip in the backward pass": (
+        lambda *args: clipped(3.0 * mean(*args)),
+        {"weight_fn": lambda batch: len(batch["x"])},
+        {},
+    ),
     "in bfloat16": (mean, {}, {"reduce_dtype": jnp.bfloat16}),
     "Ratio": (LOSSES["Ratio"], {}, {"statistics": True}),
     "Ratio, to shards": (LOSSES["Ratio"], {}, {"reduce_to": SHARDS["rows"]}),

@@ -425,12 +425,14 @@ def with_metrics(every):
     return counted, (*carry, metrics)
 
 
-def dealt_out(every, **options):
+def dealt_out(every, alike=False):
     """Rows are dealt out to micro-batches whose means have denominators of their own."""
     masked_mean = lambda params, batch: (
         jnp.sum(batch["mask"] * jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2, 1)) / jnp.sum(batch["mask"])
     )
-    tx, cut = optax.adam(0.01), optax_accum.value_and_grad(masked_mean, every, **options)
+    tx, cut = optax.adam(0.01), optax_accum.value_and_grad(masked_mean, every)
+    if alike:
+        cut = optax_accum.accumulate(jax.value_and_grad(masked_mean), every, weight_fn=lambda batch: 1.0)
 
     @jax.jit
     def step(carry, batch):
@@ -441,7 +443,7 @@ def dealt_out(every, **options):
 
 
 def dealt_alike(every):
-    return dealt_out(every, weight_fn=lambda batch: 1.0)
+    return dealt_out(every, alike=True)
 
 
 OTHERS = {
