@@ -497,15 +497,15 @@ def test_a_weight_is_counted_in_32_bits(dtype):
 
 
 def test_states_and_trees_that_are_not_the_right_ones():
-    loss = lambda p, x: jnp.mean(p["w"] * x)
+    loss = lambda p, x: jnp.mean(p["w"][None] * x)
     params, trains = {"w": jnp.ones(3), "n": jnp.int32(1)}, lambda tree: {name: name == "w" for name in tree}
     tx = optax_accum.accumulate_gradients(optax.masked(SGD, trains), 2)
     step = optax_accum.value_and_apply_gradients(loss, tx)
     with pytest.raises(TypeError, match="must be what `init` returned"):
-        step(params, optax.MultiSteps(SGD, 2).init(params), jnp.ones(3))
+        step(params, optax.MultiSteps(SGD, 2).init(params), jnp.ones((2, 3)))
     with pytest.raises(ValueError, match="tree of the state"):
-        step(params, tx.init({"w": jnp.ones(3)}), jnp.ones(3))
-    _, now, state = step(params, tx.init(params), jnp.ones(3))
+        step(params, tx.init({"w": jnp.ones(3)}), jnp.ones((2, 3)))
+    _, now, state = step(params, tx.init(params), jnp.ones((2, 3)))
     assert (state.mini_step, now["n"]) == (1, 1)
 
 
