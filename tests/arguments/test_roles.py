@@ -375,7 +375,8 @@ def test_a_list_of_numbers_in_a_batch_is_refused(run, jit, kind):
     with pytest.raises(TypeError, match=rf"Numbers in a {kind.__name__} are not cut.*argument 1\['y'\] holds 12.*jnp"):
         (jax.jit(labelled) if jit else labelled)(labels)
     if run is micro_step:  # a loop over rows in Python is another program for more of them
-        labelled(jnp.asarray(labels))
+        with pytest.warns(UserWarning, match="counts by its rows"):
+            labelled(jnp.asarray(labels))
     run(lambda w, batch: squares(w, batch[0], batch[1] + batch[2][0] * batch[3]), W, (X, Y, (1, 2.0), np.float32(3)))
 
 
