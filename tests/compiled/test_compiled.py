@@ -132,15 +132,15 @@ def test_a_window_begins_in_place_without_a_select_over_the_accumulator():
     ("case", "mixture"), [("tied embedding", "bfloat16"), *sweep([("scan", "bfloat16"), ("scan", "float32")])]
 )
 def test_in_place_micro_batches_need_the_memory_of_one(case, mixture):
-    """And a layer's gradient more, of 16 layers, and one with statistics. What is added after has all beside the sum."""
+    """With statistics, a layer's gradient more, of 16 layers. What is added after has its gradients beside the sum."""
     ways = _in_place.Ways(programs.target("cpu"), _in_place.CASES[case], _in_place.MIXTURES[mixture], 4)
     with programs.as_shipped():
-        one = ways.temporary(ways.compiled(ways.ours(), 1))
+        one = ways.temporary(ways.compiled(ways.alone(), 1))
         inside, measured, after = (
             ways.temporary(ways.compiled(ways.ours(**options)))
             for options in ({}, {"statistics": True}, {"in_place": False})
         )
-    assert inside <= one + 0.07
+    assert inside <= one + 0.04
     assert measured <= inside + 0.07
     assert inside <= after - 0.4
 
