@@ -91,8 +91,8 @@ def train_step(
                 whole = of_whole_batch(optax_accum.value_and_grad(with_outputs, has_aux=True, **options))
                 (_, (loss, extra)), grads = whole(params, batch, key, state)
                 return sums_of(loss, extra, batch, state), grads
-        own = {"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}
-        kinds = "mean" if overwritten is None else type(params)(own)
+        of_fp8 = {"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}
+        kinds = "mean" if overwritten is None else type(params)(of_fp8)
         separate = one_by_one(with_sums, weight_fn=weight_fn, grad_reduction=kinds, **_SEPARATE, **options)
         (_, sums), grads = separate(params, batch, key, state)
         if overwritten is not None:
