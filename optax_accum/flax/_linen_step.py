@@ -79,7 +79,9 @@ def train_step(
             sums["moments"] = _window.weighted(moments, _window.weight_of(batch))
         return sums
 
-    optax_accum.value_and_grad(with_outputs, has_aux=True, **options)  # its errors come when this is built
+    # Their errors come when this is built.
+    optax_accum.value_and_grad(with_outputs, has_aux=True, **options)
+    one_by_one(with_sums, weight_fn=weight_fn, **_SEPARATE, **options)
 
     def computed(
         options: dict[str, Any], params: Tree, batch: Tree, key: jax.Array, state: TrainState

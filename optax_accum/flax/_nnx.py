@@ -131,6 +131,7 @@ def one_by_one(
 ) -> Callable[..., tuple[Any, Any]]:
     """Does what `value_and_grad` does; each micro-batch counts by itself."""
     options |= {"has_aux": True, "aux_reduction": ("sum", aux_reduction)}
+    weighed.one_by_one(fun, **options)  # its errors come when this is built
     roles, axes = _roles(fun, options), as_axes(options.get("reduce_axes"))
 
     @functools.wraps(fun)

@@ -76,7 +76,9 @@ def train_step(
         return loss, (_window.measured(loss, metrics, weight_fn, batch), _window.weight_of(batch))
 
     own: dict[str, Any] = {"wrt": wrt, "has_aux": True}
-    value_and_grad(with_metrics, **own, **options)  # its errors come when this is built
+    # Their errors come when this is built.
+    value_and_grad(with_metrics, **own, **options)
+    one_by_one(with_sums, weight_fn=weight_fn, aux_reduction="sum", **own, **options)
 
     def computed(options: dict[str, Any], model: Any, batch: Tree) -> tuple[Any, Any]:
         """Returns the sums and the weight of the call, and its gradient: those of all its rows, if its loss is read."""

@@ -878,3 +878,17 @@ def nnx_convolutions(x):
 def test_convolutions_are_of_the_form_for_which_a_cpu_has_a_kernel(lowered):
     text = lowered(jnp.ones((4, 6, 1))).as_text()
     assert set(re.findall(r"dim_numbers = (.*?), window", text)) == {"[b, 0, f]x[0, i, o]->[b, 0, f]"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **o: accum.linen.train_step(lambda p, b, k, s: 0.0, **o),
+        lambda **o: accum.nnx.train_step(lambda m, b: 0.0, **o),
+    ],
+    ids=["linen", "nnx"],
+)
+def test_a_weight_fn_that_is_none_is_refused_when_a_step_is_built(make):
+    with pytest.raises(TypeError, match="weight_fn must be a function: weight_fn=3"):
+        make(num_microbatches=1, weight_fn=3)
+    make(num_microbatches=1, weight_fn=len)  # the remedy
