@@ -20,13 +20,11 @@ from optax_accum._loss.ratio import check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of
 from optax_accum._rows.forms import Reason
 from optax_accum._within.splitting import Sizes
-from optax_accum._within.traced import Traced, traced
+from optax_accum._within.traced import Traced, traced, type_of
 
 
 def typed(tree: Tree) -> Tree:
     """Returns a tree with types in place of its arrays, which it does not hold."""
-    weak = lambda leaf: getattr(leaf, "weak_type", False)
-    type_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf), weak_type=weak(leaf))
     return jax.tree.map(lambda leaf: type_of(leaf) if is_array(leaf) else leaf, tree)
 
 

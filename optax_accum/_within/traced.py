@@ -71,7 +71,7 @@ def traced(
     in_batch = [name in call.batch for name in owner]
 
     def types(times: int) -> list[Any]:
-        return [_type(leaf, times if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
+        return [type_of(leaf, times if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
 
     long, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(types(devices))
     try:
@@ -111,7 +111,8 @@ def _of_arrays(fun: Callable[..., Any], call: Call) -> tuple[Callable[[Sequence[
     return lambda arrays: call.with_values(names, filled(arrays)).apply(fun), arrays
 
 
-def _type(leaf: Any, times: int = 1) -> Any:
+def type_of(leaf: Any, times: int = 1) -> Any:
+    """Returns the type of an array, for so many times the rows."""
     shape = jnp.shape(leaf)
     shape = (times * shape[0], *shape[1:]) if is_split(leaf) and times > 1 else shape
     weak = getattr(leaf, "weak_type", False)

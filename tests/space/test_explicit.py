@@ -49,7 +49,8 @@ def within(loss, k=2, **options):
 
 def across(loss):
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
-    step = optax_accum.value_and_apply_gradients(loss, tx)
+    weight_fn = len if loss is in_a_shard_map else None  # which is not read: a warning would ask for it
+    step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=weight_fn)
 
     def run(params, x):
         now, state = params, tx.init(params)

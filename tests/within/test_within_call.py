@@ -264,11 +264,11 @@ def test_value_and_apply_gradients_skips_the_backward_pass_of_weight_zero():
 @pytest.mark.parametrize("every", [1, 2])
 def test_value_and_apply_gradients_falls_back(every):
     """bfloat16 parameters, every=1, another optimizer, auxiliary outputs."""
-    loss = lambda w, x: (jnp.mean((w - x) ** 2).astype(jnp.float32), x.sum())
+    loss = lambda w, x: (jnp.mean((w[None] - x) ** 2).astype(jnp.float32), x.sum())
     for tx in (optax_accum.accumulate_gradients(optax.sgd(0.5), every), optax.polyak_sgd()):
         w = jnp.ones(3, jnp.bfloat16)
         (value, aux), new, _ = optax_accum.value_and_apply_gradients(loss, tx, has_aux=True)(
-            w, tx.init(w), jnp.zeros(3)
+            w, tx.init(w), jnp.zeros((2, 3))
         )
         assert (value, aux, new.dtype) == (1, 0, jnp.bfloat16)
 
