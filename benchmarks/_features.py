@@ -252,7 +252,7 @@ def _reductions(name: str) -> Outcome | None:
         if not hasattr(way, "carry"):
             return None
         if name == OURS:
-            ours = optax_accum.value_and_grad(_loss, num_microbatches=K, batch_argnums=(1, 2, 3), reduce_axes="data")
+            ours = optax_accum.value_and_grad(_loss, num_microbatches=K, batch_argnums=(1, 2, 3), devices="data")
             way.gradient = lambda *args: ours(*args)[1]
         rows = P(None, "data") if isinstance(way, Scan) else P("data")
         data = jax.device_put(way.place(problem.batches[0]), NamedSharding(mesh, rows))

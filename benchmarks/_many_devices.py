@@ -26,14 +26,14 @@ def parallel(on: Target) -> Iterator[tuple[str, Facts]]:
     rows = lambda k: on.shapes(jax.ShapeDtypeStruct((k * mesh.size, WIDTH), jnp.float32), P("data"), mesh)
 
     def across(every: int, to: Tree) -> Any:
-        tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), every, reduce_axes="data", reduce_to=to)
+        tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), every, devices=optax_accum.Devices("data", to=to))
         state, out = _placed(tx, given)
         step = optax_accum.value_and_apply_gradients(_dense, tx)
         jitted = jax.jit(lambda *args: step(*args)[1:], donate_argnums=(0, 1), out_shardings=out)
         return on.compile(jitted.lower(given, state, rows(1)))
 
     def within(every: int, to: Tree) -> Any:
-        step = optax_accum.value_and_grad(_dense, num_microbatches=every, reduce_axes="data", reduce_to=to)
+        step = optax_accum.value_and_grad(_dense, num_microbatches=every, devices=optax_accum.Devices("data", to=to))
         return on.compile(jax.jit(step).lower(given, rows(every)))
 
     with jax.set_mesh(mesh):
@@ -57,7 +57,9 @@ def by_jax(on: Target) -> Iterator[tuple[str, Facts]]:
         return
     params, mesh = layers(), on.mesh()
     batch = on.shapes(jax.ShapeDtypeStruct((8 * mesh.size, WIDTH), jnp.float32), P("data"), mesh)
-    gradients = optax_accum.value_and_grad(_dense, num_microbatches=8, reduce_axes="data", reduce_to="partial")
+    gradients = optax_accum.value_and_grad(
+        _dense, num_microbatches=8, devices=optax_accum.Devices("data", to="partial")
+    )
     scatter = functools.partial(jax.lax.psum_scatter, tiled=True)
     for name, add, to in (("psum", jax.lax.psum, P()), ("psum_scatter", scatter, P("data"))):
         each = lambda rows: jax.tree.map(lambda row: add(row[0], "data"), rows)  # noqa: B023
@@ -92,11 +94,13 @@ def overlap(on: Target) -> Iterator[tuple[str, Facts]]:
             )
             yield f"{name}, a scan by hand", _sent(compiled(_by_hand(loss, mesh)), params)
             for (wire, dtype), flag in itertools.product(WIRES.items(), (False, True)):
-                step = optax_accum.value_and_grad(loss, 8, reduce_axes="data", reduce_dtype=dtype, overlap=flag)
+                step = optax_accum.value_and_grad(
+                    loss, 8, devices=optax_accum.Devices("data", dtype=dtype, overlap=flag)
+                )
                 yield f"{name}, overlap={flag}{wire}", _sent(compiled(step), params)
             shards = P(None, "data") if name == "stacked" else P("data")  # of each layer
             for flag in (False, True):
-                step = optax_accum.value_and_grad(loss, 8, reduce_axes="data", reduce_to=shards, overlap=flag)
+                step = optax_accum.value_and_grad(loss, 8, devices=optax_accum.Devices("data", to=shards, overlap=flag))
                 yield f"{name}, to shards (ZeRO-1), overlap={flag}", _sent(compiled(step), params)
             if name == "unrolled" and on.devices[0].platform != "tpu":
                 apart = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 0}
@@ -157,7 +161,10 @@ def flags(on: Target) -> Iterator[tuple[str, Facts]]:
     rows = on.shapes(jax.ShapeDtypeStruct((8 * 512 * mesh.size, 2048), jnp.float32), P("data"), mesh)
 
     def sent(loss: Any, params: Tree, options: dict[str, Any]) -> Facts:
-        step = jax.jit(optax_accum.value_and_grad(loss, 8, reduce_axes="data", overlap=True), compiler_options=options)
+        step = jax.jit(
+            optax_accum.value_and_grad(loss, 8, devices=optax_accum.Devices("data", overlap=True)),
+            compiler_options=options,
+        )
         return _sent(on.compile(step.lower(on.shapes(params, mesh=mesh), rows)), params)
 
     is_tpu = on.devices[0].platform == "tpu"
@@ -185,8 +192,9 @@ def _by_hand(loss: Any, mesh: Any) -> Any:
 
 def _closing(on: Target, loss: Any, params: Tree, rows: Tree, overlap: bool) -> Any:
     """Compiles the micro-step that closes a window, as a static `flush` says."""
-    tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), None, reduce_axes="data")
-    step = optax_accum.value_and_apply_gradients(loss, tx, overlap=overlap)
+    devices = optax_accum.Devices("data", overlap=overlap)
+    tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), None, devices=devices)
+    step = optax_accum.value_and_apply_gradients(loss, tx)
     state, out = _placed(tx, params)
     jitted = jax.jit(lambda *args: step(*args, flush=True)[1:], donate_argnums=(0, 1), out_shardings=out)
     return on.compile(jitted.lower(params, state, rows))
@@ -274,16 +282,16 @@ def between_replicas(on: Target, way: str, k: int, sizes: fsdp.Sizes) -> Facts:
 def _once(k: int) -> Callable[[Tree, Any], Tree]:
     """Shards are left to the partitioner; replicas exchange theirs after the window."""
     loss = lambda params, batch: fsdp.loss_of(params, batch, jax.checkpoint(fsdp.block_of))
-    f = optax_accum.value_and_grad(loss, num_microbatches=k, reduce_axes="replica")
+    f = optax_accum.value_and_grad(loss, num_microbatches=k, devices="replica")
     return lambda params, batch: f(params, batch)[1]
 
 
 def _by_layer(k: int) -> Callable[[Tree, Any], Tree]:
     """Each layer is gathered twice for all its micro-batches, its gradient scattered and exchanged once."""
     both = ("replica", "shard")
-    block = optax_accum.microbatched_apply(fsdp.block_of, k, reduce_axes=both, reduce_to=REPLICA_SPECS)
+    block = optax_accum.microbatched_apply(fsdp.block_of, k, devices=optax_accum.Devices(both, to=REPLICA_SPECS))
     return jax.grad(lambda params, batch: fsdp.loss_of(params, batch, block))
 
 
-ONCE, BY_LAYER = 'value_and_grad(reduce_axes="replica")', "by layer"
+ONCE, BY_LAYER = 'value_and_grad(devices="replica")', "by layer"
 REPLICATED = {fsdp.SCAN: fsdp.scan, ONCE: _once, BY_LAYER: _by_layer}

@@ -124,19 +124,19 @@ def _once(k: int) -> Callable[[Tree, Any], Tree]:
     """All parameters are gathered before the window, and all gradients scattered after it."""
     loss = lambda params, batch: loss_of(params, batch, jax.checkpoint(block_of))
     to = {name: P(None, *spec) for name, spec in SPECS.items()}
-    f = optax_accum.value_and_grad(loss, num_microbatches=k, reduce_axes="data", reduce_to=to)
+    f = optax_accum.value_and_grad(loss, num_microbatches=k, devices=optax_accum.Devices("data", to=to))
     return lambda params, batch: f(params, batch)[1]
 
 
 def _by_layer(k: int) -> Callable[[Tree, Any], Tree]:
     """Each layer is gathered twice for all its micro-batches, and its gradient scattered once."""
-    block = optax_accum.microbatched_apply(block_of, k, reduce_axes="data", reduce_to=SPECS)
+    block = optax_accum.microbatched_apply(block_of, k, devices=optax_accum.Devices("data", to=SPECS))
     return jax.grad(lambda params, batch: loss_of(params, batch, block))
 
 
 def _on_host(k: int) -> Callable[[Tree, Any], Tree]:
     """As by layer, with the activations between layers in the host's memory until the backward pass."""
-    block = optax_accum.microbatched_apply(block_of, k, reduce_axes="data", reduce_to=SPECS)
+    block = optax_accum.microbatched_apply(block_of, k, devices=optax_accum.Devices("data", to=SPECS))
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["boundary"],

@@ -187,8 +187,8 @@ def _steps(mesh: Any, params: Tree, k: int) -> dict[str, Step]:
             jax.jit(step, donate_argnums=(0, 1), out_shardings=replicated), (params, state), 1, lambda batch, _: batch
         )
 
-    def across(reduce_to: Tree) -> Step:
-        tx = optax_accum.accumulate_gradients(INNER, k, reduce_axes="data", reduce_to=reduce_to)
+    def across(to: Tree) -> Step:
+        tx = optax_accum.accumulate_gradients(INNER, k, devices=optax_accum.Devices("data", to=to))
         where = optax_accum.sharding.state_sharding(tx, params)
         micro_step = optax_accum.value_and_apply_gradients(_loss, tx)
         step = jax.jit(lambda *args: micro_step(*args)[1:], donate_argnums=(0, 1), out_shardings=(replicated, where))
@@ -203,7 +203,7 @@ def _steps(mesh: Any, params: Tree, k: int) -> dict[str, Step]:
     mean = optax.microbatching.AccumulationType.MEAN
     rows = ROWS * mesh.size
     theirs = optax.microbatch(jax.grad(_loss), argnums=1, microbatch_size=rows, accumulator=mean)
-    ours = optax_accum.value_and_grad(_loss, num_microbatches=k, reduce_axes="data")
+    ours = optax_accum.value_and_grad(_loss, num_microbatches=k, devices="data")
     multi_state = jax.device_put(multi.init(params), replicated)
     return {
         NAIVE: within(functools.partial(_by_hand, k)),
@@ -346,7 +346,7 @@ def _paper_rows() -> Iterator[tuple[str, ...]]:
     with jax.set_mesh(mesh):
         for k in (1, 4, 16, 64):
             batch = jax.tree.map(shape(P("data")), jax.eval_shape(functools.partial(_batch, k)))
-            ours = optax_accum.value_and_grad(_loss, num_microbatches=k, reduce_axes="data")
+            ours = optax_accum.value_and_grad(_loss, num_microbatches=k, devices="data")
             to = optax_accum.sharding.shard_over(params, "data")
             gradients = {
                 "one for each micro-batch": functools.partial(_as_in_maxtext, k),
@@ -367,11 +367,11 @@ def _paper_row(k: int, way: str, row: Row, passes: int) -> tuple[str, ...]:
 
 def _zero(params: Tree, to: Tree, batch: Tree, k: int, mesh: Any) -> optax_accum.sharding.Collectives:
     """Returns the collectives of a window whose update is sharded: the last micro-step, its k micro-batches within."""
-    tx = optax_accum.accumulate_gradients(INNER, every=1, reduce_axes="data", reduce_to=to)
+    tx = optax_accum.accumulate_gradients(INNER, every=1, devices=optax_accum.Devices("data", to=to))
     where = optax_accum.sharding.state_sharding(tx, params)
     placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     state = jax.tree.map(placed, jax.eval_shape(tx.init, params), where)
-    cut = optax_accum.value_and_grad(_loss, num_microbatches=k, reduce_axes="data", reduce_to="partial")
+    cut = optax_accum.value_and_grad(_loss, num_microbatches=k, devices=optax_accum.Devices("data", to="partial"))
 
     def window(params: Tree, state: Any, batch: Tree) -> tuple[Tree, Any]:
         return optax_accum.apply_gradients(tx, cut(params, batch)[1], state, params)

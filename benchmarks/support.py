@@ -120,7 +120,7 @@ def several_devices() -> dict[str, float]:
     loss, start, batch = paths.loss_of(USED, paths.mean_over_mask), paths.params(), paths.rows()
 
     def on_mesh(path: Callable[..., Any], kind: str, **options: Any) -> Any:
-        optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduce_axes="data")  # says what an old JAX lacks
+        optax_accum.accumulate_gradients(optax.sgd(1.0), 2, devices="data")  # says what an old JAX lacks
         mesh = paths.mesh_of(kind)
         with jax.set_mesh(mesh):
             return path(mesh, loss, paths.count, start, batch, **options)

@@ -39,7 +39,7 @@ def train_step(
 
 def in_parts(k: int) -> Callable[..., tuple[jax.Array, Tree]]:
     """Returns the gradient of a window of k micro-batches: what "shard" does is left to the compiler."""
-    return optax_accum.value_and_grad(_loss, num_microbatches=k, reduce_axes="replica")
+    return optax_accum.value_and_grad(_loss, num_microbatches=k, devices="replica")
 
 
 def main() -> None:

@@ -265,7 +265,7 @@ class Run:
         facts = {name: value for name, value in dataclasses.asdict(settings).items() if name != "logs"}
         check_processes(**facts, devices=mesh.size)
         # The caller owns the window: it knows which micro-step is the last of a batch, however it was split.
-        self.tx = optax_accum.accumulate_gradients(optax.adam(settings.learning_rate), every=None, reduce_axes="data")
+        self.tx = optax_accum.accumulate_gradients(optax.adam(settings.learning_rate), every=None, devices="data")
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.rows = NamedSharding(mesh, PartitionSpec("data"))
         self.params = jax.device_put(initial_params(), self.replicated)

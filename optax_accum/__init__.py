@@ -26,6 +26,7 @@ from optax_accum._across.train_step import value_and_apply_gradients
 from optax_accum._across.transformation import accumulate_gradients
 from optax_accum._core.state import AccumulationState, has_updated
 from optax_accum._loss.ratio import Ratio
+from optax_accum._space.devices import Devices
 from optax_accum._space.metrics import metrics
 from optax_accum._within.accumulate import accumulate
 from optax_accum._within.microbatched import microbatched
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccumulationState",
+    "Devices",
     "Ratio",
     "accelerators",
     "accumulate",

@@ -2,28 +2,27 @@
 
 `state_sharding` returns the state's shardings.
 
-`reduce_axes` names the mesh axis, or axes, over which the batch is sharded.
-Each device then adds its own gradients to its own partial sum (arrays
-[d, ...] for d devices). The partial sums are added over the devices once,
-when the window closes or the call ends. XLA's partitioner handles the other
-mesh axes.
+`devices` names the mesh axis, or axes, over which the batch is sharded:
+`devices="data"`. Each device then adds its own gradients to its own partial
+sum (arrays [d, ...] for d devices). The partial sums are added over the
+devices once, when the window closes or the call ends. XLA's partitioner
+handles the other mesh axes.
 
-* `value_and_grad(fun, ..., reduce_axes="data")`: each device splits its own
-  rows. `fun` and `weight_fn` see rows of one device; weights are added over
-  all. Each device's key is `fold_in(fold_in(key, device), i)`.
-* `accumulate_gradients(inner, every, reduce_axes="data")`: gradients must
-  be partial sums. These come from `value_and_apply_gradients`, from
-  `value_and_grad(..., reduce_axes=..., reduce_to="partial")`, or, inside a
+* `value_and_grad(fun, ..., devices="data")`: the rows of all devices are
+  one batch, and each device splits its own rows.
+* `accumulate_gradients(inner, every, devices="data")`: gradients must be
+  partial sums. These come from `value_and_apply_gradients`, from
+  `value_and_grad(..., devices=Devices("data", to="partial"))`, or, inside a
   `jax.shard_map` over these axes, from a gradient with respect to
-  `defer_reduction(params, reduce_axes)`. A weight is one number for each
-  device [d] (inside `jax.shard_map` that device's own), or one number,
-  shared equally by the devices. A mean argument is one for each device or
-  the same for all.
-* `microbatched_apply(block, ..., reduce_axes="data", reduce_to=specs)`: a
+  `defer_reduction(params, axes)`. A weight is one number for each device
+  [d] (inside `jax.shard_map` that device's own), or one number, shared
+  equally by the devices. A mean argument is one for each device or the same
+  for all. A device's key is `fold_in(fold_in(key, device), i)`.
+* `microbatched_apply(block, ..., devices=Devices("data", to=specs))`: a
   layer whose parameters are sharded as `specs` say is gathered once for all
   its micro-batches, and its gradient scattered once (FSDP): docs/fsdp.md.
 
-`reduce_to` says where the sum goes:
+`Devices(axes, to=)` says where the sum goes:
 
 * None: to every device.
 * `PartitionSpec`s or `NamedSharding`s, as a prefix of the parameters' tree,
@@ -35,21 +34,21 @@ mesh axes.
   gradients and outputs are those of each device, [d, ...] (inside
   `jax.shard_map` its own [...]).
 
-`reduce_dtype=jnp.bfloat16` sends half the bytes: each device rounds its sum
-once, receives the others' (all-to-all) and adds them in the dtype of the
-sums; if the sum goes to all devices, it is rounded once more on the way.
-With `u = 2**-8` the error is at most `u (sum_i |p_i| + |sum_i p_i|)` for
-partial sums `p_i`. Off by default. A leaf is added in its own dtype if the
-devices divide none of its dimensions, or if `reduce_to` scatters two of
-them.
+`Devices(axes, dtype=jnp.bfloat16)` sends half the bytes: each device rounds
+its sum once, receives the others' (all-to-all) and adds them in the dtype
+of the sums; if the sum goes to all devices, it is rounded once more on the
+way. With `u = 2**-8` the error is at most
+`u (sum_i |p_i| + |sum_i p_i|)` for partial sums `p_i`. Off by default. A
+leaf is added in its own dtype if the devices divide none of its dimensions,
+or if `to` scatters two of them.
 
-`overlap=True` of `value_and_grad` adds gradients over the devices inside
-the backward pass of the last micro-batch, also layer by layer inside a
-scan, so that the reduction overlaps the matrix products that follow.
+`Devices(axes, overlap=True)` adds gradients over the devices inside the
+backward pass of the last micro-batch, also layer by layer inside a scan, so
+that the reduction overlaps the matrix products that follow.
 `value_and_apply_gradients` does so if a static `flush=True` closes the
 window. This micro-batch is compiled separately, and all devices run it,
 also if its weight is zero. On GPUs it is on by default for 64 MiB of sums
-or more, without `reduce_to`: docs/fsdp.md.
+or more, without `to`: docs/fsdp.md.
 
 Known when building:
 
@@ -65,19 +64,19 @@ Known when tracing:
 * A carry that differs between devices; outputs `"stack"` and `"last"`: an
   error.
 * Parameters sharded over the axis (FSDP): an error that says what it costs;
-  with `reduce_to`, they are gathered. Inside `jit` on an Auto mesh their
+  with `Devices(to=)`, they are gathered. Inside `jit` on an Auto mesh their
   sharding is invisible: `value_and_grad` gathers them.
 * The same in a `jax.shard_map` of yours, whose devices have shards that the
   loss gathers, or experts of their own: an error, except with
-  `reduce_to="partial"`, for the gradient of a shard is whole on its device.
+  `to="partial"`, for the gradient of a shard is whole on its device.
   With `check_vma=False` nothing tells shards from what all have, and the
   gradients of different shards are added, which is wrong: take
-  `reduce_to="partial"`, and add up only those of shared parameters.
-* `reduce_dtype` inside `jax.shard_map`: needs `check_vma=False`, as does
+  `to="partial"`, and add up only those of shared parameters.
+* `Devices(dtype=)` inside `jax.shard_map`: needs `check_vma=False`, as does
   `overlap=True`.
 * A mesh with Auto and Explicit axes: both work.
 * `fun` communicates, and a device's weight is 0: the device runs it too,
-  because others wait; keep its loss finite. With `reduce_to="partial"`: an
+  because others wait; keep its loss finite. With `to="partial"`: an
   error.
 
 * Other axes of several devices (tensor parallelism), unless the loss runs

@@ -248,29 +248,29 @@ def sharded_state(tx, start):
     return jax.jit(tx.init, out_shardings=where)(start), where
 
 
-def sharded_within(mesh, loss, weigh, start, batch, **options):
-    grad = jax.jit(optax_accum.value_and_grad(loss, microbatch_size=4, reduce_axes="data", **options))
+def sharded_within(mesh, loss, weigh, start, batch, **how):
+    devices = optax_accum.Devices("data", **how)
+    grad = jax.jit(optax_accum.value_and_grad(loss, microbatch_size=4, devices=devices))
     start = on_mesh(mesh, start, P())
     return moved(start, grad(start, on_mesh(mesh, batch, P("data")))[1])
 
 
 def sharded_accumulated(mesh, loss, weigh, start, batch):
-    grad = optax_accum.accumulate(jax.grad(loss), microbatch_size=4, weight_fn=weigh, reduce_axes="data")
+    grad = optax_accum.accumulate(jax.grad(loss), microbatch_size=4, weight_fn=weigh, devices="data")
     start = on_mesh(mesh, start, P())
     return moved(start, jax.jit(grad)(start, on_mesh(mesh, batch, P("data"))))
 
 
-def sharded_micro_steps(mesh, loss, weigh, start, batch, *, of_tx=None, **options):
-    """`value_and_apply_gradients`; where `every` is None, a static flush closes the window."""
+def sharded_micro_steps(mesh, loss, weigh, start, batch, *, every=3, of_devices=None, **options):
+    """`value_and_apply_gradients`; where `every` is None, a static flush closes the window of three."""
     options = options if weigh is None else {"weight_fn": weigh, **options}
-    of_tx = {"every": len(SIZES), **(of_tx or {})}
-    tx = optax_accum.accumulate_gradients(SGD, reduce_axes="data", **of_tx)
+    tx = optax_accum.accumulate_gradients(SGD, every, devices=optax_accum.Devices("data", **(of_devices or {})))
     now = on_mesh(mesh, start, P())
     state, _ = sharded_state(tx, now)
     step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, **options), static_argnames="flush")
     batches = cut(batch)
     for micro_batch in batches:
-        flush = of_tx["every"] is None and micro_batch is batches[-1]
+        flush = every is None and micro_batch is batches[-1]
         _, now, state = step(now, state, on_mesh(mesh, micro_batch, P("data")), flush=flush)
     return now
 
@@ -284,11 +284,11 @@ def of_devices(batch, sizes):
 
 
 def sharded_both(mesh, loss, weigh, start, batch, *, nonfinite="propagate"):
-    """`value_and_grad(reduce_to="partial")`, then `apply_gradients`."""
-    tx = optax_accum.accumulate_gradients(SGD, 2, reduce_axes="data", nonfinite=nonfinite)
+    """`value_and_grad(devices=Devices("data", to="partial"))`, then `apply_gradients`."""
+    tx = optax_accum.accumulate_gradients(SGD, 2, devices="data", nonfinite=nonfinite)
     now = on_mesh(mesh, start, P())
     state, _ = sharded_state(tx, now)
-    grad = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data", reduce_to="partial")
+    grad = optax_accum.value_and_grad(loss, num_microbatches=2, devices=optax_accum.Devices("data", to="partial"))
 
     @jax.jit
     def step(params, state, batch, weight):
@@ -324,7 +324,7 @@ def in_shard_map(mesh, fun, tx, start, batch, *, check_vma):
 
 def manual_micro_steps(mesh, loss, weigh, start, batch, *, check_vma, **options):
     options = options if weigh is None else {"weight_fn": weigh, **options}
-    tx = optax_accum.accumulate_gradients(SGD, len(SIZES), reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(SGD, len(SIZES), devices="data")
     step = optax_accum.value_and_apply_gradients(loss, tx, **options)
     fun = lambda params, state, batch: step(params, state, batch)[1:]
     return in_shard_map(mesh, fun, tx, start, batch, check_vma=check_vma)[0]
@@ -332,7 +332,7 @@ def manual_micro_steps(mesh, loss, weigh, start, batch, *, check_vma, **options)
 
 def manual_gradients(mesh, loss, weigh, start, batch, *, check_vma):
     """Plain gradients of each device's own rows, by `defer_reduction`."""
-    tx = optax_accum.accumulate_gradients(SGD, len(SIZES), reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(SGD, len(SIZES), devices="data")
 
     def fun(params, state, batch):
         grads = jax.grad(loss)(optax_accum.sharding.defer_reduction(params, "data"), batch)
@@ -343,8 +343,8 @@ def manual_gradients(mesh, loss, weigh, start, batch, *, check_vma):
 
 
 def manual_both(mesh, loss, weigh, start, batch, *, check_vma):
-    tx = optax_accum.accumulate_gradients(SGD, len(SIZES), reduce_axes="data")
-    grad = optax_accum.value_and_grad(loss, microbatch_size=2, reduce_axes="data", reduce_to="partial")
+    tx = optax_accum.accumulate_gradients(SGD, len(SIZES), devices="data")
+    grad = optax_accum.value_and_grad(loss, microbatch_size=2, devices=optax_accum.Devices("data", to="partial"))
 
     def fun(params, state, batch):
         weight = jnp.float32(len(batch["x"])) if weigh is None else weigh(batch)
@@ -354,7 +354,7 @@ def manual_both(mesh, loss, weigh, start, batch, *, check_vma):
 
 
 def manual_within(mesh, loss, weigh, start, batch, *, check_vma):
-    grad = optax_accum.value_and_grad(loss, microbatch_size=4, reduce_axes="data")
+    grad = optax_accum.value_and_grad(loss, microbatch_size=4, devices="data")
     run = jax.shard_map(
         lambda params, batch: grad(params, batch)[1],
         mesh=mesh,
@@ -379,7 +379,7 @@ OVERLAPPING = (
     {
         "value_and_grad, overlapping": functools.partial(sharded_within, overlap=True),
         "value_and_apply_gradients, overlapping": functools.partial(
-            sharded_micro_steps, of_tx={"every": None}, overlap=True
+            sharded_micro_steps, every=None, of_devices={"overlap": True}
         ),
     }
     if compilers.OVERLAPS
@@ -387,13 +387,13 @@ OVERLAPPING = (
 )
 SHARDS = {"table": P(None, "data"), "w": P("data"), "pos": P("data"), "unused": P("data"), "scale": P()}
 TO_SHARDS = {
-    "value_and_grad": functools.partial(sharded_within, reduce_to=SHARDS),
-    "value_and_apply_gradients": functools.partial(sharded_micro_steps, of_tx={"reduce_to": SHARDS}),
+    "value_and_grad": functools.partial(sharded_within, to=SHARDS),
+    "value_and_apply_gradients": functools.partial(sharded_micro_steps, of_devices={"to": SHARDS}),
 }
 IN_BFLOAT16 = {  # and the micro-batches that are cut from the batch before devices have their rows
-    "value_and_grad": (functools.partial(sharded_within, reduce_dtype=jnp.bfloat16), (ROWS,)),
+    "value_and_grad": (functools.partial(sharded_within, dtype=jnp.bfloat16), (ROWS,)),
     "value_and_apply_gradients": (
-        functools.partial(sharded_micro_steps, of_tx={"reduce_dtype": jnp.bfloat16}),
+        functools.partial(sharded_micro_steps, of_devices={"dtype": jnp.bfloat16}),
         SIZES,
     ),
 }

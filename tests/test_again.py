@@ -215,7 +215,7 @@ def test_a_second_call_outside_jit_compiles_nothing(name):
 @needs_devices
 def test_a_state_over_devices_is_made_by_one_program():
     """Its scalars have another; from the second state on JAX knows it."""
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 2, reduce_axes="data", statistics=True)
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 2, devices="data", statistics=True)
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
         tx.init(W)
         assert compilations(lambda: tx.init(W)) <= 1

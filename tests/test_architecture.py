@@ -236,7 +236,7 @@ def branches(source):
 
 
 def test_axes_are_asked_for_at_the_doors_alone():
-    """No `if reduce_axes` but where an option is read."""
+    """No `if devices.axes` but where an option is read."""
     asked = {
         (f"{room}/{name}", test)
         for room in ("_core", "_arguments", "_loss", "_across", "_within")
@@ -245,8 +245,8 @@ def test_axes_are_asked_for_at_the_doors_alone():
         if "axes" in test
     }
     assert asked == {
-        ("_across/transformation", "callable(nonfinite) and rules.over.axes"),
-        ("_across/transformation", "not (schedule.holds or rules.over.axes)"),
+        ("_across/transformation", "callable(nonfinite) and rules.devices.axes"),
+        ("_across/transformation", "not (schedule.holds or rules.devices.axes)"),
     }
 
 
@@ -339,7 +339,7 @@ def test_a_question_is_asked_by_its_noun(question):
 
 def test_the_questions_are_found():
     assert names_in("x = jax.lax.psum(1, axes)") & WHERE
-    assert "rules.reduce_axes" in branches("if rules.reduce_axes:\n    pass")
+    assert "rules.devices" in branches("if rules.devices:\n    pass")
 
 
 OF_VERSIONS = {"JAX", "FLOOR", "DEVICES", "REFERENCES", "HOST"}  # names of `compilers`

@@ -698,13 +698,18 @@ def swapped():
     optimizer.update(nnx.state(model, nnx.Param), model)
 
 
-@pytest.mark.parametrize("options", [{"in_place": "no"}, {"overlap": 1}], ids=str)
+@pytest.mark.parametrize("options", [{"in_place": "no"}], ids=str)
 def test_what_is_no_flag(options):
     ((name, value),) = options.items()
     with pytest.raises(TypeError, match=f"{name} must be True.*False.*: {name}={value!r}. Leave it out"):
         optax_accum.value_and_grad(lambda p, x: jnp.mean(p * x), 2, **options)
     with pytest.raises(TypeError, match=f"{name} must be True, False or None: {name}={value!r}"):
         optax_accum.value_and_apply_gradients(lambda p, x: jnp.mean(p * x), build(), **options)
+
+
+def test_an_overlap_that_is_no_flag():
+    with pytest.raises(TypeError, match="overlap must be True, False or None: overlap=1. Leave it out"):
+        optax_accum.Devices("data", overlap=1)
 
 
 def test_a_weight_beside_weight_of():

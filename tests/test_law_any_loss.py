@@ -79,7 +79,7 @@ def test_any_loss_of_the_rows_of_several_devices(name, rank_promotion):
     devices = jax.devices()[: next(number for number in range(2, 9) if rows % number == 0)]
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     with jax.set_mesh(mesh):
-        check(problem, k=min(2, rows // len(devices)), reduce_axes="data")
+        check(problem, k=min(2, rows // len(devices)), devices="data")
 
 
 @needs_devices
@@ -97,7 +97,7 @@ def test_any_loss_inside_a_shard_map(check_vma):
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((24, 4), (4, 3)))
     batch = {"x": x, "mask": jnp.arange(24) % 5 < 2}
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    ours = optax_accum.value_and_grad(loss, 4, has_aux=True, reduce_axes="data")
+    ours = optax_accum.value_and_grad(loss, 4, has_aux=True, devices="data")
     spec = jax.P("data")
     run = jax.shard_map(
         ours, mesh=mesh, in_specs=(jax.P(), spec), out_specs=((jax.P(), spec), jax.P()), check_vma=check_vma
@@ -125,7 +125,7 @@ def test_devices_wait_for_each_other_between_loops_alone():
     }
     w = jax.ShapeDtypeStruct((2, 16, 16), "f", sharding=jax.NamedSharding(mesh, jax.P()))
     with jax.set_mesh(mesh):
-        compiled = jax.jit(optax_accum.value_and_grad(loss, 4, reduce_axes="data")).lower(w, batch).compile()
+        compiled = jax.jit(optax_accum.value_and_grad(loss, 4, devices="data")).lower(w, batch).compile()
     found = optax_accum.sharding.count_collectives(compiled)
     assert not found.select(place="loop")
     large = [each for each in found.operations if each.bytes >= 4 * 2 * 16 * 16]
@@ -148,7 +148,7 @@ def test_partial_sums_are_those_of_a_batch_of_each_device_s_own(norm):
     batch = {"x": x, "mask": jnp.arange(12) % 5 < 2}
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
-        got = jax.jit(optax_accum.value_and_grad(loss, 3, reduce_axes="data", reduce_to="partial"))(w, batch)
+        got = jax.jit(optax_accum.value_and_grad(loss, 3, devices=optax_accum.Devices("data", to="partial")))(w, batch)
     for own in range(2):
         rows = jax.tree.map(lambda leaf: leaf[6 * own : 6 * own + 6], batch)  # noqa: B023
         want = jax.value_and_grad(loss)(w, rows)

@@ -279,7 +279,7 @@ def communicating(loss):
 def test_where_a_loss_communicates_weight_fn_says_how_much_a_micro_batch_counts(step):
     path, loss = TRAIN_STEPS[step]
     with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
-        path = functools.partial(path, loss=communicating(loss), reduce_axes="data")
+        path = functools.partial(path, loss=communicating(loss), devices="data")
         assert_the_update_of_the_whole_batch(path, (4, 8), weighted=True)
 
 

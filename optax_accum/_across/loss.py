@@ -54,7 +54,6 @@ class Loss:
     group_size: int
     weight_fn: Callable[..., Any] | None
     in_place: bool | None
-    overlap: bool | None
     divisor: Divisor
     meter: Meter
     reads: Callable[[Call], Weight | None] | None = None  # the weight of a micro-batch, off its loss
@@ -120,7 +119,7 @@ class Loss:
             needs = f"a Python bool as flush, so that a program of its own closes the window: flush={short(flush)}"
         elif not inside:
             needs = 'gradients that are added inside the backward pass (the logger "optax_accum" says why they are not)'
-        return device.added_up(acc) if device.overlaps(self.overlap, acc, needs) else None
+        return device.added_up(acc) if device.overlaps(acc, needs) else None
 
     def _check_groups(self, device: Device, call: Call) -> None:
         """Raises where rows that belong together are on two devices, or in two micro-batches."""

@@ -40,7 +40,7 @@ def gradient_noise_scale(state: Tree, group: str | None = None) -> NoiseScale:
       * A micro-batch that is left out, or has a weight of 0: is no sample.
       * The signal comes out at 0 or below: the scale is infinite, because
         no window can tell the signal from noise.
-      * `reduce_axes`: each device's own gradient is a sample, so `every=1`
+      * `devices`: each device's own gradient is a sample, so `every=1`
         will do.
 
     Example:

@@ -154,12 +154,12 @@ class AccumulatingStep(Step):
         return state.inner_opt_state
 
     def space(self, state: Tree, call: Call) -> Space:
-        space = here(self.rules.over)
+        space = here(self.rules.devices)
         check_state(state)
         space.check_state(state.weight, call[tuple(call.arguments)])
         space.check_params(call.arguments[0])
         space.check_shared(call.arguments[0])
-        refuse_shards(self.rules.meter, call.arguments[0], self.rules.over.axes)
+        refuse_shards(self.rules.meter, call.arguments[0], self.rules.devices.axes)
         return space
 
     def weighed(self, space: Space, weight: Any, state: AccumulationState) -> Any:

@@ -12,7 +12,6 @@ from optax_accum._across.steps import AccumulatingStep, Keywords, Step
 from optax_accum._across.transformation import rules_of
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core.leaves import short
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import Returns
@@ -30,7 +29,6 @@ def value_and_apply_gradients(
     weight_of: Callable[[Any, Any], Any] | None = None,
     rng_argnum: Name | None = None,
     in_place: bool | None = None,
-    overlap: bool | None = None,
 ) -> Callable[..., tuple[Any, Tree, Tree]]:
     """Returns a train step: loss, gradient added in place, and update.
 
@@ -66,23 +64,21 @@ def value_and_apply_gradients(
         (`aux` is None without `has_aux`): losses times weights are added,
         and divided by the sum of weights, as with a `Ratio`.
       rng_argnum: an argument that is a key, or a tree of keys: micro-step i
-        of a window gets `jax.random.fold_in(key, i)`, with `reduce_axes` of
+        of a window gets `jax.random.fold_in(key, i)`, with `devices` of
         a key of the device's own. Pass another key in each window.
       in_place: whether to add inside the backward pass. By default wherever
         that gives the same gradient.
-      overlap: with `reduce_axes`, whether the last backward pass of a
-        window reduces each gradient over the devices as soon as it is
-        computed. Only a static `flush=True` (a Python bool) can do it. By
-        default on GPUs, from 64 MiB of gradients on, without `reduce_to`.
 
-    With `reduce_axes` in `tx`, each device differentiates its own rows of
-    the batch and adds to its own partial sum; `fun` and `weight_fn` see the
-    rows of one device. All devices get every other argument whole.
+    With `devices` in `tx`, each device differentiates its own rows of the
+    batch and adds to its own partial sum; `fun` and `weight_fn` see the
+    rows of one device. All devices get every other argument whole. Only a
+    static `flush=True` (a Python bool) lets the last backward pass of a
+    window add over the devices, too (`Devices(overlap=)`).
 
     Returns:
       A function `step(params, state, *args, **keywords) -> (value, params,
       state)`, where `value` is what `fun` returned, a `Ratio` divided (with
-      `reduce_axes` one for each device, [d, ...]). A keyword that `fun`
+      `devices` one for each device, [d, ...]). A keyword that `fun`
       names goes to `fun`, any other to `tx.update`: `weight`, `flush`,
       arguments that the inner optimizer reads. The loss is passed on as
       `value=`, unless `mean_args` of `tx` leaves it out. Donate the first
@@ -127,7 +123,7 @@ def value_and_apply_gradients(
         batch: an error.
       * A keyword argument that both `fun` and `tx` name: an error.
       * `rng_argnum` and an optimizer with several windows: an error.
-      * `reduce_axes` with rows that the devices do not divide, or with a
+      * `devices` with rows that the devices do not divide, or with a
         loss averaged with `pmean`: an error.
 
       Known when running:
@@ -139,7 +135,7 @@ def value_and_apply_gradients(
         returned is returned.
       * `weight_of` gives 0: the micro-batch is run; guard a 0 / 0 in its
         loss with `jnp.maximum`.
-      * `fun` communicates over `reduce_axes`: one more number, the weight, is
+      * `fun` communicates over these devices: one more number, the weight, is
         added over the devices.
 
     Example:
@@ -163,19 +159,12 @@ def value_and_apply_gradients(
     fun = callables.as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
     checks.check_flag("in_place", in_place)
-    checks.check_flag("overlap", overlap)
-    if overlap and rules is None:
-        raise ValueError(
-            f"overlap=True needs an optimizer that accumulate_gradients returned, and that is in no other: tx is "
-            f"{short(tx)}. Wrap the chain: accumulate_gradients(optax.chain(...), reduce_axes=...)."
-        )
     loss = Loss(
         fun,
         returns=Returns(has_aux, weight_of=callables.as_weight_of(weight_of, weight_fn)),
         group_size=checks.as_positive("group_size", group_size) or 1,
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         in_place=in_place,
-        overlap=overlap,
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
         reads=None if rules is None or not rules.averages else _reading(fun, roles, has_aux),

@@ -17,7 +17,8 @@ from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state, no_means
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Options, as_meter
-from optax_accum._space.here import as_reduction, here
+from optax_accum._space.devices import Devices, as_devices
+from optax_accum._space.here import here
 from optax_accum._space.mismatch import refuse_shards
 from optax_accum._space.space import Space
 
@@ -37,9 +38,7 @@ def accumulate_gradients(
     emit_dtype: Any = None,
     nonfinite: policy.Name | policy.Skip = "propagate",
     mean_args: Sequence[str] | Mapping[str, Tree] = ("value",),
-    reduce_axes: str | Sequence[str] | None = None,
-    reduce_to: Tree = None,
-    reduce_dtype: Any = None,
+    devices: str | Sequence[str] | Devices | None = None,
     statistics: bool | Options = False,
 ) -> "Accumulating":
     """Wraps an optimizer so that it updates once per window of micro-steps.
@@ -103,12 +102,8 @@ def accumulate_gradients(
         over the window: the names of scalars; or a dict from names to
         examples (0.0 for a scalar, a tree of floating-point arrays or
         shapes), or to functions of the parameters that return one.
-      reduce_axes: the mesh axes over which the batch is sharded, for one
-        reduction per window; see `optax_accum.sharding`.
-      reduce_to: with `reduce_axes`, how the sum is to be sharded; see
-        `optax_accum.sharding`.
-      reduce_dtype: with `reduce_axes`, the dtype in which gradients cross
-        the network; see `optax_accum.sharding`.
+      devices: the mesh axes over which the batch is sharded, for one
+        reduction per window, or `Devices`; see `optax_accum.sharding`.
       statistics: whether to measure gradients: their norms, and the noise
         in them; see `optax_accum.statistics`.
 
@@ -185,19 +180,19 @@ def accumulate_gradients(
         accumulator_dtype=checks.as_float_dtypes("accumulator_dtype", accumulator_dtype),
         emit_dtype=emit_dtype if emit_dtype == "gradient" else checks.as_float_dtype("emit_dtype", emit_dtype),
         mean_args=as_mean_args(mean_args),
-        over=as_reduction(reduce_axes, reduce_to, reduce_dtype),
+        devices=as_devices(devices),
     )
-    if callable(nonfinite) and rules.over.axes:
+    if callable(nonfinite) and rules.devices.axes:
         raise ValueError(
-            "A callable nonfinite looks at the gradient of a micro-batch, which reduce_axes does not reduce: "
-            f'reduce_axes={rules.over.axes}. Take "skip", "omit" or "discard".'
+            "A callable nonfinite looks at the gradient of a micro-batch, which no device has whole: "
+            f'devices={rules.devices.axes}. Take "skip", "omit" or "discard".'
         )
     if not divisor.is_mean:
         rules.meter.refuse(
             'Statistics compare means of micro-batches: reduction="sum" and statistics are given. Take "mean", with '
             "weights, or leave statistics out."
         )
-    if not (schedule.holds or rules.over.axes):
+    if not (schedule.holds or rules.devices.axes):
         rules.meter.warn_of_one_sample()
     emitting = functools.partial(update, rules, outcomes.updates_of)
     tx = Accumulating(functools.partial(_init, rules), cast(Any, emitting))
@@ -237,16 +232,16 @@ def rules_of(tx: Any) -> Rules | None:
 def axes_of(tx: Any) -> Axes:
     """Returns the axes over which this transformation reduces, as far as it tells: a chain does not."""
     rules = rules_of(tx)
-    return rules.over.axes if rules else ()
+    return rules.devices.axes if rules else ()
 
 
 def _init(rules: Rules, params: Tree) -> AccumulationState:
     check_arrays("Parameters", params, NOT_ARRAYS)
     check_no_lookahead(params)
-    space = here(rules.over)
+    space = here(rules.devices)
     space.check_params(params)
     space.check_shared(params)
-    refuse_shards(rules.meter, params, rules.over.axes)
+    refuse_shards(rules.meter, params, rules.devices.axes)
     acc_grads = space.zeros(params, rules.accumulator_dtype) if rules.schedule.holds else ()
     inner_opt_state = dtypes.strong(rules.inner.init(space.shard(params)))
     check_accumulates_once(inner_opt_state)
@@ -277,7 +272,7 @@ def update(
 ) -> tuple[Tree, AccumulationState]:
     """Takes a gradient, and what else a micro-step is given, through the door of the space, and does the step."""
     check_arrays("Gradients", grads, NOT_GRADIENTS)
-    space = here(rules.over)
+    space = here(rules.devices)
     grads = space.grads(grads, getattr(state, "acc_grads", ()), params)
     rows = checks.as_positive("rows", rows) or 1
     weight = rules.divisor.unweighed(rows) if weight is None else weight

@@ -22,7 +22,8 @@ from optax_accum._core.state import AccumulationState
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss.meter import Meter
-from optax_accum._space.space import Reduced, Reduction, Space
+from optax_accum._space.devices import Devices
+from optax_accum._space.space import Reduced, Space
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Rules:
     accumulator_dtype: Tree
     emit_dtype: jnp.dtype | str | None
     mean_args: Mapping[str, Any]  # an example of each
-    over: Reduction
+    devices: Devices
 
     @property
     def averages(self) -> bool:

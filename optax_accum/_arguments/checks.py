@@ -48,7 +48,7 @@ def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> We
 
 _REMEDIES = {
     "emit_dtype": 'Pass "gradient" for the dtype of the gradients, jnp.float32, say, or None for the accumulator\'s.',
-    "reduce_dtype": "Pass jnp.bfloat16.",
+    "dtype": "Pass jnp.bfloat16.",
 }
 
 

@@ -95,7 +95,7 @@ def every_by_weight(weight: float) -> Schedule:
         each of `value_and_apply_gradients` its rows.
       * A window whose weights never reach it: stays open; `flush` closes
         it.
-      * `reduce_axes`: the weight of all devices counts, so each micro-step
+      * `devices`: the weight of all devices counts, so each micro-step
         adds up one number over them.
 
     Example:

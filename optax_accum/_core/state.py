@@ -56,7 +56,7 @@ class AccumulationState(NamedTuple):
       seen: with `statistics` or a schedule of tokens, the weight of all
         windows that have emitted; `()` otherwise.
 
-    With `reduce_axes`, the sums are those of each of the d devices: leaves
+    With `devices`, the sums are those of each of the d devices: leaves
     of `acc_grads` are [d, ...], `weight` and those of `mean_args` and
     `samples` [d], one on each device. Once a window has emitted, do not
     read `acc_grads`: the sum over devices, or a shard of it, may have

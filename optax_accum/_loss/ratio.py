@@ -74,7 +74,7 @@ class Ratio:
         without an update.
       * One term of a dict whose counts add to zero: the term is zero, and
         so is its gradient.
-      * `reduce_to="partial"`: each device returns its own quotient; to
+      * `Devices(to="partial")`: each device returns its own quotient; to
         combine them, weight each by its device's count.
 
     Example:

@@ -13,7 +13,7 @@ from optax_accum._core.state import holds_partial_sums, map_states, states_in
 from optax_accum._core.types import Tree
 from optax_accum._placement.shardings import state_sharding
 
-_PARTIAL = ("acc_grads", "weight", "mean_args", "samples")  # the fields that are partial sums under reduce_axes
+_PARTIAL = ("acc_grads", "weight", "mean_args", "samples")  # the fields that are partial sums of several devices
 
 
 def redistribute(state: Tree, num_devices: int | None) -> Tree:
@@ -25,10 +25,10 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
 
     Args:
       state: an optimizer state with an `AccumulationState`, made with or
-        without `reduce_axes`; of arrays that this process can read whole,
+        without `devices`; of arrays that this process can read whole,
         such as the NumPy arrays of a checkpoint.
-      num_devices: the devices along `reduce_axes`, or None to go on without
-        `reduce_axes`.
+      num_devices: the devices along the axes, or None to go on without
+        `devices`.
 
     Returns:
       The state, its partial sums as NumPy arrays; place it with
@@ -41,7 +41,7 @@ def redistribute(state: Tree, num_devices: int | None) -> Tree:
     Guarantees:
       * The same number of devices: the same state, bit for bit.
       * Another number: the same sums, to rounding.
-      * A state without `reduce_axes`: its sum is the first partial sum.
+      * A state without `devices`: its sum is the first partial sum.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_accum
@@ -69,7 +69,7 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
     Args:
       tx: an optimizer, alone or in a chain.
       params: the parameters, or their shapes, placed on the current mesh.
-      num_devices: the devices along `reduce_axes` when the state was saved.
+      num_devices: the devices along the axes when the state was saved.
         Save the number beside the state.
       **options: those of `state_sharding`.
 
@@ -89,7 +89,7 @@ def checkpoint_target(tx: optax.GradientTransformation, params: Tree, num_device
       ...     axis_types=(jax.sharding.AxisType.Auto,))
       >>> params = jax.device_put(jnp.ones(3), NamedSharding(mesh, P()))
       >>> tx = optax_accum.accumulate_gradients(
-      ...     optax.adam(1e-3), every=4, reduce_axes="data")
+      ...     optax.adam(1e-3), every=4, devices="data")
       >>> before = 2 * jax.device_count()
       >>> target = optax_accum.checkpoint.checkpoint_target(
       ...     tx, params, num_devices=before)

@@ -1,4 +1,4 @@
-"""Owns where a state lives: its shardings and its memory. Adds no gradient."""
+"""Where a state lives: its shardings and its memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -12,6 +12,7 @@ from optax_accum._core import compilers
 from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
 from optax_accum._core.types import Axes, Tree
 from optax_accum._space import meshes, mismatch
+from optax_accum._space.devices import Devices, as_devices
 
 OFFLOADABLE = ("acc_grads", "inner_opt_state")
 
@@ -19,9 +20,8 @@ OFFLOADABLE = ("acc_grads", "inner_opt_state")
 def state_sharding(
     tx: optax.GradientTransformation,
     params: Tree,
+    devices: str | Sequence[str] | Devices | None = None,
     *,
-    reduce_axes: str | Sequence[str] | None = None,
-    reduce_to: Tree = None,
     offload: str | Sequence[str] = (),
 ) -> Tree:
     """Returns the sharding of each leaf of `tx.init(params)`.
@@ -31,18 +31,16 @@ def state_sharding(
     Without these shardings, an optimizer state is replicated, or lies on
     the first device. Here each leaf that belongs to a parameter
     (by its path and its shape) is sharded as that parameter is; an
-    accumulator under `reduce_axes` has its partial sums on their devices;
+    accumulator under `devices` has its partial sums on them;
     all else is replicated.
 
     Args:
       tx: an optimizer, alone or in a chain.
       params: the parameters, placed on a mesh; or their shapes,
         `jax.ShapeDtypeStruct`s with a `sharding`.
-      reduce_axes: as given to `accumulate_gradients`; needed only where
-        that is inside a chain.
-      reduce_to: as given to `accumulate_gradients`; needed only where that
-        is inside a chain. The state of the inner optimizer is sharded so
-        (ZeRO-1).
+      devices: as given to `accumulate_gradients`; needed only where that
+        is inside a chain. The state of the inner optimizer is sharded as
+        `Devices(to=)` says (ZeRO-1).
       offload: `"acc_grads"`, `"inner_opt_state"` or both: the arrays that
         are kept in the host's memory. A micro-step moves them to the device
         where it uses them: the accumulator each time, the inner optimizer's
@@ -54,8 +52,8 @@ def state_sharding(
 
     Raises:
       ValueError: no parameter lies on a mesh; the state has partial sums
-        and `reduce_axes` is not known; a parameter is sharded over them and
-        there is no `reduce_to`; another name in `offload`.
+        and `devices` is not known; a parameter is sharded over them and
+        `to` is None; another name in `offload`.
 
     Guarantees:
       * A statistic of another shape than its parameter (Adafactor's):
@@ -76,7 +74,7 @@ def state_sharding(
       >>> params = {"w": jnp.ones((8, 4))}
       >>> params = jax.device_put(params, NamedSharding(mesh, P()))
       >>> tx = optax_accum.accumulate_gradients(
-      ...     optax.adam(1e-3), every=4, reduce_axes="data")
+      ...     optax.adam(1e-3), every=4, devices="data")
       >>> with jax.set_mesh(mesh):
       ...     shardings = optax_accum.sharding.state_sharding(tx, params)
       ...     state = jax.jit(tx.init, out_shardings=shardings)(params)
@@ -84,8 +82,8 @@ def state_sharding(
       'data'
     """
     rules = rules_of(tx)
-    axes = meshes.as_axes(reduce_axes) or (rules.over.axes if rules else ())
-    reduce_to = rules.over.to if rules and reduce_to is None else reduce_to
+    devices = rules.devices if rules and devices is None else as_devices(devices)
+    axes = devices.axes
     several = not isinstance(offload, str) and hasattr(offload, "__iter__")
     offload = tuple(offload) if several else (cast(str, offload),)
     for name in offload:
@@ -94,24 +92,24 @@ def state_sharding(
         compilers.require("offload", compilers.HOST, "Leave out offload.")
     mesh = meshes.mesh_of(axes, params)
     compilers.check_concrete(mesh)
-    if axes and reduce_to is None:
+    if axes and devices.to is None:
         mismatch.check_replicated(params, axes)  # inside jit, nobody sees it on an Auto mesh
     with compilers.tracing_on(mesh):
         state = jax.eval_shape(tx.init, params)
-        to = None if reduce_to is None else meshes.shardings(reduce_to, params, axes)
+        to = None if devices.to is None else meshes.shardings(devices.to, params, axes)
     return _Placement(params, to, mesh, axes, offload).of(state)
 
 
-def shard_over(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
-    """Returns shardings for `reduce_to`, one for each parameter.
+def shard_over(params: Tree, axes: str | Sequence[str]) -> Tree:
+    """Returns shardings for `Devices(to=)`, one for each parameter.
 
-    Each is the parameter's own, with `reduce_axes` on the first dimension
+    Each is the parameter's own, with these axes on the first dimension
     that they divide.
 
     Args:
       params: the parameters, placed on a mesh; or their shapes,
         `jax.ShapeDtypeStruct`s with a `sharding`.
-      reduce_axes: the axes over which the update is to be sharded.
+      axes: the mesh axes over which the update is to be sharded.
 
     Returns:
       A tree of `NamedSharding`s. A parameter that is sharded over these
@@ -131,7 +129,7 @@ def shard_over(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
       >>> optax_accum.sharding.shard_over(params, "data").mesh.axis_names
       ('data',)
     """
-    axes = meshes.as_axes(reduce_axes)
+    axes = meshes.as_axes(axes)
     mesh = meshes.mesh_of(axes, params)
     devices = meshes.num_devices(mesh, axes)
 
@@ -169,7 +167,7 @@ class _Placement:
         if partial and not self.axes:
             raise ValueError(
                 "The state holds partial sums, one for each device, and the axes are inside the chain where "
-                "state_sharding cannot read them. Pass reduce_axes= (and reduce_to=) as given to accumulate_gradients."
+                "state_sharding cannot read them. Pass devices= as given to accumulate_gradients."
             )
         scalar = self._named(self.axes) if partial else self._named()
         replicated = jax.tree.map(lambda _: self._named(), state)

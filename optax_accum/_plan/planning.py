@@ -172,8 +172,8 @@ _REMEDY = (
     "plan_microbatches(of_loss(loss, tx, params, batch), global_batch)."
 )
 _WAYS_FOR_ARGUMENTS = (
-    "Donate parameters and state (donate_argnums), shard them (FSDP, or ZeRO-1 with reduce_to), or keep the moments on "
-    'the host (state_sharding(tx, params, offload="inner_opt_state")).'
+    "Donate parameters and state (donate_argnums), shard them (FSDP, or ZeRO-1 with Devices(to=)), or keep the moments "
+    'on the host (state_sharding(tx, params, offload="inner_opt_state")).'
 )
 _WAYS = (
     "Recompute activations (jax.checkpoint, and its policies as options=), offload them, shard the parameters (FSDP), "

@@ -62,7 +62,7 @@ def of_loss(
         their shapes.
       **options: those of `value_and_grad`, but for the number and the size
         of micro-batches and `argnums`: `weight_fn`, `batch_argnums`,
-        `rng_argnum`, `has_aux`, `reduce_axes`.
+        `rng_argnum`, `has_aux`, `devices`.
 
     Returns:
       A builder. Its step donates parameters and state; on several devices

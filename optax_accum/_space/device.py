@@ -22,7 +22,8 @@ class Device:
     """One of the devices along the axes, seen from inside what a space runs; without axes the only one.
 
     `one_batch` says that their examples are those of one batch, `shards` how arguments are sharded of which each has
-    a shard, `dtype` in which gradients cross the network, `lacks` what a backward pass needs that is to add gradients
+    a shard, `dtype` in which gradients cross the network, `overlap` whether the last backward pass is to add them over
+    the devices (None: where that pays), `lacks` what a backward pass needs that is to add gradients
     over the devices and is not there, `hides` that this goes on beside other work, and `shards_of(sums)` which shard
     of each a device keeps: without it, all get the sum.
     """
@@ -30,7 +31,8 @@ class Device:
     axes: Axes = ()
     one_batch: bool = True
     dtype: Any = None
-    lacks: str | None = "a sum over devices: reduce_axes"
+    overlap: bool | None = None
+    lacks: str | None = "a sum over devices"
     hides: bool = False
     shards_of: Callable[[Tree], Sequence[Shard]] | None = None
     shards: Mapping[Name, Tree] = dataclasses.field(default_factory=dict)
@@ -79,19 +81,19 @@ class Device:
         """Returns the sum of a leaf over all devices, as their own."""
         return leaf if self.count == 1 else self.vary(narrow.add_up(leaf, self.axes, self.dtype))
 
-    def overlaps(self, asked: bool | None, acc: Tree, needs: str | None = None) -> bool:
+    def overlaps(self, acc: Tree, needs: str | None = None) -> bool:
         """Returns whether the last backward pass adds the sums over the devices, too; raises if that is asked in vain.
 
         `needs` is what the caller lacks for it. By default it does on GPUs, from so many bytes on that it pays.
         """
         needs = self.lacks or needs
         if needs is None and not all(shard.is_separable for shard in self._shards(acc) or ()):
-            needs = "a reduce_to that shards no dimension over other axes, too, on a mesh where these are Auto"
-        if asked and needs:
+            needs = "Devices(to=) that shards no dimension over other axes, too, on a mesh where these are Auto"
+        if self.overlap and needs:
             raise ValueError(f"overlap=True needs {needs}. Leave overlap=None.")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(acc))
         worth = self.hides and size >= compilers.WORTH_HIDING
-        return needs is None and (worth if asked is None else asked)
+        return needs is None and (worth if self.overlap is None else self.overlap)
 
     def added_up(self, acc: Tree) -> list[Finish]:
         """Returns, for each leaf, the function that adds a sum, or a slice of it, over the devices in place.
@@ -179,7 +181,7 @@ class Device:
             raise ValueError(
                 f"A loss that takes something from the other devices of {self.axes} has one gradient, which the weight "
                 "of one device does not scale: partial sums are asked for, and each device has its own weight. Leave "
-                'out weight_fn (or Ratio), or reduce_to="partial" (in a train step: reduce_axes of its optimizer).'
+                'out weight_fn (or Ratio), or to="partial" (in a train step: devices of its optimizer).'
             )
         return self.any_of(alive)
 
@@ -210,7 +212,7 @@ class Device:
         same = not any(mapped.differs(loss, self.axes) for loss in losses)
         if same and self._couples(program) and mapped.tells_apart(self.axes):
             raise ValueError(
-                f"With reduce_axes, the loss must be that of each device's own rows: here it is the same on all "
+                f"With devices, the loss must be that of each device's own rows: here it is the same on all "
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."
             )
 
@@ -227,10 +229,10 @@ class Device:
         axes = frozenset(self.axes).union(*map(compilers.varying_axes, results))
         if axes > set(self.axes):
             named = tuple(sorted(axes))
-            remedy = 'for the gradient of all their rows, with reduce_to="partial" for that of each device\'s own'
+            remedy = 'for the gradient of all their rows, with Devices(to="partial") for that of each device\'s own'
             raise ValueError(
-                "Inside jax.shard_map, a loss or an output that differs between devices needs reduce_axes: it differs "
-                f"over {named}, and reduce_axes={self.axes or None}. Pass reduce_axes={named} "
+                "Inside jax.shard_map, a loss or an output that differs between devices needs devices: it differs "
+                f"over {named}, and devices={self.axes or None}. Pass devices={named} "
                 f"{'to accumulate_gradients' if of_optimizer else remedy}; or return jax.lax.pmean(loss, {named})."
             )
 
@@ -238,7 +240,7 @@ class Device:
         """Raises for a carry that differs between devices."""
         if any(mapped.differs(leaf, self.axes) for leaf in jax.tree.leaves(carry)):
             raise ValueError(
-                f"With reduce_axes, the carry must be the same on all devices: it differs over {self.axes}. Return "
+                f"With devices, the carry must be the same on all devices: it differs over {self.axes}. Return "
                 f"jax.lax.pmean(carry, {self.axes}) from fun; that communicates at every micro-batch."
             )
 

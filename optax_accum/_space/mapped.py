@@ -82,7 +82,7 @@ def per_device(
 
 
 _FROM_ZEROS = (
-    "With reduce_axes each device has rows of its own, and a loop or a branch in fun begins with an array that is the "
+    "With devices each has rows of its own, and a loop or a branch in fun begins with an array that is the "
     "same on all, such as zeros. Begin with one that is made of the batch, such as jnp.zeros_like(x[0]); a layer that "
     "makes it itself takes it as an argument (flax.linen.RNN: initial_carry)."
 )
@@ -92,17 +92,17 @@ _OF_CONSTRAINTS = (
     "with_sharding_constraint|`manual_axis_type`|`vma`|passed to reshard|manual axes|should match the aval mesh"
 )
 _CONSTRAINED = (
-    "With reduce_axes each device has rows of its own, so that fun cannot constrain shardings over them: "
-    "reduce_axes={axes}, and jax.lax.with_sharding_constraint or jax.sharding.reshard names one of these, or a mesh. "
-    "Constrain over the other axes only, by a PartitionSpec; or leave out reduce_axes."
+    "With devices each has rows of its own, so that fun cannot constrain shardings over them: "
+    "devices={axes}, and jax.lax.with_sharding_constraint or jax.sharding.reshard names one of these, or a mesh. "
+    "Constrain over the other axes only, by a PartitionSpec; or leave out devices."
 )
 
 
 def _nested(axes: Axes) -> str:
     return (
-        f"With reduce_axes the loss runs inside a jax.shard_map over them, reduce_axes={axes}, and there JAX cannot "
+        f"With devices the loss runs inside a jax.shard_map over their axes, devices={axes}, and there JAX cannot "
         "differentiate a jax.shard_map of the loss's own over other axes. Either call it inside one jax.shard_map over "
-        "all these axes, with the same reduce_axes, and let the loss communicate there; or leave out reduce_axes: the "
+        "all these axes, with the same devices, and let the loss communicate there; or leave out devices: the "
         "gradient is the same, reduced at each micro-batch."
     )
 
@@ -256,7 +256,7 @@ def _check_divides(axes: Axes, mesh: meshes.Mesh, rows: int) -> None:
     devices = meshes.num_devices(mesh, axes)
     if rows % devices:
         raise ValueError(
-            f"The rows of a batch must divide over the devices of reduce_axes: {rows} rows, {devices} devices along "
+            f"The rows of a batch must divide over the devices: {rows} rows, {devices} devices along "
             f"{axes}. Pad the batch to {-(-rows // devices) * devices} rows, and leave the padding out of the loss "
             "(weight_fn)."
         )

@@ -17,20 +17,20 @@ from optax_accum._core.types import Axes, Tree
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
-def as_axes(reduce_axes: Any) -> Axes:
+def as_axes(names: Any) -> Axes:
     """Returns the names of the axes: `()` for None."""
-    axes = (reduce_axes,) if isinstance(reduce_axes, str) else reduce_axes
+    axes = (names,) if isinstance(names, str) else names
     if axes is None:
         return ()
-    remedy = "Upgrade JAX; without reduce_axes the gradient is the same, reduced at each micro-batch."
-    compilers.require("reduce_axes", compilers.DEVICES, remedy)
+    remedy = "Upgrade JAX; without devices the gradient is the same, reduced at each micro-batch."
+    compilers.require("devices", compilers.DEVICES, remedy)
     if not isinstance(axes, Sequence) or not axes or not all(isinstance(axis, str) and axis for axis in axes):
         raise TypeError(
-            f"reduce_axes must be the name of a mesh axis or a tuple of names: reduce_axes={reduce_axes!r}. "
+            f"devices must be the name of a mesh axis, a tuple of names, or Devices(names, ...): devices={names!r}. "
             'Pass "data", say, or None on one device.'
         )
     if len(set(axes)) < len(axes):
-        raise ValueError(f"reduce_axes must name each axis once: reduce_axes={reduce_axes!r}.")
+        raise ValueError(f"devices must name each axis once: devices={names!r}.")
     return tuple(axes)
 
 
@@ -39,8 +39,8 @@ def is_manual(axes: Axes) -> bool:
     manual = set(jax.sharding.get_abstract_mesh().manual_axes) & set(axes)
     if manual and manual != set(axes):
         raise ValueError(
-            f"reduce_axes must be all inside jax.shard_map, or none: of {axes} only {tuple(sorted(manual))} are here. "
-            "Name all of them in the axis_names of the shard_map, or fewer in reduce_axes."
+            f"The axes of devices must be all inside jax.shard_map, or none: of {axes} only {tuple(sorted(manual))} "
+            "are here. Name all of them in the axis_names of the shard_map, or fewer in devices."
         )
     return bool(manual)
 
@@ -51,8 +51,8 @@ def check_no_other_map(axes: Axes) -> None:
         with contextlib.suppress(NameError):
             jax.lax.axis_index(axis)
             raise ValueError(
-                f"reduce_axes must name axes of a mesh: {axis!r} is that of jax.pmap or jax.vmap here. Take jax.jit on "
-                "a mesh, or jax.shard_map, in place of jax.pmap; under jax.vmap, leave out reduce_axes."
+                f"devices must name axes of a mesh: {axis!r} is that of jax.pmap or jax.vmap here. Take jax.jit on "
+                "a mesh, or jax.shard_map, in place of jax.pmap; under jax.vmap, leave out devices."
             )
 
 
@@ -66,7 +66,7 @@ def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
     """Returns the mesh in reach; raises where there is none, or one without these axes."""
     mesh = in_reach(*trees)
     if mesh is None:
-        needs = f"reduce_axes needs a mesh in reach: reduce_axes={axes}" if axes else "Parameters must lie on a mesh"
+        needs = f"devices needs a mesh in reach: devices={axes}" if axes else "Parameters must lie on a mesh"
         raise ValueError(
             f"{needs}, and the arguments are on none (inside jit, JAX does not tell). Place them on one, or call it "
             "under `with jax.set_mesh(mesh):`."
@@ -74,7 +74,7 @@ def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
     missing = [axis for axis in axes if axis not in mesh.axis_names]
     if missing:
         raise ValueError(
-            f"reduce_axes must name axes of the mesh: {missing[0]!r} is none of {mesh.axis_names}. Name one of these."
+            f"devices must name axes of the mesh: {missing[0]!r} is none of {mesh.axis_names}. Name one of these."
         )
     return mesh
 
@@ -112,10 +112,10 @@ def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
 
     def named(to: Any) -> NamedSharding:
         if not is_spec(to):
-            raise TypeError(f"reduce_to must hold a jax.sharding.PartitionSpec or NamedSharding: it holds {to!r}.")
+            raise TypeError(f"Devices(to=) must hold a jax.sharding.PartitionSpec or NamedSharding: it holds {to!r}.")
         return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
 
-    specs = for_each_leaf("reduce_to", to, params, "shard_over(params, reduce_axes) makes one.", is_leaf=is_spec)
+    specs = for_each_leaf("Devices(to=)", to, params, "shard_over(params, axes) makes one.", is_leaf=is_spec)
     return jax.tree.map(named, specs, is_leaf=is_spec)
 
 
@@ -124,8 +124,8 @@ def check_shards(to: Tree, axes: Axes) -> None:
     parts = [only(sharding.spec, axes) for sharding in jax.tree.leaves(to, is_leaf=is_spec)]
     if not any(names_of(entry) for spec in parts for entry in spec):
         raise ValueError(
-            f"reduce_to must shard parameters over reduce_axes: reduce_axes={axes}, and no spec names them. Pass "
-            "shard_over(params, reduce_axes), or leave out reduce_to where parameters are replicated."
+            f"Devices(to=) must shard parameters over its axes: axes={axes}, and no spec names them. Pass "
+            "shard_over(params, axes), or leave out to where parameters are replicated."
         )
 
 
@@ -136,8 +136,8 @@ def check_divisible(to: Tree, params: Tree) -> None:
         counts = [num_devices(sharding.mesh, names_of(entry)) for entry in spec]
         if len(counts) > len(shape) or any(size % count for size, count in zip(shape, counts, strict=False)):
             raise ValueError(
-                f"reduce_to must shard each parameter evenly: at {path} the shape is {shape}, and reduce_to says "
-                f"{spec} over {counts} devices. shard_over(params, reduce_axes) leaves such a parameter whole. Inside "
+                f"Devices(to=) must shard each parameter evenly: at {path} the shape is {shape}, and to says "
+                f"{spec} over {counts} devices. shard_over(params, axes) leaves such a parameter whole. Inside "
                 "a scan over layers, give the specs of one layer, without the axis of the layers."
             )
 

@@ -24,9 +24,9 @@ def check_local(grads: Tree, axes: Axes) -> None:
     for path, leaf in by_path(grads):
         if not is_float0(leaf) and not set(axes) <= compilers.varying_axes(leaf):
             raise ValueError(
-                f"With reduce_axes, gradients must not be reduced before the window closes: at {path} the gradient is "
+                f"With devices, gradients must not be reduced before the window closes: at {path} the gradient is "
                 f"the same on all devices of {axes}. Differentiate with respect to "
-                "defer_reduction(params, reduce_axes)."
+                "defer_reduction(params, axes)."
             )
 
 
@@ -36,10 +36,10 @@ def check_replicated(params: Tree, axes: Axes) -> None:
         spec = meshes.spec_of(leaf) or ()
         if any(set(meshes.names_of(entry)) & set(axes) for entry in spec):
             raise ValueError(
-                f"Parameters must be replicated over reduce_axes, unless reduce_to says where their gradients go: at "
+                f"Parameters must be replicated over devices, unless Devices(to=) says where their gradients go: at "
                 f"{path} the sharding is {spec}. To gather them before each gradient and keep a whole accumulator on "
-                "each device, pass reduce_to=shard_over(params, reduce_axes); to reduce every micro-batch instead, "
-                "leave out reduce_axes."
+                "each device, pass Devices(axes, to=shard_over(params, axes)); to reduce every micro-batch instead, "
+                "leave out devices."
             )
 
 
@@ -52,10 +52,10 @@ def check_shared(params: Tree, axes: Axes, results: Tree | None = None) -> None:
     for path, leaf in by_path(params):
         if mapped.differs(leaf, axes) and (shapes is None or (jnp.shape(leaf) and jnp.shape(leaf) in shapes)):
             raise ValueError(
-                f"Inside jax.shard_map, parameters must be the same on all devices of reduce_axes={axes}, where their "
+                f"Inside jax.shard_map, parameters must be the same on all devices along {axes}, where their "
                 f"gradients are added: at {path} each device may have a shard of its own. Let the parameter in with "
-                'P(), which gathers it, and without defer_reduction; or take reduce_to="partial", and add up there the '
-                "gradients of the parameters that are shared (jax.lax.psum): a shard's own is the sum already."
+                'P(), which gathers it, and without defer_reduction; or take Devices(to="partial"), and add up there '
+                "the gradients of the parameters that are shared (jax.lax.psum): a shard's own is the sum already."
             )
 
 
@@ -91,14 +91,14 @@ def check_partials(grads: Tree, sums: Tree, axes: Axes, devices: int) -> None:
             if old[:1] != (devices,):
                 raise ValueError(_other_devices(old[:1], devices))
             raise ValueError(
-                f"Gradients must be partial sums over the reduce_axes of the optimizer, {axes}: at {path} they are of "
-                f"{new[0]} devices, and there are {devices} along these axes. Pass reduce_axes={axes} to "
+                f"Gradients must be partial sums over the devices of the optimizer, {axes}: at {path} they are of "
+                f"{new[0]} devices, and there are {devices} along these axes. Pass devices={axes} to "
                 "value_and_grad, too."
             )
         if old != new and new == old[1:]:
             raise ValueError(
-                f"With reduce_axes, gradients come as partial sums [d, ...]: at {path} the gradient has shape {new}, "
+                f"With devices, gradients come as partial sums [d, ...]: at {path} the gradient has shape {new}, "
                 f"and partial sums have {old}, so it has been reduced already. Take it from value_and_grad or "
-                'accumulate with reduce_axes=..., reduce_to="partial", or call value_and_apply_gradients, with an '
-                "optimizer that is in no chain: accumulate_gradients(optax.chain(...), reduce_axes=...)."
+                'accumulate with devices=Devices(..., to="partial"), or call value_and_apply_gradients, with an '
+                "optimizer that is in no chain: accumulate_gradients(optax.chain(...), devices=...)."
             )

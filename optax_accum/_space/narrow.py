@@ -75,7 +75,7 @@ def check(dtype: Any, acc: Any) -> None:
         added = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.inexact)
         if added and jnp.finfo(leaf.dtype).bits < jnp.finfo(dtype).bits:
             raise ValueError(
-                f"reduce_dtype must not be wider than the sums: reduce_dtype={jnp.dtype(dtype).name}, and sums are in "
+                f"Devices(dtype=) must not be wider than the sums: dtype={jnp.dtype(dtype).name}, and sums are in "
                 f"{leaf.dtype.name}. Leave it out."
             )
 

@@ -18,26 +18,26 @@ from optax_accum._space import mapped, meshes, mismatch, narrow
 from optax_accum._space.shards import Shard
 
 
-def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
+def defer_reduction(params: Tree, axes: str | Sequence[str]) -> Tree:
     """Inside `jax.shard_map`, leaves each device the gradient of its rows.
 
     If all devices share a parameter, JAX adds up its gradient over these
     devices at once. Differentiate with respect to what this function
     returns instead: each device then gets a gradient of its own, and
-    `accumulate_gradients(..., reduce_axes=...)` adds these gradients at the
+    `accumulate_gradients(..., devices=...)` adds these gradients at the
     end of the window.
 
     Args:
-      params: the parameters, replicated over `reduce_axes`.
-      reduce_axes: the name of an axis of the mesh, or several: those of
+      params: the parameters, replicated over `axes`.
+      axes: the name of an axis of the mesh, or several: those of
         `accumulate_gradients`.
 
     Returns:
-      The same values, of a type that varies over `reduce_axes`.
+      The same values, of a type that varies over `axes`.
 
     Raises:
       ValueError: outside a `jax.shard_map` over these axes. There,
-        `value_and_grad(..., reduce_axes=..., reduce_to="partial")` and
+        `value_and_grad(..., devices=Devices(axes, to="partial"))` and
         `value_and_apply_gradients` do all of it. A parameter of which each
         device has a shard, which types tell only with `check_vma=True`:
         gradients of different shards would be added.
@@ -56,11 +56,11 @@ def defer_reduction(params: Tree, reduce_axes: str | Sequence[str]) -> Tree:
       >>> gradients(jnp.float32(1.0), jnp.ones(devices)).shape == (devices,)
       True
     """
-    axes = meshes.as_axes(reduce_axes)
+    axes = meshes.as_axes(axes)
     if not meshes.is_manual(axes):
         raise ValueError(
             f"defer_reduction works inside jax.shard_map over {axes}. Outside, use value_and_grad(..., "
-            'reduce_axes=..., reduce_to="partial"), which returns the gradient of each device, [d, ...].'
+            'devices=Devices(..., to="partial")), which returns the gradient of each device, [d, ...].'
         )
     mismatch.check_shared(params, axes)
     return mapped.varying(params, axes)

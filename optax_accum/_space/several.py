@@ -17,8 +17,9 @@ from optax_accum._core import arithmetic, compilers, dtypes, tracing
 from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._space import mapped, meshes, mismatch, narrow, partials
 from optax_accum._space.device import Device
+from optax_accum._space.devices import Devices
 from optax_accum._space.shards import Shard
-from optax_accum._space.space import Local, Reduced, Reduction, Space
+from optax_accum._space.space import Local, Reduced, Space
 
 _SUMS = ("mean", "sum")
 _EXTREMES = {"max": (jnp.max, jax.lax.pmax), "min": (jnp.min, jax.lax.pmin)}
@@ -30,9 +31,10 @@ class Several(Space):
     communicates = True
     inside: Axes = ()  # the axes of the `jax.shard_map` that this runs in
 
-    def __init__(self, reduction: Reduction):
-        self.axes, _, self.dtype = reduction
-        self.device = Device(self.axes, one_batch=not reduction.is_partial, dtype=self.dtype)
+    def __init__(self, devices: Devices):
+        self.axes, self.dtype = devices.axes, devices.dtype
+        one_batch = not devices.is_partial
+        self.device = Device(self.axes, one_batch=one_batch, dtype=self.dtype, overlap=devices.overlap)
 
     def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> jax.Array:
         mismatch.check_num_devices(like)
@@ -55,7 +57,7 @@ class Several(Space):
         if reduction in _SUMS:
             return self.total(leaf)
         raise ValueError(
-            f'With reduce_axes, each device has micro-batches of its own, and "{reduction}" of them is not one output. '
+            f'With devices, each device has micro-batches of its own, and "{reduction}" of them is not one output. '
             'Take "mean", "sum", "max", "min" or "concat".'
         )
 
@@ -70,7 +72,7 @@ class Several(Space):
         mismatch.check_replicated(params, self.axes)
 
     def _sums_like(self, params: Tree, dtype: Any) -> Tree:
-        """Returns the shapes of a device's sums; raises for a `reduce_dtype` that is wider."""
+        """Returns the shapes of a device's sums; raises for a `Devices(dtype=)` that is wider."""
         shapes = jax.eval_shape(lambda: arithmetic.zeros(params, dtype))
         narrow.check(self.dtype, shapes)
         return shapes
@@ -148,11 +150,11 @@ class OverMesh(Several):
 
 
 class ToShards(OverMesh):
-    """Partial sums over a mesh whose sum is sharded as `reduce_to` says: each device gets what it keeps of it."""
+    """Partial sums over a mesh whose sum is sharded as `Devices(to=)` says: each device gets what it keeps of it."""
 
-    def __init__(self, reduction: Reduction):
-        super().__init__(reduction)
-        self.to = reduction.to
+    def __init__(self, devices: Devices):
+        super().__init__(devices)
+        self.to = devices.to
 
     def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
         sums = jax.tree.map(lambda name, leaf: leaf if name in _SUMS else None, reductions, leaves)
@@ -201,13 +203,13 @@ class ToShards(OverMesh):
 class InShardMap(Several):
     """Partial sums in a user's `jax.shard_map` over the axes: leaves [1, ...], this device's own."""
 
-    def __init__(self, reduction: Reduction):
-        super().__init__(reduction)
-        self.inside = reduction.axes
-        if reduction.dtype is not None and mapped.tells_apart(reduction.axes):
+    def __init__(self, devices: Devices):
+        super().__init__(devices)
+        self.inside = self.axes
+        if self.dtype is not None and mapped.tells_apart(self.axes):
             raise ValueError(
-                "reduce_dtype inside jax.shard_map needs check_vma=False: to JAX, what devices gather differs between "
-                f"them. Pass that, or leave out reduce_dtype={jnp.dtype(reduction.dtype).name}."
+                "Devices(dtype=) inside jax.shard_map needs check_vma=False: to JAX, what devices gather differs "
+                f"between them. Pass that, or leave out dtype={self.dtype.name}."
             )
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
@@ -263,7 +265,7 @@ class Partial(Several):
         return self.as_local(leaf)
 
     def _lacks(self) -> str | None:
-        return 'a sum over the devices, not reduce_to="partial"'
+        return 'a sum over the devices, not Devices(to="partial")'
 
 
 class PartialOverMesh(Partial, OverMesh):

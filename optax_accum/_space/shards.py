@@ -32,7 +32,7 @@ class Shard:
         for dim, names in self.dims.items():
             if meshes.names_of(self.to.spec[dim])[-len(names) :] != names:
                 raise ValueError(
-                    f"reduce_to must name the reduced axes last in each dimension: {self.to.spec}, and reduce_axes="
+                    f"Devices(to=) must name the reduced axes last in each dimension: {self.to.spec}, and axes="
                     f"{self.axes}."
                 )
 

@@ -11,24 +11,10 @@ import jax
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, dtypes
-from optax_accum._core.types import Axes, Name, Tree, Weight
+from optax_accum._core.types import Name, Tree, Weight
 from optax_accum._space.device import Device
 
-PARTIAL = "partial"  # as `reduce_to`: the sum goes nowhere
 Local = Callable[..., tuple[Tree, Tree]]
-
-
-class Reduction(NamedTuple):
-    """How gradients are added over devices."""
-
-    axes: Axes = ()
-    to: Tree = None  # how the sum is to be sharded; to all by default, and `PARTIAL` for nowhere
-    dtype: Any = None  # in which it crosses the network
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether each device keeps its own sum."""
-        return isinstance(self.to, str)
 
 
 class Reduced(NamedTuple):
@@ -69,7 +55,7 @@ class Space:
     # The sums of gradients.
 
     def reduced(self, acc: Tree | Reduced) -> tuple[Tree, dict[str, Tree]]:
-        """Returns `(total, left)`: the sum over devices, placed as `reduce_to` asks.
+        """Returns `(total, left)`: the sum over devices, placed as `Devices(to=)` asks.
 
         A window's one reduction. `left` is the field of the state in which the accumulator lies, if the sum was written
         into it; else it is empty.
@@ -104,7 +90,7 @@ class Space:
         return leaf
 
     def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
-        """Combines outputs as their reductions say; sums go where `reduce_to` asks."""
+        """Combines outputs as their reductions say; sums go where `Devices(to=)` asks."""
         return jax.tree.map(self.output, reductions, leaves)
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:

@@ -16,8 +16,8 @@ from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._space.device import Device
-from optax_accum._space.here import as_reduction, here
-from optax_accum._space.space import Reduction
+from optax_accum._space.devices import Devices, as_devices
+from optax_accum._space.here import here
 from optax_accum._within import microbatches, reductions, shared, splitting, weights
 from optax_accum._within.microbatches import Turn
 
@@ -47,8 +47,7 @@ def accumulate(
     rng_argnum: Name | None = None,
     carry_argnum: Name | None = None,
     reduction: Tree = "mean",
-    reduce_axes: str | Sequence[str] | None = None,
-    reduce_to: Tree = None,
+    devices: str | Sequence[str] | Devices | None = None,
 ) -> Callable[..., Any]:
     """Runs any function of a batch one micro-batch after the other.
 
@@ -90,10 +89,9 @@ def accumulate(
         `"concat"` (rows, in their order), `"stack"` (one for each
         micro-batch), `"last"`, or a function `(a, b) -> c` that merges two
         leaves, in their own dtype. A `Ratio` is added, not averaged.
-      reduce_axes: the mesh axes over which the batch is sharded: the
-        results are reduced once, at the end.
-      reduce_to: where means and sums go, for the tree of the result; see
-        `optax_accum.sharding`.
+      devices: the mesh axes over which the batch is sharded: the results
+        are reduced once, at the end; or `Devices(axes, to=)`, for the tree
+        of the result. See `optax_accum.sharding`.
 
     Returns:
       A function of the arguments of `fun`, which returns what `fun` does.
@@ -118,12 +116,12 @@ def accumulate(
       * `jax.grad` of the call: the whole batch's gradient. That of bfloat16
         arguments is added in float32, except of a carry. It keeps what
         every micro-batch needs for its backward pass, unlike
-        `value_and_grad`. With `reduce_axes`, pass what has a gradient as an
+        `value_and_grad`. With `devices`, pass what has a gradient as an
         argument: that of values that `fun` closes over crosses the network
         at each micro-batch.
       * A mean of integers; `"concat"` of what has no rows; a merge to
         another shape or dtype: an error.
-      * `reduce_axes` with `"stack"`, `"last"` or a function that merges: an
+      * `devices` with `"stack"`, `"last"` or a function that merges: an
         error.
 
       Known when running:
@@ -167,7 +165,7 @@ def accumulate(
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         weight_of=callables.as_weight_of(weight_of, weight_fn, "result"),
         reduction=reduction,
-        over=as_reduction(reduce_axes, reduce_to, partial=True),
+        devices=as_devices(devices, partial=True, of_gradients=False),
     )
 
     @functools.wraps(fun)
@@ -186,7 +184,7 @@ class _Rules(NamedTuple):
     weight_fn: Callable[..., Any] | None
     weight_of: Callable[[Any], Any] | None
     reduction: Tree
-    over: Reduction
+    devices: Devices
 
     def parts(self, call: Call) -> Parts:
         """Calls `fun`: what it returns stands where a loss does."""
@@ -212,7 +210,7 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
     if not _is_empty(call[call.batch]):
         call = microbatches.checked_batch(call, rules.sizes)
         run = functools.partial(_on_device, rules, tracing.is_again(list(call.arguments.values())))
-    space = here(rules.over)
+    space = here(rules.devices)
     local, carry = space.run(run, call)
     space.check_gradients(call[call.params], local)
     results = space.outputs(reductions.names_of(rules.reduction, local, "reduction"), local)

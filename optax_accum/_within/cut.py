@@ -167,7 +167,7 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
         micro_batches = micro_batches.undifferentiable(AGAIN)
     inside_all = inside is not None and set(jax.tree.leaves(kinds)) == {"mean"}
     needs = None if inside_all else "gradients that are added inside the backward pass"
-    overlaps = device.overlaps(rules.overlap, empty, needs)
+    overlaps = device.overlaps(empty, needs)
     how: dict[str, Any] = {"static": static, "inside": inside, "overlaps": overlaps, "scale": scale}
     return Cut(rules, micro_batches, weighing, alive, shapes, outputs, empty, kinds, **how)
 
@@ -189,10 +189,10 @@ def _counts(
     rules: Rules, micro_batches: MicroBatches, shapes: Parts, static: bool, alive: Alive
 ) -> dict[str, jax.Array]:
     """Runs the micro-batches forward for what the terms of a loss count, and returns this device's sums."""
-    if rules.over.is_partial:
+    if rules.devices.is_partial:
         raise ValueError(
             "A loss of several Ratios is divided by what all devices count, and its gradient is whole: "
-            'reduce_to="partial" was asked for. Leave reduce_to out; or return one Ratio.'
+            'devices has to="partial". Leave it out; or return one Ratio.'
         )
 
     def add(counts: dict[str, jax.Array], turn: Turn) -> tuple[dict[str, jax.Array], Parts]:

@@ -13,7 +13,8 @@ from optax_accum._arguments.rows import count_rows, is_split
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
-from optax_accum._space.here import as_reduction, here
+from optax_accum._space.devices import Devices, as_devices
+from optax_accum._space.here import here
 from optax_accum._within import loops, shared, splitting
 
 
@@ -26,8 +27,7 @@ def microbatched_apply(
     whole_argnums: Name | Sequence[Name] = (),
     group_size: int = 1,
     rng_argnum: Name | None = None,
-    reduce_axes: str | Sequence[str] | None = None,
-    reduce_to: Tree = None,
+    devices: str | Sequence[str] | Devices | None = None,
 ) -> Callable[..., Any]:
     """Runs a function in micro-batches that the backward pass recomputes.
 
@@ -42,7 +42,7 @@ def microbatched_apply(
     `fun` closes over. The price is a second forward pass.
 
     Use it also for layers whose parameters are sharded (FSDP): with
-    `reduce_axes`, each device splits its own rows, and `fun` sees whole
+    `devices`, each device splits its own rows, and `fun` sees whole
     parameters. They are gathered once for all micro-batches, and once more
     in the backward pass; their gradients are added on each device and
     scattered once. The network traffic does not grow with k: docs/fsdp.md.
@@ -60,12 +60,12 @@ def microbatched_apply(
       group_size: this many consecutive rows always stay in one micro-batch.
       rng_argnum: an argument that is a key: micro-batch i gets
         `jax.random.fold_in(key, i)`, the same in both passes.
-      reduce_axes: the mesh axes over which the batch is sharded, and the
-        parameters, which are argument 0 here.
-      reduce_to: the sharding of the parameters over these axes, which their
-        gradients get, too; see `optax_accum.sharding`. In a scan over layers,
-        pass the specs of one layer. By default they are replicated, and
-        gradients are reduced once.
+      devices: the mesh axes over which the batch is sharded, or
+        `Devices(axes, to=specs)`: how the parameters, argument 0 here, are
+        sharded over these axes, and their gradients, too; see
+        `optax_accum.sharding`. In a scan over layers, pass the specs of one
+        layer. By default parameters are replicated, and gradients are
+        reduced once.
 
     Returns:
       A function of the arguments of `fun`, which returns its outputs for
@@ -74,7 +74,7 @@ def microbatched_apply(
     Raises:
       ValueError: an output without a row for each example; an argument that
         is a key and that no role names, or another with as many rows as the
-        batch; specs that do not shard over `reduce_axes`, or not evenly;
+        batch; specs that do not shard over these axes, or not evenly;
         rows that the devices do not divide. Otherwise as `value_and_grad`.
 
     Guarantees:
@@ -84,9 +84,9 @@ def microbatched_apply(
         or dropped.
       * bfloat16 parameters: their gradient is added in float32, over
         devices too, and cast down once.
-      * `reduce_axes` and a key: `fold_in(fold_in(key, device), i)`, the
+      * `devices` and a key: `fold_in(fold_in(key, device), i)`, the
         same in both passes.
-      * `reduce_to` inside a `jax.shard_map` over these axes: an error that
+      * `Devices(to=)` inside a `jax.shard_map` over these axes: an error that
         says how to gather there.
       * A flag, a name or a function among the arguments: stays what it is.
       * Forward mode (`jvp`, `jacfwd`, `hessian`): works, in bfloat16 too.
@@ -128,7 +128,7 @@ def microbatched_apply(
     """
     callables.as_function(fun)
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, group_size)
-    over = as_reduction(reduce_axes, reduce_to)
+    devices = as_devices(devices, of_gradients=False)
     roles = Roles(
         fun, batch_argnums=batch_argnums, whole_argnums=whole_argnums, rng_argnum=rng_argnum, needs_params=False
     )
@@ -139,7 +139,7 @@ def microbatched_apply(
         call.check_shared(count_rows(call[call.batch]))
         rows = splitting.split_rows(call[call.batch], sizes, 1).size
         draws.check_keys(lambda call: call.apply(fun), _shapes(call, rows), _shapes(call))
-        space = here(over)
+        space = here(devices)
         for name in call.params:
             space.check_params(call.arguments[name])
         on_device = lambda device, call: (_on_device(fun, sizes, device, call), None)

@@ -9,9 +9,10 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
-from optax_accum._space.here import as_reduction, here
+from optax_accum._space.devices import Devices, as_devices
+from optax_accum._space.here import here
 from optax_accum._space.mismatch import refuse_shards
-from optax_accum._space.space import Reduction, Space
+from optax_accum._space.space import Space
 from optax_accum._within import gradients, reductions, splitting
 
 
@@ -26,9 +27,8 @@ class Rules:
     single: bool
     accumulator_dtype: Tree  # a prefix of the tuple of differentiated arguments
     in_place: bool | None
-    overlap: bool | None
     meter: Meter
-    over: Reduction
+    devices: Devices
     # How micro-batches that count each by itself add up.
     weight_fn: Callable[..., Any] | None = None
     aux_reduction: Tree = "mean"
@@ -44,10 +44,10 @@ class Rules:
 
     def space(self, params: Tree) -> Space:
         """Returns the devices, which can add up the gradients of these parameters."""
-        space = here(self.over)
+        space = here(self.devices)
         space.check_params(params)
         space.check_shared(params)
-        refuse_shards(self.meter, params, self.over.axes)
+        refuse_shards(self.meter, params, self.devices.axes)
         return space
 
 
@@ -61,10 +61,7 @@ def as_rules(
     batch_argnums: Name | Sequence[Name] = 1,
     accumulator_dtype: Any = None,
     in_place: bool | None = None,
-    overlap: bool | None = None,
-    reduce_axes: str | Sequence[str] | None = None,
-    reduce_to: Tree = None,
-    reduce_dtype: Any = None,
+    devices: str | Sequence[str] | Devices | None = None,
     statistics: bool | Options = False,
     whole_argnums: Name | Sequence[Name] = (),
     weight_fn: Callable[..., Any] | None = None,
@@ -76,7 +73,6 @@ def as_rules(
     """Checks the options of `value_and_grad`, and those of micro-batches that count each by itself."""
     _check_no_argnums(num_microbatches)
     checks.check_flag("in_place", in_place)
-    checks.check_flag("overlap", overlap)
     reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)
     single = isinstance(argnums, int | str)
 
@@ -94,9 +90,11 @@ def as_rules(
         rng_argnum=rng_argnum,
         carry_argnum=carry_argnum,
     )
-    over, meter = as_reduction(reduce_axes, reduce_to, reduce_dtype, partial=True), as_meter(statistics)
+    over, meter = as_devices(devices, partial=True), as_meter(statistics)
     if over.is_partial:
-        meter.refuse('Statistics take the sum of gradients: reduce_to="partial" was asked for. Leave it out.')
+        meter.refuse('Statistics take the sum of gradients: devices has to="partial". Leave it out.')
+    elif over.to is not None:
+        over = dataclasses.replace(over, to=of_params(over.to))
     return Rules(
         fun=callables.as_function(fun),
         roles=roles,
@@ -105,9 +103,8 @@ def as_rules(
         single=single,
         accumulator_dtype=of_params(checks.as_float_dtypes("accumulator_dtype", accumulator_dtype)),
         in_place=in_place,
-        overlap=overlap,
         meter=meter,
-        over=over._replace(to=reduce_to if reduce_to is None or over.is_partial else of_params(reduce_to)),
+        devices=over,
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         aux_reduction=aux_reduction,
         grad_reduction=grad_reduction if grad_reduction == "mean" else of_params(grad_reduction),

@@ -122,7 +122,7 @@ def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
     if microbatch_size is not None:
         if microbatch_size % devices:
             raise ValueError(
-                f"The rows of a micro-batch must divide over the devices of reduce_axes: microbatch_size="
+                f"The rows of a micro-batch must divide over the devices: microbatch_size="
                 f"{microbatch_size}, {devices} devices. Pass a multiple of {devices}."
             )
         size = microbatch_size // devices

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call
 from optax_accum._core import dtypes, tracing
-from optax_accum._core.types import Name, Tree
+from optax_accum._core.types import Name
 from optax_accum._loss.meter import Options
+from optax_accum._space.devices import Devices
 from optax_accum._within import whole_batch
 from optax_accum._within.one_by_one import added_up
 from optax_accum._within.rules import Rules, as_rules
@@ -41,10 +42,7 @@ def value_and_grad(
     batch_argnums: Name | Sequence[Name] = 1,
     accumulator_dtype: Any = None,
     in_place: bool | None = None,
-    overlap: bool | None = None,
-    reduce_axes: str | Sequence[str] | None = None,
-    reduce_to: Tree = None,
-    reduce_dtype: Any = None,
+    devices: str | Sequence[str] | Devices | None = None,
     statistics: bool | Options = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Replaces `jax.value_and_grad`, one micro-batch at a time.
@@ -56,7 +54,7 @@ def value_and_grad(
     batch tells how its rows belong together, so any loss is exact, and
     nothing is declared: masks, several terms, BatchNorm, contrastive losses,
     dropout (`microbatched` says how, and what it guarantees). With
-    `reduce_axes` the rows of all devices are one batch. Where the loss is
+    `devices` the rows of all devices are one batch. Where the loss is
     linear in sums over rows, as a masked mean is, it is run once; inside
     `jit` each gradient is added inside the backward pass, and no second
     tree of gradients is stored. If k divides the rows, row r is in
@@ -111,17 +109,8 @@ def value_and_grad(
         JAX can. Pass False if you differentiate twice through a `jit` (a
         Hessian). `logging.getLogger("optax_accum")` tells, at level INFO,
         which parameters' gradients are added there, and why others are not.
-      reduce_axes: the mesh axes over which the batch is sharded, for one
-        reduction per call; see `optax_accum.sharding`.
-      reduce_to: where the sum over these axes goes; see
-        `optax_accum.sharding`.
-      reduce_dtype: the dtype in which gradients cross the network; see
-        `optax_accum.sharding`.
-      overlap: whether gradients are added over the devices inside the last
-        micro-batch's backward pass, so that communication overlaps the
-        matrix products that follow. That micro-batch is compiled
-        separately. By default on GPUs, from 64 MiB of gradients on, without
-        `reduce_to`.
+      devices: the mesh axes over which the batch is sharded, for one
+        reduction per call, or `Devices`; see `optax_accum.sharding`.
       statistics: whether to measure gradients; the function then returns
         `((value, statistics), gradient)`. See `optax_accum.statistics`.
 
@@ -147,7 +136,7 @@ def value_and_grad(
         with rows that count for nothing.
       * A batch that is split already, [k, m, ...]: `fun` takes it as k rows
         (`jax.vmap` over them, and a mean).
-      * `reduce_to="partial"`: each device has a batch of its own.
+      * `Devices(to="partial")`: each device has a batch of its own.
       * A loss below 32 bits: return `loss.astype(jnp.float32)`.
       * bfloat16 parameters, or float32 ones that `fun` casts: their
         gradients are added inside the backward pass, in float32.
@@ -172,7 +161,7 @@ def value_and_grad(
         `fun` is traced all the same; if it looks at values, which no trace
         has, its micro-batches are weighed by their rows. Gradients are
         added after the backward pass. Nothing is compiled, but with
-        `reduce_axes`, where every call is: use `jit`.
+        `devices`, where every call is: use `jit`.
 
     References:
       Adding inside the backward pass uses JAX's mutable arrays
@@ -188,10 +177,7 @@ def value_and_grad(
         batch_argnums=batch_argnums,
         accumulator_dtype=accumulator_dtype,
         in_place=in_place,
-        overlap=overlap,
-        reduce_axes=reduce_axes,
-        reduce_to=reduce_to,
-        reduce_dtype=reduce_dtype,
+        devices=devices,
         statistics=statistics,
     )
 

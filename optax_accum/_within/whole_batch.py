@@ -169,25 +169,26 @@ def _in_one_pass(rules: Rules, device: Device, call: Call, once: OnePass, again:
         weight_fn=once.weight if once.is_filled else None,
         single=False,
         aux_reduction=once.reductions,
-        overlap=_overlap(rules, once),
     )
-    sums, _ = cut(inner, device, roles.bind((*call[call.params], once.batch, once.fixed), {}), again).add_up()
+    sums, _ = cut(
+        inner, _as_end_allows(device, once), roles.bind((*call[call.params], once.batch, once.fixed), {}), again
+    ).add_up()
     given = once.joined(sums.outputs)
     grads = _ended(once, given, sums.grads)
     local, same = _placed(device, once.traced, once.traced.returned(once.outputs(given)))
     return Local(grads, local, sums.samples, sums.weight), same
 
 
-def _overlap(rules: Rules, once: OnePass) -> bool | None:
-    """Returns whether gradients may be added over the devices before the end of the loss adds to them."""
+def _as_end_allows(device: Device, once: OnePass) -> Device:
+    """Returns the device; where the end of the loss adds to gradients, these are added over the devices after it."""
     if not once.end.adds:
-        return rules.overlap
-    if rules.overlap:
+        return device
+    if device.overlap:
         raise ValueError(
             "overlap=True needs a loss whose gradient is a sum over rows: this one has a term of the parameters alone "
             "(weight decay, say), which is added in the end. Leave overlap=None, or give the term to the optimizer."
         )
-    return False
+    return dataclasses.replace(device, overlap=False)
 
 
 def _ended(once: OnePass, given: Given, grads: Any) -> Any:

@@ -44,7 +44,7 @@ def train_step(
         fp8, each micro-batch is weighed by it.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches`
         (1 if your loader delivers micro-batches) or `microbatch_size`, and
-        others. `reduce_axes` of `accumulate_gradients` need not be repeated
+        others. `devices` of `accumulate_gradients` need not be repeated
         here.
 
     Returns:
@@ -60,7 +60,7 @@ def train_step(
       ValueError: `extra` lacks `"batch_stats"`, or has other entries; a
         metric of the name `"loss"`.
     """
-    _window.check_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
+    _window.check_step_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
     check_called_with(fun, "params", "batch", "key", "state")
 
     def with_outputs(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, Any]:
@@ -126,7 +126,7 @@ def train_step(
 
 _SEPARATE: dict[str, Any] = {"has_aux": True, "rng_argnum": 2, "whole_argnums": 3, "aux_reduction": "sum"}
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
-    ("has_aux", "argnums", "reduce_to"),
+    ("has_aux", "argnums"),
     "Leave it out; for a step of another form, take optax_accum.value_and_grad and state.apply_gradients.",
 )
 

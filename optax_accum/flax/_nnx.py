@@ -15,8 +15,7 @@ from optax_accum._arguments.rows import count_rows
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Name, Tree
 from optax_accum._space.device import Device
-from optax_accum._space.here import with_replicated
-from optax_accum._space.meshes import as_axes
+from optax_accum._space.devices import as_devices, with_replicated
 from optax_accum._within import one_by_one as weighed
 from optax_accum._within.value_and_grad import of_whole_batch
 from optax_accum._within.whole_batch import UnreadableError
@@ -54,7 +53,7 @@ def value_and_grad(
         others cost no accumulator.
       has_aux: `fun` returns `(loss, aux)`.
       **options: those of `optax_accum.value_and_grad`: `microbatch_size`,
-        `reduce_axes`, ...; the positions in them are those in `fun`, the
+        `devices`, ...; the positions in them are those in `fun`, the
         model being 0.
 
     Returns:
@@ -73,7 +72,7 @@ def value_and_grad(
         normalises all rows together and makes one momentum step, streams of
         random numbers draw the masks of the whole batch, counters count
         one call.
-      * Where the loss communicates, and with `reduce_to="partial"`: each
+      * Where the loss communicates, and with `Devices(to="partial")`: each
         micro-batch is normalised by itself, and `nnx.BatchNorm` makes one
         momentum step, with the statistics of all rows
         (`merge_batch_stats`). Streams advance at each micro-batch, each
@@ -132,7 +131,7 @@ def one_by_one(
     """Does what `value_and_grad` does; each micro-batch counts by itself."""
     options |= {"has_aux": True, "aux_reduction": ("sum", aux_reduction)}
     weighed.one_by_one(fun, **options)  # its errors come when this is built
-    roles, axes = _roles(fun, options), as_axes(options.get("reduce_axes"))
+    roles, axes = _roles(fun, options), as_devices(options.get("devices"), partial=True).axes
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -191,9 +190,9 @@ def accumulate(
     """
     carry = {"carry_argnum": _OWN_OPTIONS["carry_argnum"]}
     _window.check_options("optax_accum.flax.nnx.accumulate", options, carry)
-    axes = as_axes(options.get("reduce_axes"))
+    devices = as_devices(options.get("devices"), partial=True)
     options |= {"num_microbatches": num_microbatches, "reduction": (options.get("reduction", "mean"), "sum")}
-    options["reduce_to"] = with_replicated(options.get("reduce_to"))
+    options["devices"] = with_replicated(devices)
     if weight_of := options.get("weight_of"):
         options["weight_of"] = lambda result: weight_of(result[0])
     optax_accum.accumulate(fun, **options)  # its errors come when this is built
@@ -202,7 +201,7 @@ def accumulate(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         call = roles.bind(args, kwargs)
-        module = _Module(call, wrt, Device(axes))
+        module = _Module(call, wrt, Device(devices.axes))
         (result, moments), rest = module.apply(optax_accum.accumulate, _as_result, fun, options)
         module.write(moments, rest, options)
         return result

@@ -46,7 +46,7 @@ def train_step(
       has_aux: `fun` returns metrics.
       **options: those of `value_and_grad`: `num_microbatches` (1 if your
         loader delivers micro-batches) or `microbatch_size`, and others.
-        `reduce_axes` of `accumulate_gradients` need not be repeated here.
+        `devices` of `accumulate_gradients` need not be repeated here.
 
     Returns:
       A jitted `step(model, optimizer, batch, flush=None) -> metrics`, which
@@ -62,7 +62,7 @@ def train_step(
       ValueError: a metric of the name `"loss"`; an optimizer of your own
         that changes more than values.
     """
-    _window.check_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
+    _window.check_step_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
     check_called_with(fun, "model", "batch")
 
     def with_metrics(model: Any, batch: Tree) -> tuple[Any, Any]:
@@ -113,6 +113,6 @@ def train_step(
 
 
 _OWN_OPTIONS: dict[str, str] = dict.fromkeys(
-    ("argnums", "reduce_to"),
+    ("argnums",),
     "Leave it out; for a step of another form, take optax_accum.flax.nnx.value_and_grad and optimizer.update.",
 )

@@ -1,5 +1,6 @@
 """Owns what is summed over a window beside the gradients: metrics, and statistics. Knows neither Linen nor NNX."""
 
+import dataclasses
 import difflib
 import functools
 import warnings
@@ -26,9 +27,8 @@ from optax_accum._core.state import (
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided
+from optax_accum._space.devices import PARTIAL, Devices, as_devices
 from optax_accum._space.here import here
-from optax_accum._space.meshes import as_axes
-from optax_accum._space.space import PARTIAL, Reduction
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 
 
@@ -193,6 +193,16 @@ def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]
             raise TypeError(f"{owner} sets {name} itself: {name}={options[name]!r}. {remedy}")
 
 
+def check_step_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
+    """Raises for an option of `optax_accum.value_and_grad` that a train step sets itself."""
+    check_options(owner, options, own)
+    if as_devices(options.get("devices"), partial=True).to is not None:
+        raise TypeError(
+            f"{owner} has from its optimizer where sums go: devices={options['devices']}. Leave to out, and give it to "
+            "accumulate_gradients."
+        )
+
+
 def pair(out: Any) -> tuple[Any, Any]:
     """Returns what `fun` returned with `has_aux`, if it is a pair."""
     if not isinstance(out, tuple) or len(out) != 2:
@@ -222,30 +232,31 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
     """Returns the options of a train step with where its sums go, as its optimizer has it."""
     window, own = find_window(opt_state), axes_of(tx)
     partial = window is not None and holds_partial_sums(window)
-    axes = as_axes(options.get("reduce_axes")) or own
+    devices = as_devices(options.get("devices"))
+    axes = devices.axes or own
     if own and axes != own:
         raise ValueError(
-            f"A train step reduces over the axes of its optimizer: reduce_axes={axes}, and accumulate_gradients was "
+            f"A train step adds over the devices of its optimizer: devices={axes}, and accumulate_gradients was "
             f"given {own}. Leave it out of the step."
         )
     if partial and not axes:
         raise ValueError(
             "The state holds partial sums, one for each device, and the axes are inside the chain where a train step "
-            "cannot read them. Pass reduce_axes= as given to accumulate_gradients."
+            "cannot read them. Pass devices= as given to accumulate_gradients."
         )
-    return {**options, "reduce_axes": axes or None, "reduce_to": PARTIAL if partial else None}
+    return {**options, "devices": dataclasses.replace(devices, axes=axes or None, to=PARTIAL if partial else None)}
 
 
 def has_partial_sums(options: Mapping[str, Any]) -> bool:
     """Returns whether each device keeps its own sum."""
-    return options.get("reduce_to") == PARTIAL
+    return as_devices(options.get("devices"), partial=True).is_partial
 
 
 def over_devices(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree:
-    """Reduces per-device outputs over all devices; does nothing unless `reduce_to="partial"`."""
+    """Reduces per-device outputs over all devices; does nothing unless each keeps its own sum."""
     if not has_partial_sums(options):
         return own
-    space = here(Reduction(as_axes(options.get("reduce_axes"))))
+    space = here(Devices(as_devices(options["devices"], partial=True).axes))
     return jax.tree.map(lambda leaf: space.output(reduction, space.as_partial(leaf)), own)
 
 

@@ -76,7 +76,7 @@ def test_it_is_what_the_loss_divides_by(loss):
 
 @needs_devices
 def test_each_device_weighs_its_own_rows():
-    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, devices="data")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh):

@@ -70,7 +70,7 @@ def test_a_tree_over_devices(of):
     """Eight devices: one metric of each, or one that all have."""
     with jax.set_mesh(mesh()):
         params = jax.device_put(jnp.zeros(1), NamedSharding(mesh(), PartitionSpec()))
-        tx = optax_accum.accumulate_gradients(newton(), 2, mean_args={"metric": METRIC}, reduce_axes="data")
+        tx = optax_accum.accumulate_gradients(newton(), 2, mean_args={"metric": METRIC}, devices="data")
         state = jax.jit(tx.init, out_shardings=sharding.state_sharding(tx, params))(params)
         assert state.mean_args["metric"].total["w"].sharding.spec == PartitionSpec("data")
         grads, each = np.arange(16.0, dtype=np.float32).reshape(2, 8, 1) + 1, np.ones((2, 8, 1, 1), np.float32)
@@ -88,7 +88,7 @@ def test_a_tree_over_devices(of):
 def test_a_tree_inside_a_shard_map():
     inner = optax.chain(newton(), optax.contrib.reduce_on_plateau())
     examples = {"metric": METRIC, "value": 0.0}
-    tx = optax_accum.accumulate_gradients(inner, 2, mean_args=examples, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(inner, 2, mean_args=examples, devices="data")
 
     @functools.partial(jax.shard_map, mesh=mesh(), in_specs=PartitionSpec(None, "data"), out_specs=PartitionSpec())
     def run(grads):
@@ -213,7 +213,7 @@ def test_the_gradient_by_name_over_devices():
     seen = []
     with jax.set_mesh(mesh()):
         params = jax.device_put(jnp.zeros(1), NamedSharding(mesh(), PartitionSpec()))
-        tx = optax_accum.accumulate_gradients(given(seen), 1, reduce_axes="data")
+        tx = optax_accum.accumulate_gradients(given(seen), 1, devices="data")
         grads = jnp.arange(8.0)[:, None]
         updates, _ = tx.update(grads, tx.init(params), params, grad=grads)
     np.testing.assert_allclose(seen[0]["grad"], updates)

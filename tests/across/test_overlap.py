@@ -27,11 +27,11 @@ def clipped(x):
 
 clipped.defvjp(lambda x: (x, None), lambda _, cotangent: (jnp.clip(cotangent, -0.01, 0.01),))
 
-WAYS = {
+WAYS = {  # a loss, options of the step, options of the optimizer and of its devices
     "mean": (mean, {}, {}),
     "weights": (over_mask, {"weight_fn": lambda batch: batch["mask"].sum()}, {}),
-    "to shards": (mean, {}, {"reduce_to": SHARDS["rows"]}),
-    "a shard of layers": (mean, {}, {"reduce_to": {"layers": P(), "shared": P("data")}}),
+    "to shards": (mean, {}, {"to": SHARDS["rows"]}),
+    "a shard of layers": (mean, {}, {"to": {"layers": P(), "shared": P("data")}}),
     "statistics": (mean, {}, {"statistics": True}),
     "discard": (mean, {}, {"nonfinite": "discard"}),
     "sum": (lambda *args: 0.01 * mean(*args), {}, {"reduction": "sum"}),
@@ -40,17 +40,18 @@ WAYS = {
         {"weight_fn": lambda batch: len(batch["x"])},
         {},
     ),
-    "in bfloat16": (mean, {}, {"reduce_dtype": jnp.bfloat16}),
+    "in bfloat16": (mean, {}, {"dtype": jnp.bfloat16}),
     "Ratio": (LOSSES["Ratio"], {}, {"statistics": True}),
-    "Ratio, to shards": (LOSSES["Ratio"], {}, {"reduce_to": SHARDS["rows"]}),
+    "Ratio, to shards": (LOSSES["Ratio"], {}, {"to": SHARDS["rows"]}),
 }
 
 
-def made(fun, mesh, options, params=PARAMS, every=None, **of_tx):
+def made(fun, mesh, options, params=PARAMS, every=None, *, to=None, dtype=None, overlap=None, **of_tx):
     """A step that is jitted, what it begins with, and a batch of 32 rows on the mesh."""
     shape, types = MESHES[mesh]
     mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=types)
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1, momentum=0.9), every, reduce_axes="data", **of_tx)
+    devices = optax_accum.Devices("data", to=to, dtype=dtype, overlap=overlap)
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1, momentum=0.9), every, devices=devices, **of_tx)
     with jax.set_mesh(mesh):
         params = jax.device_put(jax.device_get(params), NamedSharding(mesh, P()))  # they are donated
         placed = optax_accum.sharding.state_sharding(tx, params)
@@ -78,19 +79,19 @@ def trained(fun, mesh="Auto", options=None, masks=(None,) * 3, **of_tx):
 @pytest.mark.parametrize("way", sweep(WAYS, but=["weights", "to shards", "discard", "in bfloat16", "Ratio"]))
 def test_three_windows_are_those_whose_sums_are_reduced_after(way):
     fun, options, of_tx = WAYS[way]
-    now, want = (trained(fun, options={**options, "overlap": flag}, **of_tx) for flag in (True, False))
+    now, want = (trained(fun, options=options, overlap=flag, **of_tx) for flag in (True, False))
     error = 2**-8 if way == "in bfloat16" else 1e-6
     chex.assert_trees_all_close(now, want, rtol=10 * error, atol=error)
 
 
 @functools.cache
 def of_one_mesh():
-    return trained(mean, options={"overlap": False})
+    return trained(mean, overlap=False)
 
 
 @pytest.mark.parametrize("mesh", sweep(MESHES, but=["Explicit beside Auto"]))
 def test_on_every_mesh(mesh):
-    chex.assert_trees_all_close(trained(mean, mesh, {"overlap": True}), of_one_mesh(), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(trained(mean, mesh, overlap=True), of_one_mesh(), rtol=1e-5, atol=1e-6)
 
 
 def of_nothing(params, batch):
@@ -104,7 +105,7 @@ def test_the_last_micro_batch_may_weigh_nothing(fun, options):
     """Its loss is 0 / 0 on one device, or on all: it is run, and nothing comes of it. Its value is as without overlap."""
     device, rows = np.arange(32) // 8, np.arange(32)
     masks = [(rows % 3 > 0) & (device > 0), np.zeros(32, bool), device == 2]
-    now, want = (trained(fun, options={**options, "overlap": flag}, masks=masks) for flag in (True, False))
+    now, want = (trained(fun, options=options, masks=masks, overlap=flag) for flag in (True, False))
     chex.assert_tree_all_finite(now[:2])
     chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-6)  # values, too: NaN of a Ratio, 0 of a weight of 0
 
@@ -113,8 +114,9 @@ def test_a_nan_in_a_shard_of_a_device_that_weighs_nothing_is_discarded():
     """The shard that it keeps is of the sum of all."""
     batch = {**BATCH, "x": BATCH["x"].at[9].set(jnp.nan)}
     for overlap in (True, False):
-        options = {"weight_fn": lambda batch: batch["mask"].sum(), "overlap": overlap}
-        mesh, step, (params, state), placed = made(mean, "Auto", options, reduce_to=SHARDS["rows"], nonfinite="discard")
+        options = {"weight_fn": lambda batch: batch["mask"].sum()}
+        of_tx = {"to": SHARDS["rows"], "overlap": overlap, "nonfinite": "discard"}
+        mesh, step, (params, state), placed = made(mean, "Auto", options, **of_tx)
         batch["mask"] = (jnp.arange(32) >= 8).astype(jnp.float32)
         with jax.set_mesh(mesh):
             _, params, state = step(params, state, placed(batch), flush=True)
@@ -126,7 +128,7 @@ def test_a_nan_in_a_shard_of_a_device_that_weighs_nothing_is_discarded():
 def test_by_default_nothing_is_asked_where_gradients_are_added_after(of_tx):
     """Not even how the sums are sharded: without an accumulator there are none."""
     of_tx = {"every": None, **of_tx}
-    mesh, step, carry, placed = made(mean, "Auto", {}, reduce_to=SHARDS["rows"], **of_tx)
+    mesh, step, carry, placed = made(mean, "Auto", {}, to=SHARDS["rows"], **of_tx)
     with jax.set_mesh(mesh):
         _, params, _ = step(*carry, placed(BATCH), flush=True)
     grads = jax.grad(mean)(PARAMS, BATCH)
@@ -136,15 +138,10 @@ def test_by_default_nothing_is_asked_where_gradients_are_added_after(of_tx):
     )
 
 
-def test_an_optimizer_that_cannot_is_named():
-    with pytest.raises(ValueError, match=r"overlap=True needs an optimizer that accumulate_gradients.*Wrap the chain"):
-        optax_accum.value_and_apply_gradients(mean, optax.sgd(0.1), overlap=True)
-
-
 def test_each_layer_is_reduced_inside_the_backward_pass_that_closes_the_window():
     found = {}
     for overlap in (True, False):
-        mesh, step, carry, placed = made(mean, "Auto", {"overlap": overlap})
+        mesh, step, carry, placed = made(mean, "Auto", {}, overlap=overlap)
         with jax.set_mesh(mesh):
             closing, holding = (step.lower(*carry, placed(BATCH), flush=flag).compile() for flag in (True, False))
         found[overlap] = count_collectives(closing)
@@ -158,12 +155,13 @@ def test_each_layer_is_reduced_inside_the_backward_pass_that_closes_the_window()
 def test_inside_a_shard_map_without_types():
     """Three micro-steps, the last of which closes the window."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1, momentum=0.9), None, reduce_axes="data")
     results = []
     for overlap in (True, False):
-        step = optax_accum.value_and_apply_gradients(mean, tx, overlap=overlap)
+        devices = optax_accum.Devices("data", overlap=overlap)
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1, momentum=0.9), None, devices=devices)
+        step = optax_accum.value_and_apply_gradients(mean, tx)
 
-        def window(params, *batches, step=step):
+        def window(params, *batches, tx=tx, step=step):
             state = tx.init(params)
             for batch in batches[:-1]:
                 _, params, state = step(params, state, batch, flush=False)
@@ -182,14 +180,13 @@ def test_inside_a_shard_map_without_types():
     [
         (mean, {"every": 3}, None, "a Python bool as flush.*flush=None"),
         (mean, {"nonfinite": "skip"}, True, "gradients that are added inside the backward pass"),
-        (mean, {"reduce_axes": None}, True, "a sum over devices: reduce_axes"),
     ],
-    ids=["every=3", "skip", "one device"],
+    ids=["every=3", "skip"],
 )
 def test_where_it_cannot_be_an_error_says_what_it_needs(fun, of_tx, flush, needs):
-    of_tx = {"every": None, "reduce_axes": "data", **of_tx}
+    of_tx = {"every": None, "devices": optax_accum.Devices("data", overlap=True), **of_tx}
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), **of_tx)
-    step = functools.partial(optax_accum.value_and_apply_gradients(fun, tx, overlap=True), flush=flush)
+    step = functools.partial(optax_accum.value_and_apply_gradients(fun, tx), flush=flush)
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
         state = jax.jit(tx.init)(PARAMS)
         with pytest.raises(ValueError, match=f"overlap=True needs .*{needs}.*Leave overlap=None"):

@@ -260,7 +260,7 @@ def test_a_window_over_devices():
     rows = np.random.default_rng(0).normal(size=(5, 8, 2)).astype(np.float32)
     with jax.set_mesh(mesh()):
         params = jax.device_put(jnp.zeros(2), NamedSharding(mesh(), PartitionSpec()))
-        tx = optax_accum.accumulate_gradients(optax.sgd(1.0), batching.every_by_weight(100), reduce_axes="data")
+        tx = optax_accum.accumulate_gradients(optax.sgd(1.0), batching.every_by_weight(100), devices="data")
         init = jax.jit(tx.init, out_shardings=sharding.state_sharding(tx, params))
         update, state = jax.jit(tx.update), init(params)
         weights = jnp.arange(8.0) + 1  # of the devices, 36 in all
@@ -280,7 +280,7 @@ def test_a_window_over_devices():
 
 @versions.needs_devices
 def test_a_window_inside_a_shard_map():
-    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), batching.every_by_weight(16), reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), batching.every_by_weight(16), devices="data")
 
     def run(grads):
         state, found = tx.init(jnp.zeros(1)), []

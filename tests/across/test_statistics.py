@@ -235,13 +235,13 @@ def close(found, wanted):
     np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-4)
 
 
-@pytest.mark.parametrize("reduce_to", [None, P("data")])
-def test_over_a_mesh(reduce_to):
+@pytest.mark.parametrize("to", [None, P("data")])
+def test_over_a_mesh(to):
     """Also what a state needs to be placed, and to move to another number of devices in the middle of a window."""
-    width = 4 if reduce_to else 3  # the devices divide it
+    width = 4 if to else 3  # the devices divide it
     rows = jnp.pad(ROWS, ((0, 0), (0, 0), (0, width - 3)))
     w = jax.device_put(jnp.ones(width), NamedSharding(MESH, P()))
-    tx = accumulate(every=3, reduce_axes="data", reduce_to=reduce_to)
+    tx = accumulate(every=3, devices=optax_accum.Devices("data", to=to))
     where = optax_accum.sharding.state_sharding(tx, w)
     state = jax.jit(tx.init, out_shardings=where)(w)
     assert where.samples.number.spec[0] == "data"
@@ -257,7 +257,7 @@ def test_over_a_mesh(reduce_to):
 
 
 def test_inside_shard_map():
-    tx = accumulate(every=3, reduce_axes="data")
+    tx = accumulate(every=3, devices="data")
     rows = jax.device_put(ROWS, NamedSharding(MESH, P(None, "data")))
 
     @jax.jit
@@ -275,7 +275,7 @@ def test_inside_shard_map():
 
 
 def test_metrics_inside_shard_map_are_those_of_all_devices():
-    tx = accumulate(every=3, reduce_axes="data")
+    tx = accumulate(every=3, devices="data")
 
     @jax.jit
     @jax.shard_map(mesh=MESH, in_specs=(P(), P("data")), out_specs=(P("data"), P()))
@@ -296,7 +296,7 @@ def ratio(w, rows):
 
 @pytest.mark.parametrize(
     ("fun", "options"),
-    [(loss, {}), (ratio, {}), (loss, {"reduce_axes": "data"})],
+    [(loss, {}), (ratio, {}), (loss, {"devices": "data"})],
     ids=["rows", "ratio", "devices"],
 )
 def test_within_a_call(fun, options):
@@ -307,9 +307,9 @@ def test_within_a_call(fun, options):
     measure = jax.jit(optax_accum.value_and_grad(with_aux, **asked, **options))
     parts = [batch]
     given = batch
-    if "reduce_axes" in options:
+    if "devices" in options:
         parts, given = jnp.split(batch, 2), jax.device_put(batch, NamedSharding(MESH, P("data")))
-    with jax.set_mesh(MESH) if "reduce_axes" in options else contextlib.nullcontext():
+    with jax.set_mesh(MESH) if "devices" in options else contextlib.nullcontext():
         ((value, aux), told), grads = measure(w, given)
     close(value, loss(w, batch))
     close(aux, jnp.sum(batch))
@@ -452,7 +452,7 @@ def test_a_callable_policy_is_given_what_it_returned_last():
         (lambda: statistics.gradient_noise_scale(accumulate().init(START), "first"), "group must be one of all"),
         (
             lambda: optax_accum.value_and_grad(
-                loss, num_microbatches=2, statistics=True, reduce_axes="x", reduce_to="partial"
+                loss, num_microbatches=2, statistics=True, devices=optax_accum.Devices("x", to="partial")
             ),
             "Statistics take the sum",
         ),
@@ -512,7 +512,7 @@ def test_layers_that_are_stacked_are_measured_as_those_that_are_not(devices):
     of = lambda layers, rows: jnp.mean((jnp.tanh(rows @ layers[0]) @ layers[1]) ** 2)
     stacked = statistics.Options(groups=statistics.Layers("layer"))
     apart = statistics.Options(groups=["layer/0", "layer/1"])
-    over = {"reduce_axes": "data"} if devices else {}
+    over = {"devices": "data"} if devices else {}
     rows = jnp.tile(ROWS[0], (8, 1)) + jnp.arange(8 * len(ROWS[0]))[:, None]
     found = []
     with jax.set_mesh(jax.make_mesh((4,), ("data",))) if devices else contextlib.nullcontext():

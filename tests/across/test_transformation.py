@@ -547,4 +547,4 @@ def test_options_with_few_values_are_literals():
 def test_a_place_of_sums_that_there_is_not(make, message):
     name = "partial" if "None, specs for" in message else "partail"
     with pytest.raises(ValueError, match=message):
-        make(reduce_axes="data", reduce_to=name)
+        make(devices=optax_accum.Devices("data", to=name))

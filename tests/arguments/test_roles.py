@@ -139,7 +139,7 @@ def test_negative_numbers_deal_out_rows_to_devices():
     loss = lambda w, scale, x: scale * jnp.mean((x @ w) ** 2)
     x = jnp.concatenate([X, X])
     with jax.set_mesh(mesh):
-        tx = optax_accum.accumulate_gradients(optax.sgd(0.5), None, reduce_axes="data")
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.5), None, devices="data")
         step = optax_accum.value_and_apply_gradients(loss, tx, batch_argnums=-1)
         _, w, state = step(W, jax.jit(tx.init)(W), 2.0, x, flush=True)
     np.testing.assert_allclose(w, W - 0.5 * jax.grad(loss)(W, 2.0, x), rtol=1e-5)
@@ -496,11 +496,11 @@ def test_outputs_of_groups_come_back_in_order():
 def test_groups_over_devices():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
-        f = optax_accum.value_and_grad(in_groups, microbatch_size=4, reduce_axes="data")
+        f = optax_accum.value_and_grad(in_groups, microbatch_size=4, devices="data")
         np.testing.assert_allclose(jax.jit(f)(W, X)[1], jax.grad(in_groups)(W, X), rtol=1e-5)
         with pytest.raises(ValueError, match="group_size=4, and each of 2 devices has 6 rows"):
-            optax_accum.accumulate(jax.grad(in_groups), 1, group_size=4, reduce_axes="data")(W, X)
-        tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 1, reduce_axes="data")
+            optax_accum.accumulate(jax.grad(in_groups), 1, group_size=4, devices="data")(W, X)
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 1, devices="data")
         step = optax_accum.value_and_apply_gradients(in_groups, tx, group_size=4)
         with pytest.raises(ValueError, match="group_size=4, and each of 2 devices has 6 rows"):
             step(W, jax.jit(tx.init)(W), X)

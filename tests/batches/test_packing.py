@@ -325,7 +325,7 @@ def test_over_devices():
     assert (packing.tokens[3] == 0).all()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
-        tx = optax_accum.accumulate_gradients(ADAM, 4, reduce_axes="data")
+        tx = optax_accum.accumulate_gradients(ADAM, 4, devices="data")
         step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, weight_fn=count))
         now = jax.device_put(start, NamedSharding(mesh, P()))
         state = jax.jit(tx.init, out_shardings=optax_accum.sharding.state_sharding(tx, now))(now)

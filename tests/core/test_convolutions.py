@@ -316,7 +316,7 @@ def test_over_devices(name, axis_type):
     params, batch = (
         jax.device_put(tree, NamedSharding(mesh, spec)) for tree, spec in ((PARAMS, P()), (BATCH, P("data")))
     )
-    over = optax_accum.value_and_grad(fun, 2, reduce_axes="data")
+    over = optax_accum.value_and_grad(fun, 2, devices="data")
     with jax.set_mesh(mesh):
         assert forms(over, params, batch) <= CANONICAL
         got = jax.jit(over)(params, batch)

@@ -17,13 +17,13 @@ from optax_accum._compiled import absent
 from optax_accum._core import compilers
 from tests import programs, versions
 
-AXES = {"reduce_axes": "data"}
+AXES = {"devices": "data"}
 REFUSED = {  # by an older JAX
-    "reduce_axes, across": ((0, 6, 2), lambda: optax_accum.accumulate_gradients(optax.sgd(1.0), 2, **AXES), "0.7.2"),
-    "reduce_axes, within": (
+    "devices, across": ((0, 6, 2), lambda: optax_accum.accumulate_gradients(optax.sgd(1.0), 2, **AXES), "0.7.2"),
+    "devices, within": (
         (0, 7, 1),
         lambda: optax_accum.value_and_grad(jnp.sum, num_microbatches=2, **AXES),
-        "reduce_axes needs JAX 0.7.2 or later.*Upgrade JAX",
+        "devices needs JAX 0.7.2 or later.*Upgrade JAX",
     ),
     "offload": (
         (0, 9, 2),

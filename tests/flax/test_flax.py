@@ -256,10 +256,10 @@ def test_fp8_statistics_within_a_call_are_those_of_the_whole_batch():
     assert not np.allclose(*(jax.tree.leaves(tree["params"])[1] for tree in (whole, variables)), atol=1e-3)
     close(trained(accum.linen.TrainState, optax.sgd(0.1), {"microbatch_size": 5}), whole)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    over = {"num_microbatches": 2, "reduce_axes": "data"}
+    over = {"num_microbatches": 2, "devices": "data"}
     with jax.set_mesh(mesh):
         close(trained(accum.linen.TrainState, optax.sgd(0.1), over), whole)
-        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 1, reduce_axes="data")
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 1, devices="data")
         partial = trained(accum.linen.TrainState, tx, over)
     close(partial["params"], whole["params"], 1e-2)  # quantised with other scales of the gradients
     of_inputs = lambda params: params[OVERWRITE_WITH_GRADIENT]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
@@ -382,10 +382,10 @@ def test_a_train_step_on_four_devices(kind, deferred, norm):
         logits, new = state.apply_fn(variables, x, mutable=["batch_stats"])
         return cross_entropy(logits, labels), {"metrics": {"label": labels.max() > 0}, **new}
 
-    axes = {"reduce_axes": "data"} if deferred else {}
+    axes = {"devices": "data"} if deferred else {}
     state = created(optax.sgd(0.1), train_state.TrainState) if not norm else created(optax.sgd(0.1), norm=True)
     want = normalised(state, (X, Y))[1] if norm else state.apply_gradients(grads=gradient(state, (X, Y))[1]).params
-    options = {} if deferred else {"reduce_axes": "data"}  # deferred: as the optimizer has it
+    options = {} if deferred else {"devices": "data"}  # deferred: as the optimizer has it
     step = accum.linen.train_step(fun, num_microbatches=1, **options)
     with jax.set_mesh(mesh):
         rows, replicated = (jax.NamedSharding(mesh, jax.P(*names)) for names in (("data",), ()))
@@ -747,13 +747,19 @@ def test_a_train_step_takes_one_weight():
         step(state, (X, Y), jax.random.key(0))
 
 
-@pytest.mark.parametrize("name", ["argnums", "has_aux", "reduce_to"])
+@pytest.mark.parametrize("name", ["argnums", "has_aux"])
 def test_options_that_are_the_steps_own(name):
     with pytest.raises(TypeError, match=rf"train_step sets {name} itself: {name}=1. Leave it out"):
         accum.linen.train_step(lambda *_: None, num_microbatches=2, **{name: 1})
     if name != "has_aux":
         with pytest.raises(TypeError, match=rf"nnx.train_step sets {name} itself: {name}=1. Leave it out"):
             accum.nnx.train_step(lambda *_: None, num_microbatches=2, **{name: 1})
+
+
+@pytest.mark.parametrize("make", [accum.linen.train_step, accum.nnx.train_step], ids=["linen", "nnx"])
+def test_where_sums_go_is_the_optimizers(make):
+    with pytest.raises(TypeError, match="has from its optimizer where sums go.*Leave to out"):
+        make(lambda *_: None, num_microbatches=2, devices=optax_accum.Devices("data", to="partial"))
 
 
 @pytest.mark.parametrize("make", [accum.linen.train_step, accum.nnx.train_step], ids=["linen", "nnx"])
@@ -807,7 +813,7 @@ def test_partial_sums_of_boxed_parameters_lie_over_the_devices():
     params = jax.jit(model.init)(jax.random.key(0), X)["params"]
     grads = jax.jit(jax.grad(lambda params: cross_entropy(model.apply({"params": params}, X), Y)))
     want = optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads(params)))
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, devices="data")
     create = lambda params: accum.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, metrics=("loss",))
     with jax.set_mesh(mesh):
         specs = nn.get_partition_spec(jax.eval_shape(create, params))
@@ -830,7 +836,7 @@ def test_partial_sums_of_boxed_parameters_lie_over_the_devices():
 def test_no_accumulator_over_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 1, reduce_axes="data"), metrics=("loss",))
+        state = created(optax_accum.accumulate_gradients(optax.sgd(0.1), 1, devices="data"), metrics=("loss",))
         fun = lambda params, batch, key, state: (
             cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]),
             {},
@@ -838,7 +844,7 @@ def test_no_accumulator_over_devices():
         want = state.params, gradient(state, (X, Y))[1]
         want = jax.tree.map(lambda p, g: np.asarray(p - 0.1 * g), *want)
         with pytest.raises(ValueError, match="reduces over the axes of its optimizer"):
-            accum.linen.train_step(fun, num_microbatches=1, reduce_axes="other")(state, (X, Y), jax.random.key(0))
+            accum.linen.train_step(fun, num_microbatches=1, devices="other")(state, (X, Y), jax.random.key(0))
         state, _ = accum.linen.train_step(fun, num_microbatches=1)(state, (X, Y), jax.random.key(0))
     close(state.params, want)
 

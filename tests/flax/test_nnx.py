@@ -107,12 +107,14 @@ def test_a_ready_gradient_function_over_devices():
     gradient = nnx.value_and_grad(nnx_loss)
     rows = len(X) // 4 * 4
     want = gradient(model, (X[:rows], Y[:rows]))
-    cut = accum.nnx.accumulate(gradient, 2, reduce_axes="data")
+    cut = accum.nnx.accumulate(gradient, 2, devices="data")
     with jax.set_mesh(mesh):
         batch = jax.device_put((X[:rows], Y[:rows]), NamedSharding(mesh, P("data")))
         value, grads = nnx.jit(lambda model, batch: cut(model, batch))(model, batch)
         to = (P(), {"first": {"kernel": P(None, "data"), "bias": P("data")}, "last": P(), "norm": P()})
-        sharded = accum.nnx.accumulate(lambda *args: as_dicts(gradient(*args)), 2, reduce_axes="data", reduce_to=to)
+        sharded = accum.nnx.accumulate(
+            lambda *args: as_dicts(gradient(*args)), 2, devices=optax_accum.Devices("data", to=to)
+        )
         (_, shards) = nnx.jit(lambda model, batch: sharded(model, batch))(model, batch)
     assert_allclose(value, want[0], rtol=1e-6)
     close(arrays(jax.device_get(grads)), arrays(want[1]))
@@ -240,7 +242,7 @@ def test_batch_norm_and_dropout_over_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         batch = jax.device_put((X, Y), jax.NamedSharding(mesh, jax.P("data")))
-        cut = accum.nnx.value_and_grad(normalised, num_microbatches=3, reduce_axes="data")
+        cut = accum.nnx.value_and_grad(normalised, num_microbatches=3, devices="data")
         assert_the_call_of_the_whole_batch(cut, batch)
 
 
@@ -248,7 +250,7 @@ def test_where_micro_batches_count_each_by_itself_devices_have_streams_of_their_
     """Masks differ from device to device and from micro-batch to micro-batch; the model's streams advance alike."""
     mesh, model = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), dropping()
     kept = lambda model, x: model.drop(jnp.ones_like(x))
-    cut = accum.nnx.accumulate(kept, 2, reduction="concat", reduce_axes="data")
+    cut = accum.nnx.accumulate(kept, 2, reduction="concat", devices="data")
     with jax.set_mesh(mesh):
         rows = jax.device_put(np.ones((8, 64), "f"), jax.NamedSharding(mesh, jax.P("data")))
         masks = nnx.jit(lambda model, x: cut(model, x))(model, rows)
@@ -262,7 +264,7 @@ def test_batch_norm_inside_a_shard_map_of_the_user(to):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     (model, loss), (whole, _) = two_norms(), two_norms()
     forward(whole, (X, Y))
-    cut = accum.nnx.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduce_to=to)
+    cut = accum.nnx.value_and_grad(loss, num_microbatches=1, devices=optax_accum.Devices("data", to=to))
     graph, state = nnx.split(model)
 
     def local(state, batch):
@@ -320,8 +322,8 @@ def test_the_train_step_over_devices(kind, deferred):
     reference = nnx.Optimizer(plain, optax.adam(0.1), wrt=nnx.Param)
     nnx.jit(nnx.Optimizer.update)(reference, plain, grads)
     forward(whole, (X, Y))
-    axes = {"reduce_axes": "data"} if deferred else {}
-    options = {"num_microbatches": 1} | ({} if deferred else {"reduce_axes": "data"})  # deferred: as the optimizer
+    axes = {"devices": "data"} if deferred else {}
+    options = {"num_microbatches": 1} | ({} if deferred else {"devices": "data"})  # deferred: as the optimizer
     models = ((Net(nnx.Rngs(0)), nnx_loss), (two_norms()[0], normed))
     with jax.set_mesh(mesh):
         replicated, rows = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("data"))
@@ -957,8 +959,8 @@ def test_partial_sums_of_partitioned_variables_lie_over_the_devices(chained):
         model, whole = Partitioned(nnx.Rngs(0)), Partitioned(nnx.Rngs(0))
         reference = nnx.Optimizer(whole, optax.adam(0.1), wrt=nnx.Param)
         nnx.jit(lambda whole, reference: reference.update(whole, nnx.grad(loss)(whole, (X, Y))))(whole, reference)
-        tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, reduce_axes="data")
-        options = {"reduce_axes": "data"} if chained else {}
+        tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, devices="data")
+        options = {"devices": "data"} if chained else {}
         optimizer = accum.nnx.Optimizer(model, optax.chain(tx) if chained else tx, wrt=nnx.Param, metrics=("loss",))
         named = nnx.get_partition_spec(nnx.state(optimizer)["opt_state"])
         acc = (named[0] if chained else named)["acc_grads"]

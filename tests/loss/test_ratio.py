@@ -67,7 +67,7 @@ def test_partial_sums_are_each_device_s_own_quotient():
     """So that across calls a weight of each device's own count makes the whole."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     x = jax.device_put(X[:8], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
-    f = optax_accum.value_and_grad(passed, num_microbatches=2, reduce_axes="data", reduce_to="partial")
+    f = optax_accum.value_and_grad(passed, num_microbatches=2, devices=optax_accum.Devices("data", to="partial"))
     with jax.set_mesh(mesh):
         values, grads = jax.jit(f)(W, x)
     for i in range(2):
@@ -281,7 +281,7 @@ def test_a_ratio_divides_only_gradients():
 
 def test_the_largest_of_all_devices_and_no_last_of_them():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    options = {"num_microbatches": 2, "reduce_axes": "data"}
+    options = {"num_microbatches": 2, "devices": "data"}
     with jax.set_mesh(mesh):
         keeps = {**KEEPS, "stats": "max"}
         _, grads = jax.jit(one_by_one(noting, grad_reduction=keeps, **options))(LEAVES, X)

@@ -32,7 +32,7 @@ def test_each_term_is_divided_by_its_own_count(in_place):
 
 def test_partial_sums_of_terms_are_each_device_s_own():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    f = optax_accum.value_and_grad(near, num_microbatches=5, reduce_axes="data", reduce_to="partial")
+    f = optax_accum.value_and_grad(near, num_microbatches=5, devices=optax_accum.Devices("data", to="partial"))
     with jax.set_mesh(mesh):
         values, grads = jax.jit(f)(W, np.concatenate([X, 2 * X]))
     for own in range(2):

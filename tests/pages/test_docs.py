@@ -33,7 +33,7 @@ WITH_EXAMPLES = [
 
 def why_not(code):
     """What the JAX or the Flax that is here cannot do of the code of a page."""
-    if versions.JAX < (0, 7, 2) and re.search(r"reduce_axes=|set_mesh|shard_map", code):
+    if versions.JAX < (0, 7, 2) and re.search(r"devices=|set_mesh|shard_map", code):
         return "JAX 0.7.2: everything over devices"
     if versions.JAX < (0, 11) and "overlap=True" in code:
         return "JAX 0.11: overlap"

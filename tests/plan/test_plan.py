@@ -477,7 +477,7 @@ def test_several_options_stand_side_by_side():
 def test_several_devices_share_a_micro_batch():
     def make_step(num_microbatches, target):
         loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-        return plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(ROWS, WIDTH), reduce_axes="data")(
+        return plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(ROWS, WIDTH), devices="data")(
             num_microbatches, target
         )
 

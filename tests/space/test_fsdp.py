@@ -19,7 +19,7 @@ from tests import ROOT, programs
 from tests.tiers import sweep
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-MESHES = {  # sizes, kinds, reduce_axes, specs of a layer
+MESHES = {  # sizes, kinds, axes, specs of a layer
     "Auto": ({"data": 8}, (AUTO,), "data", {"up": P("data"), "down": P(None, "data"), "bias": P()}),
     "Explicit": ({"data": 8}, (EXPLICIT,), "data", {"up": P("data"), "down": P(None, "data"), "bias": P("data")}),
     "Auto, tensor": (
@@ -111,7 +111,7 @@ def test_the_gradient_is_that_of_the_whole_batch_and_lies_where_the_parameters_d
     mesh, (_, _, axes, specs) = make_mesh(name), MESHES[name]
     with jax.set_mesh(mesh):
         params, batch = place(mesh, axes, specs)
-        apply = optax_accum.microbatched_apply(block, 2, reduce_axes=axes, reduce_to=specs)
+        apply = optax_accum.microbatched_apply(block, 2, devices=optax_accum.Devices(axes, to=specs))
         f = functools.partial(loss, apply)
         f = jax.value_and_grad(f) if of == "jax" else optax_accum.value_and_grad(f, num_microbatches=1)
         value, grads = jax.jit(f)(params, batch)
@@ -123,7 +123,7 @@ def test_the_gradient_is_that_of_the_whole_batch_and_lies_where_the_parameters_d
 def test_outside_jit_and_outside_a_scan(data_mesh):
     params, batch = place(data_mesh, "data", SPECS)
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
-    apply = optax_accum.microbatched_apply(block, microbatch_size=16, reduce_axes="data", reduce_to=SPECS)
+    apply = optax_accum.microbatched_apply(block, microbatch_size=16, devices=optax_accum.Devices("data", to=SPECS))
     close(apply(first, batch["x"]), block(first, BATCH["x"]))
 
 
@@ -132,7 +132,7 @@ def test_bfloat16_parameters_are_added_in_float32_over_micro_batches_and_devices
     x = np.full((ROWS, 1), 0.5, np.float32)
     x[0] = 256
     apply = optax_accum.microbatched_apply(
-        lambda w, x: x * w.astype(jnp.float32)[:1][None], 3, reduce_axes="data", reduce_to=P("data")
+        lambda w, x: x * w.astype(jnp.float32)[:1][None], 3, devices=optax_accum.Devices("data", to=P("data"))
     )
     grad = jax.jit(jax.grad(lambda w, x: jnp.sum(apply(w, x))))(jnp.ones(8, jnp.bfloat16), x)
     assert grad.dtype == jnp.bfloat16
@@ -143,7 +143,7 @@ def test_what_else_the_block_is_given_has_its_gradient_and_one_reduction(data_me
     params, batch = place(data_mesh, "data", SPECS)
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
     scaled = lambda layer, h, scale, power: block(layer, h) * scale[None] ** power
-    apply = optax_accum.microbatched_apply(scaled, 3, reduce_axes="data", reduce_to=SPECS)
+    apply = optax_accum.microbatched_apply(scaled, 3, devices=optax_accum.Devices("data", to=SPECS))
     sum_of = lambda f: lambda scale, h: jnp.sum(f(first, h, scale, 2) ** 2)
     grad, scale = jax.jit(jax.grad(sum_of(apply))), jnp.arange(1.0, 1 + WIDTH)
     close(grad(scale, batch["x"]), jax.grad(sum_of(scaled))(scale, BATCH["x"]))
@@ -154,7 +154,7 @@ def test_what_else_the_block_is_given_has_its_gradient_and_one_reduction(data_me
 def test_each_device_and_micro_batch_has_its_key_in_both_passes(data_mesh):
     """The gradient with respect to the rows is the mask that the forward pass drew."""
     drop = lambda w, x, key: x * w[:1][None] * jax.random.bernoulli(key, 0.5, x.shape)
-    apply = optax_accum.microbatched_apply(drop, 3, rng_argnum=2, reduce_axes="data", reduce_to=P("data"))
+    apply = optax_accum.microbatched_apply(drop, 3, rng_argnum=2, devices=optax_accum.Devices("data", to=P("data")))
     x, w = jnp.ones((24, 32)), jnp.ones(8)
     both = jax.jit(jax.value_and_grad(lambda x, w, key: apply(w, x, key).sum()))
     mask = jax.jit(apply)(w, x, jax.random.key(0))
@@ -169,11 +169,9 @@ def test_each_device_and_micro_batch_has_its_key_in_both_passes(data_mesh):
 
 
 def test_parameters_may_be_replicated(data_mesh):
-    """Without `reduce_to`: gradients are reduced once for all micro-batches."""
+    """Without `to`: gradients are reduced once for all micro-batches."""
     params, batch = place(data_mesh, "data", P())
-    f = jax.jit(
-        jax.value_and_grad(functools.partial(loss, optax_accum.microbatched_apply(block, 3, reduce_axes="data")))
-    )
+    f = jax.jit(jax.value_and_grad(functools.partial(loss, optax_accum.microbatched_apply(block, 3, devices="data"))))
     close(f(params, batch), whole())
 
 
@@ -186,7 +184,7 @@ def test_boundaries_that_wait_on_the_host_give_the_same_gradient(data_mesh):
         offload_src="device",
         offload_dst="pinned_host",
     )
-    apply = optax_accum.microbatched_apply(block, 3, reduce_axes="data", reduce_to=SPECS)
+    apply = optax_accum.microbatched_apply(block, 3, devices=optax_accum.Devices("data", to=SPECS))
     apply_named = lambda layer, h: apply(layer, checkpoint_name(h, "boundary"))
     offloaded = jax.value_and_grad(functools.partial(loss, jax.checkpoint(apply_named, policy=policy)))
     close(jax.jit(offloaded)(params, batch), whole())
@@ -199,7 +197,7 @@ def test_boundaries_that_wait_on_the_host_give_the_same_gradient(data_mesh):
 
 def window(mesh, k, apply=None):
     params, batch = place(mesh, "data", SPECS)
-    apply = apply or optax_accum.microbatched_apply(block, k, reduce_axes="data", reduce_to=SPECS)
+    apply = apply or optax_accum.microbatched_apply(block, k, devices=optax_accum.Devices("data", to=SPECS))
     grad = jax.jit(jax.grad(functools.partial(loss, apply)), out_shardings=jax.tree.map(lambda x: x.sharding, params))
     bigger = jax.tree.map(lambda x: jnp.concatenate([x] * 8), batch)
     bigger = jax.device_put(bigger, NamedSharding(mesh, P("data")))
@@ -236,23 +234,25 @@ LAYER = {"up": np.ones((WIDTH, HIDDEN), "f"), "down": np.ones((HIDDEN, WIDTH), "
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"reduce_to": P()}, ValueError, "reduce_to must shard parameters over reduce_axes.*shard_over"),
-        ({"reduce_to": {"up": P("data")}}, ValueError, "reduce_to must be a prefix of the tree of the parameters"),
-        ({"reduce_to": "data"}, ValueError, "reduce_to must be None, specs"),
-        ({"reduce_to": "partial"}, ValueError, "reduce_to must be None, specs for the tree of the parameters: "),
-        ({"reduce_to": {"up": 3, "down": 3, "bias": 3}}, TypeError, "reduce_to must hold a jax.sharding.PartitionSpec"),
-        ({"reduce_to": P(None, "data")}, ValueError, r"evenly: at \['bias'\] the shape is \(16,\).*specs of one layer"),
-        ({"reduce_to": P(), "reduce_axes": None}, ValueError, "Name the axes"),
-        ({"reduce_to": P("data"), "reduce_axes": "model"}, ValueError, r"'model' is none of \('data',\)"),
+        ({"to": P()}, ValueError, "must shard parameters over its axes.*shard_over"),
+        ({"to": {"up": P("data")}}, ValueError, "must be a prefix of the tree of the parameters"),
+        ({"to": "data"}, ValueError, "to must be None, specs"),
+        ({"to": "partial"}, ValueError, "must go somewhere here.*Leave it out, or pass specs"),
+        ({"to": {"up": 3, "down": 3, "bias": 3}}, TypeError, "must hold a jax.sharding.PartitionSpec"),
+        ({"to": P(None, "data")}, ValueError, r"evenly: at \['bias'\] the shape is \(16,\).*specs of one layer"),
+        ({"axes": None}, ValueError, "Name the axes"),
+        ({"dtype": jnp.bfloat16}, ValueError, "are for gradients of value_and_grad"),
+        ({"axes": "model"}, ValueError, r"'model' is none of \('data',\)"),
         ({"microbatch_size": 12, "num_microbatches": None}, ValueError, "microbatch_size=12, 8 devices"),
         ({"num_microbatches": 4}, ValueError, "num_microbatches=4, and each of 8 devices has 3 rows"),
     ],
     ids=str,
 )
 def test_bad_options(data_mesh, options, error, message):
-    options = {"num_microbatches": 3, "reduce_axes": "data", "reduce_to": P("data")} | options
+    options = {"num_microbatches": 3, "axes": "data", "to": P("data")} | options
+    where = {name: options.pop(name) for name in ("axes", "to", "dtype") if name in options}
     with pytest.raises(error, match=message):
-        optax_accum.microbatched_apply(block, **options)(LAYER, BATCH["x"])
+        optax_accum.microbatched_apply(block, devices=optax_accum.Devices(**where), **options)(LAYER, BATCH["x"])
 
 
 @pytest.mark.parametrize(
@@ -264,36 +264,38 @@ def test_bad_options(data_mesh, options, error, message):
 )
 def test_what_the_devices_do_not_divide(data_mesh, layer, x, message):
     with pytest.raises(ValueError, match=message):
-        optax_accum.microbatched_apply(block, 3, reduce_axes="data", reduce_to=P("data"))(layer, x)
+        optax_accum.microbatched_apply(block, 3, devices=optax_accum.Devices("data", to=P("data")))(layer, x)
 
 
 def test_a_block_that_returns_a_carry_is_refused(data_mesh):
     with_state = lambda layer, h: (block(layer, h), jnp.mean(h))
     with pytest.raises(ValueError, match="Outputs must have one row for each example"):
-        optax_accum.microbatched_apply(with_state, 3, reduce_axes="data", reduce_to=P("data"))(LAYER, BATCH["x"])
+        optax_accum.microbatched_apply(with_state, 3, devices=optax_accum.Devices("data", to=P("data")))(
+            LAYER, BATCH["x"]
+        )
 
 
-def test_sharded_parameters_without_reduce_to_are_refused():
+def test_sharded_parameters_without_specs_are_refused():
     with jax.set_mesh(mesh := make_mesh("Explicit")):
         layer = jax.device_put(LAYER, NamedSharding(mesh, P("data")))
-        with pytest.raises(ValueError, match=r"replicated over reduce_axes.*reduce_to=shard_over"):
-            optax_accum.microbatched_apply(block, 3, reduce_axes="data")(layer, BATCH["x"])
+        with pytest.raises(ValueError, match=r"replicated over devices.*to=shard_over"):
+            optax_accum.microbatched_apply(block, 3, devices="data")(layer, BATCH["x"])
 
 
 def test_no_mesh_in_reach():
     with pytest.raises(ValueError, match=r"needs a mesh in reach.*jax\.set_mesh"):
-        optax_accum.microbatched_apply(block, 3, reduce_axes="data", reduce_to=P("data"))(LAYER, BATCH["x"])
+        optax_accum.microbatched_apply(block, 3, devices=optax_accum.Devices("data", to=P("data")))(LAYER, BATCH["x"])
 
 
-def test_inside_a_shard_map_reduce_to_is_refused_and_what_the_message_says_works(data_mesh):
-    def local(reduce_to, layer, x):
-        apply = optax_accum.microbatched_apply(block, 3, reduce_axes="data", reduce_to=reduce_to)
-        if reduce_to is None:
+def test_inside_a_shard_map_specs_are_refused_and_what_the_message_says_works(data_mesh):
+    def local(to, layer, x):
+        apply = optax_accum.microbatched_apply(block, 3, devices=optax_accum.Devices("data", to=to))
+        if to is None:
             layer = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, "data", tiled=True), layer)
         return apply(layer, x)
 
-    def run(reduce_to):
-        return jax.shard_map(functools.partial(local, reduce_to), in_specs=(P("data"), P("data")), out_specs=P("data"))
+    def run(to):
+        return jax.shard_map(functools.partial(local, to), in_specs=(P("data"), P("data")), out_specs=P("data"))
 
     with pytest.raises(ValueError, match="the sum goes everywhere.*Leave it out; gather there"):
         run(P("data"))(LAYER, BATCH["x"])

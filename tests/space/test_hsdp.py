@@ -77,7 +77,7 @@ def close(got, want):
 
 
 def within(params, k):
-    run = optax_accum.value_and_grad(loss, num_microbatches=k, reduce_axes="replica")
+    run = optax_accum.value_and_grad(loss, num_microbatches=k, devices="replica")
     return jax.jit(run, out_shardings=(None, shardings(params)))
 
 
@@ -137,7 +137,7 @@ def in_place(tx):
 
 def in_two_parts(tx):
     """The window is calls times micro-batches."""
-    own = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="replica", reduce_to="partial")
+    own = optax_accum.value_and_grad(loss, num_microbatches=2, devices=optax_accum.Devices("replica", to="partial"))
 
     def step(params, state, batch):
         _, grads = own(params, batch)
@@ -164,7 +164,7 @@ WAYS = [*((kinds, in_place) for kinds in MESHES), *((kinds, in_two_parts) for ki
 )
 def test_across_calls_a_shard_is_exchanged_when_the_window_closes(mesh, make):
     params = place(mesh, host_params(), P("shard"))
-    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="replica")
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="replica")
     where = optax_accum.sharding.state_sharding(tx, params)
     state = jax.jit(tx.init, out_shardings=where)(params)
     sums = state.acc_grads["up"]
@@ -199,7 +199,7 @@ def stack(apply, params, h):
 def test_by_layer_a_layer_is_gathered_inside_its_replica_and_its_shard_exchanged_once(mesh, k):
     layers = jax.tree.map(lambda leaf: np.stack([leaf] * LAYERS), host_params())
     params, h = place(mesh, layers, P(None, "shard")), place(mesh, host_batch()["x"], BOTH)
-    apply = optax_accum.microbatched_apply(block, k, reduce_axes=("replica", "shard"), reduce_to=SPECS)
+    apply = optax_accum.microbatched_apply(block, k, devices=optax_accum.Devices(("replica", "shard"), to=SPECS))
     jitted = jax.jit(jax.grad(functools.partial(stack, apply)), out_shardings=shardings(params))
     close(jitted(params, h), jax.grad(functools.partial(stack, block))(layers, host_batch()["x"]))
     if mesh.axis_types == (AxisType.Auto, AxisType.Explicit):

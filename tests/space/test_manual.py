@@ -35,7 +35,7 @@ def mesh(request):
 )
 def test_a_weight_is_shared_over_devices_once(options, call, total, check_vma):
     mesh = paths.mesh_of("Auto")
-    tx = optax_accum.accumulate_gradients(paths.SGD, 100, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(paths.SGD, 100, devices="data")
     step = optax_accum.value_and_apply_gradients(loss, tx, **options)
     with jax.set_mesh(mesh):
         fun = lambda params, state, batch: step(params, state, batch, **call)[1:]
@@ -46,7 +46,9 @@ def test_a_weight_is_shared_over_devices_once(options, call, total, check_vma):
 def test_what_partial_sums_return_in_a_shard_map(mesh):
     """Each device's own, without an axis of devices; outside, that axis comes first."""
     fun = lambda params, batch: (loss(params, batch), {"rows": batch["x"], "norm": jnp.mean(batch["x"] ** 2)})
-    f = optax_accum.value_and_grad(fun, microbatch_size=4, reduce_axes="data", reduce_to="partial", has_aux=True)
+    f = optax_accum.value_and_grad(
+        fun, microbatch_size=4, devices=optax_accum.Devices("data", to="partial"), has_aux=True
+    )
     params, batch = (paths.on_mesh(mesh, tree, spec) for tree, spec in ((paths.params(), P()), (BATCH, P("data"))))
     shapes = []
 
@@ -71,8 +73,8 @@ POLICIES = every_pair(["Auto", "Explicit"], ["skip", "omit", "discard"], [1, 2])
 @pytest.mark.parametrize(("mesh", "nonfinite", "every"), sweep(POLICIES, but=one_of_each(POLICIES)), indirect=["mesh"])
 def test_policies_over_rows_of_devices(mesh, nonfinite, every):
     """A NaN on one device, in a micro-step of its own, and the step after."""
-    tx = optax_accum.accumulate_gradients(paths.SGD, every, reduce_axes="data", nonfinite=nonfinite)
-    grad = optax_accum.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduce_to="partial")
+    tx = optax_accum.accumulate_gradients(paths.SGD, every, devices="data", nonfinite=nonfinite)
+    grad = optax_accum.value_and_grad(loss, num_microbatches=1, devices=optax_accum.Devices("data", to="partial"))
     params = now = paths.on_mesh(mesh, paths.params(), P())
     state, _ = paths.sharded_state(tx, now)
     step = jax.jit(lambda p, s, b: optax_accum.apply_gradients(tx, grad(p, b)[1], s, p, weight=12.0))
@@ -86,14 +88,14 @@ def test_policies_over_rows_of_devices(mesh, nonfinite, every):
 
 
 def test_sharded_parameters_are_not_gathered_unasked():
-    """FSDP, with `reduce_to="partial"` as without."""
+    """FSDP, with `to="partial"` as without."""
     mesh = paths.mesh_of("Explicit")
     with jax.set_mesh(mesh):
         w = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("data")))
         f = optax_accum.value_and_grad(
-            lambda w, x: jnp.mean(x @ w), num_microbatches=1, reduce_axes="data", reduce_to="partial"
+            lambda w, x: jnp.mean(x @ w), num_microbatches=1, devices=optax_accum.Devices("data", to="partial")
         )
-        with pytest.raises(ValueError, match="must be replicated over reduce_axes"):
+        with pytest.raises(ValueError, match="must be replicated over devices"):
             jax.jit(f)(w, jnp.ones((4, 4)))
 
 
@@ -105,10 +107,9 @@ def test_several_arguments_and_one_place_for_their_sums():
             argnums=(0, 1),
             batch_argnums=2,
             num_microbatches=1,
-            reduce_axes="data",
-            reduce_to=(P(),),
+            devices=optax_accum.Devices("data", to=(P(),)),
         )
-        with pytest.raises(ValueError, match="reduce_to must be a prefix of the tree of the parameters"):
+        with pytest.raises(ValueError, match="to=. must be a prefix of the tree of the parameters"):
             jax.jit(f)(jnp.float32(1), jnp.float32(2), jnp.ones(4))
 
 
@@ -128,7 +129,7 @@ def test_a_held_micro_step_does_nothing_in_its_branch():
 def test_a_place_for_the_sum_is_refused_inside_a_shard_map():
     """There it goes everywhere."""
     mesh = paths.mesh_of("Auto")
-    f = optax_accum.value_and_grad(loss, num_microbatches=1, reduce_axes="data", reduce_to=P("data"))
+    f = optax_accum.value_and_grad(loss, num_microbatches=1, devices=optax_accum.Devices("data", to=P("data")))
     run = jax.shard_map(lambda p, b: f(p, b)[1], mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="the sum goes everywhere.*Leave it out"):
         jax.jit(run)(paths.params(), BATCH)
@@ -139,12 +140,12 @@ def test_a_loss_of_each_device_needs_the_axes_in_every_way():
     mesh, tx = paths.mesh_of("Auto"), optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
     step = optax_accum.value_and_apply_gradients(loss, tx)
     ways = {
-        "Pass reduce_axes=.*for the gradient of all their rows": optax_accum.accumulate(jax.value_and_grad(loss), 1),
-        "Pass reduce_axes=.* to accumulate_gradients; or return jax.lax.pmean": lambda p, b: step(p, tx.init(p), b)[1],
+        "Pass devices=.*for the gradient of all their rows": optax_accum.accumulate(jax.value_and_grad(loss), 1),
+        "Pass devices=.* to accumulate_gradients; or return jax.lax.pmean": lambda p, b: step(p, tx.init(p), b)[1],
     }
     for message, run in ways.items():
         inside = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-        with pytest.raises(ValueError, match=f"differs between devices needs reduce_axes.*{message}"):
+        with pytest.raises(ValueError, match=f"differs between devices needs devices.*{message}"):
             jax.jit(inside).lower(paths.params(), BATCH)
 
 
@@ -160,7 +161,7 @@ def gathering(params, x):
 
 
 def stepped(params, x):
-    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, devices="data")
     return optax_accum.value_and_apply_gradients(gathering, tx)(
         params, tx.init(jax.tree.map(jnp.zeros_like, params)), x
     )
@@ -176,15 +177,15 @@ def per_device(run, out_specs, **options):
 @pytest.mark.parametrize(
     "run",
     [
-        lambda params, x: optax_accum.value_and_grad(gathering, 2, reduce_axes="data")(params, x)[1],
-        lambda params, x: optax_accum.accumulate(jax.grad(gathering), 2, reduce_axes="data")(params, x),
+        lambda params, x: optax_accum.value_and_grad(gathering, 2, devices="data")(params, x)[1],
+        lambda params, x: optax_accum.accumulate(jax.grad(gathering), 2, devices="data")(params, x),
         lambda params, x: stepped(params, x)[1],
         lambda params, x: optax_accum.sharding.defer_reduction(params, "data"),
     ],
     ids=["value_and_grad", "accumulate", "value_and_apply_gradients", "defer_reduction"],
 )
 def test_gradients_of_different_shards_are_not_added(run):
-    with pytest.raises(ValueError, match=r"must be the same on all devices of reduce_axes.*\['w'\].*partial"):
+    with pytest.raises(ValueError, match=r"must be the same on all devices along .*\['w'\].*partial"):
         per_device(run, SHARDS)
 
 
@@ -193,8 +194,8 @@ def test_partial_gradients_of_shards_are_whole(check_vma):
     """The remedy; and what is no gradient is added as ever."""
 
     def run(params, x):
-        value = optax_accum.accumulate(gathering, 2, reduce_axes="data")(params, x)
-        grad = optax_accum.value_and_grad(gathering, 2, reduce_axes="data", reduce_to="partial")(params, x)[1]
+        value = optax_accum.accumulate(gathering, 2, devices="data")(params, x)
+        grad = optax_accum.value_and_grad(gathering, 2, devices=optax_accum.Devices("data", to="partial"))(params, x)[1]
         shared = jax.lax.psum(grad["b"], "data")
         return value, jax.tree.map(lambda leaf: leaf / 2, {**grad, "b": shared})  # a mean over two devices
 
@@ -218,7 +219,7 @@ def ring_loss(ringed, w, x):
 
 @pytest.mark.parametrize("names_its_mesh", [False, True])
 @pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients"])
-def test_a_loss_with_a_shard_map_of_its_own_under_reduce_axes(way, names_its_mesh):
+def test_a_loss_with_a_shard_map_of_its_own_under_devices(way, names_its_mesh):
     """XLA's own error, in plain JAX, too: here one that says the two ways that work."""
     mesh = paths.mesh_of("Auto")
     own = {"mesh": mesh} if names_its_mesh else {}
@@ -226,19 +227,17 @@ def test_a_loss_with_a_shard_map_of_its_own_under_reduce_axes(way, names_its_mes
     loss = functools.partial(ring_loss, jax.shard_map(ring, **specs, **own))
 
     def across(w, x):
-        tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduce_axes="data")
+        tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, devices="data")
         return optax_accum.value_and_apply_gradients(loss, tx)(w, tx.init(w), x)
 
     run = {
-        "value_and_grad": optax_accum.value_and_grad(loss, 2, reduce_axes="data"),
-        "accumulate": optax_accum.accumulate(jax.grad(loss), 2, reduce_axes="data"),
+        "value_and_grad": optax_accum.value_and_grad(loss, 2, devices="data"),
+        "accumulate": optax_accum.accumulate(jax.grad(loss), 2, devices="data"),
         "value_and_apply_gradients": across,
     }[way]
     with jax.set_mesh(mesh):
         w, x = paths.on_mesh(mesh, np.ones((3, 4), "f"), P(None, "other")), paths.on_mesh(mesh, ROWS, P("data"))
-        with pytest.raises(
-            ValueError, match=r"reduce_axes=\('data',\).*inside one jax.shard_map over all.*or leave out"
-        ):
+        with pytest.raises(ValueError, match=r"devices=\('data',\).*inside one jax.shard_map over all.*or leave out"):
             jax.jit(run).lower(w, x)
 
 
@@ -252,7 +251,7 @@ def test_the_two_ways_for_a_loss_that_communicates_over_another_axis():
         return jax.lax.pmean(jnp.mean((ring(w, x) * mine[None] - 1) ** 2), "other")
 
     in_one = jax.shard_map(
-        lambda w, x: optax_accum.value_and_grad(of_columns, 2, reduce_axes="data")(w, x)[1],
+        lambda w, x: optax_accum.value_and_grad(of_columns, 2, devices="data")(w, x)[1],
         mesh=mesh,
         in_specs=(P(None, "other"), P("data")),
         out_specs=P(None, "other"),
@@ -279,8 +278,8 @@ def test_the_two_ways_for_a_loss_that_communicates_over_another_axis():
 def test_a_loss_that_constrains_over_the_reduced_axis(mesh, constrain, names_its_mesh):
     """JAX spoke of its own types."""
     to = NamedSharding(mesh, P("data")) if names_its_mesh else P("data")
-    f = optax_accum.value_and_grad(lambda w, x: jnp.mean(constrain(x @ w, to)), 2, reduce_axes="data")
-    with pytest.raises(ValueError, match=r"reduce_axes=\('data',\), and jax.lax.with_sharding_constraint.*Constrain"):
+    f = optax_accum.value_and_grad(lambda w, x: jnp.mean(constrain(x @ w, to)), 2, devices="data")
+    with pytest.raises(ValueError, match=r"devices=\('data',\), and jax.lax.with_sharding_constraint.*Constrain"):
         jax.jit(f).lower(jnp.ones((3, 4)), paths.on_mesh(mesh, ROWS, P("data")))
 
 
@@ -288,8 +287,8 @@ def test_statistics_are_not_taken_of_shards():
     """Those over another axis of the user's `jax.shard_map`: types did not fit, somewhere."""
     mesh, w = paths.mesh_of("Auto"), np.ones((3, 4), "f")
     loss = lambda w, x: jax.lax.pmean(jnp.mean((x @ w) ** 2), "other")
-    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduce_axes="data", statistics=True)
-    within = lambda w, x: optax_accum.value_and_grad(loss, 2, reduce_axes="data", statistics=True)(w, x)[1]
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, devices="data", statistics=True)
+    within = lambda w, x: optax_accum.value_and_grad(loss, 2, devices="data", statistics=True)(w, x)[1]
     across = lambda w, x: optax_accum.value_and_apply_gradients(loss, tx)(w, tx.init(w), x)[1]
     for run in (within, across):
         run = jax.shard_map(run, mesh=mesh, in_specs=(P(None, "other"), P("data")), out_specs=P(None, "other"))
@@ -303,7 +302,7 @@ before_pmap_is_a_shard_map = pytest.mark.skipif(JAX >= (0, 8, 0), reason="JAX 0.
 @pytest.mark.parametrize("mapped", [jax.vmap, pytest.param(jax.pmap, marks=before_pmap_is_a_shard_map)])
 def test_an_axis_of_another_map_is_no_mesh_axis(mapped):
     """It was asked for a mesh."""
-    f = optax_accum.value_and_grad(lambda w, x: jnp.mean(x * w), 2, reduce_axes="data")
+    f = optax_accum.value_and_grad(lambda w, x: jnp.mean(x * w), 2, devices="data")
     with pytest.raises(ValueError, match="'data' is that of jax.pmap or jax.vmap here. Take jax.jit on a mesh"):
         mapped(f, axis_name="data", in_axes=(None, 0))(1.0, jnp.ones((2, 4)))
 
@@ -311,8 +310,8 @@ def test_an_axis_of_another_map_is_no_mesh_axis(mapped):
 def test_a_chain_around_the_optimizer_is_named_where_partial_sums_are_missing(mesh):
     """It told who had called `value_and_apply_gradients` to call that."""
     clip, loss = optax.clip_by_global_norm(1.0), lambda w, x: jnp.mean((x @ w) ** 2)
-    outside = optax.chain(clip, optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduce_axes="data"))
-    inside = optax_accum.accumulate_gradients(optax.chain(clip, optax.sgd(1.0)), 2, reduce_axes="data")
+    outside = optax.chain(clip, optax_accum.accumulate_gradients(optax.sgd(1.0), 2, devices="data"))
+    inside = optax_accum.accumulate_gradients(optax.chain(clip, optax.sgd(1.0)), 2, devices="data")
     w, x = paths.on_mesh(mesh, np.ones((3, 4), "f"), P()), paths.on_mesh(mesh, ROWS, P("data"))
     step = lambda tx: jax.jit(optax_accum.value_and_apply_gradients(loss, tx)).lower(w, tx.init(w), x)
     with pytest.raises(ValueError, match=r"an optimizer that is in no chain: accumulate_gradients\(optax.chain"):

@@ -1,4 +1,4 @@
-"""`reduce_dtype`: half the bytes through the network, and one rounding of each device's sum."""
+"""`Devices(dtype=)`: half the bytes through the network, and one rounding of each device's sum."""
 
 import chex
 import jax
@@ -65,7 +65,7 @@ def test_half_the_bytes_through_the_network(kind, to):
     with jax.set_mesh(mesh):
         args = placed(mesh)
         for dtype in (None, jnp.bfloat16):
-            call = optax_accum.value_and_grad(loss, 4, reduce_axes="data", reduce_to=to, reduce_dtype=dtype)
+            call = optax_accum.value_and_grad(loss, 4, devices=optax_accum.Devices("data", to=to, dtype=dtype))
             run = jax.jit(call).lower(*args).compile()
             found[dtype] = count_collectives(run).select(min_bytes=64), jax.device_get(run(*args)[1])
     size = PARAMS["w"].size
@@ -82,8 +82,9 @@ def test_half_the_bytes_through_the_network(kind, to):
 @pytest.mark.parametrize("how", ["jit", "eager", "shard_map", pytest.param("overlap", marks=since(0, 11, why="that"))])
 def test_within_a_call_however_it_is_made(how):
     mesh = mesh_of()
-    options = {"overlap": True} if how == "overlap" else {}
-    call = optax_accum.value_and_grad(loss, 4, reduce_axes="data", reduce_dtype=jnp.bfloat16, **options)
+    overlap = True if how == "overlap" else None
+    devices = optax_accum.Devices("data", dtype=jnp.bfloat16, overlap=overlap)
+    call = optax_accum.value_and_grad(loss, 4, devices=devices)
     if how == "shard_map":
         call = jax.shard_map(call, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
     with jax.set_mesh(mesh):
@@ -97,7 +98,7 @@ def test_within_a_call_however_it_is_made(how):
 @pytest.mark.parametrize("to", [None, {"w": P("data"), "b": P()}], ids=["everywhere", "scattered"])
 def test_across_calls(to):
     mesh = mesh_of()
-    options = {"reduce_axes": "data", "reduce_to": to, "reduce_dtype": jnp.bfloat16}
+    options = {"devices": optax_accum.Devices("data", to=to, dtype=jnp.bfloat16)}
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, **options)
     with jax.set_mesh(mesh):
         params, x = placed(mesh)
@@ -113,25 +114,29 @@ def test_across_calls(to):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce_dtype": jnp.bfloat16}, "Leave it out"),
-        ({"reduce_axes": "data", "reduce_dtype": jnp.int8}, "floating.*Pass jnp.bfloat16"),
-        ({"reduce_axes": "data", "reduce_dtype": jnp.float16}, "range of float32.*ends at 65504. Pass jnp.bfloat16"),
-        ({"reduce_axes": "data", "reduce_to": "partial", "reduce_dtype": jnp.bfloat16}, "Leave it out"),
-        (
-            {"reduce_axes": "data", "reduce_dtype": jnp.float32, "accumulator_dtype": jnp.bfloat16},
-            "must not be wider than the sums",
-        ),
+        ({"axes": None, "dtype": jnp.bfloat16}, "axes=None, and dtype given. Name the axes"),
+        ({"dtype": jnp.int8}, "floating.*Pass jnp.bfloat16"),
+        ({"dtype": jnp.float16}, "range of float32.*ends at 65504. Pass jnp.bfloat16"),
+        ({"to": "partial", "dtype": jnp.bfloat16}, "Leave it out"),
     ],
     ids=str,
 )
 def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        optax_accum.Devices(**{"axes": "data", **options})
+
+
+def test_a_dtype_wider_than_the_sums_is_refused():
     mesh = mesh_of()
-    with jax.set_mesh(mesh), pytest.raises((TypeError, ValueError), match=message):
-        jax.jit(optax_accum.value_and_grad(loss, 4, **options))(*placed(mesh))
+    call = optax_accum.value_and_grad(
+        loss, 4, devices=optax_accum.Devices("data", dtype=jnp.float32), accumulator_dtype=jnp.bfloat16
+    )
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="must not be wider than the sums"):
+        jax.jit(call)(*placed(mesh))
 
 
 def test_a_wire_wider_than_the_sums_of_a_window_is_refused_when_they_are_made():
-    options = {"reduce_axes": "data", "reduce_dtype": jnp.float32, "accumulator_dtype": jnp.bfloat16}
+    options = {"devices": optax_accum.Devices("data", dtype=jnp.float32), "accumulator_dtype": jnp.bfloat16}
     tx, mesh = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, **options), mesh_of()
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="must not be wider than the sums"):
         jax.jit(tx.init)(placed(mesh)[0])
@@ -142,7 +147,7 @@ def test_it_is_differentiated_again(to):
     """As the sum in float32 is: what crosses the network are integers, which have no derivative."""
     mesh, square = mesh_of(), lambda tree: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))
     want = jax.grad(lambda params: square(jax.grad(loss)(params, X)))(PARAMS)
-    f = optax_accum.value_and_grad(loss, 2, reduce_axes="data", reduce_to=to, reduce_dtype=jnp.bfloat16)
+    f = optax_accum.value_and_grad(loss, 2, devices=optax_accum.Devices("data", to=to, dtype=jnp.bfloat16))
     with jax.set_mesh(mesh):
         got = jax.jit(jax.grad(lambda params, x: square(f(params, x)[1])))(*placed(mesh))
     largest = jnp.max(jnp.abs(want["w"]))
@@ -152,14 +157,14 @@ def test_it_is_differentiated_again(to):
 
 def test_what_stays_whole_beside_shards_is_narrow_too():
     mesh = mesh_of()
-    f = optax_accum.value_and_grad(loss, 2, reduce_axes="data", reduce_to=P(), reduce_dtype=jnp.bfloat16)
+    f = optax_accum.value_and_grad(loss, 2, devices=optax_accum.Devices("data", to=P(), dtype=jnp.bfloat16))
     with jax.set_mesh(mesh):
         found = count_collectives(jax.jit(f).lower(*placed(mesh)).compile())
     assert found.select(kind="all-to-all").bytes == found.select(kind="all-gather").bytes == 2 * PARAMS["w"].size
 
 
 def test_with_types_a_shard_map_is_told_what_it_needs():
-    f = optax_accum.value_and_grad(loss, 2, reduce_axes="data", reduce_dtype=jnp.bfloat16)
+    f = optax_accum.value_and_grad(loss, 2, devices=optax_accum.Devices("data", dtype=jnp.bfloat16))
     run = jax.shard_map(f, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P())
-    with pytest.raises(ValueError, match="reduce_dtype inside jax.shard_map needs check_vma=False.*bfloat16"):
+    with pytest.raises(ValueError, match="Devices.dtype=. inside jax.shard_map needs check_vma=False.*bfloat16"):
         jax.jit(run).lower(PARAMS, X)

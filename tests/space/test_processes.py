@@ -391,7 +391,7 @@ def test_facts_of_any_length_are_compared_to_their_end(monkeypatch):
 def test_a_window_in_flight_is_saved_and_goes_on(tmp_path, devices, kind):
     """On as many devices with the same bits, on half as many with the same numbers."""
     fun = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) - 1) ** 2)
-    tx = optax_accum.accumulate_gradients(optax.adam(1e-2, eps=1e-3), every=4, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(optax.adam(1e-2, eps=1e-3), every=4, devices="data")
     data = np.random.default_rng(0).normal(size=(8, 16, 5)).astype(np.float32)
 
     def placed(number):

@@ -129,14 +129,14 @@ def made(tx, params, **options):
 )
 def test_the_gradient_is_that_of_the_whole_batch(data_mesh, cut, options):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
-    cut_loss = optax_accum.value_and_grad(loss, reduce_axes="data", **cut, **options)
+    cut_loss = optax_accum.value_and_grad(loss, devices="data", **cut, **options)
     close(jax.jit(cut_loss)(params, batch), whole_gradient())
 
 
 def test_the_gradient_on_every_mesh_and_its_one_reduction(mesh):
     params, batch = place(mesh, host_params(), specs(mesh)), place(mesh, host_batch(), P("data"))
     cut_loss = jax.jit(
-        optax_accum.value_and_grad(loss, num_microbatches=4, reduce_axes="data"),
+        optax_accum.value_and_grad(loss, num_microbatches=4, devices="data"),
         out_shardings=(None, jax.tree.map(lambda leaf: leaf.sharding, params)),
     )
     close(cut_loss(params, batch), whole_gradient())
@@ -155,7 +155,7 @@ def test_the_gradient_on_every_mesh_and_its_one_reduction(mesh):
 @pytest.mark.parametrize("k", sweep([1, 2, 8], but=[1, 8]))
 def test_one_reduction_whatever_k_is_and_no_row_moves(data_mesh, k):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
-    cut_loss = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k, reduce_axes="data"))
+    cut_loss = jax.jit(optax_accum.value_and_grad(loss, num_microbatches=k, devices="data"))
     found = collectives(cut_loss, params, batch)
     assert not found.select(place=("loop", "branch"))
     assert {op.kind for op in found} == {"all-reduce"}
@@ -186,13 +186,13 @@ def test_outputs_and_masks_are_those_of_the_whole_batch(data_mesh):
         aux = {"x": batch["x"][:, 0], "n": batch["mask"].sum(), "most": batch["y"].max(), "kept": kept}
         return loss(params, {**batch, "x": jnp.where(kept, batch["x"], 0)}), {**aux, "mean": batch["y"].mean()}
 
-    run = optax_accum.value_and_grad(with_outputs, has_aux=True, num_microbatches=2, reduce_axes="data")
+    run = optax_accum.value_and_grad(with_outputs, has_aux=True, num_microbatches=2, devices="data")
     want = jax.jit(jax.value_and_grad(with_outputs, has_aux=True))
     close(jax.jit(run)(params, batch, key), want(host_params(), host_batch(), key))
 
 
 def test_inside_a_shard_map_of_the_user(data_mesh):
-    run = optax_accum.value_and_grad(loss, num_microbatches=4, reduce_axes="data")
+    run = optax_accum.value_and_grad(loss, num_microbatches=4, devices="data")
     mapped = jax.shard_map(run, in_specs=(P(), P("data")), out_specs=P())
     got = jax.jit(mapped)(place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data")))
     close(got, whole_gradient())
@@ -205,8 +205,7 @@ def test_two_reduced_axes():
         run = optax_accum.value_and_grad(
             loss,
             num_microbatches=2,
-            reduce_axes=("pod", "data"),
-            reduce_to={"w": P("pod", "data"), "b": P(("pod", "data")), "v": P()},
+            devices=optax_accum.Devices(("pod", "data"), to={"w": P("pod", "data"), "b": P(("pod", "data")), "v": P()}),
         )
         value, grads = jax.jit(run)(params, batch)
         close((value, grads), whole_gradient())
@@ -237,7 +236,7 @@ JOINED = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES)
 
 def test_the_update_is_that_of_the_whole_batch(data_mesh):
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
     got, state, _ = train(data_mesh, tx, params, BATCHES)
     close(got, whole_update(host_params(), JOINED))
     assert optax_accum.has_updated(state)
@@ -246,7 +245,7 @@ def test_the_update_is_that_of_the_whole_batch(data_mesh):
 def test_so_it_is_with_zero_one_on_every_mesh(mesh):
     params = place(mesh, host_params(), specs(mesh))
     to = optax_accum.sharding.shard_over(params, "data")
-    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data", reduce_to=to)
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices=optax_accum.Devices("data", to=to))
     got, state, _ = train(mesh, tx, params, BATCHES)
     close(got, whole_update(host_params(), JOINED))
     moment = state.inner_opt_state[1][0].mu["w"]
@@ -257,7 +256,7 @@ def test_so_it_is_with_zero_one_on_every_mesh(mesh):
 def test_a_held_micro_step_communicates_nothing(data_mesh):
     """Every collective stands in a branch that only the closing micro-step takes."""
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
     state, where = made(tx, params)
     step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
     found = collectives(
@@ -273,7 +272,7 @@ def test_a_held_micro_step_communicates_nothing(data_mesh):
 def test_the_sum_takes_the_place_of_the_partial_sums(data_mesh, nonfinite):
     """So that the all-reduce may write where it reads: 1 P less when a window emits, on a GPU and a TPU."""
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=2, reduce_axes="data", nonfinite=nonfinite)
+    tx = optax_accum.accumulate_gradients(INNER, every=2, devices="data", nonfinite=nonfinite)
     state, where = made(tx, params)
     step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens), out_shardings=(None, *where))
     batch = place(data_mesh, host_batch(), P("data"))
@@ -287,7 +286,7 @@ def test_the_sum_takes_the_place_of_the_partial_sums(data_mesh, nonfinite):
 
 def test_owned_windows_hold_without_any_collective(data_mesh):
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=None, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, every=None, devices="data")
     state, _ = made(tx, params)
     hold = functools.partial(optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens), flush=False)
     assert not collectives(jax.jit(hold), params, state, place(data_mesh, host_batch(), P("data")))
@@ -296,7 +295,7 @@ def test_owned_windows_hold_without_any_collective(data_mesh):
 def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(
-        INNER, every=3, reduce_axes="data", reduce_to=optax_accum.sharding.shard_over(params, "data")
+        INNER, every=3, devices=optax_accum.Devices("data", to=optax_accum.sharding.shard_over(params, "data"))
     )
     state, where = made(tx, params)
     step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
@@ -320,9 +319,9 @@ def as_on_a_tpu(monkeypatch):
 def test_what_a_tpu_adds_is_the_same(data_mesh, as_on_a_tpu, to):
     """Large leaves slice by slice, in their place; a reduce-scatter in two stages."""
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
-    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data", reduce_to=to)
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices=optax_accum.Devices("data", to=to))
     close(train(data_mesh, tx, jax.tree.map(jnp.copy, params), BATCHES)[0], whole_update(host_params(), JOINED))
-    options = {"num_microbatches": 2, "reduce_axes": "data", "reduce_to": to}
+    options = {"num_microbatches": 2, "devices": optax_accum.Devices("data", to=to)}
     cut_loss = jax.jit(optax_accum.value_and_grad(loss, **options))
     close(cut_loss(params, batch), whole_gradient())
     found = collectives(cut_loss, params, batch)
@@ -338,7 +337,7 @@ def test_what_a_tpu_adds_is_the_same(data_mesh, as_on_a_tpu, to):
 def test_a_tpu_adds_in_bfloat16_slice_by_slice(data_mesh, as_on_a_tpu):
     """Where the slices of a leaf can be dealt out; any other leaf at once."""
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
-    options = {"num_microbatches": 2, "reduce_axes": "data", "reduce_dtype": jnp.bfloat16}
+    options = {"num_microbatches": 2, "devices": optax_accum.Devices("data", dtype=jnp.bfloat16)}
     cut_loss = jax.jit(optax_accum.value_and_grad(loss, **options))
     close(cut_loss(params, batch), whole_gradient(), tolerance=2e-2)
     found = collectives(cut_loss, params, batch)
@@ -349,8 +348,8 @@ def test_a_tpu_adds_in_bfloat16_slice_by_slice(data_mesh, as_on_a_tpu):
 @pytest.mark.parametrize("k", [1, 2])
 def test_both_mechanisms_together_reduce_once(data_mesh, k):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
-    tx = optax_accum.accumulate_gradients(INNER, every=2, reduce_axes="data")
-    cut_loss = optax_accum.value_and_grad(loss, num_microbatches=k, reduce_axes="data", reduce_to="partial")
+    tx = optax_accum.accumulate_gradients(INNER, every=2, devices="data")
+    cut_loss = optax_accum.value_and_grad(loss, num_microbatches=k, devices=optax_accum.Devices("data", to="partial"))
 
     def step(params, state, batch):
         value, grads = cut_loss(params, batch)
@@ -366,7 +365,7 @@ def test_both_mechanisms_together_reduce_once(data_mesh, k):
 
 def test_in_a_shard_map_of_the_user(data_mesh):
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
     spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
 
     @functools.partial(jax.shard_map, in_specs=(P(), spec, P("data")), out_specs=(P("data"), P(), spec))
@@ -383,7 +382,7 @@ def test_in_a_shard_map_of_the_user(data_mesh):
 
 def test_in_place_in_a_shard_map_of_the_user(data_mesh):
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
     spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
     micro_step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
 
@@ -399,7 +398,7 @@ def test_in_place_in_a_shard_map_of_the_user(data_mesh):
 def test_a_nan_on_one_device_is_agreed_on_by_all(data_mesh, nonfinite):
     bad = {**BATCHES[1], "y": np.where(np.arange(ROWS) == ROWS - 1, np.nan, BATCHES[1]["y"]).astype("f")}
     bad["mask"] = np.where(np.arange(ROWS) == ROWS - 1, 1, bad["mask"]).astype("f")
-    tx = optax_accum.accumulate_gradients(INNER, every=2, reduce_axes="data", nonfinite=nonfinite)
+    tx = optax_accum.accumulate_gradients(INNER, every=2, devices="data", nonfinite=nonfinite)
     batches = [BATCHES[0], bad] + ([BATCHES[2]] if nonfinite == "skip" else [])
     got, state, _ = train(data_mesh, tx, place(data_mesh, host_params(), P()), batches)
     kept = [batch for batch in batches if batch is not bad]
@@ -412,7 +411,7 @@ def test_a_nan_on_one_device_is_agreed_on_by_all(data_mesh, nonfinite):
 def test_agreeing_costs_one_small_number(data_mesh):
     params = place(data_mesh, host_params(), P())
     for nonfinite, limit in (("omit", 8), ("discard", 0)):
-        tx = optax_accum.accumulate_gradients(INNER, every=2, reduce_axes="data", nonfinite=nonfinite)
+        tx = optax_accum.accumulate_gradients(INNER, every=2, devices="data", nonfinite=nonfinite)
         state, where = made(tx, params)
         step = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)
         found = collectives(
@@ -422,9 +421,7 @@ def test_agreeing_costs_one_small_number(data_mesh):
 
 
 def test_mean_arguments_are_those_of_all_devices(data_mesh):
-    tx = optax_accum.accumulate_gradients(
-        optax.with_extra_args_support(_value_as_update()), every=2, reduce_axes="data"
-    )
+    tx = optax_accum.accumulate_gradients(optax.with_extra_args_support(_value_as_update()), every=2, devices="data")
     params = place(data_mesh, {"p": np.zeros(3, "f")}, P())
     state, _ = made(tx, params)
     step = jax.jit(functools.partial(optax_accum.apply_gradients, tx))
@@ -445,7 +442,7 @@ def _value_as_update():
 def test_a_sum_and_every_one(data_mesh):
     params, rows = place(data_mesh, {"p": np.zeros(3, "f")}, P()), {"p": jnp.ones((8, 3))}
     for every, reduction, want in ((1, "mean", -1), (1, "sum", -8), (2, "sum", 0)):
-        tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every, reduction=reduction, reduce_axes="data")
+        tx = optax_accum.accumulate_gradients(optax.sgd(1.0), every, reduction=reduction, devices="data")
         updates, state = jax.jit(tx.update)(rows, tx.init(params), params)
         assert_array_equal(updates["p"], np.full(3, want))
         assert (state.acc_grads == ()) == (every == 1)
@@ -456,7 +453,7 @@ def test_integer_parameters_and_bfloat16(data_mesh):
     fun = lambda params, x: jnp.mean((x @ params["w"].astype(jnp.float32)) ** 2)
     for every in (1, 2):
         tx = optax_accum.accumulate_gradients(
-            optax.masked(optax.sgd(0.5), {"w": True, "n": False}), every, reduce_axes="data"
+            optax.masked(optax.sgd(0.5), {"w": True, "n": False}), every, devices="data"
         )
         step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx))
         _, new, _ = step(params, tx.init(params), place(data_mesh, np.ones((16, 4), "f"), P("data")))
@@ -470,9 +467,9 @@ def test_integer_parameters_and_bfloat16(data_mesh):
 def test_the_state_of_a_chain_is_built_in_place(mesh):
     params = place(mesh, host_params(), specs(mesh))
     tx = optax.chain(
-        optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data"), optax.add_decayed_weights(0.0)
+        optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, devices="data"), optax.add_decayed_weights(0.0)
     )
-    state, _ = made(tx, params, reduce_axes="data")
+    state, _ = made(tx, params, devices="data")
     ours = state[0]
     for name, spec in specs(mesh).items():
         rows = ours.acc_grads[name]
@@ -481,13 +478,13 @@ def test_the_state_of_a_chain_is_built_in_place(mesh):
         moment = ours.inner_opt_state[0].nu[name]
         assert moment.sharding.is_equivalent_to(NamedSharding(mesh, spec), moment.ndim)
     assert len(ours.mini_step.sharding.device_set) == 8
-    with pytest.raises(ValueError, match="inside the chain.*Pass reduce_axes="):
+    with pytest.raises(ValueError, match="inside the chain.*Pass devices="):
         optax_accum.sharding.state_sharding(tx, params)
 
 
 def test_abstract_parameters_are_enough(data_mesh):
     params = {"w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=NamedSharding(data_mesh, P()))}
-    tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, devices="data")
     where = optax_accum.sharding.state_sharding(tx, params)
     assert where.acc_grads["w"].spec == P("data", None, None)
     assert optax_accum.sharding.shard_over(params, "data")["w"].spec == P("data", None)
@@ -502,7 +499,7 @@ def host_memory_works():
 @pytest.mark.parametrize("offload", ["acc_grads", "inner_opt_state", ("acc_grads", "inner_opt_state")], ids=str)
 def test_what_is_offloaded_stays_in_host_memory(data_mesh, offload):
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
     state, where = made(tx, params, offload=offload)
     step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens), out_shardings=(None, *where))
     for batch in BATCHES:
@@ -516,7 +513,7 @@ def test_what_is_offloaded_stays_in_host_memory(data_mesh, offload):
 
 def test_a_window_in_flight_goes_on_with_other_devices(data_mesh):
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
     _, state, _ = train(data_mesh, tx, params, BATCHES[:2])
     host = jax.tree.map(np.asarray, state)
     sums = lambda state: (jax.tree.map(lambda leaf: leaf.sum(0), state.acc_grads), state.weight.sum())
@@ -534,13 +531,13 @@ def test_a_window_in_flight_goes_on_with_other_devices(data_mesh):
 
 def test_bad_axes_and_batches(data_mesh):
     params = place(data_mesh, host_params(), P())
-    run = lambda axes, rows=ROWS, **kw: optax_accum.value_and_grad(
-        loss, **{"num_microbatches": 2, **kw}, reduce_axes=axes
-    )(params, host_batch(rows))
+    run = lambda axes, rows=ROWS, **kw: optax_accum.value_and_grad(loss, **{"num_microbatches": 2, **kw}, devices=axes)(
+        params, host_batch(rows)
+    )
     with pytest.raises(ValueError, match=r"'model' is none of \('data',\)"):
         run("model")
     with pytest.raises(ValueError, match=r"'model' is none of \('data',\)"):
-        optax_accum.accumulate_gradients(INNER, 2, reduce_axes="model").init(params)
+        optax_accum.accumulate_gradients(INNER, 2, devices="model").init(params)
     with pytest.raises(ValueError, match="63 rows, 8 devices.*Pad the batch to 64 rows"):
         run("data", 63)
     with pytest.raises(ValueError, match="num_microbatches=9, and each of 8 devices has 8 rows"):
@@ -548,23 +545,23 @@ def test_bad_axes_and_batches(data_mesh):
     with pytest.raises(ValueError, match="microbatch_size=12, 8 devices. Pass a multiple of 8"):
         run("data", num_microbatches=None, microbatch_size=12)
     for axes, error in ((3, TypeError), ((), TypeError), (("data", "data"), ValueError)):
-        with pytest.raises(error, match="reduce_axes must"):
+        with pytest.raises(error, match="devices must"):
             run(axes)
 
 
 def test_no_mesh_in_reach():
-    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, 2, devices="data")
     with pytest.raises(ValueError, match="needs a mesh in reach.*jax.set_mesh"):
         tx.init(host_params())
     with pytest.raises(ValueError, match="needs a mesh in reach"):
-        jax.jit(optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data"))(host_params(), host_batch())
+        jax.jit(optax_accum.value_and_grad(loss, num_microbatches=2, devices="data"))(host_params(), host_batch())
 
 
 def test_gradients_that_have_been_reduced_already(data_mesh):
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, 2, devices="data")
     state, _ = made(tx, params)
-    with pytest.raises(ValueError, match=r'reduced already.*reduce_to="partial"'):
+    with pytest.raises(ValueError, match=r'reduced already.*to="partial"'):
         jax.jit(tx.update)(params, state, params)
     spec = jax.tree.map(lambda sharding: sharding.spec, optax_accum.sharding.state_sharding(tx, params))
 
@@ -583,8 +580,8 @@ def test_a_loss_that_is_averaged_over_devices(data_mesh):
     params = place(data_mesh, host_params(), P())
     averaged = lambda params, batch: jax.lax.pmean(loss(params, batch), "data")
     with pytest.raises(ValueError, match=r"Leave jax.lax.pmean out"):
-        optax_accum.value_and_grad(averaged, num_microbatches=2, reduce_axes="data")(params, host_batch())
-    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+        optax_accum.value_and_grad(averaged, num_microbatches=2, devices="data")(params, host_batch())
+    tx = optax_accum.accumulate_gradients(INNER, 2, devices="data")
     with pytest.raises(ValueError, match=r"Leave jax.lax.pmean out"):
         optax_accum.value_and_apply_gradients(averaged, tx)(params, tx.init(params), host_batch())
 
@@ -593,30 +590,30 @@ def test_a_loss_that_is_averaged_over_devices(data_mesh):
 def test_a_loss_that_is_one_number_on_all_devices(data_mesh, number):
     params = place(data_mesh, host_params(), P())
     for loss in (number, optax_accum.Ratio(2 * number, 2)):
-        value, grads = optax_accum.value_and_grad(lambda *_, loss=loss: loss, 2, reduce_axes="data")(
-            params, host_batch()
-        )
+        value, grads = optax_accum.value_and_grad(lambda *_, loss=loss: loss, 2, devices="data")(params, host_batch())
         assert value == number
         close(grads, jax.tree.map(jnp.zeros_like, params))
-    tx = optax_accum.accumulate_gradients(INNER, 1, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, 1, devices="data")
     values, _, _ = optax_accum.value_and_apply_gradients(lambda *_: number, tx)(params, tx.init(params), host_batch())
     assert set(values.tolist()) == {number}
 
 
 def test_parameters_that_are_sharded_over_the_reduced_axis(data_mesh):
     sharded = place(data_mesh, host_params(), P("data"))
-    run = functools.partial(optax_accum.value_and_grad, loss, num_microbatches=2, reduce_axes="data")
-    with pytest.raises(ValueError, match=r"replicated over reduce_axes.*reduce_to=shard_over"):
-        run()(sharded, host_batch())
+    run = functools.partial(optax_accum.value_and_grad, loss, num_microbatches=2)
+    with pytest.raises(ValueError, match=r"replicated over devices.*to=shard_over"):
+        run(devices="data")(sharded, host_batch())
     to = optax_accum.sharding.shard_over(sharded, "data")
-    value, grads = jax.jit(run(reduce_to=to))(sharded, place(data_mesh, host_batch(), P("data")))
+    value, grads = jax.jit(run(devices=optax_accum.Devices("data", to=to)))(
+        sharded, place(data_mesh, host_batch(), P("data"))
+    )
     close((value, grads), whole_gradient())
     assert grads["w"].sharding.is_equivalent_to(to["w"], 2)
 
 
 def test_a_state_for_other_devices_or_another_tree(data_mesh):
     params = place(data_mesh, host_params(), P())
-    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, 2, devices="data")
     state, step = tx.init(params), optax_accum.value_and_apply_gradients(loss, tx)
     with pytest.raises(ValueError, match=r"partial sums for 4 devices, and there are 8.*redistribute\(state, 8\)"):
         step(params, optax_accum.checkpoint.redistribute(state, 4), host_batch())
@@ -633,28 +630,26 @@ def test_a_state_for_other_devices_or_another_tree(data_mesh):
         (lambda: optax_accum.checkpoint.redistribute(state, True), "num_devices must be an integer >= 1"),
         (lambda: optax_accum.checkpoint.redistribute(params, 2), "holds an AccumulationState"),
         (lambda: optax_accum.sharding.state_sharding(tx, params, offload="moments"), "offload must name"),
-        (lambda: optax_accum.accumulate_gradients(INNER, 2, reduce_to=P()), "Name the axes"),
+        (lambda: optax_accum.Devices(None, to=P()), "Name the axes"),
         (
-            lambda: optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data", nonfinite=lambda *_: None),
+            lambda: optax_accum.accumulate_gradients(INNER, 2, devices="data", nonfinite=lambda *_: None),
             "callable nonfinite",
         ),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
-    wrong = optax_accum.accumulate_gradients(INNER, 1, reduce_axes="data", reduce_to={"w": P("data")})
-    with pytest.raises(ValueError, match="reduce_to must be a prefix"):
+    wrong = optax_accum.accumulate_gradients(INNER, 1, devices=optax_accum.Devices("data", to={"w": P("data")}))
+    with pytest.raises(ValueError, match="to=. must be a prefix"):
         wrong.init(params)
 
 
 def test_gradients_that_are_partial_sums_over_other_axes():
     mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=(AxisType.Auto,) * 2)
-    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes=("pod", "data"))
+    tx = optax_accum.accumulate_gradients(INNER, 2, devices=("pod", "data"))
     with jax.set_mesh(mesh):
         params = place(mesh, host_params(), P())
         state, rows = tx.init(params), jax.tree.map(lambda leaf: jnp.ones((4, *leaf.shape)), params)
-        with pytest.raises(
-            ValueError, match=r"they are of 4 devices, and there are 8.*Pass reduce_axes=\('pod', 'data'"
-        ):
+        with pytest.raises(ValueError, match=r"they are of 4 devices, and there are 8.*Pass devices=\('pod', 'data'"):
             tx.update(rows, state, params)
 
 
@@ -662,19 +657,19 @@ def test_gradients_that_are_partial_sums_over_other_axes():
 @pytest.mark.parametrize("every", [1, 2])
 def test_gradients_that_are_whole(data_mesh, every, params):
     params = place(data_mesh, params, P())
-    tx = optax_accum.accumulate_gradients(INNER, every, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, every, devices="data")
     for step in (tx.update, functools.partial(optax_accum.apply_gradients, tx)):
-        with pytest.raises(ValueError, match=r'reduced already.*reduce_to="partial"'):
+        with pytest.raises(ValueError, match=r'reduced already.*to="partial"'):
             step(params, tx.init(params), params)
 
 
 @pytest.mark.parametrize("to", [P("data"), P(None, "data"), P(None, None, "data")], ids=str)
-def test_a_reduce_to_that_does_not_divide(data_mesh, to):
+def test_specs_that_do_not_divide(data_mesh, to):
     params, x = place(data_mesh, {"w": np.ones((12, 4), "f")}, P()), place(data_mesh, np.ones((16, 12), "f"), P("data"))
     fun = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
-    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data", reduce_to=to)
-    run = optax_accum.value_and_grad(fun, num_microbatches=2, reduce_axes="data", reduce_to=to)
-    message = r"evenly: at .*\['w'\] the shape is \(12, 4\).*shard_over\(params, reduce_axes\) leaves"
+    tx = optax_accum.accumulate_gradients(INNER, 2, devices=optax_accum.Devices("data", to=to))
+    run = optax_accum.value_and_grad(fun, num_microbatches=2, devices=optax_accum.Devices("data", to=to))
+    message = r"evenly: at .*\['w'\] the shape is \(12, 4\).*shard_over\(params, axes\) leaves"
     for call in (run, jax.jit(run)):
         with pytest.raises(ValueError, match=message):
             call(params, x)
@@ -682,16 +677,16 @@ def test_a_reduce_to_that_does_not_divide(data_mesh, to):
         with pytest.raises(ValueError, match=message):
             call(params)
     whole = optax_accum.sharding.shard_over(params, "data")  # the remedy
-    run = optax_accum.value_and_grad(fun, num_microbatches=2, reduce_axes="data", reduce_to=whole)
+    run = optax_accum.value_and_grad(fun, num_microbatches=2, devices=optax_accum.Devices("data", to=whole))
     close(run(params, x), jax.value_and_grad(fun)(params, x))
 
 
 def test_where_it_can_be_seen_that_parameters_are_sharded_over_the_reduced_axis(data_mesh):
     """Inside jit, on an Auto mesh, it cannot: `state_sharding` sees it before."""
     params = place(data_mesh, host_params(), P("data"))
-    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, 2, devices="data")
     for call in (tx.init, functools.partial(optax_accum.sharding.state_sharding, tx)):
-        with pytest.raises(ValueError, match=r"replicated over reduce_axes.*reduce_to=shard_over"):
+        with pytest.raises(ValueError, match=r"replicated over devices.*to=shard_over"):
             call(params)
 
 
@@ -700,8 +695,8 @@ def test_where_it_can_be_seen_that_parameters_are_sharded_over_the_reduced_axis(
 def test_a_sum_goes_over_axes_that_parameters_are_whole_over(mesh, to):
     params, batch = place(mesh, {"w": host_params()["w"]}, P()), place(mesh, host_batch()["x"], P("data"))
     fun = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
-    run = optax_accum.value_and_grad(fun, num_microbatches=2, reduce_axes="data", reduce_to=to)
-    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, reduce_axes="data", reduce_to=to)
+    run = optax_accum.value_and_grad(fun, num_microbatches=2, devices=optax_accum.Devices("data", to=to))
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1, devices=optax_accum.Devices("data", to=to))
     step = optax_accum.value_and_apply_gradients(fun, tx)
     whole = jax.value_and_grad(fun)({"w": host_params()["w"]}, host_batch()["x"])
     for ours in (run, jax.jit(run)):
@@ -715,9 +710,9 @@ def test_outside_jit_over_axes_of_two_kinds():
     mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=(AxisType.Auto, AxisType.Explicit))
     with jax.set_mesh(mesh):
         params, batch = place(mesh, host_params(), P()), place(mesh, host_batch(), P(("pod", "data")))
-        run = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes=("pod", "data"))
+        run = optax_accum.value_and_grad(loss, num_microbatches=2, devices=("pod", "data"))
         close(run(params, batch), whole_gradient())
-        tx = optax_accum.accumulate_gradients(INNER, 1, reduce_axes=("pod", "data"))
+        tx = optax_accum.accumulate_gradients(INNER, 1, devices=("pod", "data"))
         _, new, _ = optax_accum.value_and_apply_gradients(loss, tx, weight_fn=tokens)(params, tx.init(params), batch)
         close(new, whole_update(host_params(), host_batch()))
 
@@ -737,9 +732,9 @@ def test_a_reduction_over_one_device_is_none(kinds, overlap):
         rows = P(("data", "fsdp")) if JAX >= (0, 9, 2) else P("data")  # before, none over an Explicit axis, too
         batch = place(mesh, host_batch(), rows)
         if kinds in ("Auto+Auto", "Explicit+Explicit") and not overlap:
-            tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data")
+            tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
             close(train_with(tx, mesh, params, rows), whole_update(host_params(), JOINED))
-        run = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data", overlap=overlap)
+        run = optax_accum.value_and_grad(loss, num_microbatches=2, devices=optax_accum.Devices("data", overlap=overlap))
         compiled = programs.compiled(jax.jit(run).lower(params, batch))
         for ours in (run, compiled) if kinds == "Explicit+Explicit" and not overlap else (compiled,):
             close(ours(params, batch), whole_gradient())
@@ -759,17 +754,17 @@ def train_with(tx, mesh, params, rows):
 def test_one_device_says_nothing():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
-        run = optax_accum.value_and_grad(loss, num_microbatches=2, reduce_axes="data")
+        run = optax_accum.value_and_grad(loss, num_microbatches=2, devices="data")
         params, batch = place(mesh, host_params(), P()), place(mesh, host_batch(), P("data"))
         assert not collectives(jax.jit(run), params, batch).select(min_bytes=64)
 
 
-def test_inside_a_shard_map_a_loss_of_own_rows_needs_reduce_axes(data_mesh):
+def test_inside_a_shard_map_a_loss_of_own_rows_needs_devices(data_mesh):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
     everywhere = {"in_specs": (P(), P("data")), "out_specs": P()}
     for k in (1, 2):
         run = optax_accum.value_and_grad(loss, num_microbatches=k)
-        with pytest.raises(ValueError, match=r"differs over \('data',\).*Pass reduce_axes=\('data',\).*pmean"):
+        with pytest.raises(ValueError, match=r"differs over \('data',\).*Pass devices=\('data',\).*pmean"):
             jax.jit(jax.shard_map(run, **everywhere))(params, batch)
     averaged = lambda params, batch: jax.lax.pmean(jnp.mean(jnp.tanh(batch["x"] @ params["w"]) ** 2), "data")
     whole = lambda params, batch: jnp.mean(jnp.tanh(batch["x"] @ params["w"]) ** 2)
@@ -788,12 +783,12 @@ def test_a_loss_that_communicates_runs_micro_batch_by_micro_batch(data_mesh, ove
 
     parts = [{"x": host_batch()["x"][part::2]} for part in range(2)]
     by_part = lambda params: sum(coupled(params, part, lambda x: x) for part in parts) / 2
-    run = optax_accum.value_and_grad(coupled, num_microbatches=2, reduce_axes="data", overlap=overlap)
+    run = optax_accum.value_and_grad(coupled, num_microbatches=2, devices=optax_accum.Devices("data", overlap=overlap))
     close(jax.jit(run)(params, batch), jax.value_and_grad(by_part)(host_params()))
 
 
 def test_a_state_of_one_device_and_one_made_in_jit_on_mixed_axes():
-    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, 2, devices="data")
     step = optax_accum.value_and_apply_gradients(loss, tx)
     mesh = make_mesh("Auto+Explicit", "data x tensor")
     with jax.set_mesh(mesh):
@@ -810,7 +805,7 @@ def test_fsdp_across_calls(data_mesh):
     """Parameters sharded over the reduced axis: gathered for each gradient; for the update only where none can know."""
     params = place(data_mesh, host_params(), P("data"))
     to = optax_accum.sharding.shard_over(params, "data")
-    tx = optax_accum.accumulate_gradients(INNER, every=3, reduce_axes="data", reduce_to=to)
+    tx = optax_accum.accumulate_gradients(INNER, every=3, devices=optax_accum.Devices("data", to=to))
     got, _, step = train(data_mesh, tx, params, BATCHES)
     close(got, whole_update(host_params(), JOINED))
     assert got["w"].sharding.is_equivalent_to(to["w"], 2)
@@ -888,7 +883,7 @@ def test_a_complex_parameter_that_nobody_uses():
     loss = lambda params, x: jnp.mean((x @ params["used"]) ** 2)
     x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("f")
     with jax.set_mesh(make_mesh("Auto", "data")):
-        gradient = jax.jit(optax_accum.value_and_grad(loss, 2, reduce_axes="data"))
+        gradient = jax.jit(optax_accum.value_and_grad(loss, 2, devices="data"))
         _, grads = gradient(params, x)
     assert_allclose(grads["used"], jax.grad(loss)(params, x)["used"], rtol=1e-5)
     assert_array_equal(grads["unused"], np.zeros(3, "complex64"))
@@ -900,7 +895,7 @@ def test_a_carry_stays_the_same_on_all_devices():
     counted = lambda w, x, mask, carry: (jnp.sum(mask * (x @ w) ** 2) / jnp.sum(mask), carry + 1)
     w, x = np.ones(3, "f"), np.ones((16, 3), "f")
     masks = (np.arange(16) >= 4).astype("f"), np.zeros(16, "f")
-    options = {"batch_argnums": (1, 2), "carry_argnum": 3, "reduce_axes": "data"}
+    options = {"batch_argnums": (1, 2), "carry_argnum": 3, "devices": "data"}
     with jax.set_mesh(mesh):
         call = jax.jit(optax_accum.accumulate(counted, 2, weight_fn=lambda x, mask: mask.sum(), **options))
         for mask, turns in zip(masks, (2, 0), strict=True):
@@ -910,7 +905,7 @@ def test_a_carry_stays_the_same_on_all_devices():
 
 
 def test_a_bare_gradient_that_was_reduced_already_is_named():
-    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, devices="data")
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
         state = jax.jit(tx.init)(jnp.ones(8))
         with pytest.raises(ValueError, match="it has been reduced already"):
@@ -924,7 +919,7 @@ def of_rows(zeros):
 def test_a_scan_that_begins_with_zeros_is_told_what_to_begin_with():
     """To JAX, zeros are the same on all devices, and what a scan makes of rows is not."""
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
-        run = lambda zeros: optax_accum.microbatched_apply(of_rows(zeros), 2, reduce_axes="data")(
+        run = lambda zeros: optax_accum.microbatched_apply(of_rows(zeros), 2, devices="data")(
             jnp.ones(3), jnp.ones((8, 3))
         )
         with pytest.raises(TypeError) as caught:
@@ -937,7 +932,7 @@ def test_a_loss_may_scan_from_zeros_on_several_devices():
     x = jnp.linspace(0, 1, 24).reshape(8, 3)
     loss = lambda w, x: jnp.mean(of_rows(lambda x: jnp.zeros([]))(w, x) ** 2)
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
-        got = optax_accum.value_and_grad(loss, 2, reduce_axes="data")(jnp.ones(3), x)
+        got = optax_accum.value_and_grad(loss, 2, devices="data")(jnp.ones(3), x)
     chex.assert_trees_all_close(got, jax.value_and_grad(loss)(jnp.ones(3), x), rtol=1e-5)
 
 
@@ -945,7 +940,7 @@ def test_rows_of_what_closes_over_bfloat16_have_its_gradient():
     """To JAX, it is the same on all devices, and stays that."""
     w, x = jnp.ones(3, jnp.bfloat16), jnp.linspace(0, 1, 24).reshape(8, 3)
     total = lambda apply: lambda w: apply(lambda x: (x * w.astype(jnp.float32)[None]).sum(-1))(x).sum()
-    cut = lambda fun: optax_accum.microbatched_apply(fun, 2, batch_argnums=0, reduce_axes="data")
+    cut = lambda fun: optax_accum.microbatched_apply(fun, 2, batch_argnums=0, devices="data")
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))):
         got = jax.jit(jax.grad(total(cut)))(w)
     np.testing.assert_allclose(

@@ -53,22 +53,22 @@ def counted_or_nan(w, batch):
 
 
 def within(loss, options, w, batch):
-    return optax_accum.value_and_grad(loss, 2, reduce_axes="data", **options)(w, batch)[1]
+    return optax_accum.value_and_grad(loss, 2, devices="data", **options)(w, batch)[1]
 
 
 def accumulated(loss, options, w, batch):
-    return optax_accum.accumulate(jax.grad(loss), 2, reduce_axes="data", **options)(w, batch)
+    return optax_accum.accumulate(jax.grad(loss), 2, devices="data", **options)(w, batch)
 
 
 def with_a_carry(loss, options, w, batch):
     carrying = lambda w, batch, carry: (jax.grad(loss)(w, batch), carry + 1)
-    run = optax_accum.accumulate(carrying, 2, reduce_axes="data", carry_argnum=2, **options)
+    run = optax_accum.accumulate(carrying, 2, devices="data", carry_argnum=2, **options)
     grad, carry = run(w, batch, jnp.zeros([]))
     return grad + 0 * carry
 
 
 def across(loss, options, w, batch):
-    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1 + 1, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 1 + 1, devices="data")
     step = optax_accum.value_and_apply_gradients(loss, tx, **options)
     now, state = w, tx.init(w)
     for _ in range(2):

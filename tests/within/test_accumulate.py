@@ -54,7 +54,7 @@ def test_a_gradient_function_with_all_that_it_returns(size, weight):
 @pytest.mark.parametrize("size", sweep(SIZES[:2], but=SIZES[1:2]), ids=str)
 def test_over_devices_all_is_reduced_once(size, weight, kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    f = optax_accum.accumulate(GRADIENT, reduction=REDUCTION, reduce_axes="data", **size, **WEIGHTS[weight])
+    f = optax_accum.accumulate(GRADIENT, reduction=REDUCTION, devices="data", **size, **WEIGHTS[weight])
     with jax.set_mesh(mesh):
         args = jax.device_put(PARAMS, NamedSharding(mesh, P())), jax.device_put(BATCH, NamedSharding(mesh, P("data")))
         run = jax.jit(f).lower(*args).compile()
@@ -69,7 +69,7 @@ def test_a_gradient_goes_where_it_is_to_be():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     to = (P(), {"w": P("data"), "b": P()})
     gradient = jax.value_and_grad(lambda *args: loss(*args)[0])
-    f = optax_accum.accumulate(gradient, 4, weight_fn=COUNT, reduce_axes="data", reduce_to=to)
+    f = optax_accum.accumulate(gradient, 4, weight_fn=COUNT, devices=optax_accum.Devices("data", to=to))
     with jax.set_mesh(mesh):
         args = jax.device_put(PARAMS, NamedSharding(mesh, P())), jax.device_put(BATCH, NamedSharding(mesh, P("data")))
         run = jax.jit(f).lower(*args).compile()
@@ -125,7 +125,7 @@ def test_a_batch_without_rows():
 @needs_devices
 def test_a_result_that_devices_do_not_divide_is_refused():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    f = optax_accum.accumulate(lambda w, x: w * x.mean(), 2, reduce_axes="data", reduce_to=P("data"))
+    f = optax_accum.accumulate(lambda w, x: w * x.mean(), 2, devices=optax_accum.Devices("data", to=P("data")))
     with (
         jax.set_mesh(mesh),
         pytest.raises(ValueError, match=r"shard each parameter evenly.*\(6,\).*over \[4\] devices"),
@@ -137,7 +137,7 @@ def test_a_result_that_devices_do_not_divide_is_refused():
 @pytest.mark.parametrize("to", [None, "partial", "data"])
 def test_a_batch_without_rows_goes_where_others_do(to):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    options = {"reduce_axes": "data", "reduce_to": P("data") if to == "data" else to}
+    options = {"devices": optax_accum.Devices("data", to=P("data") if to == "data" else to)}
     f = jax.jit(optax_accum.accumulate(lambda *args: GRADIENT(*args)[1]["w"], microbatch_size=4, **options))
     with jax.set_mesh(mesh):
         rows = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
@@ -211,7 +211,7 @@ def test_its_gradient_by_bfloat16_is_added_in_float32(where):
     w, x = jnp.ones(3, jnp.bfloat16), jnp.full(512, 0.01)
 
     def total(w, x):
-        options = {"reduction": "sum", "microbatch_size": 2, "reduce_axes": "data"}
+        options = {"reduction": "sum", "microbatch_size": 2, "devices": "data"}
         if not over_devices:
             options = {"reduction": "sum", "microbatch_size": 1}
         if where.endswith("closure"):
@@ -327,7 +327,7 @@ def test_a_batch_that_comes_cut():
 def test_a_batch_that_comes_cut_over_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     stacked = jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), BATCH)
-    f = optax_accum.accumulate(lambda *args: GRADIENT(*args)[1], stacked=True, weight_fn=COUNT, reduce_axes="data")
+    f = optax_accum.accumulate(lambda *args: GRADIENT(*args)[1], stacked=True, weight_fn=COUNT, devices="data")
     with jax.set_mesh(mesh):
         args = (
             jax.device_put(PARAMS, NamedSharding(mesh, P())),
@@ -357,7 +357,7 @@ def test_what_is_no_stack_is_refused(options, batch, message):
 def test_a_carry_is_the_same_on_all_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     fun = lambda x, carry: (jnp.mean(x), carry + 1)
-    options = {"batch_argnums": 0, "carry_argnum": 1, "reduce_axes": "data"}
+    options = {"batch_argnums": 0, "carry_argnum": 1, "devices": "data"}
     with jax.set_mesh(mesh):
         x = jax.device_put(BATCH["x"], NamedSharding(mesh, P("data")))
         mean, carry = jax.jit(optax_accum.accumulate(fun, 4, **options))(x, 0)

@@ -162,7 +162,7 @@ def test_over_calls(mesh, kind, formed):
     if how == "added after":
         plain, fun = fun, lambda params, rows: plain(jax.tree.map(same, params), rows)
     policy = {"nonfinite": "skip"} if how == "looked at first" else {}
-    tx = optax_accum.accumulate_gradients(told(), 2, reduce_axes="data", **policy)
+    tx = optax_accum.accumulate_gradients(told(), 2, devices="data", **policy)
     options = {"in_place": False if how == "written" else None, "weight_fn": count if form == "mean" else None}
     now, state = micro_steps(mesh, fun, tx, rows, params, **options)
     check((now, state.inner_opt_state[1]), (updated, value))
@@ -179,7 +179,7 @@ def test_within_a_call(mesh, kind, form, how):
     params, rows = problem()
     value, grads, _ = expected(kind, params, rows)
     weigh = count if form == "mean" else None
-    cut = one_by_one(FORMS[form](kind), num_microbatches=2, weight_fn=weigh, reduce_axes="data", **how)
+    cut = one_by_one(FORMS[form](kind), num_microbatches=2, weight_fn=weigh, devices="data", **how)
     batch = jax.tree.map(lambda leaf: np.moveaxis(leaf, 0, 2).reshape(-1, *leaf.shape[3:]), rows)  # row r: of r mod 2
     check(jax.jit(cut)(place(mesh, params, P()), place(mesh, batch, P("data"))), (value, grads))
 
@@ -189,7 +189,7 @@ def test_partial_sums_of_weighed_losses(mesh, form):
     """Each has gradients of the losses of others, of which its own weight is no factor."""
     params, rows = problem()
     weigh = count if form == "mean" else None
-    options = {"num_microbatches": 1, "reduce_axes": "data", "reduce_to": "partial", "weight_fn": weigh}
+    options = {"num_microbatches": 1, "devices": optax_accum.Devices("data", to="partial"), "weight_fn": weigh}
     cut = jax.jit(one_by_one(FORMS[form]("statistics"), **options))
     with pytest.raises(ValueError, match="takes something from the other devices.*each device has its own weight"):
         cut(params, place(mesh, micro_batch(rows, 0), P("data")))
@@ -199,7 +199,7 @@ def test_what_takes_nothing_adds_no_number(mesh):
     """One that does adds its weight over the devices, beside what it takes."""
     params, rows = problem()
     alone = lambda params, rows: jnp.sum(features(params, rows) ** 2 * rows["mask"][:, None]) / rows["mask"].sum()
-    tx = optax_accum.accumulate_gradients(INNER, 2, reduce_axes="data")
+    tx = optax_accum.accumulate_gradients(INNER, 2, devices="data")
     collectives = []
     for fun in (alone, mean_of("statistics")):
         step = jax.jit(optax_accum.value_and_apply_gradients(fun, tx, weight_fn=count, in_place=False))

@@ -74,8 +74,9 @@ SHARDS = {
 }
 
 
-def compiled(loss, mesh, batch=BATCH, params=PARAMS, **options):
+def compiled(loss, mesh, batch=BATCH, params=PARAMS, *, to=None, dtype=None, overlap=None, **options):
     """The call, compiled, and its arguments."""
+    devices = optax_accum.Devices("data", to=to, dtype=dtype, overlap=overlap)
     shape, types = MESHES[mesh]
     mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=types)
     with jax.set_mesh(mesh):
@@ -83,7 +84,7 @@ def compiled(loss, mesh, batch=BATCH, params=PARAMS, **options):
             jax.device_put(params, NamedSharding(mesh, P())),
             jax.device_put(batch, NamedSharding(mesh, P("data"))),
         )
-        return jax.jit(optax_accum.value_and_grad(loss, reduce_axes="data", **options)).lower(*args).compile(), args
+        return jax.jit(optax_accum.value_and_grad(loss, devices=devices, **options)).lower(*args).compile(), args
 
 
 def both(loss, batch=BATCH, **options):
@@ -113,14 +114,14 @@ def test_inside_a_shard_map_without_types(loss):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     got = []
     for overlap in (True, False):
-        f = optax_accum.value_and_grad(fun, 4, reduce_axes="data", overlap=overlap)
+        f = optax_accum.value_and_grad(fun, 4, devices=optax_accum.Devices("data", overlap=overlap))
         inside = jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
         run = jax.jit(inside).lower(PARAMS, BATCH).compile()
         got.append(run(PARAMS, BATCH))
         one_scan = loss not in ("Ratios", "terms")  # each term has one
         assert bool(count_collectives(run).select(place="loop").operations) == (overlap and one_scan)
     chex.assert_trees_all_close(*got, rtol=1e-5, atol=1e-7)
-    f = optax_accum.value_and_grad(fun, 4, reduce_axes="data", overlap=True)
+    f = optax_accum.value_and_grad(fun, 4, devices=optax_accum.Devices("data", overlap=True))
     typed = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
     with pytest.raises(ValueError, match="overlap=True needs check_vma=False in jax.shard_map"):
         typed.lower(PARAMS, BATCH)
@@ -134,7 +135,7 @@ def test_each_device_keeps_its_shard(mesh, shards):
     """ZeRO-1: four layers, so that each device may keep one."""
     params = {**PARAMS, "layers": jnp.concatenate([PARAMS["layers"], PARAMS["layers"][:1]])}
     to = SHARDS[shards]
-    run, args = compiled(mean, mesh, params=params, overlap=True, microbatch_size=12, reduce_to=to)
+    run, args = compiled(mean, mesh, params=params, overlap=True, microbatch_size=12, to=to)
     value, grads = run(*args)
     want = of_whole(params, BATCH)
     chex.assert_trees_all_close(jax.device_get((value, grads)), want, rtol=1e-5, atol=1e-7)
@@ -150,9 +151,9 @@ def test_shards_that_are_not_taken_beside_other_axes():
     """A dimension over both axes, or Explicit ones beside the reduced: scattered after the backward pass."""
     both = {"layers": P(None, ("model", "data")), "shared": P()}
     for mesh, to in (("beside Auto", both), ("Auto beside Explicit", SHARDS["rows"])):
-        with pytest.raises(ValueError, match=r"overlap=True needs a reduce_to .*Leave overlap=None"):
-            compiled(mean, mesh, overlap=True, num_microbatches=4, reduce_to=to)
-        run, args = compiled(mean, mesh, num_microbatches=4, reduce_to=to)
+        with pytest.raises(ValueError, match=r"overlap=True needs Devices.to=. .*Leave overlap=None"):
+            compiled(mean, mesh, overlap=True, num_microbatches=4, to=to)
+        run, args = compiled(mean, mesh, num_microbatches=4, to=to)
         want = of_whole(PARAMS, BATCH)
         chex.assert_trees_all_close(jax.device_get(run(*args)), want, rtol=1e-5, atol=1e-7)
 
@@ -163,7 +164,7 @@ COUNTED = every_pair(LOSSES, SIZES[:2], [None, SHARDS["rows"]])
 @pytest.mark.parametrize(("loss", "size", "to"), sweep(COUNTED, but=one_of_each(COUNTED)), ids=str)
 def test_whatever_a_loss_counts(loss, size, to):
     fun = LOSSES[loss]
-    chex.assert_trees_all_close(*both(fun, reduce_to=to, **size), rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(*both(fun, to=to, **size), rtol=1e-5, atol=1e-7)
 
 
 def test_the_last_micro_batch_may_weigh_nothing():
@@ -172,7 +173,7 @@ def test_the_last_micro_batch_may_weigh_nothing():
     fun = LOSSES["weights"]
     for live, to in ((~last | (device > 0), None), (~last, None), (last & (device == 0), SHARDS["rows"])):
         batch = {**BATCH, "mask": jnp.asarray(live, jnp.float32)}
-        now, want = both(fun, batch=batch, num_microbatches=4, reduce_to=to)
+        now, want = both(fun, batch=batch, num_microbatches=4, to=to)
         chex.assert_tree_all_finite(now)
         chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-7)
 
@@ -188,7 +189,7 @@ def test_keys_outputs_and_statistics():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
         args = PARAMS, jax.device_put(BATCH, NamedSharding(mesh, P("data"))), jax.random.key(1)
-        now, want = (jax.jit(fun(reduce_axes="data", overlap=flag))(*args) for flag in (True, False))
+        now, want = (jax.jit(fun(devices=optax_accum.Devices("data", overlap=flag)))(*args) for flag in (True, False))
     chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-7)
     (_, told), _ = now
     assert told.known > 0
@@ -206,21 +207,20 @@ def test_each_layer_is_reduced_once_inside_the_last_backward_pass():
 @pytest.mark.parametrize(
     ("options", "needs"),
     [
-        ({"reduce_axes": None}, "a sum over devices: reduce_axes"),
-        ({"reduce_to": "partial"}, 'not reduce_to="partial"'),
+        ({"devices": optax_accum.Devices("data", to="partial", overlap=True)}, 'not Devices.to="partial".'),
         ({"in_place": False}, "gradients that are added inside"),
     ],
     ids=str,
 )
 def test_where_it_cannot_be_an_error_says_what_it_needs(options, needs):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    call = optax_accum.value_and_grad(mean, 2, **{"reduce_axes": "data", "overlap": True, **options})
+    call = optax_accum.value_and_grad(mean, 2, **{"devices": optax_accum.Devices("data", overlap=True), **options})
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=f"overlap=True needs .*{needs}.*\\. Leave overlap=None"):
         jax.jit(call)(PARAMS, BATCH)
 
 
 def test_outside_jit_it_says_so():
-    call = optax_accum.value_and_grad(mean, 2, reduce_axes="data", overlap=True)
+    call = optax_accum.value_and_grad(mean, 2, devices=optax_accum.Devices("data", overlap=True))
     with (
         jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))),
         pytest.raises(ValueError, match=r"overlap=True needs jax\.jit\. "),
@@ -240,8 +240,8 @@ def test_layers_that_an_explicit_axis_shards():
     with jax.set_mesh(mesh):
         params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), PARAMS, at)
         batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
-        call = functools.partial(optax_accum.value_and_grad, loss, 2, reduce_axes="data")
-        grads = jax.jit(call(overlap=True))(params, batch)[1]
+        call = optax_accum.value_and_grad(loss, 2, devices=optax_accum.Devices("data", overlap=True))
+        grads = jax.jit(call)(params, batch)[1]
     want = jax.grad(lambda w: jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), BATCH["x"], w)[0] ** 2))
     np.testing.assert_allclose(grads["layers"], want(PARAMS["layers"]), rtol=1e-4, atol=1e-6)
 
@@ -250,8 +250,8 @@ def test_a_wire_wider_than_the_sums_is_refused_here_too():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
     wide = lambda params, batch: mean(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), batch)
     options = {"num_microbatches": 2, "accumulator_dtype": jnp.bfloat16, "overlap": True}
-    with pytest.raises(ValueError, match="reduce_dtype must not be wider than the sums"):
-        compiled(wide, "Auto", params=params, reduce_dtype=jnp.float32, **options)
+    with pytest.raises(ValueError, match="must not be wider than the sums"):
+        compiled(wide, "Auto", params=params, dtype=jnp.float32, **options)
 
 
 def test_a_parameter_that_only_other_micro_batches_use():
@@ -263,13 +263,13 @@ def test_a_parameter_that_only_other_micro_batches_use():
 
     batch = {"x": jnp.tile(BATCH["x"], (2, 1))[:36]}  # 9 rows a device: 4 + 4 + 1
     for to in (None, {"layers": P(None, "data"), "shared": P("data")}):
-        chex.assert_trees_all_close(*both(loss, batch=batch, microbatch_size=16, reduce_to=to), rtol=1e-5, atol=1e-7)
+        chex.assert_trees_all_close(*both(loss, batch=batch, microbatch_size=16, to=to), rtol=1e-5, atol=1e-7)
 
 
 def test_shards_cross_the_network_in_bfloat16():
     """Half the bytes, each part rounded once."""
-    options = {"overlap": True, "num_microbatches": 4, "reduce_to": SHARDS["rows"]}
-    wide, narrow = (compiled(mean, "Auto", reduce_dtype=dtype, **options) for dtype in (None, jnp.bfloat16))
+    options = {"overlap": True, "num_microbatches": 4, "to": SHARDS["rows"]}
+    wide, narrow = (compiled(mean, "Auto", dtype=dtype, **options) for dtype in (None, jnp.bfloat16))
     (one,), (other,) = (count_collectives(run).select(place="loop").operations for run, _ in (wide, narrow))
     assert (one.kind, other.kind, one.bytes) == ("reduce-scatter", "all-to-all", 2 * other.bytes)
     now, want = (jax.device_get(run(*args)[1]) for run, args in (narrow, wide))

@@ -502,14 +502,10 @@ def test_in_place_is_what_it_says():
         optax_accum.value_and_apply_gradients(loss, tx, in_place=True)(w, tx.init(w), x)
 
 
-def test_options_that_contradict_each_other():
-    make = functools.partial(optax_accum.value_and_grad, MEAN, num_microbatches=2)
-    for options, match in (
-        ({"reduce_to": "partial"}, "where the sum over reduce_axes goes: reduce_to='partial', reduce_axes=None"),
-        ({"reduce_to": jax.sharding.PartitionSpec()}, "where the sum over reduce_axes goes"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            make(**options)
+@pytest.mark.parametrize("to", ["partial", jax.sharding.PartitionSpec()])
+def test_devices_without_axes(to):
+    with pytest.raises(ValueError, match="added over mesh axes: axes=None, and to given. Name the axes"):
+        optax_accum.Devices(None, to=to)
 
 
 @pytest.mark.parametrize(
