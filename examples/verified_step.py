@@ -1,7 +1,6 @@
 """A train step and a batch to check it with: uneven micro-batches of masked tokens, and an early end.
 
-Run `python -m examples.verified_step`, or the command, with your own module in the place of this one:
-`python -m optax_accum verify examples.verified_step:make_step --every 4`.
+Run `python -m examples.verified_step`.
 """
 
 import functools

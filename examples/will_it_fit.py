@@ -1,7 +1,6 @@
 """How many micro-batches a decoder needs on an accelerator, from its shapes alone.
 
-Run `python -m examples.will_it_fit`, or ask the command, with your own module in the place of this one:
-`python -m optax_accum plan examples.will_it_fit:make_step --global-batch 64 --budget 2GB`, or `--target h100`.
+Run `python -m examples.will_it_fit`.
 """
 
 from typing import Any

@@ -1,56 +1,97 @@
-"""Owns `python -m optax_accum`: which commands there are, and how they end. Each is a file of `_command`."""
+"""`python -m optax_accum`: public names; versions, devices and options, as a bug report needs them."""
 
 import argparse
+import importlib.metadata
 import inspect
 import os
+import platform
 import sys
-from collections.abc import Sequence
+import types
 
-from optax_accum._command import errors, info, plan, verify
+import jax
 
-COMMANDS = {"info": info, "plan": plan, "verify": verify}
+import optax_accum
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "orbax-checkpoint",
+    "numpy",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)
+VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "CUDA_VISIBLE_DEVICES", "TF_CPP_")
+OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_disable_jit")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command, and returns its exit status.
+def main() -> int:
+    """Prints the public names, and the versions that a bug report needs; returns the exit status.
 
-    That is 2 where it cannot do what it was asked, 130 after Ctrl-C, and 141 where nobody reads what it says.
+    That is 141 where nobody reads what it prints.
     """
-    options = _parser().parse_args(arguments)
+    argparse.ArgumentParser(prog="python -m optax_accum", description=_ABOUT).parse_args()
     try:
-        status = options.run(options)
-        sys.stdout.flush()
-        return status
+        print(f"{inspect.getdoc(optax_accum)}\n\n{_names()}\n\nFor a bug report:\n\n{_diagnostics()}", flush=True)
     except BrokenPipeError:  # whoever reads has read enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
         return 141
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        return 130
-    except Exception as error:  # a user's code may raise any
-        print("\n".join([*errors.said(error), *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return 2
+    return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    example = lambda command: f"example, from the folder of the repository:\n\n  {command}\n"
-    parser = argparse.ArgumentParser(
-        prog="python -m optax_accum",
-        description="Find the fewest micro-batches that fit, or check a train step. By default: names and versions.",
-        epilog=example(f"{plan.EXAMPLE}\n  {verify.EXAMPLE}"),
-        formatter_class=form,
-    )
-    parser.set_defaults(run=info.run)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        about = inspect.getdoc(command.run)
-        own = commands.add_parser(
-            name, help=about, description=about, epilog=example(command.EXAMPLE), formatter_class=form
-        )
-        command.add_arguments(own)
-        own.set_defaults(run=command.run)
-    return parser
+_ABOUT = "Prints the public names, and versions, devices and options for a bug report."
+
+
+def _names() -> str:
+    """Returns every public name with the first sentence about it; those of a module are indented."""
+    about = lambda value: (inspect.getdoc(value) or "").split("\n")[0]
+    lines: list[tuple[str, str]] = []
+    for name in sorted({*dir(optax_accum)} - {"__version__"}):
+        try:
+            value = getattr(optax_accum, name)
+        except ImportError as error:  # Flax is not installed
+            lines.append((name, str(error)))
+            continue
+        lines.append((name, about(value)))
+        if isinstance(value, types.ModuleType):
+            lines += [(f"  {inner}", about(getattr(value, inner))) for inner in value.__all__]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
+
+
+def _diagnostics() -> str:
+    versions = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
+    # All of JAX's variables, and no other: they go into a public report.
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    options = [f"{name}={getattr(jax.config, name, None)}" for name in OPTIONS]
+    lines = {
+        "optax_accum": optax_accum.__version__,
+        "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "packages": ", ".join(versions),
+        "devices": _devices(),
+        "options": ", ".join(options),
+        "variables": " ".join(variables) or "none",
+    }
+    return "\n".join(f"  {name}: {value}" for name, value in lines.items())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> str:
+    """Returns what JAX runs on; or why it does not, which is what such a report is about."""
+    try:
+        kinds = [device.device_kind for device in jax.devices()]
+    except RuntimeError as error:
+        return str(error)
+    counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    return f"{jax.default_backend()}, {counted}; {jax.process_count()} process(es)"
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ The compiler reports memory before anything is allocated:
   step.
 * `of_loss(loss, tx, params, batch)`, `of_step(step, state, batch)`: the
   `make_step` of usual steps.
-* `python -m optax_accum plan module:make_step --global-batch 256 --target
-  h100`: the same, from the command line.
 """
 
 from optax_accum._plan.plan import NothingFitsError, Plan

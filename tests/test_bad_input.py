@@ -662,10 +662,6 @@ def test_a_number_of_rows_that_an_export_leaves_open(within):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: advise(max_every=2.5), TypeError, r"max_every must be an integer >= 1: max_every=2\.5"),
-        (lambda: advise(micro_step="0.1"), TypeError, r"micro_step must be a number: micro_step='0\.1'"),
-        (lambda: advise(optimizer=float("inf")), ValueError, "Times must be finite, and of one unit: optimizer=inf"),
-        (lambda: advise(micro_step=1e-310), ValueError, "of one unit: .* micro_step=1e-310"),
         (lambda: batching.every_by_tokens(4), TypeError, r"counts must be a dict, .*: 4\. Write"),
         (lambda: batching.every_by_tokens({0: 2, float("nan"): 3}), ValueError, "counts must say what holds from 0"),
         (lambda: target(None), TypeError, "num_devices must be an integer >= 1: num_devices=None"),
@@ -682,10 +678,6 @@ def test_a_number_of_rows_that_an_export_leaves_open(within):
 def test_what_surrounds_a_window_is_checked(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def advise(**options):
-    return batching.advise(**{"microbatch_size": 8, "micro_step": 0.1, "optimizer": 0.02, **options})
 
 
 def target(num_devices):
@@ -727,8 +719,6 @@ def test_what_comes_in_another_order():
         optax_accum.plan.of_loss(optax.sgd(0.1), loss, W, x)
     with pytest.raises(TypeError, match="tx must be an optimizer"):
         optax_accum.plan.of_loss(loss, W, optax.sgd(0.1), x)
-    with pytest.raises(TypeError, match="decay must be a number: decay='0.9'"):
-        optax_accum.batching.rescale_decay("0.9", 512, 8)
 
 
 def test_a_micro_batch_that_is_not_in_a_packing():

@@ -1,4 +1,4 @@
-"""Owns what a state holds of a window in flight: its sum, or with `every=1` nothing."""
+"""What the state holds of a window in flight: the sum of its gradients; with `every=1` nothing."""
 
 import jax
 

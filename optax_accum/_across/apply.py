@@ -1,4 +1,4 @@
-"""Owns the micro-step whose update is applied where it is made: `apply_gradients`."""
+"""`apply_gradients`: a micro-step that updates the parameters, too."""
 
 from typing import Any
 

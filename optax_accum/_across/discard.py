@@ -1,4 +1,4 @@
-"""Leaving a window: what has been added so far is given up."""
+"""`discard_window`: gives up what a window has added so far."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Owns what the sum of a window is divided by: its weight, or nothing. A table, like that of policies."""
+"""What the sum of a window is divided by: a table of two rows, mean and sum."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Owns the call of the inner optimizer: what it is given, in which dtypes, what it may return. Knows no window."""
+"""The call of the inner optimizer: its arguments, their dtypes, and what it may return."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

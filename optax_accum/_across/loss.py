@@ -1,4 +1,4 @@
-"""Owns one micro-batch of a loss across calls: weighed, differentiated, and added where its gradient arises."""
+"""One micro-batch of a loss across calls: weighed, differentiated, added to the accumulator."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a window in flight says of its gradients, for logs."""
+"""`mean_grads`: the mean gradient of the window so far, for logs."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Owns the way from `optax.MultiSteps`: its state, in the middle of a window or not, as one of ours."""
+"""From a state of `optax.MultiSteps` to one of ours, in mid-window too."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Owns the question how noisy the gradients of a run are, asked of its state."""
+"""The noise scale of the gradients, read from the state."""
 
 from optax_accum._core.state import find_state
 from optax_accum._core.types import Tree

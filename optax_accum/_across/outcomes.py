@@ -1,4 +1,4 @@
-"""Owns the outcomes of a micro-step: hold or emit, and the state after either. Adds no gradient."""
+"""The two outcomes of a micro-step, hold and emit, and the state after each."""
 
 import functools
 from collections.abc import Callable, Mapping

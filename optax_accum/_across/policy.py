@@ -1,4 +1,4 @@
-"""Owns what becomes of a micro-batch that is not finite: a table, and one entry for callables. Knows no window."""
+"""What happens to a micro-batch that is not finite: a table of policies, and one entry for callables."""
 
 import inspect
 from collections.abc import Callable

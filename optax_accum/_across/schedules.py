@@ -1,4 +1,4 @@
-"""Owns the question when a window closes: a table of schedules, one for each kind of `every`. Adds no gradient."""
+"""When a window closes: a table of schedules, one for each kind of `every`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

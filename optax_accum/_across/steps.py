@@ -1,4 +1,4 @@
-"""Owns one call of a train step: a micro-batch is differentiated, and its optimizer says what becomes of it."""
+"""One call of a train step: differentiate a micro-batch, then let the optimizer hold or update."""
 
 import dataclasses
 import functools

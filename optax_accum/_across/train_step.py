@@ -1,4 +1,4 @@
-"""Owns a whole micro-step across calls: a loss differentiated, its gradient added in place, the update applied."""
+"""`value_and_apply_gradients`: a micro-step that differentiates the loss, adds in place and updates."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Owns accumulation across calls as an Optax transformation: `accumulate_gradients`."""
+"""`accumulate_gradients`: accumulation across calls as an Optax transformation."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Owns the micro-step: a micro-batch joins its window, which holds or emits. Knows neither devices nor policies."""
+"""The micro-step: a micro-batch joins its window, which then holds or emits."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Owns the checks of functions and optimizers that users pass: is it one, does it take what it will be given."""
+"""Checks of functions and optimizers that users pass, and of the arguments that these take."""
 
 import functools
 import inspect

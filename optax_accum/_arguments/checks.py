@@ -1,4 +1,4 @@
-"""Owns the checks of what users pass: each says the rule, the value and the remedy. Computes nothing."""
+"""Checks of values that users pass. Each error says the rule, the value and the remedy."""
 
 import math
 import operator

@@ -1,4 +1,4 @@
-"""Owns how numbers of things are written: one row, two rows. Knows no thing."""
+"""Numbers of things in words: one row, two rows."""
 
 
 def counted(number: int, noun: str) -> str:

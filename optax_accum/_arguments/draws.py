@@ -1,4 +1,4 @@
-"""Owns which random numbers a function draws from a key that is not among its arguments. Runs nothing."""
+"""Which random numbers a function draws from a key that is not among its arguments."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns the checks of what functions of users return: each says the rule, the value and the remedy."""
+"""Checks of what functions of users return. Each error says the rule, the value and the remedy."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Owns the roles of arguments: which hold the batch, a key, a carry, and which stay whole. Cuts nothing."""
+"""The roles of arguments: which hold the batch, a key or a carry, and which stay whole."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Owns the rows of a batch: how many there are, which leaves have them, which belong together. Cuts nothing."""
+"""The rows of a batch: how many there are, which leaves have them, which belong together."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns what a function takes, as far as its signature tells. Calls no function."""
+"""The parameters of a function, read from its signature."""
 
 import dataclasses
 import inspect

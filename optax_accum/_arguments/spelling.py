@@ -1,4 +1,4 @@
-"""Owns misspelt arguments: a `weight` or a `flush` that would pass for an argument of the inner optimizer."""
+"""Misspelt arguments: a `weight` or a `flush` that would pass for one of the inner optimizer's."""
 
 import inspect
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Owns the lengths that rows are padded to, and how many rows of each length a micro-batch takes."""
+"""The lengths that rows are padded to, and how many rows of each length a micro-batch takes."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Owns micro-batches of rows of different lengths: gathers them, undoes their order, says how full they are."""
+"""Micro-batches of rows of different lengths: gathered, put back in order, and how full they are."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Owns cutting by tokens: which rows go together, on which device. Runs no model."""
+"""Packing by tokens: which rows go together, on which device."""
 
 import itertools
 from collections.abc import Callable, Sequence

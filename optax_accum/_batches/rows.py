@@ -1,4 +1,4 @@
-"""Owns what fits: how a batch is split over micro-batches and devices. Runs no model."""
+"""How a global batch is split over micro-batches and devices."""
 
 import dataclasses
 

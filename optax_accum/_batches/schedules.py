@@ -1,4 +1,4 @@
-"""Owns windows that grow: schedules for `every` by what has been trained on, and by the noise of gradients."""
+"""Windows that grow: schedules for `every` by samples seen, by weight, and by gradient noise."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Owns how the compilers of accelerators that are not here are asked, in each version of JAX. Knows no accelerator."""
+"""How the compiler of an absent accelerator is called, for each version of JAX."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""Owns the reading of a compiled program: which collectives stand where. Runs nothing."""
+"""The collectives of a compiled program: which, where, how often."""
 
 import dataclasses
 import math

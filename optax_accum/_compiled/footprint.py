@@ -1,4 +1,4 @@
-"""Owns what one step needs: the bytes that its compiler counts, its largest product. Chooses nothing."""
+"""What one step needs: bytes, as the compiler counts them, and the largest product."""
 
 import dataclasses
 import hashlib

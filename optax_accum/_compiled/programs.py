@@ -1,4 +1,4 @@
-"""Owns the text of a program, compiled or lowered: its computations, what they call, how often. Knows no cost."""
+"""The text of a program, compiled or lowered: its computations, their calls, how often each runs."""
 
 import dataclasses
 import functools

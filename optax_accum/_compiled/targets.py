@@ -1,4 +1,4 @@
-"""Owns accelerators that need not be here: their devices to compile for, and their memory. Runs nothing."""
+"""Accelerators that need not be here: devices to compile for, and their memory."""
 
 import dataclasses
 import importlib.metadata

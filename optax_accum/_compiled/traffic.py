@@ -1,4 +1,4 @@
-"""Owns the bytes that a compiled program moves through the device's memory. Runs nothing, times nothing."""
+"""The bytes that a compiled program moves through the device's memory."""
 
 import dataclasses
 import re

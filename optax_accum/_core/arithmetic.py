@@ -1,4 +1,4 @@
-"""Owns the arithmetic of an accumulator: zeros, add, scale. Knows no counters, batches or meshes."""
+"""The arithmetic of an accumulator: zeros, add, scale."""
 
 import functools
 import operator

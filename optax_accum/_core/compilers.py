@@ -1,4 +1,4 @@
-"""Owns what versions of JAX and compilers do differently: each difference once, and what is done instead.
+"""Where versions of JAX and its compilers differ: each difference once, with the workaround.
 
 Nobody else compares a version or asks whether JAX has a name, but who asks the compilers of absent accelerators
 (`_compiled.absent`). `benchmarks/_quirks.py` says why each stands here.

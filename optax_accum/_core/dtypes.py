@@ -1,4 +1,4 @@
-"""Owns dtypes: those of sums, those that options name, those of gradients that are none. Adds nothing."""
+"""Dtypes: of sums, of options, and of gradients by integers (float0)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Owns the equations of a traced program: which there are, what they take, what they are. Runs none."""
+"""The equations of a traced program: operands, results, nested programs."""
 
 from collections.abc import Iterator
 from typing import Any

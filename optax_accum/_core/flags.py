@@ -1,4 +1,4 @@
-"""Owns flags: a Python bool where it is known when tracing, an array where only the running program knows it."""
+"""Flags: a Python bool where tracing knows it, an array where only the running program does."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Owns the leaves of trees: which are arrays or keys, where they stand, how errors describe them. Knows no roles."""
+"""The leaves of trees: arrays, keys, their paths, and how errors describe them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

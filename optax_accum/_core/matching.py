@@ -1,4 +1,4 @@
-"""Owns the question whether two trees belong together: gradients, parameters and the state. Adds nothing."""
+"""Whether two trees belong together: gradients, parameters, the state."""
 
 from typing import Any
 

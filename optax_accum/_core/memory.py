@@ -1,4 +1,4 @@
-"""Owns what lies in the memory of the host: moved to the device where it is used, and back."""
+"""Arrays in the host's memory: moved to the device for use, and back."""
 
 import jax
 

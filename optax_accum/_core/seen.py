@@ -1,4 +1,4 @@
-"""Owns the count of all that windows have trained on, exact where a float32 would stall. Knows no gradient."""
+"""A count of all samples trained on, exact where a float32 would stall."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Owns the state of a window in flight and what is read from it. Adds nothing, decides nothing."""
+"""The state of a window in flight, and what is read from it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn

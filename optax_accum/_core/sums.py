@@ -1,4 +1,4 @@
-"""Owns weighted sums over a window: of mean arguments, metrics, moments of BatchNorm. All begin anew in one way."""
+"""Weighted sums over a window: mean arguments, metrics, moments of BatchNorm."""
 
 from typing import Any, NamedTuple
 

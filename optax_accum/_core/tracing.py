@@ -1,4 +1,4 @@
-"""Owns what is known while tracing: is a call traced, does JAX differentiate it, or run it over a batch."""
+"""Whether a call is traced, differentiated, or batched."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns what type hints call a tree, a weight, a flag, an index, a name and axes. Does nothing."""
+"""The types of type hints: a tree, a weight, a flag, an index, a name, axes."""
 
 from typing import Any
 

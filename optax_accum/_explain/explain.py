@@ -1,4 +1,4 @@
-"""What is found in a traced loss, before anything runs."""
+"""`explain`: what a traced loss tells, before anything runs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

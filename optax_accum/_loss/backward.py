@@ -1,4 +1,4 @@
-"""Owns the backward pass: a loss differentiated once, its gradient added inside that pass or after it."""
+"""The backward pass: a loss differentiated once, its gradient added inside that pass or after it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

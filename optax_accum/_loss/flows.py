@@ -1,4 +1,4 @@
-"""Owns what becomes of the gradient of each input of a traced program, read from its equations. Runs none."""
+"""Where the gradient of each input of a traced program comes from, read from its equations."""
 
 import collections
 import functools

@@ -1,4 +1,4 @@
-"""Owns the way of sinks through the equations of a traced loss: into which they go, beside the parameters.
+"""Sinks followed through the equations of a traced loss, beside their parameters.
 
 Where an equation is unknown, the parameter is used there: that is always right.
 """

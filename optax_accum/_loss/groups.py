@@ -1,4 +1,4 @@
-"""Owns groups of leaves, which are measured apart: their names, and the squared norm of each. Knows no noise."""
+"""Groups of leaves that are measured apart: their names, and the squared norm of each."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Owns how the gradients of a loss are added inside its backward pass: whether they are, and to what."""
+"""Whether gradients are added inside the backward pass, to which accumulator, and why not."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Owns what is measured of gradients: nothing, the weight of windows, or norms and noise. Knows no window or device."""
+"""What is measured of gradients: nothing, the weight of windows, or norms and noise."""
 
 import dataclasses
 import warnings

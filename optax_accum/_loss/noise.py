@@ -1,4 +1,4 @@
-"""Owns the estimates of gradient noise and signal: of one window, smoothed, as one number. Measures nothing."""
+"""Estimates of gradient noise and signal: of one window, smoothed, as one number."""
 
 from typing import Any, NamedTuple
 

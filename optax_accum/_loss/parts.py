@@ -1,4 +1,4 @@
-"""Owns what a loss returns beside the loss: what is auxiliary, and what it hands on. Differentiates nothing."""
+"""What a loss returns, taken apart: the loss, auxiliary outputs, the carry."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

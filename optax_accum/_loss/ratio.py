@@ -1,4 +1,4 @@
-"""Owns a loss whose denominator only the loss knows: sums and counts are added apart, and divided once."""
+"""`Ratio`: a loss whose denominator only the loss knows. Totals and counts are added apart, and divided once."""
 
 import dataclasses
 import functools

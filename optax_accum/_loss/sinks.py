@@ -1,4 +1,4 @@
-"""Owns sinks: what goes through a traced loss beside a parameter, unread, and takes its gradient where that arises.
+"""Sinks: values that go through a traced loss beside a parameter and receive its gradient where that arises.
 
 A sink goes through loops and functions as its parameter does, one slice beside each slice. Where the parameter is used,
 the backward pass hands over what its gradient is there, in the dtype of the sink. So a bfloat16 parameter has a float32

@@ -1,4 +1,4 @@
-"""Owns how much of its loss a micro-batch contributes: a closed family, one is chosen for a loss. Runs none."""
+"""How much of its loss a micro-batch contributes: one class for each kind of weight."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Owns what a run needs to go on: after a crash, on another number of devices, with all processes alike."""
+"""Resuming a run: after a crash, on another number of devices, with all processes in agreement."""
 
 import hashlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns sizes of memory: as people write them, and as they are printed; what is free here. Knows no program."""
+"""Sizes of memory: parsed, printed, and how much is free on this device."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Owns the picture of a plan: bars of bytes by kind against the limit. Computes nothing."""
+"""The picture of a plan: bars of bytes by kind, against the limit."""
 
 import math
 import textwrap

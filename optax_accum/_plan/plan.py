@@ -1,4 +1,4 @@
-"""Owns what a plan says: its table, its rows, its picture. Compiles nothing."""
+"""`Plan`: its table, its rows, its picture."""
 
 import dataclasses
 import textwrap

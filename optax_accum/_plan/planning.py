@@ -1,4 +1,4 @@
-"""Owns the plan: the fewest micro-batches that fit, of programs that are compiled and not run. Knows no model."""
+"""`plan_microbatches`: the fewest micro-batches that fit, asked of compiled programs that never run."""
 
 import importlib
 from collections.abc import Callable, Generator, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Owns the search for the fewest micro-batches that fit: by halving, where a line proposes. Compiles nothing."""
+"""The search for the fewest micro-batches that fit: by halving, where a line proposes."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Owns the builders of common steps: a loss and an optimizer, or anyone's train step, lowered for a target."""
+"""Builders of common steps: a loss and an optimizer, or a train step of the user's, lowered for a target."""
 
 import math
 import operator

@@ -1,4 +1,4 @@
-"""Owns one step that is planned, with one of the options: lowered, and compiled as a search proposes. Chooses none."""
+"""One planned step with one option: lowered once, compiled for each number of micro-batches tried."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Owns what a function that a space runs sees of it: a device with examples, keys and sums of its own."""
+"""A device as the function that a space runs sees it: its rows, its key, its partial sums."""
 
 import dataclasses
 import functools

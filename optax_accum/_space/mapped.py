@@ -1,4 +1,4 @@
-"""Owns what runs on each device: `jax.shard_map` over some axes of a mesh, all others left as they are."""
+"""`jax.shard_map` over some axes of a mesh, the others left to the partitioner."""
 
 import functools
 import re

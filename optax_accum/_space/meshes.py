@@ -1,4 +1,4 @@
-"""Owns the mesh: which axes it has, how a leaf is sharded over them. Adds nothing."""
+"""The mesh: its axes, and how a leaf is sharded over them."""
 
 import contextlib
 import math

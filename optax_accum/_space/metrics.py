@@ -1,4 +1,4 @@
-"""Owns the scalars worth logging of a state: of partial sums the total, wherever they live. Decides nothing."""
+"""`metrics`: the scalars of a state worth logging, as totals over devices."""
 
 import jax
 import jax.numpy as jnp

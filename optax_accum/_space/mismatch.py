@@ -1,4 +1,4 @@
-"""Owns what is said where a state or gradients do not fit the devices. Adds and places nothing."""
+"""Errors where a state or gradients do not fit the devices."""
 
 import jax
 import jax.numpy as jnp

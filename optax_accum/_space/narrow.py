@@ -1,4 +1,4 @@
-"""Owns sums over devices that cross the network in a narrow dtype: rounded once by each, added in their own dtype."""
+"""Sums over devices that cross the network in a narrow dtype: rounded once by each device, added in a wide one."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Owns how partial sums are made, placed and added on a mesh.
+"""How partial sums are made, placed and added on a mesh.
 
 A gradient that has not been reduced is a leaf [d, ...], one partial sum for each of the d devices along the reduced
 axes, each on its device. On every mesh that is an ordinary array: it passes jit boundaries and branches, can be added,

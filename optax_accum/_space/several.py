@@ -1,4 +1,4 @@
-"""Owns the partial sums of several devices: over a mesh, or in a `jax.shard_map` of the user.
+"""Partial sums of several devices: over a mesh, or in a `jax.shard_map` of the user.
 
 A tree of them has leaves [d, ...], one partial sum for each of the d devices along the axes, each on its device; inside
 `jax.shard_map` [1, ...], this device's own. Where their sum goes is a class: to all, to shards, or nowhere.

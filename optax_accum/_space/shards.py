@@ -1,4 +1,4 @@
-"""Owns the shard that one device keeps of a sum over devices, inside `jax.shard_map`: of a leaf, or slice by slice."""
+"""The shard that one device keeps of a sum over devices, inside `jax.shard_map`."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns what a space is asked: where partial sums live, and what their sum is. One device answers here.
+"""A space: where partial sums live, and how they are added. This one has a single device.
 
 A *partial sum* is what one device has of a sum.
 """

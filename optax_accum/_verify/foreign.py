@@ -1,4 +1,4 @@
-"""Owns what a step may carry that is not JAX's: NumPy's arrays, PyTorch's tensors and objects. Runs no step."""
+"""What a step may carry beside JAX's arrays: NumPy's arrays, PyTorch's tensors, objects."""
 
 import operator
 import sys

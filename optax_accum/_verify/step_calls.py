@@ -1,4 +1,4 @@
-"""Owns the runs of a train step, each from the same carry, and what is seen of them. Judges nothing."""
+"""Runs of a train step, each from the same carry, and what is seen of them."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""Owns what a step carries: its numbers, by path, its counters and keys. Knows no parameters, and compares nothing."""
+"""What a step carries: its numbers by path, counters, keys."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns how nearly a step's windows agree with those of the reference, beside what rounding does. Knows no fault."""
+"""How far windows are from the reference, compared with rounding."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Owns how a window's change is made of what each of its micro-batches alone would have changed. Knows no fault."""
+"""A window's change, explained by what each of its micro-batches alone would have changed."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Owns the table of the faults of a step, and the order in which they are asked for."""
+"""The table of a step's faults, in the order in which they are asked for."""
 
 import dataclasses
 

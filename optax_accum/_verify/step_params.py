@@ -1,4 +1,4 @@
-"""Owns which numbers of a carry are the parameters, and what in it mirrors them. Compares nothing."""
+"""Which numbers of a carry are parameters, and which mirror them (moments)."""
 
 import dataclasses
 import sys

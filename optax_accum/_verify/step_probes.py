@@ -1,4 +1,4 @@
-"""Owns one probe for each fault of a step that it shows in runs of its own. Each returns its evidence, or ""."""
+"""Probes, one for each fault that runs of its own reveal. Each returns its evidence, or an empty string."""
 
 import dataclasses
 from typing import NamedTuple

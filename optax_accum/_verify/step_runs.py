@@ -1,4 +1,4 @@
-"""Owns the windows of a step, whole and cut, and what each of them changed. Compares nothing."""
+"""The windows of a step, whole and cut, and what each of them changed."""
 
 import dataclasses
 import functools

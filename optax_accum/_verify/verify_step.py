@@ -1,4 +1,4 @@
-"""Owns the question whether a train step that accumulates keeps the law, and why not. Knows no framework."""
+"""`verify_step`: whether a train step that accumulates keeps the law, and if not, why."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

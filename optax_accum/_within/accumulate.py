@@ -1,4 +1,4 @@
-"""Owns any function of a batch, run one micro-batch after the other. Differentiates nothing."""
+"""`accumulate`: any function of a batch, run one micro-batch after the other."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Owns one call: its micro-batches differentiated one by one, and added up. Sees one device only."""
+"""One call on one device: its micro-batches differentiated one by one, and added up."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Owns the gradients of micro-batches on their way into one tree: added, in place or not, or replaced by new values."""
+"""Gradients of micro-batches added into one tree, in place or not; or replaced by the last."""
 
 from typing import Any
 

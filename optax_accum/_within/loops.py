@@ -1,4 +1,4 @@
-"""Owns the order in which micro-batches are added: in a loop, or one by one. Those of weight zero are not run."""
+"""The loop over micro-batches: a scan, or one by one. Those of weight zero are not run."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Any function of a batch, computed micro-batch by micro-batch from its traced program, exactly."""
+"""`microbatched`: a function of a batch, computed exactly, micro-batch by micro-batch, from its traced program."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Owns a forward pass in micro-batches, run again in the backward pass: of an encoder, of a layer. Knows no loss."""
+"""`microbatched_apply`: a forward pass in micro-batches that the backward pass runs again."""
 
 import functools
 from collections.abc import Callable, Sequence

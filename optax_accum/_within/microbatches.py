@@ -1,4 +1,4 @@
-"""Owns the micro-batches of one call: the call of `fun` for each, in their order. Differentiates nothing."""
+"""The micro-batches of one call: the call of `fun` for each, in their order."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Owns outputs: how those of the micro-batches become those of the batch. Knows no losses, no gradients."""
+"""How outputs of micro-batches become those of the batch: a table of reductions."""
 
 import functools
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Owns values that all micro-batches share: the gradient of a narrow one (bfloat16) is a sum, so it is in float32."""
+"""Values that all micro-batches share: the gradient of a narrow one (bfloat16) is added in float32."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Owns the cut: which rows are in which micro-batch. Weighs nothing, runs no loss."""
+"""The cut: which rows are in which micro-batch."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""The value and the gradient of a batch within a call, micro-batch by micro-batch. Knows no optimizer."""
+"""`value_and_grad`: value and gradient of a batch, micro-batch by micro-batch."""
 
 import functools
 from collections.abc import Callable, Sequence

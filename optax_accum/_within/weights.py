@@ -1,4 +1,4 @@
-"""Owns how much each micro-batch of a call counts, known from the data before the first is run. Runs no loss."""
+"""How much each micro-batch of a call counts, known from the data before the first one runs."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns the running statistics of BatchNorm: those of a cut batch become those of the whole one. Knows no model."""
+"""Running statistics of BatchNorm: of micro-batches, merged into those of the batch."""
 
 import numbers
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Owns what `flax.serialization` saves and restores of a train state, and what it refuses. Knows no file format."""
+"""What `flax.serialization` saves and restores of a train state, and what it refuses."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns the Linen state: that of Flax with a window, which steps once per update. Cuts no batch."""
+"""Linen's `TrainState` with a window; it steps once per update."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Owns the Linen train step: micro-batches within the call, windows across calls. Knows no optimizer."""
+"""Linen's train step: micro-batches within the call, windows across calls."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Owns float16: a loss scale that is divided out once per update and moves once per window."""
+"""float16: a loss scale that is divided out once per update and moves once per window."""
 
 from typing import Any, cast
 

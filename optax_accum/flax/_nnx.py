@@ -1,4 +1,4 @@
-"""Owns the gradient of an NNX module within a call. Knows no optimizer."""
+"""The gradient of an NNX module within a call."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Owns how a compiled step reaches the variables of a model and an optimizer. Knows nothing of what the step does."""
+"""How a compiled step reaches the variables of a model and an optimizer."""
 
 import functools
 import weakref

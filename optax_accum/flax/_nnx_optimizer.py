@@ -1,4 +1,4 @@
-"""Owns the NNX optimizer with a window, which steps the model once per update. Cuts no batch."""
+"""NNX's optimizer with a window; it steps the model once per update."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns what stands in a model and an optimizer, and whether it still stands there. Knows no step."""
+"""The variables of a model and an optimizer, and whether they still stand where they stood."""
 
 import operator
 from itertools import chain

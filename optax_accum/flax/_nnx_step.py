@@ -1,4 +1,4 @@
-"""Owns the NNX train step: micro-batches within the call, windows across calls. Knows no statistics."""
+"""NNX's train step: micro-batches within the call, windows across calls."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Owns what is asked of an NNX model: its running statistics, random streams, variables. Knows no gradient."""
+"""An NNX model's running statistics, random streams and variables."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns what versions of Flax do differently: each difference once. Nobody else asks for a version or a name of Flax."""
+"""Where versions of Flax differ: each difference once."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Owns what is summed over a window beside the gradients: metrics, and statistics. Knows neither Linen nor NNX."""
+"""What a window sums beside gradients: metrics and statistics, for Linen and NNX."""
 
 import dataclasses
 import difflib
