@@ -1,6 +1,7 @@
 """One micro-batch of a loss across calls: weighed, differentiated, added to the accumulator."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,16 +95,18 @@ class Loss:
         if acc is None or (not inside and (self.meter.measures or weighing.weight is None)):
             backward, (loss, value, weight) = run(None)
             return Done(loss, value, weight, backward.gradient())  # the window adds it, and measures it
-        how: dict[str, Any] = {"first": index == 0, "inside": inside, "vary": device.vary}
-        if finish is not None:
-            acc, squares, (loss, value, counted) = add_last(acc, run, weighing.weight, finish=finish, **how)
+        add = functools.partial(add_to, first=index == 0, inside=inside, vary=device.vary, together=together)
+        if inside and finish is not None:
+            acc, squares, (loss, value, counted) = add_last(
+                acc, run, weighing.weight, index == 0, inside=inside, finish=finish, vary=device.vary
+            )
             weight = counted if weighing.weight is None else weighing.weight
         elif weighing.weight is not None:
             weight = weighing.weight
-            acc, squares, (loss, value, _) = add_to(acc, run, weight, together=together, **how)
+            acc, squares, (loss, value, _) = add(acc, run, weight)
         else:
             backward, (loss, value, weight) = run(inside)  # a Ratio tells how much it counts when it has been run
-            acc, squares, _ = add_to(acc, lambda _: (backward, None), weight, together=together, **how)
+            acc, squares, _ = add(acc, lambda _: (backward, None), weight)
         measured = self.meter.by_group(at_leaves(params, squares)) if squares else None
         reduced = None if finish is None else Reduced(device.local_parts(acc))
         return Done(loss, value, weight, Added(acc, measured, reduced))

@@ -19,10 +19,10 @@ LEFT = "acc_grads"  # of these, the one whose memory the sum of a closed window 
 
 
 class Outcome(NamedTuple):
-    """Builds the result of a micro-step beside the state: `emitted(updates)` or `held(emit)`."""
+    """What a micro-step returns beside the state: `of_updates(updates)`, or `of_none(emit)` if it only accumulates."""
 
-    emitted: Callable[[Tree], Tree]
-    held: Callable[[Callable[[], Any]], Tree]
+    of_updates: Callable[[Tree], Tree]
+    of_none: Callable[[Callable[[], Any]], Tree]
 
 
 class Closing(NamedTuple):

@@ -14,7 +14,7 @@ from optax_accum._across import accumulator, outcomes, schedules
 from optax_accum._across.apply import apply_gradients
 from optax_accum._across.inner import check_extra_args, is_data, unread
 from optax_accum._across.loss import Added, Done, Loss
-from optax_accum._across.window import MicroBatch, Rules, check_state, micro_step, weighed
+from optax_accum._across.window import MicroBatch, WindowRules, check_state, micro_step, weighed
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.signature import signature_of
@@ -148,7 +148,7 @@ class Step:
 class AccumulatingStep(Step):
     """A micro-step: the gradient is added to the window, where it arises if it can be."""
 
-    rules: Rules
+    rules: WindowRules
 
     def inner_state(self, state: AccumulationState) -> Tree:
         return state.inner_opt_state

@@ -10,7 +10,7 @@ from optax_accum._across import outcomes, policy
 from optax_accum._across.divisor import as_divisor
 from optax_accum._across.inner import check_accumulates_once, check_no_lookahead
 from optax_accum._across.schedules import Every, as_schedule
-from optax_accum._across.window import MicroBatch, Rules, micro_step, weighed
+from optax_accum._across.window import MicroBatch, WindowRules, micro_step, weighed
 from optax_accum._arguments import callables, checks
 from optax_accum._core import dtypes
 from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
@@ -171,7 +171,7 @@ def accumulate_gradients(
       accuracy of floating point summation*, SIAM J. Sci. Comput. 14 (1993).
     """
     optimizer, schedule, divisor = callables.as_transformation(inner), as_schedule(every), as_divisor(reduction)
-    rules = Rules(
+    rules = WindowRules(
         inner=optimizer,
         schedule=schedule,
         divisor=divisor,
@@ -203,7 +203,7 @@ def accumulate_gradients(
 class Accumulating(optax.GradientTransformationExtraArgs):
     """A gradient transformation that also carries its rules: the result of `accumulate_gradients`."""
 
-    rules: Rules | None = None  # `tx._replace(...)` has none, and is an optimizer like any other
+    rules: WindowRules | None = None  # `tx._replace(...)` has none, and is an optimizer like any other
 
     @property
     def has_updated(self) -> NoReturn:
@@ -224,7 +224,7 @@ class Accumulating(optax.GradientTransformationExtraArgs):
         init: Callable[[Tree], AccumulationState]  # type: ignore[assignment]
 
 
-def rules_of(tx: Any) -> Rules | None:
+def rules_of(tx: Any) -> WindowRules | None:
     """Returns the rules of a transformation that `accumulate_gradients` made, else None."""
     return tx.rules if isinstance(tx, Accumulating) else None
 
@@ -235,7 +235,7 @@ def axes_of(tx: Any) -> Axes:
     return rules.devices.axes if rules else ()
 
 
-def _init(rules: Rules, params: Tree) -> AccumulationState:
+def _init(rules: WindowRules, params: Tree) -> AccumulationState:
     check_arrays("Parameters", params, NOT_ARRAYS)
     check_no_lookahead(params)
     space = here(rules.devices)
@@ -258,7 +258,7 @@ def _init(rules: Rules, params: Tree) -> AccumulationState:
 
 
 def update(
-    rules: Rules,
+    rules: WindowRules,
     outcome: Callable[[Space, Any], outcomes.Outcome],
     /,
     grads: Tree,

@@ -27,7 +27,7 @@ from optax_accum._space.space import Reduced, Space
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class WindowRules:
     """The options of `accumulate_gradients`, each as the object that answers for it."""
 
     inner: optax.GradientTransformationExtraArgs
@@ -71,14 +71,14 @@ class Window(NamedTuple):
         return self.state if left is None else self.accumulator.with_sum(self.state, left)
 
 
-def weighed(rules: Rules, space: Space, weight: Any, state: AccumulationState) -> Weight:
+def weighed(rules: WindowRules, space: Space, weight: Any, state: AccumulationState) -> Weight:
     """Takes a weight through the door: a share of it for each device where a mean is taken."""
     check_state(state)
     return space.weight(weight, state.weight, spread=rules.divisor.is_mean)
 
 
 def micro_step(
-    rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None, outcome: Outcome
+    rules: WindowRules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None, outcome: Outcome
 ) -> tuple[Tree, AccumulationState]:
     """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
     like = checked(rules, space, batch, state, params)
@@ -86,8 +86,8 @@ def micro_step(
     weight = lambda: space.total(window.weight)
     closes = rules.schedule.due(window.state, weight, window.counts, batch.flush)
     verdict = lambda: judged(rules, space, batch, state, window)
-    emit = lambda: emitted(rules, space, window, like, params, batch.extra_args, outcome)
-    hold = lambda: held(space, window, outcome, emit)
+    emit = lambda: close(rules, space, window, like, params, batch.extra_args, outcome)
+    hold = lambda: leave_open(space, window, outcome, emit)
     alike = lambda new: inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
     costly = rules.policy.reads or space.communicates
     (result, fields), closing = outcomes.emit_or_hold(closes, verdict, emit, hold, costly=costly, alike=alike)
@@ -95,7 +95,7 @@ def micro_step(
 
 
 @jax.named_scope("optax_accum.add")
-def join(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
+def join(rules: WindowRules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Window:
     """Adds the micro-batch to its window, unless the policy leaves it out."""
     skip, info = rules.policy.screen(space, batch.grads, batch.weight, state, params)
     counts = flags.negated(skip) if rules.policy.waits else True
@@ -132,7 +132,7 @@ def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight:
 
 
 @jax.named_scope("optax_accum.add")
-def judged(rules: Rules, space: Space, batch: MicroBatch, before: AccumulationState, window: Window) -> Closing:
+def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: AccumulationState, window: Window) -> Closing:
     """Returns what becomes of a window that closes: can its sum be divided, and does its policy accept it."""
     divides = rules.divisor.divides(space.total(window.weight))
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
@@ -145,8 +145,8 @@ def judged(rules: Rules, space: Space, batch: MicroBatch, before: AccumulationSt
 
 
 @jax.named_scope("optax_accum.emit")
-def emitted(
-    rules: Rules,
+def close(
+    rules: WindowRules,
     space: Space,
     window: Window,
     like: Tree,
@@ -161,14 +161,14 @@ def emitted(
     state = window.state
     weight = space.total(window.weight)
     total, left = space.reduced(window.total)
-    gradient = arithmetic.emitted(total, like, rules.divisor.factor(weight), rules.emit_dtype)
+    gradient = arithmetic.divided(total, like, rules.divisor.factor(weight), rules.emit_dtype)
     extra_args = {**extra_args, **_grad_of_window(extra_args, gradient, like)}
     learnt = rules.meter.learn(state, space.total(state.samples), total, weight)
     extra_args = {**extra_args, **outcomes.mean_args(space, state.mean_args, extra_args)}
     params = None if params is None else space.shard(params)
     updates, inner_opt_state = inner.update(rules.inner, gradient, like, state.inner_opt_state, params, extra_args)
     fields = outcomes.fields_of(state) | learnt | left | {"inner_opt_state": inner_opt_state}
-    return outcome.emitted(updates), fields
+    return outcome.of_updates(updates), fields
 
 
 def _grad_of_window(extra_args: Mapping[str, Any], gradient: Tree, like: Tree) -> dict[str, Tree]:
@@ -182,11 +182,11 @@ def _grad_of_window(extra_args: Mapping[str, Any], gradient: Tree, like: Tree) -
 
 
 @jax.named_scope("optax_accum.hold")
-def held(
+def leave_open(
     space: Space, window: Window, outcome: Outcome, emit: Callable[[], tuple[Tree, dict[str, Any]]]
 ) -> tuple[Tree, dict[str, Any]]:
     """Returns the result of a window that goes on, and its state fields, unchanged."""
-    return outcome.held(emit), outcomes.fields_of(window.state) | space.held(window.total)
+    return outcome.of_none(emit), outcomes.fields_of(window.state) | space.held(window.total)
 
 
 def check_state(state: Any) -> None:
@@ -208,7 +208,7 @@ def check_state(state: Any) -> None:
         )
 
 
-def checked(rules: Rules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Tree:
+def checked(rules: WindowRules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Tree:
     """Raises for what does not fit the state; returns leaves of the shapes and dtypes of the gradient of the whole."""
     if batch.added is None:
         accumulator_of(state).check(rules.schedule, state, batch.grads)

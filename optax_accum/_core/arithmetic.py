@@ -63,7 +63,7 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: Flag, skip: Flag =
     return jax.tree.map(add_leaf, grads, acc)
 
 
-def emitted(acc: Tree, grads: Tree, factor: Weight, dtype: jnp.dtype | str | None) -> Tree:
+def divided(acc: Tree, grads: Tree, factor: Weight, dtype: jnp.dtype | str | None) -> Tree:
     """Returns `acc * factor` in the dtype named, the accumulator's by default, or in that of the gradients.
 
     A mean is a product with one reciprocal: dividing each leaf by a traced scalar would not fuse into the optimizer.

@@ -141,12 +141,12 @@ def add_last(
     sum. Where only a loss that has run tells its weight, `weight` is None, and comes last of what `run` returns.
     """
     refs = jax.tree.map(jax.new_ref, compilers.zeroed(acc, first))
-    told: Any = jax.new_ref(vary(jnp.array(True))) if weight is None else flags.known(weight != 0)
-    backward, returned = run(inside.last(jax.tree.leaves(refs), finish, told))
+    counts_ref: Any = jax.new_ref(vary(jnp.array(True))) if weight is None else flags.known(weight != 0)
+    backward, returned = run(inside.last(jax.tree.leaves(refs), finish, counts_ref))
     actual = returned[-1] if weight is None else weight
     counts = flags.known(actual != 0)
     if weight is None:  # the loss has run, the backward pass has not
-        told[...] = counts
+        counts_ref[...] = counts
     squares = _where(counts, backward.add_to(jax.tree.leaves(refs), actual))
     if weight is not None:  # what was known to weigh nothing has no loss, as if it had not run
         returned = _where(counts, returned)

@@ -11,7 +11,7 @@ from optax_accum._verify.step_errors import StepErrors
 from optax_accum._verify.step_explanations import Change
 from optax_accum._verify.step_probes import Off, Other, window_of
 from optax_accum._verify.step_runs import Rows, mean
-from optax_accum._verify.step_windows import Second, Window
+from optax_accum._verify.step_windows import Second, WindowView
 
 SHARED_KEY = Fault(
     "shared key",
@@ -252,7 +252,7 @@ def _of_second(runs: StepErrors) -> Cause | None:
     return _cause(windows.explained_second(second))
 
 
-def _explained(window: Window) -> Cause | None:
+def _explained(window: WindowView) -> Cause | None:
     return _cause(windows.explained(window))
 
 

@@ -12,15 +12,15 @@ from optax_accum._verify.step_carries import Numbers, Path
 from optax_accum._verify.step_errors import LONG, StepErrors
 from optax_accum._verify.step_explanations import Change, Explanations
 from optax_accum._verify.step_runs import Rows, mean
-from optax_accum._verify.step_windows import Window, one_after_another
+from optax_accum._verify.step_windows import WindowView, one_after_another
 
 BLIND = 0.1  # the error that must be seen
 
 
-def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str] | None = None) -> Window:
+def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str] | None = None) -> WindowView:
     """Returns what a window changed, with what is asked of the runs."""
     linear = e.linear if linear is None else linear
-    return Window(e, runs.rooted(mean(found)), linear, lambda: normalised(runs), lambda: rounded(runs), runs.leads)
+    return WindowView(e, runs.rooted(mean(found)), linear, lambda: normalised(runs), lambda: rounded(runs), runs.leads)
 
 
 # At which calls the parameters move.
@@ -121,7 +121,7 @@ class Other(NamedTuple):
     parts: Rows
     last: bool
     moved: bool  # whether it moved the parameters
-    w: Window
+    w: WindowView
 
 
 def stays_open(o: Other, *, somehow: bool = False) -> str:

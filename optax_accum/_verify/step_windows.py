@@ -17,7 +17,7 @@ CLIPPED = "each is clipped, or normalised, before it is added"
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class WindowView:
     """What a window changed, beside what its micro-batches would have changed. Asked once for what takes runs."""
 
     e: Explanations
@@ -49,7 +49,7 @@ class Window:
         yield from filter(None, (self.e.factor(self.found, slot) for slot in self.gradients))
 
     @functools.cached_property
-    def unclipped(self) -> "Window | None":
+    def unclipped(self) -> "WindowView | None":
         """The same without the entries that a clip by value holds, if what is wrong shows in the others."""
         if (seen := self.e.unclipped(self.found)) is None:
             return None
@@ -57,7 +57,7 @@ class Window:
         window = dataclasses.replace(self, e=e, found=found, linear=e.linear, one_by_one=None, averaged=None)
         return window if window.linear and not window.right else None
 
-    def nearer(self) -> "Window | None":
+    def nearer(self) -> "WindowView | None":
         """Returns the same, looked at from as near as tells it from the whole batch's, unless that is rounding."""
         near = max(self.e.fine, self.e.far(self.found, self.e.whole, self.linear) / 4)
         if self.e.few or near >= self.e.near:
@@ -66,7 +66,7 @@ class Window:
         return dataclasses.replace(self, e=e, linear=e.linear)
 
 
-def explained(w: Window) -> Said | None:
+def explained(w: WindowView) -> Said | None:
     """Returns the fault that explains a window best, if one does."""
     if w.e.silent:
         return None
@@ -80,7 +80,7 @@ def explained(w: Window) -> Said | None:
     return next(iter(near), None) or next(fitted(w), None) or (w.unclipped and explained(w.unclipped))
 
 
-def _beside_the_gradient(w: Window) -> Iterator[Said]:
+def _beside_the_gradient(w: WindowView) -> Iterator[Said]:
     """Yields what makes a window wrong whose gradient is nearly right."""
     if says := rate(w):
         yield "optimizer at each micro-step", says
@@ -91,7 +91,7 @@ def _beside_the_gradient(w: Window) -> Iterator[Said]:
         yield "coupled examples", w.coupling()
 
 
-def foretold(w: Window) -> Iterator[Foretold]:
+def foretold(w: WindowView) -> Iterator[Foretold]:
     """Yields what the faults foretell, the plainest fault first."""
     e, k = w.e, len(w.e.parts)
     for kind, n in (("only the first gradient", 0), ("only the last gradient", -1)):
@@ -118,21 +118,21 @@ def foretold(w: Window) -> Iterator[Foretold]:
             yield "not emptied", distance, "The sum of the window before is in this one, too."
 
 
-def one_after_another(w: Window) -> Iterator[Foretold]:
+def one_after_another(w: WindowView) -> Iterator[Foretold]:
     """Yields what an update for each micro-batch makes."""
     if w.one_by_one is not None:
         says = f"What came out is {len(w.e.parts)} updates, one for each micro-batch, one after the other."
         yield "optimizer at each micro-step", w.e.far(w.found, w.one_by_one, ["params"]), says
 
 
-def in_the_mean(w: Window) -> Iterator[Foretold]:
+def in_the_mean(w: WindowView) -> Iterator[Foretold]:
     """Yields what the mean of an update for each micro-batch makes, unless the optimizer keeps nothing between them."""
     if w.averaged is not None and w.e.far(updates := w.averaged(), w.e.mean, ["params"]) >= w.e.near:
         says = f"What came out is the mean of {len(w.e.parts)} updates, one for each micro-batch."
         yield "optimizer at each micro-step", w.e.far(w.found, updates, ["params"]), says
 
 
-def why_a_mean(w: Window, slots: list[str]) -> Said | None:
+def why_a_mean(w: WindowView, slots: list[str]) -> Said | None:
     """Returns why the plain mean over the micro-batches is not the whole batch's change."""
     e = w.e
     if says := w.coupling():
@@ -155,7 +155,7 @@ def _positive(e: Explanations, fit: tuple[list[float], float]) -> bool:
     return fit[1] < e.near and min(fit[0]) > -e.near
 
 
-def fitted(w: Window) -> Iterator[Said]:
+def fitted(w: WindowView) -> Iterator[Said]:
     """Yields what is read off one fit of the micro-batches' changes, where nothing was foretold."""
     e, near, k = w.e, w.e.near, len(w.e.parts)
     if says := rate_alone(w):
@@ -186,13 +186,13 @@ def fitted(w: Window) -> Iterator[Said]:
         yield "coupled examples", w.coupling()
 
 
-def _divisor(w: Window, factor: float) -> str:
+def _divisor(w: WindowView, factor: float) -> str:
     """Returns the name of a wrong factor; behind a clip that acts, dividing twice loses less than k times."""
     clipped = any(sum(w.e.combined(slot)[0]) > 1 + w.e.near for slot in w.linear)
     return "divided twice" if clipped and factor < 1 else "wrong divisor"
 
 
-def rate(w: Window) -> str:
+def rate(w: WindowView) -> str:
     """The parameters change by a multiple of what they should, and the gradient is right."""
     factor = w.e.factor(w.found, "params", decay=False)
     if not factor or abs(factor - 1) < w.e.near:
@@ -200,7 +200,7 @@ def rate(w: Window) -> str:
     return f"The gradient is right, its update {factor:.4g} times what it is to be: does the rate count micro-steps?"
 
 
-def rate_alone(w: Window) -> str:
+def rate_alone(w: WindowView) -> str:
     """The same without first moments, which tell: sums and means have other factors, and second moments are wrong."""
     others = [slot for slot in w.e.slots if slot != "params"]
     alone = w.linear == ["params"] or (bool(others) and not w.linear)

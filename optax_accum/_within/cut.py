@@ -21,7 +21,7 @@ from optax_accum._space.device import Device
 from optax_accum._space.space import Reduced
 from optax_accum._within import gradients, microbatches, reductions, weights
 from optax_accum._within.microbatches import Alive, MicroBatches, Turn
-from optax_accum._within.rules import Rules
+from optax_accum._within.rules import CallRules
 
 AGAIN = (
     "What value_and_grad returns is not differentiated again through jit or jax.checkpoint, where gradients are added "
@@ -44,7 +44,7 @@ class Sums(NamedTuple):
 class Cut:
     """One call: its micro-batches, how they are weighed, and what `fun` will return for each."""
 
-    rules: Rules
+    rules: CallRules
     micro_batches: MicroBatches
     weighing: ByShare
     alive: Alive
@@ -60,8 +60,9 @@ class Cut:
     def add_up(self) -> tuple[Sums, Tree]:
         """Adds up what the micro-batches contribute; beside the sums comes the last carry."""
         refs, sums = self.start()
-        order = {"static": self.static, "last_apart": self.overlaps}
-        sums, carry = self.micro_batches.in_order(functools.partial(self.add, refs), sums, self.alive, **order)
+        add = functools.partial(self.add, refs)
+        in_order = self.micro_batches.in_order
+        sums, carry = in_order(add, sums, self.alive, static=self.static, last_apart=self.overlaps)
         return self.finish(refs, sums), carry
 
     def start(self) -> tuple[gradients.Leaves, Sums]:
@@ -135,7 +136,7 @@ class Cut:
         return meter.sample(samples, by_group, self.weighing.of_sample(loss, index) / self.scale**2, False)
 
 
-def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
+def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     """Cuts the batch of a call on one device; `again` says that the sums are to be differentiated again."""
     checks.check_differentiable(call[call.params])
     call = device.localized(call, call.params)
@@ -166,13 +167,23 @@ def cut(rules: Rules, device: Device, call: Call, again: bool) -> Cut:
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(AGAIN)
     inside_all = inside is not None and set(jax.tree.leaves(kinds)) == {"mean"}
-    needs = None if inside_all else "gradients that are added inside the backward pass"
-    overlaps = device.overlaps(empty, needs)
-    how: dict[str, Any] = {"static": static, "inside": inside, "overlaps": overlaps, "scale": scale}
-    return Cut(rules, micro_batches, weighing, alive, shapes, outputs, empty, kinds, **how)
+    return Cut(
+        rules=rules,
+        micro_batches=micro_batches,
+        weighing=weighing,
+        alive=alive,
+        shapes=shapes,
+        outputs=outputs,
+        empty=empty,
+        kinds=kinds,
+        static=static,
+        inside=inside,
+        overlaps=device.overlaps(empty, None if inside_all else "gradients that are added inside the backward pass"),
+        scale=scale,
+    )
 
 
-def _scale(rules: Rules, parts: int, kinds: Tree, program: Any) -> float:
+def _scale(rules: CallRules, parts: int, kinds: Tree, program: Any) -> float:
     """Returns by how much gradients are scaled while they are added.
 
     A micro-batch has a small share of the gradient, which float16 would round to zero: so there it is made as large as
@@ -186,7 +197,7 @@ def _scale(rules: Rules, parts: int, kinds: Tree, program: Any) -> float:
 
 
 def _counts(
-    rules: Rules, micro_batches: MicroBatches, shapes: Parts, static: bool, alive: Alive
+    rules: CallRules, micro_batches: MicroBatches, shapes: Parts, static: bool, alive: Alive
 ) -> dict[str, jax.Array]:
     """Runs the micro-batches forward for what the terms of a loss count, and returns this device's sums."""
     if rules.devices.is_partial:

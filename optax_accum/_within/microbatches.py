@@ -26,14 +26,19 @@ class Alive(NamedTuple):
 
     Attributes:
       local: those of this device.
-      turns: those that have a turn, here or on another device: what one micro-batch hands on to the next is handed on
-        by all devices, so that it stays the same on all.
+      anywhere: those that have a turn, here or on another device: what one micro-batch hands on to the next is handed
+        on by all devices, so that it stays the same on all.
       together: whether all devices run a turn that any takes: what is not alive here is run, and then left out.
     """
 
     local: Flags
-    turns: Flags
+    anywhere: Flags
     together: bool = False
+
+    @property
+    def differ(self) -> bool:
+        """Whether devices may run different micro-batches."""
+        return self.local is not self.anywhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +110,7 @@ class MicroBatches:
             return sums, self._handed_on(self.parts(self.turn(index, carry).call))
 
         def take_turn(index: Any, done: Done) -> Done:
-            if alive.local is alive.turns:
+            if not alive.differ:
                 return run(index, done)
             local = self.at(index, alive.local)
             if alive.together:
@@ -115,7 +120,7 @@ class MicroBatches:
             return loops.if_alive(negated(local), functools.partial(hand_on, index), done, static=static)
 
         start = self.device.vary(sums), self.call.carried
-        full, (turns, rest) = self.split.full, alive.turns
+        full, (turns, rest) = self.split.full, alive.anywhere
         order = functools.partial(loops.add_alive, add=take_turn, static=static)
         if not last_apart:
             done = order(full, turns, totals=start)
@@ -125,7 +130,7 @@ class MicroBatches:
         done = order(full, turns, totals=start)
         sums, carry = run(self.split.last, done, after=True)
         sums = selected(self.last_of(alive.local), sums, done[0])
-        return sums, selected(self.last_of(alive.turns), carry, done[1])
+        return sums, selected(self.last_of(alive.anywhere), carry, done[1])
 
     def at(self, index: Index, flags: Flags) -> Flag:
         """Returns the flag of one micro-batch."""

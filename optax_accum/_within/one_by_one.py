@@ -13,7 +13,7 @@ from optax_accum._loss.parts import Parts
 from optax_accum._loss.weighing import divided
 from optax_accum._within import gradients, microbatches, reductions
 from optax_accum._within.cut import cut
-from optax_accum._within.rules import Rules, as_rules
+from optax_accum._within.rules import CallRules, as_rules
 
 
 def one_by_one(fun: Callable[..., Any], *sizes: Any, **options: Any) -> Callable[..., tuple[Any, Any]]:
@@ -32,7 +32,7 @@ def one_by_one(fun: Callable[..., Any], *sizes: Any, **options: Any) -> Callable
     return compute
 
 
-def added_up(rules: Rules, call: Call) -> tuple[Any, Any]:
+def added_up(rules: CallRules, call: Call) -> tuple[Any, Any]:
     """Adds the gradients of all micro-batches, on all devices, and returns what `jax.value_and_grad` would."""
     checks.check_no_module(call[call.params])
     again = tracing.is_again(list(call.arguments.values()))

@@ -17,7 +17,7 @@ from optax_accum._within import gradients, reductions, splitting
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class CallRules:
     """The options of `value_and_grad`, and `fun`."""
 
     fun: Callable[..., Any]
@@ -69,7 +69,7 @@ def as_rules(
     carry_argnum: Name | None = None,
     aux_reduction: Tree = "mean",
     grad_reduction: Tree = "mean",
-) -> Rules:
+) -> CallRules:
     """Checks the options of `value_and_grad`, and those of micro-batches that count each by itself."""
     _check_no_argnums(num_microbatches)
     checks.check_flag("in_place", in_place)
@@ -95,7 +95,7 @@ def as_rules(
         meter.refuse('Statistics take the sum of gradients: devices has to="partial". Leave it out.')
     elif over.to is not None:
         over = dataclasses.replace(over, to=of_params(over.to))
-    return Rules(
+    return CallRules(
         fun=callables.as_function(fun),
         roles=roles,
         returns=Returns(has_aux, carry_argnum is not None),

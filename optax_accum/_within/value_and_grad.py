@@ -15,7 +15,7 @@ from optax_accum._loss.meter import Options
 from optax_accum._space.devices import Devices
 from optax_accum._within import whole_batch
 from optax_accum._within.one_by_one import added_up
-from optax_accum._within.rules import Rules, as_rules
+from optax_accum._within.rules import CallRules, as_rules
 from optax_accum._within.whole_batch import UnreadableError
 
 _BY_ITSELF = (
@@ -203,7 +203,7 @@ def of_whole_batch(compute: Any) -> Callable[..., tuple[Any, Any]]:
     return run
 
 
-def _differentiated(rules: Rules, call: Call) -> tuple[Any, Any]:
+def _differentiated(rules: CallRules, call: Call) -> tuple[Any, Any]:
     """Returns the whole batch's value and gradient, as the traced loss tells them."""
     checks.check_no_module(call[call.params])
     checks.check_differentiable(call[call.params])

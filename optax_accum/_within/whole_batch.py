@@ -23,7 +23,7 @@ from optax_accum._within import by_level, splitting, traced
 from optax_accum._within.by_level import axis_of
 from optax_accum._within.cut import AGAIN, cut
 from optax_accum._within.one_pass import Given, OnePass, one_pass
-from optax_accum._within.rules import Rules
+from optax_accum._within.rules import CallRules
 from optax_accum._within.traced import Traced
 
 
@@ -49,7 +49,7 @@ class Along:
     axis: int = dataclasses.field(metadata={"static": True})
 
 
-def differentiated(rules: Rules, device: Device, call: Call, again: bool) -> tuple[Local, Tree]:
+def differentiated(rules: CallRules, device: Device, call: Call, again: bool) -> tuple[Local, Tree]:
     """Returns what this device has of the whole batch's value and gradient, and the outputs that all have alike.
 
     Raises:
@@ -93,7 +93,7 @@ def joined(space: Space, local: Tree, outputs: Tree) -> Tree:
     return jax.tree.map(join, local, outputs, is_leaf=lambda node: node is None or isinstance(node, Along))
 
 
-def _of_one_number(rules: Rules) -> Callable[..., Any]:
+def _of_one_number(rules: CallRules) -> Callable[..., Any]:
     """Returns `fun` with a loss that is one number: a `Ratio` is divided, and several terms are added."""
 
     @functools.wraps(rules.fun)
@@ -110,7 +110,7 @@ def _of_one_number(rules: Rules) -> Callable[..., Any]:
 # Level by level
 
 
-def _in_levels(rules: Rules, device: Device, call: Call, found: Traced, again: bool) -> tuple[Local, Tree]:
+def _in_levels(rules: CallRules, device: Device, call: Call, found: Traced, again: bool) -> tuple[Local, Tree]:
     """Returns the value and the gradient of a loss that takes rows together before its end."""
     rules.meter.refuse(
         "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have no "
@@ -129,7 +129,7 @@ def _in_levels(rules: Rules, device: Device, call: Call, found: Traced, again: b
     return Local(grads, local), same
 
 
-def _differentiated(rules: Rules, device: Device, call: Call, compute: Callable[[Call], Any]) -> tuple[Tree, Any]:
+def _differentiated(rules: CallRules, device: Device, call: Call, compute: Callable[[Call], Any]) -> tuple[Tree, Any]:
     """Returns this device's part of the gradient, by `jax.grad`, and what `compute` returns."""
 
     def fun(params: Tree) -> Any:
@@ -149,7 +149,7 @@ def _widened(grad: Any, named: Any) -> Any:
 # In one pass
 
 
-def _in_one_pass(rules: Rules, device: Device, call: Call, once: OnePass, again: bool) -> tuple[Local, Tree]:
+def _in_one_pass(rules: CallRules, device: Device, call: Call, once: OnePass, again: bool) -> tuple[Local, Tree]:
     """Returns the value and the gradient of a loss whose cotangents are known beforehand."""
     if rules.meter.measures:
         once = once.measured

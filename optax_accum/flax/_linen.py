@@ -24,7 +24,7 @@ from optax_accum.flax._checkpoint import from_state_dict, to_state_dict
 from optax_accum.flax._window import MicroStep
 
 
-class Window(NamedTuple):
+class WindowSums(NamedTuple):
     """What is summed over a window beside the gradients.
 
     Attributes:
@@ -110,7 +110,7 @@ class TrainState(train_state.TrainState, kw_only=True):
 
     updates: Any = 0
     batch_stats: Any = flax.struct.field(default_factory=lambda: None)  # a subclass may declare it without a default
-    window: Any = flax.struct.field(default_factory=lambda: Window({}))
+    window: Any = flax.struct.field(default_factory=lambda: WindowSums({}))
     momentum: Any = flax.struct.field(pytree_node=False, default=None)
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -157,7 +157,7 @@ class TrainState(train_state.TrainState, kw_only=True):
             merges = accumulates and bool(jax.tree.leaves(stats))
             if merges:
                 momentum_of_each(momentum, stats)
-            window = Window(
+            window = WindowSums(
                 metrics=_window.zero_metrics(metrics or ()),
                 moments=_window.zero_sums(stats) if merges else None,
                 maxima=jax.tree.map(jnp.zeros_like, overwritten),
