@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import types
+from typing import Any
 
 import jax
 
@@ -46,7 +47,10 @@ _ABOUT = "Prints the public names, and versions, devices and options for a bug r
 
 def _names() -> str:
     """Returns every public name with the first sentence about it; those of a module are indented."""
-    about = lambda value: (inspect.getdoc(value) or "").split("\n")[0]
+
+    def about(value: Any) -> Any:
+        return (inspect.getdoc(value) or "").split("\n")[0]
+
     lines: list[tuple[str, str]] = []
     for name in sorted({*dir(optax_accum)} - {"__version__"}):
         try:

@@ -23,7 +23,10 @@ def update(
     Updates come in the dtypes that `grads` would have given, the state in its own, and where it lay.
     """
     old = memory.to_device(state)
-    run = lambda grads: inner.update(grads, old, params, **extra_args)
+
+    def run(grads: Any) -> Any:
+        return inner.update(grads, old, params, **extra_args)
+
     same = dtypes.same(mean, grads)
     try:
         with jax.named_scope("optax_accum.inner"):
@@ -118,7 +121,10 @@ def check_extra_args(inner: Inner, names: set[str], args: tuple[Any, ...], extra
 
 def unread(inner: Inner, names: Iterable[str], args: tuple[Any, ...], extra_args: Mapping[str, Any]) -> list[str]:
     """Returns the names of the extra arguments that the optimizer ignores."""
-    others = lambda name: {other: value for other, value in extra_args.items() if other != name}
+
+    def others(name: Any) -> Any:
+        return {other: value for other, value in extra_args.items() if other != name}
+
     return [name for name in sorted(names) if not _reads(inner, name, extra_args[name], args, others(name))]
 
 

@@ -35,13 +35,19 @@ class Closing(NamedTuple):
 
 def updates_of(space: Space, params: Tree | None) -> Outcome:
     """The outcome of `update`: updates, or zeros."""
-    gathered = lambda updates: updates if params is None else space.gather(updates, params)
+
+    def gathered(updates: Any) -> Any:
+        return updates if params is None else space.gather(updates, params)
+
     return Outcome(gathered, lambda emit: arithmetic.zeros_of(jax.eval_shape(emit)[0], compilers.NOTHING))
 
 
 def new_params(space: Space, params: Tree) -> Outcome:
     """The outcome of `apply_gradients`: new parameters, or the old ones."""
-    moved = lambda updates: space.gather(apply_updates(space.shard(params), updates), params)
+
+    def moved(updates: Any) -> Any:
+        return space.gather(apply_updates(space.shard(params), updates), params)
+
     return Outcome(moved, lambda emit: params)
 
 
@@ -99,7 +105,10 @@ def fields_of(state: AccumulationState) -> Fields:
 def state_after(state: AccumulationState, closes: Flag, closing: Closing, fields: Fields) -> AccumulationState:
     """Returns the state after the micro-step: a closed window starts again; its sum stays, to be overwritten."""
     closes, emits = flags.known(closes), flags.known(closing.emits)
-    reset = lambda total: flags.selected(closes, jnp.zeros_like(total), total)
+
+    def reset(total: Any) -> Any:
+        return flags.selected(closes, jnp.zeros_like(total), total)
+
     return state._replace(
         mini_step=reset(state.mini_step),
         gradient_step=count(state.gradient_step, emits),
@@ -141,6 +150,8 @@ def count(total: jax.Array, flag: Flag) -> jax.Array:
 
 
 def _select(flag: Flag, on_true: Tree, on_false: Tree) -> Tree:
-    select = lambda a, b: a if dtypes.is_float0(a) else jnp.where(flag, a, b)
+    def select(a: Any, b: Any) -> Any:
+        return a if dtypes.is_float0(a) else jnp.where(flag, a, b)
+
     chosen = jax.tree.map(select, *map(memory.to_device, (on_true, on_false)))
     return memory.to_memory_of(chosen, on_false)

@@ -83,12 +83,24 @@ def micro_step(
     """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
     like = checked(rules, space, batch, state, params)
     window = join(rules, space, batch, state, params)
-    weight = lambda: space.total(window.weight)
+
+    def weight() -> Any:
+        return space.total(window.weight)
+
     closes = rules.schedule.due(window.state, weight, window.counts, batch.flush)
-    verdict = lambda: judged(rules, space, batch, state, window)
-    emit = lambda: close(rules, space, window, like, params, batch.extra_args, outcome)
-    hold = lambda: leave_open(space, window, outcome, emit)
-    alike = lambda new: inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
+
+    def verdict() -> Any:
+        return judged(rules, space, batch, state, window)
+
+    def emit() -> Any:
+        return close(rules, space, window, like, params, batch.extra_args, outcome)
+
+    def hold() -> Any:
+        return leave_open(space, window, outcome, emit)
+
+    def alike(new: Any) -> Any:
+        return inner.check_tree(rules.inner, new, state.inner_opt_state, like if params is None else params)
+
     costly = rules.policy.reads or space.communicates
     (result, fields), closing = outcomes.emit_or_hold(closes, verdict, emit, hold, costly=costly, alike=alike)
     return result, outcomes.state_after(window.with_left(fields), closes, closing, fields)

@@ -44,7 +44,10 @@ def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], 
     """Returns `fun(call)` as a function of the arrays among its arguments, and these."""
     names = tuple(call.arguments)
     arrays, filled = parted(call[names], lambda leaf: is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
-    with_arrays = lambda arrays: call.with_values(names, filled(arrays))
+
+    def with_arrays(arrays: Any) -> Any:
+        return call.with_values(names, filled(arrays))
+
     return lambda arrays: fun(with_arrays(arrays)), arrays
 
 

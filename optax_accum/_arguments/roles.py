@@ -139,7 +139,10 @@ class Call:
         """Returns the call with the key of micro-batch `index`, or of a device: `jax.random.fold_in` of each key."""
         if self.rng is None:
             return self
-        fold = lambda key: jax.random.fold_in(key, index)
+
+        def fold(key: Any) -> Any:
+            return jax.random.fold_in(key, index)
+
         return self.with_arguments({self.rng: jax.tree.map(fold, self.arguments[self.rng])})
 
     def check_shared(self, rows: int | None, *, of_whole_batch: bool = False) -> None:

@@ -58,7 +58,10 @@ def signature_of(fun: Callable[..., Any]) -> Signature:
             return signature_of(wrapped)
     except (TypeError, ValueError):  # it does not tell
         return Signature()
-    of_kind = lambda *kinds: tuple(param.name for param in parameters if param.kind in kinds)
+
+    def of_kind(*kinds: Any) -> Any:
+        return tuple(param.name for param in parameters if param.kind in kinds)
+
     kind = inspect.Parameter
     return Signature(
         of_kind(kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD),

@@ -48,7 +48,10 @@ def too_old_libtpu() -> str | None:
         installed = importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:  # a nightly one has another name
         return None
-    parts = lambda version: [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+    def parts(version: Any) -> Any:
+        return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
     return installed if parts(installed) < parts(wanted) else None
 
 

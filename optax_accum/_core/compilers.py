@@ -96,7 +96,10 @@ NOTHING = -0.0  # x + NOTHING is x, for x = -0.0 too
 def zeroed(tree: Tree, first: jax.Array) -> Tree:
     """Returns zeros where `first`, else the tree as it is, where references are to take it: in place, once a window."""
     turns = first.astype(jnp.int32)
-    zeros = lambda leaf: on_mesh_of(leaf, jnp.zeros_like(leaf))
+
+    def zeros(leaf: Any) -> Any:
+        return on_mesh_of(leaf, jnp.zeros_like(leaf))
+
     return jax.lax.fori_loop(0, turns, lambda _, tree: jax.tree.map(zeros, tree), tree)
 
 
@@ -155,7 +158,9 @@ def _ready_together(leaves: list[Any]) -> list[Any]:
 
 
 def _moves_together(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-    is_zero = lambda tangent: isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+    def is_zero(tangent: Any) -> bool:
+        return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
     moving = iter(jax.lax.optimization_barrier([tangent for tangent in tangents[0] if not is_zero(tangent)]))
     return _ready_together(*primals), [tangent if is_zero(tangent) else next(moving) for tangent in tangents[0]]
 
@@ -278,7 +283,10 @@ def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
     if hasattr(jax.tree, "broadcast"):
         return jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
     values: list[Any] = []
-    extend = lambda value, part: values.extend([value] * len(jax.tree.leaves(part)))
+
+    def extend(value: Any, part: Any) -> Any:
+        return values.extend([value] * len(jax.tree.leaves(part)))
+
     jax.tree.map(extend, prefix, tree, is_leaf=is_leaf)
     return jax.tree.unflatten(jax.tree.structure(tree), values)
 

@@ -82,7 +82,10 @@ def names_in(tree: Tree) -> str:
 
 def same(tree: Tree, other: Tree) -> bool:
     """Returns whether two trees have the same dtypes, leaf by leaf."""
-    dtypes_of = lambda tree: list(map(jnp.result_type, jax.tree.leaves(tree)))
+
+    def dtypes_of(tree: Any) -> Any:
+        return list(map(jnp.result_type, jax.tree.leaves(tree)))
+
     return dtypes_of(tree) == dtypes_of(other)
 
 

@@ -56,7 +56,10 @@ def may_be_clamped(equation: Any) -> bool:
         return False
     array, *starts = equation.invars
     limits = (size - length for size, length in zip(array.aval.shape, equation.params["slice_sizes"], strict=True))
-    known = lambda start, limit: isinstance(start, core.Literal) and 0 <= int(start.val) <= limit
+
+    def known(start: Any, limit: Any) -> Any:
+        return isinstance(start, core.Literal) and 0 <= int(start.val) <= limit
+
     return not all(map(known, starts, limits))
 
 

@@ -1,5 +1,7 @@
 """Arrays in the host's memory: moved to the device for use, and back."""
 
+from typing import Any
+
 import jax
 
 from optax_accum._core import compilers
@@ -13,5 +15,8 @@ def to_device(tree: Tree) -> Tree:
 
 def to_memory_of(tree: Tree, like: Tree) -> Tree:
     """Returns `tree` with the leaves moved to host memory that lie there in `like`."""
-    move = lambda leaf, old: compilers.moved(leaf, to_host=True) if compilers.on_host(old) else leaf
+
+    def move(leaf: Any, old: Any) -> Any:
+        return compilers.moved(leaf, to_host=True) if compilers.on_host(old) else leaf
+
     return jax.tree.map(move, tree, like)

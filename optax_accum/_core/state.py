@@ -189,8 +189,11 @@ def new_state(
     **fields: Any,
 ) -> AccumulationState:
     """Returns the state before the first micro-step, with `fields` in place of zeros."""
+
     # One buffer for each field: a state that is donated may not hold the same one twice.
-    count = lambda: jnp.zeros([], jnp.int32)
+    def count() -> Any:
+        return jnp.zeros([], jnp.int32)
+
     blank = AccumulationState(
         mini_step=count(),
         gradient_step=count(),
@@ -209,7 +212,10 @@ def new_state(
 
 def states_in(state: Tree, kind: type | tuple[type, ...] = AccumulationState) -> list[Any]:
     """Returns the states of a kind, or of several, inside an optimizer state."""
-    is_one = lambda node: isinstance(node, kind)
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, kind)
+
     return [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
 
 
@@ -235,8 +241,13 @@ def map_states(
     others: Callable[..., Any] = lambda leaf, *_: leaf,
 ) -> Tree:
     """Returns an optimizer state with each state of a kind converted, and the `others` leaf by leaf."""
-    is_one = lambda node: isinstance(node, kind)
-    convert_one = lambda node, *parts: convert(node, *parts) if is_one(node) else others(node, *parts)
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    def convert_one(node: Any, *parts: Any) -> Any:
+        return convert(node, *parts) if is_one(node) else others(node, *parts)
+
     return jax.tree.map(convert_one, state, *rest, is_leaf=is_one)
 
 

@@ -59,7 +59,10 @@ def _breaks_here(equation: Any) -> bool:
 
 def _breaks_any(program: Any) -> bool:
     """Returns whether a program holds an equation that breaks, or hands one array twice to an inner program."""
-    twice = lambda variables: len(set(variables)) < len(variables)
+
+    def twice(variables: Any) -> Any:
+        return len(set(variables)) < len(variables)
+
     return any(
         _breaks_here(equation) or (any(inner_programs(equation)) and twice(operands(equation)))
         for equation in all_equations(program)

@@ -105,7 +105,10 @@ def _checkpoint(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     if not compilers.ADDS_IN_CHECKPOINTS:
         return _end(equation, values)
     params = equation.params
-    again = lambda values: run(params["jaxpr"], values)
+
+    def again(values: Any) -> Any:
+        return run(params["jaxpr"], values)
+
     within = [dataclasses.replace(value, is_reference=False) if isinstance(value, Lent) else value for value in values]
     return jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])(within)
 
@@ -114,9 +117,15 @@ def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """A branch is followed where JAX adds to a reference in it: any other gradient it returns, as wide as the sink."""
     if equation.params.get("branches_platforms"):  # it is the compiler that chooses
         return _end(equation, values)
-    goes_in = lambda value: isinstance(value, Lent) and value.is_reference and value.total is None
+
+    def goes_in(value: Any) -> Any:
+        return isinstance(value, Lent) and value.is_reference and value.total is None
+
     index, *operands = [value if goes_in(value) else used(value) for value in _used_if_twice(values)]
-    branch = lambda program: lambda *operands: run(program, operands)
+
+    def branch(program: Any) -> Any:
+        return lambda *operands: run(program, operands)
+
     return jax.lax.switch(index, list(map(branch, equation.params["branches"])), *operands)
 
 
@@ -134,7 +143,10 @@ def _slice(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     if not isinstance(value, Lent) or not value.has_slices:
         return _end(equation, values)
     where = _clamped(equation, starts) if may_be_clamped(equation) else starts
-    part = lambda leaf: compilers.bind(equation, [leaf, *where])[0]
+
+    def part(leaf: Any) -> Any:
+        return compilers.bind(equation, [leaf, *where])[0]
+
     return [Lent(part(value.param), value.sink._replace(grad=part(value.sink.grad)), is_reference=False)]
 
 

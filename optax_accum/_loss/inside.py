@@ -51,7 +51,10 @@ class Inside:
 
     def targets(self, params: Tree) -> Targets:
         """Returns the inputs that the loss is differentiated by."""
-        shape = lambda param: () if self.totals else jnp.shape(param)
+
+        def shape(param: Any) -> Any:
+            return () if self.totals else jnp.shape(param)
+
         leaves = [
             param if dtype is None else sinks.empty(param, shape(param), dtype)
             for param, dtype in zip(parted(params, is_inexact)[0], self.sunk, strict=True)

@@ -106,11 +106,15 @@ class Measuring(Counting):
         self.groups, self.decay = options.groups, options.decay
 
     def samples(self, params: Tree, scalar: Callable[[], jax.Array]) -> noise.Samples:
-        by_group = lambda: {name: scalar() for name in groups.names_of(self.groups, params)}
+        def by_group() -> Any:
+            return {name: scalar() for name in groups.names_of(self.groups, params)}
+
         return noise.Samples(by_group(), scalar(), by_group())
 
     def blank(self, params: Tree) -> dict[str, Any]:
-        by_group = lambda: {name: jnp.zeros([]) for name in groups.names_of(self.groups, params)}
+        def by_group() -> Any:
+            return {name: jnp.zeros([]) for name in groups.names_of(self.groups, params)}
+
         statistics = noise.Statistics(by_group(), by_group(), by_group(), jnp.zeros([]), jnp.zeros([]))
         return super().blank(params) | {"statistics": statistics}
 

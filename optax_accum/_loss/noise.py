@@ -95,7 +95,10 @@ def smooth(old: Statistics, new: Statistics, decay: float) -> Statistics:
             f"{', '.join(new.noise)}. Begin anew with the statistics of this call."
         )
     old_weight = jnp.where(new.known > 0, decay, 1)
-    mix = lambda old, new: old_weight * old + (1 - decay) * new  # what is not known is 0
+
+    def mix(old: Any, new: Any) -> Any:
+        return old_weight * old + (1 - decay) * new  # what is not known is 0
+
     noise, signal = (jax.tree.map(mix, *pair) for pair in ((old.noise, new.noise), (old.signal, new.signal)))
     return new._replace(noise=noise, signal=signal, known=mix(old.known, new.known))
 
@@ -124,7 +127,10 @@ class NoiseScale(NamedTuple):
 
 def noise_scale(statistics: Statistics, group: str | None = None) -> NoiseScale:
     """Returns noise, signal and their ratio, of one group or of all together."""
-    total = lambda parts: sum(parts.values()) if group is None else parts[group]
+
+    def total(parts: Any) -> Any:
+        return sum(parts.values()) if group is None else parts[group]
+
     noise, signal = (total(parts) / statistics.known for parts in (statistics.noise, statistics.signal))  # 0 / 0: NaN
     scale = jnp.maximum(noise, 0) / jnp.where(signal > 0, signal, 1)
     return NoiseScale(noise, signal, jnp.where(signal <= 0, jnp.inf, scale))

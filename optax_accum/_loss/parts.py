@@ -29,7 +29,10 @@ class Returns(NamedTuple):
     def parts(self, out: Any) -> Parts:
         """Takes apart what `fun` returned; a loss that comes with its weight is a `Ratio`."""
         parts = self.taken_apart(out)
-        as_float = lambda leaf: float(leaf) if type(leaf) is int else leaf  # a term that is switched off, say
+
+        def as_float(leaf: Any) -> Any:
+            return float(leaf) if type(leaf) is int else leaf  # a term that is switched off, say
+
         loss = jax.tree.map(as_float, ratio.as_ratio(parts.loss))
         if self.weight_of is not None:
             loss = ratio.of_mean(loss, self._weight(loss, parts.aux))

@@ -183,7 +183,10 @@ class _Reading:
 
     def _once(self, level: int, there: set[Value]) -> list[Equation]:
         """Returns what runs once as soon as so many loops are over, and what of the batch it needs whole."""
-        is_now = lambda e: self.at[e] == level and (self.kinds[e] in (Kind.WHOLE, Kind.FREE) or self._is_of_batch(e))
+
+        def is_now(e: Any) -> bool:
+            return self.at[e] == level and (self.kinds[e] in (Kind.WHOLE, Kind.FREE) or self._is_of_batch(e))
+
         once = {equation for equation in self.equations if is_now(equation)}
         needed = self._closure([value for equation in once for value in equation.ins], there)
         there.update(value for equation in once for value in equation.outs)

@@ -79,7 +79,10 @@ def _of_equation(eqn: Any, ins: Sorts) -> Sorts:
         outs = _sorts(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], ins)
     else:
         outs = [Sort.OTHER] * len(eqn.outvars)
-    exact = lambda var: not jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+    def exact(var: Any) -> Any:
+        return not jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
     return [
         Sort.OTHER if sort is Sort.LINEAR and exact(var) else sort for var, sort in zip(eqn.outvars, outs, strict=True)
     ]

@@ -184,7 +184,10 @@ def backward(eqn: Any, values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
     fun, moving = _of_moving(eqn, values)
     outs, back = jax.vjp(fun, *moving)
     given = iter(cotangents)
-    none = lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0)
+
+    def none(leaf: Any) -> Any:
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+
     return back([next(given) if _moves(var) else none(leaf) for var, leaf in zip(eqn.outvars, outs, strict=True)])
 
 

@@ -136,7 +136,10 @@ def _window(view: View) -> bool:
     axis, params = view.ins[0], view.params
     if axis is None or not _on_one_axis(view):
         return False
-    alone = lambda key, value: key not in params or tuple(params[key])[axis] == value
+
+    def alone(key: Any, value: Any) -> Any:
+        return key not in params or tuple(params[key])[axis] == value
+
     ones = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     return all(alone(key, 1) for key in ones) and ("padding" not in params or tuple(params["padding"][axis]) == (0, 0))
 

@@ -74,7 +74,10 @@ class Device:
         """Returns, for each leaf of an argument, the function that gathers this device's shard."""
         if name not in self.shards:
             return jax.tree.map(lambda _: self.vary, arg)
-        gather = lambda _, to: functools.partial(mapped.gathered, to=to, axes=self.axes)
+
+        def gather(_: Any, to: Any) -> Any:
+            return functools.partial(mapped.gathered, to=to, axes=self.axes)
+
         return jax.tree.map(gather, arg, self.shards[name])
 
     def add_up(self, leaf: jax.Array) -> jax.Array:
@@ -104,7 +107,10 @@ class Device:
         leaves, shards = jax.tree.leaves(acc), self._shards(acc)
         if shards is None:
             return [self.add_up] * len(leaves)
-        in_front = lambda shard, leaf: functools.partial(shard.in_front, ndim=jnp.ndim(leaf))
+
+        def in_front(shard: Any, leaf: Any) -> Any:
+            return functools.partial(shard.in_front, ndim=jnp.ndim(leaf))
+
         return list(map(in_front, shards, leaves))
 
     def local_parts(self, sums: Tree) -> Tree:
@@ -191,7 +197,10 @@ class Device:
 
     def any_of(self, flags: Tree) -> Tree:
         """Returns which flags are set on any device."""
-        any_of = lambda flag: flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
+
+        def any_of(flag: Any) -> Any:
+            return flag if isinstance(flag, bool) else jax.lax.psum(flag.astype(jnp.int32), self.axes) > 0
+
         return jax.tree.map(any_of, flags) if self.axes else flags
 
     def mean_and_factor(self, program: Any) -> Callable[[Weight], tuple[Weight, Weight]]:
@@ -201,7 +210,9 @@ class Device:
             mean = jax.lax.pmean(weight, self.axes)
             return self.vary(mean), jnp.where(mean == 0, 0, weight * arithmetic.reciprocal(mean))
 
-        unscaled = lambda weight: (weight, 1.0)
+        def unscaled(weight: Any) -> Any:
+            return (weight, 1.0)
+
         if not self._couples(program):
             return unscaled
         # A Python number is that of the rows, of which all have as many.

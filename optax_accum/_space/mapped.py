@@ -33,13 +33,19 @@ def per_device(
     With shards, the backward pass runs `fun` again: what it gathers is not kept.
     """
     mesh = meshes.mesh_of(axes, args)
-    is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray)
+
+    def is_array(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array | np.ndarray)
+
     arrays, filled = parted(tuple(args), is_array)
 
     def specs_of(number: int, arg: Tree) -> Tree:
         if number in shards:
             return jax.tree.map(lambda leaf, to: meshes.only(to.spec, axes), arg, shards[number])
-        deal = lambda leaf: PartitionSpec(axes) if number in split and jnp.ndim(leaf) > 0 else PartitionSpec()
+
+        def deal(leaf: Any) -> Any:
+            return PartitionSpec(axes) if number in split and jnp.ndim(leaf) > 0 else PartitionSpec()
+
         return [deal(leaf) for leaf in jax.tree.leaves(arg) if is_array(leaf)]
 
     in_specs = tuple(jax.tree.leaves(list(map(specs_of, range(len(args)), args)), is_leaf=meshes.is_spec))
@@ -72,7 +78,9 @@ def per_device(
     run = jax.checkpoint(run) if shards else run
 
     def run_placed(*arrays: Any) -> tuple[Tree, Tree]:
-        placed = lambda leaf, spec: _placed(leaf, spec, mesh, explicit) if explicit else leaf
+        def placed(leaf: Any, spec: Any) -> Any:
+            return _placed(leaf, spec, mesh, explicit) if explicit else leaf
+
         return run(*map(placed, arrays, in_specs))
 
     traced = any(isinstance(leaf, Tracer) for leaf in arrays)
@@ -134,7 +142,10 @@ def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options:
 
     def run_explicit(*args: Any) -> Any:
         specs = jax.tree.map(functools.partial(_spec_with, axes=axes), args, options["in_specs"])
-        here = lambda *args: run(mesh=jax.sharding.get_abstract_mesh())(*args)
+
+        def here(*args: Any) -> Any:
+            return run(mesh=jax.sharding.get_abstract_mesh())(*args)
+
         return jax.sharding.explicit_axes(here, axes=axes, in_sharding=specs)(*args)
 
     return run_explicit
@@ -245,7 +256,10 @@ def _placed(leaf: Any, spec: PartitionSpec, mesh: meshes.Mesh, axes: Axes) -> ja
 
 def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     """Returns how a leaf is sharded, with the axes as in `spec`."""
-    padded = lambda spec: [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]
+
+    def padded(spec: Any) -> Any:
+        return [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]
+
     others = (meshes.names_of(meshes.without(entry, axes)) for entry in padded(meshes.spec_of(leaf)))
     over = map(meshes.names_of, padded(meshes.only(spec, axes)))
     return PartitionSpec(*((*names, *rest) for names, rest in zip(over, others, strict=True)))

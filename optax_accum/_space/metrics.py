@@ -1,5 +1,7 @@
 """`metrics`: the scalars of a state worth logging, as totals over devices."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -78,7 +80,10 @@ def _measured(samples: Samples, statistics: Statistics, axes: Axes) -> dict[str,
     latest = jax.tree.map(lambda squares: jax.lax.pmean(jnp.mean(squares), axes), samples.latest)
     names = [] if set(statistics.noise) == {ALL} else list(statistics.noise)
     for group in (None, *names):
-        of_group = lambda parts: sum(parts.values()) if group is None else parts[group]  # noqa: B023
+
+        def of_group(parts: Any) -> Any:
+            return sum(parts.values()) if group is None else parts[group]  # noqa: B023
+
         end = "" if group is None else f"/{group}"
         scalars[f"gradient_norm{end}"] = jnp.sqrt(of_group(statistics.squares))
         scalars[f"micro_gradient_norm{end}"] = jnp.sqrt(of_group(latest))

@@ -77,7 +77,10 @@ def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
     ]
     known = all(spec is not None for _, spec in placed) or not tracing.is_staged()
     free = None if known or meshes.explicit_axes(mesh) else PartitionSpec.UNCONSTRAINED
-    zeros = lambda: [_placed_zeros(total, mesh, axes, spec, free) for total, spec in placed]
+
+    def zeros() -> Any:
+        return [_placed_zeros(total, mesh, axes, spec, free) for total, spec in placed]
+
     return jax.tree.structure(acc).unflatten(jax.jit(zeros)() if known else zeros())  # one program for all leaves
 
 
@@ -105,7 +108,9 @@ def sum_in_place(acc: Tree, axes: Axes, dtype: Any) -> tuple[Tree, Tree]:
     sliced = compilers.is_tpu(meshes.device_kind(mesh)) and set(mesh.axis_names) == set(axes)
 
     def sum_leaf(row: jax.Array) -> jax.Array:
-        sum_up = lambda leaf: narrow.add_up(leaf, axes, dtype)
+        def sum_up(leaf: Any) -> Any:
+            return narrow.add_up(leaf, axes, dtype)
+
         wide_in_slices = dtype is not None and narrow.dealt(row.shape[2:], axes) is None
         return compilers.by_slices(sum_up, row[0]) if sliced and not wide_in_slices else sum_up(row[0])
 
@@ -135,7 +140,10 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -
     in_specs = PartitionSpec(*meshes.names_over_devices(axes, to.spec))
     explicit = meshes.over(NamedSharding(to.mesh, in_specs), AxisType.Explicit)
     leaf = leaf if explicit is None else jax.sharding.reshard(leaf, explicit)  # parameters may be whole over the others
-    on_device = lambda row: shard.scattered(row[0])
+
+    def on_device(row: Any) -> Any:
+        return shard.scattered(row[0])
+
     typed = dtype is None  # as in `sum_in_place`
     return jax.shard_map(on_device, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec, check_vma=typed)(leaf)
 

@@ -79,7 +79,10 @@ class Several(Space):
 
     def _sum(self, sums: Tree) -> Tree:
         """Adds partial sums, everywhere: an all-reduce."""
-        add = lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
+
+        def add(leaf: Any) -> Any:
+            return jax.lax.psum(jnp.sum(leaf, axis=0, dtype=leaf.dtype), self.inside)
+
         return jax.tree.map(lambda leaf: leaf if dtypes.is_float0(leaf) else add(leaf), sums)
 
     def _extreme(self, reduction: str, leaf: Any) -> Any:
@@ -105,7 +108,10 @@ class OverMesh(Several):
 
     def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
         devices = meshes.num_devices(meshes.mesh_of(self.axes, acc, grads), self.axes)
-        row = lambda param: jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
+
+        def row(param: Any) -> Any:
+            return jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
+
         sums = jax.tree.map(row, params) if isinstance(acc, tuple) and not acc else acc
         mismatch.check_partials(grads, sums, self.axes, devices)
         return grads
@@ -159,15 +165,24 @@ class ToShards(OverMesh):
     def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
         sums = jax.tree.map(lambda name, leaf: leaf if name in _SUMS else None, reductions, leaves)
         others = jax.tree.map(lambda name, leaf: None if name in _SUMS else self.output(name, leaf), reductions, leaves)
-        either = lambda total, other: other if total is None else total
+
+        def either(total: Any, other: Any) -> Any:
+            return other if total is None else total
+
         return jax.tree.map(either, self.reduced(sums)[0], others, is_leaf=lambda leaf: leaf is None)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
         shardings = self._shardings(acc)
-        shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+        def shape(leaf: Any) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
         meshes.check_divisible(shardings, jax.tree.map(shape, acc))
-        scatter = lambda leaf, to: partials.scatter(leaf, to, self.axes, self.dtype)
+
+        def scatter(leaf: Any, to: Any) -> Any:
+            return partials.scatter(leaf, to, self.axes, self.dtype)
+
         return jax.tree.map(scatter, acc, shardings), {}
 
     def _joined(self, local: Tree) -> Tree:
@@ -191,7 +206,10 @@ class ToShards(OverMesh):
             to = self._shardings(call.arguments[sharded])
             meshes.check_shards(to, self.axes)
             return Device(self.axes, shards={sharded: to})
-        shards = lambda params: [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
+
+        def shards(params: Any) -> Any:
+            return [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
+
         # Unrolled, XLA combines what is scattered at the end.
         return dataclasses.replace(super()._device(call), hides=False, shards_of=shards)
 
@@ -213,7 +231,9 @@ class InShardMap(Several):
             )
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
-        rows = lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype)
+        def rows(leaf: Any) -> Any:
+            return jnp.zeros((1, *leaf.shape), leaf.dtype)
+
         return mapped.varying(jax.tree.map(rows, self._sums_like(params, dtype)), self.axes)
 
     def sums(self, shapes: Tree, params: Tree) -> Tree:
@@ -238,7 +258,10 @@ class InShardMap(Several):
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         narrow.check(self.dtype, acc)
-        add = lambda leaf: leaf if dtypes.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)
+
+        def add(leaf: Any) -> Any:
+            return leaf if dtypes.is_float0(leaf) else narrow.add_up(leaf[0], self.axes, self.dtype)
+
         total = jax.tree.map(add, acc)
         return total, {"acc_grads": mapped.varying(mapped.as_row(total), self.axes)}
 

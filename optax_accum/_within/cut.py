@@ -68,7 +68,10 @@ class Cut:
     def start(self) -> tuple[gradients.Leaves, Sums]:
         """Returns the references that gradients are added to in place, if any, and the sums before the first."""
         refs, grads = gradients.start(self.empty, self.kinds, in_place=self.inside is not None)
-        scalar = lambda: jnp.zeros([], dtypes.default_float())
+
+        def scalar() -> Any:
+            return jnp.zeros([], dtypes.default_float())
+
         samples = self.rules.meter.samples(gradients.added(self.params, self.kinds), scalar)
         loss = jnp.zeros([], dtypes.accumulator_dtype(self.loss_dtype, None))
         return refs, Sums(loss, self.weighing.nothing, grads, self.outputs.start(), samples)
@@ -100,7 +103,10 @@ class Cut:
     def contribution(self, turn: Turn, refs: gradients.Leaves) -> tuple[jax.Array, Backward, Parts]:
         """Differentiates one micro-batch, whose gradient is added to references, if any."""
         index, call, inside = turn.index, turn.call, self.inside
-        fun = lambda params: self.micro_batches.parts(call.with_values(call.params, params))
+
+        def fun(params: Any) -> Any:
+            return self.micro_batches.parts(call.with_values(call.params, params))
+
         if inside and inside.factor is not None:
             local = self.micro_batches.at(index, self.alive.local)
             inside = dataclasses.replace(inside, factor=jnp.asarray(local, dtypes.default_float()))

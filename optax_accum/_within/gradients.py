@@ -22,7 +22,10 @@ def start(acc: Tree, names: Tree, *, in_place: bool) -> tuple[Leaves, Leaves]:
     """Returns references to add to, where that is done in place, and what is added to beside them."""
     leaves = list(zip(jax.tree.leaves(names), jax.tree.leaves(acc), strict=True))
     refs = [jax.new_ref(leaf) if in_place and name not in REPLACED else None for name, leaf in leaves]
-    empty = lambda name, leaf: jnp.full_like(leaf, -jnp.inf) if name in REPLACED else leaf
+
+    def empty(name: Any, leaf: Any) -> Any:
+        return jnp.full_like(leaf, -jnp.inf) if name in REPLACED else leaf
+
     return refs, [empty(*pair) if ref is None else None for ref, pair in zip(refs, leaves, strict=True)]
 
 

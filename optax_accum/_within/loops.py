@@ -116,7 +116,10 @@ def _stacked(turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, l
     def step(index: Any, carried: Any) -> Any:
         carry, buffers = carried
         carry, rows = turn(carry, jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, False), xs))
-        update = lambda buffer, row: jax.lax.dynamic_update_index_in_dim(buffer, row, index, 0)
+
+        def update(buffer: Any, row: Any) -> Any:
+            return jax.lax.dynamic_update_index_in_dim(buffer, row, index, 0)
+
         return carry, jax.tree.map(update, buffers, rows)
 
     return jax.lax.fori_loop(0, len(leaves[0]), step, (carry, buffers))

@@ -142,7 +142,10 @@ def microbatched_apply(
         space = here(devices)
         for name in call.params:
             space.check_params(call.arguments[name])
-        on_device = lambda device, call: (_on_device(fun, sizes, device, call), None)
+
+        def on_device(device: Any, call: Any) -> Any:
+            return (_on_device(fun, sizes, device, call), None)
+
         outputs, _ = space.run(on_device, call, sharded=next(iter(call.params), None))
         return jax.tree.map(functools.partial(space.output, "concat"), outputs)
 
@@ -187,7 +190,10 @@ def _mapped(
 ) -> Any:
     """Returns the outputs of all micro-batches, in the order of the rows."""
     interleaved, filled = parted(splitting.interleaved(split, batches), is_split)
-    micro = lambda xs: outputs_of(splitting.ungrouped(split, filled(xs[0])), xs[1])
+
+    def micro(xs: Any) -> Any:
+        return outputs_of(splitting.ungrouped(split, filled(xs[0])), xs[1])
+
     turns = [jnp.moveaxis(leaf, 1, 0) for leaf in interleaved], jnp.arange(split.full)
     outputs = loops.mapped(closure.opened(micro, jax.tree.map(lambda leaf: leaf[0], turns)), turns)
     results.check_rows(outputs, split.size)

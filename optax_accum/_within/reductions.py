@@ -38,7 +38,10 @@ class Outputs(NamedTuple):
 
     def start(self) -> Tree:
         """Returns the outputs of no micro-batch."""
-        start = lambda name, shape: fold_of(name).start(shape, self.split)
+
+        def start(name: Any, shape: Any) -> Any:
+            return fold_of(name).start(shape, self.split)
+
         return jax.tree.map(start, self.names, self.shapes)
 
     def add(self, totals: Tree, outputs: Tree, index: Index, share: Any) -> Tree:
@@ -89,8 +92,13 @@ def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", tree_of: st
     """
     names = for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", tree_of)
     names = jax.tree.map(lambda name, leaf: "last" if dtypes.is_float0(leaf) else name, names, tree)
-    added = lambda name: "sum" if name == "mean" else name
-    of_node = lambda node, named: jax.tree.map(added, named) if ratio.is_record(node) else named
+
+    def added(name: Any) -> Any:
+        return "sum" if name == "mean" else name
+
+    def of_node(node: Any, named: Any) -> Any:
+        return jax.tree.map(added, named) if ratio.is_record(node) else named
+
     return jax.tree.map(of_node, tree, names, is_leaf=ratio.is_record)
 
 
@@ -197,13 +205,18 @@ def _merging(merge: Callable[[Any, Any], Any]) -> Fold:
         merged = merge(jnp.where(begun, value, output), output)  # never with zeros, which merge may not take
         return jnp.array(True), jnp.where(begun, merged, output)
 
-    start = lambda shape, _: (jnp.array(False), jnp.zeros(shape.shape, shape.dtype))
+    def start(shape: Any, _: Any) -> Any:
+        return (jnp.array(False), jnp.zeros(shape.shape, shape.dtype))
+
     return Fold(start, add, lambda total, _: total[1])
 
 
 def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:
     """Room for the rows of the full micro-batches, interleaved, and of the remainder [r, ...]."""
-    zeros = lambda *rows: jnp.zeros((*rows, *shape.shape[1:]), shape.dtype)
+
+    def zeros(*rows: Any) -> Any:
+        return jnp.zeros((*rows, *shape.shape[1:]), shape.dtype)
+
     together = () if split.group == 1 else (split.group,)
     return zeros(split.size // split.group, split.full, *together), zeros(split.rest)
 

@@ -38,7 +38,10 @@ def widened(tree: Tree, gathers: Tree) -> Tree:
 
 def narrowed(tree: Tree) -> Tree:
     """Returns the tree as one micro-batch sees it."""
-    is_widened = lambda node: isinstance(node, Widened)
+
+    def is_widened(node: Any) -> bool:
+        return isinstance(node, Widened)
+
     return jax.tree.map(lambda node: _narrow(*node) if is_widened(node) else node, tree, is_leaf=is_widened)
 
 

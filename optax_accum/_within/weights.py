@@ -56,7 +56,10 @@ def _shares(micro_batches: MicroBatches, weight_fn: Callable[..., Any] | None) -
         rows = split.rows * total_of(1)
         return split.size / rows, split.rest / rows, rows
     axes = jax.tree.map(lambda leaf: 1 if is_split(leaf) else None, interleaved)
-    weigh = lambda *rows: _weights(weight_fn(*(splitting.ungrouped(split, leaf) for leaf in rows)))
+
+    def weigh(*rows: Any) -> Any:
+        return _weights(weight_fn(*(splitting.ungrouped(split, leaf) for leaf in rows)))
+
     try:
         parts = [jax.vmap(weigh, in_axes=axes, axis_size=split.full)(*interleaved)]
     except jax.errors.ConcretizationTypeError as error:
