@@ -843,7 +843,7 @@ def test_no_accumulator_over_devices():
         )
         want = state.params, gradient(state, (X, Y))[1]
         want = jax.tree.map(lambda p, g: np.asarray(p - 0.1 * g), *want)
-        with pytest.raises(ValueError, match="reduces over the axes of its optimizer"):
+        with pytest.raises(ValueError, match="adds over the devices of its optimizer"):
             accum.linen.train_step(fun, num_microbatches=1, devices="other")(state, (X, Y), jax.random.key(0))
         state, _ = accum.linen.train_step(fun, num_microbatches=1)(state, (X, Y), jax.random.key(0))
     close(state.params, want)
