@@ -23,6 +23,7 @@ def loss(adapter, batch, base):
     return jnp.sum(batch["mask"] * errors) / jnp.maximum(batch["mask"].sum(), 1)
 
 
+@jax.jit
 def updated(adapter, batch, state=None, **hyperparams):
     """What one update with the whole batch makes of an adapter."""
     state = optax.tree.set(state or ADAM.init(adapter), **hyperparams)
