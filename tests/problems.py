@@ -8,6 +8,11 @@ import optax
 import optax_accum
 
 
+def normal(seed, *shape):
+    """Numbers that compile no program, which JAX's own would, and in each worker: modules are imported by all."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
 def params(dtype=jnp.float32):
     """A tree with a matrix, a vector, a scalar and an empty leaf; it mixes nothing but shapes."""
     rng = np.random.default_rng(0)

@@ -31,7 +31,7 @@ def count(batch):
     return batch["y"].sum()
 
 
-HESSIAN = jax.hessian(loss)(W, BATCH)
+HESSIAN = jax.jit(jax.hessian(loss))(W, BATCH)
 WAYS = {
     "jacfwd": lambda f: jax.jacfwd(lambda w: f(w, BATCH)[1])(W),
     "jacrev": lambda f: jax.jacrev(lambda w: f(w, BATCH)[1])(W),

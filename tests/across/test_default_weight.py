@@ -97,9 +97,11 @@ def test_each_device_weighs_its_own_rows():
 def test_where_no_weight_is_right_an_error_shows_the_lines(loss, message):
     with pytest.raises(ValueError, match=f"(?s){message}.*weight_fn=lambda batch: "):
         trained(loss)
-    trained(loss, weight=1.0)  # the remedies
-    trained(loss, tx=optax_accum.accumulate_gradients(optax.sgd(1.0), None, reduction="sum"), flush=True)
-    trained(loss, tx=optax_accum.accumulate_gradients(optax.sgd(1.0), 1))  # an update of each: nothing is averaged
+    trained(loss, (6, 6), weight=1.0)  # the remedies
+    trained(loss, (6, 6), tx=optax_accum.accumulate_gradients(optax.sgd(1.0), None, reduction="sum"), flush=True)
+    trained(
+        loss, (6, 6), tx=optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
+    )  # updates of each: nothing is averaged
 
 
 def test_where_nothing_shows_what_counts_a_warning_says_so():

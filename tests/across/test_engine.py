@@ -3,16 +3,17 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import optax_accum
 from examples.engine import Engine
+from tests.problems import normal
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-BASE = jax.random.normal(KEYS[0], (6, 5))
-ADAPTER = {"a": jax.random.normal(KEYS[1], (6, 2)), "b": jax.random.normal(KEYS[2], (2, 5))}
-BATCH = {"x": jax.random.normal(KEYS[3], (16, 6)), "mask": (jnp.arange(16) % 5 > 0).astype(jnp.float32)}
+BASE = normal(0, 6, 5)
+ADAPTER = {"a": normal(1, 6, 2), "b": normal(2, 2, 5)}
+BATCH = {"x": np.asarray(normal(3, 16, 6)), "mask": (np.arange(16) % 5 > 0).astype(np.float32)}
 REQUESTS = [jax.tree.map(lambda leaf, rows=rows: leaf[rows], BATCH) for rows in (slice(5), slice(5, 7), slice(7, 16))]
 ADAM = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
 COUNT = lambda batch: batch["mask"].sum()
@@ -23,6 +24,7 @@ def loss(adapter, batch, base):
     return jnp.sum(batch["mask"] * errors) / jnp.maximum(batch["mask"].sum(), 1)
 
 
+@jax.jit
 def updated(adapter, batch, state=None, **hyperparams):
     """What one update with the whole batch makes of an adapter."""
     state = optax.tree.set(state or ADAM.init(adapter), **hyperparams)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax_accum
 from optax_accum import batching, sharding
 from tests import versions
+from tests.pairs import every_pair
 
 pytestmark = pytest.mark.quick
 
@@ -147,12 +148,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "jit"), [*[(name, True) for name in OPTIONS], (next(iter(OPTIONS)), False)], ids=str)
 def test_a_window_that_is_left_has_not_begun(name, jit):
     """PPO stops in the middle; training goes on as if nobody had begun."""
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 3, **OPTIONS[name])
     extra = {"value": 1.5, "tree": jnp.ones(2)} if name == "mean arguments" else {}
+    jit = jax.jit if jit else lambda fun: fun
     update = jit(lambda grads, state, params: tx.update(grads, state, params, weight=2.0, **extra))
     leave = jit(lambda state, when: optax_accum.discard_window(state, when=when))
     state = tx.init(PARAMS)
@@ -188,11 +189,12 @@ def test_windows_are_left_wherever_they_are():
         optax_accum.discard_window(state, when=jnp.ones(2))
 
 
-@pytest.mark.parametrize("flush", [True, jnp.array(True)], ids=["static", "traced"])
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("nonfinite", ["propagate", "discard", "skip"])
-def test_an_empty_window_that_is_flushed_is_no_discarded_one(jit, flush, nonfinite):
+@pytest.mark.parametrize(
+    ("nonfinite", "flush", "jit"), every_pair(["propagate", "discard", "skip"], [True, "traced"], [False, True])
+)
+def test_an_empty_window_that_is_flushed_is_no_discarded_one(nonfinite, flush, jit):
     """A call after the last batch, in a run whose last window closed by itself."""
+    flush, jit = jnp.array(True) if flush == "traced" else True, jax.jit if jit else lambda fun: fun
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, nonfinite=nonfinite)
     flag = {"flush": flush} if flush is True else {}
     close = jit(

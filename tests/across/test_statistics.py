@@ -235,7 +235,7 @@ def close(found, wanted):
     np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-4)
 
 
-@pytest.mark.parametrize("to", [None, P("data")])
+@pytest.mark.parametrize("to", sweep([None, P("data")], but=[P("data")]))
 def test_over_a_mesh(to):
     """Also what a state needs to be placed, and to move to another number of devices in the middle of a window."""
     width = 4 if to else 3  # the devices divide it

@@ -46,9 +46,10 @@ def test_the_step_is_a_pair_of_pure_functions_of_arrays():
     chex.assert_trees_all_equal(first, second)
 
 
-@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
 @pytest.mark.parametrize(
-    "options", [{}, {"nonfinite": "skip"}, {"nonfinite": "discard"}, {"reduction": "sum"}], ids=str
+    ("apply", "options"),
+    [(True, {}), (False, {"nonfinite": "skip"}), (True, {"nonfinite": "discard"}), (False, {"reduction": "sum"})],
+    ids=str,
 )
 def test_the_state_is_a_fixed_point_and_traced_once(apply, options):
     """Types, weak types and shapes stay, so one compilation serves every micro-step, first, held and emitted."""

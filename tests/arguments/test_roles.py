@@ -10,6 +10,7 @@ import pytest
 
 import optax_accum
 from tests.pairs import every_pair
+from tests.tiers import one_of_each
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
 Y = jnp.arange(12.0)
@@ -162,9 +163,10 @@ ROLES = {  # by position, by name, and both
     "names": {"batch_argnums": ("x", "y"), "carry_argnum": "carry", "rng_argnum": "key", "whole_argnums": "table"},
     "both": {"batch_argnums": (1, "y"), "carry_argnum": 3, "rng_argnum": "key", "whole_argnums": ["table"]},
 }
-CALLS = pytest.mark.parametrize(  # so many arguments after the parameters are given by position
-    ("named", "by_position", "jit"), every_pair(ROLES, range(6), [False, True])
-)
+# So many arguments after the parameters are given by position. What binds them is the same for all functions, so that one
+# function is called in every way, and the others in each.
+CALLS = every_pair(ROLES, range(6), [False, True])
+IN_EACH_WAY = pytest.mark.parametrize(("named", "by_position", "jit"), one_of_each(CALLS))
 
 
 def split(arguments, count):
@@ -174,7 +176,7 @@ def split(arguments, count):
 
 
 @pytest.mark.quick
-@CALLS
+@pytest.mark.parametrize(("named", "by_position", "jit"), CALLS)
 def test_roles_by_position_or_name_in_calls_by_either(named, by_position, jit):
     f = optax_accum.value_and_grad(linear, microbatch_size=5, has_aux=True, batch_argnums=ROLES[named]["batch_argnums"])
     args, kwargs = split(ARGUMENTS, by_position)
@@ -183,7 +185,7 @@ def test_roles_by_position_or_name_in_calls_by_either(named, by_position, jit):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ((loss, carry), grad), want)
 
 
-@CALLS
+@IN_EACH_WAY
 def test_roles_of_a_micro_step(named, by_position, jit):
     def loss(w, x, y, carry, key, table):
         return linear(w, x, y, carry, key, table)[0]
@@ -198,7 +200,7 @@ def test_roles_of_a_micro_step(named, by_position, jit):
     np.testing.assert_allclose(w, W - 0.5 * jax.grad(loss)(W, **ARGUMENTS), rtol=1e-5)
 
 
-@CALLS
+@IN_EACH_WAY
 def test_roles_of_outputs(named, by_position, jit):
     outputs = lambda w, x, y, carry, key, table: x @ w - y + carry + jnp.sum(table) + 0 * jax.random.normal(key)
     options = {name: of for name, of in ROLES[named].items() if name != "carry_argnum"}
@@ -478,12 +480,12 @@ def in_groups(w, x):
 
 @pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 4}, {"num_microbatches": 6}], ids=str)
 def test_groups_stay_together(options):
-    whole = jax.grad(in_groups)(W, X)
-    found = optax_accum.value_and_grad(in_groups, **options)(W, X)[1]
+    whole = jax.jit(jax.grad(in_groups))(W, X)
+    found = jax.jit(optax_accum.value_and_grad(in_groups, **options))(W, X)[1]
     np.testing.assert_allclose(found, whole, rtol=1e-5)  # nothing said: the loss tells
-    torn = optax_accum.accumulate(jax.grad(in_groups), num_microbatches=3)(W, X)
+    torn = jax.jit(optax_accum.accumulate(jax.grad(in_groups), num_microbatches=3))(W, X)
     assert not np.allclose(torn, whole, rtol=1e-3)  # without the option they are torn apart
-    got = optax_accum.accumulate(jax.grad(in_groups), group_size=2, **options)(W, X)
+    got = jax.jit(optax_accum.accumulate(jax.grad(in_groups), group_size=2, **options))(W, X)
     np.testing.assert_allclose(got, whole, rtol=1e-5)
 
 
@@ -497,7 +499,7 @@ def test_groups_over_devices():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         f = optax_accum.value_and_grad(in_groups, microbatch_size=4, devices="data")
-        np.testing.assert_allclose(jax.jit(f)(W, X)[1], jax.grad(in_groups)(W, X), rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(f)(W, X)[1], jax.jit(jax.grad(in_groups))(W, X), rtol=1e-5)
         with pytest.raises(ValueError, match="group_size=4, and each of 2 devices has 6 rows"):
             optax_accum.accumulate(jax.grad(in_groups), 1, group_size=4, devices="data")(W, X)
         tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 1, devices="data")

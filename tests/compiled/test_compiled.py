@@ -30,8 +30,9 @@ def counted(inner):
     return optax.GradientTransformationExtraArgs(inner.init, update), calls
 
 
-@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "omit", "discard"])
+@pytest.mark.parametrize(
+    ("nonfinite", "apply"), [("propagate", False), ("skip", True), ("omit", False), ("discard", True)]
+)
 def test_the_inner_optimizer_runs_once_a_window(apply, nonfinite):
     inner, calls = counted(optax.adam(0.1))
     tx = optax_accum.accumulate_gradients(inner, 4, nonfinite=nonfinite)
@@ -181,8 +182,9 @@ def test_a_profile_shows_add_hold_emit_and_the_inner_optimizer():
         assert scope in text
 
 
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply_gradients"])
+@pytest.mark.parametrize(
+    ("axis_type", "apply"), [(jax.sharding.AxisType.Auto, True), (jax.sharding.AxisType.Explicit, False)], ids=str
+)
 def test_the_sharding_of_the_state_is_kept(axis_type, apply):
     """8 devices: `jit(init)` puts it where `out_shardings` says, and no micro-step moves it."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))

@@ -12,6 +12,7 @@ import pytest
 import optax_accum
 from optax_accum._core import dtypes
 from tests import programs
+from tests.pairs import every_pair
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64]
 INNERS = {"sgd": optax.sgd(0.1, momentum=0.9), "adamw": optax.adamw(0.1), "rmsprop": optax.rmsprop(0.1)}
@@ -23,11 +24,10 @@ def gradient(dtype, seed, shape=(16,)):
     return jnp.asarray(values, dtype)
 
 
-@pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("emit_dtype", [None, "gradient", jnp.float32])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_wrapping_changes_no_dtype(inner, every, emit_dtype, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "inner", "emit_dtype", "every"), every_pair(DTYPES, INNERS, [None, "gradient", jnp.float32], [1, 3])
+)
+def test_wrapping_changes_no_dtype(dtype, inner, emit_dtype, every):
     inner = INNERS[inner]
     params, grads = gradient(dtype, 0), gradient(dtype, 1)
     tx = optax_accum.accumulate_gradients(inner, every, emit_dtype=emit_dtype)
@@ -151,10 +151,14 @@ def test_a_state_of_32_bits_goes_on_under_x64_and_back(options):
         with programs.enable_x64() if wide else contextlib.nullcontext():
             args = {"value": jnp.float32(1), "weight": jnp.ones([])}
             states.append(tx.update(params, states[-1], params, **args)[1])
-            states.append(jax.jit(tx.update)(params, states[-1], params, **args)[1])
-            states.append(jax.jit(step)(params, states[-1], params, weight=3.0)[2])
             one = lambda state, grads, args=args: (tx.update(grads, state, grads, **args)[1], ())
-            states.append(jax.lax.scan(one, states[-1], jnp.stack([params] * 3))[0])
+            scan = lambda state, one=one: jax.lax.scan(one, state, jnp.stack([params] * 3))[0]
+            states.append(
+                jax.eval_shape(lambda *given, args=args: tx.update(*given, **args)[1], params, states[-1], params)
+            )
+            states.append(jax.eval_shape(lambda *given: step(*given, weight=3.0)[2], params, states[-1], params))
+            states.append(jax.eval_shape(scan, states[-1]))
+            states.append(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), states[-1]))
     dtypes = [[leaf.dtype for leaf in jax.tree.leaves(state)] for state in states]
     assert all(found == dtypes[0] for found in dtypes)
 
@@ -164,11 +168,10 @@ def test_a_state_of_32_bits_goes_on_under_x64_and_back(options):
 @pytest.mark.parametrize("options", [{}, {"accumulator_dtype": "bfloat16"}, {"nonfinite": "skip"}], ids=str)
 def test_our_own_arithmetic_promotes_nothing(dtype, options):
     tx = optax_accum.accumulate_gradients(optax.identity(), 2, **options)
-    grads = gradient(dtype, 0)
-    update = jax.jit(tx.update)
+    grads, given = gradient(dtype, 0), {"value": jnp.float32(1), "flush": jnp.array(True)}
     for weight in (1.0, jnp.float32(2), jnp.int32(3)):
-        updates, _ = update(grads, tx.init(grads), grads, weight=weight, value=jnp.float32(1), flush=jnp.array(True))
-    assert updates.dtype == dtype
+        updates, _ = jax.eval_shape(tx.update, grads, tx.init(grads), grads, weight=weight, **given)
+        assert updates.dtype == dtype
 
 
 @pytest.mark.usefixtures("strict_dtypes")
@@ -179,9 +182,9 @@ def test_nor_does_it_where_parameters_are_narrow(dtype):
     loss = lambda w, x: jnp.mean(jnp.square((x @ w).astype(jnp.float32)))
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2)
     for in_place in (None, False):
-        grad = jax.jit(optax_accum.value_and_grad(loss, 3, in_place=in_place))(w, x)[1]
-        step = jax.jit(optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place))
-        assert (grad.dtype, step(w, tx.init(w), x)[1].dtype) == (dtype, dtype)
+        grad = jax.eval_shape(optax_accum.value_and_grad(loss, 3, in_place=in_place), w, x)[1]
+        step = optax_accum.value_and_apply_gradients(loss, tx, in_place=in_place)
+        assert (grad.dtype, jax.eval_shape(step, w, tx.init(w), x)[1].dtype) == (dtype, dtype)
 
 
 @pytest.mark.parametrize(

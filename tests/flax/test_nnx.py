@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import itertools
 import sys
 import weakref
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from optax_accum._loss import ratio
 from optax_accum.flax._versions import as_pure, value_of
 from tests import programs
 from tests.flax_problems import ROWS, Net, X, Y, arrays, close, cross_entropy, equal, micro_batches, nnx_loss
+from tests.pairs import every_pair
 from tests.tiers import one_of_each, sweep
 from tests.versions import flax_before, needs_devices
 
@@ -852,9 +852,7 @@ def by_gradient(loss, named, args, kwargs):
     return accum.nnx.accumulate(gradient, num_microbatches=4, **roles)(*args, **kwargs)
 
 
-ARGUMENTS = list(
-    itertools.product([by_loss, by_gradient], [(3, 1, 2), (-1, -3, -2), ("batch", "key", "scale")], range(5))
-)
+ARGUMENTS = every_pair([by_loss, by_gradient], [(3, 1, 2), (-1, -3, -2), ("batch", "key", "scale")], range(5))
 
 
 def name_of(value):

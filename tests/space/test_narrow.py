@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from optax_accum._space import narrow
 from optax_accum.sharding import count_collectives
+from tests.problems import normal
 from tests.tiers import sweep
 from tests.versions import needs_devices, since
 
 pytestmark = needs_devices
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-PARAMS = {"w": jax.random.normal(KEYS[0], (16, 8)), "b": jax.random.normal(KEYS[1], (3,))}
-X = jax.random.normal(KEYS[2], (32, 16))
+PARAMS = {"w": normal(0, 16, 8), "b": normal(1, 3)}
+X = normal(2, 32, 16)
 
 
 def loss(params, x):

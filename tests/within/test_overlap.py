@@ -13,20 +13,20 @@ from jax.sharding import PartitionSpec as P
 import optax_accum
 from optax_accum.sharding import count_collectives
 from tests.pairs import every_pair
+from tests.problems import normal
 from tests.tiers import one_of_each, sweep
 from tests.versions import since
 
 pytestmark = since(0, 11, why="overlapping")
 
 LAYERS, WIDTH, ROWS = 3, 8, 32
-KEYS = jax.random.split(jax.random.key(0), 3)
 PARAMS = {
-    "layers": jax.random.normal(KEYS[0], (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5,
-    "shared": jax.random.normal(KEYS[1], (WIDTH,)),
+    "layers": normal(0, LAYERS, WIDTH, WIDTH) / WIDTH**0.5,
+    "shared": normal(1, WIDTH),
 }
 BATCH = {  # a mask of bools would be a select to XLA, whose 0 / 0 is 0
-    "x": jax.random.normal(KEYS[2], (ROWS, WIDTH)),
-    "mask": (jnp.arange(ROWS) % 3 > 0).astype(jnp.float32),
+    "x": normal(2, ROWS, WIDTH),
+    "mask": jnp.asarray(np.arange(ROWS) % 3 > 0, jnp.float32),
 }
 MESHES = {
     "Auto": ((4,), (AxisType.Auto,)),
