@@ -190,7 +190,7 @@ def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator
     if lines:
         raise ValueError(
             f"No weight makes the micro-batches of this loss add up to the whole batch:{_listed(lines)}\n"
-            f"Within a call value_and_grad is exact. {_NEVERTHELESS}"
+            f"Within a call rows are taken together, and it is exact. {_NEVERTHELESS}"
         )
     if any(one.by is None for one in denominators):
         raise ValueError(
@@ -205,7 +205,8 @@ def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator
 def _warn(reasons: Iterable[str], remedy: str = "") -> None:
     frames.warn(
         "Nothing shows how much a micro-batch of this loss counts, or that micro-batches add up, so it counts by its "
-        f"rows:{_listed(reasons)}\nSay how it counts: weight_fn=, or weight= in the call.{remedy}"
+        f"rows:{_listed(reasons)}\nSay how it counts: weight_fn=, or, of value_and_apply_gradients, weight= in a "
+        f"call.{remedy}"
     )
 
 
@@ -215,7 +216,7 @@ _ROWS = (
 )
 _NEVERTHELESS = (
     "To average over micro-batches nevertheless, say how they count: weight_fn=lambda batch: "
-    "len(jax.tree.leaves(batch)[0]), say, or weight= in the call."
+    "len(jax.tree.leaves(batch)[0]), say; value_and_apply_gradients takes weight= in a call, too."
 )
 
 

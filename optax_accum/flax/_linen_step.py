@@ -39,12 +39,15 @@ def train_step(
         hold `"batch_stats"`, as the model returned them, if the state has
         some. Give `state.apply_fn` the key as `rngs`. `fun` gets
         the state without parameters and optimizer state.
-      weight_fn: how much a call counts in its window: by default its number
-        of rows; a `Ratio` says it itself. `batch_stats` always count by
-        rows. Within a call all rows are taken together, as in
-        `optax_accum.value_and_grad`: BatchNorm and dropout are those of the
-        whole call. Where the loss communicates, with partial sums, and for
-        fp8, each micro-batch is weighed by it.
+      weight_fn: `weight_fn(batch)` is how much a call counts in its window.
+        By default what the traced loss divides by: a sum over a mask, or
+        the number of rows, and rows with a warning where nothing shows that
+        this is right; 1 if the optimizer takes a sum; a `Ratio` says it
+        itself. `batch_stats` always count by rows. Within a call all rows
+        are taken together, as in `optax_accum.value_and_grad`: BatchNorm
+        and dropout are those of the whole call. Where the loss
+        communicates, with partial sums, and for fp8, each micro-batch is
+        weighed by it.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches`
         (1 if your loader delivers micro-batches) or `microbatch_size`, and
         others. `devices` of `accumulate_gradients` need not be repeated
@@ -61,7 +64,10 @@ def train_step(
         metric that is no real number; an option that `train_step` sets
         itself.
       ValueError: `extra` lacks `"batch_stats"`, or has other entries; a
-        metric of the name `"loss"`.
+        metric of the name `"loss"`; a window of several calls whose
+        gradients do not add up, however they are weighed (BatchNorm,
+        several denominators, a sum for a mean), unless `weight_fn` says how
+        they count. `optax_accum.explain` shows the lines.
     """
     _window.check_step_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
     check_called_with(fun, "params", "batch", "key", "state")

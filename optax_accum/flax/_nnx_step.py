@@ -38,11 +38,13 @@ def train_step(
       fun: `fun(model, batch) -> loss`, or, with `has_aux`,
         `(loss, metrics)`, a dict of scalars. Random keys come from the
         model.
-      weight_fn: how much a call counts in its window: by default its number
-        of rows; a `Ratio` says it itself. Statistics always count by rows.
-        Within a call all rows are taken together, as in `value_and_grad`.
-        Where the loss communicates, and with partial sums, each
-        micro-batch is weighed by it.
+      weight_fn: `weight_fn(batch)` is how much a call counts in its window.
+        By default what the traced loss divides by: a sum over a mask, or
+        the number of rows, and rows with a warning where nothing shows that
+        this is right; 1 if the optimizer takes a sum; a `Ratio` says it
+        itself. Statistics always count by rows. Within a call all rows are
+        taken together, as in `value_and_grad`. Where the loss communicates,
+        and with partial sums, each micro-batch is weighed by it.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
       **options: those of `value_and_grad`: `num_microbatches` (1 if your
@@ -61,7 +63,10 @@ def train_step(
       TypeError: the optimizer is one of Flax's own; a metric that is no
         real number; an option that `train_step` sets itself.
       ValueError: a metric of the name `"loss"`; an optimizer of your own
-        that changes more than values.
+        that changes more than values; a window of several calls whose
+        gradients do not add up, however they are weighed (BatchNorm,
+        several denominators, a sum for a mean), unless `weight_fn` says how
+        they count. `optax_accum.explain` shows the lines.
     """
     _window.check_step_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
     check_called_with(fun, "model", "batch")
