@@ -43,7 +43,7 @@ ROOMS = {  # and what each stands on
     "__main__": set(),
     "plan": {"_plan"},
     "statistics": {"_loss", "_across"},
-    "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_within"},
+    "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_within", "_explain"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
 
@@ -199,7 +199,7 @@ ASKED = {
     ),
     "is the divisor a weight": (
         {"is_mean"},
-        "_across/divisor _across/window _across/loss _across/multi_steps _across/transformation",
+        "_across/divisor _across/window _across/loss _across/multi_steps _across/transformation flax/_window",
     ),
     "may gradients be added in place": ({"added_inside"}, "_across/loss _within/cut"),
     "does it lie in host memory": (

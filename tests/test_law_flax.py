@@ -147,9 +147,8 @@ def through_apply_gradients(sizes, weighted):
 
 
 def through_train_step(sizes, weighted, loss=linen_loss, **options):
-    """Micro-batches of up to four rows within each call, a window across calls."""
+    """Micro-batches of up to four rows within each call, a window across calls; its loss tells how much each counts."""
     state = linen_state(optax_accum.accumulate_gradients(INNER, len(sizes)))
-    options = {"weight_fn": weight_of(weighted), **options}
     step = accum.linen.train_step(loss, microbatch_size=4, **options)
     for batch, _ in calls(sizes, weighted):
         state, metrics = step(state, batch, jax.random.key(0))
@@ -159,7 +158,7 @@ def through_train_step(sizes, weighted, loss=linen_loss, **options):
 def through_a_flushed_train_step(sizes, weighted):
     """The caller owns the window, inside a chain."""
     tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(INNER, None))
-    step = accum.linen.train_step(linen_loss, num_microbatches=1 if 1 in sizes else 3, weight_fn=weight_of(weighted))
+    step = accum.linen.train_step(linen_loss, num_microbatches=1 if 1 in sizes else 3)
     state = linen_state(tx)
     for batch, last in calls(sizes, weighted):
         state, metrics = step(state, batch, jax.random.key(0), flush=jnp.array(last))
@@ -169,7 +168,7 @@ def through_a_flushed_train_step(sizes, weighted):
 def through_a_train_step_without_window(sizes, weighted):
     """Each call is an update: of all rows, which the number of micro-batches does not divide."""
     state = linen_state(INNER)
-    step = accum.linen.train_step(linen_loss, num_microbatches=len(sizes) + 6, weight_fn=weight_of(weighted))
+    step = accum.linen.train_step(linen_loss, num_microbatches=len(sizes) + 6)
     for batch, _ in calls((ROWS,), weighted):
         state, metrics = step(state, batch, jax.random.key(0))
     return linen_result(state, metrics)
@@ -226,7 +225,6 @@ def through_accumulate(sizes, weighted):
 def through_the_nnx_train_step(sizes, weighted, loss=nnx_loss, **options):
     model = Module()
     optimizer = nnx_optimizer(model, None)
-    options = {"weight_fn": weight_of(weighted), **options}
     step = accum.nnx.train_step(loss, has_aux=True, microbatch_size=4, **options)
     for batch, last in calls(sizes, weighted):
         metrics = step(model, optimizer, batch, flush=jnp.array(last))
@@ -261,7 +259,7 @@ TRAIN_STEPS = {"Linen": (through_train_step, linen_loss), "NNX": (through_the_nn
 @pytest.mark.parametrize("step", TRAIN_STEPS)
 def test_a_ratio_says_how_much_a_micro_batch_counts(step):
     path, loss = TRAIN_STEPS[step]
-    assert_the_update_of_the_whole_batch(functools.partial(path, loss=as_ratio(loss), weight_fn=None), *CASES[0])
+    assert_the_update_of_the_whole_batch(functools.partial(path, loss=as_ratio(loss)), *CASES[0])
 
 
 def communicating(loss):
@@ -279,7 +277,7 @@ def communicating(loss):
 def test_where_a_loss_communicates_weight_fn_says_how_much_a_micro_batch_counts(step):
     path, loss = TRAIN_STEPS[step]
     with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
-        path = functools.partial(path, loss=communicating(loss), devices="data")
+        path = functools.partial(path, loss=communicating(loss), devices="data", weight_fn=weight_of(True))
         assert_the_update_of_the_whole_batch(path, (4, 8), weighted=True)
 
 
@@ -297,7 +295,7 @@ def as_terms(loss):
 def test_a_train_step_says_what_takes_several_terms(step):
     path, loss = TRAIN_STEPS[step]
     with pytest.raises(TypeError, match="the terms .'a', 'b'.. Return their sum, or one Ratio.*value_and_grad"):
-        path(*CASES[0], loss=as_terms(loss), weight_fn=None)
+        path(*CASES[0], loss=as_terms(loss))
 
 
 @pytest.mark.parametrize("path", PATHS)

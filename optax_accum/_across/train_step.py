@@ -191,6 +191,6 @@ def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[[
     def read(call: Call) -> Any:
         from optax_accum._explain import weighing  # loaded when the first loss is read
 
-        return weighing.default_weight(fun, roles, call, has_aux)
+        return weighing.Weigher(fun, roles, has_aux=has_aux).weight(call)
 
     return read

@@ -7,7 +7,6 @@ Nobody else compares a version or asks whether JAX has a name, but who asks the 
 import contextlib
 import math
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 
+from optax_accum._core import frames
 from optax_accum._core.types import Flag, Tree
 
 JAX = jax.__version_info__[:3]
@@ -40,11 +40,10 @@ def warn_of_stale_products() -> None:
     if not (0, 7, 1) <= JAX < (0, 8, 2) or WITHOUT_XNNPACK in os.environ.get("XLA_FLAGS", ""):
         return
     if jax.default_backend() == "cpu":
-        warnings.warn(
+        frames.warn(
             f"JAX {jax.__version__} on a CPU can multiply by old parameters if a step that was compiled with "
             "donate_argnums updates them in place: the gradient is wrong, with this library and without. Set "
-            f'os.environ["XLA_FLAGS"] = "{WITHOUT_XNNPACK}" before you use JAX, or install JAX 0.8.2 or later.',
-            stacklevel=2,
+            f'os.environ["XLA_FLAGS"] = "{WITHOUT_XNNPACK}" before you use JAX, or install JAX 0.8.2 or later.'
         )
 
 

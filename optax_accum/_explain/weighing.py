@@ -1,17 +1,17 @@
 """How much a micro-batch of a loss counts across calls: read off the traced loss, and computed from a batch."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments import checks
+from optax_accum._arguments.counted import counted
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows, of_rows
-from optax_accum._core import dtypes
+from optax_accum._core import dtypes, frames
 from optax_accum._core.leaves import by_path, is_array, parted
 from optax_accum._core.types import Name, Tree
 from optax_accum._explain.explanation import PLAIN, Weight
@@ -19,6 +19,7 @@ from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import check_loss, is_ratio
 from optax_accum._rows.denominators import Denominator, Found, denominators_of
 from optax_accum._rows.forms import Reason
+from optax_accum._rows.program import Program
 from optax_accum._within.splitting import Sizes
 from optax_accum._within.traced import Traced, traced, type_of
 
@@ -98,38 +99,86 @@ def weight_of(subject: Subject, term: str | None, denominator: Denominator) -> W
     return Weight(f"the sum over rows at {place}", term, place, of, guard, sums)
 
 
-def _count(counted: Any, denominator: Denominator, times: int) -> jax.Array:
+def _count(weight: Any, denominator: Denominator, times: int) -> jax.Array:
     """Returns the weight of a batch that was repeated so many times."""
-    return jnp.asarray(counted, dtypes.default_float()) / (1 if denominator.by is None else times)
+    return jnp.asarray(weight, dtypes.default_float()) / (1 if denominator.by is None else times)
 
 
-def default_weight(fun: Callable[..., Any], roles: Roles, call: Call, has_aux: bool) -> jax.Array | None:
-    """Returns how much the micro-batch of a call counts, as its loss tells: what it divides by.
+class Read(NamedTuple):
+    """A sum over rows that divides a loss, for batches of the types that its subject has."""
 
-    None says that it counts by its rows; so it does where the loss tells nothing: it communicates, say, or looks at
-    values, or is another program for more rows. Where nothing shows that this is right, a warning says so.
+    subject: Subject  # holds types alone
+    program: Program
+    denominator: Denominator
+    times: int  # how often the rows of a batch are repeated: a loss may be another program for one row
+
+    def of(self, batch: Sequence[Tree]) -> jax.Array:
+        """Returns the weight of a batch: of the arguments that hold it."""
+        given = dict(zip(self.subject.batch, _repeated(batch, self.times), strict=True))
+        inputs = dataclasses.replace(self.subject, arguments={**self.subject.arguments, **given}).inputs
+        values = [jnp.asarray(leaf) if is_array(leaf) else leaf for _, _, leaf in inputs]
+        return _count(self.denominator.counted(self.program, values), self.denominator, self.times)
+
+
+class Weigher:
+    """How much micro-batches of a loss count, as it tells: by what it divides by.
+
+    Where it tells nothing they count by their rows: it communicates, say, or looks at values, or is another program for
+    more rows. Where nothing shows that this is right, a warning says so. What was read is kept for other batches of the
+    same types: a weigher belongs to one trace.
 
     Raises:
       ValueError: no weight makes micro-batches add up.
     """
+
+    def __init__(self, fun: Callable[..., Any], roles: Roles, *, has_aux: bool):
+        """Reads nothing yet."""
+        self.fun, self.roles, self.has_aux = fun, roles, has_aux
+        self._known: dict[Any, Read | None] = {}
+
+    def weight(self, call: Call) -> jax.Array | None:
+        """Returns how much the micro-batch of a call counts; None if it counts by its rows."""
+        batch = call[call.batch]
+        types = (jax.tree.structure(batch), *jax.tree.leaves(typed(batch)))
+        if types not in self._known:
+            self._known[types] = _read(self.fun, self.roles, call, self.has_aux)
+        read = self._known[types]
+        return None if read is None else read.of(batch)
+
+    def weight_fn(self, call: Call) -> Callable[..., jax.Array] | None:
+        """Returns what weighs parts of the batch of a call; None if they count by their rows."""
+
+        def weight(*batch: Tree) -> jax.Array:
+            told = self.weight(call.with_values(call.batch, batch))
+            return jnp.asarray(count_known_rows(batch), dtypes.default_float()) if told is None else told
+
+        return None if self.weight(call) is None else weight
+
+
+def _read(fun: Callable[..., Any], roles: Roles, call: Call, has_aux: bool) -> Read | None:
+    """Returns the sum over rows that divides a loss; None where a micro-batch counts by its rows."""
     rows = count_known_rows(call[call.batch])
-    batch = of_rows(lambda leaf: jnp.concatenate([leaf] * 2), call[call.batch]) if rows == 1 else call[call.batch]
-    call = call.with_values(call.batch, batch)  # a loss may be another program for one row
+    times = 2 if rows == 1 else 1
+    call = call.with_values(call.batch, _repeated(call[call.batch], times))
     types = {name: typed(argument) for name, argument in call.arguments.items()}
     subject = Subject(fun, roles, types, Sizes(1, None, 1), has_aux)
     try:
         terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program), integers=True)
     except Exception as error:  # whatever the loss raises for twice as many rows
         said = str(error).strip().splitlines() or [type(error).__name__]
-        _warn([f"it is not read for twice as many rows: {said[0]}"])
+        _warn([f"for twice its {counted(rows, 'row')} it is another program: {said[0]}"], _ROWS)
         return None
     found = list((terms or {}).values())
     denominators = [one for term in found for one in term.denominators]
     _check_adds_up([reason for term in found for reason in term.reasons], denominators)
     if not denominators or denominators[0].makes is None:
         return None
-    values = [jnp.asarray(leaf) for _, _, leaf in dataclasses.replace(subject, arguments=call.arguments).inputs]
-    return _count(denominators[0].counted(program, values), denominators[0], 2 if rows == 1 else 1)
+    return Read(subject, program, denominators[0], times)
+
+
+def _repeated(batch: Sequence[Tree], times: int) -> Sequence[Tree]:
+    """Returns a batch whose rows come so many times."""
+    return of_rows(lambda leaf: jnp.concatenate([leaf] * times), batch) if times > 1 else batch
 
 
 def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator]) -> None:
@@ -141,7 +190,7 @@ def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator
     if lines:
         raise ValueError(
             f"No weight makes the micro-batches of this loss add up to the whole batch:{_listed(lines)}\n"
-            f"Within a call value_and_grad is exact. {_NEVERTHELESS}"
+            f"Within a call rows are taken together, and it is exact. {_NEVERTHELESS}"
         )
     if any(one.by is None for one in denominators):
         raise ValueError(
@@ -153,17 +202,21 @@ def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator
         _warn(map(str, reasons))
 
 
-def _warn(reasons: Iterable[str]) -> None:
-    warnings.warn(
+def _warn(reasons: Iterable[str], remedy: str = "") -> None:
+    frames.warn(
         "Nothing shows how much a micro-batch of this loss counts, or that micro-batches add up, so it counts by its "
-        f"rows:{_listed(reasons)}\nSay how it counts: weight_fn=, or weight= in the call.",
-        stacklevel=2,
+        f"rows:{_listed(reasons)}\nSay how it counts: weight_fn=, or, of value_and_apply_gradients, weight= in a "
+        f"call.{remedy}"
     )
 
 
+_ROWS = (
+    " Or let the loss take sizes from the batch (x.shape[0], -1), not from a constant. Rows stand along the first axis "
+    "of each array of the batch: one example without that axis needs it, x[None]."
+)
 _NEVERTHELESS = (
     "To average over micro-batches nevertheless, say how they count: weight_fn=lambda batch: "
-    "len(jax.tree.leaves(batch)[0]), say, or weight= in the call."
+    "len(jax.tree.leaves(batch)[0]), say; value_and_apply_gradients takes weight= in a call, too."
 )
 
 
@@ -176,8 +229,7 @@ def weight_fn(subject: Subject) -> Callable[..., Any]:
 
     def weight(*batches: Tree) -> Any:
         times = 2 if count_known_rows(batches) == 1 else 1  # a loss may be another program for one row
-        several = of_rows(lambda leaf: jnp.concatenate([leaf] * times), batches)
-        given = dict(zip(subject.batch, several, strict=True))
+        given = dict(zip(subject.batch, _repeated(batches, times), strict=True))
         of_batch = dataclasses.replace(subject, arguments={**subject.arguments, **given})
         values = [jnp.asarray(leaf) if is_array(leaf) else leaf for _, _, leaf in of_batch.inputs]
 
@@ -187,11 +239,11 @@ def weight_fn(subject: Subject) -> Callable[..., Any]:
             any_weight = Denominator(None, ())
             return {name: [(program, one) for one in term.denominators or [any_weight]] for name, term in terms.items()}
 
-        counted = {
+        weights = {
             name: [_count(one.counted(program, values), one, times) for program, one in denominators]
             for name, denominators in of_batch.ask(counts).items()
         }
-        of_terms = {name: numbers if len(numbers) > 1 else numbers[0] for name, numbers in counted.items()}
+        of_terms = {name: numbers if len(numbers) > 1 else numbers[0] for name, numbers in weights.items()}
         return of_terms.get(None, of_terms)
 
     return weight

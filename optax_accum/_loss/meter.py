@@ -1,14 +1,13 @@
 """What is measured of gradients: nothing, the weight of windows, or norms and noise."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, seen
+from optax_accum._core import arithmetic, frames, seen
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Tree
 from optax_accum._loss import groups, noise
@@ -145,10 +144,9 @@ class Measuring(Counting):
         raise ValueError(why)
 
     def warn_of_one_sample(self) -> None:
-        warnings.warn(
+        frames.warn(
             "Noise is measured between the gradients of micro-batches or devices, and here is one of each: noise, "
-            "signal and the noise scale will be NaN (norms are measured). Make two or more micro-batches.",
-            stacklevel=2,
+            "signal and the noise scale will be NaN (norms are measured). Make two or more micro-batches."
         )
 
 

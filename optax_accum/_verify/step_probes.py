@@ -89,15 +89,22 @@ def moves(runs: StepErrors) -> str:
 def _averages(runs: StepErrors) -> str:
     """What mirrors the parameters moves at a held micro-step, whatever the micro-batch: it is no sum of gradients.
 
-    An average that starts as the parameters moves from the second window on.
+    An average that starts as the parameters moves from the second window on. Of a sum of clipped gradients a leaf may
+    move the same whatever the micro-batch: of an average all leaves do.
     """
     if runs.within_call or any(n % runs.cut.every for n in runs.moved):
         return ""
-    k, (_, other, *_) = runs.cut.every, runs.calls(runs.even(1))
+    k, (_, *others) = runs.cut.every, runs.calls(runs.even(1))
     start, here = runs.seen[k : k + 2]
-    there = runs.cut.run(*runs.lead(runs.cut), runs.calls(runs.even()), [other])[-1]
-    same = lambda path: not np.array_equal(start[path], here[path]) and np.array_equal(here[path], there[path])
-    found = sorted(name for name, leaf in runs.leaves.items() if same(leaf.cut))
+    moved: dict[str, dict[str, Path]] = {}
+    for name, leaf in runs.leaves.items():
+        if not np.array_equal(start[leaf.cut], here[leaf.cut]):
+            moved.setdefault(leaf.slot, {})[name] = leaf.cut
+    for other in others if moved else ():
+        there = runs.cut.run(*runs.lead(runs.cut), runs.calls(runs.even()), [other])[-1]
+        same = lambda paths, there=there: all(np.array_equal(here[path], there[path]) for path in paths.values())
+        moved = {slot: paths for slot, paths in moved.items() if same(paths)}
+    found = sorted(name for paths in moved.values() for name in paths)
     says = f"{', '.join(found[:3])} moved at micro-step {k + 1}, which holds, by the same whatever the micro-batch."
     return says if found else ""
 

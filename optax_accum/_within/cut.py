@@ -151,6 +151,8 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     empty = jax.tree.map(compilers.on_mesh_of, params, empty)
     micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
     program, shapes = micro_batches.traced(call.params)
+    if rules.reads is not None and rules.weight_fn is None:
+        rules = dataclasses.replace(rules, weight_fn=rules.reads(call))
     micro_batches = micro_batches.with_fast_convolutions(program)
     again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
     static = again or rules.in_place is False

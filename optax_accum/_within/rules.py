@@ -31,6 +31,7 @@ class CallRules:
     devices: Devices
     # How micro-batches that count each by itself add up.
     weight_fn: Callable[..., Any] | None = None
+    reads: Callable[[Call], Callable[..., Any] | None] | None = None  # `weight_fn`, off the loss of one device
     aux_reduction: Tree = "mean"
     grad_reduction: Tree = "mean"  # a prefix of the tuple of differentiated arguments
 
@@ -65,6 +66,7 @@ def as_rules(
     statistics: bool | Options = False,
     whole_argnums: Name | Sequence[Name] = (),
     weight_fn: Callable[..., Any] | None = None,
+    reads: Callable[[Call], Callable[..., Any] | None] | None = None,
     rng_argnum: Name | None = None,
     carry_argnum: Name | None = None,
     aux_reduction: Tree = "mean",
@@ -106,6 +108,7 @@ def as_rules(
         meter=meter,
         devices=over,
         weight_fn=callables.as_weight_fn(weight_fn, roles),
+        reads=reads,
         aux_reduction=aux_reduction,
         grad_reduction=grad_reduction if grad_reduction == "mean" else of_params(grad_reduction),
     )

@@ -10,9 +10,11 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import optax_accum
 from optax_accum._arguments.callables import check_called_with
+from optax_accum._arguments.roles import Roles
 from optax_accum._core.leaves import is_key, short
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
+from optax_accum._explain.weighing import Weigher
 from optax_accum._loss.ratio import as_ratio
 from optax_accum._within.one_by_one import one_by_one
 from optax_accum._within.value_and_grad import of_whole_batch
@@ -20,6 +22,7 @@ from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
 from optax_accum.flax._linen import TrainState, field_names, parted
+from optax_accum.flax._window import Weighing
 
 
 def train_step(
@@ -36,12 +39,15 @@ def train_step(
         hold `"batch_stats"`, as the model returned them, if the state has
         some. Give `state.apply_fn` the key as `rngs`. `fun` gets
         the state without parameters and optimizer state.
-      weight_fn: how much a call counts in its window: by default its number
-        of rows; a `Ratio` says it itself. `batch_stats` always count by
-        rows. Within a call all rows are taken together, as in
-        `optax_accum.value_and_grad`: BatchNorm and dropout are those of the
-        whole call. Where the loss communicates, with partial sums, and for
-        fp8, each micro-batch is weighed by it.
+      weight_fn: `weight_fn(batch)` is how much a call counts in its window.
+        By default what the traced loss divides by: a sum over a mask, or
+        the number of rows, and rows with a warning where nothing shows that
+        this is right; 1 if the optimizer takes a sum; a `Ratio` says it
+        itself. `batch_stats` always count by rows. Within a call all rows
+        are taken together, as in `optax_accum.value_and_grad`: BatchNorm
+        and dropout are those of the whole call. Where the loss
+        communicates, with partial sums, and for fp8, each micro-batch is
+        weighed by it.
       **options: those of `optax_accum.value_and_grad`: `num_microbatches`
         (1 if your loader delivers micro-batches) or `microbatch_size`, and
         others. `devices` of `accumulate_gradients` need not be repeated
@@ -58,22 +64,31 @@ def train_step(
         metric that is no real number; an option that `train_step` sets
         itself.
       ValueError: `extra` lacks `"batch_stats"`, or has other entries; a
-        metric of the name `"loss"`.
+        metric of the name `"loss"`; a window of several calls whose
+        gradients do not add up, however they are weighed (BatchNorm,
+        several denominators, a sum for a mean), unless `weight_fn` says how
+        they count. `optax_accum.explain` shows the lines.
     """
     _window.check_step_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
     check_called_with(fun, "params", "batch", "key", "state")
 
     def with_outputs(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
-        sums_of(loss, extra, batch, state)  # its errors come while this is traced
+        sums_of(loss, extra, batch, state, lambda: weight_fn and weight_fn(batch))  # its errors come in this trace
         return loss, (as_ratio(loss), extra)
 
-    def with_sums(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, Any]:
-        loss, extra = _checked(fun(params, batch, key, state), state)
-        return loss, sums_of(loss, extra, batch, state)
+    def with_sums(weighing: Weighing) -> Callable[..., tuple[Any, dict[str, Any]]]:
+        def run(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, dict[str, Any]]:
+            loss, extra = _checked(fun(params, batch, key, state), state)
+            call = roles.bind((params, batch, key, state), {})
+            return loss, sums_of(loss, extra, batch, state, lambda: weighing.of(call))
 
-    def sums_of(loss: Any, extra: Mapping[str, Any], batch: Tree, state: TrainState) -> dict[str, Any]:
-        sums = {"metrics": _window.measured(loss, extra.get("metrics", {}), weight_fn, batch)}
+        return run
+
+    def sums_of(
+        loss: Any, extra: Mapping[str, Any], batch: Tree, state: TrainState, weigh: Callable[[], Any]
+    ) -> dict[str, Any]:
+        sums = {"metrics": _window.measured(loss, extra.get("metrics", {}), batch, weigh)}
         if extra.get("batch_stats"):
             moments = batch_moments(extra["batch_stats"], state.batch_stats, state.momentum)
             sums["moments"] = _window.weighted(moments, _window.weight_of(batch))
@@ -81,10 +96,11 @@ def train_step(
 
     # Their errors come when this is built.
     optax_accum.value_and_grad(with_outputs, has_aux=True, **options)
-    one_by_one(with_sums, weight_fn=weight_fn, **_SEPARATE, **options)
+    one_by_one(with_sums(Weighing(weight_fn)), weight_fn=weight_fn, **_SEPARATE, **options)
+    roles = Roles(with_outputs)
 
     def computed(
-        options: dict[str, Any], params: Tree, batch: Tree, key: jax.Array, state: TrainState
+        options: dict[str, Any], weighing: Weighing, params: Tree, batch: Tree, key: jax.Array, state: TrainState
     ) -> tuple[dict[str, Any], Tree]:
         """Returns the sums of the call, and its gradient: those of all its rows, if its loss is read."""
         _, overwritten = parted(params)
@@ -92,11 +108,12 @@ def train_step(
             with contextlib.suppress(UnreadableError):
                 whole = of_whole_batch(optax_accum.value_and_grad(with_outputs, has_aux=True, **options))
                 (_, (loss, extra)), grads = whole(params, batch, key, state)
-                return sums_of(loss, extra, batch, state), grads
+                call = roles.bind((params, batch, key, state), {})
+                return sums_of(loss, extra, batch, state, lambda: weighing.over_devices(call, options)), grads
         of_fp8 = {"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}
         kinds = "mean" if overwritten is None else type(params)(of_fp8)
-        separate = one_by_one(with_sums, weight_fn=weight_fn, grad_reduction=kinds, **_SEPARATE, **options)
-        (_, sums), grads = separate(params, batch, key, state)
+        separate: dict[str, Any] = {**_SEPARATE, **options, **weighing.options, "grad_reduction": kinds}
+        (_, sums), grads = one_by_one(with_sums(weighing), **separate)(params, batch, key, state)
         if overwritten is not None:
             own = grads[OVERWRITE_WITH_GRADIENT]
             grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.over_devices(own, options, "max")}
@@ -110,7 +127,9 @@ def train_step(
         _check_key(key)
         own = _window.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
-        sums, grads = computed(own, state.params, batch, key, still)
+        weigher = Weigher(with_outputs, roles, has_aux=True)
+        weighing = Weighing.chosen(state.tx, state.opt_state, weight_fn, weigher)
+        sums, grads = computed(own, weighing, state.params, batch, key, still)
         totals = _window.over_devices(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}
         if moments is not None:

@@ -1,6 +1,7 @@
 """The gradient of an NNX module within a call."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_rows
 from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Name, Tree
+from optax_accum._explain.weighing import Weigher
 from optax_accum._space.device import Device
 from optax_accum._space.devices import as_devices, with_replicated
 from optax_accum._within import one_by_one as weighed
@@ -146,6 +148,23 @@ def one_by_one(
     return run
 
 
+def weigher(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Weigher:
+    """Returns what weighs batches of `fun`, which has auxiliary outputs, as its loss tells."""
+    module = _Module(Roles(fun).bind((model, batch), {}), wrt, Device())
+
+    def loss(model: Any, batch: Tree, stats: Any, rest: Any) -> tuple[Any, Any]:
+        return module.loss(fun, True, (model, stats, rest), {1: batch})
+
+    return Weigher(loss, Roles(loss), has_aux=True)
+
+
+def call_of_arrays(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Call:
+    """Returns a call of `fun` as a function of arrays, as a `weigher` takes it."""
+    call = Roles(fun).bind((model, batch), {})
+    module = _Module(call, wrt, Device())
+    return dataclasses.replace(call, arguments={0: module.params, 1: batch, 2: module.stats, 3: module.rest})
+
+
 def accumulate(
     fun: Callable[..., Any], num_microbatches: int | None = None, *, wrt: Any = nnx.Param, **options: Any
 ) -> Callable[..., Any]:
@@ -239,9 +258,7 @@ class _Module:
 
         def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> Any:
             *args, state = args_and_state
-            out, (_, *state) = self._called(fun, (params, *state), {**dict(enumerate(args, start=1)), **kwargs})
-            loss, aux = _window.pair(out) if has_aux else (out, None)
-            return loss, (aux, state)
+            return self.loss(fun, has_aux, (params, *state), {**dict(enumerate(args, start=1)), **kwargs})
 
         placed: dict[str, Any] = {**options, "has_aux": True, "batch_argnums": self.call.batch}
         compute = of_whole_batch(optax_accum.value_and_grad(pure, **placed))
@@ -251,6 +268,12 @@ class _Module:
         nnx.update(self.model, *state)
         value = (loss, aux) if has_aux else loss
         return (value, *measured) if measured else value, grads
+
+    def loss(self, fun: Callable[..., Any], has_aux: bool, state: Any, arguments: dict[Name, Any]) -> tuple[Any, Any]:
+        """Returns the loss, the auxiliary outputs, and the state that is left."""
+        out, (_, *state) = self._called(fun, state, arguments)
+        loss, aux = _window.pair(out) if has_aux else (out, None)
+        return loss, (aux, state)
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Returns the arguments beside the model, by position and by keyword."""

@@ -14,10 +14,11 @@ from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import as_ratio
 from optax_accum._within.whole_batch import UnreadableError
 from optax_accum.flax import _window
-from optax_accum.flax._nnx import one_by_one, value_and_grad, whole_batch
+from optax_accum.flax._nnx import call_of_arrays, one_by_one, value_and_grad, weigher, whole_batch
 from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
 from optax_accum.flax._versions import as_pure
+from optax_accum.flax._window import Weighing
 
 
 def train_step(
@@ -37,11 +38,13 @@ def train_step(
       fun: `fun(model, batch) -> loss`, or, with `has_aux`,
         `(loss, metrics)`, a dict of scalars. Random keys come from the
         model.
-      weight_fn: how much a call counts in its window: by default its number
-        of rows; a `Ratio` says it itself. Statistics always count by rows.
-        Within a call all rows are taken together, as in `value_and_grad`.
-        Where the loss communicates, and with partial sums, each
-        micro-batch is weighed by it.
+      weight_fn: `weight_fn(batch)` is how much a call counts in its window.
+        By default what the traced loss divides by: a sum over a mask, or
+        the number of rows, and rows with a warning where nothing shows that
+        this is right; 1 if the optimizer takes a sum; a `Ratio` says it
+        itself. Statistics always count by rows. Within a call all rows are
+        taken together, as in `value_and_grad`. Where the loss communicates,
+        and with partial sums, each micro-batch is weighed by it.
       wrt: the variables to train, as given to the `Optimizer`.
       has_aux: `fun` returns metrics.
       **options: those of `value_and_grad`: `num_microbatches` (1 if your
@@ -60,7 +63,10 @@ def train_step(
       TypeError: the optimizer is one of Flax's own; a metric that is no
         real number; an option that `train_step` sets itself.
       ValueError: a metric of the name `"loss"`; an optimizer of your own
-        that changes more than values.
+        that changes more than values; a window of several calls whose
+        gradients do not add up, however they are weighed (BatchNorm,
+        several denominators, a sum for a mean), unless `weight_fn` says how
+        they count. `optax_accum.explain` shows the lines.
     """
     _window.check_step_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
     check_called_with(fun, "model", "batch")
@@ -68,26 +74,34 @@ def train_step(
     def with_metrics(model: Any, batch: Tree) -> tuple[Any, Any]:
         out = fun(model, batch)
         loss, metrics = _window.pair(out) if has_aux else (out, {})
-        _window.measured(loss, metrics, weight_fn, batch)  # its errors come while this is traced
+        sums_of(loss, metrics, batch, lambda: weight_fn and weight_fn(batch))  # its errors come in this trace
         return loss, (as_ratio(loss), metrics)
 
-    def with_sums(model: Any, batch: Tree) -> tuple[Any, tuple[WeightedSum, jax.Array]]:
-        loss, (_, metrics) = with_metrics(model, batch)
-        return loss, (_window.measured(loss, metrics, weight_fn, batch), _window.weight_of(batch))
+    def with_sums(weighing: Weighing) -> Callable[..., tuple[Any, tuple[WeightedSum, jax.Array]]]:
+        def run(model: Any, batch: Tree) -> tuple[Any, tuple[WeightedSum, jax.Array]]:
+            call = call_of_arrays(with_metrics, model, batch, wrt)
+            loss, (_, metrics) = with_metrics(model, batch)
+            return loss, sums_of(loss, metrics, batch, lambda: weighing.of(call))
+
+        return run
+
+    def sums_of(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> tuple[WeightedSum, jax.Array]:
+        return _window.measured(loss, metrics, batch, weigh), _window.weight_of(batch)
 
     own: dict[str, Any] = {"wrt": wrt, "has_aux": True}
     # Their errors come when this is built.
     value_and_grad(with_metrics, **own, **options)
-    one_by_one(with_sums, weight_fn=weight_fn, aux_reduction="sum", **own, **options)
+    one_by_one(with_sums(Weighing(weight_fn)), weight_fn=weight_fn, aux_reduction="sum", **own, **options)
 
-    def computed(options: dict[str, Any], model: Any, batch: Tree) -> tuple[Any, Any]:
+    def computed(options: dict[str, Any], weighing: Weighing, model: Any, batch: Tree) -> tuple[Any, Any]:
         """Returns the sums and the weight of the call, and its gradient: those of all its rows, if its loss is read."""
         if not _window.has_partial_sums(options):
             with contextlib.suppress(UnreadableError):
                 (_, (loss, metrics)), grads = whole_batch(with_metrics, **own, **options)(model, batch)
-                return (_window.measured(loss, metrics, weight_fn, batch), _window.weight_of(batch)), grads
-        separate = one_by_one(with_sums, weight_fn=weight_fn, aux_reduction="sum", **own, **options)
-        (_, sums), grads = separate(model, batch)
+                call = call_of_arrays(with_metrics, model, batch, wrt)
+                return sums_of(loss, metrics, batch, lambda: weighing.over_devices(call, options)), grads
+        separate: dict[str, Any] = {**own, **options, **weighing.options, "aux_reduction": "sum"}
+        (_, sums), grads = one_by_one(with_sums(weighing), **separate)(model, batch)
         return sums, grads
 
     @jit_in_place
@@ -100,7 +114,8 @@ def train_step(
             )
         opt_state = as_pure(optimizer.opt_state)
         placed = _window.where_sums_go(optimizer.tx, opt_state, options)
-        (sums, rows), grads = computed(placed, model, batch)
+        weighing = Weighing.chosen(optimizer.tx, opt_state, weight_fn, weigher(with_metrics, model, batch, wrt))
+        (sums, rows), grads = computed(placed, weighing, model, batch)
         totals, rows = _window.over_devices((sums, rows), placed)
         metrics = weighted_mean(totals)
         if _window.find_window(opt_state) is None:  # each call is an update

@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_accum._across.transformation import axes_of
+from optax_accum._across.transformation import axes_of, rules_of
+from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_rows
-from optax_accum._core import dtypes, sums
+from optax_accum._core import dtypes, frames, sums
 from optax_accum._core.leaves import is_array
 from optax_accum._core.state import (
     AccumulationState,
@@ -26,10 +26,60 @@ from optax_accum._core.state import (
 )
 from optax_accum._core.sums import WeightedSum
 from optax_accum._core.types import Tree
+from optax_accum._explain.weighing import Weigher
 from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided
+from optax_accum._space.device import Device
 from optax_accum._space.devices import PARTIAL, Devices, as_devices
 from optax_accum._space.here import here
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
+
+
+class Weighing(NamedTuple):
+    """How micro-batches of a train step count.
+
+    Attributes:
+      weight_fn: as a user says, or the optimizer; or None.
+      weigher: else as their loss tells, where a window averages several calls; or None: by their rows.
+    """
+
+    weight_fn: Callable[..., Any] | None
+    weigher: Weigher | None = None
+
+    @classmethod
+    def chosen(cls, tx: Any, opt_state: Tree, weight_fn: Callable[..., Any] | None, weigher: Weigher) -> "Weighing":
+        """Chooses what an optimizer needs."""
+        rules, window = rules_of(tx), find_window(opt_state)
+        if weight_fn is not None or window is None:
+            return cls(weight_fn)
+        if rules is not None and not rules.divisor.is_mean:
+            return cls(lambda *_: jnp.ones([]))  # losses are added, and gradients
+        return cls(None, weigher if holds_sum(window) else None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of micro-batches that count each by itself."""
+        return {"weight_fn": self.weight_fn, "reads": self.weigher and self.weigher.weight_fn}
+
+    def of(self, call: Call) -> Any:
+        """Returns the weight of the batch of a call on one device; None if it counts by its rows."""
+        if self.weight_fn is not None:
+            return self.weight_fn(*call[call.batch])
+        return None if self.weigher is None else self.weigher.weight(call)
+
+    def over_devices(self, call: Call, options: Mapping[str, Any]) -> Any:
+        """Returns the weight of the batch of a call on all devices, each of which reads the loss of its rows."""
+        axes = as_devices(options.get("devices"), partial=True).axes
+        if self.weigher is None or not axes:
+            return self.of(call)
+        weights: list[jax.Array | None] = []
+
+        def of_device(device: Device, call: Call) -> tuple[jax.Array, None]:
+            weights.append(self.of(call))
+            return jnp.zeros([]) if weights[-1] is None else weights[-1], None
+
+        space = here(Devices(axes))
+        weight, _ = space.run(of_device, call)
+        return None if weights[-1] is None else space.total(weight)
 
 
 class MicroStep(NamedTuple):
@@ -83,10 +133,9 @@ def with_partial_sums(opt_state: Tree, changed: Callable[[Tree], Tree]) -> Tree:
 @functools.cache
 def warn_once() -> None:
     """Says that window features were asked of an optimizer that does not accumulate."""
-    warnings.warn(
+    frames.warn(
         "weight, flush and metrics belong to a window, and this optimizer has none: each call is an update. Wrap it in "
-        "optax_accum.accumulate_gradients.",
-        stacklevel=4,
+        "optax_accum.accumulate_gradients."
     )
 
 
@@ -265,8 +314,11 @@ def as_weight(weight: Any) -> jax.Array:
     return jnp.sum(jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float)))
 
 
-def measured(loss: Any, metrics: Any, weight_fn: Callable[..., Any] | None, batch: Tree) -> WeightedSum:
-    """Returns the sums of the metrics of a train step's micro-batch: the loss is one of them, as one number."""
+def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> WeightedSum:
+    """Returns the sums of the metrics of a train step's micro-batch: the loss is one of them, as one number.
+
+    `weigh` returns how much the micro-batch counts, or None; it is not asked of a `Ratio`, which says it itself.
+    """
     loss = as_ratio(loss)
     if isinstance(loss, tuple):
         raise TypeError("A train step takes a loss that is one scalar: fun returned a tuple. Pass has_aux=True.")
@@ -277,12 +329,12 @@ def measured(loss: Any, metrics: Any, weight_fn: Callable[..., Any] | None, batc
     if isinstance(loss, Ratio):
         loss = loss.checked()
         return weighted({"loss": divided(jnp.asarray(loss.total), loss.count), **metrics}, loss.count)
-    return weighted({"loss": loss, **metrics}, weight_of(batch, weight_fn))
+    return weighted({"loss": loss, **metrics}, weight_of(batch, weigh()))
 
 
-def weight_of(batch: Tree, weight_fn: Callable[..., Any] | None = None) -> jax.Array:
+def weight_of(batch: Tree, weight: Any = None) -> jax.Array:
     """Returns how much a micro-batch of a train step counts: by default its rows."""
-    weight = weight_fn(batch) if weight_fn else count_rows(batch)
+    weight = count_rows(batch) if weight is None else weight
     if isinstance(weight, Mapping):
         raise ValueError(
             f"A train step takes one weight for a micro-batch: weight_fn returned {sorted(weight)}. For terms with "

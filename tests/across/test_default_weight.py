@@ -1,6 +1,7 @@
 """How much a micro-batch counts if nobody says it: what its loss divides by, read off the trace."""
 
 import functools
+import linecache
 
 import jax
 import jax.numpy as jnp
@@ -112,9 +113,32 @@ def test_where_nothing_shows_what_counts_a_warning_says_so():
 
 def test_a_loss_of_one_size_counts_by_its_rows_and_says_so():
     loss = lambda w, batch: jnp.mean(errors(w, batch).reshape(4))
-    with pytest.warns(UserWarning, match="not read for twice as many rows: cannot reshape"):
+    with pytest.warns(
+        UserWarning, match="(?s)for twice its 4 rows it is another program: cannot reshape.*not from a con"
+    ):
         now = trained(loss, (4, 4, 4))
     np.testing.assert_allclose(now, W - jax.grad(lambda w: jnp.mean(errors(w, BATCH)))(W), rtol=1e-5)
+
+
+def test_one_example_without_an_axis_of_rows_is_told_of_that_axis():
+    """Its features pass for rows, of which each call has as many: the mean is right."""
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    step = jax.jit(optax_accum.value_and_apply_gradients(lambda w, x: (x @ w - 1) ** 2, tx))
+    one, two = BATCH["x"][:2]
+    with pytest.warns(UserWarning, match=r"(?s)twice its 3 rows.*one example without that axis needs it, x\[None\]"):
+        _, now, state = step(W, tx.init(W), one)
+    _, now, state = step(now, state, two)
+    np.testing.assert_allclose(now, W - jax.grad(lambda w: jnp.mean((BATCH["x"][:2] @ w - 1) ** 2))(W), rtol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, lambda step: step], ids=["in jit", "outside"])
+def test_a_warning_shows_a_line_of_the_user(compiled):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
+    step = compiled(optax_accum.value_and_apply_gradients(lambda w, batch: masked(clipped(w), batch), tx))
+    with pytest.warns(UserWarning, match="counts by its rows") as warned:
+        step(W, tx.init(W), BATCH)
+    (line,) = {warning.lineno for warning in warned if warning.filename == __file__}
+    assert "step(W, tx.init(W), BATCH)" in linecache.getline(__file__, line)
 
 
 def guarded(denominator):

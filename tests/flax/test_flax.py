@@ -20,7 +20,19 @@ import optax_accum
 from optax_accum import flax as accum
 from optax_accum.flax import _window
 from tests import ROOT, programs
-from tests.flax_problems import ROWS, X, Y, close, created, cross_entropy, equal, gradient, micro_batches, normalised
+from tests.flax_problems import (
+    ROWS,
+    X,
+    Y,
+    close,
+    created,
+    cross_entropy,
+    equal,
+    gradient,
+    micro_batches,
+    normalised,
+    rows_of,
+)
 from tests.tiers import sweep
 from tests.versions import since
 
@@ -312,7 +324,7 @@ def test_train_step(norm):
     state = created(tx, norm=norm, metrics=("loss", "accuracy"))
     whole = created(optax.sgd(0.1), train_state.TrainState)
     want, stats = gradient(whole, (X, Y)), normalised(state, (X, Y))[1] if norm else None
-    step = accum.linen.train_step(fun, num_microbatches=2)
+    step = accum.linen.train_step(fun, num_microbatches=2, weight_fn=rows_of if norm else None)
     for rows in (slice(0, 8), slice(8, 12)):
         state, metrics = step(state, (X[rows], Y[rows]), jax.random.key(0))
     assert (int(state.updates), int(state.step)) == (1, 2)

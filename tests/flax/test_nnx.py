@@ -22,7 +22,7 @@ from optax_accum import flax as accum
 from optax_accum._loss import ratio
 from optax_accum.flax._versions import as_pure, value_of
 from tests import programs
-from tests.flax_problems import ROWS, Net, X, Y, arrays, close, cross_entropy, equal, micro_batches, nnx_loss
+from tests.flax_problems import ROWS, Net, X, Y, arrays, close, cross_entropy, equal, micro_batches, nnx_loss, rows_of
 from tests.pairs import every_pair
 from tests.tiers import one_of_each, sweep
 from tests.versions import flax_before, needs_devices
@@ -331,7 +331,8 @@ def test_the_train_step_over_devices(kind, deferred):
             nnx.update(model, jax.device_put(nnx.state(model), replicated))
             tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=2, **axes)
             optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
-            step = accum.nnx.train_step(loss, **options)
+            weight_fn = None if loss is nnx_loss else rows_of
+            step = accum.nnx.train_step(loss, weight_fn=weight_fn, **options)
             for part in (slice(0, 8), slice(8, 12)):
                 metrics = step(model, optimizer, jax.device_put((X[part], Y[part]), rows))
             assert int(optimizer.updates[...]) == 1
@@ -698,7 +699,7 @@ def test_random_streams_and_statistics_advance_in_one_program():
 
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=2)
     optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
-    step = accum.nnx.train_step(loss, num_microbatches=2)
+    step = accum.nnx.train_step(loss, num_microbatches=2, weight_fn=rows_of)
     losses = [float(step(model, optimizer, (X, Y))["loss"]) for _ in range(4)]
     assert int(model.drop.rngs.count[...]) == 4  # one for each call, as the whole batch has it
     assert len(set(losses)) == 4

@@ -103,6 +103,28 @@ def test_an_average_that_moves_at_each_micro_step_moves_while_held():
     assert "ema/a/w, ema/b/w moved at micro-step 5" in " ".join(str(report).split())
 
 
+def test_a_bias_that_a_clip_holds_in_each_micro_batch_is_no_average():
+    """Its part of the sum is the same whatever the micro-batch; that of the kernel beside it is not."""
+
+    def make_step(every):
+        def step(carry, batch):
+            off = np.asarray(batch["x"]) @ carry["w"] + carry["bias"] - np.asarray(batch["y"]) - 9
+            grads = {"w": np.asarray(batch["x"]).T @ off / off.size, "bias": off.mean(0) / 3}
+            grads = {name: np.clip(g, -0.5, 0.5) for name, g in grads.items()}
+            acc, n = {name: carry["acc"][name] + g for name, g in grads.items()}, carry["n"] + 1
+            if n < every:
+                return carry | {"acc": acc, "n": n}
+            new = {name: carry[name] - np.float32(0.1) * acc[name] / n for name in acc}
+            return new | {"acc": {name: 0 * a for name, a in acc.items()}, "n": 0}
+
+        params = {"w": np.ones((6, 3), "f"), "bias": np.zeros(3, "f")}
+        return step, params | {"acc": {name: 0 * leaf for name, leaf in params.items()}, "n": 0}
+
+    params = lambda carry: {"w": carry["w"], "bias": carry["bias"]}
+    report = verify_step(make_step, BATCH, uneven=False, params=params)
+    assert [cause.kind for cause in report.causes] == ["clipping at each micro-step"], str(report)
+
+
 def test_what_is_not_compared_is_said():
     """What belongs to no parameter, or changes while held, as metrics and running statistics do."""
 

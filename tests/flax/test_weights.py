@@ -1,0 +1,201 @@
+"""How much a call of a train step counts if nobody says it: what its loss divides by, read off the trace."""
+
+import linecache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_accum
+from optax_accum import flax as accum
+from tests.flax_problems import RNG, X, Y, created, rows_of
+from tests.tiers import sweep
+from tests.versions import needs_devices
+
+MASK = np.array([0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 0], "f")
+W = RNG.normal(size=(6, 3)).astype("f")
+SIZES = (2, 6, 4)
+
+
+def each_of(w, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(batch[0] @ w, batch[1])
+
+
+def masked(w, batch):
+    return jnp.sum(batch[2] * each_of(w, batch)) / jnp.maximum(jnp.sum(batch[2]), 1)
+
+
+def mean(w, batch):
+    return each_of(w, batch).mean()
+
+
+def total(w, batch):
+    return each_of(w, batch).sum()
+
+
+def two_means(w, batch):
+    return masked(w, batch) + mean(w, batch)
+
+
+def normalised(w, batch):
+    h = batch[0] @ w
+    return mean(jnp.eye(3), (h - h.mean(0, keepdims=True), *batch[1:]))
+
+
+@jax.custom_vjp
+def clipped(w):
+    return w
+
+
+clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+class Module(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.array(W))
+
+
+def linen(loss, tx, sizes, place, **options):
+    """The parameters after these calls."""
+    of_train_step = lambda params, batch, key, state: (loss(params["w"], batch), {})
+    step = accum.linen.train_step(of_train_step, **{"num_microbatches": 1, **options})
+    state = accum.linen.TrainState.create(apply_fn=None, params={"w": jnp.array(W)}, tx=tx, metrics=("loss",))
+    for batch in batches(sizes, place):
+        state, metrics = step(state, batch, jax.random.key(0))
+    return state.params["w"], metrics["loss"]
+
+
+def of_nnx(loss, tx, sizes, place, **options):
+    """The same in NNX."""
+    step = accum.nnx.train_step(lambda model, batch: loss(model.w[...], batch), **{"num_microbatches": 1, **options})
+    model = Module()
+    optimizer = accum.nnx.Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+    for batch in batches(sizes, place):
+        metrics = step(model, optimizer, batch)
+    return model.w[...], metrics["loss"]
+
+
+def batches(sizes, place):
+    ends = np.cumsum(sizes)
+    for end, size in zip(ends, sizes, strict=True):
+        yield jax.tree.map(lambda leaf: place(leaf[end - size : end]), (X, Y, MASK))  # noqa: B023
+
+
+STEPS = {"Linen": linen, "NNX": of_nnx}
+each = pytest.mark.parametrize("trained", STEPS.values(), ids=STEPS)
+
+
+def window(reduction="mean", every=3, **options):
+    return optax_accum.accumulate_gradients(optax.sgd(1.0), every, reduction=reduction, **options)
+
+
+def assert_whole(found, loss, expected=None):
+    value, grads = jax.value_and_grad(loss)(W, (X, Y, MASK))
+    np.testing.assert_allclose(found[0], W - grads, rtol=1e-5, atol=1e-6)
+    if expected is None:
+        np.testing.assert_allclose(found[1], value, rtol=1e-5)
+
+
+@each
+@pytest.mark.parametrize("tx", [window(), optax.chain(optax.identity(), window())], ids=["alone", "in a chain"])
+def test_it_is_what_the_loss_divides_by(trained, tx):
+    assert_whole(trained(masked, tx, SIZES, jnp.asarray), masked)
+
+
+@needs_devices
+@each
+@pytest.mark.parametrize("kind", sweep(["Auto", "Explicit"], but=["Auto"]))
+@pytest.mark.parametrize("deferred", [False, True])
+def test_each_device_reads_the_loss_of_its_rows(trained, kind, deferred):
+    """Once per call, with the gradient; or in partial sums, whose micro-batches are weighed by it, too."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),), devices=jax.devices()[:2])
+    place = lambda rows: jax.device_put(rows, NamedSharding(mesh, P("data")))
+    tx, options = (window(every=2, devices="data"), {}) if deferred else (window(every=2), {"devices": "data"})
+    with jax.set_mesh(mesh):
+        assert_whole(trained(masked, tx, (4, 8), place, num_microbatches=2, **options), masked)
+
+
+@each
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (normalised, "each row takes a mean over rows, test_weights.py:"),
+        (two_means, r"divided by the sum over rows at test_weights.py:\d+ and by the number of rows"),
+        (total, r'divided by no count of them \(test_weights.py:\d+\).*Pass reduction="sum"'),
+    ],
+)
+def test_where_no_weight_is_right_an_error_shows_the_lines(trained, loss, message):
+    with pytest.raises(ValueError, match=f"(?s){message}.*weight_fn=lambda batch: "):
+        trained(loss, window(), SIZES, jnp.asarray)
+
+
+@each
+def test_a_weight_fn_or_an_update_of_each_call_reads_nothing(trained):
+    trained(two_means, window(), SIZES, jnp.asarray, weight_fn=rows_of)  # the remedy
+    for tx in (window(every=1), optax.sgd(1.0)):
+        assert_whole(trained(two_means, tx, (12,), jnp.asarray, num_microbatches=3), two_means)
+
+
+@each
+def test_losses_of_an_optimizer_that_takes_a_sum_are_added(trained):
+    assert_whole(trained(total, window("sum"), SIZES, jnp.asarray), total, expected="its mean over calls")
+
+
+@needs_devices
+@each
+def test_losses_are_added_over_devices_and_micro_batches_too(trained):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    place = lambda rows: jax.device_put(rows, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        found = trained(total, window("sum", 2, devices="data"), (4, 8), place, num_microbatches=2)
+    assert_whole(found, total, expected="its mean over calls")
+
+
+@each
+def test_where_nothing_shows_what_counts_a_warning_says_so_at_a_line_of_the_user(trained):
+    loss = lambda w, batch: mean(clipped(w), batch)
+    with pytest.warns(UserWarning, match="counts by its rows:\n  a derivative of yours that is not linear") as warned:
+        trained(loss, window(), SIZES, jnp.asarray)
+    lines = [linecache.getline(warning.filename, warning.lineno) for warning in warned]
+    assert all(warning.filename == __file__ for warning in warned)
+    assert all("step(" in line for line in lines)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_batch_norm_across_calls_is_averaged_if_one_says_so(train):
+    """Not with running statistics that stay, as in fine-tuning: rows are then apart."""
+
+    def loss(params, batch, key, state):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, new = state.apply_fn(variables, batch[0], train, mutable=["batch_stats"])
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+        return jnp.sum(batch[2] * each) / jnp.sum(batch[2]), {"batch_stats": state.batch_stats, **new}
+
+    batch = next(batches((6,), jnp.asarray))
+    if train:
+        with pytest.raises(ValueError, match=r"(?s)each row takes a mean over rows, flax_problems.py:\d+.*weight_fn="):
+            accum.linen.train_step(loss, num_microbatches=1)(
+                created(window(every=2), norm=True, metrics=("loss",)), batch, jax.random.key(0)
+            )
+    options = {"weight_fn": rows_of} if train else {}
+    state, _ = accum.linen.train_step(loss, num_microbatches=1, **options)(
+        created(window(every=2), norm=True, metrics=("loss",)), batch, jax.random.key(0)
+    )
+    assert float(state.opt_state.weight) == (6 if train else MASK[:6].sum())
+
+
+def test_float8_counts_by_its_rows_and_says_so():
+    """Its derivatives are rules of its own, of the whole batch: what micro-batches add up to is not shown."""
+    model = nn.Dense(3, dot_general_cls=Fp8DirectDotGeneralOp)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    loss = lambda params, batch, key, state: (mean(jnp.eye(3), (model.apply(params, batch[0]), *batch[1:])), {})
+    state = accum.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=window(), metrics=("loss",))
+    with pytest.warns(UserWarning, match="counts by its rows"):
+        accum.linen.train_step(loss, num_microbatches=1)(state, (X, Y), jax.random.key(0))
