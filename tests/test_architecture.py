@@ -46,6 +46,99 @@ ROOMS = {  # and what each stands on
     "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_within"},
 }
 FACES = {name for name in ROOMS if not name.startswith("_")}
+<<<<<<< HEAD
+=======
+FLOORS = {  # inside a room: a module imports from lower floors
+    "_core": [
+        {"types", "seen"},
+        {"compilers"},
+        {"flags", "leaves", "memory"},
+        {"tracing", "dtypes"},
+        {"arithmetic", "equations", "matching"},
+        {"sums", "convolutions", "forwarding"},
+        {"state"},
+    ],
+    "_arguments": [
+        {"counted", "spelling", "signature", "checks", "results"},
+        {"rows"},
+        {"roles"},
+        {"callables", "draws"},
+    ],
+    "_rows": [
+        {"places", "units"},
+        {"traces"},
+        {"primitives", "draws", "own_rows"},
+        {"locality"},
+        {"program", "resized"},
+        {"forms", "levels", "linear"},
+        {"reading"},
+        {"operations"},
+        {"denominators"},
+    ],
+    "_loss": [
+        {"ratio", "sinks"},
+        {"follow", "groups", "parts"},
+        {"flows", "noise"},
+        {"meter"},
+        {"weighing"},
+        {"inside"},
+        {"backward"},
+    ],
+    "_space": [
+        {"meshes"},
+        {"mapped"},
+        {"narrow"},
+        {"metrics", "mismatch", "shards"},
+        {"partials"},
+        {"device"},
+        {"space"},
+        {"several"},
+        {"here"},
+    ],
+    "_across": [
+        {"inner", "policy", "divisor", "schedules", "noise_scale"},
+        {"accumulator", "multi_steps", "on_host", "outcomes", "loss"},
+        {"window", "discard", "mean_grads", "jit_step"},
+        {"transformation"},
+        {"apply"},
+        {"steps"},
+        {"train_step"},
+    ],
+    "_within": [
+        {"splitting", "loops", "shared"},
+        {"reductions", "gradients", "microbatched_apply", "microbatches", "traced", "by_level"},
+        {"weights", "one_pass", "microbatched", "rules"},
+        {"cut", "accumulate"},
+        {"whole_batch", "one_by_one"},
+        {"value_and_grad"},
+    ],
+    "_explain": [{"explanation"}, {"couplings", "weighing"}, {"explain"}],
+    "_batches": [{"rows", "packed", "advise", "schedules"}, {"buckets"}, {"packing"}],
+    "_placement": [{"shardings"}, {"resume"}],
+    "_compiled": [{"absent", "programs"}, {"targets"}, {"collectives", "traffic"}, {"footprint"}],
+    "_plan": [{"search", "budgets", "picture", "steps"}, {"plan"}, {"trials"}, {"planning"}],
+    "_verify": [
+        {"foreign", "batches", "report"},
+        {"step_carries", "step_explanations"},
+        {"step_calls", "step_params", "step_windows"},
+        {"step_runs"},
+        {"step_errors"},
+        {"step_probes"},
+        {"step_faults"},
+        {"verify_step"},
+    ],
+    "_command": [{"named", "info", "errors"}, {"plan", "verify"}],
+    "flax": [
+        {"_versions"},
+        {"_batch_norm", "_nnx_variables", "_nnx_reading"},
+        {"_window", "_nnx_jit"},
+        {"_checkpoint", "_loss_scale"},
+        {"_linen", "_nnx", "_nnx_optimizer"},
+        {"_linen_step", "_nnx_step"},
+        {"linen", "nnx"},
+    ],
+}
+>>>>>>> 8103d71 (jit_step: a step in two programs, of which one only adds and is given neither optimizer state nor new parameters)
 
 
 @functools.cache
