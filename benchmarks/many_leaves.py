@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from benchmarks import _measure, _problems
-from benchmarks._ways import JAX_WAYS, HostLoop, OursInTwoPrograms, Way
+from benchmarks._ways import Across, HostLoop, MultiSteps, OursAcross, OursInTwoPrograms
 
 BY_HAND, ONE, TWO, THEIRS = "two functions by hand", "`jax.jit`", "`jit_step`", "`optax.MultiSteps`"
-WAYS: dict[str, type[Way]] = {
+WAYS: dict[str, type[Across]] = {
     BY_HAND: HostLoop,
-    ONE: JAX_WAYS["ours: apply_gradients"],
+    ONE: OursAcross,
     TWO: OursInTwoPrograms,
-    THEIRS: JAX_WAYS["optax.MultiSteps"],
+    THEIRS: MultiSteps,
 }
 TOLERANCE = 1e-5  # of the largest parameter of a leaf
 GOALS = {100: 1.2, 600: 0.8, 2000: 0.8}
@@ -40,8 +40,9 @@ def main() -> None:
     for leaves in options.leaves:
         adding, window = measured(leaves, options.every, options.turns)
         for what, times in (("a micro-step that adds", adding), ("a window", window)):
-            rows = [(what, f"/ {BY_HAND}", "quartiles of the turns", "ms"), *_measure.by_turns(WAYS, times)]
-            print(f"### {leaves} arrays, {what}\n\n{_measure.markdown(rows)}\n")
+            head = (what, f"/ {BY_HAND}", "quartiles of the turns", "ms")
+            table = _measure.markdown([head, *_measure.by_turns(WAYS, times)])
+            print(f"### {leaves} arrays, {what}\n\n{table}\n")
         if leaves in GOALS:
             ratio = float(np.median(adding[:, list(WAYS).index(TWO)] / adding[:, 0]))
             what = f"{TWO} / {BY_HAND}, a micro-step that adds"
@@ -63,7 +64,7 @@ def measured(leaves: int, every: int, turns: int) -> tuple[np.ndarray, np.ndarra
     return times[..., 0], times[..., 1]
 
 
-def _seconds(way: Way, data: list[tuple[jax.Array, ...]]) -> tuple[float, float]:
+def _seconds(way: Across, data: list[tuple[jax.Array, ...]]) -> tuple[float, float]:
     """Returns the CPU time of a micro-step that adds, and of a window."""
     way.wait()
     start = time.process_time()

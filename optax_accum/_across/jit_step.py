@@ -46,11 +46,11 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
     Args:
       step: a function that makes one micro-step and returns the new state:
         what `value_and_apply_gradients` returned, a step of your own around
-        `apply_gradients`, a train step of `optax_accum.flax`, or a step
-        `(model, optimizer, ...)` that calls the `update` of
-        `optax_accum.flax.nnx.Optimizer`. If it is jitted, the function
-        inside is taken. Arguments are arrays, or trees of them; close over
-        all else. Call its argument that closes a window `flush`.
+        `apply_gradients`, or a train step of `optax_accum.flax.linen`. If it
+        is jitted, the function inside is taken. Arguments are arrays, or
+        trees of them; close over all else. Call its argument that closes a
+        window `flush`. (Modules of NNX are changed in place: take
+        `optax_accum.flax.nnx.train_step`, which is compiled already.)
       donate_argnums: positions of arguments that a call may overwrite. By
         default the first, and the second if the state is there:
         `(params, state, ...)`; none if neither holds a state of
@@ -63,7 +63,7 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
       `plan_microbatches` takes either.
 
     Raises:
-      TypeError: `step` is no function.
+      TypeError: `step` is no function; an argument is a module of NNX.
       ValueError: a compiled step is called with arguments of other shapes,
         or in a way for which it was not compiled.
 
@@ -112,8 +112,11 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
     """
     callables.as_function(step, "step", "Pass the train step, not what it returns.")
     if hasattr(step, "lower") and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
+        step = step.__wrapped__  # type: ignore[attr-defined]
     return JitStep(step, donate_argnums)
+
+
+_OF_MODULES = "Leave the step as it is: optax_accum.flax.nnx.train_step compiles it; for your own, take nnx.jit."
 
 
 class Windows:
@@ -193,7 +196,8 @@ class JitStep:
     ):
         functools.update_wrapper(self, step)
         self._step, self._signature = step, signature_of(step)
-        self._donate = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
+        given = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
+        self._donate = None if given is None else tuple(given)
         self._windows = windows or Windows()
         self._around: set[type] | None = None  # the types of what is taken apart
         self._kinds: dict[Any, list[_Programs]] = {}  # several, if parts inside differ: the parameters of two models
@@ -232,7 +236,7 @@ class JitStep:
         flush = bool(kwargs.pop("flush")) if flush is not None and on_host.is_known(flush) else None
         places = self._donated(args)
         if self._around is None:
-            checks.check_no_module(args)
+            checks.check_no_module(args, _OF_MODULES)
             self._around = {type(node) for place in places for node in self._windows.around(args[place])}
         carried, of_carried = [], []
         for place in places:
@@ -252,7 +256,7 @@ class JitStep:
 
         return _Call(kind, carried + others, len(carried), arguments, flush)
 
-    def _is_part(self, node: Any) -> bool:
+    def _is_part(self, node: Any) -> bool:  # a part is not taken apart
         return type(node) not in self._around  # type: ignore[operator]
 
     def _by_keyword(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -315,9 +319,9 @@ class JitStep:
             if not decisions:
                 raise NotOnHostError("no argument holds a state of accumulate_gradients, so each call is one program")
             program = self._program(call, decisions)
-            programs.due = [decision.due for decision in decisions]
+            programs.due = [decision.due for decision in decisions if decision.due]
             programs.by_caller = all(decision.by_caller for decision in decisions)
-            programs.known[program.closes, call.flush is True] = program
+            programs.known[program.closes or (), call.flush is True] = program
         except NotOnHostError as error:
             program = programs.single = self._program(call, None)
             self._say(str(error))

@@ -8,7 +8,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from optax_accum._across.policy import Policy
-from optax_accum._across.schedules import Schedule, was_asked
+from optax_accum._across.schedules import Schedule, asked_by_caller, was_asked
 from optax_accum._core.state import AccumulationState
 
 
@@ -41,8 +41,8 @@ class Decision:
             raise NotOnHostError(f"only the device knows when a window closes (every={schedule.text})")
         if policy.waits and not schedule.by_caller:
             raise NotOnHostError(f"only the device knows which micro-batches count (nonfinite={policy.text})")
-        if schedule.by_caller and flush is None:
-            schedule.due(*[None] * 4)  # raises: the caller has to say it
+        if schedule.by_caller:
+            asked_by_caller(flush)
         self.due, self.by_caller = schedule.on_host, schedule.by_caller
         if self.closes is None:
             self.closes = self.due(self.number or 0, asked)
@@ -65,7 +65,7 @@ class Decided(AccumulationState):
         state.decision, state.spent = decision, spent
         return state
 
-    def _replace(self, **fields: Any) -> "Decided":
+    def _replace(self, **fields: Any) -> "Decided":  # type: ignore[override]
         if "mini_step" in fields:
             raise NotOnHostError("the step itself changes the window (discard_window, say)")
         return Decided.of(AccumulationState(*self)._replace(**fields), self.decision, spent=self.spent)

@@ -84,6 +84,11 @@ def was_asked(flush: Any) -> Flag:
 
 
 def _by_caller(state: AccumulationState, weight: Callable[[], Weight], counts: Flag, flush: Any) -> Flag:
+    return asked_by_caller(flush)
+
+
+def asked_by_caller(flush: Any) -> Flag:
+    """Returns whether the caller closes the window; raises unless the caller says it."""
     if flush is None:
         raise ValueError(
             "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "

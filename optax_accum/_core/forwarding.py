@@ -110,7 +110,7 @@ def _sources(jaxpr: Any) -> list[int | None]:
 
 
 def _live(jaxpr: Any, results: Sequence[Any]) -> tuple[list[Any], set[int]]:
-    """Returns the equations on which results depend, and those with effects; and the numbers of inputs that they read."""
+    """Returns the equations on which results depend, or that have effects, and the numbers of the inputs they read."""
 
     def is_var(atom: Any) -> bool:
         return not isinstance(atom, core.Literal)

@@ -13,7 +13,6 @@ import pytest
 
 import optax_accum
 
-
 INNER = optax.adam(0.1)
 
 
@@ -268,3 +267,32 @@ def test_what_cannot_be_a_step_is_refused():
         optax_accum.jit_step(accumulate())
     with pytest.raises(ValueError, match=r"donate_argnums must be positions of arguments: donate_argnums=\(9,\)"):
         run(optax_accum.jit_step(of_loss(accumulate()), donate_argnums=9), accumulate())
+
+
+@pytest.mark.quick
+def test_a_linen_train_step():
+    linen = pytest.importorskip("optax_accum.flax.linen")
+
+    def fun(params, batch, key, state):
+        return loss(params, batch), {}
+
+    def state():
+        return linen.TrainState.create(apply_fn=None, params=start(), tx=accumulate(2), metrics=("loss",))
+
+    step = linen.train_step(fun, num_microbatches=1)
+    two, found = optax_accum.jit_step(step), []
+    for each in (two, step):
+        now = state()
+        for x in BATCHES[:4]:
+            now, metrics = each(now, x, jax.random.key(0))
+        found.append(jax.tree.map(np.array, (now.params, now.opt_state, now.updates, metrics)))
+    chex.assert_trees_all_equal(*found)
+    assert two.one_program is None
+
+
+@pytest.mark.quick
+def test_a_module_of_nnx_is_refused():
+    nnx = pytest.importorskip("flax.nnx")
+    step = optax_accum.jit_step(lambda model, optimizer, x: None)
+    with pytest.raises(TypeError, match="Leave the step as it is: optax_accum.flax.nnx.train_step compiles it"):
+        step(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), None, BATCHES[0])
