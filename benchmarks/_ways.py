@@ -114,9 +114,13 @@ class Across(_Compiled):
     def place(self, batch: Batch) -> Any:
         return [tuple(map(jnp.asarray, micro_batch)) for micro_batch in self.problem.cut(batch)]
 
-    def update(self, data: Any) -> None:
+    def hold(self, data: Any) -> None:
+        """Makes the micro-steps of an update but the last."""
         for micro_batch in data:
             self.carry = self.jitted(*self.carry, *micro_batch)
+
+    def update(self, data: Any) -> None:
+        self.hold(data)
 
     def programs(self, data: Any) -> list[tuple[Any, int]]:
         return [(self.jitted.lower(*self.carry, *data[0]).compile(), len(data))]
@@ -137,6 +141,18 @@ class OursAcross(Across):
     def finish(self, data: Any) -> None:
         self.update(data[:-1])
         self.carry = jax.jit(self.step, static_argnames="flush")(*self.carry, *data[-1], flush=True)
+
+
+class OursInTwoPrograms(OursAcross):
+    """The same, in the programs of `jit_step`."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        self.jitted = optax_accum.jit_step(self.step)
+
+    def programs(self, data: Any) -> list[tuple[Any, int]]:
+        compiled = self.jitted.lower(*self.carry, *data[0]).compile()
+        return [(compiled.adds, len(data) - 1), (compiled.updates, 1)]
 
 
 class OursWithin(Whole):
@@ -232,9 +248,12 @@ class HostLoop(Across):
         mean = jax.tree.map(lambda leaf: leaf / self.problem.k, total)
         return *self.apply(mean, state, params), jax.tree.map(jnp.zeros_like, total)
 
-    def update(self, data: Any) -> None:
+    def hold(self, data: Any) -> None:
         for micro_batch in data:
             self.total = self.jitted(self.total, self.carry[0], *micro_batch)
+
+    def update(self, data: Any) -> None:
+        self.hold(data)
         *self.carry, self.total = self.close(*self.carry, self.total)
 
     def programs(self, data: Any) -> list[tuple[Any, int]]:

@@ -20,6 +20,7 @@ from typing import Any as _Any
 
 from optax_accum._across.apply import apply_gradients
 from optax_accum._across.discard import discard_window
+from optax_accum._across.jit_step import jit_step
 from optax_accum._across.mean_grads import mean_grads
 from optax_accum._across.multi_steps import from_multi_steps
 from optax_accum._across.train_step import value_and_apply_gradients
@@ -57,6 +58,7 @@ __all__ = [
     "explain",
     "from_multi_steps",
     "has_updated",
+    "jit_step",
     "mean_grads",
     "metrics",
     "microbatched",

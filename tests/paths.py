@@ -209,6 +209,9 @@ PATHS = {
     "apply_gradients": gradients,
     "in a chain": in_a_chain,
     "value_and_apply_gradients": micro_steps,
+    "value_and_apply_gradients, in two programs": functools.partial(
+        micro_steps, jit=functools.partial(optax_accum.jit_step, donate_argnums=())
+    ),
     "value_and_apply_gradients, eager": functools.partial(micro_steps, jit=lambda step: step),
     "value_and_apply_gradients, not in place": functools.partial(micro_steps, in_place=False),
     "value_and_apply_gradients of a sum": micro_steps_of_a_sum,

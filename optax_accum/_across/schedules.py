@@ -24,12 +24,17 @@ class Schedule(NamedTuple):
       holds: whether a gradient is ever kept from one micro-step to the next.
       needs: fields of the state that it reads, which a meter fills.
       text: what `every` was, for a message.
+      on_host: `(number, asked) -> bool`, the same of micro-step `number` (from 1), where no device need be asked; None
+        where only the device knows it.
+      by_caller: whether the caller alone closes the window.
     """
 
     due: Callable[[AccumulationState, Callable[[], Weight], Flag, Any], Flag]
     holds: bool = True
     needs: tuple[str, ...] = ()
     text: str = "a schedule"
+    on_host: Callable[[int, bool], bool] | None = None
+    by_caller: bool = False
 
 
 Every = int | Callable[[Any], Any] | Schedule | None
@@ -40,13 +45,15 @@ def as_schedule(every: Any) -> Schedule:
     if isinstance(every, Schedule):
         return every
     if every is None:
-        return Schedule(_by_caller, text="None")
+        return Schedule(_by_caller, text="None", on_host=lambda number, asked: asked, by_caller=True)
     if callable(every):
         return by_count(lambda state: every(state.gradient_step))
     count = _as_int(every)
     if count == 1:
-        return Schedule(_or_flush(lambda state, weight, counts: counts), holds=False, text="1")
-    return Schedule(_or_flush(lambda state, *_: state.mini_step >= count), text=str(count))
+        due = _or_flush(lambda state, weight, counts: counts)
+        return Schedule(due, holds=False, text="1")
+    due = _or_flush(lambda state, *_: state.mini_step >= count)
+    return Schedule(due, text=str(count), on_host=lambda number, asked: asked or number >= count)
 
 
 def by_count(count: Callable[[AccumulationState], Any], **fields: Any) -> Schedule:
@@ -77,6 +84,11 @@ def was_asked(flush: Any) -> Flag:
 
 
 def _by_caller(state: AccumulationState, weight: Callable[[], Weight], counts: Flag, flush: Any) -> Flag:
+    return asked_by_caller(flush)
+
+
+def asked_by_caller(flush: Any) -> Flag:
+    """Returns whether the caller closes the window; raises unless the caller says it."""
     if flush is None:
         raise ValueError(
             "With every=None the caller closes the window: flush=None. Pass flush=False to go on, flush=True to "

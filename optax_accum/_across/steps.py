@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_accum._across import accumulator, outcomes, schedules
+from optax_accum._across import accumulator, on_host, outcomes, schedules
 from optax_accum._across.apply import apply_gradients
 from optax_accum._across.inner import check_extra_args, is_data, unread
 from optax_accum._across.loss import Added, Done, Loss
@@ -21,7 +21,7 @@ from optax_accum._arguments.signature import signature_of
 from optax_accum._core import flags, tracing
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_inexact
 from optax_accum._core.state import AccumulationState, check_no_other_window, micro_step_of
-from optax_accum._core.types import Tree
+from optax_accum._core.types import Flag, Tree
 from optax_accum._loss import inside
 from optax_accum._space.here import here
 from optax_accum._space.mismatch import refuse_shards
@@ -63,10 +63,14 @@ class Step:
             keywords = keywords._replace(weight=self.weighed(space, keywords.weight, state))
         again = tracing.is_again((params, state, args, keywords.weight, keywords.extra_args))
         index = micro_step_of(state, keyed=call.rng is not None)
-        closes = None if keywords.flush is None else flags.known(schedules.as_flush(keywords.flush))
+        closes = self.closes(state, keywords.flush)
         add = functools.partial(self.loss.add, again=again, flush=closes)
         done, _ = space.run(lambda *local: (add(*local), None), call, self._acc(state), keywords.weight, index)
         return space.as_local(done.value), *self.apply(space, done, keywords, state, params)
+
+    def closes(self, state: Tree, flush: Any) -> Flag | None:
+        """Returns whether this micro-step closes its window, as far as anyone has said it."""
+        return None if flush is None else flags.known(schedules.as_flush(flush))
 
     def inner_state(self, state: Tree) -> Tree:
         """Returns the state of the inner optimizer."""
@@ -149,6 +153,10 @@ class AccumulatingStep(Step):
     """A micro-step: the gradient is added to the window, where it arises if it can be."""
 
     rules: WindowRules
+
+    def closes(self, state: AccumulationState, flush: Any) -> Flag | None:
+        said = on_host.closes(self.rules.schedule, self.rules.policy, state, flush)
+        return super().closes(state, flush) if said is None else said
 
     def inner_state(self, state: AccumulationState) -> Tree:
         return state.inner_opt_state

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._across import inner, outcomes
+from optax_accum._across import inner, on_host, outcomes
 from optax_accum._across.accumulator import Accumulator, accumulator_of
 from optax_accum._across.divisor import Divisor
 from optax_accum._across.loss import Added
@@ -82,12 +82,15 @@ def micro_step(
 ) -> tuple[Tree, AccumulationState]:
     """Does one micro-step: the micro-batch joins its window, which then holds or emits."""
     like = checked(rules, space, batch, state, params)
+    closes = on_host.closes(rules.schedule, rules.policy, state, batch.flush)
+    given, state = state, on_host.plain(state)
     window = join(rules, space, batch, state, params)
 
     def weight() -> Any:
         return space.total(window.weight)
 
-    closes = rules.schedule.due(window.state, weight, window.counts, batch.flush)
+    if closes is None:
+        closes = rules.schedule.due(window.state, weight, window.counts, batch.flush)
 
     def verdict() -> Any:
         return judged(rules, space, batch, state, window)
@@ -103,7 +106,7 @@ def micro_step(
 
     costly = rules.policy.reads or space.communicates
     (result, fields), closing = outcomes.emit_or_hold(closes, verdict, emit, hold, costly=costly, alike=alike)
-    return result, outcomes.state_after(window.with_left(fields), closes, closing, fields)
+    return result, on_host.spent(outcomes.state_after(window.with_left(fields), closes, closing, fields), given)
 
 
 @jax.named_scope("optax_accum.add")

@@ -1,0 +1,107 @@
+"""Whether a micro-step closes its window, where the host knows it: a state that says so while `jit_step` traces."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import GetAttrKey
+
+from optax_accum._across.policy import Policy
+from optax_accum._across.schedules import Schedule, asked_by_caller, was_asked
+from optax_accum._core.state import AccumulationState
+
+
+class NotOnHostError(Exception):
+    """Only the device knows whether a call closes its window, for the reason that the error gives."""
+
+
+class Decision:
+    """What the host says of one window in one call: it is made while the call is traced, when the schedule is seen.
+
+    Attributes:
+      closes: whether the call closes the window; None until the schedule has said it.
+      due: `(number, asked) -> bool`, the schedule's answer for later calls.
+      by_caller: whether the caller alone closes the window.
+    """
+
+    def __init__(self, number: int | None = None, closes: bool | None = None):
+        self.number, self.closes = number, closes  # of this micro-step in its window; or what is asked for
+        self.due: Callable[[int, bool], bool] | None = None
+        self.by_caller = False
+
+    def made(self, schedule: Schedule, policy: Policy, flush: Any) -> bool:
+        """Returns whether the call closes the window; raises where the host cannot know it."""
+        asked = was_asked(flush)
+        if isinstance(asked, jax.Array):
+            raise NotOnHostError("flush is an array, not a bool of Python")
+        if not schedule.holds:
+            raise NotOnHostError(f"each call makes an update (every={schedule.text})")
+        if schedule.on_host is None:
+            raise NotOnHostError(f"only the device knows when a window closes (every={schedule.text})")
+        if policy.waits and not schedule.by_caller:
+            raise NotOnHostError(f"only the device knows which micro-batches count (nonfinite={policy.text})")
+        if schedule.by_caller:
+            asked_by_caller(flush)
+        self.due, self.by_caller = schedule.on_host, schedule.by_caller
+        if self.closes is None:
+            self.closes = self.due(self.number or 0, asked)
+        return self.closes
+
+
+class Decided(AccumulationState):
+    """A state in a program of `jit_step`: its type says whether a micro-step has been made of it.
+
+    A loop or a branch in which a micro-step is made would change the type, so it raises: the host counts one a call.
+    """
+
+    decision: Decision
+    spent: bool
+
+    @classmethod
+    def of(cls, fields: Iterable[Any], decision: Decision, *, spent: bool = False) -> "Decided":
+        """Returns a state with these fields."""
+        state = cls(*fields)
+        state.decision, state.spent = decision, spent
+        return state
+
+    def _replace(self, **fields: Any) -> "Decided":  # type: ignore[override]
+        if "mini_step" in fields:
+            raise NotOnHostError("the step itself changes the window (discard_window, say)")
+        return Decided.of(AccumulationState(*self)._replace(**fields), self.decision, spent=self.spent)
+
+
+def _with_keys(state: Decided) -> tuple[Any, Any]:
+    return [(GetAttrKey(name), getattr(state, name)) for name in state._fields], (state.decision, state.spent)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Decided,
+    _with_keys,
+    lambda label, fields: Decided.of(fields, label[0], spent=label[1]),
+    lambda state: (tuple(state), (state.decision, state.spent)),
+)
+
+
+def closes(schedule: Schedule, policy: Policy, state: AccumulationState, flush: Any) -> bool | None:
+    """Returns whether the host says that this micro-step closes the window; None outside `jit_step`."""
+    if not isinstance(state, Decided):
+        return None
+    if state.spent:
+        raise NotOnHostError("the step makes several micro-steps in a call")
+    return state.decision.made(schedule, policy, flush)
+
+
+def plain(state: AccumulationState) -> AccumulationState:
+    """Returns the state itself, for the window to work on."""
+    return AccumulationState(*state) if isinstance(state, Decided) else state
+
+
+def spent(new: AccumulationState, old: AccumulationState) -> AccumulationState:
+    """Returns a state after its micro-step, of the type that says so."""
+    return Decided.of(new, old.decision, spent=True) if isinstance(old, Decided) else new
+
+
+def is_known(flush: Any) -> bool:
+    """Returns whether `flush` has its value on the host."""
+    return flush is None or isinstance(flush, bool | np.bool_ | np.ndarray)
