@@ -107,7 +107,9 @@ def of_loss(
             return jitted.lower(of_params, state, *others)
 
     copy = sum(map(_bytes, jax.tree.leaves(params)))
-    return Builder(lower, _rows((params, *args), batch), copy, _bytes_of_sum(params, options.get("accumulator_dtype")))
+    return Builder(
+        lower, rows_of((params, *args), batch), copy, _bytes_of_sum(params, options.get("accumulator_dtype"))
+    )
 
 
 def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequence[int] = 1) -> Builder:
@@ -147,7 +149,7 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
       >>> plan.sizes
       (64,)
     """
-    batch = _positions(batch_argnums, len(args))
+    batch = positions(batch_argnums, len(args))
 
     def lower(number: int, target: Target) -> Any:
         placed = _placed(target, args, batch)
@@ -157,10 +159,10 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
                 raise TypeError(f"of_step takes what returns a jitted step: it returned {jitted!r}. Pass it to jax.jit")
             return jitted.lower(*placed)
 
-    return Builder(lower, _rows(args, batch))
+    return Builder(lower, rows_of(args, batch))
 
 
-def _positions(argnums: Any, count: int) -> tuple[int, ...]:
+def positions(argnums: Any, count: int) -> tuple[int, ...]:
     """Returns the positions of arguments, counted from 0: a jitted step does not tell what it calls them."""
     try:
         found = [operator.index(number) for number in (argnums if isinstance(argnums, list | tuple) else [argnums])]
@@ -174,7 +176,7 @@ def _positions(argnums: Any, count: int) -> tuple[int, ...]:
     return tuple(number % count for number in found)
 
 
-def _rows(args: Sequence[Any], batch: Sequence[Name]) -> int | None:
+def rows_of(args: Sequence[Any], batch: Sequence[Name]) -> int | None:
     """Returns the rows that all arrays of the batch have, or None."""
     leaves = jax.tree.leaves([arg for number, arg in enumerate(args) if number in batch])
     rows = {leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())}

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from optax_accum._core.memory import copied_to_host
 from optax_accum.flax._nnx_reading import Form, Reading, read
 from optax_accum.flax._versions import set_value, value_of
 
@@ -55,5 +56,26 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
             set_value(variable, value)
         return out
 
-    call.lower = of_graphs.lower  # type: ignore[attr-defined]
+    def lower(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lowers what a call runs; the values may be shapes."""
+        reading = current(model, optimizer) if isinstance(optimizer, nnx.Pytree) else None
+        if reading is None:
+            return of_graphs.lower(model, optimizer, *args, **kwargs).lowered
+        return of_trees.lower(reading.form, list(map(value_of, reading.variables)), *args, **kwargs)
+
+    call.lower, call.keep = lower, keep  # type: ignore[attr-defined]
     return call
+
+
+def keep(model: Any, optimizer: Any, *_: Any) -> Callable[[], None]:
+    """Copies the values of all variables to the host; returns what puts the values back that they have now."""
+    variables = [node for _, node in nnx.iter_graph((model, optimizer)) if isinstance(node, nnx.Variable)]
+    values = list(map(value_of, variables))
+    copies = [jax.tree.map(copied_to_host, value) for value in values]
+
+    def restore() -> None:
+        for variable, value, kept in zip(variables, values, copies, strict=True):
+            again = jax.tree.map(lambda leaf, copy: copy() if leaf.is_deleted() else leaf, value, kept)
+            set_value(variable, again)
+
+    return restore
