@@ -155,7 +155,7 @@ class Fitted:
         return self.step(*args, **kwargs) if self._has_run else self._first(args, kwargs)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        restored = _keep(self.step, self._donates, args, kwargs)
+        restored = _keep(self.step, self._donates, args, kwargs) if self._more else _nothing
         while True:
             try:
                 out = self.step(*args, **kwargs)
@@ -182,17 +182,22 @@ def _keep(step: Any, donates: list[bool] | None, *call: Any) -> Callable[[], _Ca
     """Copies what a call donates; returns what gives its arguments once more, or None where it cannot."""
     leaves, tree = jax.tree.flatten(call)
     if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
-        return lambda: None
+        return _nothing
     if keep := getattr(step, "keep", None):  # a step that changes modules
         restore = keep(*call[0])
         return lambda: restore() or call
     if donates is None:
-        return lambda: None
+        return _nothing
     if len(donates) != len(leaves):  # of a call that was not planned
-        donates = [isinstance(leaf, jax.Array) for leaf in leaves]
-    copies = [copied_to_host(leaf) if given else None for leaf, given in zip(leaves, donates, strict=True)]
-    again = lambda leaf, copy: copy() if copy and leaf.is_deleted() else leaf
-    return lambda: tree.unflatten(map(again, leaves, copies))
+        donates = [True] * len(leaves)
+    copies = [
+        copied_to_host(leaf) if given else lambda leaf=leaf: leaf for leaf, given in zip(leaves, donates, strict=True)
+    ]
+    return lambda: tree.unflatten([again() for again in copies])
+
+
+def _nothing() -> None:
+    """Gives no arguments for another try."""
 
 
 def _donated(lowered: Any) -> list[bool] | None:

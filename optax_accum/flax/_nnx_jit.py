@@ -70,12 +70,10 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
 def keep(model: Any, optimizer: Any, *_: Any) -> Callable[[], None]:
     """Copies the values of all variables to the host; returns what puts the values back that they have now."""
     variables = [node for _, node in nnx.iter_graph((model, optimizer)) if isinstance(node, nnx.Variable)]
-    values = list(map(value_of, variables))
-    copies = [jax.tree.map(copied_to_host, value) for value in values]
+    copies = [jax.tree.map(copied_to_host, value_of(variable)) for variable in variables]
 
     def restore() -> None:
-        for variable, value, kept in zip(variables, values, copies, strict=True):
-            again = jax.tree.map(lambda leaf, copy: copy() if leaf.is_deleted() else leaf, value, kept)
-            set_value(variable, again)
+        for variable, kept in zip(variables, copies, strict=True):
+            set_value(variable, jax.tree.map(lambda again: again(), kept))
 
     return restore

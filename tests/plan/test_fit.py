@@ -124,6 +124,13 @@ def test_out_of_memory_at_the_first_call_the_next_candidate_runs_with_what_was_d
     assert step.step.calls == 2
 
 
+def test_what_was_read_from_a_checkpoint_is_no_array_of_jax():
+    step = fitted(short_below(2), candidates=[1, 2])
+    got = step(*jax.device_get(arguments()))
+    assert step.num_microbatches == 2
+    chex.assert_trees_all_close(got, step_of_k(1)(*arguments()), rtol=1e-5, atol=1e-7)
+
+
 def test_an_error_that_comes_when_the_result_is_there():
     """A call returns before that."""
 
@@ -195,10 +202,11 @@ def test_arrays_of_several_processes_are_not_copied(monkeypatch):
 
 def test_what_is_not_donated_is_not_copied(monkeypatch):
     copied = []
-    monkeypatch.setattr("optax_accum._plan.fitted.copied_to_host", lambda leaf: copied.append(leaf) or (lambda: leaf))
-    step = fitted()
-    step(*arguments())
+    monkeypatch.setattr("optax_accum._plan.fitted.copied_to_host", lambda leaf: copied.append(leaf))
+    fitted()(*arguments())
     assert [leaf.shape for leaf in copied] == [W.shape] * 2
+    fitted(candidates=[1])(*arguments())  # there is no other number
+    assert len(copied) == 2
 
 
 def test_what_cannot_be_fitted():
