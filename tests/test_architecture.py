@@ -33,7 +33,7 @@ ROOMS = {  # and what each stands on
     "_batches": {"_core", "_arguments", "_loss", "_across"},
     "_placement": {"_core", "_arguments", "_space", "_across"},
     "_compiled": {"_core", "_arguments"},
-    "_plan": {"_core", "_arguments", "_within", "_placement", "_compiled"},
+    "_plan": {"_core", "_arguments", "_within", "_explain", "_placement", "_compiled"},
     "_explain": {"_core", "_arguments", "_rows", "_loss", "_within"},
     "_verify": {"_core", "_arguments", "_loss", "_within"},
     "sharding": {"_space", "_placement", "_compiled"},

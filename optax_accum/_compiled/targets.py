@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -185,6 +186,11 @@ def _here(num_devices: int | None) -> Target:
             f"{there_are(len(devices), 'device').capitalize()} here, not num_devices={num_devices}. Pass no more, or "
             'name an accelerator: it need not be here, as "h100".'
         )
+    return of_devices(devices)
+
+
+def of_devices(devices: Sequence[Any]) -> Target:
+    """Returns devices that are here, with the memory of one."""
     stats = devices[0].memory_stats() or {}
     pages = "SC_PHYS_PAGES" if devices[0].platform == "cpu" else ""
     memory = stats.get("bytes_limit") or (os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else None)

@@ -13,6 +13,7 @@ from optax_accum._plan.search import Candidate
 KINDS = ("arguments", "unaliased", "temporary", "code")  # they add up to the peak
 NETWORK = ("network", "exposed")  # of several devices
 WIDTH = 88  # of a table, at most
+NAMED = 0.01  # the share of the limit from which a table names what is kept for all rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,9 @@ class Plan:
       shards: the parts into which the devices deal the rows, by default one
         for each device.
       skipped: what did not lower, and why.
+      kept: the bytes on each device that are kept for all rows, however
+        many micro-batches; 0 where they are not known. The table names
+        them from 1 % of the limit on.
     """
 
     num_microbatches: int | None
@@ -71,6 +75,7 @@ class Plan:
     monotone: bool = True
     shards: int | None = None
     skipped: tuple[str, ...] = ()
+    kept: int = 0
 
     @property
     def microbatch_size(self) -> int:
@@ -202,6 +207,11 @@ class Plan:
         if self.sum and self.copy and any(one.candidate.number > 1 for one in self.compiled):
             copies = f"{self.sum / self.copy:.3g} P = {as_text(self.sum)}"
             notes.append(f"Accumulating itself holds one sum of gradients, {copies}; one micro-batch needs none.")
+        if self.kept > NAMED * self.limit:
+            notes.append(
+                f"Of the temporary memory {as_text(self.kept)} are kept for all rows, however many micro-batches: "
+                "explain(loss, params, batch) names the lines."
+            )
         if (line := self._line()) is not None:
             fixed, row = line
             notes.append(

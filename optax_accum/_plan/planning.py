@@ -155,13 +155,15 @@ def plan_microbatches(
         for trial in lowered:
             trial.search(limit, advance)
     copy, summed = (builder.copy, builder.sum) if builder else (None, None)
+    loops = any(c.number > 1 for trial in lowered for c in trial.found)
+    kept = -(-(builder.kept() or 0) // shards) if builder and loops else 0
     skipped = tuple(why for trial in trials for why in trial.skipped)
     compiled = tuple(one for trial in lowered for one in trial.compiled(limit))
     monotone = all(search.grows(trial.peaks) for trial in lowered)
     fits = next((one for one in compiled if one.fits), None)  # the fewest with the first option that fits
     number, option, place = (fits.candidate.number, fits.option, fits.place) if fits else (None, None, 0)
     given = rows, devices, on.name, size, limit
-    plan = Plan(number, option, *given, compiled, copy, summed, place, monotone, shards, skipped)
+    plan = Plan(number, option, *given, compiled, copy, summed, place, monotone, shards, skipped, kept)
     if fits is None:
         raise NothingFitsError(_nothing_fits(lowered, plan), plan)
     return plan

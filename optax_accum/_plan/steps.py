@@ -15,6 +15,7 @@ from optax_accum._arguments.roles import Roles
 from optax_accum._compiled.targets import Target
 from optax_accum._core import compilers, dtypes
 from optax_accum._core.types import Name, Tree
+from optax_accum._explain.explain import explain
 from optax_accum._placement.shardings import state_sharding
 from optax_accum._within.value_and_grad import value_and_grad
 
@@ -29,6 +30,8 @@ class Builder:
       copy: the bytes of one copy of the parameters on a device, None where
         the step does not tell which they are.
       sum: the bytes of the sum of their gradients, None in the same case.
+      kept: returns the bytes that are kept for all rows, however many
+        micro-batches, or None where the loss does not tell.
     """
 
     def __init__(
@@ -37,8 +40,9 @@ class Builder:
         rows: int | None = None,
         copy: int | None = None,
         sum: int | None = None,
+        kept: Callable[[], int | None] = lambda: None,
     ):
-        self._lower, self.rows, self.copy, self.sum = lower, rows, copy, sum
+        self._lower, self.rows, self.copy, self.sum, self.kept = lower, rows, copy, sum, kept
 
     def __call__(self, num_microbatches: int, target: Target) -> jax.stages.Lowered:
         lowered = self._lower(num_microbatches, target)
@@ -106,8 +110,15 @@ def of_loss(
         with compilers.running_on(_mesh(of_params, target)):
             return jitted.lower(of_params, state, *others)
 
-    copy = sum(map(_bytes, jax.tree.leaves(params)))
-    return Builder(lower, _rows((params, *args), batch), copy, _bytes_of_sum(params, options.get("accumulator_dtype")))
+    def kept() -> int | None:
+        how = {name: options[name] for name in ("has_aux", "batch_argnums") if name in options}
+        try:
+            return explain(loss, params, *args, **how).kept_bytes
+        except (TypeError, ValueError):  # one that cannot be read
+            return None
+
+    copy, summed = sum(map(_bytes, jax.tree.leaves(params))), _bytes_of_sum(params, options.get("accumulator_dtype"))
+    return Builder(lower, rows_of((params, *args), batch), copy, summed, kept)
 
 
 def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequence[int] = 1) -> Builder:
@@ -147,7 +158,7 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
       >>> plan.sizes
       (64,)
     """
-    batch = _positions(batch_argnums, len(args))
+    batch = positions(batch_argnums, len(args))
 
     def lower(number: int, target: Target) -> Any:
         placed = _placed(target, args, batch)
@@ -157,10 +168,10 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
                 raise TypeError(f"of_step takes what returns a jitted step: it returned {jitted!r}. Pass it to jax.jit")
             return jitted.lower(*placed)
 
-    return Builder(lower, _rows(args, batch))
+    return Builder(lower, rows_of(args, batch))
 
 
-def _positions(argnums: Any, count: int) -> tuple[int, ...]:
+def positions(argnums: Any, count: int) -> tuple[int, ...]:
     """Returns the positions of arguments, counted from 0: a jitted step does not tell what it calls them."""
     try:
         found = [operator.index(number) for number in (argnums if isinstance(argnums, list | tuple) else [argnums])]
@@ -174,7 +185,7 @@ def _positions(argnums: Any, count: int) -> tuple[int, ...]:
     return tuple(number % count for number in found)
 
 
-def _rows(args: Sequence[Any], batch: Sequence[Name]) -> int | None:
+def rows_of(args: Sequence[Any], batch: Sequence[Name]) -> int | None:
     """Returns the rows that all arrays of the batch have, or None."""
     leaves = jax.tree.leaves([arg for number, arg in enumerate(args) if number in batch])
     rows = {leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())}

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from optax_accum._core.memory import copied_to_host
 from optax_accum.flax._nnx_reading import Form, Reading, read
 from optax_accum.flax._versions import set_value, value_of
 
@@ -55,5 +56,24 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
             set_value(variable, value)
         return out
 
-    call.lower = of_graphs.lower  # type: ignore[attr-defined]
+    def lower(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lowers what a call runs; the values may be shapes."""
+        reading = current(model, optimizer) if isinstance(optimizer, nnx.Pytree) else None
+        if reading is None:
+            return of_graphs.lower(model, optimizer, *args, **kwargs).lowered
+        return of_trees.lower(reading.form, list(map(value_of, reading.variables)), *args, **kwargs)
+
+    call.lower, call.keep = lower, keep  # type: ignore[attr-defined]
     return call
+
+
+def keep(model: Any, optimizer: Any, *_: Any) -> Callable[[], None]:
+    """Copies the values of all variables to the host; returns what puts the values back that they have now."""
+    variables = [node for _, node in nnx.iter_graph((model, optimizer)) if isinstance(node, nnx.Variable)]
+    copies = [jax.tree.map(copied_to_host, value_of(variable)) for variable in variables]
+
+    def restore() -> None:
+        for variable, kept in zip(variables, copies, strict=True):
+            set_value(variable, jax.tree.map(lambda again: again(), kept))
+
+    return restore

@@ -229,6 +229,28 @@ def test_what_accumulation_itself_costs(dtype, copies):
     assert "sum of gradients" not in str(table())  # of a step that is not ours
 
 
+def test_what_is_kept_for_all_rows_is_counted_and_named():
+    """BatchNorm couples rows: what crosses from one level to the next no number of micro-batches makes smaller."""
+
+    def loss(w, x):
+        h = x @ w
+        return jnp.mean(jnp.tanh((h - h.mean(0, keepdims=True)) * jax.lax.rsqrt(h.var(0, keepdims=True) + 1e-5)) ** 2)
+
+    rows, apart = 8192, lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    w, x = shape(16, WIDTH), shape(rows, 16)
+    kept = optax_accum.explain(loss, w, x).kept_bytes
+    assert kept == rows * ROW  # h, which all rows must have given before one is normalised
+    with pytest.raises(plan.NothingFitsError) as error:
+        planned(plan.of_loss(loss, optax.sgd(0.1), w, x), rows, candidates=[64], budget=4 * x.size + kept)
+    found = error.value.plan
+    assert (found.kept, found.rows[0]["temporary"] > kept) == (kept, True)
+    says = "4.19 MB are kept for all rows, however many micro-batches: explain(loss, params, batch) names"
+    assert says in in_one_line(found)
+    assert "kept for all rows" not in str(dataclasses.replace(found, limit=1e9))  # less than 1 %
+    other = planned(plan.of_loss(apart, optax.sgd(0.1), w, x), rows, candidates=[64], budget="1GB")
+    assert (other.kept, other.rows[0]["temporary"] < kept / 8) == (0, True)
+
+
 def test_a_last_micro_batch_that_is_smaller():
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
     make_step = plan.of_loss(loss, optax.sgd(0.1), shape(WIDTH, WIDTH), shape(100, WIDTH))
