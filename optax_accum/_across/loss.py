@@ -69,7 +69,10 @@ class Loss:
         """
         self._check_groups(device, call)
         call = device.localized(call, call.params).fold_key(index)
-        fun = lambda params: self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
+
+        def fun(params: Any) -> Any:
+            return self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
+
         params = call.arguments[0]
         program, shapes = tracing.traced(fun, params)
         fun = convolutions.fast_in_loops(fun, program.jaxpr.eqns)

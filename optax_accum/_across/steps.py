@@ -185,6 +185,9 @@ class AccumulatingStep(Step):
         weight = self.weighed(space, done.weight, state) if keywords.weight is None else keywords.weight
         batch = MicroBatch(done.grads, weight, keywords.flush, {**value, **keywords.extra_args})
         if isinstance(done.grads, Added):
-            like = lambda param: param if is_inexact(param) else np.zeros(param.shape, jax.float0)
+
+            def like(param: Any) -> Any:
+                return param if is_inexact(param) else np.zeros(param.shape, jax.float0)
+
             batch = batch._replace(grads=jax.tree.map(like, params), added=done.grads)
         return micro_step(self.rules, space, batch, state, params, outcomes.new_params(space, params))

@@ -19,7 +19,10 @@ def draw(plan: Any) -> Any:
     devices = f"{plan.num_devices} x " if plan.num_devices > 1 else ""
     figure.suptitle(f"{counted(plan.global_batch, 'row')} on {devices}{plan.target}")
     unit = 1e9 if plan.limit >= 1e9 else 1e6
-    of_place = lambda place: [row for row, one in zip(plan.rows, plan.compiled, strict=True) if one.place == place]
+
+    def of_place(place: Any) -> Any:
+        return [row for row, one in zip(plan.rows, plan.compiled, strict=True) if one.place == place]
+
     most = max(len(of_place(place)) for place in plan.labels)
     for axes, (place, label) in zip(panels, plan.labels.items(), strict=True):
         _bars(axes, of_place(place), unit)

@@ -157,7 +157,9 @@ class Plan:
 
     @property
     def _chosen(self) -> Compiled | None:
-        of = lambda one: (one.place, one.candidate.number) == (self.place, self.num_microbatches)
+        def of(one: Any) -> Any:
+            return (one.place, one.candidate.number) == (self.place, self.num_microbatches)
+
         return next(filter(of, self.compiled), None)
 
     def _title(self) -> str:
@@ -225,14 +227,20 @@ class Plan:
 
         That is on the line through the two sizes of a kind that are farthest apart.
         """
-        beside = lambda found: found.peak - found.arguments - found.unaliased
+
+        def beside(found: Any) -> Any:
+            return found.peak - found.arguments - found.unaliased
+
         loops = [one for one in self.compiled if one.place == self.place and one.candidate.number > 1]
         for ragged in (False, True):
             kind = [one for one in loops if one.candidate.ragged == ragged and not one.footprint.refused]
             if len(kind) > 1 and self._chosen:
                 less, more = kind[-1], kind[0]
                 rows = more.candidate.rows - less.candidate.rows
-                adds = lambda of, less=less, more=more, rows=rows: (of(more.footprint) - of(less.footprint)) / rows
+
+                def adds(of: Any, less: Any = less, more: Any = more, rows: Any = rows) -> Any:
+                    return (of(more.footprint) - of(less.footprint)) / rows
+
                 fixed = beside(less.footprint) - adds(beside) * less.candidate.rows
                 return fixed, adds(lambda found: found.peak)
         return None
@@ -260,5 +268,8 @@ def _aligned(table: Sequence[Sequence[str]], keys: int = 1) -> list[str]:
         if wide and len(parts[-1]) > keys:
             parts.append([*range(keys)])
         parts[-1].append(column)
-    line = lambda part, cells: "  ".join(cells[i].rjust(widths[i]) for i in part).rstrip()
+
+    def line(part: Any, cells: Any) -> Any:
+        return "  ".join(cells[i].rjust(widths[i]) for i in part).rstrip()
+
     return [line(part, cells) for part in parts for cells in table]

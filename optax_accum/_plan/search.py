@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Candidate(NamedTuple):
@@ -101,7 +101,10 @@ def grows(peaks: Peaks) -> bool:
 
 def _groups(every: Sequence[Candidate]) -> list[list[Candidate]]:
     """Returns even cuts, ragged cuts and rows of one, in each of which memory grows with the rows."""
-    kind = lambda c: 2 if c.rows == 1 else int(c.ragged)
+
+    def kind(c: Any) -> Any:
+        return 2 if c.rows == 1 else int(c.ragged)
+
     return [group for wanted in range(3) if (group := [c for c in every if kind(c) == wanted])]
 
 

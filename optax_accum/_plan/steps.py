@@ -223,7 +223,10 @@ def _state(tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
     """Returns the shapes of the optimizer's state, each leaf where its parameter lies, and the shardings of a step."""
     where = state_sharding(tx, params)
     shapes = jax.eval_shape(tx.init, params)
-    put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def put(leaf: Any, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
     return jax.tree.map(put, shapes, where), (jax.tree.map(lambda leaf: leaf.sharding, params), where, None)
 
 

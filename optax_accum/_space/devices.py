@@ -17,7 +17,7 @@ PARTIAL = "partial"  # as `to`: the sum goes nowhere
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Devices:
-    """The devices that have the rows of a batch, and how gradients are added over them.
+    """Which devices have the rows of a batch, and how gradients are added.
 
         value_and_grad(loss, 8, devices=Devices("data", dtype=jnp.bfloat16))
 

@@ -19,7 +19,10 @@ def floats(batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray]
         dtype = getattr(leaf, "dtype", jnp.result_type(leaf))
         if is_split(leaf) and np.size(leaf) and jnp.issubdtype(dtype, jnp.floating):
             as_it_came = functools.partial((np if isinstance(leaf, np.ndarray) else jnp).asarray, dtype=dtype)
-            put = lambda new, number=number, as_it_came=as_it_came: _put(batch, number, as_it_came(new))
+
+            def put(new: Any, number: Any = number, as_it_came: Any = as_it_came) -> Any:
+                return _put(batch, number, as_it_came(new))
+
             yield jax.tree_util.keystr(path), wide(leaf), put
 
 

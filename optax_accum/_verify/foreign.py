@@ -21,7 +21,10 @@ class Kept(NamedTuple):
 
 def is_jax(carry: Tree) -> bool:
     """Returns whether a step is JAX's, by what it carries: no array of NumPy's, nothing of PyTorch's."""
-    foreign = lambda leaf: isinstance(leaf, np.ndarray) or is_tensor(leaf) or is_held(leaf)
+
+    def foreign(leaf: Any) -> Any:
+        return isinstance(leaf, np.ndarray) or is_tensor(leaf) or is_held(leaf)
+
     return not any(map(foreign, jax.tree.leaves(carry)))
 
 
@@ -131,7 +134,9 @@ def _numbers(tensor: Any) -> np.ndarray:
 
 
 def _of_module(module: Any, _: dict[int, str]) -> Tree:
-    of = lambda pairs: {name: _numbers(tensor) for name, tensor in pairs}
+    def of(pairs: Any) -> Any:
+        return {name: _numbers(tensor) for name, tensor in pairs}
+
     return {"params": of(module.named_parameters()), "buffers": of(module.named_buffers())}
 
 

@@ -119,6 +119,11 @@ def common_end(path: Path, other: Path) -> int:
 def _from_end(paths: Iterable[Path]) -> dict[Path, Path]:
     """Returns for each path the same, plain, in which the last number counts from the end of its list."""
     ends = {path: plain(path) for path in paths}
-    last = lambda parent: max(int(path[-1]) for path in ends.values() if path[:-1] == parent and path[-1].isdigit())
-    end = lambda path: (*path[:-1], str(int(path[-1]) - last(path[:-1]))) if path and path[-1].isdigit() else path
+
+    def last(parent: Any) -> Any:
+        return max(int(path[-1]) for path in ends.values() if path[:-1] == parent and path[-1].isdigit())
+
+    def end(path: Any) -> Any:
+        return (*path[:-1], str(int(path[-1]) - last(path[:-1]))) if path and path[-1].isdigit() else path
+
     return {path: end(of) for path, of in ends.items()}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -51,9 +52,13 @@ class StepErrors(StepRuns):
             return 0.0
         names = [name for slot in e.sums for name in e.slots[slot]]
         limits = {name: SUMS * self.scales[name] + slack for name, slack in self.slack(self.even_rows[:1])[0].items()}
-        beyond = lambda a, b: max(
-            (largest(np.maximum(np.abs(a[n] - b[n])[0] - limits[n], 0)) / self.scales[n] for n in names), default=0.0
-        )
+
+        def beyond(a: Any, b: Any) -> Any:
+            return max(
+                (largest(np.maximum(np.abs(a[n] - b[n])[0] - limits[n], 0)) / self.scales[n] for n in names),
+                default=0.0,
+            )
+
         if self.epsilon < 1e-6 and not beyond(self.ends[0], self.ones[0]):
             return 0.0
         many = self.even() * LONG
@@ -86,7 +91,10 @@ class StepErrors(StepRuns):
         """
         k, rows, times = self.cut.every, self.even()[0], self.more
         equal = [np.full_like(rows, rows[0]) if self.within_call else rows] * k
-        changes = lambda steps, calls: self.changes(steps, calls, times=times)[0]
+
+        def changes(steps: Any, calls: Any) -> Any:
+            return self.changes(steps, calls, times=times)[0]
+
         one, whole = (changes(self.one, [self.of(rows)]) for rows in (equal[0], np.concatenate(equal)))
         cut = changes(self.cut, self.calls(equal))
         names = [name for slot in self.explanations.linear for name in self.slots[slot]]
@@ -134,7 +142,10 @@ class StepErrors(StepRuns):
 
         Adam moves them by that, as the bias of keys in attention: they are judged by their moments.
         """
-        same = lambda leaf: leaf.param == name and leaf.start.shape == slack[name].shape
+
+        def same(leaf: Any) -> Any:
+            return leaf.param == name and leaf.start.shape == slack[name].shape
+
         moments = [n for n in self.judged if same(self.leaves[n]) and (np.any(whole[n]) or np.any(cut[n]))]
         rounds = [np.all(np.abs(whole[n]) <= slack[n], 0) for n in moments]
         return np.all(rounds, 0) if rounds else np.zeros(slack[name].shape, bool)
@@ -154,7 +165,10 @@ class StepErrors(StepRuns):
             params = {leaf.one for leaf in self.params.values()}
             off = functools.partial(nudged_at, paths=params, number=number)
             start, *seen = self.one.run(*lead, *nudges, draw=1 if self.random else None, start=off)
-            change = lambda later: {n: later[leaf.one] - start[leaf.one] for n, leaf in self.leaves.items()}
+
+            def change(later: Any) -> Any:
+                return {n: later[leaf.one] - start[leaf.one] for n, leaf in self.leaves.items()}
+
             return list(map(change, seen[len(lead) :]))
 
         plain, *others = map(run, range(5))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,10 @@ class Explanations:
     def roots(self) -> list[str]:
         """The roots of second moments, which never fall."""
         squares = [slot for slot in self.slots if slot != "params" and not self.falls(slot)]
-        rooted = lambda slot: all(ROOT + name in self.whole for name in self.slots[slot])
+
+        def rooted(slot: Any) -> Any:
+            return all(ROOT + name in self.whole for name in self.slots[slot])
+
         roots = [ROOT + slot for slot in squares if rooted(slot)]
         return roots if self.few else list(filter(self.large, roots))
 
@@ -108,7 +112,10 @@ class Explanations:
         self, slot: str, names: list[str] | None = None, of: Change | None = None
     ) -> tuple[list[float], float]:
         """Returns how much each micro-batch counts in a change, the whole's by default, and how far that is from it."""
-        vector = lambda change: self.vector(change, slot, names)
+
+        def vector(change: Any) -> Any:
+            return self.vector(change, slot, names)
+
         columns = np.stack([*map(vector, self.parts), vector(self.drift)], axis=1)
         if not np.all(np.isfinite(columns)):
             return [], float("inf")
@@ -124,15 +131,19 @@ class Explanations:
         kept: dict[str, np.ndarray] = {}
         for slot in [] if self.few else filter(self.saturates, (*self.slots, *self.roots)):
             most = max(largest(part[name]) for part in self.parts for name in self.names(slot))
-            below = lambda name, most=most: [
-                np.abs(change[name]) < 0.999 * most for change in (self.whole, *self.parts, found)
-            ]
+
+            def below(name: Any, most: Any = most) -> Any:
+                return [np.abs(change[name]) < 0.999 * most for change in (self.whole, *self.parts, found)]
+
             inside = {name: np.all(below(name), 0) for name in self.names(slot)}
             if sum(map(np.sum, inside.values())) > len(self.parts) + MORE:
                 kept |= inside
         if not kept:
             return None
-        cut = lambda change: {name: leaf[kept[name]] if name in kept else leaf for name, leaf in change.items()}
+
+        def cut(change: Any) -> Any:
+            return {name: leaf[kept[name]] if name in kept else leaf for name, leaf in change.items()}
+
         parts = list(map(cut, self.parts))
         return dataclasses.replace(self, drift=cut(self.drift), whole=cut(self.whole), parts=parts), cut(found)
 
@@ -150,8 +161,13 @@ class Explanations:
 
     def rounds(self, found: Change) -> bool:
         """Whether a sum of these micro-batches in bfloat16 could be as far from the whole batch's."""
-        sizes = lambda slot: np.sum([np.abs(self.vector(part, slot)) for part in self.parts], axis=0)
-        off = lambda slot: np.abs(self.vector(found, slot) - self.vector(self.whole, slot))
+
+        def sizes(slot: Any) -> Any:
+            return np.sum([np.abs(self.vector(part, slot)) for part in self.parts], axis=0)
+
+        def off(slot: Any) -> Any:
+            return np.abs(self.vector(found, slot) - self.vector(self.whole, slot))
+
         return all(largest(off(slot)) <= BFLOAT * largest(sizes(slot)) for slot in self.sums)
 
     def _between(self, slot: str) -> bool:
@@ -169,7 +185,10 @@ class Explanations:
             return self._off(union, before + share * step, None) < self.near and (same or EDGE < share < 1 - EDGE)
 
         drift = self.vector(self.drift, slot)
-        added = lambda before, part, union: self._off(union, before + part, drift) < self.near
+
+        def added(before: Any, part: Any, union: Any) -> Any:
+            return self._off(union, before + part, drift) < self.near
+
         return all(between(*step) for step in steps) or all(added(*step) for step in steps)
 
     def falls(self, slot: str) -> bool:

@@ -1,6 +1,7 @@
 """The table of a step's faults, in the order in which they are asked for."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -246,7 +247,9 @@ def _of_first(runs: StepErrors) -> Cause | None:
 
 
 def _of_second(runs: StepErrors) -> Cause | None:
-    later = lambda ends: {name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]}
+    def later(ends: Any) -> Any:
+        return {name: mean(ends[1])[name] - mean(ends[0])[name] for name in ends[0]}
+
     changes = (later(runs.ends), mean(runs.ones[0]), later(runs.ones))
     second = Second(runs.explanations, *map(runs.rooted, changes))
     return _cause(windows.explained_second(second))

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -63,9 +64,10 @@ class StepRuns:
         runs = [steps.run(*windows, last=last, draw=draw, back=params) for draw in numbers]
         paths = {name: leaf.one if steps is self.one else leaf.cut for name, leaf in self.leaves.items()}
         with np.errstate(all="ignore"):
-            change = lambda at: {
-                n: np.stack([run[at][path] - run[0][path] for run in runs]) for n, path in paths.items()
-            }
+
+            def change(at: Any) -> Any:
+                return {n: np.stack([run[at][path] - run[0][path] for run in runs]) for n, path in paths.items()}
+
             return [change(at) for at in range(1, len(windows) + 1)][len(self.lead(steps)) :]
 
     def lead(self, steps: Steps) -> list[list[Tree]]:
@@ -108,7 +110,10 @@ class StepRuns:
             return False
         windows = *self.lead(self.one), [self.of(np.arange(self.count))]
         runs = [self.one.run(*windows, draw=draw) for draw in range(1, 9)]
-        change = lambda run, leaf: run[-1][leaf.one] - run[0][leaf.one]
+
+        def change(run: Any, leaf: Any) -> Any:
+            return run[-1][leaf.one] - run[0][leaf.one]
+
         return any(
             not np.array_equal(change(runs[0], leaf), change(run, leaf))
             for leaf in self.leaves.values()
@@ -151,14 +156,20 @@ class StepRuns:
     def moved(self) -> list[int]:
         """The calls of two windows at which parameters changed."""
         pairs = enumerate(itertools.pairwise(self.seen), start=1)
-        same = lambda a, b, leaf: np.array_equal(a[leaf.cut], b[leaf.cut], equal_nan=True)
+
+        def same(a: Any, b: Any, leaf: Any) -> Any:
+            return np.array_equal(a[leaf.cut], b[leaf.cut], equal_nan=True)
+
         return [n for n, (a, b) in pairs if not all(same(a, b, leaf) for leaf in self.params.values())]
 
     @functools.cached_property
     def slots(self) -> dict[str, list[str]]:
         """The parameters, and what mirrors them in the optimizer's state: not what changes while held, as sums do."""
         first = self.seen[: 1 if self.within_call else self.cut.every]
-        held = lambda leaf: all(np.array_equal(first[0][leaf.cut], later[leaf.cut]) for later in first)
+
+        def held(leaf: Any) -> Any:
+            return all(np.array_equal(first[0][leaf.cut], later[leaf.cut]) for later in first)
+
         found: dict[str, list[str]] = {}
         for name, leaf in self.leaves.items():
             if leaf.slot == "params" or held(leaf):
@@ -210,8 +221,13 @@ class StepRuns:
     def rooted(self, change: Change) -> Change:
         """Returns a change with the roots of what mirrors the parameters, whose signs are those of their changes."""
         mirrors = {} if self.random else {name: leaf for name, leaf in self.leaves.items() if leaf.slot != "params"}
-        alike = lambda name, leaf: leaf.param and change[leaf.param].shape == change[name].shape
-        sign = lambda name, leaf: -np.sign(change[leaf.param]) if alike(name, leaf) else 1
+
+        def alike(name: Any, leaf: Any) -> Any:
+            return leaf.param and change[leaf.param].shape == change[name].shape
+
+        def sign(name: Any, leaf: Any) -> Any:
+            return -np.sign(change[leaf.param]) if alike(name, leaf) else 1
+
         roots = {ROOT + n: sign(n, leaf) * np.sqrt(np.abs(change[n])) for n, leaf in mirrors.items()}
         return change | roots
 
@@ -219,7 +235,10 @@ class StepRuns:
     def scales(self) -> dict[str, float]:
         """The size of each leaf's change: 1 % of the largest of its slot at least."""
         sizes = {name: max(largest(mean(change)[name]) for change in self.ones) for name in self.leaves}
-        most = lambda slot: max(sizes[name] for name, leaf in self.leaves.items() if leaf.slot == slot)
+
+        def most(slot: Any) -> Any:
+            return max(sizes[name] for name, leaf in self.leaves.items() if leaf.slot == slot)
+
         return {name: max(sizes[name], 0.01 * most(leaf.slot)) or 1.0 for name, leaf in self.leaves.items()}
 
     @functools.cached_property
@@ -229,14 +248,23 @@ class StepRuns:
 
     def explained(self, parts: Rows) -> Explanations:
         """Returns what some micro-batches would change, together and each alone."""
-        alone = lambda rows: self.rooted(mean(*self.changes(self.one, [self.of(rows)], times=2 if self.few else 1)))
+
+        def alone(rows: Any) -> Any:
+            return self.rooted(mean(*self.changes(self.one, [self.of(rows)], times=2 if self.few else 1)))
+
         drift = {name: leaf.drift for name, leaf in self.leaves.items()}
         drift |= {ROOT + name: np.zeros_like(leaf.drift) for name, leaf in self.leaves.items()}
         scales = self.scales | {ROOT + name: scale**0.5 for name, scale in self.scales.items()}
         whole, each = alone(np.concatenate(parts)), list(map(alone, parts))
-        between = lambda: [alone(np.concatenate(parts[:number])) for number in range(2, len(parts))]
+
+        def between() -> Any:
+            return [alone(np.concatenate(parts[:number])) for number in range(2, len(parts))]
+
         loose, fine = (max(near, self.rtol) for near in ((0.25, 0.25) if self.random else (NEAR, 0.0)))
-        unions = lambda: [each[0], *between(), whole]
+
+        def unions() -> Any:
+            return [each[0], *between(), whole]
+
         return Explanations(self.slots, scales, drift, whole, each, unions, self.few, loose, fine)
 
     def settle(self) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,7 +86,10 @@ def _beside_the_gradient(w: WindowView) -> Iterator[Said]:
         yield "optimizer at each micro-step", says
     if says := w.rounded():
         yield "low-precision sum", says
-    far = lambda change, slot: w.e.distance(w.found, change, slot)
+
+    def far(change: Any, slot: Any) -> Any:
+        return w.e.distance(w.found, change, slot)
+
     if any(far(w.e.mean, slot) < min(w.e.near, far(w.e.whole, slot) / 4) for slot in w.e.slots) and w.coupling():
         yield "coupled examples", w.coupling()
 

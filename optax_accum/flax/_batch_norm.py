@@ -45,7 +45,10 @@ def batch_moments(new: Tree, old: Tree, momentum: Tree) -> Tree:
     check_stats(old, new)
     new, old = unfreeze(new), unfreeze(old)
     momenta = momentum_of_each(momentum, old)
-    wide = lambda leaf: jnp.asarray(leaf, dtypes.wide(jnp.result_type(leaf)))
+
+    def wide(leaf: Any) -> Any:
+        return jnp.asarray(leaf, dtypes.wide(jnp.result_type(leaf)))
+
     less = jax.tree.map(lambda momentum, new, old: (wide(new) - wide(old)) / (1 - momentum), momenta, new, old)
     return _map_pairs(lambda mean, var: (mean, var + mean**2), less)
 
@@ -98,13 +101,19 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
     old = unfreeze(old)
     momenta = momentum_of_each(momentum, old)
     less = _map_pairs(lambda mean, second: (mean, second - mean**2), moments)
-    step = lambda momentum, less, old: (old + (1 - momentum) * less).astype(old.dtype)
+
+    def step(momentum: Any, less: Any, old: Any) -> Any:
+        return (old + (1 - momentum) * less).astype(old.dtype)
+
     return _map_pairs(lambda mean, var: (mean, jnp.maximum(var, 0)), jax.tree.map(step, momenta, less, old))
 
 
 def check_stats(old: Tree, new: Tree) -> None:
     """Raises unless statistics stayed what they were, but for their values."""
-    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+
+    def shapes(tree: Any) -> Any:
+        return jax.tree.map(jnp.shape, tree)
+
     if old is None:
         raise ValueError(
             "The state has no batch_stats: pass batch_stats=variables['batch_stats'] to TrainState.create."

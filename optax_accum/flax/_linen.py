@@ -255,9 +255,10 @@ class TrainState(train_state.TrainState, kw_only=True):
 
     def _overwrite(self, new: Tree, old: Tree, micro_step: MicroStep) -> tuple[Tree, Tree]:
         """Returns the maxima of fp8 statistics over the window, and those statistics: overwritten when it emits."""
-        largest = lambda maximum, new: jnp.maximum(
-            jnp.where(micro_step.first, 0, maximum), jnp.where(micro_step.counts, new, 0)
-        )
+
+        def largest(maximum: Any, new: Any) -> Any:
+            return jnp.maximum(jnp.where(micro_step.first, 0, maximum), jnp.where(micro_step.counts, new, 0))
+
         maxima = jax.tree.map(largest, self.window.maxima, new)
         return maxima, micro_step.stepped(maxima, old)
 
@@ -267,9 +268,16 @@ def _boxed(opt_state: Tree, params: Tree, axes: Axes = ()) -> Tree:
 
     Without axes they have the boxes of the parameters, as gradients do.
     """
-    is_box = lambda node: isinstance(node, Partitioned)
-    renamed = lambda names: names_over_devices(axes, names) if axes else names
-    one = lambda param, acc: acc.replace(names=renamed(param.names)) if is_box(param) and is_box(acc) else acc
+
+    def is_box(node: Any) -> bool:
+        return isinstance(node, Partitioned)
+
+    def renamed(names: Any) -> Any:
+        return names_over_devices(axes, names) if axes else names
+
+    def one(param: Any, acc: Any) -> Any:
+        return acc.replace(names=renamed(param.names)) if is_box(param) and is_box(acc) else acc
+
     return _window.with_partial_sums(opt_state, lambda acc: jax.tree.map(one, params, acc, is_leaf=is_box))
 
 

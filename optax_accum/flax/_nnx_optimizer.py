@@ -164,14 +164,21 @@ def _placing_rows(tx: Any) -> optax.GradientTransformation:
             set_sharding(variable, names_over_devices(axes, names) if axes else None)  # a chain does not tell axes
         return variable
 
-    is_variable = lambda node: isinstance(node, nnx.Variable)
-    placed = lambda acc: jax.tree.map(over_devices, acc, is_leaf=is_variable)
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    def placed(acc: Any) -> Any:
+        return jax.tree.map(over_devices, acc, is_leaf=is_variable)
+
     return optax.GradientTransformation(lambda params: _window.with_partial_sums(tx.init(params), placed), tx.update)
 
 
 def _check_grads(grads: Tree, params: Tree, wrt: Any) -> None:
     """Raises where a variable that is trained has no gradient."""
-    paths = lambda tree: {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+
+    def paths(tree: Any) -> Any:
+        return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+
     if missing := sorted(paths(params) - paths(grads)):
         raise ValueError(
             f"grads must hold a gradient for each variable of wrt={wrt!r}: there is none at {', '.join(missing)}. Pass "

@@ -20,7 +20,10 @@ def batch_norms(model: Any) -> tuple[Any, Callable[[Tree], Tree]]:
         if isinstance(module, nnx.BatchNorm) and module.momentum != 1  # at 1 they never change
     }
     is_running = nnx.All(nnx.BatchStat, lambda path, _: tuple(path[:-1]) in momenta)
-    of = lambda path, _: momenta[tuple(entry.key for entry in path[:-1])]
+
+    def of(path: Any, _: Any) -> Any:
+        return momenta[tuple(entry.key for entry in path[:-1])]
+
     return is_running, lambda stats: jax.tree.map_with_path(of, stats)
 
 
@@ -61,7 +64,10 @@ def check_trained(model: Any, params: Any, wrt: Any, remedy: str) -> None:
 
 def variables(model: Any) -> dict[str, Any]:
     """Returns the variables of a model by name, and of each what a micro-batch may not change: its type and shapes."""
-    kind = lambda variable: (jax.tree.structure(variable), [jnp.shape(leaf) for leaf in jax.tree.leaves(variable)])
+
+    def kind(variable: Any) -> Any:
+        return (jax.tree.structure(variable), [jnp.shape(leaf) for leaf in jax.tree.leaves(variable)])
+
     return {
         f"{'.'.join(map(str, path))} ({type(variable).__name__})": kind(variable)
         for path, variable in nnx.to_flat_state(nnx.state(model))

@@ -205,7 +205,10 @@ def add_stats(
 
 def check_metrics(metrics: Any) -> None:
     """Raises unless metrics are a dict of real scalars."""
-    kind = lambda value: "number" if isinstance(value, jax.Array) else type(value).__name__
+
+    def kind(value: Any) -> Any:
+        return "number" if isinstance(value, jax.Array) else type(value).__name__
+
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a dict of scalars: they are a {kind(metrics)}. Give each a name.")
     for name, value in metrics.items():
