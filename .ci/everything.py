@@ -136,7 +136,7 @@ def facts(row: dict[str, str], leg: Leg) -> None:
     # Without its compiler, its tests would be skipped.
     asks = "import sys; from optax_accum.accelerators import target; target(sys.argv[1])"
     leg.run(f"python -c '{asks}' {row['target']}")
-    leg.run("python -m pytest -q -r fEs tests/compiled/test_accelerators.py tests/compiled/test_facts.py")
+    leg.run("python -m pytest -q -r fEs tests/accelerators/test_accelerators.py tests/accelerators/test_facts.py")
 
 
 def notebooks(leg: Leg) -> None:

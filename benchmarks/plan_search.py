@@ -14,7 +14,7 @@ from tqdm import tqdm
 from benchmarks import _measure
 from benchmarks._small_models import MODELS, Small
 from optax_accum import plan
-from optax_accum._plan import search
+from optax_accum.plan import _search as search
 
 NOTES = """\
 Each divisor of the rows is compiled. A budget lies between two peaks, above all or below all. Right is the fewest

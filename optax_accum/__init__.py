@@ -39,8 +39,8 @@ if _TYPE_CHECKING:
     from optax_accum import flax as flax
     from optax_accum import plan as plan
     from optax_accum._explain.explain import explain
-    from optax_accum._plan.planning import plan_microbatches
     from optax_accum._verify.verify_step import verify_step
+    from optax_accum.plan._planning import plan_microbatches
 
 __version__ = "0.1.0"
 
@@ -76,7 +76,7 @@ __all__ = [
 _FACES = {"accelerators", "batching", "checkpoint", "flax", "plan", "sharding", "statistics"}
 _FUNCTIONS = {
     "explain": "_explain.explain",
-    "plan_microbatches": "_plan.planning",
+    "plan_microbatches": "plan._planning",
     "verify_step": "_verify.verify_step",
 }
 

@@ -30,18 +30,14 @@ ROOMS = {  # and what each stands on
     "_space": {"_core", "_arguments", "_loss"},
     "_across": {"_core", "_arguments", "_loss", "_space", "_explain"},
     "_within": {"_core", "_arguments", "_rows", "_loss", "_space"},
-    "_batches": {"_core", "_arguments", "_loss", "_across"},
-    "_placement": {"_core", "_arguments", "_space", "_across"},
-    "_compiled": {"_core", "_arguments"},
-    "_plan": {"_core", "_arguments", "_within", "_explain", "_placement", "_compiled"},
     "_explain": {"_core", "_arguments", "_rows", "_loss", "_within"},
     "_verify": {"_core", "_arguments", "_loss", "_within"},
-    "sharding": {"_space", "_placement", "_compiled"},
-    "checkpoint": {"_placement"},
-    "batching": {"_batches"},
-    "accelerators": {"_compiled"},
+    "sharding": {"_core", "_arguments", "_space", "_across", "accelerators"},
+    "checkpoint": {"_core", "_arguments", "_space", "sharding"},
+    "batching": {"_core", "_arguments", "_loss", "_across"},
+    "accelerators": {"_core", "_arguments"},
     "__main__": set(),
-    "plan": {"_plan"},
+    "plan": {"_core", "_arguments", "_within", "_explain", "sharding", "accelerators"},
     "statistics": {"_loss", "_across"},
     "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_within", "_explain"},
 }
@@ -112,9 +108,9 @@ def test_an_example_imports_what_users_do():
 
 WHERE = {"is_manual", "axis_index", "psum", "shard_map", "PartitionSpec", "axis_names", "mesh_of", "manual_axes"}
 ANSWERED = {  # by modules whose work it is
-    "_placement/shardings": "where a state lives",
-    "_compiled/targets": "devices that are not here",
-    "_plan/steps": "shapes on such devices",
+    "sharding/_shardings": "where a state lives",
+    "accelerators/_targets": "devices that are not here",
+    "plan/_steps": "shapes on such devices",
 }
 
 
@@ -137,7 +133,7 @@ def test_where_is_asked_in_space_alone():
     asked = {
         f"{room}/{name}"
         for room in ROOMS
-        if (room not in FACES and room != "_space") or room == "flax"
+        if room != "_space"
         for name, source in modules(room).items()
         if names_in(source) & WHERE
     }
@@ -246,7 +242,6 @@ def test_a_question_is_asked_by_its_noun(question):
     asking = {
         f"{room}/{name}"
         for room in ROOMS
-        if room not in FACES or room == "flax"
         for name, source in modules(room).items()
         if asks(source) & names - ALSO.get(f"{room}/{name}", set())
     }
@@ -285,7 +280,7 @@ def asks_for_a_version(source):
 
 def test_versions_are_asked_for_by_their_owners_alone():
     asked = {(room, name) for room in ROOMS for name, source in modules(room).items() if asks_for_a_version(source)}
-    assert asked == {("_core", "compilers"), ("_compiled", "absent"), ("flax", "_versions")}
+    assert asked == {("_core", "compilers"), ("accelerators", "_absent"), ("flax", "_versions")}
     assert not asks_for_a_version((PACKAGE / "__init__.py").read_text())
 
 

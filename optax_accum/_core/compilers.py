@@ -1,7 +1,7 @@
 """Where versions of JAX and its compilers differ: each difference once, with the workaround.
 
 Nobody else compares a version or asks whether JAX has a name, but who asks the compilers of absent accelerators
-(`_compiled.absent`). `benchmarks/_quirks.py` says why each stands here.
+(`accelerators._absent`). `benchmarks/_quirks.py` says why each stands here.
 """
 
 import contextlib

@@ -13,8 +13,8 @@ import pytest
 
 import optax_accum
 from optax_accum import accelerators
-from optax_accum._compiled import absent
 from optax_accum._core import compilers
+from optax_accum.accelerators import _absent as absent
 from tests import programs, versions
 
 AXES = {"devices": "data"}

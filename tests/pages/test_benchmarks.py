@@ -34,7 +34,7 @@ from benchmarks import (
 )
 from benchmarks._others import TORCH, Torch
 from benchmarks._ways import JAX_WAYS, OURS
-from optax_accum._compiled import targets
+from optax_accum.accelerators import _targets as targets
 from tests import ROOT
 
 

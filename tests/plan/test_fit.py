@@ -202,7 +202,7 @@ def test_arrays_of_several_processes_are_not_copied(monkeypatch):
 
 def test_what_is_not_donated_is_not_copied(monkeypatch):
     copied = []
-    monkeypatch.setattr("optax_accum._plan.fitted.copied_to_host", lambda leaf: copied.append(leaf))
+    monkeypatch.setattr("optax_accum.plan._fitted.copied_to_host", lambda leaf: copied.append(leaf))
     fitted()(*arguments())
     assert [leaf.shape for leaf in copied] == [W.shape] * 2
     fitted(candidates=[1])(*arguments())  # there is no other number

@@ -18,8 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum import plan
-from optax_accum._compiled import footprint
-from optax_accum._plan import budgets, search, trials
+from optax_accum.accelerators import _footprint as footprint
+from optax_accum.plan import _budgets as budgets
+from optax_accum.plan import _search as search
+from optax_accum.plan import _trials as trials
 from tests import programs
 
 ROWS, WIDTH = 256, 128

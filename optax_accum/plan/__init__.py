@@ -9,9 +9,9 @@ The compiler reports memory before anything is allocated:
   `make_step` of usual steps.
 """
 
-from optax_accum._plan.fitted import Fitted, fit
-from optax_accum._plan.plan import NothingFitsError, Plan
-from optax_accum._plan.planning import plan_microbatches
-from optax_accum._plan.steps import Builder, of_loss, of_step
+from optax_accum.plan._fitted import Fitted, fit
+from optax_accum.plan._plan import NothingFitsError, Plan
+from optax_accum.plan._planning import plan_microbatches
+from optax_accum.plan._steps import Builder, of_loss, of_step
 
 __all__ = ["Builder", "Fitted", "NothingFitsError", "Plan", "fit", "of_loss", "of_step", "plan_microbatches"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_accum._compiled.targets import Target
+from optax_accum.accelerators._targets import Target
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from optax_accum._arguments import checks
 from optax_accum._arguments.counted import counted
 from optax_accum._arguments.rows import check_groups
-from optax_accum._batches.buckets import Room, bucket_of, chosen_buckets
-from optax_accum._batches.packed import Ints, TokenPacking
+from optax_accum.batching._buckets import Room, bucket_of, chosen_buckets
+from optax_accum.batching._packed import Ints, TokenPacking
 
 Cost = Literal["tokens", "squares"] | Callable[[Ints], Any]
 

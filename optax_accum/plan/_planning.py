@@ -10,14 +10,15 @@ import numpy as np
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.counted import counted, there_are
 from optax_accum._arguments.signature import signature_of
-from optax_accum._compiled.footprint import shards_of
-from optax_accum._compiled.targets import Target
-from optax_accum._compiled.targets import target as find_target
-from optax_accum._plan import budgets, search
-from optax_accum._plan.plan import NothingFitsError, Plan
-from optax_accum._plan.search import Candidate
-from optax_accum._plan.steps import Builder
-from optax_accum._plan.trials import PASS_ON, MakeStep, Trial
+from optax_accum.accelerators._footprint import shards_of
+from optax_accum.accelerators._targets import Target
+from optax_accum.accelerators._targets import target as find_target
+from optax_accum.plan import _budgets as budgets
+from optax_accum.plan import _search as search
+from optax_accum.plan._plan import NothingFitsError, Plan
+from optax_accum.plan._search import Candidate
+from optax_accum.plan._steps import Builder
+from optax_accum.plan._trials import PASS_ON, MakeStep, Trial
 
 
 def plan_microbatches(

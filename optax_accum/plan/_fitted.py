@@ -7,12 +7,13 @@ import jax
 
 from optax_accum._arguments import callables
 from optax_accum._arguments.counted import counted
-from optax_accum._compiled.targets import Target, of_devices
 from optax_accum._core.memory import copied_to_host
-from optax_accum._plan import budgets, search
-from optax_accum._plan.plan import Plan
-from optax_accum._plan.planning import plan_microbatches
-from optax_accum._plan.steps import Builder, positions, rows_of
+from optax_accum.accelerators._targets import Target, of_devices
+from optax_accum.plan import _budgets as budgets
+from optax_accum.plan import _search as search
+from optax_accum.plan._plan import Plan
+from optax_accum.plan._planning import plan_microbatches
+from optax_accum.plan._steps import Builder, positions, rows_of
 
 
 def fit(

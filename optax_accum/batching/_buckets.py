@@ -6,7 +6,7 @@ import numpy as np
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.counted import counted
-from optax_accum._batches.packed import Ints
+from optax_accum.batching._packed import Ints
 
 STEP = 1.1  # the rows that fit a default bucket, by those that fit the next longer one
 MORE = 1.02  # micro-batches with default buckets, at most, by the fewest of any packing

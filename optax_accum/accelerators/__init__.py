@@ -11,7 +11,7 @@ and collectives:
   between its devices.
 """
 
-from optax_accum._compiled.targets import Target, target
-from optax_accum._compiled.traffic import Part, Traffic, count_traffic
+from optax_accum.accelerators._targets import Target, target
+from optax_accum.accelerators._traffic import Part, Traffic, count_traffic
 
 __all__ = ["Part", "Target", "Traffic", "count_traffic", "target"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from optax_accum._compiled.collectives import Collectives, count_collectives
-from optax_accum._compiled.programs import Computation, Instruction, Program
-from optax_accum._compiled.targets import Target, compiled_for, devices_of
+from optax_accum.accelerators._collectives import Collectives, count_collectives
+from optax_accum.accelerators._programs import Computation, Instruction, Program
+from optax_accum.accelerators._targets import Target, compiled_for, devices_of
 
 
 @dataclasses.dataclass(frozen=True)

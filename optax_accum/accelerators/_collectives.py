@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from optax_accum._arguments.counted import counted
-from optax_accum._compiled import programs
-from optax_accum._compiled.programs import Computation, Instruction
+from optax_accum.accelerators import _programs as programs
+from optax_accum.accelerators._programs import Computation, Instruction
 
 KINDS = (
     "all-reduce",

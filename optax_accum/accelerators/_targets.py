@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.counted import counted, there_are
-from optax_accum._compiled import absent
 from optax_accum._core.types import Tree
+from optax_accum.accelerators import _absent as absent
 
 GIB = 1 << 30
 GPUS = {  # bytes
@@ -221,7 +221,7 @@ def _gpus(kind: str, number: int) -> tuple[Any, ...]:
         )
     if not DRIVER.exists():  # else JAX, before its first use, wants the libraries to run programs with
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    text = (importlib.resources.files("optax_accum._compiled") / "gpus" / f"{kind}.txtpb").read_text()
+    text = (importlib.resources.files("optax_accum.accelerators") / "gpus" / f"{kind}.txtpb").read_text()
     config = absent.known_fields(text)
     return _compile_only("cuda", kind, target_config=config, topology=f"1 x 1 x {number}")
 

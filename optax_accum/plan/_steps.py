@@ -12,12 +12,12 @@ from jax.sharding import NamedSharding
 
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Roles
-from optax_accum._compiled.targets import Target
 from optax_accum._core import compilers, dtypes
 from optax_accum._core.types import Name, Tree
 from optax_accum._explain.explain import explain
-from optax_accum._placement.shardings import state_sharding
 from optax_accum._within.value_and_grad import value_and_grad
+from optax_accum.accelerators._targets import Target
+from optax_accum.sharding._shardings import state_sharding
 
 
 class Builder:

@@ -3,6 +3,6 @@
 A resumed run may have another number of devices, or several processes.
 """
 
-from optax_accum._placement.resume import check_processes, checkpoint_target, redistribute
+from optax_accum.checkpoint._resume import check_processes, checkpoint_target, redistribute
 
 __all__ = ["check_processes", "checkpoint_target", "redistribute"]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from optax_accum._compiled.programs import FUSIONS, Computation, Instruction, Program, Ran, size_of
+from optax_accum.accelerators._programs import FUSIONS, Computation, Instruction, Program, Ran, size_of
 
 
 @dataclasses.dataclass(frozen=True)

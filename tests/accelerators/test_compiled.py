@@ -218,7 +218,7 @@ def test_the_sharding_of_the_state_is_kept(axis_type, apply):
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "discard"])
 def test_for_a_tpu_the_sum_is_a_result_of_the_branch_that_reads_it(nonfinite):
-    """Not of the select that a branch becomes under `vmap`. tests/compiled/test_facts.py says what it is for: Muon's memory."""
+    """Not of the select that a branch becomes under `vmap`. tests/accelerators/test_facts.py says what it is for: Muon's memory."""
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 4, nonfinite=nonfinite)
     step = lambda params, state: optax_accum.apply_gradients(tx, params, state, params)
     each = lambda make: jax.eval_shape(jax.vmap(make), jnp.ones((2, 3)))

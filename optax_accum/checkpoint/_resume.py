@@ -11,7 +11,7 @@ from optax_accum._arguments import checks
 from optax_accum._core import compilers
 from optax_accum._core.state import holds_partial_sums, map_states, states_in
 from optax_accum._core.types import Tree
-from optax_accum._placement.shardings import state_sharding
+from optax_accum.sharding._shardings import state_sharding
 
 _PARTIAL = ("acc_grads", "weight", "mean_args", "samples")  # the fields that are partial sums of several devices
 

@@ -97,8 +97,8 @@ Known when running:
   compiles twice; pin them.
 """
 
-from optax_accum._compiled.collectives import Collective, Collectives, count_collectives
-from optax_accum._placement.shardings import shard_over, state_sharding
 from optax_accum._space.partials import defer_reduction
+from optax_accum.accelerators._collectives import Collective, Collectives, count_collectives
+from optax_accum.sharding._shardings import shard_over, state_sharding
 
 __all__ = ["Collective", "Collectives", "count_collectives", "defer_reduction", "shard_over", "state_sharding"]

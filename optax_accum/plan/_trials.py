@@ -8,11 +8,11 @@ import jax
 
 from optax_accum._arguments.counted import counted
 from optax_accum._arguments.signature import signature_of
-from optax_accum._compiled.footprint import Footprint, footprint, largest_product, text_key
-from optax_accum._compiled.targets import Target
-from optax_accum._plan import search
-from optax_accum._plan.plan import Compiled
-from optax_accum._plan.search import Candidate
+from optax_accum.accelerators._footprint import Footprint, footprint, largest_product, text_key
+from optax_accum.accelerators._targets import Target
+from optax_accum.plan import _search as search
+from optax_accum.plan._plan import Compiled
+from optax_accum.plan._search import Candidate
 
 MakeStep = Callable[..., Any]  # returns a `jax.stages.Lowered`
 

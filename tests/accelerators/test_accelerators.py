@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks import accelerators as facts
 from optax_accum import accelerators, plan_microbatches
-from optax_accum._compiled import absent, targets
+from optax_accum.accelerators import _absent as absent
+from optax_accum.accelerators import _targets as targets
 from optax_accum.accelerators import count_traffic
 from optax_accum.sharding import count_collectives
 from tests import programs

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from optax_accum._arguments.counted import counted
-from optax_accum._compiled.footprint import Footprint
-from optax_accum._plan.budgets import as_text
-from optax_accum._plan.search import Candidate
+from optax_accum.accelerators._footprint import Footprint
+from optax_accum.plan._budgets import as_text
+from optax_accum.plan._search import Candidate
 
 KINDS = ("arguments", "unaliased", "temporary", "code")  # they add up to the peak
 NETWORK = ("network", "exposed")  # of several devices
@@ -143,7 +143,7 @@ class Plan:
 
         It is shown by kind, beside the limit. Returns matplotlib's figure.
         """
-        from optax_accum._plan import picture
+        from optax_accum.plan import _picture as picture
 
         return picture.draw(self)
 

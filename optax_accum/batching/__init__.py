@@ -11,9 +11,9 @@ By task:
   them as `every`, and windows grow.
 """
 
-from optax_accum._batches.packing import TokenPacking, token_microbatches
-from optax_accum._batches.rows import BatchSplit, split_global_batch
-from optax_accum._batches.schedules import every_by_noise, every_by_tokens, every_by_weight
+from optax_accum.batching._packing import TokenPacking, token_microbatches
+from optax_accum.batching._rows import BatchSplit, split_global_batch
+from optax_accum.batching._schedules import every_by_noise, every_by_tokens, every_by_weight
 
 __all__ = [
     "BatchSplit",

@@ -1,1 +1,0 @@
-"""Compiled programs: read, counted, and made for accelerators that are not here."""

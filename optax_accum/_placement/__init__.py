@@ -1,1 +1,0 @@
-"""Where a state lives, and how it moves: its shardings, and runs that go on elsewhere."""

@@ -1,1 +1,0 @@
-"""What fits, before anything is allocated: the fewest micro-batches, asked of the compiler."""
