@@ -59,7 +59,8 @@ def main() -> None:
         if said is None:
             failed.append(name)
         else:
-            part = _results.Part(" ".join(["python -m", f"benchmarks.{name}", *arguments]), said)
+            command = " ".join(["python -m", f"benchmarks.{name}", *arguments])
+            part = _results.Part(command, _results.excerpt(name, said))
             parts.setdefault(KINDS.get(name, jax.devices()[0].platform), []).append(part)
             print(said, flush=True)
     if failed:

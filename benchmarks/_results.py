@@ -21,6 +21,10 @@ WHY = {  # a target was missed, by the beginning of its name
         "to ask whether a gradient is finite takes a reduction, and a kernel, for each leaf; runs of one machine gave "
         "medians of 1.10 to 1.39"
     ),
+    "`jit_step` / two functions by hand": (
+        "by hand a micro-step that adds takes the parameters and the sum and returns the sum, as here; beside that "
+        "stands the Python that finds which program to run. Against the mean micro-step of a window by hand it is 0.8"
+    ),
     "in place, temporary memory": (
         "layers one by one that are cast before: XLA casts all of them once, outside the loop over micro-batches, and "
         "keeps the casts; the same added after, or by hand. Layers in a scan meet it"
@@ -31,7 +35,29 @@ WHY = {  # a target was missed, by the beginning of its name
     ),
     "time, ours / ": "within the noise of the machine, which is 5 to 15 %; the worst of all tables counts",
 }
-HEAD = "# Results\n\nWhat `python -m benchmarks` printed.\n"
+HEAD = """\
+# Results
+
+What `python -m benchmarks` printed; of its longest outputs some tables, all targets and all pictures.
+"""
+SHOWN = {  # of the longest outputs, the tables that stand on the page
+    "peers": (
+        "CNN on digits, k=8",
+        "decoder of stacked layers, k=8",
+        "MLP with Muon, k=8",
+        "model of 2000 leaves, k=8",
+        "MLP, 104.9 M parameters, k=8",
+    ),
+    "micro_step": ("SGD, 4.2 M, k=1", "AdamW, 4.2 M, k=8", "Adafactor, 16.8 M, k=8", "Muon, 16.8 M, k=32"),
+    "within_call": (
+        "stacked, float32, Adam, k=8",
+        "stacked, bfloat16, Adam, k=32",
+        "unrolled, float32, Adam, k=8",
+        "CNN, float32, Adam, k=8",
+        "Contrastive, 1024 rows in chunks of 64",
+    ),
+    "sharded": ("8 devices, k=8",),
+}
 TITLES = {
     "cpu": "CPU time",
     "gpu": "GPU time",
@@ -62,6 +88,17 @@ def signed(part: Part) -> str:
     text = explained(re.sub(r"\n{3,}", "\n\n", text))
     text = re.sub(r"^(#+) ", r"#\1 ", text, flags=re.MULTILINE).strip()
     return f"{text}\n\nPrinted by `{part.command}`, {datetime.date.today()}. <!-- {digest(text)} -->"
+
+
+def excerpt(name: str, text: str) -> str:
+    """Returns what a benchmark printed without the tables that do not stand on the page."""
+    if name not in SHOWN:
+        return text
+    intro, *blocks = re.split(r"^(?=###+ )", text, flags=re.MULTILINE)
+    headings = {*SHOWN[name], "Targets"}
+    kept = [block for block in blocks if block.splitlines()[0].strip("# ") in headings]
+    pictures = [line for block in blocks if block not in kept for line in block.splitlines() if line.startswith("![")]
+    return "".join([intro, *kept, *(f"\n{line}\n" for line in pictures)])
 
 
 def digest(text: str) -> str:
