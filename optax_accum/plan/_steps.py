@@ -45,8 +45,7 @@ class Builder:
         self._lower, self.rows, self.copy, self.sum, self.kept = lower, rows, copy, sum, kept
 
     def __call__(self, num_microbatches: int, target: Target) -> jax.stages.Lowered:
-        lowered = self._lower(num_microbatches, target)
-        return getattr(lowered, "lowered", lowered)  # of nnx.jit
+        return self._lower(num_microbatches, target)
 
 
 def of_loss(

@@ -79,6 +79,7 @@ class Trial:
                 f"make_step({', '.join(map(repr, (number, *self.given)))}) must return a lowered step: it raised "
                 f"{type(error).__name__}: {str(error).rstrip('.')}.{_SOME_NUMBERS * (number > 1)}"
             ) from error
+        lowered = getattr(lowered, "lowered", lowered)  # of a step in two programs, or of nnx.jit
         if not isinstance(lowered, jax.stages.Lowered):
             raise TypeError(
                 f"make_step({number}) must return a lowered step: it returned {type(lowered).__name__}. Return "
