@@ -398,7 +398,8 @@ def test_a_train_step_on_four_devices(kind, deferred, norm):
     state = created(optax.sgd(0.1), train_state.TrainState) if not norm else created(optax.sgd(0.1), norm=True)
     want = normalised(state, (X, Y))[1] if norm else state.apply_gradients(grads=gradient(state, (X, Y))[1]).params
     options = {} if deferred else {"devices": "data"}  # deferred: as the optimizer has it
-    step = accum.linen.train_step(fun, num_microbatches=1, **options)
+    weight_fn = rows_of if norm else None  # each call is normalised by itself
+    step = accum.linen.train_step(fun, num_microbatches=1, weight_fn=weight_fn, **options)
     with jax.set_mesh(mesh):
         rows, replicated = (jax.NamedSharding(mesh, jax.P(*names)) for names in (("data",), ()))
         params, stats = jax.device_put((state.params, getattr(state, "batch_stats", None)), replicated)

@@ -652,9 +652,9 @@ def test_one_step_of_two_models_in_turn():
         for model, optimizer in zip(models, optimizers, strict=True):
             model.factor = factor
             moves_as_the_whole_batch(model, lambda: step(model, optimizer, (X, Y)))  # noqa: B023 (called at once)
-    once = len(traces) // 2
+    for_both_factors = len(traces)
     moves_as_the_whole_batch(models[1], lambda: step(models[1], optimizers[0], (X, Y)))
-    assert len(traces) == once  # it lowers the very program that a call runs
+    assert len(traces) == for_both_factors
 
 
 def test_a_train_step_keeps_no_model_alive():
