@@ -65,8 +65,9 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
 
     Raises:
       TypeError: `step` is no function; an argument is a module of NNX.
-      ValueError: a compiled step is called with arguments of other shapes,
-        or in a way for which it was not compiled.
+      ValueError: `donate_argnums` names no argument by position; a compiled
+        step is called with arguments of other shapes, or in a way for which
+        it was not compiled.
 
     Guarantees:
       The results of `jax.jit(step)`: parameters, state, sums, bit for bit,
