@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import itertools
 import logging
 import operator
@@ -64,8 +65,9 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
 
     Raises:
       TypeError: `step` is no function; an argument is a module of NNX.
-      ValueError: a compiled step is called with arguments of other shapes,
-        or in a way for which it was not compiled.
+      ValueError: `donate_argnums` names no argument by position; a compiled
+        step is called with arguments of other shapes, or in a way for which
+        it was not compiled.
 
     Guarantees:
       The results of `jax.jit(step)`: parameters, state, sums, bit for bit,
@@ -195,7 +197,7 @@ class JitStep:
         self, step: Callable[..., Any], donate_argnums: int | Sequence[int] | None, windows: Windows | None = None
     ):
         functools.update_wrapper(self, step)
-        self._step, self._signature = step, signature_of(step)
+        self._step, self._signature, self._flush = step, signature_of(step), _asks_by_default(step)
         given = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
         self._donate = None if given is None else tuple(given)
         self._windows = windows or Windows()
@@ -232,7 +234,8 @@ class JitStep:
 
     def _taken_apart(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
         args, kwargs = self._by_keyword("flush", args, kwargs)
-        flush = kwargs.get("flush")
+        flush = kwargs.get("flush", self._flush)
+        kwargs |= {"flush": flush} if flush is True else {}
         flush = bool(kwargs.pop("flush")) if flush is not None and on_host.is_known(flush) else None
         places = self._donated(args)
         if self._around is None:
@@ -319,7 +322,7 @@ class JitStep:
             if not decisions:
                 raise NotOnHostError("no argument holds a state of accumulate_gradients, so each call is one program")
             program = self._program(call, decisions)
-            programs.due = [decision.due for decision in decisions if decision.due]
+            programs.due = [_due(decision, call.flush) for decision in decisions if decision.due]
             programs.by_caller = all(decision.by_caller for decision in decisions)
             programs.known[program.closes or (), call.flush is True] = program
         except NotOnHostError as error:
@@ -364,6 +367,25 @@ class JitStep:
         if made != list(decisions):
             raise NotOnHostError("the step does not make one micro-step of each state, and return it")
         return self._windows.replaced(results, on_host.plain)
+
+
+def _asks_by_default(step: Callable[..., Any]) -> bool | None:
+    """Returns True where a step closes a window unless a call says otherwise."""
+    with contextlib.suppress(TypeError, ValueError):  # a function without a signature
+        flush = inspect.signature(step, follow_wrapped=False).parameters.get("flush")
+        return True if flush is not None and flush.default is True else None
+    return None
+
+
+def _due(decision: Decision, flush: bool | None) -> Callable[[int, bool], bool]:
+    """Returns whether a later call closes a window; a step that asks for it by itself does so at every call."""
+    due, by_itself = decision.due, decision.asked and flush is not True
+    assert due is not None
+
+    def is_due(number: int, asked: bool) -> bool:
+        return due(number, asked or by_itself)
+
+    return is_due
 
 
 def _type_of(leaf: Any) -> tuple[Any, ...]:

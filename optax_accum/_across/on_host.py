@@ -23,12 +23,13 @@ class Decision:
       closes: whether the call closes the window; None until the schedule has said it.
       due: `(number, asked) -> bool`, the schedule's answer for later calls.
       by_caller: whether the caller alone closes the window.
+      asked: whether the step was told to close the window, by its caller or by itself.
     """
 
     def __init__(self, number: int | None = None, closes: bool | None = None):
         self.number, self.closes = number, closes  # of this micro-step in its window; or what is asked for
         self.due: Callable[[int, bool], bool] | None = None
-        self.by_caller = False
+        self.by_caller = self.asked = False
 
     def made(self, schedule: Schedule, policy: Policy, flush: Any) -> bool:
         """Returns whether the call closes the window; raises where the host cannot know it."""
@@ -43,7 +44,7 @@ class Decision:
             raise NotOnHostError(f"only the device knows which micro-batches count (nonfinite={policy.text})")
         if schedule.by_caller:
             asked_by_caller(flush)
-        self.due, self.by_caller = schedule.on_host, schedule.by_caller
+        self.due, self.by_caller, self.asked = schedule.on_host, schedule.by_caller, asked
         if self.closes is None:
             self.closes = self.due(self.number or 0, asked)
         return self.closes

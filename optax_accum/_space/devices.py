@@ -25,8 +25,8 @@ class Devices:
     `optax_accum.sharding` has what follows from it.
 
     Attributes:
-      axes: the mesh axis over which the batch is sharded, or several: `()`
-        on one device.
+      axes: the mesh axis over which the batch is sharded, or several; None
+        on one device, kept as `()`.
       to: where the sum goes: to all devices (None); as `PartitionSpec`s or
         `NamedSharding`s say, a prefix of the parameters' tree, such as
         `shard_over(params, "data")` (ZeRO-1); `"partial"`, in
@@ -75,6 +75,8 @@ class Devices:
             )
         if isinstance(self.to, str) and not self.is_partial:
             raise ValueError(f'to must be None, specs for the tree of the parameters, or "{PARTIAL}": to={self.to!r}.')
+        if not self.is_partial:
+            meshes.check_specs(self.to)
         if self.is_partial and self.dtype is not None:
             raise ValueError(
                 f'dtype is the dtype in which gradients cross the network, and with to="{PARTIAL}" none do: '

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_accum._core import compilers
-from optax_accum._core.leaves import by_path, for_each_leaf
+from optax_accum._core.leaves import by_path, for_each_leaf, short
 from optax_accum._core.types import Axes, Tree
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -111,12 +111,20 @@ def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
     """Returns one `NamedSharding` for each leaf of `params`: `to` is a prefix made of `PartitionSpec`s or shardings."""
 
     def named(to: Any) -> NamedSharding:
-        if not is_spec(to):
-            raise TypeError(f"Devices(to=) must hold a jax.sharding.PartitionSpec or NamedSharding: it holds {to!r}.")
         return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
 
     specs = for_each_leaf("Devices(to=)", to, params, "shard_over(params, axes) makes one.", is_leaf=is_spec)
     return jax.tree.map(named, specs, is_leaf=is_spec)
+
+
+def check_specs(to: Tree) -> None:
+    """Raises unless all leaves of `to` are `PartitionSpec`s or `NamedSharding`s."""
+    for leaf in jax.tree.leaves(to, is_leaf=is_spec):
+        if not is_spec(leaf):
+            raise TypeError(
+                f"Devices(to=) must hold a jax.sharding.PartitionSpec or NamedSharding: it holds {short(leaf)}. "
+                "shard_over(params, axes) makes them."
+            )
 
 
 def check_shards(to: Tree, axes: Axes) -> None:

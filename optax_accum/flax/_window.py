@@ -296,6 +296,11 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
             "The state holds partial sums, one for each device, and the axes are inside the chain where a train step "
             "cannot read them. Pass devices= as given to accumulate_gradients."
         )
+    if partial and (devices.dtype is not None or devices.overlap):
+        raise ValueError(
+            "The optimizer of a train step adds gradients over the devices: the dtype and the overlap of "
+            f"devices={devices} would do nothing. Leave them out, and give dtype to accumulate_gradients."
+        )
     return {**options, "devices": dataclasses.replace(devices, axes=axes or None, to=PARTIAL if partial else None)}
 
 

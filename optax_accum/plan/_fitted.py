@@ -12,7 +12,7 @@ from optax_accum.accelerators._targets import Target, of_devices
 from optax_accum.plan import _budgets as budgets
 from optax_accum.plan import _search as search
 from optax_accum.plan._plan import Plan
-from optax_accum.plan._planning import plan_microbatches
+from optax_accum.plan._planning import as_numbers, plan_microbatches
 from optax_accum.plan._steps import Builder, positions, rows_of
 
 
@@ -92,7 +92,7 @@ def fit(
             f"The arguments that hold the batch must be arrays with the same rows: {batch_argnums=}. Pass the "
             "positions of those that do, fit(step_of_k, params, state, batch, batch_argnums=2)."
         )
-    numbers = None if candidates is None else list(candidates)
+    numbers = as_numbers(candidates)
     steps = Steps(step_of_k, args)
     steps.lowered(min(numbers or [1]))  # an error of the step is raised as it is
     target = _devices_of(args)

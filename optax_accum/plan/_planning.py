@@ -143,7 +143,7 @@ def plan_microbatches(
     on, devices = _target(target, num_devices)
     size = budgets.memory_of(on, here=target is None, devices=devices) if budget is None else budgets.as_bytes(budget)
     limit = safety * size
-    numbers = _numbers(candidates)
+    numbers = as_numbers(candidates)
     trials = [Trial(make_step, on, place, given) for place, given in enumerate(_options(options))]
     shards = _shards(trials, rows, min(numbers or [1])) if devices > 1 else 1
     own = -(-rows // shards)
@@ -228,7 +228,8 @@ def _check_safety(safety: Any) -> None:
         raise ValueError(rule)
 
 
-def _numbers(candidates: Any) -> list[int] | None:
+def as_numbers(candidates: Any) -> list[int] | None:
+    """Returns numbers of micro-batches, checked; None stands for the divisors of the rows."""
     if candidates is None:
         return None
     if not isinstance(candidates, Iterable):

@@ -82,8 +82,9 @@ def state_sharding(
       'data'
     """
     rules = rules_of(tx)
-    devices = rules.devices if rules and devices is None else as_devices(devices)
-    axes = devices.axes
+    given, own = as_devices(devices), rules.devices if rules else Devices(None)
+    axes = given.axes or own.axes
+    to = own.to if given.to is None else given.to
     several = not isinstance(offload, str) and hasattr(offload, "__iter__")
     offload = tuple(offload) if several else (cast(str, offload),)
     for name in offload:
@@ -92,11 +93,11 @@ def state_sharding(
         compilers.require("offload", compilers.HOST, "Leave out offload.")
     mesh = meshes.mesh_of(axes, params)
     compilers.check_concrete(mesh)
-    if axes and devices.to is None:
+    if axes and to is None:
         mismatch.check_replicated(params, axes)  # inside jit, nobody sees it on an Auto mesh
     with compilers.tracing_on(mesh):
         state = jax.eval_shape(tx.init, params)
-        to = None if devices.to is None else meshes.shardings(devices.to, params, axes)
+        to = None if to is None else meshes.shardings(to, params, axes)
     return _Placement(params, to, mesh, axes, offload).of(state)
 
 

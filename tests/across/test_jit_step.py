@@ -1,6 +1,7 @@
 """Two programs for a train step: the results of one, which of them runs, and what goes in and out."""
 
 import functools
+import inspect
 import logging
 import re
 
@@ -262,6 +263,37 @@ def test_two_models_and_a_part_of_a_program():
     assert [bool(optax_accum.has_updated(state)) for _, state in models] == [True, True]
     _, state = jax.jit(step)(jnp.ones(2), tx.init(jnp.ones(2)), x)
     assert state.mini_step == 1
+
+
+def closing(tx):
+    """Steps that close a window at each call, each in its way."""
+    step = of_gradients(tx)
+    return {
+        "partial": functools.partial(step, flush=True),
+        "default": lambda params, state, x, flush=True: step(params, state, x, flush=flush),
+        "inside": lambda params, state, x: step(params, state, x, flush=True),
+    }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize("way", ["partial", "default", "inside"])
+def test_a_step_that_closes_windows_by_itself_is_traced_once(every, way):
+    """Compiled ahead, too, it closes them."""
+    tx, traced = accumulate(every), []
+    step = closing(tx)[way]
+
+    def counted(params, state, x, **flush):
+        traced.append(flush)
+        return step(params, state, x, **flush)
+
+    counted.__signature__ = inspect.signature(step)
+    two = optax_accum.jit_step(counted, donate_argnums=())
+    state = run(two, tx, BATCHES[:3])[-1][-1]
+    assert state.gradient_step == 3
+    assert len(traced) == 1
+    compiled = two.lower(start(), tx.init(start()), BATCHES[0]).compile()
+    assert run(compiled, tx, BATCHES[:3])[-1][-1].gradient_step == 3
 
 
 def test_a_plan_takes_it():

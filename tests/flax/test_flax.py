@@ -859,6 +859,11 @@ def test_no_accumulator_over_devices():
         with pytest.raises(ValueError, match="adds over the devices of its optimizer"):
             accum.linen.train_step(fun, num_microbatches=1, devices="other")(state, (X, Y), jax.random.key(0))
         state, _ = accum.linen.train_step(fun, num_microbatches=1)(state, (X, Y), jax.random.key(0))
+        tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 2, devices="data")
+        for options in ({"dtype": jnp.bfloat16}, {"overlap": True}):
+            step = accum.linen.train_step(fun, num_microbatches=1, devices=optax_accum.Devices("data", **options))
+            with pytest.raises(ValueError, match="dtype and the overlap of devices=.*give dtype to accumulate"):
+                step(created(tx, metrics=("loss",)), (X, Y), jax.random.key(0))
     close(state.params, want)
 
 

@@ -218,6 +218,10 @@ def test_what_cannot_be_fitted():
         fitted(8)
     with pytest.raises(TypeError, match="step_of_k must return a jitted step: it returned .*len.*Pass it to jax.jit"):
         fitted(lambda k: len)
+    with pytest.raises(TypeError, match="candidates must be several numbers of micro-batches: candidates=4"):
+        fitted(candidates=4)
+    with pytest.raises(ValueError, match="candidates must be an integer >= 1: candidates=0"):
+        fitted(candidates=[0])
     with pytest.raises(KeyError, match="mine"):
         fitted(lambda k: jax.jit(lambda w, state, x: {}["mine"]))
     with pytest.raises(plan.NothingFitsError, match="must hold what the step is given"):

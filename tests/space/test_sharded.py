@@ -487,7 +487,12 @@ def test_abstract_parameters_are_enough(data_mesh):
     tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, devices="data")
     where = optax_accum.sharding.state_sharding(tx, params)
     assert where.acc_grads["w"].spec == P("data", None, None)
-    assert optax_accum.sharding.shard_over(params, "data")["w"].spec == P("data", None)
+    shards = optax_accum.sharding.shard_over(params, "data")
+    assert shards["w"].spec == P("data", None)
+    tx = optax_accum.accumulate_gradients(optax.adam(1e-3), every=4, devices=optax_accum.Devices("data", to=shards))
+    for devices in (None, "data"):  # where the sum goes is read off the optimizer
+        where = optax_accum.sharding.state_sharding(tx, params, devices)
+        assert where.inner_opt_state[0].mu["w"].spec == P("data", None)
 
 
 def host_memory_works():
@@ -631,6 +636,7 @@ def test_a_state_for_other_devices_or_another_tree(data_mesh):
         (lambda: optax_accum.checkpoint.redistribute(params, 2), "holds an AccumulationState"),
         (lambda: optax_accum.sharding.state_sharding(tx, params, offload="moments"), "offload must name"),
         (lambda: optax_accum.Devices(None, to=P()), "Name the axes"),
+        (lambda: optax_accum.Devices("data", to={"w": 3}), "must hold a jax.sharding.PartitionSpec.*it holds 3"),
         (
             lambda: optax_accum.accumulate_gradients(INNER, 2, devices="data", nonfinite=lambda *_: None),
             "callable nonfinite",
