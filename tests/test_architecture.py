@@ -37,7 +37,7 @@ ROOMS = {  # and what each stands on
     "batching": {"_core", "_arguments", "_loss", "_across"},
     "accelerators": {"_core", "_arguments"},
     "__main__": set(),
-    "plan": {"_core", "_arguments", "_within", "_explain", "sharding", "accelerators"},
+    "plan": {"_core", "_arguments", "_across", "_within", "_explain", "sharding", "accelerators"},
     "statistics": {"_loss", "_across"},
     "flax": {"_core", "_arguments", "_loss", "_space", "_across", "_within", "_explain"},
 }

@@ -19,6 +19,7 @@ from optax_accum._arguments import callables, checks
 from optax_accum._arguments.signature import signature_of
 from optax_accum._core.forwarding import Forwarding, OtherTypesError
 from optax_accum._core.forwarding import forwarding as forwarding_of
+from optax_accum._core.leaves import check_arrays
 from optax_accum._core.state import AccumulationState, map_states, states_in
 from optax_accum._core.types import Tree
 
@@ -284,6 +285,8 @@ class JitStep:
         """Yields the programs for calls of this kind, new ones last."""
         kinds = self._kinds.setdefault((call.kind, call.flush), [])
         yield from kinds
+        args, kwargs = call.arguments(call.parts)
+        check_arrays("The arguments of a step of jit_step", (args, kwargs), "Close over all else: functools.partial.")
         kinds.append(_Programs(self._counters(call.arguments(call.parts), call.parts)))
         yield kinds[-1]
 

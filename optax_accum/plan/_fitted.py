@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from optax_accum._across.jit_step import JitStep
 from optax_accum._arguments import callables
 from optax_accum._arguments.counted import counted
 from optax_accum._core.memory import copied_to_host
@@ -57,7 +58,8 @@ def fit(
     Raises:
       ValueError: nothing fits (`NothingFitsError`); arrays of the batch
         with different numbers of rows; and what `plan_microbatches` raises.
-      TypeError: `step_of_k` is no function, or returns no jitted step.
+      TypeError: `step_of_k` is no function, or returns no jitted step, or
+        one of `jit_step`: `plan_microbatches` takes these.
 
     Guarantees:
       * The device is out of memory at the first call all the same: the step
@@ -120,6 +122,11 @@ class Steps:
             step = self._step_of_k(number)
             if not hasattr(step, "lower"):
                 raise TypeError(f"step_of_k must return a jitted step: it returned {step!r}. Pass it to jax.jit.")
+            if isinstance(step, JitStep):
+                raise TypeError(
+                    "step_of_k must return a step that is one program: it returned that of jit_step, which runs another"
+                    " when it updates. Plan it with plan_microbatches(of_step(...)), or pass the step to jax.jit."
+                )
             self._steps[number] = step
         return self._steps[number]
 

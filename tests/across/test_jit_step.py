@@ -313,6 +313,8 @@ def test_what_cannot_be_a_step_is_refused():
         optax_accum.jit_step(accumulate())
     with pytest.raises(ValueError, match=r"donate_argnums must be positions of arguments: donate_argnums=\(9,\)"):
         run(optax_accum.jit_step(of_loss(accumulate()), donate_argnums=9), accumulate())
+    with pytest.raises(TypeError, match=r"must hold arrays: at \[0\]\[2\] there is 'mean'. Close over all else"):
+        optax_accum.jit_step(of_gradients(accumulate()))(start(), accumulate().init(start()), "mean")
 
 
 @pytest.mark.quick
