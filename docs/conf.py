@@ -85,7 +85,7 @@ if os.environ.get("OPTAX_ACCUM_INTERSPHINX"):
     }
 nitpick_ignore_regex = [
     ("py:.*", r"(?!optax_accum).*"),
-    ("py:class", r"optax_accum\._.*"),
+    ("py:class", r"optax_accum\.(\w+\.)*_.*"),
 ]
 
 
