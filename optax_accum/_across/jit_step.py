@@ -65,7 +65,8 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
       `plan_microbatches` takes either.
 
     Raises:
-      TypeError: `step` is no function; an argument is a module of NNX.
+      TypeError: `step` is no function; an argument is no array, or a
+        module of NNX.
       ValueError: `donate_argnums` names no argument by position; a compiled
         step is called with arguments of other shapes, or in a way for which
         it was not compiled.
