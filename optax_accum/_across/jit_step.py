@@ -2,25 +2,22 @@
 
 import contextlib
 import functools
-import inspect
-import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from optax_accum._across import on_host
+from optax_accum._across.calls import Call, Calls, around_states, counters_of
 from optax_accum._across.on_host import Decided, Decision, NotOnHostError
-from optax_accum._arguments import callables, checks
-from optax_accum._arguments.signature import signature_of
+from optax_accum._arguments import callables
 from optax_accum._core.forwarding import Forwarding, OtherTypesError
 from optax_accum._core.forwarding import forwarding as forwarding_of
 from optax_accum._core.leaves import check_arrays
-from optax_accum._core.state import AccumulationState, map_states, states_in
+from optax_accum._core.state import map_states, states_in
 from optax_accum._core.types import Tree
 
 _log = logging.getLogger("optax_accum")
@@ -120,44 +117,6 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
     return JitStep(step, donate_argnums)
 
 
-_OF_MODULES = "Leave the step as it is: optax_accum.flax.nnx.train_step compiles it; for your own, take nnx.jit."
-
-
-class Windows:
-    """How the states of windows are found in what a step takes and returns, and replaced while it is traced."""
-
-    def found(self, tree: Tree) -> list[AccumulationState]:
-        """Returns the states of windows."""
-        return states_in(tree)
-
-    def replaced(self, tree: Tree, convert: Callable[[AccumulationState], AccumulationState]) -> Tree:
-        """Returns the tree with each of these states converted."""
-        return map_states(convert, tree)
-
-    def around(self, tree: Tree) -> list[Any]:
-        """Returns these states, and all nodes in which one stands."""
-        nodes = []
-
-        def is_apart(node: Any) -> bool:
-            holds = bool(self.found(node))
-            if holds:
-                nodes.append(node)
-            return not holds
-
-        jax.tree.flatten(tree, is_leaf=is_apart)
-        return nodes
-
-
-class _Call(NamedTuple):
-    """The arguments of a call, taken apart."""
-
-    kind: Any  # calls of one kind have arguments of the same form
-    parts: list[Tree]  # what stands beside or in a state: the counters, the sum, the parameters; then other arrays
-    may_donate: int  # of them, which come first
-    arguments: Callable[[Sequence[Any]], tuple[list[Any], dict[str, Any]]]  # puts parts together again
-    flush: bool | None  # what the step is given; None if it is given nothing, or an array
-
-
 class _Program(NamedTuple):
     """A program for calls of one kind."""
 
@@ -195,21 +154,15 @@ class JitStep:
         are two, and before the first call.
     """
 
-    def __init__(
-        self, step: Callable[..., Any], donate_argnums: int | Sequence[int] | None, windows: Windows | None = None
-    ):
+    def __init__(self, step: Callable[..., Any], donate_argnums: int | Sequence[int] | None):
         functools.update_wrapper(self, step)
-        self._step, self._signature, self._flush = step, signature_of(step), _asks_by_default(step)
-        given = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
-        self._donate = None if given is None else tuple(given)
-        self._windows = windows or Windows()
-        self._around: set[type] | None = None  # the types of what is taken apart
+        self._step, self._calls = step, Calls(step, donate_argnums)
         self._kinds: dict[Any, list[_Programs]] = {}  # several, if parts inside differ: the parameters of two models
         self._last: tuple[Sequence[Any], list[int]] = (), []  # the counters that the last call returned, in two forms
         self.one_program: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._taken_apart(args, kwargs)
+        call = self._calls.taken_apart(args, kwargs)
         for programs in self._programs(call):
             if any(isinstance(call.parts[place], Tracer) for place in programs.counters):
                 return self._step(*args, **kwargs)  # a part of somebody's program
@@ -223,9 +176,9 @@ class JitStep:
         With `flush=True` and an integer `every` it lowers the one that such
         calls run.
         """
-        call = self._taken_apart(args, kwargs)
-        programs = _Programs(self._counters(call.arguments(call.parts), call.parts))
-        says = call.flush is None and self._signature.takes("flush")
+        call = self._calls.taken_apart(args, kwargs)
+        programs = _Programs(counters_of(call.arguments(call.parts), call.parts))
+        says = call.flush is None and self._calls.takes_flush
         if call.flush is not True:
             held = [Decision(closes=False) for _ in programs.counters]
             self._traced(programs, call._replace(flush=False) if says else call, held)
@@ -234,69 +187,16 @@ class JitStep:
             self._traced(programs, call._replace(flush=True) if says and programs.by_caller else call, closed)
         return LoweredStep(self, call, programs)
 
-    def _taken_apart(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
-        args, kwargs = self._by_keyword("flush", args, kwargs)
-        flush = kwargs.get("flush", self._flush)
-        kwargs |= {"flush": flush} if flush is True else {}
-        flush = bool(kwargs.pop("flush")) if flush is not None and on_host.is_known(flush) else None
-        places = self._donated(args)
-        if self._around is None:
-            checks.check_no_module(args, _OF_MODULES)
-            self._around = {type(node) for place in places for node in self._windows.around(args[place])}
-        carried, of_carried = [], []
-        for place in places:
-            parts, tree = jax.tree.flatten(args[place], is_leaf=self._is_part)
-            carried += parts
-            of_carried.append(tree)
-            args[place] = None
-        others, of_others = jax.tree.flatten((args, kwargs))
-        kind = *of_carried, of_others, tuple(map(_type_of, others))
-
-        def arguments(parts: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-            args, kwargs = of_others.unflatten(parts[len(carried) :])
-            rest = iter(parts)
-            for place, tree in zip(places, of_carried, strict=True):
-                args[place] = tree.unflatten(itertools.islice(rest, tree.num_leaves))
-            return args, kwargs
-
-        return _Call(kind, carried + others, len(carried), arguments, flush)
-
-    def _is_part(self, node: Any) -> bool:  # a part is not taken apart
-        return type(node) not in self._around  # type: ignore[operator]
-
-    def _by_keyword(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments of a call in which an argument, and what stands behind it, comes by keyword."""
-        names = self._signature.positions
-        first = names.index(name) if name in names[: len(args)] else len(args)
-        return list(args[:first]), kwargs | dict(zip(names[first:], args[first:], strict=False))
-
-    def _donated(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the positions of the arguments that a call may overwrite."""
-        if self._donate is None:
-            holds = [bool(self._windows.found(arg)) for arg in args[:2]]
-            self._donate = tuple(range(holds.index(True) + 1)) if any(holds) else ()
-        if not all(0 <= place < len(args) for place in self._donate):
-            raise ValueError(
-                f"donate_argnums must be positions of arguments: donate_argnums={self._donate}, and the step got "
-                f"{len(args)} by position. Count from 0, and pass these by position."
-            )
-        return self._donate
-
-    def _programs(self, call: _Call) -> Iterator[_Programs]:
+    def _programs(self, call: Call) -> Iterator[_Programs]:
         """Yields the programs for calls of this kind, new ones last."""
         kinds = self._kinds.setdefault((call.kind, call.flush), [])
         yield from kinds
         args, kwargs = call.arguments(call.parts)
         check_arrays("The arguments of a step of jit_step", (args, kwargs), "Close over all else: functools.partial.")
-        kinds.append(_Programs(self._counters(call.arguments(call.parts), call.parts)))
+        kinds.append(_Programs(counters_of(call.arguments(call.parts), call.parts)))
         yield kinds[-1]
 
-    def _counters(self, tree: Tree, parts: Sequence[Any]) -> list[int]:
-        """Returns which parts are the numbers of micro-steps in the windows of a tree."""
-        places = {id(part): place for place, part in enumerate(parts)}
-        return [places[id(state.mini_step)] for state in self._windows.found(tree)]
-
-    def _run(self, programs: _Programs, call: _Call) -> Any:
+    def _run(self, programs: _Programs, call: Call) -> Any:
         """Runs the program that a call needs, and remembers the numbers of micro-steps after it."""
         program, numbers = programs.single, []
         if program is None:
@@ -320,7 +220,7 @@ class JitStep:
             return numbers
         return list(map(int, counters))
 
-    def _traced(self, programs: _Programs, call: _Call, decisions: Sequence[Decision]) -> _Program:
+    def _traced(self, programs: _Programs, call: Call, decisions: Sequence[Decision]) -> _Program:
         """Traces the program for these decisions, or the single one where the host cannot decide."""
         try:
             if not decisions:
@@ -342,7 +242,7 @@ class JitStep:
             self.one_program = reason
             _log.info("jit_step compiles one program, and not two: %s.", reason)
 
-    def _program(self, call: _Call, decisions: Sequence[Decision] | None) -> _Program:
+    def _program(self, call: Call, decisions: Sequence[Decision] | None) -> _Program:
         leaves, tree = jax.tree.flatten(call.parts)
 
         def run(leaves: list[Any]) -> Any:
@@ -351,34 +251,28 @@ class JitStep:
             if decisions is None:
                 return self._step(*args, **kwargs)
             of = iter(decisions)
-            args, kwargs = self._windows.replaced((args, kwargs), lambda state: Decided.of(state, next(of)))
+            args, kwargs = map_states(lambda state: Decided.of(state, next(of)), (args, kwargs))
             return self._unmarked(self._step(*args, **kwargs), decisions)
 
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(leaves)
         closes = None if decisions is None else tuple([bool(decision.closes) for decision in decisions])
         suffix = "" if closes is None else "_updates" if any(closes) else "_adds"
-        around = list(map(id, self._windows.around(shapes)))
-        parts, of_parts = jax.tree.flatten(shapes, is_leaf=lambda node: id(node) not in around and self._is_part(node))
+        around = list(map(id, around_states(shapes)))
+        parts, of_parts = jax.tree.flatten(
+            shapes, is_leaf=lambda node: id(node) not in around and self._calls.is_part(node)
+        )
         ins, outs = (list(map(jax.tree.structure, trees)) for trees in (call.parts, parts))
         name = getattr(self._step, "__name__", "step") + suffix
         forwarding = forwarding_of(traced, ins, outs, call.may_donate, name)
-        return _Program(forwarding, of_parts, tuple(self._counters(shapes, parts)), closes, call.flush)
+        return _Program(forwarding, of_parts, tuple(counters_of(shapes, parts)), closes, call.flush)
 
     def _unmarked(self, results: Tree, decisions: Sequence[Decision]) -> Tree:
         """Returns the results with states of the usual type; raises unless each window has had its micro-step."""
-        states = self._windows.found(results)
+        states = states_in(results)
         made = [state.decision for state in states if isinstance(state, Decided) and state.spent]
         if made != list(decisions):
             raise NotOnHostError("the step does not make one micro-step of each state, and return it")
-        return self._windows.replaced(results, on_host.plain)
-
-
-def _asks_by_default(step: Callable[..., Any]) -> bool | None:
-    """Returns True where a step closes a window unless a call says otherwise."""
-    with contextlib.suppress(TypeError, ValueError):  # a function without a signature
-        flush = inspect.signature(step, follow_wrapped=False).parameters.get("flush")
-        return True if flush is not None and flush.default is True else None
-    return None
+        return map_states(on_host.plain, results)
 
 
 def _due(decision: Decision, flush: bool | None) -> Callable[[int, bool], bool]:
@@ -392,11 +286,6 @@ def _due(decision: Decision, flush: bool | None) -> Callable[[int, bool], bool]:
     return is_due
 
 
-def _type_of(leaf: Any) -> tuple[Any, ...]:
-    """Returns for what of an argument a program is compiled: one of NumPy or of Python is one of JAX then."""
-    return np.shape(leaf), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False)
-
-
 class LoweredStep:
     """Both programs of a step, lowered: what `jit_step(step).lower` returns.
 
@@ -407,7 +296,7 @@ class LoweredStep:
         holds all that the other does.
     """
 
-    def __init__(self, step: JitStep, call: _Call, programs: _Programs):
+    def __init__(self, step: JitStep, call: Call, programs: _Programs):
         self._step, self._call, self._programs = step, call, programs
         self._lowered = {key: program.run.lower(call.parts) for key, program in _all(programs).items()}
         self.adds, self.updates = _two(self._lowered)
@@ -436,8 +325,8 @@ class CompiledStep(JitStep):
       updates: the program of a call that updates, or of all calls.
     """
 
-    def __init__(self, step: JitStep, call: _Call, programs: _Programs, compiled: dict[Any, Any]):
-        super().__init__(step._step, step._donate, step._windows)
+    def __init__(self, step: JitStep, call: Call, programs: _Programs, compiled: dict[Any, Any]):
+        super().__init__(step._step, step._calls.donated)
         self.one_program = step.one_program
         self.adds, self.updates = _two(compiled)
         self._kind = call.kind
@@ -450,7 +339,7 @@ class CompiledStep(JitStep):
             else:
                 self._of_kind.known[key] = of_it
 
-    def _programs(self, call: _Call) -> Iterator[_Programs]:
+    def _programs(self, call: Call) -> Iterator[_Programs]:
         if call.kind != self._kind:
             raise ValueError(
                 "A compiled step takes arguments of the trees, shapes and dtypes for which it was lowered: others were "
@@ -458,7 +347,7 @@ class CompiledStep(JitStep):
             )
         yield self._of_kind
 
-    def _traced(self, programs: _Programs, call: _Call, decisions: Sequence[Decision]) -> _Program:
+    def _traced(self, programs: _Programs, call: Call, decisions: Sequence[Decision]) -> _Program:
         raise ValueError(
             f"No program was compiled for a call with flush={call.flush}. Call what jit_step returned, or lower the "
             "step for flush=True, too."

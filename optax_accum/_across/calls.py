@@ -1,0 +1,125 @@
+"""The arguments of a call, taken apart at the states of windows: the counters of a window become parts of their own."""
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from optax_accum._across import on_host
+from optax_accum._arguments import checks
+from optax_accum._arguments.signature import signature_of
+from optax_accum._core.state import states_in
+from optax_accum._core.types import Tree
+
+_OF_MODULES = "Leave the step as it is: optax_accum.flax.nnx.train_step compiles it; for your own, take nnx.jit."
+
+
+class Call(NamedTuple):
+    """The arguments of a call, taken apart."""
+
+    kind: Any  # calls of one kind have arguments of the same form
+    parts: list[Tree]  # what stands beside or in a state: the counters, the sum, the parameters; then other arrays
+    may_donate: int  # of them, which come first
+    arguments: Callable[[Sequence[Any]], tuple[list[Any], dict[str, Any]]]  # puts parts together again
+    flush: bool | None  # what the step is given; None if it is given nothing, or an array
+
+
+class Calls:
+    """How the calls of a step are taken apart.
+
+    Attributes:
+      takes_flush: whether the step has an argument `flush`.
+      donated: positions of arguments that a call may overwrite; None until a call has shown where the state is.
+    """
+
+    def __init__(self, step: Callable[..., Any], donate_argnums: int | Sequence[int] | None):
+        signature = signature_of(step)
+        self.takes_flush, self._positions = signature.takes("flush"), signature.positions
+        self._flush = True if _flushes_by_default(step) else None
+        given = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
+        self.donated = None if given is None else tuple(given)
+        self._around: set[type] | None = None  # the types of nodes in which a state stands
+
+    def taken_apart(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        args, kwargs = self._flush_by_keyword(args, kwargs)
+        flush = kwargs.get("flush", self._flush)
+        kwargs |= {"flush": flush} if flush is True else {}
+        flush = bool(kwargs.pop("flush")) if flush is not None and on_host.is_known(flush) else None
+        places = self._donated(args)
+        if self._around is None:
+            checks.check_no_module(args, _OF_MODULES)
+            self._around = {type(node) for place in places for node in around_states(args[place])}
+        carried, of_carried = [], []
+        for place in places:
+            parts, tree = jax.tree.flatten(args[place], is_leaf=self.is_part)
+            carried += parts
+            of_carried.append(tree)
+            args[place] = None
+        others, of_others = jax.tree.flatten((args, kwargs))
+        kind = *of_carried, of_others, tuple(map(_type_of, others))
+
+        def arguments(parts: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+            args, kwargs = of_others.unflatten(parts[len(carried) :])
+            rest = iter(parts)
+            for place, tree in zip(places, of_carried, strict=True):
+                args[place] = tree.unflatten(itertools.islice(rest, tree.num_leaves))
+            return args, kwargs
+
+        return Call(kind, carried + others, len(carried), arguments, flush)
+
+    def is_part(self, node: Any) -> bool:  # a part is not taken apart
+        return type(node) not in self._around  # type: ignore[operator]
+
+    def _flush_by_keyword(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the arguments with `flush`, and what stands behind it, by keyword."""
+        names = self._positions
+        first = names.index("flush") if "flush" in names[: len(args)] else len(args)
+        return list(args[:first]), kwargs | dict(zip(names[first:], args[first:], strict=False))
+
+    def _donated(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Returns the positions of the arguments that a call may overwrite."""
+        if self.donated is None:
+            holds = [bool(states_in(arg)) for arg in args[:2]]
+            self.donated = tuple(range(holds.index(True) + 1)) if any(holds) else ()
+        if not all(0 <= place < len(args) for place in self.donated):
+            raise ValueError(
+                f"donate_argnums must be positions of arguments: donate_argnums={self.donated}, and the step got "
+                f"{len(args)} by position. Count from 0, and pass these by position."
+            )
+        return self.donated
+
+
+def around_states(tree: Tree) -> list[Any]:
+    """Returns the states of windows, and all nodes in which one stands."""
+    nodes = []
+
+    def is_apart(node: Any) -> bool:
+        holds = bool(states_in(node))
+        if holds:
+            nodes.append(node)
+        return not holds
+
+    jax.tree.flatten(tree, is_leaf=is_apart)
+    return nodes
+
+
+def counters_of(tree: Tree, parts: Sequence[Any]) -> list[int]:
+    """Returns which parts of a tree are the numbers of micro-steps in its windows."""
+    places = {id(part): place for place, part in enumerate(parts)}
+    return [places[id(state.mini_step)] for state in states_in(tree)]
+
+
+def _flushes_by_default(step: Callable[..., Any]) -> bool:
+    with contextlib.suppress(TypeError, ValueError):  # a function without a signature
+        flush = inspect.signature(step, follow_wrapped=False).parameters.get("flush")
+        return flush is not None and flush.default is True
+    return False
+
+
+def _type_of(leaf: Any) -> tuple[Any, ...]:
+    """Returns for what of an argument a program is compiled: one of NumPy or of Python is one of JAX then."""
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False)
