@@ -1,4 +1,4 @@
-"""Owns the one entry: `python -m benchmarks` runs every benchmark that is here and writes benchmarks/RESULTS.md.
+"""The one entry: `python -m benchmarks` runs every benchmark that is here and writes benchmarks/RESULTS.md.
 
 `--list` tells which, names run those alone. `--quick` runs a sample of some in under 3 minutes, and writes nothing
 unless told where. A run replaces the parts that it measured; a machine or versions that differ from those of a section
@@ -79,7 +79,7 @@ def found() -> dict[str, str]:
     names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name[0] != "_"]
     document = lambda name: ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or ""
     ordered = sorted(names, key=lambda name: (name != "peers", name))
-    return {name: document(name).split("\n")[0].removeprefix("Owns ") for name in ordered}
+    return {name: document(name).split("\n")[0] for name in ordered}
 
 
 def _options() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Owns what a decoder's step holds at its peak: with each mechanism and peer."""
+"""What a decoder's step holds at its peak: with each mechanism and peer."""
 
 import functools
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Owns the small programs that decide the cells of the feature table. Knows no table."""
+"""The small programs that decide the cells of the feature table."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Owns what it takes to add inside the backward pass: the memory of six losses, each in three mixtures of dtypes."""
+"""What it takes to add inside the backward pass: the memory of six losses, each in three mixtures of dtypes."""
 
 import functools
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Owns what the losses of `benchmarks.losses` are made of: models, comparisons, noise, dtypes, sizes. Runs nothing."""
+"""What the losses of `benchmarks.losses` are made of: models, comparisons, noise, dtypes, sizes."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Owns what a window over several devices becomes: what they say to each other, and the memory of one."""
+"""What a window over several devices becomes: what they say to each other, and the memory of one."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Owns measuring: compile with donation, time in turn, memory, targets, tables. Knows no optimizer and no library."""
+"""Measuring: compile with donation, time in turn, memory, targets, tables."""
 
 import argparse
 import dataclasses

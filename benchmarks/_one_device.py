@@ -1,4 +1,4 @@
-"""Owns what a program for one device becomes: micro-steps by optimizer and by policy, cuts, products, offload."""
+"""What a program for one device becomes: micro-steps by optimizer and by policy, cuts, products, offload."""
 
 import functools
 from collections.abc import Callable, Iterator

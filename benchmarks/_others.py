@@ -1,4 +1,4 @@
-"""Owns the ways of other libraries: Keras 3 on JAX, PyTorch, and accelerate. Each is loaded only when it is built."""
+"""The ways of other libraries: Keras 3 on JAX, PyTorch, and accelerate. Each is loaded only when it is built."""
 
 import os
 from typing import Any

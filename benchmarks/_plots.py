@@ -1,4 +1,4 @@
-"""Owns the pictures of what the peers took. Measures nothing."""
+"""The pictures of what the peers took."""
 
 import importlib.util
 import pathlib

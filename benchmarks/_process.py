@@ -1,4 +1,4 @@
-"""Owns a way in a process of its own, which makes an update whenever it is told to: its memory and threads are its own.
+"""A way in a process of its own, which makes an update whenever it is told to: its memory and threads are its own.
 
 `python -m benchmarks._process` is what such a process runs; it is not for people.
 """

@@ -1,4 +1,4 @@
-"""Owns the list of what compilers and versions of JAX get otherwise, for docs; tests fail if one may go."""
+"""The list of what compilers and versions of JAX get otherwise, for docs; tests fail if one may go."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Owns losses of rarer kinds for `benchmarks.losses`, sound and with a fault each. Judges nothing.
+"""Losses of rarer kinds for `benchmarks.losses`, sound and with a fault each.
 
 Packed sequences, graphs, derivatives in the loss, straight-through estimators, advantages, keys that are no arguments,
 counts that only the loss knows.

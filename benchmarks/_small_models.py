@@ -1,4 +1,4 @@
-"""Owns thirty small models of many kinds, each a loss of parameters and rows. Measures nothing."""
+"""Thirty small models of many kinds, each a loss of parameters and rows."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Owns the counts of verdicts: false alarms in what is sound, and misses among planted faults. Knows no problem.
+"""The counts of verdicts: false alarms in what is sound, and misses among planted faults.
 
 `python -m benchmarks._verdicts` writes the tables of faults into docs/check_your_step.md.
 """

@@ -1,4 +1,4 @@
-"""Owns the ways to accumulate in JAX that are compared: ours, Optax's, and what people write by hand."""
+"""The ways to accumulate in JAX that are compared: ours, Optax's, and what people write by hand."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Owns what the compilers of accelerators make of the library: bytes, copies, memory, collectives. Times nothing.
+"""What the compilers of accelerators make of the library: bytes, copies, memory, collectives.
 
 Run `python -m benchmarks.accelerators --targets h100`; no accelerator is needed, but its compiler is. JAX comes with
 that of CPUs (`--targets cpu`), which is asked about the memory of one device alone. `--facts FILE` adds them to a JSON

@@ -1,4 +1,4 @@
-"""Owns what is paid once for each call outside `jit`, and once for each compilation: Python time, memory, compile time.
+"""What is paid once for each call outside `jit`, and once for each compilation: Python time, memory, compile time.
 
 Run `python -m benchmarks.calls`. Before a time is printed, results are compared.
 """

@@ -1,4 +1,4 @@
-"""Owns what convolutions cost on a CPU: gradients in micro-batches, against the whole batch and loops by hand.
+"""What convolutions cost on a CPU: gradients in micro-batches, against the whole batch and loops by hand.
 
 Run `python -m benchmarks.convolutions`. The ways take turns in one process; each turn gives ratios of CPU time. Before
 a time is printed, gradients are compared.

@@ -1,4 +1,4 @@
-"""Owns the table of what each way to accumulate can do: every cell is what a small program did.
+"""The table of what each way to accumulate can do: every cell is what a small program did.
 
 Run `python -m benchmarks.features` for the table, `--write` to put it into docs/compared.md. A cell says yes or no with
 the number that decided; "not run" where a package is missing; "n/a" where a way leaves the matter to its user.

@@ -1,4 +1,4 @@
-"""Owns the cost of a window over sharded parameters (FSDP): bytes through the network, and memory, by way and k.
+"""The cost of a window over sharded parameters (FSDP): bytes through the network, and memory, by way and k.
 
 Run `python -m benchmarks.fsdp` for eight virtual CPU devices, `--target h100 --devices 8` for an accelerator that need
 not be here. Nothing is run: programs are compiled from shapes, and read.

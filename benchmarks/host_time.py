@@ -1,4 +1,4 @@
-"""Owns what a micro-step costs the host: the Python time of Linen and NNX train steps, which an accelerator waits for.
+"""What a micro-step costs the host: the Python time of Linen and NNX train steps, which an accelerator waits for.
 
 Run `python -m benchmarks.host_time`. The model is deep and narrow: there are many arrays, and little to compute. The
 paths take turns, and each turn gives a ratio to Linen's. Before a time is printed, parameters are compared.

@@ -1,4 +1,4 @@
-"""Owns the loops that people write by hand: what `verify_step` says of each, and how far its update is off.
+"""The loops that people write by hand: what `verify_step` says of each, and how far its update is off.
 
 Run `python -m benchmarks.loops` for the table, `--page docs/compared.md` to put it there. The loops are written
 anew, in the shape of public ones, small, on a model of two layers: each has one thing that is wrong, or none (the host

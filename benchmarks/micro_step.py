@@ -1,4 +1,4 @@
-"""Owns the cost of one micro-step across calls: ours, `optax.MultiSteps`, `optax.apply_every`, and the floor.
+"""The cost of one micro-step across calls: ours, `optax.MultiSteps`, `optax.apply_every`, and the floor.
 
 Run `python -m benchmarks.micro_step --quick`, or without `--quick` for all tables; each has its own process. Before
 a table prints a time, the results are compared: the update of a window must be that of the inner optimizer on the mean

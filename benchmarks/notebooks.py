@@ -1,4 +1,4 @@
-"""Owns what the compilers of accelerators make of the notebooks' train steps. Times no step.
+"""What the compilers of accelerators make of the notebooks' train steps.
 
 Run `python -m benchmarks.notebooks` in an environment that has the compilers of NVIDIA and of TPUs, as
 docs/accelerators.md says. It runs each notebook whose train step can be had by name, compiles that for a T4 and for a

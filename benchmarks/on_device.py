@@ -1,4 +1,4 @@
-"""Owns whether this accelerator agrees with its compiler's figures: the time of a copy, the memory that is held.
+"""Whether this accelerator agrees with its compiler's figures: the time of a copy, the memory that is held.
 
 Run `python -m benchmarks.on_device` where there is a GPU or a TPU; `--small` tries the program on anything. Each way
 runs in a fresh process, whose memory is its own. Before a time is printed, parameters and moments are compared.

@@ -1,4 +1,4 @@
-"""Owns what cutting by tokens gains: how full the budget is, against the fewest possible; padding, time and memory.
+"""What cutting by tokens gains: how full the budget is, against the fewest possible; padding, time and memory.
 
 Run `python -m benchmarks.packing`, with `--quick` for the packings alone. The texts are the topics of `help()`, which
 come with Python, in paragraphs.

@@ -1,4 +1,4 @@
-"""Owns the comparison with what people would use instead: one model, its data and k, each way in a fresh process.
+"""The comparison with what people would use instead: one model, its data and k, each way in a fresh process.
 
 Run `python -m benchmarks.peers --quick`, or without `--quick` for all tables. Before a table prints a time, the
 parameters of all ways after the same batches are compared with those of the whole batch.

@@ -1,4 +1,4 @@
-"""Owns how right the plan's search is: its answers against brute force over the divisors, and what they take to find.
+"""How right the plan's search is: its answers against brute force over the divisors, and what they take to find.
 
 Run `python -m benchmarks.plan_search` for thirty small models of many kinds on the device here, `--models mlp decoder`
 for some of them. All divisors are compiled; then each budget that lies between two of their peaks is searched.

@@ -1,4 +1,4 @@
-"""Owns how right a plan is: the memory that it predicts and that a process then holds, and the time that it takes.
+"""How right a plan is: the memory that it predicts and that a process then holds, and the time that it takes.
 
 Run `python -m benchmarks.planning` for five models on the device here, `--models mlp gru` for some of them, and with
 `--target h100 --devices 8` for a decoder of a billion parameters, sharded (FSDP), on an accelerator that is not here.

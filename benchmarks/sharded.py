@@ -1,4 +1,4 @@
-"""Owns the cost of a window on many devices: reductions, bytes and time, for eight virtual ones, or on paper for more.
+"""The cost of a window on many devices: reductions, bytes and time, for eight virtual ones, or on paper for more.
 
 Run `python -m benchmarks.sharded` for the tables of eight virtual devices and how they grow from two, and `--paper` to
 compile only, for 8, 64 and 256. Before a table prints anything, every contender's update is compared with that of the

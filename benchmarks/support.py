@@ -1,4 +1,4 @@
-"""Owns the table of support: what holds on a version of JAX, and what its compilers make of it. Times nothing.
+"""The table of support: what holds on a version of JAX, and what its compilers make of it.
 
 Run `python -m benchmarks.support` with each JAX: it adds what it finds to benchmarks/support.json. An environment that
 has NVIDIA's compiler adds what that says. `--page docs/support.md`, or `benchmarks/QUIRKS.md`, writes the table of that

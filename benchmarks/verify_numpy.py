@@ -1,4 +1,4 @@
-"""Owns what `verify_step` says of loops in NumPy: 31 ways to a fault behind 33 optimizers, and sound ones.
+"""What `verify_step` says of loops in NumPy: 31 ways to a fault behind 33 optimizers, and sound ones.
 
 Run `python -m benchmarks.verify_numpy`; `--loops 60` takes a sample. Nothing is compiled: twice 400 loops take four
 minutes. Of the first 400 a third have no clip, a third clip by norm, a third by value; all others clip by norm. A fault

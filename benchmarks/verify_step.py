@@ -1,4 +1,4 @@
-"""Owns the counts of `verify_step`: false alarms in sound steps, and misses among planted faults of each kind.
+"""The counts of `verify_step`: false alarms in sound steps, and misses among planted faults of each kind.
 
 Run `python -m benchmarks.verify_step`, or with `--steps 10 --faults 4` for a sample. Steps are drawn from a seed: a way
 to write the loop (compiled, on the host, a scan within the call, Flax Linen, NNX), an optimizer, sizes, a length of the
