@@ -7,29 +7,18 @@ each is run once: its cotangents are known before the first. Else what they depe
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend import core
 
-from optax_accum._core import compilers
-from optax_accum._rows import locality, resized
+from optax_accum._rows import locality
 from optax_accum._rows.levels import Kind, Loop
-from optax_accum._rows.program import Constant, Equation, Number, Value
+from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._within import by_level
 from optax_accum._within.by_level import REDUCTIONS, Store, axis_of
+from optax_accum._within.end import End, Given, Leaves, evaluate, model_inputs
 from optax_accum._within.traced import Traced
-
-Leaves = Sequence[Any]
-
-
-class Given(NamedTuple):
-    """What the loop gives: the results of reductions, and the rows that it keeps."""
-
-    parts: Leaves
-    rows: Leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +42,7 @@ class OnePass:
     after: Sequence[Equation]
     known: Given | None
     factor: int | None
-    end: "End"
+    end: End
     is_measured: bool = False
 
     @property
@@ -101,11 +90,11 @@ class OnePass:
     def contribution(self, params: Leaves, batch: dict[str, Any], fixed: Leaves) -> tuple[jax.Array, Given]:
         """Returns a micro-batch's part of what is differentiated, over its share of the rows; and what it gives."""
         units, numbers = self.traced.units, batch["units"]
-        env: dict[Value, Any] = dict(zip(_model_inputs(self.traced), params, strict=True))
+        env: dict[Value, Any] = dict(zip(model_inputs(self.traced), params, strict=True))
         env.update(zip([value for value in self.taken if value.axis is None], fixed, strict=True))
         with_rows = [value for value in self.taken if value.axis is not None]
         env.update((v, units.along(rows, axis_of(v))) for v, rows in zip(with_rows, batch["rows"], strict=True))
-        _evaluate(self.before, env)
+        evaluate(self.before, env)
         rows, parts = by_level.of_micro_batch(self.loop, units, env, numbers)
         pairs = zip(rows, self.loop.rows, strict=True)
         first = [_units_first(row, axis_of(value), len(numbers)) for row, value in pairs]
@@ -164,7 +153,7 @@ def one_pass(traced: Traced) -> OnePass | None:
             by_level.run_once(equation, levels, store)
     printed = [equation for equation in before if equation.long.effects and not equation.outs]
     if printed:  # once, and not wherever its operands are made again
-        _evaluate(before, dict(store.values))
+        evaluate(before, dict(store.values))
         before = [equation for equation in before if equation not in printed]
     end = End(traced, store, first.loop, before, last.once)
     return OnePass(traced, store, first.loop, before, last.once, *end.known(), end)
@@ -180,7 +169,7 @@ def _first_pass(once: OnePass) -> Given:
     """Runs the loop forward, as far as the cotangents depend on what it gives; all else are zeros."""
     traced, loop = once.traced, once.loop
     env = dict(once.store.values)
-    _evaluate(once.before, env)
+    evaluate(once.before, env)
     needs = iter(once.end.needs)
     parts = [equation for equation in loop.parts if next(needs)]
     rows = [value for value in loop.rows if next(needs)]
@@ -199,137 +188,6 @@ def _first_pass(once: OnePass) -> Given:
     return Given(leaves[: len(loop.parts)], leaves[len(loop.parts) :])
 
 
-class End:
-    """What follows the loop, as a function of what the loop gives and of the parameters."""
-
-    def __init__(self, traced: Traced, store: Store, loop: Loop, before: Sequence[Equation], after: Sequence[Equation]):
-        self.traced, self.store, self.loop, self.before, self.after = traced, store, loop, before, after
-        self.params = [store.whole(value) for value in _model_inputs(traced)]
-        types = [*map(by_level.type_of_part, loop.parts), *map(self._type_of_rows, loop.rows)]
-        self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in types]
-        self.of_params = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.params]
-        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in types]
-        self.still = compilers.varying_together([*zeros, *self.params])[: len(zeros)]
-        given = _chosen(self.still, self.inexact)
-        others = _chosen(self.still, [not moves for moves in self.inexact])
-        params = _chosen(self.params, self.of_params)
-        self.gradient = jax.make_jaxpr(jax.grad(self._loss, argnums=(0, 2)))(given, others, params)
-
-    def _type_of_rows(self, value: Value) -> jax.ShapeDtypeStruct:
-        """Returns the type of the rows of this device."""
-        shape = list(value.long.shape)
-        shape[axis_of(value)] //= self.traced.units.devices
-        return jax.ShapeDtypeStruct(tuple(shape), value.long.dtype)
-
-    def outputs(self, given: Given, params: Leaves) -> Leaves:
-        """Returns the outputs of the loss."""
-        values = self.store.values | dict(zip(_model_inputs(self.traced), params, strict=True))
-        _evaluate(self.before, values)
-        values.update(zip(self.loop.rows, given.rows, strict=True))
-        end = Store(self.traced.units, self.traced.device, values)
-        for equation, part in zip(self.loop.parts, given.parts, strict=True):
-            end.values[equation.outs[0]] = by_level.finished(equation, part, end)
-        for equation in self.after:
-            by_level.run_once(equation, self.traced.levels, end)
-        return [jnp.asarray(end.whole(value)) for value in self.traced.levels.program.outputs]
-
-    def _loss(self, given: Leaves, others: Leaves, params: Leaves) -> jax.Array:
-        """Returns this device's part of the loss, which all devices compute."""
-        rest = iter(others)
-        leaves = _put(given, self.inexact, [None if moves else next(rest) for moves in self.inexact])
-        parts = Given(leaves[: len(self.loop.parts)], leaves[len(self.loop.parts) :])
-        return self.traced.device.part(self.outputs(parts, _put(params, self.of_params, self.params))[0])
-
-    def known(self) -> tuple[Given | None, int | None]:
-        """Returns the cotangents of what the loop gives, where they do not depend on what it gives.
-
-        If there is one sum alone whose cotangent does, its place is returned too: the gradient is scaled in the end.
-        """
-        count = sum(self.inexact)
-        depends = _depend(self.gradient.jaxpr, len(self.inexact))[:count]
-        is_zero = _zeros(self.gradient.jaxpr)[:count]
-        if not any(depends):
-            return self.cotangents(Given(self.still, [])), None
-        given = _chosen(self.still, self.inexact)
-        at = is_zero.index(False)
-        if is_zero.count(False) != 1 or given[at].shape or any(map(locality.has_backward, self.loop.equations)):
-            return None, None  # a rule of the user's may do anything with cotangents: it needs them as they are
-        return self._given(
-            [None if zero else jnp.ones_like(leaf) for zero, leaf in zip(is_zero, given, strict=True)]
-        ), at
-
-    def cotangents(self, given: Given) -> Given:
-        """Returns the cotangents of what the loop gives; None where they are zero."""
-        count = sum(self.inexact)
-        found = self._gradient([*given.parts, *given.rows], range(count))
-        is_zero = _zeros(self.gradient.jaxpr)[:count]
-        cotangents = self._given([None if zero else ct for zero, ct in zip(is_zero, found, strict=True)])
-        return cotangents._replace(parts=jax.tree.map(self._over_devices, cotangents.parts))
-
-    @property
-    def needs(self) -> list[bool]:
-        """Which of the results of the loop, reductions first, the cotangents depend on."""
-        needed = _needed(self.gradient.jaxpr, sum(self.inexact))
-        given, others = iter(needed[: sum(self.inexact)]), iter(needed[sum(self.inexact) :])
-        return [next(given if moves else others) for moves in self.inexact]
-
-    @property
-    def adds(self) -> bool:
-        """Whether the end of the loss adds a gradient by the parameters: a term of the parameters alone."""
-        return not all(_zeros(self.gradient.jaxpr)[sum(self.inexact) :])
-
-    def factor(self, given: Given, at: int) -> jax.Array:
-        """Returns the cotangent of one sum."""
-        return self._over_devices(self._gradient([*given.parts, *given.rows], [at])[0])
-
-    def _over_devices(self, cotangent: jax.Array) -> jax.Array:
-        """Returns the cotangent of a value that all devices have alike."""
-        return self.traced.device.joined("sum", cotangent)
-
-    def direct(self, given: Given) -> list[Any]:
-        """Returns this device's part of the gradient by the parameters of what follows the loop; None for zeros."""
-        count = sum(self.inexact)
-        is_zero = _zeros(self.gradient.jaxpr)[count:]
-        wanted = [count + place for place, zero in enumerate(is_zero) if not zero]
-        found = iter(self._gradient([*given.parts, *given.rows], wanted))
-        flags = iter(is_zero)
-        return [next(found) if moves and not next(flags) else None for moves in self.of_params]
-
-    def _gradient(self, given: Leaves, wanted: Sequence[int]) -> list[Any]:
-        others = _chosen(given, [not moves for moves in self.inexact])
-        values = [*_chosen(given, self.inexact), *others, *_chosen(self.params, self.of_params)]
-        return _run(self.gradient, values, wanted)
-
-    def _given(self, leaves: Leaves) -> Given:
-        filled = _put(leaves, self.inexact, [None] * len(self.inexact))
-        return Given(filled[: len(self.loop.parts)], filled[len(self.loop.parts) :])
-
-
-def _model_inputs(traced: Traced) -> list[Value]:
-    return [value for value in traced.levels.program.inputs if value in traced.levels.model]
-
-
-def _evaluate(equations: Sequence[Equation], env: dict[Value, Any]) -> None:
-    def read(value: Value) -> Any:
-        if isinstance(value, Number | Constant):
-            return value.number if isinstance(value, Number) else value.array
-        return env[value]
-
-    for equation in equations:
-        every = resized.Some(equation.rows, equation.rows[0])
-        results = resized.evaluate(equation.long, equation.short, every, list(map(read, equation.ins)))
-        env.update(zip(equation.outs, results, strict=True))
-
-
-def _chosen(leaves: Leaves, flags: Sequence[bool]) -> list[Any]:
-    return [leaf for leaf, chosen in zip(leaves, flags, strict=True) if chosen]
-
-
-def _put(leaves: Leaves, flags: Sequence[bool], others: Leaves) -> list[Any]:
-    rest = iter(leaves)
-    return [next(rest) if chosen else other for chosen, other in zip(flags, others, strict=True)]
-
-
 def _units_first(leaf: jax.Array, axis: int, units: int) -> jax.Array:
     rows = jnp.moveaxis(leaf, axis, 0)
     return rows.reshape(units, rows.shape[0] // units, *rows.shape[1:])
@@ -341,63 +199,3 @@ def _product(cotangent: Any, value: Any) -> jax.Array:
     wide = jnp.promote_types(value.dtype, jnp.float32)
     product = cotangent.astype(wide) * value.astype(wide)
     return jnp.real(product) if product.ndim == 0 else jnp.sum(jnp.real(product))
-
-
-# A traced gradient
-
-
-def _depend(program: Any, count: int) -> list[bool]:
-    """Returns which outputs of a program depend on the first of its inputs."""
-    of_inputs = set(program.invars[:count])
-    for equation in program.eqns:
-        if any(isinstance(atom, core.Var) and atom in of_inputs for atom in equation.invars):
-            of_inputs.update(equation.outvars)
-    return [isinstance(atom, core.Var) and atom in of_inputs for atom in program.outvars]
-
-
-def _needed(program: Any, count: int) -> list[bool]:
-    """Returns which inputs of a program the first of its outputs depend on."""
-    wanted = {atom for atom in program.outvars[:count] if isinstance(atom, core.Var)}
-    for equation in reversed(program.eqns):
-        if not wanted.isdisjoint(equation.outvars):
-            wanted.update(atom for atom in equation.invars if isinstance(atom, core.Var))
-    return [var in wanted for var in program.invars]
-
-
-_ZERO_OF_ZERO = {
-    *("broadcast_in_dim", "convert_element_type", "neg", "reshape", "transpose", "squeeze"),
-    *("pvary", "pcast", "psum", "psum_invariant", "reshard", "sharding_constraint"),
-}
-
-
-def _zeros(program: Any) -> list[bool]:
-    """Returns which outputs of a program are zeros whatever it takes."""
-    zeros: set[Any] = set()
-
-    def is_zero(atom: Any) -> bool:
-        return not np.any(atom.val) if isinstance(atom, core.Literal) else atom in zeros
-
-    for equation in program.eqns:
-        if equation.primitive.name in _ZERO_OF_ZERO and is_zero(equation.invars[0]):
-            zeros.update(equation.outvars)
-    return list(map(is_zero, program.outvars))
-
-
-def _run(traced: Any, values: Leaves, wanted: Sequence[int]) -> list[Any]:
-    """Returns some outputs of a traced program; equations that others need are not evaluated."""
-    program = traced.jaxpr
-    outputs = [program.outvars[place] for place in wanted]
-    live = {atom for atom in outputs if isinstance(atom, core.Var)}
-    needed: list[Any] = []
-    for equation in reversed(program.eqns):
-        if not live.isdisjoint(equation.outvars):
-            needed.append(equation)
-            live.update(atom for atom in equation.invars if isinstance(atom, core.Var))
-    env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*traced.consts, *values), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-    for equation in reversed(needed):
-        env.update(zip(equation.outvars, compilers.bind(equation, list(map(read, equation.invars))), strict=True))
-    return [jnp.asarray(read(atom)) for atom in outputs]

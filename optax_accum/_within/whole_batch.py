@@ -22,7 +22,8 @@ from optax_accum._space.space import Space
 from optax_accum._within import by_level, splitting, traced
 from optax_accum._within.by_level import axis_of
 from optax_accum._within.cut import AGAIN, cut
-from optax_accum._within.one_pass import Given, OnePass, one_pass
+from optax_accum._within.end import Given
+from optax_accum._within.one_pass import OnePass, one_pass
 from optax_accum._within.rules import CallRules
 from optax_accum._within.traced import Traced
 
