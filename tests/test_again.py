@@ -46,6 +46,7 @@ THROUGH = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", sweep(WAYS, but=["hessian", "jit of jacfwd"]))
 def test_value_and_grad_is_differentiated_again(way):
     f = optax_accum.value_and_grad(loss, num_microbatches=3)
@@ -62,6 +63,7 @@ def test_through_a_jit_it_names_the_option_that_works(way):
     np.testing.assert_allclose(THROUGH[way](f), HESSIAN, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"in_place": False}], ids=["", "scan"])
 def test_under_vmap(options):
     ws = jnp.stack([W, -W, 2 * W])
@@ -70,6 +72,7 @@ def test_under_vmap(options):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("weighted", ["", "weight_fn", "weight"])
 def test_micro_steps_under_vmap(weighted, jit):
@@ -84,6 +87,7 @@ def test_micro_steps_under_vmap(weighted, jit):
     np.testing.assert_allclose(now, jnp.where((weight == 0)[:, None], ws, moved), rtol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", [jax.jacfwd, jax.jacrev])
 def test_what_a_loss_closes_over_is_differentiated(way):
     def gradient(scale, value_and_grad):
@@ -94,6 +98,7 @@ def test_what_a_loss_closes_over_is_differentiated(way):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_microbatched_apply_in_forward_mode(dtype):
     encode = lambda w, x: jnp.tanh(x @ w)
@@ -103,6 +108,7 @@ def test_microbatched_apply_in_forward_mode(dtype):
     np.testing.assert_allclose(got.astype("f"), want.astype("f"), rtol=4 * float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "way", [jax.hessian, lambda f: jax.jacrev(jax.grad(f)), lambda f: jax.jit(jax.jacfwd(jax.grad(f)))]
 )
@@ -119,6 +125,7 @@ def test_second_derivatives_in_bfloat16(way):
     np.testing.assert_allclose(cut, whole, rtol=float(jnp.finfo(jnp.bfloat16).eps))
 
 
+@pytest.mark.sweep
 def test_a_micro_step_is_differentiated_again():
     step = optax_accum.value_and_apply_gradients(loss, optax_accum.accumulate_gradients(optax.sgd(0.5), None))
     tx = optax_accum.accumulate_gradients(optax.sgd(0.5), None)
@@ -134,6 +141,7 @@ def identity(x):
 identity.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("weighted", ["", "weight_fn", "weight"])
 def test_a_micro_step_that_is_not_in_place_is_differentiated_again_through_a_jit(weighted):
     """A weight of zero leaves it out."""
@@ -156,6 +164,7 @@ def test_a_micro_step_through_a_jit_names_the_option_that_works(around):
         jax.grad(lambda w: step(w, TX.init(w), BATCH)[1].sum())(W)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_micro_batch_without_weight_has_no_derivative(jit):
     """Its loss is 0 / 0."""
@@ -203,6 +212,7 @@ def eager_calls():
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", eager_calls())
 def test_a_second_call_outside_jit_compiles_nothing(name):
     """Not a program of its own; the first compiles what JAX compiles for each operation."""
@@ -221,6 +231,7 @@ def test_a_state_over_devices_is_made_by_one_program():
         assert compilations(lambda: tx.init(W)) <= 1
 
 
+@pytest.mark.sweep
 def test_what_a_loss_closes_over_may_change_between_calls():
     """Unlike under `jax.jit`: numbers, arrays, constants, the user's own derivatives, callbacks."""
     factor, table, strength, inner, tell = 1.0, jnp.ones(3), 1.0, jax.jit(lambda w: w), 1.0
@@ -266,6 +277,7 @@ def coupled(w, batch):
     return jnp.mean(optax_accum.microbatched_apply(lambda w, x: x @ (w + shift), 3)(w, batch["x"]) ** 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "f", [optax_accum.value_and_grad(loss, num_microbatches=3), jax.grad(coupled)], ids=["value_and_grad", "coupled"]
 )
@@ -302,6 +314,7 @@ def test_outside_jit_a_loss_may_look_at_values():
         jax.jit(cut)(W, BATCH)
 
 
+@pytest.mark.sweep
 def test_under_disable_jit_a_loss_sees_its_numbers():
     seen = []
 

@@ -67,6 +67,7 @@ def test_a_static_flush_compiles_no_cond(apply, flush):
     assert ("sqrt" in static) == flush  # a held micro-step holds nothing of the optimizer
 
 
+@pytest.mark.sweep
 def test_every_one_compiles_no_cond_and_no_select():
     tx, inner = optax_accum.accumulate_gradients(optax.adamw(0.1), 1), optax.adamw(0.1)
     jaxpr = str(jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS))
@@ -94,6 +95,7 @@ def applied(tx):
     return step
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("inner", [*sweep([optax.sgd(0.1, momentum=0.9)]), optax.adamw(0.1)], ids=["sgd", "adamw"])
 def test_temporary_memory(inner):
     """`update` needs the zeros that it returns; `apply_gradients` needs nothing beyond the inner optimizer."""
@@ -106,6 +108,7 @@ def test_temporary_memory(inner):
     assert temporary(applied(multi), PARAMS, multi.init(PARAMS), PARAMS) - alone > 1.5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard"])
 def test_a_policy_costs_no_memory(nonfinite):
     tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 8, nonfinite=nonfinite)
@@ -128,6 +131,7 @@ def test_a_window_begins_in_place_without_a_select_over_the_accumulator():
     assert select.search(traced(False))
 
 
+@pytest.mark.sweep
 @needs_references
 @pytest.mark.parametrize(
     ("case", "mixture"), [("tied embedding", "bfloat16"), *sweep([("scan", "bfloat16"), ("scan", "float32")])]
@@ -156,6 +160,7 @@ def test_only_a_closing_window_asks_whether_it_is_finite():
     assert "is_finite" not in outside
 
 
+@pytest.mark.sweep
 def test_arguments_donated_in_another_order_are_copied():
     """Why the docstring of `apply_gradients` asks for the order in which they come back."""
     tx = optax_accum.accumulate_gradients(optax.adamw(0.1), 8)
@@ -182,6 +187,7 @@ def test_a_profile_shows_add_hold_emit_and_the_inner_optimizer():
         assert scope in text
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("axis_type", "apply"), [(jax.sharding.AxisType.Auto, True), (jax.sharding.AxisType.Explicit, False)], ids=str
 )

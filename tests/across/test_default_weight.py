@@ -75,6 +75,7 @@ def test_it_is_what_the_loss_divides_by(loss):
     np.testing.assert_allclose(trained(loss), W - jax.grad(loss)(W, BATCH), rtol=1e-5)
 
 
+@pytest.mark.sweep
 @needs_devices
 def test_each_device_weighs_its_own_rows():
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, devices="data")
@@ -105,6 +106,7 @@ def test_where_no_weight_is_right_an_error_shows_the_lines(loss, message):
     )  # updates of each: nothing is averaged
 
 
+@pytest.mark.sweep
 def test_where_nothing_shows_what_counts_a_warning_says_so():
     loss = lambda w, batch: masked(clipped(w), batch)
     with pytest.warns(UserWarning, match="counts by its rows:\n  a derivative of yours that is not linear, test_def"):
@@ -120,6 +122,7 @@ def test_a_loss_of_one_size_counts_by_its_rows_and_says_so():
     np.testing.assert_allclose(now, W - jax.grad(lambda w: jnp.mean(errors(w, BATCH)))(W), rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_one_example_without_an_axis_of_rows_is_told_of_that_axis():
     """Its features pass for rows, of which each call has as many: the mean is right."""
     tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2)
@@ -160,6 +163,7 @@ def test_a_guard_keeps_from_zero_and_changes_nothing_else(loss, is_read):
     assert (optax_accum.explain(loss, W, BATCH).weight is not None) == is_read
 
 
+@pytest.mark.sweep
 def test_arguments_by_keyword():
     def loss(w, batch, *, scale):
         return scale * masked(w, batch)

@@ -40,6 +40,7 @@ def engine():
     return engine
 
 
+@pytest.mark.sweep
 def test_all_requests_of_a_window_count(engine):
     """Their tokens differ; a second window begins empty, with another learning rate."""
     want, state = ADAPTER, None
@@ -53,6 +54,7 @@ def test_all_requests_of_a_window_count(engine):
         want = jax.tree.map(jnp.array, engine.adapters["mine"][0])
 
 
+@pytest.mark.sweep
 def test_each_adapter_has_a_window_of_its_own(engine):
     first, second, third = REQUESTS
     for name, request in (("mine", first), ("yours", second), ("mine", third)):
@@ -72,6 +74,7 @@ def test_a_step_of_nothing_changes_nothing(engine):
     chex.assert_trees_all_equal(engine.adapters["mine"][0], ADAPTER)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("forgets", [False, True])
 def test_verify_step_names_the_service_that_keeps_the_last_request_alone(engine, forgets):
     def make_step(every):

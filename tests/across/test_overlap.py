@@ -76,6 +76,7 @@ def trained(fun, mesh="Auto", options=None, masks=(None,) * 3, **of_tx):
     return jax.device_get((params, state._replace(acc_grads=None), losses))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", sweep(WAYS, but=["to shards", "in bfloat16"]))
 def test_three_windows_are_those_whose_sums_are_reduced_after(way):
     fun, options, of_tx = WAYS[way]
@@ -112,6 +113,7 @@ def test_the_last_micro_batch_may_weigh_nothing(fun, options):
     chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-6)  # values, too: NaN of a Ratio, 0 of a weight of 0
 
 
+@pytest.mark.sweep
 def test_a_nan_in_a_shard_of_a_device_that_weighs_nothing_is_discarded():
     """The shard that it keeps is of the sum of all."""
     batch = {**BATCH, "x": BATCH["x"].at[9].set(jnp.nan)}
@@ -126,6 +128,7 @@ def test_a_nan_in_a_shard_of_a_device_that_weighs_nothing_is_discarded():
         assert (state.discarded, state.gradient_step) == (1, 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("of_tx", [{"every": 1}, {"nonfinite": "skip"}, {"accumulator_dtype": jnp.bfloat16}], ids=str)
 def test_by_default_nothing_is_asked_where_gradients_are_added_after(of_tx):
     """Not even how the sums are sharded: without an accumulator there are none."""
@@ -140,6 +143,7 @@ def test_by_default_nothing_is_asked_where_gradients_are_added_after(of_tx):
     )
 
 
+@pytest.mark.sweep
 def test_each_layer_is_reduced_inside_the_backward_pass_that_closes_the_window():
     found = {}
     for overlap in (True, False):

@@ -61,6 +61,7 @@ WINDOW = list(zip(gradients(3), SIZES, strict=True))
 TWO = WINDOW + list(zip(gradients(3, seed=1), SIZES, strict=True))
 
 
+@pytest.mark.sweep
 def test_the_estimates_are_unbiased():
     """Over 10,000 windows of uneven sizes, within four standard errors of what the gradients were drawn from."""
     truth, spread = jnp.array([0.5, -1.0, 0.25, 2.0]), jnp.array([1.0, 2.0, 0.5, 3.0])
@@ -82,6 +83,7 @@ def test_the_estimates_are_unbiased():
     assert np.all(np.abs(found.mean(axis=1) - wanted) < 4 * error)
 
 
+@pytest.mark.sweep
 def test_the_order_of_micro_batches_does_not_matter():
     tx = accumulate()
     for order in itertools.permutations(WINDOW):
@@ -90,6 +92,7 @@ def test_the_order_of_micro_batches_does_not_matter():
         assert scale == pytest.approx(noise / signal) or (signal <= 0 and scale == np.inf)
 
 
+@pytest.mark.sweep
 def test_noise_and_signal_are_smoothed_apart():
     state = trained(accumulate(statistics=GROUPS), TWO)
     parts = [expected(TWO[:3]), expected(TWO[3:])]
@@ -107,6 +110,7 @@ def test_a_group_is_measured_for_itself():
     np.testing.assert_allclose(whole[:2], expected(WINDOW), rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_metrics_by_name():
     state = trained(accumulate(every=2), [(gradients(1)[0], 3), (gradients(1)[0], 5), (gradients(1, 7)[0], 2)])
     found = optax_accum.metrics(state)
@@ -125,6 +129,7 @@ NAN = (jax.tree.map(lambda g: g * np.nan, gradients(1)[0]), 3)
 ZERO = (gradients(1, 5)[0], 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("nonfinite", "every", "batches"),
     [
@@ -155,6 +160,7 @@ def test_no_signal_is_an_infinite_scale():
     assert statistics.gradient_noise_scale(trained(accumulate(every=2), opposite)).scale == np.inf
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("strict_dtypes")
 @pytest.mark.parametrize("every", [2, batching.every_by_noise(2, 4), batching.every_by_tokens({0: 2, 8: 3})])
 def test_nothing_is_promoted(every):
@@ -166,6 +172,7 @@ def test_nothing_is_promoted(every):
     optax_accum.metrics(state)
 
 
+@pytest.mark.sweep
 def test_leaves_without_a_gradient_have_none():
     params = {"a": jnp.ones(2), "n": jnp.arange(2), "none": None, "z": jnp.ones(2, jnp.complex64)}
     groups = statistics.Options(groups={"a": "x", "n": "y", "none": "y", "z": "z"})
@@ -189,6 +196,7 @@ def test_the_update_stays_what_it_is_and_nothing_is_paid_unasked():
     assert "reduce_sum" not in text[plain]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", programs.installed("cpu", "h100", "v5e:2x4"))
 def test_a_micro_step_reads_its_gradient_once_more_and_writes_nothing(name):
     device = programs.target(name)
@@ -235,6 +243,7 @@ def close(found, wanted):
     np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("to", sweep([None, P("data")], but=[P("data")]))
 def test_over_a_mesh(to):
     """Also what a state needs to be placed, and to move to another number of devices in the middle of a window."""
@@ -256,6 +265,7 @@ def test_over_a_mesh(to):
     assert optax_accum.metrics(state)["seen"] == 24
 
 
+@pytest.mark.sweep
 def test_inside_shard_map():
     tx = accumulate(every=3, devices="data")
     rows = jax.device_put(ROWS, NamedSharding(MESH, P(None, "data")))
@@ -274,6 +284,7 @@ def test_inside_shard_map():
     assert seen.rest == 24
 
 
+@pytest.mark.sweep
 def test_metrics_inside_shard_map_are_those_of_all_devices():
     tx = accumulate(every=3, devices="data")
 
@@ -294,6 +305,7 @@ def ratio(w, rows):
     return optax_accum.Ratio(total=len(rows) * loss(w, rows), count=jnp.float32(len(rows)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("fun", "options"),
     [(loss, {}), (ratio, {}), (loss, {"devices": "data"})],
@@ -463,6 +475,7 @@ def test_an_error_says_what_to_do(wrong, message):
         wrong()
 
 
+@pytest.mark.sweep
 @in_places
 def test_in_place_measures_what_is_measured_after(in_place):
     """Also of a bfloat16 parameter, and one that is used twice."""
@@ -503,6 +516,7 @@ def test_a_state_of_other_groups():
     assert state.samples.number == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "devices", [False, *sweep([pytest.param(True, marks=needs_devices)])], ids=["one device", "several"]
 )

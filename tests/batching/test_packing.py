@@ -249,6 +249,7 @@ def check(now, start):
     assert not np.allclose(whole()["w"], start["w"])  # it compares something
 
 
+@pytest.mark.sweep
 def test_any_packing_makes_the_update_of_the_whole_batch():
     start, rows = problem()
     tx, traced = optax_accum.accumulate_gradients(ADAM, 12), []
@@ -270,6 +271,7 @@ def test_any_packing_makes_the_update_of_the_whole_batch():
     assert len(traced) == len(set(traced)) == 2  # spare ones and another packing bring no third program
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["in place", "added after"])
 def test_a_spare_micro_batch_is_not_run(dtype):
     """Its loss would be 0 / 0, and its gradient a nan; it is 0, and so is what comes beside it."""
@@ -300,6 +302,7 @@ def test_a_spare_micro_batch_is_not_run(dtype):
     assert jax.tree.all(jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), (now, state)))
 
 
+@pytest.mark.sweep
 def test_gradients_are_weighted_by_their_tokens():
     """`apply_gradients`, the window closed by `flush`, micro-batches in any order."""
     start, rows = problem()
@@ -317,6 +320,7 @@ def test_gradients_are_weighted_by_their_tokens():
     check(now, start)
 
 
+@pytest.mark.sweep
 def test_over_devices():
     """Four of them, also without a row (and so a weight) of their own, and spare micro-batches."""
     start, rows = problem()

@@ -103,12 +103,14 @@ def itself(fun):
 EACH_RUN = ["two dimensions", "space between", "groups", "groups of the batch", "bfloat16", "complex"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", tiers.sweep(CASES, but=EACH_RUN))
 def test_value_and_gradients_are_those_of_jax(name):
     case = CASES[name]
     assert_same(gradients(itself, case), *case.arrays(), rtol=2e-2 if case.dtype == jnp.bfloat16 else 1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_of_the_form_of_the_kernel(name):
     """Forward and backward: those that JAX makes are not."""
@@ -286,11 +288,13 @@ PARAMS = {"a": SQUARE.arrays()[1], "b": 0.1 * SQUARE.arrays()[1]}
 BATCH = {"x": jnp.arange(4 * 36.0).reshape(4, 3, 4, 3) / 144, "y": jnp.arange(12.0).reshape(4, 3)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PATHS)
 def test_the_loss_of_each_path_is_rewritten(name):
     assert forms(PATHS[name], PARAMS, BATCH) <= CANONICAL
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", tiers.sweep(PATHS, but=["accumulate", "value_and_apply_gradients"]))
 def test_for_an_accelerator_nothing_changes(name, monkeypatch):
     def program():
@@ -304,6 +308,7 @@ def test_for_an_accelerator_nothing_changes(name, monkeypatch):
     assert program() == with_it
 
 
+@pytest.mark.sweep
 @needs_devices
 @pytest.mark.parametrize(
     ("name", "axis_type"),
@@ -341,6 +346,7 @@ def test_outside_jit_there_is_no_loop():
     assert convolutions.fast_in_loops(loss, jax.make_jaxpr(loss)(PARAMS, BATCH).eqns) is loss
 
 
+@pytest.mark.sweep
 def test_in_a_loop_xla_still_leaves_a_gradient_of_a_convolution_as_it_is():
     """What `convolutions` is for: in the entry computation the compiler brings it to the form of the kernel itself."""
 

@@ -24,6 +24,7 @@ def gradient(dtype, seed, shape=(16,)):
     return jnp.asarray(values, dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("dtype", "inner", "emit_dtype", "every"), every_pair(DTYPES, INNERS, [None, "gradient", jnp.float32], [1, 3])
 )
@@ -61,6 +62,7 @@ def test_the_dtype_of_the_accumulator(dtype, named, expected):
     assert dtypes.accumulator_dtype(dtype, named and jnp.dtype(named)) == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_mean_of_many(dtype):
     """64 micro-batches against the mean in float64; `emit_dtype=None` leaves it at float32's rounding."""
@@ -114,6 +116,7 @@ def test_complex_gradients_keep_their_imaginary_part():
     np.testing.assert_allclose(updates, (grads[0] + 3 * grads[1]) / 4)
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("x64")
 def test_float64_and_complex128():
     params = {"f": jnp.array([1.0 + 1e-12]), "c": jnp.array([1e-12 + 1j])}
@@ -141,6 +144,7 @@ def test_a_float32_value_stays_float32_under_x64():
     assert updates.dtype == jnp.float32
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"statistics": True}, {"nonfinite": "skip"}], ids=str)
 def test_a_state_of_32_bits_goes_on_under_x64_and_back(options):
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), 2, **options)

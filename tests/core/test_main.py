@@ -42,6 +42,7 @@ def test_devices_that_fail_are_what_it_tells(monkeypatch):
     assert "devices: Unable to initialize backend 'cuda'" in command._diagnostics()
 
 
+@pytest.mark.sweep
 def test_it_runs_without_flax():
     program = "import sys, runpy; sys.modules['flax'] = None; runpy.run_module('optax_accum', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -49,6 +50,7 @@ def test_it_runs_without_flax():
     assert "For a bug report:" in done.stdout
 
 
+@pytest.mark.sweep
 def test_whoever_reads_may_stop():
     """`python -m optax_accum | head`: no traceback, and no warning."""
     command = [sys.executable, "-W", "error", "-m", "optax_accum"]

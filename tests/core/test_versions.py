@@ -80,6 +80,7 @@ def test_a_nightly_libtpu_is_taken_as_it_is(version, monkeypatch):
     assert absent.too_old_libtpu() is None
 
 
+@pytest.mark.sweep
 def test_a_release_candidate_of_flax_is_taken():
     pytest.importorskip("flax")
     program = 'import flax; flax.__version__ = "99.0.0rc1"; import optax_accum.flax'
@@ -91,6 +92,7 @@ OLD_JAX = 'import jax; jax.__version_info__, jax.__version__ = (0, 4, 38), "0.4.
 OLD_FLAX = 'import flax; flax.__version__ = "0.10.6"; import optax_accum.flax'
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("program", "message"),
     [(OLD_JAX, "needs JAX 0.5.3 or later: this is JAX 0.4.38"), (OLD_FLAX, "needs Flax 0.11.2 or later.*Flax 0.10.6")],
@@ -146,6 +148,7 @@ def trains(flags):
     return [float(line) for line in done.stdout.splitlines()], done.stderr
 
 
+@pytest.mark.sweep
 def test_with_the_flag_parameters_that_are_updated_in_place_train_as_others():
     (copied, donated), warned = trains(compilers.WITHOUT_XNNPACK)
     assert copied < 0.99
@@ -153,6 +156,7 @@ def test_with_the_flag_parameters_that_are_updated_in_place_train_as_others():
     assert warned == ""
 
 
+@pytest.mark.sweep
 def test_where_they_may_not_train_a_warning_names_the_flag():
     """JAX 0.7.1 to 0.8.1 multiply on some CPUs by what the parameters were before: here for ever by zeros."""
     (copied, donated), warned = trains("")

@@ -39,6 +39,7 @@ from tests.versions import since
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
+@pytest.mark.sweep
 def test_one_line_changes_and_the_update_is_that_of_the_whole_batch():
     plain = created(optax.adam(0.1), train_state.TrainState)
     whole = plain.apply_gradients(grads=gradient(plain, (X, Y))[1])
@@ -82,6 +83,7 @@ def test_an_optimizer_that_does_not_accumulate_works_and_says_so_once():
     assert (moved.step, moved.updates) == (2, 2)
 
 
+@pytest.mark.sweep
 def test_batch_statistics_make_one_exact_step_for_each_update():
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=3)
     state = created(tx, norm=True)
@@ -100,6 +102,7 @@ def test_batch_statistics_make_one_exact_step_for_each_update():
     assert np.max(np.abs(np.average(naive, axis=0, weights=ROWS) - var)) > 1e-3  # the mean of variances is not it
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("nonfinite", ["skip", "omit"])
 def test_a_nan_that_is_left_out_stays_out_of_statistics_and_metrics(nonfinite):
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=None, nonfinite=nonfinite)
@@ -152,6 +155,7 @@ def test_statistics_far_from_zero_keep_their_variance():
     equal(untouched, old)  # layers in inference mode
 
 
+@pytest.mark.sweep
 def test_layers_of_different_momenta_and_frozen_statistics():
     class Two(nn.Module):
         @nn.compact
@@ -223,6 +227,7 @@ def test_a_train_step_whose_batch_and_key_are_swapped():
         step(state, jax.random.key(0), (X, Y))
 
 
+@pytest.mark.sweep
 def test_fp8_statistics_are_overwritten_by_their_maximum_over_the_window():
     """That of the inputs is what the whole batch leaves; held micro-steps leave all as it was."""
     model = nn.Dense(3, dot_general_cls=nn.Fp8DirectDotGeneralOp)
@@ -278,6 +283,7 @@ def test_fp8_statistics_within_a_call_are_those_of_the_whole_batch():
     equal(of_inputs(partial), of_inputs(whole))
 
 
+@pytest.mark.sweep
 def test_a_schedule_an_average_and_a_log_act_once_per_update():
     """Done naively, with Flax's own state, each of the three acts three times as often as it should."""
     schedule = lambda step: 0.1 / (1 + step)
@@ -311,6 +317,7 @@ def distance(tree, other):
     return float(optax.tree.norm(optax.tree.sub(tree, other)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm", [False, True])
 def test_train_step(norm):
     def fun(params, batch, key, state):
@@ -335,6 +342,7 @@ def test_train_step(norm):
         assert_allclose(metrics["loss"], want[0], rtol=1e-6)
 
 
+@pytest.mark.sweep
 def test_statistics_count_by_rows_whatever_the_weight():
     """The loss counts the labels that are known; BatchNorm sees every row."""
     known = jnp.arange(12) < 5
@@ -366,6 +374,7 @@ def test_a_train_step_is_compiled_once_and_donates_any_optimizer():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((given.params, given.opt_state.inner_opt_state)))
 
 
+@pytest.mark.sweep
 def test_a_micro_step_takes_no_memory_beside_the_state():
     """The fused path, donated: Flax's own state holds the updates, one copy of the parameters, for a moment."""
     model = nn.Dense(256)
@@ -380,6 +389,7 @@ def test_a_micro_step_takes_no_memory_beside_the_state():
     assert temporary(accum.linen.TrainState) < 0.05 < 0.9 < temporary(train_state.TrainState)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "deferred", "norm"),
     [*sweep([("Auto", False, False), ("Auto", True, True), ("Explicit", False, True)]), ("Explicit", True, False)],
@@ -425,6 +435,7 @@ def test_a_train_step_on_four_devices(kind, deferred, norm):
     close(state.batch_stats if norm else state.params, want)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_train_step_of_an_optimizer_that_does_not_accumulate(norm):
     """Micro-batches within the call only: no window, and no warning that there is none."""
@@ -448,6 +459,7 @@ def test_a_train_step_of_an_optimizer_that_does_not_accumulate(norm):
         assert_allclose(metrics["loss"], loss, rtol=1e-6)
 
 
+@pytest.mark.sweep
 def test_a_train_step_is_flushed():
     fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
     whole = created(optax.sgd(0.1), train_state.TrainState)
@@ -782,6 +794,7 @@ def test_a_train_step_that_is_not_told_how_to_split_says_what_leaves_the_batch_w
         make(lambda *_: None)
 
 
+@pytest.mark.sweep
 def test_train_step_across_calls_alone():
     plain = created(optax.sgd(0.1), train_state.TrainState)
     whole = plain.apply_gradients(grads=gradient(plain, (X, Y))[1])
@@ -794,6 +807,7 @@ def test_train_step_across_calls_alone():
     close(state.params, whole.params)
 
 
+@pytest.mark.sweep
 def test_a_train_step_of_another_optimizer_needs_no_names_of_metrics():
     """docs/flax.md says so: its metrics are those of the call."""
     fun = lambda params, batch, key, state: (cross_entropy(state.apply_fn({"params": params}, batch[0]), batch[1]), {})
@@ -898,6 +912,7 @@ def nnx_convolutions(x):
     return jax.jit(lambda state, x: differentiated(nnx.merge(graph, state), x)).lower(state, x)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lowered", [linen_convolutions, nnx_convolutions])
 def test_convolutions_are_of_the_form_for_which_a_cpu_has_a_kernel(lowered):
     text = lowered(jnp.ones((4, 6, 1))).as_text()

@@ -51,6 +51,7 @@ def gap(a, b):
     return max(np.max(np.abs(a - b)) for a, b in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "one_line", "counting"),
     [
@@ -75,6 +76,7 @@ def test_one_line_makes_small_batches_into_large_ones(name, one_line, counting):
     assert gap(naive, whole) > 0.05  # what the one line is for
 
 
+@pytest.mark.sweep
 def test_where_one_line_is_not_enough():
     """Sentences of many lengths: with one line a mean of means, with the whole diff the update of the whole batch."""
     joined = lambda diff: [(old, re.sub(r"\s", "", new)) for old, new in changes(diff)]
@@ -91,6 +93,7 @@ def test_where_one_line_is_not_enough():
     assert len(set(logged(rates))) == 8
 
 
+@pytest.mark.sweep
 def test_with_dropout_each_micro_batch_draws_units_of_its_own():
     """The diff alone: the script folds its key with `state.step`, as it did. By hand: plain JAX and Optax."""
     keys = ("    return new_state, {", '    return new_state, {"key": jax.random.key_data(dropout_key), ')

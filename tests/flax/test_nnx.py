@@ -30,6 +30,7 @@ from tests.versions import flax_before, needs_devices
 pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("jit", [*sweep([lambda f: f]), nnx.jit], ids=["eager", "nnx.jit"])
 def test_the_gradient_of_a_module_is_that_of_the_whole_batch(jit):
     model = Net(nnx.Rngs(0))
@@ -63,6 +64,7 @@ def assert_the_call_of_the_whole_batch(cut, batch):
     assert int(model.drop.rngs.count[...]) == 1
 
 
+@pytest.mark.sweep
 def test_batch_norm_and_dropout_are_those_of_the_whole_batch():
     assert_the_call_of_the_whole_batch(accum.nnx.value_and_grad(normalised, num_microbatches=4), (X, Y))
 
@@ -86,6 +88,7 @@ def test_a_ready_gradient_function_of_a_module(jit):
     close(arrays(grads), arrays(want[1]))
 
 
+@pytest.mark.sweep
 def test_a_ready_gradient_function_leaves_the_state_of_the_model_as_the_loss_does():
     """Running statistics move once, random streams at each micro-batch; no rows leave them alone."""
     gradient = nnx.value_and_grad(lambda model, batch: nnx_loss(model, batch, norm=True))
@@ -168,6 +171,7 @@ def step_of_two_norms(model, optimizer, batch):
     optimizer.update(model, grads, weight=batch[1].shape[0], metrics={"loss": value})
 
 
+@pytest.mark.sweep
 def test_batch_norm_makes_one_step_for_each_update_across_calls():
     """With any way to the gradients: here those of Flax, one micro-batch at a time, twice."""
     (model, _), (whole, _) = two_norms(), two_norms()
@@ -186,6 +190,7 @@ def test_batch_norm_makes_one_step_for_each_update_across_calls():
     assert abs(np.average(losses, weights=ROWS) - want) > 1e-4  # each was normalised by its own micro-batch
 
 
+@pytest.mark.sweep
 def test_a_nan_that_is_left_out_stays_out_of_a_module():
     (model, _), (clean, _) = two_norms(), two_norms()
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=3, nonfinite="skip")
@@ -199,6 +204,7 @@ def test_a_nan_that_is_left_out_stays_out_of_a_module():
     equal(arrays(nnx.state(model)), arrays(nnx.state(clean)))
 
 
+@pytest.mark.sweep
 def test_the_train_step_steps_statistics_once_and_averages_metrics():
     """In each of two calls, of another weight than their rows."""
     (model, loss), (whole, _) = two_norms(), two_norms()
@@ -224,6 +230,7 @@ class Summed(NamedTuple):
     rows: jax.Array
 
 
+@pytest.mark.sweep
 def test_a_train_step_takes_a_record_that_is_a_ratio(monkeypatch):
     monkeypatch.setattr(ratio, "_RECORDS", {})
     optax_accum.Ratio.register(Summed, total="total", count="rows")
@@ -246,6 +253,7 @@ def test_batch_norm_and_dropout_over_devices():
         assert_the_call_of_the_whole_batch(cut, batch)
 
 
+@pytest.mark.sweep
 def test_where_micro_batches_count_each_by_itself_devices_have_streams_of_their_own():
     """Masks differ from device to device and from micro-batch to micro-batch; the model's streams advance alike."""
     mesh, model = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), dropping()
@@ -302,6 +310,7 @@ class Transformed(nnx.Module):
         return through(self.layers, start(self, x))
 
 
+@pytest.mark.sweep
 def test_a_module_under_transformations():
     model, whole = Transformed(nnx.Rngs(0)), Transformed(nnx.Rngs(0))
     loss = lambda model, batch: jnp.mean((model(batch[0]).sum(-1) - batch[1]) ** 2)
@@ -313,6 +322,7 @@ def test_a_module_under_transformations():
     close(statistics(model), statistics(whole))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "deferred"), [("Explicit", True), *sweep([("Auto", False), ("Auto", True)])])
 def test_the_train_step_over_devices(kind, deferred):
     """Statistics, metrics and parameters are those of the whole batch, with one reduction per window if deferred."""
@@ -343,6 +353,7 @@ def test_the_train_step_over_devices(kind, deferred):
                 close(statistics(model), statistics(whole))
 
 
+@pytest.mark.sweep
 def test_the_train_step_of_an_optimizer_that_does_not_accumulate():
     (model, loss), (whole, _) = two_norms(), two_norms()
     optimizer = accum.nnx.Optimizer(model, optax.set_to_zero(), wrt=nnx.Param)
@@ -354,6 +365,7 @@ def test_the_train_step_of_an_optimizer_that_does_not_accumulate():
         close(statistics(model), statistics(whole))
 
 
+@pytest.mark.sweep
 def test_sums_begin_anew_and_a_late_flush_closes():
     (model, loss), (whole, _) = two_norms(), two_norms()
     tx = optax_accum.accumulate_gradients(optax.set_to_zero(), every=4)
@@ -400,6 +412,7 @@ def test_announced_metrics_must_come():
         optimizer.update(model, nnx.state(model, nnx.Param), weight=3.0)
 
 
+@pytest.mark.sweep
 def test_a_micro_step_takes_no_memory_beside_the_state():
     """The fused path, donated; the statistics are small beside a matrix."""
 
@@ -422,6 +435,7 @@ def test_a_micro_step_takes_no_memory_beside_the_state():
     assert temporary(nnx.Optimizer) > 0.9
 
 
+@pytest.mark.sweep
 def test_a_running_multi_steps_goes_on():
     """The state of an `nnx.Optimizer` around `optax.MultiSteps`, in the middle of a window."""
     model, whole = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
@@ -461,6 +475,7 @@ def test_bad_input():
         optimizer.update(model, grads)
 
 
+@pytest.mark.sweep
 def test_frozen_parameters_cost_no_accumulator():
     model = nnx.LoRALinear if hasattr(nnx, "LoRALinear") else None
     layer = model(6, 3, lora_rank=2, rngs=nnx.Rngs(0))
@@ -478,6 +493,7 @@ def test_frozen_parameters_cost_no_accumulator():
     assert np.max(np.abs(after["lora"]["lora_b"] - before["lora"]["lora_b"])) > 0
 
 
+@pytest.mark.sweep
 def test_the_nnx_train_step_and_its_checkpoint(tmp_path):
     tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=2)
     model, whole = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
@@ -569,6 +585,7 @@ CHANGES = {  # from outside; whether the step is traced again
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("what", sweep(CHANGES, but=["a layer", "layers exchanged", "an attribute", "metadata"]))
 def test_what_is_changed_between_two_steps_is_seen(what):
     changed_between_two_steps(Tower(nnx.Rngs(0)), *CHANGES[what])
@@ -615,6 +632,7 @@ CONTAINER_CHANGES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("what", CONTAINER_CHANGES)
 def test_what_is_changed_in_a_container_is_seen(what):
     changed_between_two_steps(Containers(nnx.Rngs(0)), *CONTAINER_CHANGES[what])
@@ -657,6 +675,7 @@ def test_one_step_of_two_models_in_turn():
     assert len(traces) == for_both_factors
 
 
+@pytest.mark.sweep
 def test_a_train_step_keeps_no_model_alive():
     model = Tower(nnx.Rngs(0))
     tx = optax_accum.accumulate_gradients(optax.sgd(0.1), 1)
@@ -677,6 +696,7 @@ FORMS = {  # of graphs that are no trees
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("what", FORMS)
 def test_a_graph_that_is_no_tree_of_variables(what):
     model = Tower(nnx.Rngs(0))
@@ -689,6 +709,7 @@ def test_a_graph_that_is_no_tree_of_variables(what):
     assert (model.second.kernel is model.first.kernel) == (what in ("a variable twice", "a layer twice"))
 
 
+@pytest.mark.sweep
 def test_random_streams_and_statistics_advance_in_one_program():
     model, whole = Net(nnx.Rngs(0), rate=0.5), Net(nnx.Rngs(0))
     traces = []
@@ -779,6 +800,7 @@ class Sowing(nnx.Module):
         return self.outer(hidden)
 
 
+@pytest.mark.sweep
 def test_what_is_sown_is_taken_out_or_refused():
     """The remedy of the message works: what is left is that of all rows."""
     loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1])
@@ -818,6 +840,7 @@ def test_a_parameter_that_is_made_late_is_refused():
         accum.nnx.value_and_grad(lambda model, x: model(x).mean(), num_microbatches=2)(Late(), X)
 
 
+@pytest.mark.sweep
 def test_the_numbers_of_arguments_are_those_of_fun():
     """Counted from the front or from the end: the state of the model, which follows inside, is none of them."""
     model, key = nnx.Linear(6, 3, rngs=nnx.Rngs(0)), jax.random.key(0)
@@ -860,6 +883,7 @@ def name_of(value):
     return getattr(value, "__name__", str(value))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "named", "by_position"), sweep(ARGUMENTS, but=one_of_each(ARGUMENTS)), ids=name_of)
 def test_arguments_by_position_and_by_keyword(way, named, by_position):
     model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
@@ -972,11 +996,13 @@ def test_partial_sums_of_partitioned_variables_lie_over_the_devices(chained):
     close(arrays(nnx.state(model, nnx.Param)), arrays(nnx.state(whole, nnx.Param)), 1e-5)
 
 
+@pytest.mark.sweep
 def test_the_number_of_micro_batches_may_stand_second():
     named = accum.nnx.value_and_grad(nnx_loss, num_microbatches=2)(Net(nnx.Rngs(0)), (X, Y))
     equal(*map(arrays, (accum.nnx.value_and_grad(nnx_loss, 2)(Net(nnx.Rngs(0)), (X, Y))[1], named[1])))
 
 
+@pytest.mark.sweep
 def test_statistics_of_a_module():
     """The noise comes beside the value."""
     model = Net(nnx.Rngs(0))

@@ -103,6 +103,7 @@ def assert_whole(found, loss, expected=None):
         np.testing.assert_allclose(found[1], value, rtol=1e-5)
 
 
+@pytest.mark.sweep
 @each
 @pytest.mark.parametrize("tx", [window(), optax.chain(optax.identity(), window())], ids=["alone", "in a chain"])
 def test_it_is_what_the_loss_divides_by(trained, tx):
@@ -136,6 +137,7 @@ def test_where_no_weight_is_right_an_error_shows_the_lines(trained, loss, messag
         trained(loss, window(), SIZES, jnp.asarray)
 
 
+@pytest.mark.sweep
 @each
 def test_a_weight_fn_or_an_update_of_each_call_reads_nothing(trained):
     trained(two_means, window(), SIZES, jnp.asarray, weight_fn=rows_of)  # the remedy
@@ -148,6 +150,7 @@ def test_losses_of_an_optimizer_that_takes_a_sum_are_added(trained):
     assert_whole(trained(total, window("sum"), SIZES, jnp.asarray), total, expected="its mean over calls")
 
 
+@pytest.mark.sweep
 @needs_devices
 @each
 def test_losses_are_added_over_devices_and_micro_batches_too(trained):
@@ -158,6 +161,7 @@ def test_losses_are_added_over_devices_and_micro_batches_too(trained):
     assert_whole(found, total, expected="its mean over calls")
 
 
+@pytest.mark.sweep
 @each
 def test_where_nothing_shows_what_counts_a_warning_says_so_at_a_line_of_the_user(trained):
     loss = lambda w, batch: mean(clipped(w), batch)
@@ -168,6 +172,7 @@ def test_where_nothing_shows_what_counts_a_warning_says_so_at_a_line_of_the_user
     assert all("step(" in line for line in lines)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("train", [True, False])
 def test_batch_norm_across_calls_is_averaged_if_one_says_so(train):
     """Not with running statistics that stay, as in fine-tuning: rows are then apart."""

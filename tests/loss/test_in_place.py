@@ -148,6 +148,7 @@ EACH = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("body", "cast"), sweep(sorted(ALL), but=[(body, "bfloat16") for body in EACH]))
 def test_the_gradient_is_that_which_is_added_after_bit_for_bit(body, cast):
     p, f = cut(body, cast)
@@ -185,6 +186,7 @@ def test_norms_are_those_of_the_gradients_that_are_written(body, cast):
     assert set(inside[1].noise) == {"a", "up/0", "up/1", "up/2", "down", "c"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("body", "cast"),  # a weight in the cotangent would change the rule
     [("scan", "bfloat16"), *(("a rule of the user", cast) for cast in CASTS)],
@@ -253,6 +255,7 @@ def test_what_jax_cannot_add_to_references_is_used_before(name, dtype):
     assert np.any(after)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_layers_of_which_there_are_none(dtype):
     params = {"w": STACK[0].astype(dtype), "layers": jnp.zeros((0, 4, 4), dtype)}
@@ -311,6 +314,7 @@ def test_jax_still_batches_no_scan_over_references():
         jax.vmap(lambda w: added_by_jax(loss, w))(jnp.stack([STACK, STACK]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layers", ["scan", "cond"])
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=["parameters", "batch"])
 def test_under_vmap_layers_in_a_scan_or_a_cond_are_added_after(layers, axes):
@@ -344,6 +348,7 @@ def test_under_vmap_of_weights_alone_such_layers_are_added_after():
     np.testing.assert_allclose(jax.jit(jax.vmap(run))(mask), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep
 def test_squares_on_an_explicit_mesh():
     """Whose axes types tell, although nothing is reduced over them."""
     loss = lambda w, x: jnp.mean((x * w[None]) ** 2)
@@ -355,6 +360,7 @@ def test_squares_on_an_explicit_mesh():
     chex.assert_trees_all_close(jax.device_get(got), want, rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_what_is_not_known_of_an_equation_is_no_matter(monkeypatch):
     """Where nothing is followed, each parameter is used where the loss takes it in."""
     p, f = cut("checkpoint in a scan", "bfloat16")
@@ -363,6 +369,7 @@ def test_what_is_not_known_of_an_equation_is_no_matter(monkeypatch):
     chex.assert_trees_all_equal(jax.jit(f(in_place=True))(p, TOKENS), known)
 
 
+@pytest.mark.sweep
 def test_an_integer_has_no_sink_and_a_complex_number_has():
     def loss(p, x):
         c = jax.lax.cond(x[0] > 0, lambda c, n: c * n, lambda c, n: c + n, p["c"], p["n"])
@@ -379,6 +386,7 @@ def test_an_integer_has_no_sink_and_a_complex_number_has():
     chex.assert_trees_all_close(*states, rtol=1e-6)
 
 
+@pytest.mark.sweep
 @since(0, 12, why="adding inside a branch")
 @pytest.mark.parametrize(("cast", "measured"), [(None, False), (jnp.bfloat16, False), (None, True)])
 def test_a_branch_writes_no_gradient_of_the_layers_that_it_chooses_from(cast, measured):

@@ -18,6 +18,7 @@ def compiled(way):
     return programs.compiled(jax.jit(contrastive.ways(block=24)[way]).lower(params, batch))
 
 
+@pytest.mark.sweep
 def test_the_gradient_is_that_of_whole_logits():
     """Also where the blocks do not divide the rows."""
     args = contrastive.problem(ROWS)
@@ -27,6 +28,7 @@ def test_the_gradient_is_that_of_whole_logits():
     assert max(np.max(np.abs(leaf)) for leaf in jax.tree.leaves(whole)) > 1e-3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("way", "has"), [("whole", True), ("encoder in micro-batches", True), ("and logits in blocks", False)]
 )
@@ -34,6 +36,7 @@ def test_no_program_has_all_logits(way, has):
     assert (f"f32[{ROWS},{ROWS}]" in compiled(way).as_text()) == has
 
 
+@pytest.mark.sweep
 def test_the_example_prints_memory_and_errors(capsys):
     contrastive.main(["--rows", "64", "--block", "16"])
     said = capsys.readouterr().out

@@ -36,6 +36,7 @@ def close(ours, expected, rtol=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), ours, expected)
 
 
+@pytest.mark.sweep
 @in_places
 def test_the_parameters_may_decide_what_counts(in_place):
     f = optax_accum.value_and_grad(passed, in_place=in_place, **CUT)
@@ -63,6 +64,7 @@ def test_a_narrow_loss_is_divided_in_float32():
     np.testing.assert_allclose((value, grad), wanted, rtol=2**-7)
 
 
+@pytest.mark.sweep
 def test_partial_sums_are_each_device_s_own_quotient():
     """So that across calls a weight of each device's own count makes the whole."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -74,6 +76,7 @@ def test_partial_sums_are_each_device_s_own_quotient():
         close((values[i], grads[i]), whole(passed, W, X[4 * i : 4 * i + 4]))
 
 
+@pytest.mark.sweep
 def test_a_window_is_divided_by_the_counts_in_it():
     """`value` is each micro-batch's own quotient, and reaches the optimizer as their weighted mean."""
     values = []
@@ -97,11 +100,13 @@ def test_a_window_is_divided_by_the_counts_in_it():
     assert state.gradient_step == 1
 
 
+@pytest.mark.sweep
 def test_another_optimizer_makes_an_update_of_each():
     now, _ = optax_accum.value_and_apply_gradients(passed, optax.sgd(1.0))(W, optax.sgd(1.0).init(W), X)[1:]
     close(now, W - whole(passed, W, X)[1])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("number", [2.0, 2, np.float32(2)], ids=["Python", "integer", "NumPy"])
 def test_a_loss_or_a_total_that_is_a_number(jit, number):
@@ -116,6 +121,7 @@ def test_a_loss_or_a_total_that_is_a_number(jit, number):
         step(W, tx.init(W), X)
 
 
+@pytest.mark.sweep
 def test_nothing_is_nan_on_the_way():
     """Outside `jit` `jax.debug_nans` looks at each operation."""
     loss = lambda w, x: Ratio(jnp.sum((x @ w) ** 2), jnp.sum(x > 0))
@@ -131,6 +137,7 @@ def test_a_window_in_which_nothing_counts_makes_no_update():
     assert (state.gradient_step, state.discarded) == (0, 1)
 
 
+@pytest.mark.sweep
 def test_no_micro_batch_is_run_twice():
     def loss(w, x):
         h, _ = jax.lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, w)
@@ -160,6 +167,7 @@ def test_a_count_that_is_differentiated_is_exact_within_a_call():
     close(jax.jit(optax_accum.value_and_grad(loss, **CUT))(W, X), whole(loss, W, X))
 
 
+@pytest.mark.sweep
 @needs_references
 def test_no_gradient_of_a_ratio_stands_beside_the_accumulator():
     def loss(w, x):
@@ -217,6 +225,7 @@ def test_two_denominators_are_refused(tx, options, extra, message):
         optax_accum.value_and_apply_gradients(passed, tx, **options)(W, tx.init(W), X, **extra)
 
 
+@pytest.mark.sweep
 def test_the_remedies_for_a_count_with_a_derivative():
     """Held constant, or differentiated: rows of `microbatched_apply`."""
     soft = lambda w, x: (jnp.tanh(x @ w) ** 2 * jax.nn.sigmoid(x @ w), jax.nn.sigmoid(x @ w))
@@ -259,6 +268,7 @@ def noting(params, x):
     return jnp.mean((noted(x, **params["stats"]) @ params["w"]) ** 2)
 
 
+@pytest.mark.sweep
 @in_places
 def test_leaves_that_are_no_gradients_are_kept(in_place):
     f = one_by_one(noting, in_place=in_place, grad_reduction=KEEPS, **CUT)

@@ -19,6 +19,7 @@ def near(w, x):
     return {"policy": passed(w, x), "kl": Ratio(jnp.sum(jnp.where(score > 2, score**2, 0)), jnp.sum(score > 2))}
 
 
+@pytest.mark.sweep
 @in_places
 def test_each_term_is_divided_by_its_own_count(in_place):
     f = jax.jit(optax_accum.value_and_grad(near, in_place=in_place, **CUT))
@@ -30,6 +31,7 @@ def test_each_term_is_divided_by_its_own_count(in_place):
     assert not np.allclose(whole(near, W, X)[1], whole(passed, W, X)[1], rtol=1e-2)
 
 
+@pytest.mark.sweep
 def test_partial_sums_of_terms_are_each_device_s_own():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     f = optax_accum.value_and_grad(near, num_microbatches=5, devices=optax_accum.Devices("data", to="partial"))
@@ -39,6 +41,7 @@ def test_partial_sums_of_terms_are_each_device_s_own():
         close((values[own], grads[own]), whole(near, W, (1 + own) * X))
 
 
+@pytest.mark.sweep
 def test_terms_are_differentiated_again():
     value = lambda f: lambda w: f(w, X)[0]
     cut = jax.hessian(value(optax_accum.value_and_grad(near, **CUT)))(W)
@@ -55,6 +58,7 @@ def counted(count):
     return loss
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("turns", [1, 2])
 def test_counts_run_the_loss_forward_once_more_as_far_as_they_need_it(turns):
     """And no accumulator of their own is made."""
@@ -83,12 +87,14 @@ def test_terms_are_refused_over_calls_with_what_to_do():
         optax_accum.value_and_apply_gradients(of_means, tx)(W, tx.init(W), X)
 
 
+@pytest.mark.sweep
 def test_statistics_of_terms():
     (value, statistics), grad = jax.jit(optax_accum.value_and_grad(near, statistics=True, **CUT))(W, X)
     close((value, grad), whole(near, W, X))
     close(statistics.squares, {"all": jnp.sum(grad**2)})
 
 
+@pytest.mark.sweep
 def test_the_remedy_for_a_mean_beside_a_ratio():
     loss = lambda w, x: {"a": passed(w, x), "b": Ratio(len(x) * jnp.mean((x @ w) ** 2), len(x))}
     close(jax.jit(optax_accum.value_and_grad(loss, **CUT))(W, X), whole(loss, W, X))

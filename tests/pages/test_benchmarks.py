@@ -52,6 +52,7 @@ def table():
     return peers.measured(peers.Case("MLP", 2, 16, (peers.WHOLE, peers.OURS)), seconds=0)
 
 
+@pytest.mark.sweep
 def test_each_way_is_measured_in_a_process_of_its_own(table):
     assert list(table.rows) == [peers.WHOLE, peers.OURS]
     for row in table.rows.values():
@@ -103,6 +104,7 @@ def test_a_process_that_fails_says_why_in_one_line():
     process.close()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["across calls: apply_gradients, static flush", "within a call: optax.microbatch"])
 def test_what_an_accelerator_is_asked_runs_here(name):
     facts = on_device.measured(name, small=True)
@@ -171,6 +173,7 @@ def test_in_place_no_tree_of_gradients_stands_beside_the_sum():
             assert row["added after, P"] <= row["by hand, P"] + 0.01, (name, case)
 
 
+@pytest.mark.sweep
 def test_an_update_of_other_micro_batches_has_no_time(monkeypatch):
     """One that forgets: the optimizer is called in each micro-step."""
     inner = optax.adamw(1e-3)
@@ -278,6 +281,7 @@ def test_a_target_that_is_missed_is_explained():
     assert "### Next" in said
 
 
+@pytest.mark.sweep
 def test_the_list_has_every_module_and_what_it_is():
     found = entry.found()
     assert next(iter(found)) == "peers"
@@ -286,6 +290,7 @@ def test_the_list_has_every_module_and_what_it_is():
     assert all(len(about) > 30 for about in found.values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -306,6 +311,7 @@ def test_an_output_that_cannot_be_written_after_all_is_one_line(tmp_path):
         _measure.write(tmp_path / "gone" / "R.md", "text", None)
 
 
+@pytest.mark.sweep
 def test_ctrl_c_ends_in_one_line():
     # A shell's background job ignores it, and so do those that it starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -320,6 +326,7 @@ def test_ctrl_c_ends_in_one_line():
     assert "Traceback" not in errors
 
 
+@pytest.mark.sweep
 def test_pictures_are_drawn_beside_the_page(table, tmp_path):
     row = table.rows[peers.OURS]._asdict()
     record = lambda problem, k, size: {
@@ -360,6 +367,7 @@ def test_plans_are_held_to_their_targets():
     assert "| mlp " in planning._rendered([row, fewer])
 
 
+@pytest.mark.sweep
 def test_the_search_of_a_plan_is_held_to_brute_force():
     found = plan_search.found_of("linear", _small_models.MODELS["linear"]._replace(rows=8))
     assert (found.divisors, found.wrong, found.planned) == (4, 0, True)

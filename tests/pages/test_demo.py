@@ -82,6 +82,7 @@ def table_rows(text):
     return {name: list(map(float, columns)) for name, *columns in re.findall(pattern, text, re.MULTILINE)}
 
 
+@pytest.mark.sweep
 def test_it_prints_a_table_and_draws_a_picture(small):
     assert small.code == 0
     rows = table_rows(small.out)
@@ -138,6 +139,7 @@ def test_the_accumulator_of_each_way_is_counted(small):
         assert way.megabytes == temporary(way)
 
 
+@pytest.mark.sweep
 def test_it_fails_if_ours_is_not_exact(small, monkeypatch, tmp_path, capsys):
     for errors, code in (([1e-7, 2e-5], 1), ([math.nan, 0.0], 1), ([1e-6, 1e-6], 0)):
         ways = [dataclasses.replace(way, errors=errors) if way.name == OURS[0] else way for way in small.ways]
@@ -146,6 +148,7 @@ def test_it_fails_if_ours_is_not_exact(small, monkeypatch, tmp_path, capsys):
         assert ("within 1e-05 of the whole batch's: value_and_grad." in capsys.readouterr().err) == bool(code)
 
 
+@pytest.mark.sweep
 def test_a_weight_that_is_forgotten_is_seen(shrunk, monkeypatch, tmp_path, capsys):
     apply = optax_accum.apply_gradients
     forget = lambda *args, weight, **extra_args: apply(*args, **extra_args)
@@ -154,6 +157,7 @@ def test_a_weight_that_is_forgotten_is_seen(shrunk, monkeypatch, tmp_path, capsy
     assert "whole batch's: accumulate_gradients." in capsys.readouterr().err
 
 
+@pytest.mark.sweep
 def test_a_dark_picture_has_a_dark_ground(small, tmp_path):
     grounds = []
     for dark in (False, True):
@@ -167,6 +171,7 @@ def test_the_pictures_of_the_pages_are_of_one_size():
     assert png_size(ROOT / "docs" / "demo.png") == png_size(ROOT / "docs" / "demo_dark.png")
 
 
+@pytest.mark.sweep
 def test_it_runs_as_a_module():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "examples.demo", "--every", "7"]

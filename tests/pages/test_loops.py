@@ -23,11 +23,13 @@ EVERY = list(zip(loops.LOOPS, ROWS, strict=True))
 (RIGHT,) = (loop.name for loop in loops.LOOPS if "value_and_grad" in loop.name)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("loop", "row"), sweep(EVERY, but=EVERY[::8]), ids=NAMES)
 def test_verify_step_says_what_the_page_says(loop, row):
     assert loops.said(loop) == row[2]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["the same scan, not divided", *sweep([RIGHT])])
 def test_the_size_of_an_error(name):
     """Of what is not divided, and of what is right."""

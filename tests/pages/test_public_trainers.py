@@ -181,6 +181,7 @@ def haiku_transformer(every):
 ACROSS = [nanodo, gpt_with_apply_every, lm_with_a_schedule_outside, graphs_with_nan_labels, haiku_transformer]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "trainer", sweep(ACROSS, but=[nanodo, haiku_transformer]), ids=lambda trainer: trainer.__name__
 )
@@ -237,6 +238,7 @@ def rnn(gradient):
     return (params, tx.init(params)), step
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("trainer", sweep([vae, rnn], but=[vae]), ids=lambda trainer: trainer.__name__)
 def test_a_public_trainer_within_a_call(trainer):
     """In micro-batches of 5, 5 and 2 rows."""

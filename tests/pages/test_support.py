@@ -39,6 +39,7 @@ def test_every_path_is_right_on_every_version_that_does_not_refuse_it():
         assert all(error < support.RIGHT for error in errors), version
 
 
+@pytest.mark.sweep
 @here
 def test_where_this_version_adds_is_what_its_row_says():
     assert support.added_in_place() == RECORD[jax.__version__]["added in place"]

@@ -140,6 +140,7 @@ def drop_in_parts(monkeypatch, trainer):
     monkeypatch.setattr(jax.random, "bernoulli", drawn)
 
 
+@pytest.mark.sweep
 @trainers(2, 3)
 def test_after_the_diff_it_trains_and_logs_as_with_the_whole_batch(trainer, drop_in_parts):
     """With dropout: the average of the parameters, and each line of the log: its number, loss and rate."""
@@ -160,6 +161,7 @@ def reported(trainer, changes, within_call, without=()):
     return optax_accum.verify_step(make_step, batch, within_call=within_call)
 
 
+@pytest.mark.sweep
 @trainers(2)
 def test_verify_step_names_the_fault_before_and_finds_none_after(trainer):
     report = reported(trainer, trainer.before, trainer.within[0], trainer.without)
@@ -193,6 +195,7 @@ def test_with_dropout_it_finds_none_after():
     assert [cause.kind for cause in report.causes] == ["shared key"], str(report)
 
 
+@pytest.mark.sweep
 @needs_devices
 def test_rows_of_a_stack_stay_on_their_devices():
     """The one thing that goes over devices is the sum of the gradient."""

@@ -91,6 +91,7 @@ def compilations():
     jax.monitoring.clear_event_listeners()
 
 
+@pytest.mark.sweep
 def test_the_program_that_was_planned_runs_and_nothing_is_compiled_twice(compilations, capsys):
     args = jax.block_until_ready(arguments())
     with programs.as_shipped():
@@ -147,6 +148,7 @@ def test_an_error_that_comes_when_the_result_is_there():
     assert step.num_microbatches == 4
 
 
+@pytest.mark.sweep
 def test_keys_and_what_lies_on_several_devices_come_back():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     by_rows = NamedSharding(mesh, P("data"))

@@ -191,6 +191,7 @@ def table():
         return planned(budget=ROWS * ROW + 2 * WIDTH * ROW + ROWS * ROW // 3)
 
 
+@pytest.mark.sweep
 def test_the_fewest_that_fit_were_compiled_and_the_next_fewer_do_not_fit():
     found = table()
     assert found.num_microbatches == 4
@@ -219,6 +220,7 @@ def test_a_table_is_monotone_and_says_all():
     assert "each row of a micro-batch adds 512 B" in text
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("dtype", "copies"), [(jnp.float32, "1 P = 65.54 kB"), (jnp.bfloat16, "2 P = 65.54 kB")])
 def test_what_accumulation_itself_costs(dtype, copies):
     """The sum is float32 or wider; it is told where one loop was compiled, too."""
@@ -261,6 +263,7 @@ def test_a_last_micro_batch_that_is_smaller():
     assert make_step.copy == WIDTH * ROW
 
 
+@pytest.mark.sweep
 def test_options_of_the_compiler_are_those_of_the_step():
     """They are not in the text of a program, so a plan of it knows nothing of another."""
 
@@ -274,6 +277,7 @@ def test_options_of_the_compiler_are_those_of_the_step():
     assert usual != other
 
 
+@pytest.mark.sweep
 def test_a_number_is_lowered_and_compiled_once(monkeypatch):
     compiled, lowered = [], []
     compile_ = trials.footprint
@@ -290,6 +294,7 @@ def mlp(rows, width=256):
     return plan.of_loss(loss, optax.adam(1e-3), params, shape(rows, 64))
 
 
+@pytest.mark.sweep
 def test_a_budget_between_two_sizes_is_answered_with_the_smaller_one():
     """Of this model rows of one have another law of memory, a product of a matrix and a vector."""
     with programs.as_shipped():
@@ -357,6 +362,7 @@ def test_memory_that_is_not_monotone_is_said():
     assert "Memory is not monotone" in str(error.value.plan)
 
 
+@pytest.mark.sweep
 def test_rows_go_to_the_shards_of_the_batch():
     """On a mesh of data 2 x model 4 half of the rows are on each device: there may be 32 micro-batches of 64 rows."""
 
@@ -378,6 +384,7 @@ def test_rows_go_to_the_shards_of_the_batch():
         assert found.rows[0]["rows"] == 1
 
 
+@pytest.mark.sweep
 def test_of_options_the_first_that_fits_is_chosen():
     """Whatever another would need; recomputing fits in fewer micro-batches, and is written second."""
 
@@ -432,6 +439,7 @@ def chosen_of(*options, budget="1GB", candidates=(1, 2)):
     return planned(lambda k, option: sums(option)(k), budget=budget, options=options, candidates=candidates)
 
 
+@pytest.mark.sweep
 def test_options_may_take_other_shapes():
     long, short = {"length": 4}, {"length": 1}
     assert chosen_of(long, short).option == long
@@ -531,6 +539,7 @@ def test_a_plan_for_here_of_a_step_for_elsewhere():
     assert planned(lambda k: lower(k, here), budget="1GB").num_microbatches == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(importlib.util.find_spec("flax") is None, reason="needs flax")
 def test_train_steps_of_flax_from_shapes_alone(rank_promotion):
     from flax import linen, nnx

@@ -88,6 +88,7 @@ def gradients():
     return jax.jit(lambda whole, parts: (of(whole), list(map(of, parts))))(BATCH, list(map(part_of, PARTS)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss", WEIGHED, ids=lambda loss: loss.__name__)
 def test_parts_weighed_so_add_up_to_the_whole_batch(loss, gradients):
     whole, parts = gradients
@@ -99,6 +100,7 @@ def test_parts_weighed_so_add_up_to_the_whole_batch(loss, gradients):
     assert weights[0] != weights[1]  # else an equal mean would do
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "loss", [losses.masked, losses.guarded_by_maximum, losses.mean], ids=lambda loss: loss.__name__
 )

@@ -645,6 +645,7 @@ def test_a_norm_over_rows_is_three_reductions():
     assert couplings(loss, *values()) == ["reduce_sum", "reduce_sum"]
 
 
+@pytest.mark.sweep
 def test_derivatives_of_other_kinds():
     """Forward mode, second derivatives, many parameters at once, shapes alone, outside jit."""
     params, batch = values()
@@ -675,6 +676,7 @@ def test_masks_are_the_whole_batchs_bit_for_bit():
         np.testing.assert_array_equal(jax.jit(microbatched(drawn, parts))(params, batch), drawn(params, batch))
 
 
+@pytest.mark.sweep
 def test_keys_as_rows():
     def loss(p, b):
         keys = jax.random.split(jax.random.key(1), len(b["x"]))
@@ -684,6 +686,7 @@ def test_keys_as_rows():
     assert_whole(loss, *values(), tolerance=2e-6)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_narrow_parameters(dtype):
     """As near to the gradient in float32 as the whole batch's is."""
@@ -697,6 +700,7 @@ def test_narrow_parameters(dtype):
     assert_whole(loss, *values(), tolerance=5e-2)
 
 
+@pytest.mark.sweep
 def test_a_batch_of_several_arguments_and_a_scalar():
     loss = lambda w, x, b: jnp.sum(jnp.tanh(x @ w) * b["y"][:, None]) * b["rate"] / len(x)
     params, batch = values()
@@ -717,6 +721,7 @@ def test_a_loss_that_is_another_program_for_more_rows():
         optax_accum.value_and_grad(loss, 2)(*values())
 
 
+@pytest.mark.sweep
 def test_a_value_without_entries_that_crosses_levels():
     def loss(w, x):
         h = jnp.tanh(x * w[None])
@@ -729,6 +734,7 @@ def test_a_value_without_entries_that_crosses_levels():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.value_and_grad(loss)(*args))
 
 
+@pytest.mark.sweep
 def test_levels_are_differentiated_again_where_it_is_asked_for():
     def loss(w, x):
         h = x * w[None]

@@ -90,6 +90,7 @@ def test_a_loss_that_is_read_knows_where_its_rows_lie(loss, k, with_mesh):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5), got, want)
 
 
+@pytest.mark.sweep
 @needs_references
 def test_in_place_where_the_parameters_lie_on_the_mesh(caplog):
     caplog.set_level(logging.INFO, "optax_accum")

@@ -105,6 +105,7 @@ def close(got, expected):
 EVERY = [(name, of) for name in MESHES for of in ("jax", "ours")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "of"), sweep(EVERY, but=[("Explicit", "jax"), ("Auto, tensor", "ours")]))
 def test_the_gradient_is_that_of_the_whole_batch_and_lies_where_the_parameters_do(name, of):
     """Also with a smaller micro-batch at the end, and inside our own micro-batches, in place."""
@@ -120,6 +121,7 @@ def test_the_gradient_is_that_of_the_whole_batch_and_lies_where_the_parameters_d
         assert all(jax.tree.leaves(jax.tree.map(same, grads["layers"], params["layers"])))
 
 
+@pytest.mark.sweep
 def test_outside_jit_and_outside_a_scan(data_mesh):
     params, batch = place(data_mesh, "data", SPECS)
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
@@ -139,6 +141,7 @@ def test_bfloat16_parameters_are_added_in_float32_over_micro_batches_and_devices
     assert float(grad[0]) == 268  # of 267.5; 256 where each is rounded
 
 
+@pytest.mark.sweep
 def test_what_else_the_block_is_given_has_its_gradient_and_one_reduction(data_mesh):
     params, batch = place(data_mesh, "data", SPECS)
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
@@ -151,6 +154,7 @@ def test_what_else_the_block_is_given_has_its_gradient_and_one_reduction(data_me
     assert not found.select(place="loop")
 
 
+@pytest.mark.sweep
 def test_each_device_and_micro_batch_has_its_key_in_both_passes(data_mesh):
     """The gradient with respect to the rows is the mask that the forward pass drew."""
     drop = lambda w, x, key: x * w[:1][None] * jax.random.bernoulli(key, 0.5, x.shape)
@@ -168,6 +172,7 @@ def test_each_device_and_micro_batch_has_its_key_in_both_passes(data_mesh):
     assert_array_equal(mask[3 * 5 + 2], again(5, 2)[0])  # the third row of device 5
 
 
+@pytest.mark.sweep
 def test_parameters_may_be_replicated(data_mesh):
     """Without `to`: gradients are reduced once for all micro-batches."""
     params, batch = place(data_mesh, "data", P())
@@ -175,6 +180,7 @@ def test_parameters_may_be_replicated(data_mesh):
     close(f(params, batch), whole())
 
 
+@pytest.mark.sweep
 def test_boundaries_that_wait_on_the_host_give_the_same_gradient(data_mesh):
     """A CPU has a memory of that name."""
     params, batch = place(data_mesh, "data", SPECS)
@@ -204,6 +210,7 @@ def window(mesh, k, apply=None):
     return optax_accum.sharding.count_collectives(programs.compiled(grad.lower(params, bigger)))
 
 
+@pytest.mark.sweep
 def test_bytes_do_not_grow_with_k(data_mesh):
     """A layer is gathered in each pass and scattered once: as many runs as layers, whatever k."""
     small, large = window(data_mesh, 2), window(data_mesh, 8)
@@ -215,6 +222,7 @@ def test_bytes_do_not_grow_with_k(data_mesh):
         assert max(op.times for op in found) <= LAYERS
 
 
+@pytest.mark.sweep
 def test_bytes_grow_where_each_micro_batch_gathers(data_mesh):
     """What the test above compares with."""
 
@@ -287,6 +295,7 @@ def test_no_mesh_in_reach():
         optax_accum.microbatched_apply(block, 3, devices=optax_accum.Devices("data", to=P("data")))(LAYER, BATCH["x"])
 
 
+@pytest.mark.sweep
 def test_inside_a_shard_map_specs_are_refused_and_what_the_message_says_works(data_mesh):
     def local(to, layer, x):
         apply = optax_accum.microbatched_apply(block, 3, devices=optax_accum.Devices("data", to=to))
@@ -303,6 +312,7 @@ def test_inside_a_shard_map_specs_are_refused_and_what_the_message_says_works(da
     close(sum_of(run(None))(LAYER), sum_of(block)(LAYER))
 
 
+@pytest.mark.sweep
 def test_the_example_trains_as_the_whole_batch_does():
     done = subprocess.run(
         [sys.executable, "-m", "examples.fsdp"], capture_output=True, text=True, cwd=ROOT, check=False

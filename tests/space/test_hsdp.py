@@ -92,6 +92,7 @@ def whole_gradient():
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(host_params(), host_batch()))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("k", "spec"), [(4, rows_of), (3, lambda mesh: P("replica"))], ids=["4, both", "3, replica"])
 def test_the_gradient_is_that_of_the_whole_batch_and_lies_where_the_parameters_do(mesh, k, spec):
     """Also of micro-batches whose rows the devices of a replica do not divide."""
@@ -101,6 +102,7 @@ def test_the_gradient_is_that_of_the_whole_batch_and_lies_where_the_parameters_d
     assert all(grads[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim) for name, leaf in params.items())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("k", [2, 8])
 def test_replicas_exchange_one_shard_whatever_k_is(mesh, k):
     params, batch = place(mesh, host_params(), P("shard")), place(mesh, host_batch(), rows_of(mesh))
@@ -109,6 +111,7 @@ def test_replicas_exchange_one_shard_whatever_k_is(mesh, k):
     assert reduction.bytes == COPY / SHARDS + 4  # and the loss
 
 
+@pytest.mark.sweep
 def test_in_a_scan_they_exchange_it_for_each_micro_batch():
     """And that the test above could have failed."""
     mesh = jax.make_mesh((REPLICAS, SHARDS), ("replica", "shard"), axis_types=(AxisType.Auto,) * 2)
@@ -157,6 +160,7 @@ def _free(spec):
 WAYS = [*((kinds, in_place) for kinds in MESHES), *((kinds, in_two_parts) for kinds in MESHES[:2])]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("mesh", "make"),
     sweep(WAYS, but=[("Explicit Auto", in_place), ("Explicit Explicit", in_two_parts)]),
@@ -195,6 +199,7 @@ def stack(apply, params, h):
     return jnp.mean(h**2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("k", [2, 8])
 def test_by_layer_a_layer_is_gathered_inside_its_replica_and_its_shard_exchanged_once(mesh, k):
     layers = jax.tree.map(lambda leaf: np.stack([leaf] * LAYERS), host_params())

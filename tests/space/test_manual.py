@@ -27,6 +27,7 @@ def mesh(request):
         yield mesh
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("check_vma", sweep([True, False], but=[True]), ids=["vma", "no vma"])
 @pytest.mark.parametrize(
     ("options", "call", "total"),
@@ -43,6 +44,7 @@ def test_a_weight_is_shared_over_devices_once(options, call, total, check_vma):
     assert optax_accum.metrics(state)["weight"] == total
 
 
+@pytest.mark.sweep
 def test_what_partial_sums_return_in_a_shard_map(mesh):
     """Each device's own, without an axis of devices; outside, that axis comes first."""
     fun = lambda params, batch: (loss(params, batch), {"rows": batch["x"], "norm": jnp.mean(batch["x"] ** 2)})
@@ -70,6 +72,7 @@ def test_what_partial_sums_return_in_a_shard_map(mesh):
 POLICIES = every_pair(["Auto", "Explicit"], ["skip", "omit", "discard"], [1, 2])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("mesh", "nonfinite", "every"), sweep(POLICIES, but=one_of_each(POLICIES)), indirect=["mesh"])
 def test_policies_over_rows_of_devices(mesh, nonfinite, every):
     """A NaN on one device, in a micro-step of its own, and the step after."""
@@ -189,6 +192,7 @@ def test_gradients_of_different_shards_are_not_added(run):
         per_device(run, SHARDS)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_partial_gradients_of_shards_are_whole(check_vma):
     """The remedy; and what is no gradient is added as ever."""

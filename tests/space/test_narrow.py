@@ -40,6 +40,7 @@ def bound(leaves):
     return 2.0**-8 * (np.sum(np.abs(leaves), 0) + np.abs(np.sum(leaves, 0)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("scale", sweep([1.0, 1e-30, 1e30], but=[1e-30]), ids=str)
 @pytest.mark.parametrize("axes", [("data",), ("data", "model")], ids=str)
 def test_each_part_is_rounded_once_and_added_in_float32(axes, scale):
@@ -57,6 +58,7 @@ def test_each_part_is_rounded_once_and_added_in_float32(axes, scale):
     np.testing.assert_allclose(added[0], np.asarray(jnp.asarray(rounded).astype(jnp.bfloat16), np.float64), rtol=2**-7)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", sweep([AxisType.Auto, AxisType.Explicit], but=[AxisType.Explicit]), ids=str)
 @pytest.mark.parametrize("to", [None, {"w": P("data"), "b": P()}], ids=["everywhere", "scattered"])
 def test_half_the_bytes_through_the_network(kind, to):
@@ -79,6 +81,7 @@ def test_half_the_bytes_through_the_network(kind, to):
     np.testing.assert_allclose(found[jnp.bfloat16][1]["b"], want["b"], rtol=1e-5)  # 3 do not divide: float32
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["jit", "eager", "shard_map", pytest.param("overlap", marks=since(0, 11, why="that"))])
 def test_within_a_call_however_it_is_made(how):
     mesh = mesh_of()
@@ -95,6 +98,7 @@ def test_within_a_call_however_it_is_made(how):
     assert np.any(np.asarray(grads["w"]) != np.asarray(exact["w"]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("to", [None, {"w": P("data"), "b": P()}], ids=["everywhere", "scattered"])
 def test_across_calls(to):
     mesh = mesh_of()

@@ -198,6 +198,7 @@ def training(logs):
     return group, children
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGTERM, *sweep([signal.SIGINT])])
 def test_a_signal_to_the_launcher_ends_all(tmp_path, monkeypatch, number):
     keep_no_program(monkeypatch)
@@ -225,6 +226,7 @@ def test_processes_end_with_a_launcher_that_was_killed(tmp_path, monkeypatch):
     assert not running()
 
 
+@pytest.mark.sweep
 def test_a_timeout_says_so_and_nothing_starts_after_it(tmp_path, capfd):
     assert processes.launch(Settings(timeout=0.5, restarts=5, logs=str(tmp_path))) == 1
     err = capfd.readouterr().err
@@ -349,6 +351,7 @@ def test_a_checkpoint_whose_bytes_have_changed_is_passed_over(tmp_path):
     assert_array_equal(found[1]["w"], params["w"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("other", [{"max_microbatch_size": 8}, *sweep([{"global_batch": 100}])], ids=str)
 def test_processes_that_disagree_say_so(tmp_path, other):
     """Another `every`, another shape of the batch: a message in bounded time, not a hang."""
@@ -386,6 +389,7 @@ def test_facts_of_any_length_are_compared_to_their_end(monkeypatch):
 # Orbax, in one process
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("devices", [4, *sweep([8])])
 @pytest.mark.parametrize("kind", ["Explicit", *sweep(["Auto"])])
 def test_a_window_in_flight_is_saved_and_goes_on(tmp_path, devices, kind):

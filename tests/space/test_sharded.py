@@ -119,6 +119,7 @@ def made(tx, params, **options):
 # Within a call
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("cut", "options"),
     [
@@ -133,6 +134,7 @@ def test_the_gradient_is_that_of_the_whole_batch(data_mesh, cut, options):
     close(jax.jit(cut_loss)(params, batch), whole_gradient())
 
 
+@pytest.mark.sweep
 def test_the_gradient_on_every_mesh_and_its_one_reduction(mesh):
     params, batch = place(mesh, host_params(), specs(mesh)), place(mesh, host_batch(), P("data"))
     cut_loss = jax.jit(
@@ -164,6 +166,7 @@ def test_one_reduction_whatever_k_is_and_no_row_moves(data_mesh, k):
     assert sum(op.bytes for op in found) <= GRADIENT_BYTES + 16  # and its sums over rows, before and after
 
 
+@pytest.mark.sweep
 def test_by_hand_there_is_one_reduction_for_each_micro_batch(data_mesh):
     """What the others do; and that the tests above could have failed."""
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
@@ -177,6 +180,7 @@ def test_by_hand_there_is_one_reduction_for_each_micro_batch(data_mesh):
     assert found.select(place="loop", min_bytes=64).bytes == 4 * GRADIENT_BYTES
 
 
+@pytest.mark.sweep
 def test_outputs_and_masks_are_those_of_the_whole_batch(data_mesh):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
     key = jax.random.key(0)
@@ -191,6 +195,7 @@ def test_outputs_and_masks_are_those_of_the_whole_batch(data_mesh):
     close(jax.jit(run)(params, batch, key), want(host_params(), host_batch(), key))
 
 
+@pytest.mark.sweep
 def test_inside_a_shard_map_of_the_user(data_mesh):
     run = optax_accum.value_and_grad(loss, num_microbatches=4, devices="data")
     mapped = jax.shard_map(run, in_specs=(P(), P("data")), out_specs=P())
@@ -198,6 +203,7 @@ def test_inside_a_shard_map_of_the_user(data_mesh):
     close(got, whole_gradient())
 
 
+@pytest.mark.sweep
 def test_two_reduced_axes():
     mesh = jax.make_mesh((2, 4), ("pod", "data"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
@@ -234,6 +240,7 @@ BATCHES = [host_batch(seed=seed) for seed in range(3)]
 JOINED = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES)
 
 
+@pytest.mark.sweep
 def test_the_update_is_that_of_the_whole_batch(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
@@ -242,6 +249,7 @@ def test_the_update_is_that_of_the_whole_batch(data_mesh):
     assert optax_accum.has_updated(state)
 
 
+@pytest.mark.sweep
 def test_so_it_is_with_zero_one_on_every_mesh(mesh):
     params = place(mesh, host_params(), specs(mesh))
     to = optax_accum.sharding.shard_over(params, "data")
@@ -268,6 +276,7 @@ def test_a_held_micro_step_communicates_nothing(data_mesh):
     assert GRADIENT_BYTES <= reduction.bytes <= GRADIENT_BYTES + 12
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("nonfinite", ["propagate", "discard"])
 def test_the_sum_takes_the_place_of_the_partial_sums(data_mesh, nonfinite):
     """So that the all-reduce may write where it reads: 1 P less when a window emits, on a GPU and a TPU."""
@@ -284,6 +293,7 @@ def test_the_sum_takes_the_place_of_the_partial_sums(data_mesh, nonfinite):
         np.testing.assert_allclose(rows, np.broadcast_to(2 * before.sum(0), rows.shape), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep
 def test_owned_windows_hold_without_any_collective(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, every=None, devices="data")
@@ -292,6 +302,7 @@ def test_owned_windows_hold_without_any_collective(data_mesh):
     assert not collectives(jax.jit(hold), params, state, place(data_mesh, host_batch(), P("data")))
 
 
+@pytest.mark.sweep
 def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(
@@ -345,6 +356,7 @@ def test_a_tpu_adds_in_bfloat16_slice_by_slice(data_mesh, as_on_a_tpu):
     assert found.select("all-to-all", "loop").bytes == 2 * WIDTH * HIDDEN
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("k", [1, 2])
 def test_both_mechanisms_together_reduce_once(data_mesh, k):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
@@ -363,6 +375,7 @@ def test_both_mechanisms_together_reduce_once(data_mesh, k):
     assert not collectives(jitted, place(data_mesh, host_params(), P()), state, batch).select(place=("outside", "loop"))
 
 
+@pytest.mark.sweep
 def test_in_a_shard_map_of_the_user(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
@@ -380,6 +393,7 @@ def test_in_a_shard_map_of_the_user(data_mesh):
     close(got, whole_update(host_params(), joined))
 
 
+@pytest.mark.sweep
 def test_in_place_in_a_shard_map_of_the_user(data_mesh):
     params = place(data_mesh, host_params(), P())
     tx = optax_accum.accumulate_gradients(INNER, every=3, devices="data")
@@ -394,6 +408,7 @@ def test_in_place_in_a_shard_map_of_the_user(data_mesh):
     close(train(data_mesh, tx, params, BATCHES, step)[0], whole_update(host_params(), JOINED))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("nonfinite", ["skip", "omit", "discard"])
 def test_a_nan_on_one_device_is_agreed_on_by_all(data_mesh, nonfinite):
     bad = {**BATCHES[1], "y": np.where(np.arange(ROWS) == ROWS - 1, np.nan, BATCHES[1]["y"]).astype("f")}
@@ -408,6 +423,7 @@ def test_a_nan_on_one_device_is_agreed_on_by_all(data_mesh, nonfinite):
     assert (numbers["skipped"], numbers["discarded"]) == ((0, 1) if nonfinite == "discard" else (1, 0))
 
 
+@pytest.mark.sweep
 def test_agreeing_costs_one_small_number(data_mesh):
     params = place(data_mesh, host_params(), P())
     for nonfinite, limit in (("omit", 8), ("discard", 0)):
@@ -420,6 +436,7 @@ def test_agreeing_costs_one_small_number(data_mesh):
         assert found.select(place=("outside", "loop")).bytes <= limit
 
 
+@pytest.mark.sweep
 def test_mean_arguments_are_those_of_all_devices(data_mesh):
     tx = optax_accum.accumulate_gradients(optax.with_extra_args_support(_value_as_update()), every=2, devices="data")
     params = place(data_mesh, {"p": np.zeros(3, "f")}, P())
@@ -439,6 +456,7 @@ def _value_as_update():
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
+@pytest.mark.sweep
 def test_a_sum_and_every_one(data_mesh):
     params, rows = place(data_mesh, {"p": np.zeros(3, "f")}, P()), {"p": jnp.ones((8, 3))}
     for every, reduction, want in ((1, "mean", -1), (1, "sum", -8), (2, "sum", 0)):
@@ -448,6 +466,7 @@ def test_a_sum_and_every_one(data_mesh):
         assert (state.acc_grads == ()) == (every == 1)
 
 
+@pytest.mark.sweep
 def test_integer_parameters_and_bfloat16(data_mesh):
     params = place(data_mesh, {"w": np.ones(4, jnp.bfloat16), "n": np.arange(3)}, P())
     fun = lambda params, x: jnp.mean((x @ params["w"].astype(jnp.float32)) ** 2)
@@ -591,6 +610,7 @@ def test_a_loss_that_is_averaged_over_devices(data_mesh):
         optax_accum.value_and_apply_gradients(averaged, tx)(params, tx.init(params), host_batch())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [1.5, 3])
 def test_a_loss_that_is_one_number_on_all_devices(data_mesh, number):
     params = place(data_mesh, host_params(), P())
@@ -669,6 +689,7 @@ def test_gradients_that_are_whole(data_mesh, every, params):
             step(params, tx.init(params), params)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("to", [P("data"), P(None, "data"), P(None, None, "data")], ids=str)
 def test_specs_that_do_not_divide(data_mesh, to):
     params, x = place(data_mesh, {"w": np.ones((12, 4), "f")}, P()), place(data_mesh, np.ones((16, 12), "f"), P("data"))
@@ -696,6 +717,7 @@ def test_where_it_can_be_seen_that_parameters_are_sharded_over_the_reduced_axis(
             call(params)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("to", [P("tensor"), P("data", "tensor"), P(("tensor", "data"))], ids=str)
 @pytest.mark.parametrize("mesh", sweep(EVERY[1:4:2] + EVERY[4:], but=MIXED[:1]), indirect=True, ids=" ".join)
 def test_a_sum_goes_over_axes_that_parameters_are_whole_over(mesh, to):
@@ -729,6 +751,7 @@ ONE = [(kinds, None) for kinds in ("Auto+Auto", "Explicit+Explicit", *(kinds for
 OVER_ONE = [*ONE, *((kinds, True) for kinds in ("Auto+Auto", "Explicit+Explicit") if compilers.OVERLAPS)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kinds", "overlap"), OVER_ONE)
 def test_a_reduction_over_one_device_is_none(kinds, overlap):
     """Of parameters that are sharded over others; XLA partitions no all-reduce of groups of one (JAX 0.12)."""
@@ -757,6 +780,7 @@ def train_with(tx, mesh, params, rows):
     return params
 
 
+@pytest.mark.sweep
 def test_one_device_says_nothing():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
@@ -765,6 +789,7 @@ def test_one_device_says_nothing():
         assert not collectives(jax.jit(run), params, batch).select(min_bytes=64)
 
 
+@pytest.mark.sweep
 def test_inside_a_shard_map_a_loss_of_own_rows_needs_devices(data_mesh):
     params, batch = place(data_mesh, host_params(), P()), place(data_mesh, host_batch(), P("data"))
     everywhere = {"in_specs": (P(), P("data")), "out_specs": P()}
@@ -793,6 +818,7 @@ def test_a_loss_that_communicates_runs_micro_batch_by_micro_batch(data_mesh, ove
     close(jax.jit(run)(params, batch), jax.value_and_grad(by_part)(host_params()))
 
 
+@pytest.mark.sweep
 def test_a_state_of_one_device_and_one_made_in_jit_on_mixed_axes():
     tx = optax_accum.accumulate_gradients(INNER, 2, devices="data")
     step = optax_accum.value_and_apply_gradients(loss, tx)
@@ -807,6 +833,7 @@ def test_a_state_of_one_device_and_one_made_in_jit_on_mixed_axes():
     assert state.mini_step == 1
 
 
+@pytest.mark.sweep
 def test_fsdp_across_calls(data_mesh):
     """Parameters sharded over the reduced axis: gathered for each gradient; for the update only where none can know."""
     params = place(data_mesh, host_params(), P("data"))
@@ -934,6 +961,7 @@ def test_a_scan_that_begins_with_zeros_is_told_what_to_begin_with():
         run(lambda x: jnp.zeros_like(x[0, 0]))  # the remedy
 
 
+@pytest.mark.sweep
 def test_a_loss_may_scan_from_zeros_on_several_devices():
     x = jnp.linspace(0, 1, 24).reshape(8, 3)
     loss = lambda w, x: jnp.mean(of_rows(lambda x: jnp.zeros([]))(w, x) ** 2)

@@ -103,6 +103,7 @@ def varying_choices(program):
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("way", "fun", "options"), WAYS.values(), ids=WAYS)
 def test_no_device_skips_what_others_wait_for(way, fun, options):
     """Else this test would hang, or end Python."""

@@ -40,6 +40,7 @@ ASKED = {
 }
 
 
+@pytest.mark.sweep
 def test_each_row_has_a_planted_fault():
     steps = [fault.name for fault in step_faults.PLANTED]
     assert list(verify_step.KINDS) == steps

@@ -68,6 +68,7 @@ OPTIMIZERS = {
 
 
 # `benchmarks.verify_step --rare` has the others.
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["masked", "Muon", "Adafactor", "schedule-free AdamW"])
 def test_a_factor_is_found_in_what_decides_it(name):
     """`holds` would be wrong of most of these where parameters alone are compared: a factor cancels in them."""
@@ -93,6 +94,7 @@ def test_a_sum_that_stays_is_found_after_an_update_of_nothing(name):
     assert [cause.kind for cause in report.causes] == ["not emptied"], str(report)
 
 
+@pytest.mark.sweep
 def test_an_average_that_moves_at_each_micro_step_moves_while_held():
     """It starts as the parameters: the first window does not show it."""
     sound = verify_step(loop(optax.adam(1e-2), ema="when a window closes"), BATCH)
@@ -125,6 +127,7 @@ def test_a_bias_that_a_clip_holds_in_each_micro_batch_is_no_average():
     assert [cause.kind for cause in report.causes] == ["clipping at each micro-step"], str(report)
 
 
+@pytest.mark.sweep
 def test_what_is_not_compared_is_said():
     """What belongs to no parameter, or changes while held, as metrics and running statistics do."""
 
@@ -171,6 +174,7 @@ def of_tokens(weighed):
     return make_step
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("weighed", [True, False])
 def test_a_gradient_that_is_rounding_is_judged_by_itself(weighed):
     """Adam moves a key's bias by rounding, as far as it likes."""
@@ -185,6 +189,7 @@ def normalised(params, batch):
     return jnp.mean((jnp.tanh(h) @ params["out"] - batch["y"]) ** 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("exact", sweep([True, False], but=[True]))
 def test_a_bias_before_batch_norm_is_rounding(exact):
     """It hides neither that a step is right, nor what is wrong with another."""

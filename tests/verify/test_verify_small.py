@@ -127,6 +127,7 @@ def test_entries_that_never_change_do_not_count(three):
     assert verify_step(wide(Loop()), batch).holds
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shared", [False, True])
 def test_behind_a_clip_a_few_numbers_vary_less_by_less_than_k(shared):
     """Keys of their own are none that is shared: two draws of a clipped gradient vary nearly as one does."""

@@ -260,6 +260,7 @@ SOUND = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", SOUND)
 def test_nothing_is_found_in_a_sound_loop(name):
     report = verify_step(SOUND[name], BATCH)
@@ -462,6 +463,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("rank_promotion")
 @pytest.mark.parametrize(
     "name", sweep(OTHERS, but=["MultiSteps, unequal micro-batches", "NNX", "a scan", "ours", "a state that is lost"])
@@ -514,6 +516,7 @@ class Model:
         return x @ params["w"]
 
 
+@pytest.mark.sweep
 def test_a_leaf_that_stands_twice_is_copied_without_what_stands_beside_it():
     """An average that starts as the parameters. Each compiled function is traced once for each size of a batch."""
     of = dataclasses.make_dataclass("State", ["params", "ema", "state", "model"])
@@ -717,6 +720,7 @@ def test_bad_input(name):
 # The benchmark.
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("rank_promotion")
 def test_a_sample_of_the_benchmark():
     assert sound_step(4).report().holds
@@ -804,6 +808,7 @@ def test_clipping_is_named_where_micro_batches_have_weights():
     assert [cause.kind for cause in report.causes] == ["clipping at each micro-step"], str(report)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_random_step_that_is_clearly_sound_takes_few_keys(shared, monkeypatch):
     """Sixteen keys, and where these do not decide, 64: it took 2,000 runs, each of a window or more."""
@@ -970,6 +975,7 @@ def noised(w, batch, key):
     return squared(w, batch, key) + np.float32(0.1) * np.asarray(jax.random.normal(key, w.shape))
 
 
+@pytest.mark.sweep
 def test_noise_of_each_micro_batch_is_not_seen_as_the_docstring_says():
     report = verify_step(Loop(noised, draws=True), BATCH, uneven=False)
     assert (report.holds, report.random) == (True, True), str(report)

@@ -40,6 +40,7 @@ REDUCTION = (("mean", AUX), "mean")
 WEIGHTS = {"weight_fn": {"weight_fn": COUNT}, "weight_of": {"weight_of": lambda result: result[0][1]["tokens"]}}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_gradient_function_with_all_that_it_returns(size, weight):
@@ -48,6 +49,7 @@ def test_a_gradient_function_with_all_that_it_returns(size, weight):
         chex.assert_trees_all_close(run(PARAMS, BATCH), GRADIENT(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep
 @needs_devices
 @pytest.mark.parametrize("kind", sweep([AxisType.Auto, AxisType.Explicit], but=[AxisType.Explicit]), ids=str)
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -95,6 +97,7 @@ def test_keys_carries_stacks_and_merges():
     assert carry == 4
 
 
+@pytest.mark.sweep
 def test_what_weighs_nothing_does_not_count():
     """0 / 0 among them; all of nothing is zeros."""
     mask = (jnp.arange(32) % 4 == 1).astype(jnp.float32)  # of bools, XLA makes 0 of 0 / 0
@@ -134,6 +137,7 @@ def test_a_result_that_devices_do_not_divide_is_refused():
         jax.jit(f)(jnp.ones(6), jax.device_put(jnp.ones(32), NamedSharding(mesh, P("data"))))
 
 
+@pytest.mark.sweep
 @needs_devices
 @pytest.mark.parametrize("to", [None, "partial", "data"])
 def test_a_batch_without_rows_goes_where_others_do(to):
@@ -162,6 +166,7 @@ def test_what_counts_itself_is_added():
     assert isinstance(got["loss"], optax_accum.Ratio)
 
 
+@pytest.mark.sweep
 def test_a_merge_is_differentiated():
     """It never sees what stands there before the first micro-batch."""
     last = lambda a, b: b * jnp.log(a) + a
@@ -182,6 +187,7 @@ def test_sums_are_in_float32():
     np.testing.assert_allclose(f(w, x).astype(jnp.float32), 5.12, rtol=1e-2)
 
 
+@pytest.mark.sweep
 def test_clipped_gradients_of_single_examples():
     """Those of DP-SGD: each is clipped by itself, so cutting changes nothing."""
 
@@ -196,6 +202,7 @@ def test_clipped_gradients_of_single_examples():
     chex.assert_trees_all_close(got, clipped(PARAMS, BATCH), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sweep
 def test_it_is_differentiated():
     f = optax_accum.accumulate(lambda p, b: loss(p, b)[0], 4, weight_fn=COUNT)
     want = jax.grad(lambda p: loss(p, BATCH)[0])(PARAMS)
@@ -271,6 +278,7 @@ def test_a_result_that_cannot_be_reduced_is_refused():
         optax_accum.accumulate(lambda x, y: x.mean(), 4, batch_argnums=(0, 1))(jnp.ones(8), jnp.ones(0))
 
 
+@pytest.mark.sweep
 def test_the_weight_comes_out_of_the_loss():
     """Across calls: the mean over tokens that only the loss counts."""
     _, want = GRADIENT(PARAMS, BATCH)
@@ -324,6 +332,7 @@ def test_a_batch_that_comes_cut():
     np.testing.assert_allclose(aux["errors"], one["errors"].reshape(4, 8), rtol=1e-5)
 
 
+@pytest.mark.sweep
 @needs_devices
 def test_a_batch_that_comes_cut_over_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -369,6 +378,7 @@ def test_a_carry_is_the_same_on_all_devices():
             jax.jit(optax_accum.accumulate(differs, 4, **options))(x, jnp.float32(0))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_gradient_of_an_integer_stays(reduction):
     """A ready gradient function with `allow_int=True` returns float0 for it, of which nothing can be added."""

@@ -171,6 +171,7 @@ def test_over_calls(mesh, kind, formed):
 OPTIONS = [{}, {"in_place": False}]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("mesh", "kind", "form", "how"), every_pair(TYPES, KINDS, FORMS, OPTIONS), indirect=["mesh"], ids=str
 )

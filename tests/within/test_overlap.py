@@ -107,6 +107,7 @@ def test_the_gradient_is_that_of_the_whole_batch(mesh, size):
     chex.assert_trees_all_close(jax.device_get(run(*args)), want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss", sweep(LOSSES, but=["weights", "Ratio"]))
 def test_inside_a_shard_map_without_types(loss):
     """With them, JAX takes no sum over devices to be the same on all that was written where partial sums lay."""
@@ -161,12 +162,14 @@ def test_shards_that_are_not_taken_beside_other_axes():
 COUNTED = every_pair(LOSSES, SIZES[:2], [None, SHARDS["rows"]])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("loss", "size", "to"), sweep(COUNTED, but=one_of_each(COUNTED)), ids=str)
 def test_whatever_a_loss_counts(loss, size, to):
     fun = LOSSES[loss]
     chex.assert_trees_all_close(*both(fun, to=to, **size), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sweep
 def test_the_last_micro_batch_may_weigh_nothing():
     """It is run all the same, its loss is 0 / 0, and nothing comes of it: on one device, and on all."""
     last, device = np.arange(ROWS) % 4 == 3, np.arange(ROWS) // 8
@@ -178,6 +181,7 @@ def test_the_last_micro_batch_may_weigh_nothing():
         chex.assert_trees_all_close(now, want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sweep
 def test_keys_outputs_and_statistics():
     def loss(params, batch, key):
         kept = jax.random.bernoulli(key, 0.8, batch["x"].shape)
@@ -228,6 +232,7 @@ def test_outside_jit_it_says_so():
         call(PARAMS, BATCH)
 
 
+@pytest.mark.sweep
 def test_layers_that_an_explicit_axis_shards():
     """JAX takes no slice of a reference to them: they are reduced together, behind the scan."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))

@@ -22,6 +22,7 @@ def close(actual, expected, rtol=2e-5, atol=2e-6):
     chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.sweep
 @in_places
 def test_the_gradient_equals_the_gradient_of_the_whole_batch(in_place):
     """However it is cut: all of them are one program, which is compiled once."""
@@ -30,6 +31,7 @@ def test_the_gradient_equals_the_gradient_of_the_whole_batch(in_place):
     close(found, dict.fromkeys(found, WHOLE))
 
 
+@pytest.mark.sweep
 @needs_references
 @pytest.mark.parametrize("cut", [{"num_microbatches": 4}, {"microbatch_size": 5}], ids=str)
 def test_in_place_and_scan_are_bit_identical(cut):
@@ -39,6 +41,7 @@ def test_in_place_and_scan_are_bit_identical(cut):
     chex.assert_trees_all_equal(*both)
 
 
+@pytest.mark.sweep
 def test_ragged_sequences_whose_difficulty_grows_with_their_length():
     """Where a mean of means is far off, and ours is not."""
     rng = np.random.default_rng(0)
@@ -57,6 +60,7 @@ def test_ragged_sequences_whose_difficulty_grows_with_their_length():
     assert abs(means / whole - 1) > 0.2
 
 
+@pytest.mark.sweep
 @in_places
 def test_terms_with_denominators_of_their_own(in_place):
     x, y = BATCH
@@ -109,6 +113,7 @@ def test_auxiliary_outputs_are_those_of_the_whole_batch():
     assert jax.tree.map(jnp.result_type, aux) == jax.tree.map(jnp.result_type, want)
 
 
+@pytest.mark.sweep
 @in_places
 def test_several_differentiated_and_several_batch_arguments(in_place):
     loss = lambda a, x, b, y, scale: scale * jnp.mean((x @ a + b[None] - y) ** 2)
@@ -118,6 +123,7 @@ def test_several_differentiated_and_several_batch_arguments(in_place):
     close(jax.jit(f)(*args), whole)
 
 
+@pytest.mark.sweep
 def test_scalars_in_a_batch_stay_whole_and_numpy_is_fine():
     loss = lambda w, batch, *, power: jnp.mean(batch["scale"] * jnp.abs(batch["x"] * w) ** power)
     batch = {"x": np.arange(10.0, dtype=np.float32), "scale": 3.0, "none": None}
@@ -125,6 +131,7 @@ def test_scalars_in_a_batch_stay_whole_and_numpy_is_fine():
     close(optax_accum.value_and_grad(loss, microbatch_size=4)(jnp.array(2.0), batch, power=2), whole)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
 def test_dtypes(dtype):
     w = jnp.asarray([1.0, -0.5, 0.25], dtype)
@@ -158,6 +165,7 @@ def test_a_nan_in_one_micro_batch_shows(in_place):
     assert np.isnan(grads["w"]).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("x64")
 def test_float64():
     params, batch = jax.tree.map(lambda x: x.astype(jnp.float64), (START, BATCH))
@@ -183,6 +191,7 @@ def temporary(f, *args):
     return programs.compiled(jax.jit(f).lower(*args)).memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.sweep
 @needs_references
 def test_in_place_keeps_no_gradient_beside_the_accumulator():
     loss, params, x = stacked_problem()
@@ -192,6 +201,7 @@ def test_in_place_keeps_no_gradient_beside_the_accumulator():
     chex.assert_trees_all_equal(jax.jit(f(True))(params, x), jax.jit(f(False))(params, x))
 
 
+@pytest.mark.sweep
 def test_fewer_rows_at_a_time_take_less_memory():
     loss, params, _ = stacked_problem(layers=2)
     x = jnp.ones((512, 64))
@@ -203,6 +213,7 @@ def test_fewer_rows_at_a_time_take_less_memory():
 # In place across calls.
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("nonfinite", "weight"),
     [
@@ -251,6 +262,7 @@ def test_a_micro_step_in_place_has_no_gradient_tree():
     assert memory[0] < 0.4 < 1.0 < memory[1]
 
 
+@pytest.mark.sweep
 def test_value_and_apply_gradients_skips_the_backward_pass_of_weight_zero():
     loss = lambda w, x, mask: jnp.sum(mask * (w - x) ** 2) / mask.sum()
     tx = optax_accum.accumulate_gradients(optax.sgd(0.5), 2)
@@ -261,6 +273,7 @@ def test_value_and_apply_gradients_skips_the_backward_pass_of_weight_zero():
     np.testing.assert_allclose(w, 2.0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("every", [1, 2])
 def test_value_and_apply_gradients_falls_back(every):
     """bfloat16 parameters, every=1, another optimizer, auxiliary outputs."""
@@ -317,6 +330,7 @@ def test_losses_that_couple_examples_have_the_gradient_of_the_batch(loss, cut):
     assert not np.allclose(naive(params, (x, y))["w"], total(encode)(params, x, y)[1][0]["w"], rtol=1e-2)
 
 
+@pytest.mark.sweep
 def test_outputs_come_in_the_order_of_the_rows_and_keys_are_replayed():
     def noisy(w, x, key):
         return {"x": x * w, "mask": w * jax.random.bernoulli(key, 0.5, x.shape)}
@@ -336,6 +350,7 @@ def test_the_gradient_of_bfloat16_parameters_is_added_in_float32():
     np.testing.assert_allclose(grad(w).astype(float), 512 * x[0, 0])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("run", [jax.jit, lambda fun: fun], ids=["jit", "outside jit"])
 def test_so_is_that_of_bfloat16_parameters_that_the_function_closes_over(run):
     w, x = jnp.ones(2, jnp.bfloat16), jnp.full((7, 2), 0.5)  # in bfloat16, 256 + 1 is 256
@@ -352,6 +367,7 @@ def test_so_is_that_of_bfloat16_parameters_that_the_function_closes_over(run):
     )
 
 
+@pytest.mark.sweep
 def test_the_forward_pass_keeps_one_micro_batch():
     params = {"layers": jnp.ones((6, 32, 32)) / 32}
     run = lambda p, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0][:, :4]
@@ -459,6 +475,7 @@ def test_outputs_without_rows():
 # Weights that cancel, and those that reach a narrow number
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("weight", [1e5, 1e-6])
 def test_a_weight_in_float16(weight):
     """A large one would overflow in the cotangent, a small one vanish: the gradient is added after the backward pass."""
@@ -473,6 +490,7 @@ def test_a_weight_in_float16(weight):
     close(now, want, rtol=1e-3)
 
 
+@pytest.mark.sweep
 def test_a_backward_pass_that_is_not_linear():
     """A clip in a `custom_vjp` acts on the gradient of the micro-batch, not on that times its weight."""
 
@@ -544,6 +562,7 @@ def test_groups_of_a_loss_without_rows():
     assert step(w, tx.init(w), 2.0, weight=3.0)[0] == 6
 
 
+@pytest.mark.sweep
 def test_what_a_loss_closes_over_is_differentiated_again():
     """Hyperparameters of a loss, by the gradient that it gives, twice."""
     w, x = jnp.eye(4), jnp.linspace(-1, 1, 24).reshape(6, 4)
@@ -560,6 +579,7 @@ def test_what_a_loss_closes_over_is_differentiated_again():
         np.testing.assert_allclose(jax.jit(derivative(ours))(0.5), jax.jit(derivative(want))(0.5), rtol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", [{}, {"in_place": False}, {"statistics": True}], ids=str)
 def test_shares_of_a_gradient_do_not_vanish_in_float16(how):
     """That of one micro-batch in 128 would be below the smallest number."""
@@ -578,6 +598,7 @@ def test_shares_of_a_gradient_do_not_vanish_in_float16(how):
         chex.assert_trees_all_close(value[1], measured, rtol=1e-2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", [{}, {"in_place": False}], ids=str)
 def test_nor_do_they_at_the_cast_of_a_float16_parameter(how):
     """Which the loss casts up before it is used: the backward pass ends in float16."""
@@ -592,6 +613,7 @@ def test_nor_do_they_at_the_cast_of_a_float16_parameter(how):
     np.testing.assert_allclose(state.acc_grads / 1e-4, 3e-6, rtol=0.02)
 
 
+@pytest.mark.sweep
 @since(0, 7, 2, why="references")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("way", ["value_and_grad", "accumulate", "value_and_apply_gradients"])
