@@ -82,7 +82,6 @@ def table_rows(text):
     return {name: list(map(float, columns)) for name, *columns in re.findall(pattern, text, re.MULTILINE)}
 
 
-@pytest.mark.sweep
 def test_it_prints_a_table_and_draws_a_picture(small):
     assert small.code == 0
     rows = table_rows(small.out)

@@ -76,7 +76,7 @@ def custom_jvp_of_integers(p, b):
     return masked(jnp.sum(scaled_by(dense(p, b), b["label"]), 1), b)
 
 
-@loss
+@another
 def custom_jvp_over_rows(p, b):
     @jax.custom_jvp
     def centred(x):
@@ -122,7 +122,7 @@ def clips_rows(x):
 clips_rows.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.03, 0.03),))
 
 
-@loss
+@another
 def custom_vjp_that_clips_rows(p, b):
     return masked(jnp.sum(clips_rows(dense(p, b)) ** 2, 1), b)
 
@@ -237,7 +237,7 @@ def scan_over_layers_with_rows_in_outputs(p, b):
     return masked(jnp.sum(hidden, 1), b) + jnp.mean(all_of_them**2)
 
 
-@loss
+@another
 def scan_over_layers_with_nothing_of_rows_carried(p, b):
     def body(number, w):
         return 0.9 * number, jnp.tanh(b["x"] @ w["w"]) * number
@@ -278,14 +278,14 @@ def scan_over_tokens_time_major(p, b):
     return jnp.mean(all_of_them**2) + masked(hidden[:, 0], b)
 
 
-@loss
+@another
 def scan_over_layers_in_checkpoints(p, b):
     body = jax.checkpoint(lambda h, w: (layer(h, w), None), policy=jax.checkpoint_policies.dots_saveable)
     hidden, _ = jax.lax.scan(body, p["table"][b["t"]].reshape(-1, 4), p["layers"])
     return jnp.mean(jnp.reshape(hidden**2, (-1, 6, 4)).mean((1, 2)) * b["mask"])
 
 
-@loss
+@another
 def checkpoint_that_normalises(p, b):
     @jax.checkpoint
     def block(p, x):
@@ -309,7 +309,7 @@ def map_over_blocks_of_rows_with_a_rest(p, b):
     return jnp.mean(jax.lax.map(lambda x: jnp.tanh(x @ p["w"]).sum(), b["x"], batch_size=5) ** 2)
 
 
-@loss
+@another
 def scan_over_rows_that_carries(p, b):
     def body(carry, x):
         carry = jnp.tanh(carry + x @ p["w"])
@@ -346,7 +346,7 @@ def while_that_nobody_differentiates(p, b):
     return masked(jnp.sum(found * dense(p, b), 1), b)
 
 
-@loss
+@another
 def while_that_rows_end(p, b):
     start = jax.lax.stop_gradient(dense(p, b))
     found = jax.lax.while_loop(lambda h: jnp.sum(jnp.abs(h)) > 0.1, lambda h: h / 2, start)
@@ -373,7 +373,7 @@ def switch_with_a_scalar(p, b):
     return masked(jnp.sum(jax.lax.switch(index, branches, dense(p, b)), 1), b)
 
 
-@loss
+@another
 def cond_that_takes_rows_together(p, b):
     hidden = dense(p, b)
     return jnp.mean(jax.lax.cond(jnp.mean(hidden) > 0, lambda h: h - jnp.mean(h, 0)[None], lambda h: h**2, hidden) ** 2)
@@ -385,7 +385,7 @@ def cond_of_each_row(p, b):
     return masked(jnp.sum(jax.vmap(rule)(dense(p, b), b["y"]), 1), b)
 
 
-@loss
+@another
 def functions_that_are_jitted(p, b):
     inner = jax.jit(lambda h: jnp.tanh(h - jnp.mean(h)))
     return masked(jnp.sum(jax.jit(lambda h: inner(h @ p["w"]))(dense(p, b)), 1), b)
@@ -408,7 +408,7 @@ def rows_merged_with_tokens(p, b):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None] % 5, axis=1))
 
 
-@loss
+@another
 def tokens_first_merged_with_rows(p, b):
     tokens = b["t"].T.reshape(-1)
     hidden = jnp.tanh(p["table"][tokens] @ p["w"]).reshape(6, -1, 4)
@@ -431,7 +431,7 @@ def rows_in_groups_inside_a_checkpoint(p, b):
     return jnp.mean(grouped(dense(p, b)) ** 2)
 
 
-@loss
+@another
 def rows_in_groups_inside_a_scan(p, b):
     def body(h, w):
         h = jnp.tanh(h @ w["w"]).reshape(-1, 4, 4)
@@ -440,7 +440,7 @@ def rows_in_groups_inside_a_scan(p, b):
     return masked(jnp.sum(jax.lax.scan(body, b["x"], p["layers"])[0], 1), b)
 
 
-@loss
+@another
 def shifted_rows(p, b):
     value = dense(p, b)[:, 0]
     return jnp.mean((value[1:] - value[:-1]) ** 2)
@@ -452,7 +452,7 @@ def reversed_rows(p, b):
     return jnp.mean(value * value[::-1])
 
 
-@loss
+@another
 def some_of_the_rows(p, b):
     value = dense(p, b)
     return jnp.mean(value[: len(value) // 2] ** 2) + jnp.mean(value[::4]) + value[0, 0] + value[-1, 1]
@@ -465,7 +465,7 @@ def added_to_the_first_half(p, b):
     return jnp.mean(value.at[: len(half)].add(half) ** 2)
 
 
-@loss
+@another
 def starts_that_depend_on_the_rows(p, b):
     wide = jnp.tanh(b["x"] @ jnp.tile(p["w"], (1, 12)))
     start = 2 * len(b["x"]) // 3
@@ -543,7 +543,7 @@ def normalised_advantages(p, b):
     return jnp.mean(advantage * log_likelihood(p, b, dense(p, b)))
 
 
-@loss
+@another
 def counts_that_the_model_decides(p, b):
     error = -log_likelihood(p, b, dense(p, b))
     return jnp.sum(error * (error > 1)) / jnp.maximum(jnp.sum(error > 1), 1)
@@ -556,7 +556,7 @@ def two_terms_and_weight_decay(p, b):
     return masked(jnp.sum(hidden, 1), b) + 0.1 * jnp.mean(hidden**2) + 1e-3 * decay
 
 
-@loss
+@another
 def nothing_but_parameters(p, b):
     return jnp.sum(p["w"] ** 2)
 
@@ -576,14 +576,14 @@ def flags_over_rows(p, b):
     return jnp.sum(jnp.mean(hidden, 0) * flags) + jnp.mean(hidden)
 
 
-@loss
+@another
 def bits_over_rows(p, b):
     bits = jax.lax.reduce(b["label"] + 8, np.int32(-1), jax.lax.bitwise_and, (0,))
     bits += jax.lax.reduce(b["label"], np.int32(0), jax.lax.bitwise_or, (0,))
     return jnp.mean(dense(p, b)) * bits
 
 
-@loss
+@another
 def bits_of_the_model_over_rows(p, b):
     hidden = dense(p, b)
     labels = jnp.argmax(hidden, 1).astype(jnp.int32)
@@ -604,7 +604,7 @@ def complex_numbers(p, b):
     )
 
 
-@loss
+@another
 def small_integers_over_rows(p, b):
     hidden = dense(p, b)
     count = jnp.sum((hidden > 0).astype(jnp.uint8) * jnp.uint8(30), axis=0, dtype=jnp.uint8)

@@ -80,7 +80,7 @@ def test_a_factor_is_found_in_what_decides_it(name):
         assert [cause.kind for cause in report.causes] == [kind], str(report)
 
 
-@pytest.mark.parametrize("name", ["SM3", "RMSProp", "Adafactor", "a warm-up from 0"])
+@pytest.mark.parametrize("name", sweep(["SM3", "RMSProp", "Adafactor", "a warm-up from 0"], but=["SM3"]))
 def test_another_rate_is_none_of_the_gradient(name):
     """Second moments are right, where no first ones tell."""
     report = verify_step(loop(OPTIMIZERS[name](), rate=1.6), BATCH, uneven=False)

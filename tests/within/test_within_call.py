@@ -11,6 +11,7 @@ import pytest
 
 import optax_accum
 from tests import problems, programs
+from tests.tiers import sweep
 from tests.versions import in_places, needs_references, since
 
 START, BATCH = problems.params(), problems.rows(12)
@@ -317,7 +318,10 @@ def balance(a, b, params):
 
 @pytest.mark.parametrize(
     ("loss", "cut"),
-    [(info_nce, {"num_microbatches": 7}), (ranking, {"microbatch_size": 4}), (balance, {"microbatch_size": 4})],
+    [
+        (info_nce, {"num_microbatches": 7}),
+        *sweep([(ranking, {"microbatch_size": 4}), (balance, {"microbatch_size": 4})]),
+    ],
 )
 def test_losses_that_couple_examples_have_the_gradient_of_the_batch(loss, cut):
     params, x, y = towers()
