@@ -1,5 +1,6 @@
 """How much a call of a train step counts if nobody says it: what its loss divides by, read off the trace."""
 
+import itertools
 import linecache
 
 import jax
@@ -90,6 +91,8 @@ def batches(sizes, place):
 
 STEPS = {"Linen": linen, "NNX": of_nnx}
 each = pytest.mark.parametrize("trained", STEPS.values(), ids=STEPS)
+OVER_DEVICES = list(itertools.product(STEPS, [False, True], ["Auto", "Explicit"]))
+IN_EACH_RUN = [("NNX", False, "Auto"), ("Linen", True, "Auto")]
 
 
 def window(reduction="mean", every=3, **options):
@@ -111,16 +114,14 @@ def test_it_is_what_the_loss_divides_by(trained, tx):
 
 
 @needs_devices
-@each
-@pytest.mark.parametrize("kind", sweep(["Auto", "Explicit"], but=["Auto"]))
-@pytest.mark.parametrize("deferred", [False, True])
-def test_each_device_reads_the_loss_of_its_rows(trained, kind, deferred):
+@pytest.mark.parametrize(("step", "deferred", "kind"), sweep(OVER_DEVICES, but=IN_EACH_RUN))
+def test_each_device_reads_the_loss_of_its_rows(step, kind, deferred):
     """Once per call, with the gradient; or in partial sums, whose micro-batches are weighed by it, too."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),), devices=jax.devices()[:2])
     place = lambda rows: jax.device_put(rows, NamedSharding(mesh, P("data")))
     tx, options = (window(every=2, devices="data"), {}) if deferred else (window(every=2), {"devices": "data"})
     with jax.set_mesh(mesh):
-        assert_whole(trained(masked, tx, (4, 8), place, num_microbatches=2, **options), masked)
+        assert_whole(STEPS[step](masked, tx, (4, 8), place, num_microbatches=2, **options), masked)
 
 
 @each

@@ -82,6 +82,7 @@ def table_rows(text):
     return {name: list(map(float, columns)) for name, *columns in re.findall(pattern, text, re.MULTILINE)}
 
 
+@pytest.mark.sweep
 def test_it_prints_a_table_and_draws_a_picture(small):
     assert small.code == 0
     rows = table_rows(small.out)
@@ -99,6 +100,7 @@ def test_it_prints_a_table_and_draws_a_picture(small):
     assert all(f"{package.__name__} {package.__version__}" in small.drawn for package in (jax, optax))
 
 
+@pytest.mark.sweep
 def test_a_phone_shows_the_words_of_the_picture(small):
     """At 390 pixels, of which margins take 50, they are 7 pixels high at least, and the versions beneath 6."""
     width, height = png_size(small.picture)
@@ -118,6 +120,7 @@ def test_the_text_is_padded_and_a_loader_sorts_it(shrunk):
     assert not set(map(bytes, train)) >= set(map(bytes, held_out))
 
 
+@pytest.mark.sweep
 def test_the_ways_train_and_only_ours_as_the_whole_batch(small):
     whole, *others = small.ways
     assert whole.losses[-1] < whole.losses[0] - 0.01
@@ -128,6 +131,7 @@ def test_the_ways_train_and_only_ours_as_the_whole_batch(small):
     assert [len(way.losses) for way in small.ways] == [3] * 5  # before updates 1 and 3, and at the end
 
 
+@pytest.mark.sweep
 def test_the_accumulator_of_each_way_is_counted(small):
     whole, within, accumulated, scanned, multi_steps = small.ways
     parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(whole.params)) / 1e6
@@ -179,6 +183,7 @@ def test_it_runs_as_a_module():
     assert "--every must divide --batch-size 32: 7. Try --every 8." in done.stderr
 
 
+@pytest.mark.sweep
 def test_the_explanation_says_that_a_training_diverged(small):
     assert "mean over tokens" in demo._explanation(small.ways)
     diverged = dataclasses.replace(small.ways[0], losses=[5.0, math.nan])

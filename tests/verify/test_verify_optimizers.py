@@ -87,7 +87,10 @@ def test_another_rate_is_none_of_the_gradient(name):
     assert [cause.kind for cause in report.causes] == ["optimizer at each micro-step"], str(report)
 
 
-@pytest.mark.parametrize("name", ["a warm-up from 0", "a warm-up from 0 without moments", "masked"])
+@pytest.mark.parametrize(
+    "name",
+    sweep(["a warm-up from 0", "a warm-up from 0 without moments", "masked"], but=["a warm-up from 0 without moments"]),
+)
 def test_a_sum_that_stays_is_found_after_an_update_of_nothing(name):
     """At a rate of 0 the first window changes no parameter, and its sum is in the second."""
     report = verify_step(loop(OPTIMIZERS[name](), kept=True), BATCH, uneven=False)
