@@ -1,7 +1,7 @@
 """What the sum of a window is divided by: a table of two rows, mean and sum."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optax_accum._arguments import checks
 from optax_accum._core import arithmetic
@@ -15,17 +15,17 @@ class Divisor(NamedTuple):
       is_mean: whether it is the sum of the weights, of which each device has its part.
       divides: `weight -> flag`: whether a window of this weight makes an update.
       factor: `weight -> number`: what the sum is multiplied by.
-      unweighed: `rows -> weight`: that of a micro-batch to which nobody gave one.
+      unweighed: `rows -> weight`: that of a micro-batch to which nobody gave one; for rows, what its loss divides by.
     """
 
     is_mean: bool
     divides: Callable[[Weight], Flag]
     factor: Callable[[Weight], Weight]
-    unweighed: Callable[[int], Weight]
+    unweighed: Callable[[Any], Weight]
 
 
 TABLE = {
-    "mean": Divisor(True, arithmetic.divides, arithmetic.reciprocal, lambda rows: float(rows)),
+    "mean": Divisor(True, arithmetic.divides, arithmetic.reciprocal, lambda rows: rows * 1.0),
     "sum": Divisor(False, lambda weight: weight != 0, lambda weight: 1.0, lambda rows: 1.0),
 }
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,13 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.signature import signature_of
 from optax_accum._core import flags, tracing
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_inexact
-from optax_accum._core.state import AccumulationState, check_no_other_window, micro_step_of
+from optax_accum._core.state import (
+    AccumulationState,
+    check_no_other_window,
+    holds_sum,
+    micro_step_of,
+    states_in,
+)
 from optax_accum._core.types import Flag, Tree
 from optax_accum._loss import inside
 from optax_accum._space.here import here
@@ -34,6 +40,7 @@ class Keywords(NamedTuple):
     weight: Any
     flush: Any
     extra_args: Mapping[str, Any]
+    rows: jax.Array | None = None  # how much the micro-batch counts in a mean, if its loss was read
 
     @property
     def names(self) -> set[str]:
@@ -49,6 +56,7 @@ class Step:
     roles: Roles
     inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
     mean_args: Iterable[str]  # the keyword arguments that are averaged over a window
+    reads: Callable[[Call], jax.Array | None] | None  # for windows inside of it: how much a micro-batch counts
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies what comes out."""
@@ -57,6 +65,7 @@ class Step:
         params = jax.tree.map(jnp.asarray, params)
         call, keywords = self._bound((params, *args), keywords)
         self._check(call, weighted=keywords.weight is not None or self.loss.weight_fn is not None)
+        keywords = self._read(keywords, call, state, params)
         space = self.space(state, call)
         self._check_read(keywords.extra_args, state, params)
         if keywords.weight is not None:
@@ -93,6 +102,8 @@ class Step:
         named = keywords.weight is not None or self.loss.weight_fn or isinstance(done.weight, jax.Array)
         check_no_other_window(state, "value_and_apply_gradients")
         counted = {"weight": done.weight} if named else {"rows": int(done.weight)}
+        if keywords.rows is not None:
+            counted = {"rows": keywords.rows}
         extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
         return apply_gradients(self.inner, done.grads, state, params, **extra_args)
 
@@ -109,6 +120,14 @@ class Step:
         call = self.roles.bind(args, {name: arg for name, arg in keywords.extra_args.items() if name in of_fun})
         rest = {name: arg for name, arg in keywords.extra_args.items() if name not in of_fun}
         return call, keywords._replace(extra_args=rest)
+
+    def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
+        """Adds how much the micro-batch counts, as its loss tells, if a window inside the optimizer takes a mean."""
+        said = keywords.weight is not None or self.loss.weight_fn is not None
+        if self.reads is None or said or not call.batch or not any(map(holds_sum, states_in(state))):
+            return keywords
+        takes_a_sum = unread(self.inner, ["rows"], (params, state, params), {"rows": jnp.ones([])})
+        return keywords if takes_a_sum else keywords._replace(rows=self.reads(call))
 
     @property
     def _of_inner(self) -> set[str]:

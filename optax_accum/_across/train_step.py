@@ -59,7 +59,8 @@ def value_and_apply_gradients(
         as `batch["mask"].sum()`. By default what the traced loss divides
         by: a sum over a mask, or the number of rows, and rows with a
         warning where nothing shows that this is right; 1 if `tx` takes a
-        sum. `weight=` in a call replaces it.
+        sum. `weight=` in a call replaces it. (A window inside a chain is
+        told the same.)
       weight_of: `weight_of(value, aux)`, for a weight that `fun` computes
         (`aux` is None without `has_aux`): losses times weights are added,
         and divided by the sum of weights, as with a `Ratio`.
@@ -171,9 +172,9 @@ def value_and_apply_gradients(
     )
     if rules is None:
         optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "flush")
-        micro_step = Step(loss, roles, optimizer, mean_args=("value",))
+        micro_step = Step(loss, roles, optimizer, mean_args=("value",), reads=_reading(fun, roles, has_aux))
     else:
-        micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, rules)
+        micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, reads=None, rules=rules)
 
     @functools.wraps(fun)
     def step(

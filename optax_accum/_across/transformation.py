@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
+import jax
 import optax
 
 from optax_accum._across import outcomes, policy
@@ -269,7 +270,7 @@ def update(
     params: Tree | None = None,
     *,
     weight: Any = None,
-    rows: int | None = None,
+    rows: int | jax.Array | None = None,
     flush: Any = None,
     **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
@@ -277,7 +278,8 @@ def update(
     check_arrays("Gradients", grads, NOT_GRADIENTS)
     space = here(rules.devices)
     grads = space.grads(grads, getattr(state, "acc_grads", ()), params)
-    rows = checks.as_positive("rows", rows) or 1
+    if not isinstance(rows, jax.Array):  # what a loss divides by
+        rows = checks.as_positive("rows", rows) or 1
     weight = rules.divisor.unweighed(rows) if weight is None else weight
     batch = MicroBatch(grads, weighed(rules, space, weight, state), flush, extra_args)
     return micro_step(rules, space, batch, state, params, outcome(space, params))

@@ -75,6 +75,16 @@ def test_it_is_what_the_loss_divides_by(loss):
     np.testing.assert_allclose(trained(loss), W - jax.grad(loss)(W, BATCH), rtol=1e-5)
 
 
+@pytest.mark.quick
+def test_a_window_inside_a_chain_is_told_too():
+    """A mean; a sum takes losses as they are."""
+    inside = lambda **how: optax.chain(optax.identity(), optax_accum.accumulate_gradients(optax.sgd(1.0), 3, **how))
+    np.testing.assert_allclose(trained(masked, tx=inside()), W - jax.grad(masked)(W, BATCH), rtol=1e-5)
+    np.testing.assert_allclose(trained(total, tx=inside(reduction="sum")), W - jax.grad(total)(W, BATCH), rtol=1e-5)
+    with pytest.raises(ValueError, match="each row takes a mean over rows"):
+        trained(normalised, tx=inside())
+
+
 @pytest.mark.sweep
 @needs_devices
 def test_each_device_weighs_its_own_rows():
