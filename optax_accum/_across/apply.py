@@ -8,7 +8,7 @@ import optax
 
 from optax_accum._across import outcomes
 from optax_accum._across.transformation import rules_of, update
-from optax_accum._arguments import callables
+from optax_accum._arguments import callables, checks
 from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
 from optax_accum._core.state import check_no_other_window
 from optax_accum._core.types import Tree
@@ -48,6 +48,7 @@ def apply_gradients(
       compiler copies them.
 
     Raises:
+      TypeError: `params` is a module of NNX.
       ValueError: `params` is None. Otherwise as `accumulate_gradients`.
 
     Guarantees:
@@ -85,6 +86,7 @@ def apply_gradients(
     if params is None:
         raise ValueError("apply_gradients returns new parameters and needs the old ones: params=None. Pass params.")
     callables.as_optimizer(tx)
+    checks.check_no_module([params], checks.MODULES_ACROSS_CALLS)
     check_arrays("Gradients", grads, NOT_GRADIENTS)
     check_arrays("Parameters", params, NOT_ARRAYS)
     if rules := rules_of(tx):

@@ -60,7 +60,7 @@ class Step:
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies what comes out."""
-        checks.check_no_module([params])
+        checks.check_no_module([params], checks.MODULES_ACROSS_CALLS)
         check_arrays("Parameters", params, NOT_ARRAYS)
         params = jax.tree.map(jnp.asarray, params)
         call, keywords = self._bound((params, *args), keywords)

@@ -111,6 +111,10 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "")
 
 
 _OF_MODULES = "For the gradient use optax_accum.flax.nnx.value_and_grad; to check a train step, verify_step."
+MODULES_ACROSS_CALLS = (
+    "Across calls use optax_accum.flax.nnx.Optimizer, whose update(model, grads, weight=...) is a micro-step, or "
+    "optax_accum.flax.nnx.train_step."
+)
 
 
 def check_no_module(args: Iterable[Any], remedy: str = _OF_MODULES) -> None:
