@@ -30,6 +30,11 @@ WHY = {  # a target was missed, by the beginning of its name
         "added. Small programs notice this, and layers that a Python loop takes out of stacked parameters: their "
         "slices are added one by one. Turns differ by 5 to 20 %"
     ),
+    "`value_and_grad` / the whole batch": (
+        "with BatchNorm it computes the whole batch's gradient, level by level, and keeps what crosses; the U-Net's "
+        "last levels have few channels, whose convolutions on eight rows take as long by hand"
+    ),
+    "`value_and_grad` / by hand, without a loop": "by hand BatchNorm sees one micro-batch: another gradient",
     "in place, temporary memory": (
         "layers one by one that are cast before: XLA casts all of them once, outside the loop over micro-batches, and "
         "keeps the casts; the same added after, or by hand. Layers in a scan meet it"

@@ -544,3 +544,24 @@ def test_a_place_of_sums_that_there_is_not():
         optax_accum.Devices("data", to="partail")
     with pytest.raises(ValueError, match="The sum must go somewhere here"):
         optax_accum.accumulate_gradients(optax.sgd(1.0), 2, devices=optax_accum.Devices("data", to="partial"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("first", "is_whole"), [("gradients", True), ("critic", False)])
+def test_two_optimizers_are_updated_together_if_both_gradients_come_first(first, is_whole):
+    """As docs/recipes.md says of GANs; if one is applied first, the last micro-batch alone sees it."""
+    rows = np.random.default_rng(0).normal(size=(8, 3)).astype("f")
+    critic_loss = lambda c, m, x: jnp.mean((x @ c - 1) ** 2 + (x @ m @ c) ** 2)
+    maker_loss = lambda m, c, x: jnp.mean((x @ m @ c - 1) ** 2)
+    critic, maker = start = jnp.ones(3), jnp.eye(3)
+    tx = optax_accum.accumulate_gradients(optax.sgd(0.1), every=4)
+    of_critic, of_maker = map(tx.init, start)
+    for x in np.split(rows, 4):
+        to_critic, to_maker = jax.grad(critic_loss)(critic, maker, x), jax.grad(maker_loss)(maker, critic, x)
+        critic, of_critic = optax_accum.apply_gradients(tx, to_critic, of_critic, critic)
+        if first == "critic":
+            to_maker = jax.grad(maker_loss)(maker, critic, x)
+        maker, of_maker = optax_accum.apply_gradients(tx, to_maker, of_maker, maker)
+    whole = start[1] - 0.1 * jax.grad(maker_loss)(start[1], start[0], rows)
+    np.testing.assert_allclose(critic, start[0] - 0.1 * jax.grad(critic_loss)(*start, rows), rtol=1e-5)
+    assert np.allclose(maker, whole, atol=1e-6) == is_whole
