@@ -46,7 +46,7 @@ _ABOUT = "Prints the public names, and versions, devices and options for a bug r
 
 
 def _names() -> str:
-    """Returns every public name with the first sentence about it; those of a module are indented."""
+    """Returns every public name with the first sentence about it; names in a module are indented."""
 
     def about(value: Any) -> Any:
         return (inspect.getdoc(value) or "").split("\n")[0]

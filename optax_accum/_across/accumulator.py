@@ -26,7 +26,7 @@ class Accumulator:
         return arithmetic.add(self.on_device(state), grads, weight, first, skip)
 
     def weight(self, state: AccumulationState, weight: Weight) -> Weight:
-        """Returns the weight of the window with that of a micro-batch in it."""
+        """Returns the weight of the window with this micro-batch in it."""
         return state.weight + weight
 
     def with_sum(self, state: AccumulationState, total: Tree) -> AccumulationState:

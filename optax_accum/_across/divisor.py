@@ -15,7 +15,7 @@ class Divisor(NamedTuple):
       is_mean: whether it is the sum of the weights, of which each device has its part.
       divides: `weight -> flag`: whether a window of this weight makes an update.
       factor: `weight -> number`: what the sum is multiplied by.
-      unweighed: `rows -> weight`: that of a micro-batch to which nobody gave one; for rows, what its loss divides by.
+      unweighed: `rows -> weight` of a micro-batch to which nobody gave one; `rows` may be what its loss divides by.
     """
 
     is_mean: bool

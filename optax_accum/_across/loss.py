@@ -138,8 +138,8 @@ class Loss:
     ) -> Inside | None:
         """Returns how the gradient is added to the accumulator inside the backward pass, if it is.
 
-        Where a weight in the cotangent could matter, it is multiplied in where gradients arise: that of a Ratio is
-        not known by then. It could where devices run `together`, too: a weight of 0 is to leave out a NaN.
+        Where a weight in the cotangent could matter, it is multiplied in where gradients arise. The weight of a Ratio
+        is not known by then. It could where devices run `together`, too: a weight of 0 is to leave out a NaN.
         """
         squares = self.meter.no_squares(params)
         bent = equations.is_short(program.jaxpr) or equations.has_rule(program.jaxpr)  # in the cotangent it may matter

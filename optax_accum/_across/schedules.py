@@ -19,8 +19,8 @@ class Schedule(NamedTuple):
 
     Attributes:
       due: `(state, weight, counts, flush) -> flag`, whether the micro-step that the state has just counted closes its
-        window. `weight()` is that of the window, on all devices; `counts` says whether it was a micro-step, and not
-        left out; `flush` what the caller said, or None.
+        window. `weight()` is the weight of the window, on all devices; `counts` says whether it was a micro-step,
+        and not left out; `flush` what the caller said, or None.
       holds: whether a gradient is ever kept from one micro-step to the next.
       needs: fields of the state that it reads, which a meter fills.
       text: what `every` was, for a message.

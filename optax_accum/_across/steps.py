@@ -90,7 +90,7 @@ class Step:
         return Space()
 
     def weighed(self, space: Space, weight: Any, state: Tree) -> Any:
-        """Takes a weight through the door of the space."""
+        """Converts a weight for this space."""
         return weight
 
     def why_not_in_place(self, state: Tree) -> str | None:

@@ -274,7 +274,7 @@ def update(
     flush: Any = None,
     **extra_args: Any,
 ) -> tuple[Tree, AccumulationState]:
-    """Takes a gradient, and what else a micro-step is given, through the door of the space, and does the step."""
+    """Makes a micro-step: converts gradient and weight for the space here, and adds them to the window."""
     check_arrays("Gradients", grads, NOT_GRADIENTS)
     space = here(rules.devices)
     grads = space.grads(grads, getattr(state, "acc_grads", ()), params)

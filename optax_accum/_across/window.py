@@ -72,7 +72,7 @@ class Window(NamedTuple):
 
 
 def weighed(rules: WindowRules, space: Space, weight: Any, state: AccumulationState) -> Weight:
-    """Takes a weight through the door: a share of it for each device where a mean is taken."""
+    """Converts `weight` for this space; a mean spreads it over the devices."""
     check_state(state)
     return space.weight(weight, state.weight, spread=rules.divisor.is_mean)
 
@@ -148,7 +148,7 @@ def _add_arg(name: str, old: WeightedSum, extra_args: Mapping[str, Any], weight:
 
 @jax.named_scope("optax_accum.add")
 def judged(rules: WindowRules, space: Space, batch: MicroBatch, before: AccumulationState, window: Window) -> Closing:
-    """Returns what becomes of a window that closes: can its sum be divided, and does its policy accept it."""
+    """Returns whether a window that closes makes an update: can its sum be divided, and does its policy accept it."""
     divides = rules.divisor.divides(space.total(window.weight))
     emits = divides & rules.policy.accepts(space, window.total, window.weight)
     brings = True
@@ -171,7 +171,7 @@ def close(
 ) -> tuple[Tree, dict[str, Any]]:
     """Reduces the window, once, and calls the inner optimizer with its mean, or sum.
 
-    Returns what comes of the updates, and the fields of the state that change when a window emits.
+    Returns the result of the updates, and the fields of the state that change when a window emits.
     """
     state = window.state
     weight = space.total(window.weight)
@@ -224,7 +224,7 @@ def check_state(state: Any) -> None:
 
 
 def checked(rules: WindowRules, space: Space, batch: MicroBatch, state: AccumulationState, params: Tree | None) -> Tree:
-    """Raises for what does not fit the state; returns leaves of the shapes and dtypes of the gradient of the whole."""
+    """Checks the micro-batch against the state; returns stand-ins with the whole gradient's shapes and dtypes."""
     if batch.added is None:
         accumulator_of(state).check(rules.schedule, state, batch.grads)
     for name in (name for name in rules.meter.fields if not getattr(state, name)):

@@ -43,7 +43,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def ignoring(tx: Any, *names: str) -> Any:
-    """Returns an optimizer that ignores those of these keyword arguments that it does not take."""
+    """Returns an optimizer that ignores these keyword arguments, if it does not take them."""
     takes = signature_of(tx.update).takes
     ignored = [name for name in names if not takes(name)]
     if not ignored or not isinstance(tx, optax.GradientTransformationExtraArgs):
@@ -99,7 +99,7 @@ _NUMBERS = ("every", "num_microbatches", "gradient_accumulation_steps", "accumul
 
 
 def renamed(number: str, **names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuses keywords of another library, and says what is written here instead: `number` for that of micro-steps."""
+    """Refuses keywords of another library, and names ours: `number` for the number of micro-steps."""
     names = {name: f"Pass it as {number}=." for name in _NUMBERS if name != number} | names
 
     def decorate(fun: Callable[P, R]) -> Callable[P, R]:

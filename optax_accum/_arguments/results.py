@@ -74,7 +74,7 @@ def check_rows(outputs: Any, size: int) -> None:
 
 
 def check_rest(outputs: Any, rest: Any, size: int, rows: int) -> None:
-    """Raises unless the outputs of the remainder join those of the full micro-batches, all in one [n, ...]."""
+    """Raises unless the outputs of the remainder and of the full micro-batches fit together in one [n, ...]."""
     for (path, leaf), last in zip(by_path(outputs, "the output"), jax.tree.leaves(rest), strict=True):
         if jnp.shape(last) != (rows, *leaf.shape[1:]):
             raise ValueError(

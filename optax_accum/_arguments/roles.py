@@ -13,7 +13,7 @@ from optax_accum._core import dtypes
 from optax_accum._core.leaves import by_path, check_arrays, is_key, short
 from optax_accum._core.types import Name, Tree
 
-Names = dict[str, tuple[Name, ...]]  # those of the arguments in each role
+Names = dict[str, tuple[Name, ...]]  # the arguments in each role
 
 
 class Roles:
@@ -33,7 +33,7 @@ class Roles:
     ):
         """Takes the roles as users name them, each argument in one at most.
 
-        Where `fun` need not have parameters, those of `argnums` are what is there and has no other role.
+        Where `fun` need not have parameters, `argnums` means the arguments that are there and have no other role.
         """
         self.signature, self._needs_params = signature.signature_of(fun), needs_params
         self.named: Names = {

@@ -64,7 +64,7 @@ def add(acc: Tree | None, grads: Tree, weight: Weight, first: Flag, skip: Flag =
 
 
 def divided(acc: Tree, grads: Tree, factor: Weight, dtype: jnp.dtype | str | None) -> Tree:
-    """Returns `acc * factor` in the dtype named, the accumulator's by default, or in that of the gradients.
+    """Returns `acc * factor` in the dtype named, the accumulator's by default, or in the gradients' own.
 
     A mean is a product with one reciprocal: dividing each leaf by a traced scalar would not fuse into the optimizer.
     """

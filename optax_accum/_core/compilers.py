@@ -168,7 +168,7 @@ _ready_together.defjvp(_moves_together, symbolic_zeros=True)
 
 
 def is_sharded(leaf: Any) -> bool:
-    """Returns whether the type of an array tells that it is sharded, as that of one on Explicit axes does."""
+    """Returns whether the type of an array tells that it is sharded, as on Explicit axes."""
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     return any(getattr(sharding, "spec", ()))
 

@@ -25,7 +25,7 @@ PLAIN = jax.lax.conv_general_dilated_p
 def fast_in_loops(fun: Callable[..., Any], equations: Iterable[Any]) -> Callable[..., Any]:
     """Returns a function for a loop or a branch with fast convolutions on a CPU.
 
-    `equations` are those of a trace of `fun`: without a convolution among them, `fun` stays as it is.
+    `equations` come from a trace of `fun`: without a convolution among them, `fun` stays as it is.
     """
     if not tracing.is_staged() or jax.default_backend() != "cpu":
         return fun

@@ -26,7 +26,7 @@ def named_dtypes(dtype: Tree, params: Tree) -> Tree:
 
 
 def as_gradients(grads: Tree, params: Tree, dtype: Tree) -> Tree:
-    """Returns sums in the dtypes that were named for gradients, else in those of the parameters."""
+    """Returns sums in the dtypes that were named for gradients, else in the parameters' dtypes."""
 
     def cast(grad: Any, param: Any, named: Any) -> Any:
         if is_float0(grad) or named is not None:

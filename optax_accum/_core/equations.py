@@ -25,7 +25,7 @@ def all_equations(program: Any) -> Iterator[Any]:
 
 
 def every_equation(equation: Any) -> Iterator[Any]:
-    """Yields an equation, and those of all programs inside it."""
+    """Yields an equation, and all equations of the programs inside it."""
     yield equation
     for inner in inner_programs(equation):
         yield from all_equations(inner)

@@ -72,7 +72,7 @@ def forwarding(program: Any, ins: Sequence[Any], outs: Sequence[Any], may_donate
 
 
 def _ranges(trees: Iterable[Any]) -> list[range]:
-    """Returns the numbers of the leaves of each tree, where those of all trees are counted."""
+    """Returns the numbers of the leaves of each tree, counted through all trees."""
     ends = [0, *itertools.accumulate(tree.num_leaves for tree in trees)]
     return list(itertools.starmap(range, itertools.pairwise(ends)))
 

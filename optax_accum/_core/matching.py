@@ -26,7 +26,7 @@ def check_params(params: Tree, grads: Tree) -> None:
 
 
 def check_mean_arg(name: str, value: Tree, total: Tree, devices: int) -> None:
-    """Raises unless a mean argument is a tree like its sum, or with 1 as `devices` like that of one device."""
+    """Raises unless a mean argument is a tree like its sum, or with 1 as `devices` like one device's sum."""
     remedy = (
         f"Pass a tree like the example in mean_args[{name!r}], or between two windows begin with another: "
         "state._replace(mean_args=tx.init(params).mean_args)."

@@ -96,7 +96,7 @@ def holds_sum(state: AccumulationState) -> bool:
 
 
 def holds_partial_sums(state: AccumulationState) -> bool:
-    """Returns whether the sums are those of each of several devices, not yet added."""
+    """Returns whether each of several devices has a sum of its own, not yet added."""
     return bool(state.weight.ndim)
 
 

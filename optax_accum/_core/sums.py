@@ -12,7 +12,7 @@ from optax_accum._core.types import Tree
 class WeightedSum(NamedTuple):
     """`sum(w x)` and `sum(w)` over the window.
 
-    While `mini_step` is 0 they are those of the window before, which the next micro-step overwrites.
+    While `mini_step` is 0 they still hold the last window, which the next micro-step overwrites.
     """
 
     total: Tree

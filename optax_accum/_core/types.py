@@ -9,4 +9,4 @@ Weight = float | jax.Array  # a Python float is known when tracing, an array whe
 Flag = bool | jax.Array  # so is a Python bool
 Index = int | jax.Array  # of a micro-batch; the remainder is the last
 Name = int | str  # of an argument: its position, or the name of its parameter
-Axes = tuple[str, ...]  # names of those of a mesh
+Axes = tuple[str, ...]  # names of mesh axes

@@ -91,7 +91,7 @@ def add_to(
 
     What weighs nothing is not run, for its loss is often 0 / 0: what else it returns is zeros. Where devices run
     `together` it is run, and left out, by the weight as a factor of `inside`. A weight that only the loss tells is no
-    such factor: a second accumulator then has the sum without it. `vary` is that of the device.
+    such factor: a second accumulator then has the sum without it. `vary` is `device.vary`.
     """
 
     def begun() -> Tree:

@@ -85,7 +85,7 @@ def _used_if_twice(values: Sequence[Any]) -> list[Any]:
 def _shared(value: Any) -> tuple[Any, Any]:
     """Returns the constants of a scan, each with the dtype that its body casts it to, if any.
 
-    If the gradient is wanted at once, JAX adds up those of the turns: in the dtype of the sink.
+    If the whole gradient is needed at once, JAX adds the iterations' gradients: cast up first, to the sink's dtype.
     """
     if not (isinstance(value, Lent) and value.at_once):
         return value, None
@@ -130,7 +130,7 @@ def _cond(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _cast(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """A cast down is followed: the gradient of what is cast, cast up, is that of the parameter."""
+    """A cast down is followed: the parameter's gradient is the cast value's, cast up."""
     if not is_cast_down(equation):
         return _end(equation, values)
     (value,) = values

@@ -57,7 +57,7 @@ class Meter:
         return []
 
     def by_group(self, squares: Tree) -> Any:
-        """Returns the squares of groups, from those of leaves."""
+        """Returns the squares of groups, from the squares of leaves."""
         return ()
 
     def squares(self, grads: Tree, like: jax.Array) -> Any:

@@ -28,7 +28,7 @@ class Statistics(NamedTuple):
 class Samples(NamedTuple):
     """Sums over the window, of each device its own: a gradient with a weight other than 0 is a sample.
 
-    While `mini_step` is 0 they are those of the window before, which the next micro-step overwrites.
+    While `mini_step` is 0 they still hold the last window, which the next micro-step overwrites.
     """
 
     squares: ByGroup  # sum(w |g|^2)
@@ -60,7 +60,7 @@ def of_window(samples: Samples, squares: ByGroup, weight: jax.Array, steps: Any)
 
     References:
       S. McCandlish et al., *An empirical model of large-batch training*, arXiv:1812.06162, appendix A, has the case of
-      two sizes; weighing by `b_i` makes it that of K uneven ones.
+      two sizes; weighing by `b_i` makes it the estimate of K uneven ones.
     """
     spare = jnp.where(samples.number > 1, samples.number - 1, 1)
     noise = {name: (total - weight * squares[name]) / spare for name, total in samples.squares.items()}

@@ -80,8 +80,7 @@ class Lent:
     If it has a `total`, its gradient goes there, to the slice `at`, and the sink gets zeros.
 
     Attributes:
-      is_reference: whether JAX adds to the sink itself: that of a slice, or in a checkpoint, has a gradient which is
-        written first.
+      is_reference: whether JAX adds to the sink itself. The gradient of a slice, or in a checkpoint, is written first.
     """
 
     param: jax.Array

@@ -96,7 +96,7 @@ class ByShare(Weighing):
         return _times(loss, self.share(index))
 
     def of_output(self, loss: Any, index: Index, rows: Any) -> Any:
-        """Returns how much an output counts in the `"mean"` of outputs; `rows` are those of the micro-batch."""
+        """Returns how much an output counts in the `"mean"` of outputs; `rows` is the micro-batch's number of rows."""
         return self.share(index)
 
     def of_sample(self, loss: Any, index: Index) -> jax.Array:

@@ -99,7 +99,7 @@ def _is_free_or_local(long: Any, short: Any, rows: Rows, asks: bool) -> bool:
         return False
     view = view_of(long, short, rows, asks)
     if not view.has_rows and all(axis is None for axis in view.outs):
-        # A rule for the gradient of a parameter takes the whole of it: in a loop it would get that of each micro-batch.
+        # A rule for the gradient of a parameter takes the whole of it: in a loop it would get each micro-batch's.
         return primitives.same_numbers(view) and not (asks and view.name.startswith("custom_vjp_call"))
     if view.name in NESTED:  # a result without rows, such as a counter, takes none: all equations inside are local
         view = view._replace(outs=[axis for axis in view.outs if axis is not None])
@@ -173,7 +173,7 @@ def _moves(var: Any) -> bool:
 
 
 def forward(eqn: Any, values: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Returns the results of an equation and their tangents, those of integers as zeros."""
+    """Returns the results of an equation and their tangents; an integer's is zero."""
     fun, moving = _of_moving(eqn, values)
     outs, moved = jax.jvp(fun, moving, list(tangents))
     return outs, moved
@@ -216,7 +216,7 @@ _LINEAR = {
 
 
 def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
-    """Returns whether a derivative, computed for some rows at a time, adds up to that of all rows.
+    """Returns whether a derivative, computed for some rows at a time, adds up to the derivative of all rows.
 
     What it gives to rows goes row by row; what it gives to all others is a sum over rows.
     """

@@ -76,7 +76,7 @@ def _broadcast(view: View) -> bool:
 
 
 def _kept(view: View) -> bool:
-    """Returns whether the rows of the first operand are all of those of the result."""
+    """Returns whether the rows of the first operand are all rows of the result."""
     before, after = view.ins[0], view.outs[0]
     return before is not None and after is not None and view.shape_in(0)[before] == view.shape_out()[after]
 

@@ -63,7 +63,7 @@ class Equation:
 
     @property
     def place(self) -> Place:
-        """The line of the user's code that it comes from: inside a function of a library, that of the call."""
+        """The line of the user's code that it comes from: for a function of a library, the line of the call."""
         if self.caller is None:
             return place_of(self.long)
         own = None if calls_library(self.caller.long) else own_place(self.long)

@@ -177,7 +177,7 @@ class Reading:
         return self._failed(equation, largest.get(equation.name, f"{equation.name} of all rows"))
 
 
-_HERE: Any = None  # in place of the line of a number: that of the equation that takes it
+_HERE: Any = None  # in place of the line of a number: the equation that takes it has one
 _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient"}
 
 

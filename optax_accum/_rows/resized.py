@@ -1,6 +1,6 @@
 """An equation of a program of rows, evaluated for as many rows as its operands have.
 
-Shapes are those of fewer rows, numbers those of all: `1 / n` stays.
+Shapes have fewer rows, numbers stay the whole batch's: `1 / n`, say.
 """
 
 import functools

@@ -55,7 +55,7 @@ class View(NamedTuple):
 def axis_of(long: Any, short: Any, rows: Rows) -> Axis:
     """Returns the axis along which two types differ as the numbers of rows do: None without rows.
 
-    `COUPLED` where several axes differ, or one does not grow in proportion to the rows, as that of `v[1:]`.
+    `COUPLED` where several axes differ, or one does not grow in proportion to the rows, as in `v[1:]`.
     """
     pairs = list(zip(getattr(long, "shape", ()), getattr(short, "shape", ()), strict=True))
     differ = [axis for axis, (a, b) in enumerate(pairs) if a != b]

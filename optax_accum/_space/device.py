@@ -143,7 +143,7 @@ class Device:
         return jnp.asarray(value) / self.count if self.axes else value
 
     def with_whole_cotangent(self, value: Any) -> Any:
-        """Returns a value whose cotangent is the sum of those of all devices."""
+        """Returns a value whose cotangent is the sum over all devices."""
         return _with_cotangent(lambda ct: self.joined("sum", ct), value)
 
     def with_part_of_cotangent(self, value: Any) -> Any:
@@ -215,7 +215,7 @@ class Device:
 
         if not self._couples(program):
             return unscaled
-        # A Python number is that of the rows, of which all have as many.
+        # A Python number is the number of rows, which all devices have alike.
         return lambda weight: shared(weight) if isinstance(weight, jax.Array) else unscaled(weight)
 
     def check_loss(self, program: Any, losses: Sequence[Any]) -> None:

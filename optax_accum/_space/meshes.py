@@ -57,7 +57,7 @@ def check_no_other_map(axes: Axes) -> None:
 
 
 def partitioned_axes() -> Axes:
-    """Returns the axes here that the partitioner shards over: those of several devices that no `shard_map` is over."""
+    """Returns the axes here that the partitioner shards over: of several devices, and outside of any `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1)
 
@@ -80,7 +80,7 @@ def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
 
 
 def in_reach(*trees: Tree) -> Mesh | None:
-    """Returns the mesh on which the arrays of `trees` lie, or that of `jax.set_mesh`, if there is one."""
+    """Returns the mesh on which the arrays of `trees` lie, or `jax.set_mesh`'s, if there is one."""
     meshes = [getattr(sharding_of(leaf), "mesh", None) for leaf in jax.tree.leaves(trees)]
     meshes.append(jax.sharding.get_abstract_mesh())
     return next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
@@ -257,6 +257,6 @@ def without(entry: Any, axes: Axes) -> Any:
 
 
 def sharding_of(leaf: Any) -> Any:
-    """Returns the sharding of an array: its own, or while tracing that of its type."""
+    """Returns the sharding of an array: its own, or while tracing its type's."""
     told_by = jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
     return getattr(told_by, "sharding", None)

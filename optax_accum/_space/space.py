@@ -86,7 +86,7 @@ class Space:
         return sums
 
     def output(self, reduction: str, leaf: Any) -> Any:
-        """Combines what each device has of an output into that of the whole batch, for all devices."""
+        """Combines the devices' parts of an output into the whole batch's, for all devices."""
         return leaf
 
     def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
@@ -125,7 +125,7 @@ class Space:
         return params
 
     def gather(self, updates: Tree, params: Tree) -> Tree:
-        """Reshards `updates` from the sharding of the update to that of the parameters."""
+        """Reshards `updates` from the sharding of the update to the parameters' sharding."""
         return updates
 
     def check_params(self, params: Tree) -> None:

@@ -69,7 +69,7 @@ class Steps:
         return seen
 
     def settle(self, batches: Sequence[Tree]) -> None:
-        """Runs the same calls twice: a step that differs keeps something to itself, and each run makes it anew."""
+        """Runs the same calls twice. If results differ, the step has hidden state: each run builds it anew."""
         runs = [self.run(*([batch] for batch in (*batches, batches[0]))) for _ in range(2)]
 
         def same(a: Any, b: Any) -> Any:

@@ -204,7 +204,7 @@ class Explanations:
         return sum(map(self.size, self.names(slot))) > len(self.parts) + MORE
 
     def vector(self, change: Change, slot: str, names: list[str] | None = None) -> np.ndarray:
-        """Returns a slot's entries, or those of some of its leaves, in units of their scales."""
+        """Returns a slot's entries, or some leaves' entries, in units of their scales."""
         leaves = [change[name].reshape(-1) / self.scales[name] for name in names or self.names(slot)]
         vector = np.concatenate(leaves)
         return np.concatenate([vector.real, vector.imag]) if np.iscomplexobj(vector) else vector

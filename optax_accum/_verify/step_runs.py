@@ -219,7 +219,7 @@ class StepRuns:
         return Explanations.sum(each, 1 / len(each))
 
     def rooted(self, change: Change) -> Change:
-        """Returns a change with the roots of what mirrors the parameters, whose signs are those of their changes."""
+        """Returns a change with the roots of what mirrors the parameters, each with the sign of its change."""
         mirrors = {} if self.random else {name: leaf for name, leaf in self.leaves.items() if leaf.slot != "params"}
 
         def alike(name: Any, leaf: Any) -> Any:

@@ -97,7 +97,7 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
         part = part_of(equation, units, values, every)
         return [finished(equation, device.joined(REDUCTIONS[equation.name].name, part), store)]
     has_rule = locality.has_backward(equation)
-    if has_rule:  # it may do anything with a cotangent: it needs that of all devices, and what it returns is whole, too
+    if has_rule:  # it may do anything with a cotangent: it needs the whole one, of all devices, and returns a whole one
         values = list(map(device.with_part_of_cotangent, values))
     pairs = zip(values, equation.ins, strict=True)
     values = [device.gathered(v, axis_of(value)) if has_own_rows(value) else v for v, value in pairs]
@@ -165,7 +165,7 @@ def _same(leaf: Any) -> Any:
 def of_micro_batch(loop: Loop, units: Units, env: dict[Value, Any], numbers: jax.Array) -> tuple[list[Any], list[Any]]:
     """Evaluates a loop for one micro-batch: returns the rows that it keeps, and its parts of reductions.
 
-    `env` has the values that the loop takes; `numbers` are those of the micro-batch's units.
+    `env` has the values that the loop takes; `numbers` counts the micro-batch's units.
     """
 
     def read(value: Value) -> Any:
@@ -228,7 +228,7 @@ def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Ar
 
 
 def _sum(rows: jax.Array, axis: Any) -> jax.Array:
-    return jnp.sum(rows, axis=axis, dtype=rows.dtype)  # integers stay small, and overflow, as those of the loss do
+    return jnp.sum(rows, axis=axis, dtype=rows.dtype)  # integers stay small, and overflow, as in the loss
 
 
 @dataclasses.dataclass(frozen=True)

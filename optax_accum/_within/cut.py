@@ -54,7 +54,7 @@ class Cut:
     kinds: Tree  # what becomes of the gradients of each leaf
     static: bool  # whether all micro-batches have a turn, run or not
     inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
-    overlaps: bool = False  # whether that of the last micro-batch adds them over the devices, too
+    overlaps: bool = False  # whether the last backward pass adds them over the devices, too
     scale: float = 1.0  # of gradients until all are added
 
     def add_up(self) -> tuple[Sums, Tree]:

@@ -14,7 +14,7 @@ from optax_accum._space import meshes
 
 
 def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, static: bool) -> Any:
-    """Adds those of the full micro-batches that are `alive`, all or [k], in order.
+    """Adds the full micro-batches that are `alive`, all or [k], in order.
 
     Their number may be traced; what is `static` runs all turns, and JAX can differentiate it again. Outside `jit` there
     is no loop.

@@ -153,7 +153,7 @@ def microbatched_apply(
 
 
 def _shapes(call: Call, rows: int | None = None) -> Call:
-    """Returns a call with shapes for arrays, wherever these lie; of the batch, if asked, those of so many rows."""
+    """Returns a call with shapes for arrays, wherever these lie; the batch's with so many rows, if asked."""
 
     def shape(name: Name, leaf: Any) -> Any:
         if not is_array(leaf):

@@ -25,7 +25,7 @@ class Alive(NamedTuple):
     """Which micro-batches are run.
 
     Attributes:
-      local: those of this device.
+      local: micro-batches that run on this device.
       anywhere: those that have a turn, here or on another device: what one micro-batch hands on to the next is handed
         on by all devices, so that it stays the same on all.
       together: whether all devices run a turn that any takes: what is not alive here is run, and then left out.

@@ -1,4 +1,4 @@
-"""The gradient of micro-batches that count each by itself, as those of several calls do."""
+"""The gradient of micro-batches that count each by itself, as several calls do."""
 
 import functools
 from collections.abc import Callable

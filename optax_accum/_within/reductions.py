@@ -1,4 +1,4 @@
-"""How outputs of micro-batches become those of the batch: a table of reductions."""
+"""How outputs of micro-batches become the batch's outputs: a table of reductions."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -45,7 +45,7 @@ class Outputs(NamedTuple):
         return jax.tree.map(start, self.names, self.shapes)
 
     def add(self, totals: Tree, outputs: Tree, index: Index, share: Any) -> Tree:
-        """Returns the outputs with those of a micro-batch among them, whose share, or weight, in a mean is given."""
+        """Adds the outputs of a micro-batch, whose share, or weight, in a mean is given."""
         if self.split.is_rest(index):
             check_rest(self, outputs)
 
@@ -58,7 +58,7 @@ class Outputs(NamedTuple):
         return jax.tree.map(add, self.names, totals, outputs)
 
     def finish(self, totals: Tree, weight: Callable[[], Any]) -> Tree:
-        """Returns the outputs of the batch, or of one device's part of it; `weight` tells that of the batch."""
+        """Returns the outputs of the batch, or of one device's part; `weight` is the weight of the batch."""
         divides = self.counted and "mean" in jax.tree.leaves(self.names)
         sum_of_weights = weight() if divides else jnp.ones([])
 
@@ -103,7 +103,7 @@ def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", tree_of: st
 
 
 def check_rest(expected: Outputs, outputs: Tree) -> None:
-    """Raises unless the remainder's outputs join those of the full micro-batches."""
+    """Raises unless the remainder's outputs can join the full micro-batches' outputs."""
     split = expected.split
 
     def check_leaf(path: Any, name: str, shape: jax.ShapeDtypeStruct, output: Any) -> None:
@@ -198,7 +198,7 @@ def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any) -> ja
 
 
 def _merging(merge: Callable[[Any, Any], Any]) -> Fold:
-    """Returns the reduction by a function that merges two outputs: that of the first micro-batch begins."""
+    """Returns the reduction by a function that merges two outputs, beginning with the first micro-batch's."""
 
     def add(total: tuple[jax.Array, jax.Array], output: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
         begun, value = total

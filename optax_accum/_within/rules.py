@@ -72,7 +72,7 @@ def as_rules(
     aux_reduction: Tree = "mean",
     grad_reduction: Tree = "mean",
 ) -> CallRules:
-    """Checks the options of `value_and_grad`, and those of micro-batches that count each by itself."""
+    """Checks the options of `value_and_grad`, and of micro-batches that count each by itself."""
     _check_no_argnums(num_microbatches)
     checks.check_flag("in_place", in_place)
     reductions.check_names("grad_reduction", grad_reduction, gradients.NAMES)

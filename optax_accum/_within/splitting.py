@@ -106,9 +106,9 @@ def rows_first(batch: Tree) -> Tree:
 
 
 def split_rows(batch: Tree, sizes: Sizes, devices: int) -> Split:
-    """Returns how the rows of `batch` are cut, from its shapes alone: those of one of the `devices`."""
+    """Returns how one device's rows of `batch` are cut, from shapes alone."""
     if sizes.stacked:
-        size, number, *_ = jax.tree.leaves(batch)[0].shape  # that of `first_rows`
+        size, number, *_ = jax.tree.leaves(batch)[0].shape  # as `first_rows` has it
         return Split(size * number, size, number, 0, stacked=True)
     rows, (num_microbatches, microbatch_size, group, _) = count_known_rows(batch), sizes
     where = "the batch has" if devices == 1 else f"each of {devices} devices has"

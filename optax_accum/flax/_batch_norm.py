@@ -1,4 +1,4 @@
-"""Running statistics of BatchNorm: of micro-batches, merged into those of the batch."""
+"""Running statistics of BatchNorm: micro-batches' merged into the batch's."""
 
 import numbers
 from collections.abc import Callable, Mapping

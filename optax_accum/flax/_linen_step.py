@@ -102,7 +102,7 @@ def train_step(
     def computed(
         options: dict[str, Any], weighing: Weighing, params: Tree, batch: Tree, key: jax.Array, state: TrainState
     ) -> tuple[dict[str, Any], Tree]:
-        """Returns the sums of the call, and its gradient: those of all its rows, if its loss is read."""
+        """Returns the sums and the gradient of the call: of all its rows at once, if its loss is read."""
         _, overwritten = parted(params)
         if overwritten is None and not _window.has_partial_sums(options):
             with contextlib.suppress(UnreadableError):

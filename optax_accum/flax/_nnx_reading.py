@@ -31,7 +31,9 @@ class Form(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A model and an optimizer as they were read. The optimizer is not in it: it may be its key in a weak dict.
+    """A model and an optimizer as they were read.
+
+    It holds no reference to the optimizer, so that it can be a value in a `WeakKeyDictionary`.
 
     Attributes:
       form: what a program is compiled for.

@@ -94,7 +94,7 @@ def train_step(
     one_by_one(with_sums(Weighing(weight_fn)), weight_fn=weight_fn, aux_reduction="sum", **own, **options)
 
     def computed(options: dict[str, Any], weighing: Weighing, model: Any, batch: Tree) -> tuple[Any, Any]:
-        """Returns the sums and the weight of the call, and its gradient: those of all its rows, if its loss is read."""
+        """Returns sums, weight and gradient of the call: of all its rows at once, if its loss is read."""
         if not _window.has_partial_sums(options):
             with contextlib.suppress(UnreadableError):
                 (_, (loss, metrics)), grads = whole_batch(with_metrics, **own, **options)(model, batch)

@@ -171,7 +171,7 @@ def add(totals: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroS
 def add_metrics(
     totals: dict[str, WeightedSum], metrics: Mapping[str, Any] | None, weight: jax.Array, micro_step: MicroStep
 ) -> dict[str, WeightedSum]:
-    """Adds the metrics of a micro-batch, or nothing, to those of the window; raises if they were not announced."""
+    """Adds the metrics of a micro-batch, or nothing, to the window's; raises if they were not announced."""
     if metrics is None:
         metrics, weight = dict.fromkeys(totals, 0.0), jnp.zeros([])
     if sorted(metrics) != sorted(totals):

@@ -21,7 +21,7 @@ class Compiled:
     """One number of micro-batches that was compiled: with which option, and what it needs.
 
     Attributes:
-      place: that of the option among those given.
+      place: the place of the option among the given ones.
     """
 
     option: Any

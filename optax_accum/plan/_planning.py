@@ -248,7 +248,7 @@ def _candidates(rows: int, numbers: list[int] | None) -> list[Candidate]:
 
 
 def _shards(trials: Sequence[Trial], rows: int, number: int) -> int:
-    """Returns among how many shards a step deals the rows: those of its batch, else the devices."""
+    """Returns among how many shards a step deals the rows: its batch's shards, else the devices."""
     for trial in trials:
         lowered = trial.lowered(number)
         for own in (rows, -(-rows // number)):  # the whole batch, or one micro-batch of it

@@ -22,7 +22,7 @@ class Trial:
 
     Attributes:
       option: the option, None without one.
-      place: that of the option among those given.
+      place: the place of the option among the given ones.
       every: the numbers of micro-batches to choose from; those that do not lower are left out.
       peaks: the bytes of what was compiled.
       errors: what numbers raised that do not lower.

@@ -197,7 +197,7 @@ class _Placement:
     def _like_param(
         self, path: Any, leaf: Any, *, partial: bool = False, sharded: bool = False, memory: str | None = None
     ) -> NamedSharding:
-        """Returns the sharding of the parameter with the longest path in which that of the leaf ends."""
+        """Returns the sharding of the parameter with the longest path in which the leaf's path ends."""
         shape = leaf.shape[1:] if partial else leaf.shape
         found = [param for param in self.params if param[1] == shape and path[len(path) - len(param[0]) :] == param[0]]
         if not found:
