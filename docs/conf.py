@@ -69,6 +69,7 @@ autosummary_ignore_module_all = False
 autosummary_imported_members = True
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True  # `nnx.Param`, not a class's repr
 python_maximum_signature_line_length = 80
 napoleon_custom_sections = ["Guarantees"]
 napoleon_use_ivar = True
