@@ -117,7 +117,7 @@ def accumulate(
         arguments is added in float32, except of a carry. It keeps what
         every micro-batch needs for its backward pass, unlike
         `value_and_grad`. With `devices`, pass what has a gradient as an
-        argument: the gradient of values that `fun` closes over crosses the network
+        argument: the gradient of closed-over values crosses the network
         at each micro-batch.
       * A mean of integers; `"concat"` of what has no rows; a merge to
         another shape or dtype: an error.
