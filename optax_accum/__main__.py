@@ -31,7 +31,7 @@ OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_pr
 def main() -> int:
     """Prints the public names, and the versions that a bug report needs; returns the exit status.
 
-    That is 141 where nobody reads what it prints.
+    That is 141 on a broken pipe.
     """
     argparse.ArgumentParser(prog="python -m optax_accum", description=_ABOUT).parse_args()
     try:

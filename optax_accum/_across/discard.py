@@ -1,4 +1,4 @@
-"""`discard_window`: gives up what a window has added so far."""
+"""`discard_window`: gives up a window's sum so far."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The call of the inner optimizer: its arguments, their dtypes, and what it may return."""
+"""The call of the inner optimizer: its arguments, their dtypes, and its permitted results."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -355,12 +355,12 @@ class CompiledStep(JitStep):
 
 
 def _all(programs: _Programs) -> dict[Any, _Program]:
-    """Returns the programs by what they are for; under None the single one."""
+    """Returns the programs by the windows that they close; under None the single one."""
     return dict(programs.known) if programs.single is None else {None: programs.single}
 
 
 def _two(things: dict[Any, Any]) -> tuple[Any, Any]:
-    """Returns of things by what they are for the one of calls that only add, if there is one, and the other."""
+    """Returns the one that only adds, if there is one, and the other."""
     adds = [thing for key, thing in things.items() if key is not None and not any(key[0])]
     updates = [thing for key, thing in things.items() if key is None or any(key[0])]
     return (adds or [None])[0], (updates or [None])[0]

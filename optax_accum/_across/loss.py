@@ -48,7 +48,7 @@ class Done(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss whose micro-batches come one a call, how each is weighed, and what is measured of its gradient."""
+    """A loss whose micro-batches come one a call, how each is weighed, and the statistics of its gradient."""
 
     fun: Callable[..., Any]
     returns: Returns

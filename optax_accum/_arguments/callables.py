@@ -24,7 +24,7 @@ def as_function(fun: Any, name: str = "fun", remedy: str = "Pass the function it
 
 
 def as_optimizer(tx: Any) -> Any:
-    """Returns `tx` if it has what an optimizer has."""
+    """Returns `tx` if it is an optimizer."""
     if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         raise TypeError(f"tx must be an optimizer, with init and update: tx={short(tx)}. {_remedy(tx)}")
     return tx
@@ -87,7 +87,7 @@ def check_takes(name: str, fun: Callable[..., Any], what: str, remedy: str) -> N
 
 
 def check_called_with(fun: Any, *names: str) -> None:
-    """Raises unless `fun` can be called with what a train step gives it."""
+    """Raises unless `fun` takes the arguments that a train step gives it."""
     if not _takes(as_function(fun), len(names)):
         raise TypeError(
             f"A train step calls fun({', '.join(names)}): it takes {_signature(fun)}. Give it these "

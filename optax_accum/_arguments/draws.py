@@ -52,7 +52,7 @@ def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], 
 
 
 def hidden_draws(fun: Callable[..., Any], *args: Any) -> Shapes:
-    """Returns the shapes of what is drawn, whatever the arguments: from a key that `fun` closes over, or makes."""
+    """Returns the shapes of random draws that no argument decides: from a key that `fun` closes over, or makes."""
     traced = jax.make_jaxpr(fun)(*args)
     return _draws(traced.jaxpr, [True] * len(traced.jaxpr.invars))[0]
 

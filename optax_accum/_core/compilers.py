@@ -27,7 +27,7 @@ if JAX < FLOOR:
 
 
 def require(what: str, since: tuple[int, ...], remedy: str) -> None:
-    """Raises where this JAX is older than what is asked for needs."""
+    """Raises if this JAX is too old for a feature."""
     if since > JAX:
         raise NotImplementedError(f"{what} needs JAX {_text(since)} or later: this is JAX {jax.__version__}. {remedy}")
 

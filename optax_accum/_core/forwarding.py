@@ -1,4 +1,4 @@
-"""A traced program without what it only passes on: fewer arrays go in and out, and the host needs less time."""
+"""A traced program without the arrays that it only passes on: with fewer in and out, the host needs less time."""
 
 import itertools
 import operator

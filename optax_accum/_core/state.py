@@ -1,4 +1,4 @@
-"""The state of a window in flight, and what is read from it."""
+"""The state of a window in flight, and how to read it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn

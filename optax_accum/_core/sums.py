@@ -31,7 +31,7 @@ def add(sums: WeightedSum, values: Tree, weight: Any, first: Any) -> WeightedSum
 
 
 def mean(sums: WeightedSum, empty: Any = 0.0) -> Tree:
-    """Returns the mean of what has been added, `empty` if that weighs nothing."""
+    """Returns the mean of the added values, `empty` if they weigh nothing."""
     nothing = sums.weight == 0
     divisor = jnp.where(nothing, 1, sums.weight)
     return jax.tree.map(lambda total: jnp.where(nothing, empty, total / divisor), sums.total)

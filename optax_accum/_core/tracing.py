@@ -24,7 +24,7 @@ def is_staged() -> bool:
 
 
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[Any, Tree]:
-    """Returns `fun`, traced, and the shapes of what it returns.
+    """Returns `fun`, traced, and the shapes of its results.
 
     Outside `jit` it may look at values, which no trace has: then it is run, and what it returned is all that is known.
     """
@@ -38,7 +38,7 @@ def traced(fun: Callable[..., Any], *args: Any) -> tuple[Any, Tree]:
 
 
 def is_again(args: Tree) -> bool:
-    """Returns whether JAX may differentiate again, with no `jit` between, what is computed from `args`.
+    """Returns whether JAX may differentiate this computation from `args` again, with no `jit` between.
 
     Outside `jit` it may also differentiate what functions close over, so there it always may.
     """
@@ -46,7 +46,7 @@ def is_again(args: Tree) -> bool:
 
 
 def is_differentiated(tree: Tree) -> bool:
-    """Returns whether JAX is differentiating what is computed from `tree`, with no `jit` between."""
+    """Returns whether JAX is differentiating this computation from `tree`, with no `jit` between."""
     seen: list[bool] = []
     _watched(tree, Tracer, lambda: seen.append(True))
     return bool(seen)

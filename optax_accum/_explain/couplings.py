@@ -1,4 +1,4 @@
-"""Where a loss takes rows together, line by line, and what is kept for all rows because of it."""
+"""Where a loss takes rows together, line by line, and the arrays that it therefore keeps for all rows."""
 
 import math
 from collections.abc import Iterator

@@ -42,7 +42,7 @@ class Coupling:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """How much a micro-batch counts: what a loss, or one of its terms, is divided by.
+    """How much a micro-batch counts: the denominator of a loss, or of one of its terms.
 
     Attributes:
       text: what it is, in words.

@@ -45,7 +45,7 @@ class Subject:
     has_aux: bool
 
     def ask(self, question: Callable[[Traced], Any], *, integers: bool = False) -> Any:
-        """Returns what a question finds in the traced loss, of which nothing is run; parameters may be `integers`."""
+        """Asks the traced loss, and runs nothing; parameters may be `integers`."""
         leaves, filled = parted(tuple(self.arguments.values()), has_type)
         answers: list[Any] = []
 
@@ -121,7 +121,7 @@ class Read(NamedTuple):
 
 
 class Weigher:
-    """How much micro-batches of a loss count, as it tells: by what it divides by.
+    """How much micro-batches of a loss count: its denominator.
 
     Where it tells nothing they count by their rows: it communicates, say, or looks at values, or is another program for
     more rows. Where nothing shows that this is right, a warning says so. What was read is kept for other batches of the

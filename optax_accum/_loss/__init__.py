@@ -1,1 +1,1 @@
-"""A loss: what it returns, how much it counts, its one backward pass, and what is measured of its gradients."""
+"""A loss: its results, how much it counts, its one backward pass, and the statistics of its gradients."""

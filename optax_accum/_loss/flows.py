@@ -34,7 +34,7 @@ def casts(program: Any) -> list[bool]:
 def breaks(program: Any) -> list[bool]:
     """Returns for which inputs of a traced program JAX fails to differentiate with references, or does so wrongly.
 
-    A scan that takes one array in two ways, say scanned over and closed over; a scan without turns; a barrier; a slice
+    A scan that takes one array in two ways, say scanned over and closed over; a scan of length 0; a barrier; a slice
     that may be clamped. What has a sink is used before it comes to the first three, and is clamped before the last.
     """
     broken: set[Any] = set()
@@ -52,7 +52,7 @@ def breaks(program: Any) -> list[bool]:
 
 
 def _breaks_here(equation: Any) -> bool:
-    """Returns whether an equation breaks whatever it takes; a scan without turns slices what has no rows."""
+    """Returns whether an equation breaks whatever it takes; a scan of length 0 slices an array without rows."""
     empty = equation.primitive.name == "scan" and not equation.params["length"]
     return is_barrier(equation) or may_be_clamped(equation) or empty
 
@@ -90,7 +90,7 @@ def leave_whole(program: Any, into_branches: bool = True) -> list[str | None]:
 
 
 def _inside(equation: Any, asked: Callable[[Any], Sequence[Any]]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Returns each variable that goes into programs inside an equation, and what is asked of it, of each program."""
+    """Returns each variable that goes into programs inside an equation, with the answer of each program."""
     programs = list(inner_programs(equation))
     atoms = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars
     pairs = zip(atoms, zip(*map(asked, programs), strict=True), strict=True) if programs else ()

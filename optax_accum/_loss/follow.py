@@ -56,7 +56,7 @@ def _scan(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     turned = [value.turned(params["length"]) if isinstance(value, Lent) else value for value in values[first:]]
     # Before JAX 0.11, of what has a gradient that which has a reference must come first: as this dict is sorted.
     scanned = {(not isinstance(value, Lent), index): value for index, value in enumerate(turned)}
-    slices, filled = parted(scanned, lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all turns
+    slices, filled = parted(scanned, lambda leaf: jnp.ndim(leaf) > 0)  # one number is for all iterations
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         turn = filled(slices)

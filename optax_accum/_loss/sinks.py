@@ -101,7 +101,7 @@ class Lent:
         return compilers.ADDS_TO_SLICES and self.total is None and (square is None or jnp.ndim(square) == 0)
 
     def turned(self, length: int) -> Any:
-        """Returns this as a scan of so many turns takes it; a reference that Explicit axes shard has no slices."""
+        """Returns this as a scan of this length takes it; a reference that Explicit axes shard has no slices."""
         if self.total is None:
             return self
         at = (*self.at, jnp.arange(length))

@@ -81,7 +81,7 @@ def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
 def _denominator(
     reading: Reading, others: Sequence[str | None], powers: Powers, sums: tuple[Equation, ...]
 ) -> Denominator | Reason:
-    """Returns what the inverse of one count divides by."""
+    """Returns the count of which this is the inverse."""
     if powers == NONE:
         return Denominator(None, sums)
     [(by, exponent), *more] = powers

@@ -250,7 +250,7 @@ class _Reading:
 
 
 def is_cheap(equation: Any) -> bool:
-    """Returns whether to run an equation of a traced program again costs less than to keep what it gives."""
+    """Returns whether to run an equation of a traced program again costs less than to keep its results."""
     inner = [each for program in inner_programs(equation) for each in program.eqns]
     return all(map(is_cheap, inner)) if inner else equation.primitive.name in CHEAP
 

@@ -99,7 +99,7 @@ class Reading:
         self.forms.update(dict.fromkeys(equation.outs, form))
 
     def _find_again(self, equation: Equation) -> None:
-        """Notes where an equation computes again what an earlier one has computed."""
+        """Notes where an equation repeats an earlier one."""
         key = equation.name, tuple(self._key(value) for value in equation.ins)
         first = self.known.setdefault(key, equation)
         if first is not equation and _equal(first.long.params, equation.long.params):

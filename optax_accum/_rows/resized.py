@@ -50,7 +50,7 @@ def evaluate(long: Any, other: Any, some: Some, values: Values) -> Values:
 
 
 def run(long: Any, other: Any, some: Some, values: Values, taken: Callable[..., Values] | None = None) -> list[Any]:
-    """Evaluates a program of which every equation treats rows one by one; `taken` may change what an equation takes."""
+    """Evaluates a program of which every equation treats rows one by one; `taken` may change an equation's operands."""
     (program, consts), (of_other, _) = compilers.opened(long), compilers.opened(other)
     env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
 

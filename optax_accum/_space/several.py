@@ -90,7 +90,7 @@ class Several(Space):
         return over(extreme(leaf, axis=0), self.inside)
 
     def _lacks(self) -> str | None:
-        """Returns what is missing for a backward pass to add gradients over the devices; None if nothing is."""
+        """Returns why a backward pass cannot add gradients over the devices; None if it can."""
         return compilers.lacks_overlap() if tracing.is_staged() else "jax.jit"
 
     def _device(self, call: Call, sharded: Name | None = None) -> Device:

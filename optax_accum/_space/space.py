@@ -18,13 +18,13 @@ Local = Callable[..., tuple[Tree, Tree]]
 
 
 class Reduced(NamedTuple):
-    """Sums that a backward pass has added over the devices: each has the sum, or what it keeps of it."""
+    """Sums that a backward pass has added over the devices: each has the sum, or its shard of it."""
 
     sums: Tree
 
 
 class Space:
-    """Where partial sums live. On one device nothing is partial: it answers with what it was given."""
+    """Where partial sums live. On one device nothing is partial: it returns its arguments."""
 
     communicates = False
     device = Device()

@@ -1,4 +1,4 @@
-"""The numbers of a batch, and what is done to them."""
+"""The numbers of a batch, and how a run changes them."""
 
 import functools
 import re

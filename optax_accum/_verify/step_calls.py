@@ -1,4 +1,4 @@
-"""Runs of a train step, each from the same carry, and what is seen of them."""
+"""Runs of a train step, each from the same carry, and their results."""
 
 import inspect
 import math

@@ -182,5 +182,5 @@ class StepErrors(StepRuns):
 
 
 def _along(goal: np.ndarray, found: np.ndarray, drift: np.ndarray) -> np.ndarray:
-    """Returns what was found, moved along the drift as near to a goal as that goes."""
+    """Returns the observed change, moved along the drift as near to a goal as possible."""
     return found + drift * np.sum((goal - found) * drift) / max(float(np.sum(drift * drift)), 1e-300)

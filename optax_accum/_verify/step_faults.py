@@ -212,13 +212,13 @@ PLANTED = FAULTS[:-3]  # the others are what remains unnamed
 
 
 def causes_of_moves(runs: StepErrors) -> list[Cause]:
-    """Returns what is wrong with the calls at which the parameters move; without any there is nothing else to ask."""
+    """Returns the fault in when the parameters move; without any move there is nothing else to ask."""
     causes = found(FAULTS, "moves", runs)
     return list(causes) if runs.moved else [next(causes)]
 
 
 def causes_of_a_window(runs: StepErrors) -> list[Cause]:
-    """Returns why two even windows do not change what the whole batches do, if they do not."""
+    """Returns why two even windows change the parameters otherwise than two whole batches, if they do."""
     if within(runs.errors):
         return []
     first = runs.compared(runs.ends[:1], runs.even_rows[:1], runs.ones[:1])

@@ -25,7 +25,7 @@ DRAWS = 64  # and where these do not decide
 
 @dataclasses.dataclass(frozen=True)
 class StepRuns:
-    """A step for the whole batch and one for micro-batches, and what is seen of their windows."""
+    """A step for the whole batch and one for micro-batches, and the changes of their windows."""
 
     one: Steps
     cut: Steps
@@ -48,7 +48,7 @@ class StepRuns:
         return of_rows(lambda leaf: leaf[rows], self.batch)
 
     def calls(self, parts: Rows) -> list[Tree]:
-        """Returns what the step is called with in a window."""
+        """Returns the arguments of the step in a window."""
         return [self.of(np.concatenate(parts))] if self.within_call else list(map(self.of, parts))
 
     def changes(

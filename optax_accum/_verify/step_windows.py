@@ -95,7 +95,7 @@ def _beside_the_gradient(w: WindowView) -> Iterator[Said]:
 
 
 def foretold(w: WindowView) -> Iterator[Foretold]:
-    """Yields what the faults foretell, the plainest fault first."""
+    """Yields the changes that the faults foretell, the plainest fault first."""
     e, k = w.e, len(w.e.parts)
     for kind, n in (("only the first gradient", 0), ("only the last gradient", -1)):
         says = f"Micro-batch {n % k + 1} of {k} alone gives what came out%s: the others count for nothing."
@@ -122,7 +122,7 @@ def foretold(w: WindowView) -> Iterator[Foretold]:
 
 
 def one_after_another(w: WindowView) -> Iterator[Foretold]:
-    """Yields what an update for each micro-batch makes."""
+    """Yields the change of an update for each micro-batch."""
     if w.one_by_one is not None:
         says = f"What came out is {len(w.e.parts)} updates, one for each micro-batch, one after the other."
         yield "optimizer at each micro-step", w.e.far(w.found, w.one_by_one, ["params"]), says

@@ -193,7 +193,7 @@ def _report(runs: StepErrors, uneven: bool) -> Report:
 
 
 def _compared(runs: StepErrors, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
-    """Returns the causes, the errors, and what was not tried: where even windows are right, others are run."""
+    """Returns the causes, the errors, and the tests left out: where even windows are right, others are run."""
     causes = faults.causes_of_moves(runs)
     if not runs.moved:
         return causes, {}, []

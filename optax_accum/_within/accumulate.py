@@ -187,7 +187,7 @@ class _Rules(NamedTuple):
     devices: Devices
 
     def parts(self, call: Call) -> Parts:
-        """Calls `fun`: what it returns stands where a loss does."""
+        """Calls `fun`: its result stands where a loss does."""
         return self.returns.taken_apart(call.apply(self.fun))
 
     def outputs(self, shapes: Tree, split: splitting.Split) -> reductions.Outputs:

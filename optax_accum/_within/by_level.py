@@ -114,7 +114,7 @@ def has_own_rows(value: Value) -> bool:
 
 
 def run(loop: Loop, levels: Levels, store: Store) -> None:
-    """Runs a loop over the micro-batches; what it gives is there afterwards."""
+    """Runs a loop over the micro-batches, and stores its results."""
     rows, totals = results_of(loop, levels, store)
     store.parts.update(zip(loop.rows, rows, strict=True))
     for equation, total in zip(loop.parts, totals, strict=True):

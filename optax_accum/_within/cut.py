@@ -52,13 +52,13 @@ class Cut:
     outputs: reductions.Outputs  # what becomes of each auxiliary output
     empty: Tree  # the accumulator before the first micro-batch
     kinds: Tree  # what becomes of the gradients of each leaf
-    static: bool  # whether all micro-batches have a turn, run or not
+    static: bool  # whether the loop passes all micro-batches, run or not
     inside: Inside | None = None  # how gradients are added inside the backward pass, if they are
     overlaps: bool = False  # whether the last backward pass adds them over the devices, too
     scale: float = 1.0  # of gradients until all are added
 
     def add_up(self) -> tuple[Sums, Tree]:
-        """Adds up what the micro-batches contribute; beside the sums comes the last carry."""
+        """Adds up the micro-batches' contributions; beside the sums comes the last carry."""
         refs, sums = self.start()
         add = functools.partial(self.add, refs)
         in_order = self.micro_batches.in_order
@@ -207,7 +207,7 @@ def _scale(rules: CallRules, parts: int, kinds: Tree, program: Any) -> float:
 def _counts(
     rules: CallRules, micro_batches: MicroBatches, shapes: Parts, static: bool, alive: Alive
 ) -> dict[str, jax.Array]:
-    """Runs the micro-batches forward for what the terms of a loss count, and returns this device's sums."""
+    """Runs the micro-batches forward for the counts of a loss's terms, and returns this device's sums."""
     if rules.devices.is_partial:
         raise ValueError(
             "A loss of several Ratios is divided by what all devices count, and its gradient is whole: "

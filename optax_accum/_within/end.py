@@ -27,7 +27,7 @@ class Given(NamedTuple):
 
 
 class End:
-    """What follows the loop, as a function of what the loop gives and of the parameters."""
+    """The equations after the loop, as a function of the loop's results and of the parameters."""
 
     def __init__(self, traced: Traced, store: Store, loop: Loop, before: Sequence[Equation], after: Sequence[Equation]):
         self.traced, self.store, self.loop, self.before, self.after = traced, store, loop, before, after
@@ -68,7 +68,7 @@ class End:
         return self.traced.device.part(self.outputs(parts, _put(params, self.of_params, self.params))[0])
 
     def known(self) -> tuple[Given | None, int | None]:
-        """Returns the cotangents of what the loop gives, where they do not depend on what it gives.
+        """Returns the cotangents of the loop's results, if they do not depend on these results.
 
         If there is one sum alone whose cotangent does, its place is returned too: the gradient is scaled in the end.
         """
@@ -86,7 +86,7 @@ class End:
         ), at
 
     def cotangents(self, given: Given) -> Given:
-        """Returns the cotangents of what the loop gives; None where they are zero."""
+        """Returns the cotangents of the loop's results; None where they are zero."""
         count = sum(self.inexact)
         found = self._gradient([*given.parts, *given.rows], range(count))
         is_zero = _zeros(self.gradient.jaxpr)[:count]

@@ -19,7 +19,7 @@ Leaves = list[Any]
 
 
 def start(acc: Tree, names: Tree, *, in_place: bool) -> tuple[Leaves, Leaves]:
-    """Returns references to add to, where that is done in place, and what is added to beside them."""
+    """Returns references to add to, where that is done in place, and sums for the other leaves."""
     leaves = list(zip(jax.tree.leaves(names), jax.tree.leaves(acc), strict=True))
     refs = [jax.new_ref(leaf) if in_place and name not in REPLACED else None for name, leaf in leaves]
 

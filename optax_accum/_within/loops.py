@@ -16,8 +16,8 @@ from optax_accum._space import meshes
 def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, static: bool) -> Any:
     """Adds the full micro-batches that are `alive`, all or [k], in order.
 
-    Their number may be traced; what is `static` runs all turns, and JAX can differentiate it again. Outside `jit` there
-    is no loop.
+    Their number may be traced; a `static` loop runs all iterations, and JAX can differentiate it again. Outside `jit`
+    there is no loop.
     """
     staged = tracing.is_staged()
     if not count:
@@ -38,7 +38,7 @@ def add_alive(count: int, alive: Flag, add: Callable[..., Any], totals: Any, *, 
 
 
 def if_alive(alive: Flag, add: Callable[[Any], Any], totals: Any, *, static: bool) -> Any:
-    """Adds one micro-batch, unless it is left out: a branch, or where none can be, a loop of at most one turn."""
+    """Adds one micro-batch, unless it is left out: a branch, or where none can be, a loop of at most one iteration."""
     alive = flags.known(alive)
     if isinstance(alive, bool):
         return add(totals) if alive else totals

@@ -26,9 +26,9 @@ class Alive(NamedTuple):
 
     Attributes:
       local: micro-batches that run on this device.
-      anywhere: those that have a turn, here or on another device: what one micro-batch hands on to the next is handed
+      anywhere: micro-batches that run on any device: what one micro-batch hands on to the next is handed
         on by all devices, so that it stays the same on all.
-      together: whether all devices run a turn that any takes: what is not alive here is run, and then left out.
+      together: whether all devices run a micro-batch that any device runs: if it is not alive here, it is left out.
     """
 
     local: Flags
@@ -70,7 +70,7 @@ class MicroBatches:
         return self._of_rows(index, self._rows(index), carry)
 
     def traced(self, names: tuple[Name, ...] = ()) -> tuple[Any, Parts]:
-        """Returns `fun` for the first micro-batch, traced by these arguments, and the shapes of what it returns."""
+        """Returns `fun` for the first micro-batch, traced by these arguments, and the shapes of its results."""
         first = self.turn(0, self.call.carried).call
 
         def parts_of(values: tuple[Any, ...]) -> Parts:

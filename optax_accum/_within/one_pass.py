@@ -53,7 +53,7 @@ class OnePass:
 
     @functools.cached_property
     def cotangents(self) -> Given:
-        """The cotangents of what the loop gives, None where they are zero."""
+        """The cotangents of the loop's results, None where they are zero."""
         return self.end.cotangents(_first_pass(self)) if self.known is None else self.known
 
     @property
@@ -88,7 +88,7 @@ class OnePass:
         }
 
     def contribution(self, params: Leaves, batch: dict[str, Any], fixed: Leaves) -> tuple[jax.Array, Given]:
-        """Returns a micro-batch's part of what is differentiated, over its share of the rows; and what it gives."""
+        """Returns a micro-batch's part of the differentiated sum, over its share of the rows; and its results."""
         units, numbers = self.traced.units, batch["units"]
         env: dict[Value, Any] = dict(zip(model_inputs(self.traced), params, strict=True))
         env.update(zip([value for value in self.taken if value.axis is None], fixed, strict=True))
@@ -124,7 +124,7 @@ class OnePass:
         return Given([REDUCTIONS[e.name].name for e in self.loop.parts], ["concat"] * len(self.loop.rows))
 
     def joined(self, given: Given) -> Given:
-        """Returns what the loop gives, as the program has it."""
+        """Returns the loop's results, as the program has them."""
         units = self.traced.units
         pairs = zip(given.rows, self.loop.rows, strict=True)
         rows = [units.along(leaf[: units.number], axis_of(value)) for leaf, value in pairs]
@@ -166,7 +166,7 @@ def is_one_pass(traced: Traced) -> bool:
 
 
 def _first_pass(once: OnePass) -> Given:
-    """Runs the loop forward, as far as the cotangents depend on what it gives; all else are zeros."""
+    """Runs the loop forward, as far as the cotangents depend on its results; all other results are zeros."""
     traced, loop = once.traced, once.loop
     env = dict(once.store.values)
     evaluate(once.before, env)

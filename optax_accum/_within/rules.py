@@ -40,7 +40,7 @@ class CallRules:
         return reductions.names_of(self.grad_reduction, params, "grad_reduction", "the parameters")
 
     def parts(self, call: Call) -> Parts:
-        """Calls `fun` and takes apart what it returns."""
+        """Calls `fun` and takes its result apart."""
         return self.returns.parts(call.apply(self.fun))
 
     def space(self, params: Tree) -> Space:

@@ -99,7 +99,7 @@ def traced(
 
 
 def shapes_of(fun: Callable[..., Any], call: Call) -> Tree:
-    """Returns the shapes of what a function returns."""
+    """Returns the shapes of a function's results."""
     of_arrays, arrays = _of_arrays(fun, call)
     return jax.eval_shape(of_arrays, arrays)
 

@@ -56,7 +56,7 @@ def too_old_libtpu() -> str | None:
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any:
-    """Compiles a program for an accelerator that is not here; `as_text` tells what it became."""
+    """Compiles a program for an accelerator that is not here; `as_text` shows it."""
     if compilers.JAX >= (0, 10, 0):
         return lowered.compile(compiler_options=cast(Any, options))
     with tempfile.TemporaryDirectory() as folder:

@@ -47,7 +47,7 @@ class Instruction:
 
 
 class Computation(dict[str, Instruction]):
-    """Instructions by name, in their order; the last is what it returns."""
+    """Instructions by name, in their order; the last is the result."""
 
     def __init__(self, name: str = ""):
         super().__init__()

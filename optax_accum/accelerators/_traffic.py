@@ -205,7 +205,7 @@ class _Cost:
         return int(is_copy and all(self._size(shape) >= least for shape in self._ends()))
 
     def _ends(self) -> list[str]:
-        """Returns the shapes of what a copy reads and writes."""
+        """Returns the shapes that a copy reads and writes."""
         taken = [self.computation[name] for name in self.line.operands]
         if self.line.opcode == "copy-done":
             return re.findall(_ARRAY, taken[0].shape)[:2]
@@ -220,7 +220,7 @@ class _Cost:
         return sum(size_of(array) for array in arrays if not any(space in array for space in self.elsewhere))
 
     def _fused(self, inside: Computation) -> int:
-        """Returns the bytes of a fusion: what it reads of its operands, what it writes of its results."""
+        """Returns the bytes of a fusion: read of its operands, written of its results."""
         names = inside.root.operands if inside.root.opcode == "tuple" else (inside.root.name,)
         written = sum(self._written(inside, name) for name in names)
         return written + sum(self._taken(inside, number, name) for number, name in enumerate(self.line.operands))

@@ -73,7 +73,7 @@ class TokenPacking:
 
     @property
     def padding(self) -> float:
-        """The share of what is computed that is padding."""
+        """The share of padding in the computation."""
         computed = np.multiply(self.device_rows, self.padded_lengths)[: self._used].sum()
         return 1 - float(self.tokens.sum()) / (self.num_devices * int(computed))
 

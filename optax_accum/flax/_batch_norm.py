@@ -109,7 +109,7 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
 
 
 def check_stats(old: Tree, new: Tree) -> None:
-    """Raises unless statistics stayed what they were, but for their values."""
+    """Raises unless statistics kept their tree, shapes and dtypes."""
 
     def shapes(tree: Any) -> Any:
         return jax.tree.map(jnp.shape, tree)

@@ -286,7 +286,7 @@ def field_names(cls: Any) -> set[str]:
 
 
 def parted(tree: Tree) -> tuple[Tree, Tree]:
-    """Returns what is trained of parameters or gradients, and what Flax overwrites instead (fp8), or None."""
+    """Returns the trained part of parameters or gradients, and the part that Flax overwrites (fp8), or None."""
     overwritten = tree.get(OVERWRITE_WITH_GRADIENT) if isinstance(tree, Mapping) else None
     return (tree, None) if overwritten is None else (tree["params"], overwritten)
 

@@ -319,7 +319,7 @@ class _Module:
         return out, _window.weighted(moments, jnp.float32(count_rows(rows))), rest
 
     def write(self, moments: Tree, rest: Any, options: dict[str, Any]) -> None:
-        """Writes into the module what all micro-batches have left: means of moments, and what the last handed on."""
+        """Writes the micro-batches' state into the module: means of moments, and the last carry."""
         old, moments = nnx.to_pure_dict(self.stats), weighted_mean(_window.over_devices(moments, options))
         nnx.replace_by_pure_dict(self.stats, merge_batch_stats(moments, old, self.momenta(old)))
         nnx.update(self.model, self.stats, rest)

@@ -57,7 +57,7 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     def lower(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lowers what a call runs; the values may be shapes."""
+        """Lowers the program of a call; the values may be shapes."""
         reading = current(model, optimizer) if isinstance(optimizer, nnx.Pytree) else None
         if reading is None:
             return of_graphs.lower(model, optimizer, *args, **kwargs).lowered

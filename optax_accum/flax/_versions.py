@@ -25,7 +25,7 @@ def modules(model: Any) -> Iterator[tuple[tuple[Any, ...], nnx.Module]]:
 
 
 def value_of(variable: Any) -> Any:
-    """Returns what a variable holds, no matter from where it is asked."""
+    """Returns the value of a variable, no matter from where it is asked."""
     return variable.raw_value if _OLD else variable.get_raw_value()
 
 

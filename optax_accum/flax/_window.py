@@ -47,7 +47,7 @@ class Weighing(NamedTuple):
 
     @classmethod
     def chosen(cls, tx: Any, opt_state: Tree, weight_fn: Callable[..., Any] | None, weigher: Weigher) -> "Weighing":
-        """Chooses what an optimizer needs."""
+        """Chooses for an optimizer."""
         rules, window = rules_of(tx), find_window(opt_state)
         if weight_fn is not None or window is None:
             return cls(weight_fn)
@@ -268,7 +268,7 @@ def mean_metrics(totals: dict[str, WeightedSum]) -> dict[str, jax.Array]:
 
 
 def own_buffers(state: Tree, params: Tree) -> Tree:
-    """Copies what an optimizer's new state shares with the parameters or twice holds: a buffer is donated only once."""
+    """Copies arrays that a new state shares with the parameters or holds twice: a buffer is donated only once."""
     seen = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def own(leaf: Any) -> Any:

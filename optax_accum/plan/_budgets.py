@@ -59,7 +59,7 @@ def memory_of(target: Target, *, here: bool, devices: int) -> int:
 
 
 def _free() -> int | None:
-    """Returns what is free here, or what a container leaves of it; None where nobody says."""
+    """Returns the free memory here, or a container's share of it; None if unknown."""
     by_system = (1024 * int(kB) for kB in re.findall(r"MemAvailable:\s*(\d+) kB", _read("proc/meminfo")))
     return min((*by_system, *_left_by_cgroups()), default=None)
 
@@ -76,7 +76,7 @@ def _left_by_cgroups() -> Generator[int]:
 
 
 def _left_by_cgroup(folder: str, most: str, used: str) -> Generator[int]:
-    """Yields the limit less what is used, but for files that were read and can be dropped; nothing without a limit."""
+    """Yields the limit minus the memory in use, page cache not counted; nothing without a limit."""
     limit, current = (_read(f"{folder}/{name}").strip() for name in (most, used))
     if limit.isdecimal() and current.isdecimal():
         dropped = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(f"{folder}/memory.stat"), re.MULTILINE)

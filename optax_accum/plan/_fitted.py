@@ -187,7 +187,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _keep(step: Any, donates: list[bool] | None, *call: Any) -> Callable[[], _Call | None]:
-    """Copies what a call donates; returns what gives its arguments once more, or None where it cannot."""
+    """Copies the arguments that a call donates; returns a function that gives them again, or None if it cannot."""
     leaves, tree = jax.tree.flatten(call)
     if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
         return _nothing
@@ -216,7 +216,7 @@ def _donated(lowered: Any) -> list[bool] | None:
 
 
 def _wait(tree: Any) -> None:
-    """Waits for what was computed, and raises its error: a call returns before that."""
+    """Waits for the results, and raises their error: a call returns before they are there."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
     jax.block_until_ready(arrays)
 

@@ -18,7 +18,7 @@ NAMED = 0.01  # the share of the limit from which a table names what is kept for
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One number of micro-batches that was compiled: with which option, and what it needs.
+    """One number of micro-batches that was compiled: its option, and its memory.
 
     Attributes:
       place: the place of the option among the given ones.

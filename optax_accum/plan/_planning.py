@@ -281,7 +281,7 @@ def _check_builder(builder: Builder, rows: int, options: Sequence[Any] | None) -
 
 @contextmanager
 def _bar(progress: bool, total: int) -> Generator[Callable[[str, int], None]]:
-    """Yields what is told which program comes, and how many are done; it shows a bar, if tqdm is there."""
+    """Yields a function to be told which program comes, and how many are done; it draws a bar, if tqdm is there."""
     try:
         bar_of = importlib.import_module("tqdm.auto").tqdm if progress else None
     except ImportError:

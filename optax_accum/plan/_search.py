@@ -32,7 +32,7 @@ def search(
     limit: float,
     at_no_rows: Callable[[], float] = lambda: 0.0,
 ) -> Peaks:
-    """Measures candidates until the fewest that fits is among them, and returns what they need.
+    """Measures candidates until the fewest that fits is among them, and returns their memory.
 
     Args:
       every: what there is to choose from, fewest first.
@@ -113,7 +113,7 @@ def _halvings(groups: Sequence[Sequence[Candidate]]) -> int:
 
 
 def _foretold(group: Sequence[Candidate], peaks: Peaks, limit: float, at_no_rows: float) -> int:
-    """Returns the place of the fewest that should fit on the line through what was measured, else the last."""
+    """Returns the place of the fewest that should fit, by the line through the measurements; else the last."""
     points = sorted({(c.rows, peak) for c, peak in peaks.items() if math.isfinite(peak)} | {(0, at_no_rows)})
     if len(points) == 1:
         return len(group) // 2

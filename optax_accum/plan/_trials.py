@@ -18,7 +18,7 @@ MakeStep = Callable[..., Any]  # returns a `jax.stages.Lowered`
 
 
 class Trial:
-    """A step with one of the options, and what was compiled of it.
+    """A step with one of the options, and its compiled programs.
 
     Attributes:
       option: the option, None without one.
@@ -48,7 +48,7 @@ class Trial:
             self._check_number(*self.every[:2])
 
     def search(self, limit: float, advance: Callable[[str, int], None]) -> None:
-        """Compiles what the search proposes; the whole batch alone, if no cut can help."""
+        """Compiles the numbers that the search proposes; the whole batch alone, if no cut can help."""
 
         def measure(candidate: Candidate) -> float | None:
             advance(f"{candidate.number} of {counted(candidate.rows, 'row')}", 0)
@@ -88,7 +88,7 @@ class Trial:
         return lowered
 
     def compiled(self, limit: float) -> list[Compiled]:
-        """Returns what was compiled, fewest micro-batches first."""
+        """Returns the compiled programs, fewest micro-batches first."""
         return [Compiled(self.option, c, self.found[c], self.peaks[c] <= limit, self.place) for c in sorted(self.found)]
 
     @property
@@ -139,5 +139,5 @@ _SOME_NUMBERS = " If it takes only some numbers, pass them as candidates=, such 
 
 
 def _shapes(lowered: jax.stages.Lowered) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of what a step takes and returns."""
+    """Returns the shapes of a step's arguments and results."""
     return tuple(leaf.shape for leaf in jax.tree.leaves((lowered.args_info, lowered.out_info)))
