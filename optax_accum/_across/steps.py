@@ -24,6 +24,7 @@ from optax_accum._core.state import (
     AccumulationState,
     check_no_other_window,
     holds_sum,
+    map_states,
     micro_step_of,
     states_in,
 )
@@ -126,7 +127,9 @@ class Step:
         said = keywords.weight is not None or self.loss.weight_fn is not None
         if self.reads is None or said or not call.batch or not any(map(holds_sum, states_in(state))):
             return keywords
-        takes_a_sum = unread(self.inner, ["rows"], (params, state, params), {"rows": jnp.ones([])})
+        args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
+        extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
+        takes_a_sum = unread(self.inner, ["rows"], args, extra_args)
         return keywords if takes_a_sum else keywords._replace(rows=self.reads(call))
 
     @property

@@ -153,6 +153,16 @@ def test_the_device_is_asked_only_for_states_from_elsewhere(monkeypatch):
     assert asked[7:] == [True, False]
 
 
+@pytest.mark.quick
+def test_a_window_inside_a_chain_is_flushed():
+    """The loss is read for it, which traces the optimizer once more: that decides nothing."""
+    tx = optax.chain(optax.identity(), accumulate(3))
+    two = optax_accum.jit_step(of_loss(tx))
+    found = run(two, tx, BATCHES[:2], (False, True))
+    assert [bool(optax_accum.has_updated(state)) for _, _, state in found] == [False, True]
+    assert two.one_program is None
+
+
 ONE = {
     "every=1": (accumulate(1), r"each call makes an update \(every=1\)"),
     "a function": (accumulate(lambda step: 2), r"only the device knows when a window closes \(every=a schedule\)"),
