@@ -380,7 +380,7 @@ def test_an_integer_has_no_sink_and_a_complex_number_has():
     tx = optax.masked(tx, {"c": True, "n": False, "h": True})
     x = jnp.arange(4.0)
     states = [
-        jax.jit(optax_accum.value_and_apply_gradients(loss, tx, in_place=flag))(p, tx.init(p), x)[2]
+        jax.jit(optax_accum.value_and_apply_gradients(loss, tx, in_place=flag))(p, tx.init(p), x, weight=4.0)[2]
         for flag in (None, False)
     ]
     chex.assert_trees_all_close(*states, rtol=1e-6)
