@@ -124,7 +124,7 @@ class Step:
 
     def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
         """Adds how much the micro-batch counts, as its loss tells, if a window inside the optimizer takes a mean."""
-        said = keywords.weight is not None or self.loss.weight_fn is not None
+        said = keywords.weight is not None or self.loss.weight_fn or self.loss.returns.weight_of
         if self.reads is None or said or not call.batch or not any(map(holds_sum, states_in(state))):
             return keywords
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not

@@ -85,6 +85,30 @@ def test_a_window_inside_a_chain_is_told_too():
         trained(normalised, tx=inside())
 
 
+def squared(batch):
+    return jnp.sum(batch["mask"]) ** 2
+
+
+@pytest.mark.quick
+def test_inside_a_chain_a_weight_that_the_loss_returns_stays():
+    """The square of a count, not the count that divides the loss: by `weight_of`, and as a `Ratio`."""
+    tx = optax.chain(optax.identity(), optax_accum.accumulate_gradients(optax.sgd(1.0), 3))
+    by_aux = optax_accum.value_and_apply_gradients(
+        lambda w, batch: (masked(w, batch), squared(batch)), tx, has_aux=True, weight_of=lambda _, weight: weight
+    )
+    by_ratio = optax_accum.value_and_apply_gradients(
+        lambda w, batch: optax_accum.Ratio(squared(batch) * masked(w, batch), squared(batch)), tx
+    )
+    found = []
+    for step in map(jax.jit, (by_aux, by_ratio)):
+        now, state = W, tx.init(W)
+        for rows in (slice(0, 4), slice(4, 6), slice(6, 12)):
+            _, now, state = step(now, state, jax.tree.map(lambda leaf: leaf[rows], BATCH))  # noqa: B023
+        found.append(now)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    assert not np.allclose(found[0], trained(masked, (4, 2, 6), tx=tx), rtol=1e-3)
+
+
 @pytest.mark.sweep
 @needs_devices
 def test_each_device_weighs_its_own_rows():
