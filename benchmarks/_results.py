@@ -31,8 +31,8 @@ WHY = {  # a target was missed, by the beginning of its name
         "slices are added one by one. Turns differ by 5 to 20 %"
     ),
     "`value_and_grad` / the whole batch": (
-        "with BatchNorm it computes the whole batch's gradient, level by level, and keeps what crosses; the U-Net's "
-        "last levels have few channels, whose convolutions on eight rows take as long by hand"
+        "with BatchNorm it computes the whole batch's gradient, level by level, and keeps what crosses; the U-Net in "
+        "micro-batches takes as long by hand without a loop"
     ),
     "`value_and_grad` / by hand, without a loop": "by hand BatchNorm sees one micro-batch: another gradient",
     "in place, temporary memory": (

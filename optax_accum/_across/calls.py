@@ -45,6 +45,7 @@ class Calls:
         self._around: set[type] | None = None  # the types of nodes in which a state stands
 
     def taken_apart(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        """Returns the arguments of a call in parts, of which those that it may overwrite come first."""
         args, kwargs = self._flush_by_keyword(args, kwargs)
         flush = kwargs.get("flush", self._flush)
         kwargs |= {"flush": flush} if flush is True else {}
