@@ -273,8 +273,8 @@ def _images(small: bool, how: Callable[[Callable[..., Any]], Callable[..., Any]]
     return _way([step], inner, params, varied, held=0)
 
 
-def _few_images(loss: Callable[..., Any]) -> Callable[..., Any]:
-    return optax_accum.value_and_grad(loss, microbatch_size=IMAGES_AT_A_TIME)
+def _few_images(crossing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return functools.partial(optax_accum.value_and_grad, microbatch_size=IMAGES_AT_A_TIME, crossing=crossing)
 
 
 WAYS: dict[str, Callable[[bool], Way]] = {
@@ -289,7 +289,9 @@ WAYS: dict[str, Callable[[bool], Way]] = {
     "a decoder's micro-step: value_and_apply_gradients": lambda small: _fused(small, None),
     "a decoder's micro-step: the same, in_place=False": lambda small: _fused(small, False),
     "BatchNorm, 256 images: the whole batch": lambda small: _images(small, jax.value_and_grad),
-    "BatchNorm, 256 images: value_and_grad": lambda small: _images(small, _few_images),
+    "BatchNorm, 256 images: value_and_grad": lambda small: _images(small, _few_images("save")),
+    'BatchNorm, 256 images: the same, crossing="recompute"': lambda small: _images(small, _few_images("recompute")),
+    'BatchNorm, 256 images: the same, crossing="offload"': lambda small: _images(small, _few_images("offload")),
 }
 
 

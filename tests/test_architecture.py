@@ -200,7 +200,7 @@ ASKED = {
     "may gradients be added in place": ({"added_inside"}, "_across/loss _within/cut"),
     "does it lie in host memory": (
         {"to_device", "to_memory_of"},
-        "_across/accumulator _across/inner _across/outcomes",
+        "_across/accumulator _across/inner _across/outcomes _within/loops",
     ),
     "does it run outside jit": (
         {"is_staged", "is_again"},

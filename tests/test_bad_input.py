@@ -15,6 +15,7 @@ from flax import nnx
 import optax_accum
 import optax_accum.flax
 from optax_accum import batching, checkpoint, sharding
+from tests.versions import needs_host
 
 pytestmark = pytest.mark.quick
 
@@ -689,6 +690,18 @@ def swapped():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     optimizer = optax_accum.flax.nnx.Optimizer(model, build(), wrt=nnx.Param)
     optimizer.update(nnx.state(model, nnx.Param), model)
+
+
+@pytest.mark.parametrize("build_", [optax_accum.value_and_grad, optax_accum.microbatched])
+def test_no_way_for_rows_to_cross_levels(build_):
+    with pytest.raises(ValueError, match="crossing must be one of save, recompute, offload: 'host'. Choose one"):
+        build_(loss, 2, crossing="host")
+
+
+@needs_host
+def test_rows_on_the_host_are_differentiated_once():
+    with pytest.raises(ValueError, match='crossing="offload" needs .* take value_and_grad, or "recompute"'):
+        optax_accum.microbatched(loss, 2, crossing="offload")
 
 
 @pytest.mark.parametrize("options", [{"in_place": "no"}], ids=str)

@@ -14,7 +14,7 @@ import optax_accum
 from benchmarks import _rare_losses, losses
 from tests import paths, programs
 from tests.tiers import sweep
-from tests.versions import needs_devices
+from tests.versions import needs_devices, needs_host
 
 MAKERS = {name: maker for makers in (losses.SOUND, _rare_losses.SOUND) for name, maker in makers.items()}
 for faults in (losses.FAULTS, _rare_losses.FAULTS):
@@ -172,19 +172,77 @@ def test_every_row_alone_and_a_remainder(k):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, whole)
 
 
+def normed_layers(kernels, x):
+    """A network whose rows come together in each layer; what one layer gives, later ones take, too."""
+    for kernel in kernels:
+        h = x @ kernel
+        x = x + jax.nn.relu((h - h.mean(0, keepdims=True)) * jax.lax.rsqrt(h.var(0, keepdims=True) + 1e-5))
+    return jnp.mean(x**2)
+
+
 def test_what_levels_keep_is_there_when_it_is_needed():
     """XLA made the arrays of all loops beforehand: twice as much as the whole batch, and more with each layer."""
-
-    def loss(kernels, x):
-        for kernel in kernels:
-            h = x @ kernel
-            x = x + jax.nn.relu((h - h.mean(0, keepdims=True)) * jax.lax.rsqrt(h.var(0, keepdims=True) + 1e-5))
-        return jnp.mean(x**2)
-
     args = jax.ShapeDtypeStruct((8, 16, 16), jnp.float32), jax.ShapeDtypeStruct((4096, 16), jnp.float32)
-    ways = jax.value_and_grad(loss), optax_accum.value_and_grad(loss, 16)
+    ways = jax.value_and_grad(normed_layers), optax_accum.value_and_grad(normed_layers, 16)
     whole, ours = (programs.compiled(jax.jit(way).lower(*args)).memory_analysis().temp_size_in_bytes for way in ways)
     assert ours < 16 * 4096 * 16 * 4 < whole
+
+
+WAYS = {
+    "value_and_grad": optax_accum.value_and_grad,
+    "microbatched": lambda *args, **options: jax.value_and_grad(optax_accum.microbatched(*args, **options)),
+}
+
+
+@pytest.mark.parametrize("way", sweep(WAYS, but=["value_and_grad"]))
+def test_recomputed_rows_need_the_memory_of_a_micro_batch(way):
+    """Saved ones, of two layers, take five times the batch."""
+    args = jax.ShapeDtypeStruct((2, 16, 16), jnp.float32), jax.ShapeDtypeStruct((4096, 16), jnp.float32)
+    compiled = programs.compiled(jax.jit(WAYS[way](normed_layers, 16, crossing="recompute")).lower(*args))
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 16 * 4
+
+
+CROSSINGS = ["recompute", pytest.param("offload", marks=needs_host)]
+
+
+@pytest.mark.parametrize("crossing", CROSSINGS)
+def test_rows_that_cross_levels_elsewhere(crossing):
+    """Each way to have them, with a remainder: of layers one by one, of which later ones take the rows, and in a scan."""
+    rng = np.random.default_rng(0)
+    kernels, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 4, 4), (12, 4)))
+
+    def scanned(kernels, x):
+        return jax.lax.scan(lambda x, kernel: (normed_layers([kernel], x) * jnp.tanh(x), None), x, kernels)[0].sum()
+
+    losses = normed_layers, scanned
+    ours = [optax_accum.value_and_grad(loss, 5, crossing=crossing) for loss in losses]
+    whole = [jax.value_and_grad(loss) for loss in losses]
+    got, want = jax.jit(lambda *args: [[way(*args) for way in ways] for ways in (ours, whole)])(kernels, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("crossing", CROSSINGS)
+def test_rows_that_cross_levels_are_saved_outside_jit_and_for_a_second_derivative(crossing):
+    rng = np.random.default_rng(0)
+    kernels, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, 4, 4), (12, 4)))
+    ours, whole = optax_accum.value_and_grad(normed_layers, 5, crossing=crossing), jax.value_and_grad(normed_layers)
+    again = jax.grad(lambda kernels, grad: jnp.sum(grad(kernels, x)[1] ** 2))
+    for got, want in ((ours(kernels, x), whole(kernels, x)), (again(kernels, ours), again(kernels, whole))):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+@needs_devices
+@pytest.mark.parametrize("crossing", CROSSINGS)
+def test_rows_of_several_devices_that_cross_levels_elsewhere(crossing):
+    rng = np.random.default_rng(0)
+    kernels, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 4, 4), (12, 4)))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    ours = optax_accum.value_and_grad(normed_layers, 3, crossing=crossing, devices="data")
+    with jax.set_mesh(mesh):
+        got = jax.jit(ours)(kernels, jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))))
+    want = jax.value_and_grad(normed_layers)(kernels, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
 @jax.custom_vjp

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,14 @@ from optax_accum._rows.program import Constant, Equation, Number, Program, Value
 
 CHEAP = primitives.ELEMENTWISE | {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
 MOST_ORIGINS = 2
+
+
+class Crossing(enum.Enum):
+    """What becomes of rows that one loop makes and a later one takes."""
+
+    SAVE = "save"
+    RECOMPUTE = "recompute"  # each loop makes again what it takes of earlier ones, from the batch
+    OFFLOAD = "offload"  # to the memory of the host
 
 
 class Kind(enum.Enum):
@@ -35,12 +44,14 @@ class Loop:
       parts: those that reduce rows; what they give is joined after the loop.
       rows: values that the loop keeps for all rows: a later loop, an equation on all rows or an output takes them.
       takes: values that are there when it starts.
+      passes: rows that it takes and a later loop takes, too.
     """
 
     equations: Sequence[Equation]
     parts: Sequence[Equation]
     rows: Sequence[Value]
     takes: Sequence[Value]
+    passes: Sequence[Value] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +70,18 @@ class Levels:
     kinds: dict[Equation, Kind]
     model: set[Value]  # what the differentiated inputs decide
     stages: Sequence[Stage]
+    crossing: Crossing
 
     @property
     def loops(self) -> list[Loop]:
         """The passes over the micro-batches."""
         return [stage.loop for stage in self.stages if stage.loop]
+
+    @functools.cached_property
+    def for_loops_alone(self) -> set[Value]:
+        """The rows that loops make for later loops, and for nothing else."""
+        once = (value for stage in self.stages for equation in stage.once for value in equation.ins)
+        return {value for loop in self.loops for value in loop.rows}.difference(once, self.program.outputs)
 
     @property
     def has_while(self) -> bool:
@@ -78,10 +96,23 @@ class Levels:
         return [equation for equation in together if not self.model.isdisjoint(equation.ins)]
 
 
-def levels_of(program: Program, is_model: Sequence[bool]) -> Levels:
+def levels_of(program: Program, is_model: Sequence[bool], crossing: Crossing = Crossing.SAVE) -> Levels:
     """Returns how a program runs; `is_model` says by which inputs it may be differentiated."""
-    reading = _Reading(program, is_model)
-    return Levels(program, reading.kinds, reading.model, reading.stages())
+    reading = _Reading(program, is_model, recomputes=crossing is Crossing.RECOMPUTE)
+    return Levels(program, reading.kinds, reading.model, _with_passes(reading.stages()), crossing)
+
+
+def _with_passes(stages: Sequence[Stage]) -> list[Stage]:
+    """Returns the stages; each loop knows which of the rows that it takes a later one takes, too."""
+    later: set[Value] = set()
+    found: list[Stage] = []
+    for stage in reversed(stages):
+        if loop := stage.loop:
+            passes = [value for value in loop.takes if value in later]
+            later.update(loop.takes)
+            stage = dataclasses.replace(stage, loop=dataclasses.replace(loop, passes=passes))
+        found.append(stage)
+    return found[::-1]
 
 
 def is_over_layers(equation: Equation, levels: Levels) -> bool:
@@ -96,7 +127,7 @@ def inside_layers(equation: Equation, levels: Levels) -> Levels:
     body = paired(equation.long.params["jaxpr"], equation.short.params["jaxpr"], equation.rows, equation)
     is_model = [value in levels.model for value in equation.ins]
     is_model[consts : consts + carried] = [True] * carried
-    return levels_of(body, is_model)
+    return levels_of(body, is_model, levels.crossing)
 
 
 class _Reading:
@@ -106,7 +137,8 @@ class _Reading:
     of level 0, whatever takes its rows together: that runs once, before the first loop.
     """
 
-    def __init__(self, program: Program, is_model: Sequence[bool]):
+    def __init__(self, program: Program, is_model: Sequence[bool], *, recomputes: bool):
+        self.recomputes = recomputes
         self.program, self.equations = program, _needed(program)
         self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
         self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
@@ -202,7 +234,8 @@ class _Reading:
         parts = [e for e in later if self.kinds[e] is Kind.PARTIAL and self.at[e] == now + 1]
         in_loops = [e for e in later if e not in parts and self.kinds[e] in (Kind.LOCAL, Kind.PARTIAL)]
         whole = [e for e in later if self.kinds[e] in (Kind.WHOLE, Kind.FREE)]
-        taken = [origin for equation in in_loops for value in equation.ins for origin in self._origins(value)]
+        crossing = [origin for equation in in_loops for value in equation.ins for origin in self._origins(value)]
+        taken = [] if self.recomputes else crossing
         outputs = [value for value in self.program.outputs if self.level.get(value, 0) == now]
         wanted = [*taken, *(value for equation in whole for value in equation.ins), *outputs]
         rows = [value for value in dict.fromkeys(wanted) if self._is_kept(value, now, there)]

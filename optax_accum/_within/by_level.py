@@ -10,7 +10,7 @@ import numpy as np
 
 from optax_accum._core import compilers, convolutions, dtypes, tracing
 from optax_accum._rows import draws, locality, resized
-from optax_accum._rows.levels import Kind, Levels, Loop, inside_layers, is_over_layers
+from optax_accum._rows.levels import Crossing, Kind, Levels, Loop, inside_layers, is_over_layers
 from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._rows.traces import COUPLED
 from optax_accum._rows.units import Units
@@ -133,19 +133,25 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     constants = [store.whole(value) for value in free]
     wide = shared.widened([store.whole(value) for value in fixed], [_same] * len(fixed))
 
-    def part(given: Any, wide: Any, x: Any) -> tuple[list[Any], list[Any]]:
-        (constants, interleaved), (index, rows) = given, x
+    def part(given: Any, wide: Any, index: Any, rows: list[Any]) -> list[Any]:
+        constants, interleaved = given
         env = dict(zip((*free, *fixed, *moving), (*constants, *shared.narrowed(wide), *rows), strict=True))
         env |= {v: units.part(leaf, axis_of(v), index) for v, leaf in zip(still, interleaved, strict=True)}
-        return of_micro_batch(loop, units, env, units.of_part(index))
+        rows, parts = of_micro_batch(loop, units, env, units.of_part(index))
+        return [*rows, *parts]
 
     part = convolutions.fast_in_loops(part, [equation.long for equation in loop.equations])
-    xs = jnp.arange(units.parts), [store.cut(value) for value in moving]
+    given, xs = (constants, interleaved), [store.cut(value) for value in moving]
     if store.once and tracing.is_staged():
-        rows, parts = loops.mapped_once(part, (constants, interleaved), wide, xs)
+        offloads = levels.crossing is Crossing.OFFLOAD
+        to_host = [*(offloads and value in levels.for_loops_alone for value in loop.rows), *([False] * len(loop.parts))]
+        passes = [value in loop.passes and compilers.on_host(leaf) for value, leaf in zip(moving, xs, strict=True)]
+        results, xs = loops.mapped_once(part, given, wide, xs, units.parts, passes=passes, to_host=to_host)
+        store.parts.update(zip(moving, xs, strict=True))
     else:
         turn = loops.recomputed(part, list(store.values.values()))
-        rows, parts = loops.mapped(lambda x: turn((constants, interleaved), wide, x), xs)
+        results = loops.mapped(lambda x: turn(given, wide, *x), (jnp.arange(units.parts), xs))
+    rows, parts = results[: len(loop.rows)], results[len(loop.rows) :]
     reductions = [REDUCTIONS[equation.name] for equation in loop.parts]
     pairs = zip(reductions, parts, strict=True)
     return rows, [store.device.joined(each.name, each.over(found, axis=0)) for each, found in pairs]

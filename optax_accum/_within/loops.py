@@ -1,13 +1,13 @@
 """The loop over micro-batches: a scan, or one by one. Those of weight zero are not run."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, dtypes, flags, tracing
+from optax_accum._core import compilers, dtypes, flags, memory, tracing
 from optax_accum._core.leaves import is_inexact, parted
 from optax_accum._core.types import Flag
 from optax_accum._space import meshes
@@ -61,65 +61,102 @@ def mapped(fun: Callable[[Any], Any], xs: Any) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
-def mapped_once(fun: Callable[[Any, Any, Any], Any], constants: Any, shared: Any, xs: Any) -> Any:
-    """Does what `mapped(lambda x: fun(constants, shared, x), xs)` does; JAX can differentiate it once, in reverse.
+def mapped_once(
+    fun: Callable[[Any, Any, Any, Any], Any],
+    constants: Any,
+    shared: Any,
+    xs: list[jax.Array],
+    count: int,
+    *,
+    passes: Sequence[bool],
+    to_host: Sequence[bool],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Maps `fun(constants, shared, index, x) -> list` over `xs`; JAX can differentiate it once, in reverse.
 
     What JAX stacks in a loop begins as zeros, and XLA makes the zeros of all loops of a program beforehand: memory for
     each at the same time. Here an array begins where its loop does, as a number that comes before. Constants have no
-    gradient.
+    gradient. Results go `to_host`'s memory, where it says so, and gradients go to where their arrays lie.
+
+    Returns the results, and `xs`. Those that it `passes` to a later loop are to be taken from here: their gradients are
+    then added micro-batch by micro-batch, on the device.
     """
+
+    def passed(leaves: Sequence[Any]) -> list[Any]:
+        return [leaf for leaf, passes_ in zip(leaves, passes, strict=True) if passes_]
 
     @jax.custom_vjp
     def run(constants: Any, shared: Any, xs: Any) -> Any:
-        return _stacked(lambda _, x: (None, fun(constants, shared, x)), None, xs, like=(constants, shared))[1]
+        def turn(_: None, slices: Any) -> Any:
+            return None, fun(constants, shared, *slices)
+
+        return _stacked(turn, None, (jnp.arange(count), xs), to_host, like=(constants, shared))[1], passed(xs)
 
     def forward(*args: Any) -> Any:
         return run(*args), args
 
     def backward(args: Any, cotangents: Any) -> Any:
         constants, shared, xs = args
-        cotangents = [leaf for leaf in jax.tree.leaves(cotangents) if not dtypes.is_float0(leaf)]
+        cotangents, later = ([leaf for leaf in cts if not dtypes.is_float0(leaf)] for cts in cotangents)
+        moves = list(map(is_inexact, xs))  # an integer has no gradient
+        adds = [passes_ for passes_, moving in zip(passes, moves, strict=True) if moving]
+        to_host = [compilers.on_host(leaf) for leaf, moving in zip(xs, moves, strict=True) if moving]
 
         def turn(totals: Any, slices: Any) -> Any:
-            x, cotangents = slices
+            index, x, cotangents, later = slices
             numbers, filled = parted((shared, x), is_inexact)
 
             def of_numbers(numbers: Any) -> Any:
-                return [leaf for leaf in jax.tree.leaves(fun(constants, *filled(numbers))) if is_inexact(leaf)]
+                shared, x = filled(numbers)
+                return [leaf for leaf in fun(constants, shared, index, x) if is_inexact(leaf)]
 
             grads = jax.vjp(of_numbers, numbers)[1](cotangents)[0]
-            return list(map(jnp.add, totals, grads[: len(totals)])), grads[len(totals) :]
+            of_shared, of_x, rest = grads[: len(totals)], grads[len(totals) :], iter(later)
+            of_x = [grad + next(rest) if added else grad for grad, added in zip(of_x, adds, strict=True)]
+            return list(map(jnp.add, totals, of_shared)), of_x
 
         zeros = [jnp.zeros_like(leaf) for leaf in jax.tree.leaves(shared) if is_inexact(leaf)]
-        totals, stacked = _stacked(turn, zeros, (xs, cotangents), like=args)
-        grads = iter([*totals, *stacked])  # an integer has none
+        totals, of_xs = _stacked(turn, zeros, (jnp.arange(count), xs, cotangents, later), to_host, like=args)
+        grads = iter([*totals, *of_xs])
         return None, *jax.tree.map(lambda leaf: next(grads) if is_inexact(leaf) else None, (shared, xs))
 
     run.defvjp(forward, backward)
-    return run(constants, shared, xs)
+    results, after = run(constants, shared, xs)
+    rest = iter(after)
+    return results, [next(rest) if passes_ else leaf for leaf, passes_ in zip(xs, passes, strict=True)]
 
 
-def _stacked(turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, like: Any) -> tuple[Any, Any]:
-    """Does what `jax.lax.scan` does; the arrays that it stacks begin as the last leaf of `xs` does.
+def _stacked(
+    turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, to_host: Sequence[bool], like: Any
+) -> tuple[Any, list[jax.Array]]:
+    """Does what `jax.lax.scan` does; the list that it stacks begins as the last leaf of `xs` does, or on the host.
 
-    All of them may differ between devices where `like` does.
+    All of its arrays may differ between devices where `like` does.
     """
     leaves = jax.tree.leaves(xs)
-    first = jax.tree.map(lambda leaf: leaf[0], xs)
-    shapes = jax.eval_shape(turn, carry, first)[1]
-    explicit = compilers.explicit_sharding(leaves[-1]) is not None  # its first number is on one device alone
-    begin = jnp.zeros([]) if explicit or not leaves[-1].size else jnp.real(leaves[-1].ravel()[0])
-    types = compilers.varying_together(jax.tree.leaves((carry, begin)), like=[*leaves, *jax.tree.leaves(like)])
-    carry, begin = jax.tree.unflatten(jax.tree.structure((carry, begin)), types)
-    buffers = jax.tree.map(lambda leaf: meshes.filled(len(leaves[0]), leaf, begin), shapes)
+    count, last = len(leaves[0]), leaves[-1]
+
+    def slices(index: Any) -> Any:
+        return memory.to_device(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, False), xs))
+
+    shapes = jax.eval_shape(turn, carry, slices(0))[1]
+    explicit = compilers.explicit_sharding(last) is not None  # its first number is on one device alone
+    begin = jnp.zeros([]) if explicit or not last.size or compilers.on_host(last) else jnp.real(last.ravel()[0])
+    numbers = carry, begin, jnp.zeros([])
+    numbers = compilers.varying_together(jax.tree.leaves(numbers), like=[*leaves, *jax.tree.leaves(like)])
+    carry, begin, zero = jax.tree.unflatten(jax.tree.structure((carry, 0, 0)), numbers)
+
+    def empty(row: Any, on_host: bool) -> jax.Array:
+        buffer = meshes.filled(count, row, zero if on_host else begin)
+        return compilers.moved(buffer, to_host=True) if on_host else buffer
+
+    def stored(buffer: jax.Array, row: jax.Array, index: Any, on_host: bool) -> jax.Array:
+        row = compilers.moved(row[None], to_host=True) if on_host else row[None]
+        return jax.lax.dynamic_update_slice_in_dim(buffer, row, index, 0)
 
     def step(index: Any, carried: Any) -> Any:
         carry, buffers = carried
-        carry, rows = turn(carry, jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, False), xs))
+        carry, rows = turn(carry, slices(index))
+        triples = zip(buffers, rows, to_host, strict=True)
+        return carry, [stored(buffer, row, index, on_host) for buffer, row, on_host in triples]
 
-        def update(buffer: Any, row: Any) -> Any:
-            return jax.lax.dynamic_update_index_in_dim(buffer, row, index, 0)
-
-        return carry, jax.tree.map(update, buffers, rows)
-
-    return jax.lax.fori_loop(0, len(leaves[0]), step, (carry, buffers))
+    return jax.lax.fori_loop(0, count, step, (carry, list(map(empty, shapes, to_host))))

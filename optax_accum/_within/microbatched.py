@@ -7,7 +7,9 @@ from typing import Any
 from optax_accum._arguments import callables
 from optax_accum._arguments.roles import Roles
 from optax_accum._core.types import Name
+from optax_accum._rows.levels import Crossing
 from optax_accum._within import by_level, splitting
+from optax_accum._within.rules import as_crossing
 from optax_accum._within.traced import traced
 
 
@@ -17,6 +19,7 @@ def microbatched(
     *,
     microbatch_size: int | None = None,
     batch_argnums: Name | Sequence[Name] = 1,
+    crossing: str = "save",
 ) -> Callable[..., Any]:
     """Computes any function of a batch micro-batch by micro-batch, exactly.
 
@@ -41,6 +44,8 @@ def microbatched(
         two.
       batch_argnums: the argument, or several, that hold the batch, by
         position or name: trees whose arrays have rows as their first axis.
+      crossing: what becomes of rows that cross from one loop to the next:
+        `"save"` or `"recompute"`, as in `value_and_grad`.
 
     Returns:
       A function of the arguments of `fun`, which returns what `fun` does.
@@ -61,7 +66,7 @@ def microbatched(
       * Random numbers (threefry): each micro-batch draws those that its
         rows have in the whole batch. Other generators draw for all rows.
       * A sum over rows that later rows need (BatchNorm) ends a loop; what
-        crosses to the next loop is kept for all rows.
+        crosses to the next loop is kept for all rows, or recomputed.
       * An operation that is not known runs on all rows: right, without
         saving memory. `explain` names it.
       * A rule of your own (`jax.custom_vjp`) that does not treat rows one
@@ -82,6 +87,11 @@ def microbatched(
       >>> bool(jnp.allclose(whole, small))
       True
     """
+    rows_cross = as_crossing(crossing)
+    if rows_cross is Crossing.OFFLOAD:
+        raise ValueError(
+            'crossing="offload" needs a gradient that is not differentiated again: take value_and_grad, or "recompute".'
+        )
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, 1)
     roles = Roles(fun, batch_argnums=batch_argnums, needs_params=False)
     fun = callables.as_function(fun)
@@ -90,7 +100,7 @@ def microbatched(
     def run(*args: Any, **kwargs: Any) -> Any:
         call = roles.bind(args, kwargs)
         others = [name for name in call.arguments if name not in call.batch]
-        found = traced(fun, call, sizes, others)
+        found = traced(fun, call, sizes, others, crossing=rows_cross)
         if found.units.parts == 1:
             return call.apply(fun)
         return found.returned(by_level.evaluate(found.levels, found.units, found.device, found.values))

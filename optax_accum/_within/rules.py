@@ -6,9 +6,11 @@ from typing import Any
 
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
+from optax_accum._core import compilers
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
+from optax_accum._rows.levels import Crossing
 from optax_accum._space.devices import Devices, as_devices
 from optax_accum._space.here import here
 from optax_accum._space.mismatch import refuse_shards
@@ -29,6 +31,7 @@ class CallRules:
     in_place: bool | None
     meter: Meter
     devices: Devices
+    crossing: Crossing = Crossing.SAVE
     # How micro-batches that count each by itself add up.
     weight_fn: Callable[..., Any] | None = None
     reads: Callable[[Call], Callable[..., Any] | None] | None = None  # `weight_fn`, off the loss of one device
@@ -64,6 +67,7 @@ def as_rules(
     in_place: bool | None = None,
     devices: str | Sequence[str] | Devices | None = None,
     statistics: bool | Options = False,
+    crossing: str = "save",
     whole_argnums: Name | Sequence[Name] = (),
     weight_fn: Callable[..., Any] | None = None,
     reads: Callable[[Call], Callable[..., Any] | None] | None = None,
@@ -107,11 +111,21 @@ def as_rules(
         in_place=in_place,
         meter=meter,
         devices=over,
+        crossing=as_crossing(crossing),
         weight_fn=callables.as_weight_fn(weight_fn, roles),
         reads=reads,
         aux_reduction=aux_reduction,
         grad_reduction=grad_reduction if grad_reduction == "mean" else of_params(grad_reduction),
     )
+
+
+def as_crossing(name: str) -> Crossing:
+    """Checks the option `crossing`."""
+    reductions.check_names("crossing", name, [each.value for each in Crossing])
+    crossing = Crossing(name)
+    if crossing is Crossing.OFFLOAD:
+        compilers.require('crossing="offload"', compilers.HOST, 'Take "recompute".')
+    return crossing
 
 
 def _check_no_argnums(num_microbatches: Any) -> None:

@@ -12,7 +12,7 @@ from optax_accum._arguments.rows import count_known_rows, is_split
 from optax_accum._core import compilers
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Name, Tree
-from optax_accum._rows.levels import Levels, levels_of
+from optax_accum._rows.levels import Crossing, Levels, levels_of
 from optax_accum._rows.program import paired
 from optax_accum._rows.traces import OtherProgramError
 from optax_accum._rows.units import Units
@@ -53,7 +53,12 @@ def number_of_microbatches(sizes: Sizes, batch: Tree, devices: int) -> int:
 
 
 def traced(
-    fun: Callable[..., Any], call: Call, sizes: Sizes, model: Sequence[Name], device: Device | None = None
+    fun: Callable[..., Any],
+    call: Call,
+    sizes: Sizes,
+    model: Sequence[Name],
+    device: Device | None = None,
+    crossing: Crossing = Crossing.SAVE,
 ) -> Traced:
     """Traces a call, of which a device has its rows; `model` names the arguments by which it may be differentiated.
 
@@ -89,7 +94,7 @@ def traced(
         )
     units = program.units // devices
     parts = min(number_of_microbatches(sizes, list(call[call.batch]), devices), units)
-    levels = levels_of(program, [name in model for name in owner])
+    levels = levels_of(program, [name in model for name in owner], crossing)
     names = tuple(call.arguments)
     _, filled = parted(call[names], is_array)
     arrays = device.vary(arrays)

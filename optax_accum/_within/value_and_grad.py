@@ -44,6 +44,7 @@ def value_and_grad(
     in_place: bool | None = None,
     devices: str | Sequence[str] | Devices | None = None,
     statistics: bool | Options = False,
+    crossing: str = "save",
 ) -> Callable[..., tuple[Any, Any]]:
     """Replaces `jax.value_and_grad`, one micro-batch at a time.
 
@@ -111,6 +112,12 @@ def value_and_grad(
         which parameters' gradients are added there, and why others are not.
       devices: the mesh axes over which the batch is sharded, for one
         reduction per call, or `Devices`; see `optax_accum.sharding`.
+      crossing: what becomes of rows that cross from one level of the loss to
+        the next, as the activations before each BatchNorm do: `"save"` keeps
+        them; `"recompute"` makes them again for each later level, in the
+        memory of one micro-batch and in more time; `"offload"` keeps them in
+        the host's memory (inside `jit`, and where the gradient is not
+        differentiated again; else they are saved).
       statistics: whether to measure gradients; the function then returns
         `((value, statistics), gradient)`. See `optax_accum.statistics`.
 
@@ -129,7 +136,8 @@ def value_and_grad(
       * A loss that comes together in its end, and is not linear there (a
         variance, a balance term): a forward pass for the cotangents comes
         first. One that takes rows together earlier (BatchNorm) keeps what
-        crosses for all rows, and has no `statistics`. `explain` shows both.
+        crosses for all rows, unless `crossing` says otherwise, and has no
+        `statistics`. `explain` shows both.
       * Random numbers (threefry): each micro-batch draws those that its
         rows have in the whole batch. Other generators draw for all rows.
       * Rows that k does not divide: the last micro-batches are filled up
@@ -179,6 +187,7 @@ def value_and_grad(
         in_place=in_place,
         devices=devices,
         statistics=statistics,
+        crossing=crossing,
     )
 
     @functools.wraps(rules.fun)

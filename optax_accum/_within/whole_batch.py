@@ -66,7 +66,8 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         device.check_axes(jax.tree.leaves(outputs))
         return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
     try:
-        found = traced.traced(fun, call, rules.sizes, call.params, device if device.one_batch else Device())
+        over = device if device.one_batch else Device()
+        found = traced.traced(fun, call, rules.sizes, call.params, over, rules.crossing)
     except tracing.NEEDS_VALUES as error:
         if tracing.is_staged():
             raise

@@ -301,10 +301,14 @@ def test_an_all_reduce_of_a_tpu_is_still_not_in_place(name, monkeypatch):
     assert fact("data parallel", "within a call, k = 2", name, "temporary, P", cases=4) > 0.9
 
 
-@pytest.mark.parametrize("name", programs.installed("h100"))
+@newest
+@pytest.mark.parametrize("name", TARGETS)
 def test_what_levels_keep_is_less_than_the_whole_batch_keeps(name):
-    """BatchNorm in eight layers: an array begins where its loop does, and what is cheap is made again."""
-    rows, width, layers = 1 << 15, 256, 8
+    """BatchNorm in four layers: an array begins where its loop does, and what is cheap is made again.
+
+    Recomputed, only micro-batches and the batch, in their order, are there; on the host, less still.
+    """
+    rows, width, layers = 1 << 15, 256, 4
 
     def loss(kernels, x):
         for kernel in kernels:
@@ -323,6 +327,10 @@ def test_what_levels_keep_is_less_than_the_whole_batch_keeps(name):
         lowered = jax.jit(way).lower(*map(on.shapes, shapes))
         return on.compile(lowered).memory_analysis().temp_size_in_bytes / (4 * rows * width)
 
+    def crossing(how):
+        return temporary(optax_accum.value_and_grad(loss, 16, crossing=how))
+
     with programs.as_shipped():
-        whole, ours = temporary(jax.value_and_grad(loss)), temporary(optax_accum.value_and_grad(loss, 16))
-    assert ours < min(2 * layers, whole)
+        assert crossing("save") < min(2 * layers, temporary(jax.value_and_grad(loss)))
+        assert crossing("recompute") < 2.5
+        assert crossing("offload") < 1.5

@@ -9,8 +9,11 @@ import optax_accum
 from tests.rows import against, programs
 from tests.rows.against import WAYS, farthest, of_parts
 from tests.tiers import sweep
+from tests.versions import JAX
 
 PARTS = (2, 3, 5, 6, 12)  # the last but one and the middle leave a remainder where rows are in groups
+
+CROSSINGS = ("save", "recompute", "offload") if JAX >= (0, 10, 0) else ("save", "recompute")
 
 
 @pytest.mark.parametrize("number", sweep(range(40), but=[3, 4, 5, 7]))
@@ -18,11 +21,12 @@ def test_random_losses(number, x64):
     writer = programs.Writer(number)
     loss = writer.loss()
     way, parts = WAYS[number % 2], PARTS[number % len(PARTS)]
-    funs = [jax.value_and_grad(loss), of_parts(way, loss, parts)]
+    options = {} if way == "microbatched" else {"crossing": CROSSINGS[number // 2 % len(CROSSINGS)]}
+    funs = [jax.value_and_grad(loss), of_parts(way, loss, parts, **options)]
     want, got = jax.jit(lambda *args: [fun(*args) for fun in funs])(*programs.values())
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(want)):
         pytest.skip("The whole batch's gradient is NaN: a square root of zero.")
-    assert farthest(got, want) < 1e-8, (way, parts, writer.pieces)
+    assert farthest(got, want) < 1e-8, (way, parts, options, writer.pieces)
 
 
 PICKED = {
