@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from optax_accum._core.compilers import DEVICES, HOST, REFERENCES
+from optax_accum._core.versions import DEVICES, HOST, REFERENCES
 
 
 class Quirk(NamedTuple):
@@ -25,7 +25,7 @@ QUIRKS = (
         until=(0, 11, 1),
     ),
     Quirk(
-        "warn_of_stale_products",
+        "_core.versions.warn_of_stale_products",
         "On some CPUs, from 0.7.1 on, a product uses the old values of a matrix that was updated in place",
         "a warning names the XLA flag that helps",
         "JAX 0.7.2, AMD EPYC: a linear model of 512 x 512 whose parameters are donated never trains",
@@ -217,14 +217,14 @@ QUIRKS = (
         test="loss/test_in_place.py::test_jax_still_batches_no_scan_over_references",
     ),
     Quirk(
-        "scatter_stages",
+        "_space.collectives.scatter_stages",
         "On a square of TPU chips (4x4, 8x8), a reduce-scatter becomes an all-reduce and a slice",
         "two reduce-scatters, each over at most eight chips",
         "v5e:4x4: 1 P all-reduced, 1.25 P of temporary memory; in two stages 1.12 P scattered, 1 P",
         test="accelerators/test_facts.py::test_a_reduce_scatter_over_a_square_is_still_an_all_reduce",
     ),
     Quirk(
-        "by_slices",
+        "_space.collectives.by_slices",
         "A TPU's all-reduce writes its result to a second buffer",
         "a large leaf is reduced slice by slice, each in place",
         "v5e:4x4: 1 P of temporary memory, instead of 0 P",
@@ -245,14 +245,14 @@ QUIRKS = (
         test="space/test_sharded.py::test_a_shard_map_still_scatters_nothing_beside_explicit_axes",
     ),
     Quirk(
-        "_space.partials.sum_in_place",
+        "_space.here.sum_in_place",
         "XLA cannot compile an all-reduce over an axis of one device if other axes shard the array",
         "the library makes none: one device has the whole sum",
         'CPU, JAX 0.12: "Cross-partition allreduce must be in (partial) manual partitioning mode"',
         test="space/test_sharded.py::test_an_all_reduce_of_one_device_is_still_not_partitioned",
     ),
     Quirk(
-        "_space.narrow.add_wide",
+        "_space.collectives.add_wide",
         "On a CPU, an all-reduce of constant complex numbers, such as for an unused parameter, crashes Python",
         "real and imaginary parts are added separately",
         "JAX 0.12: Check failed: buffer != nullptr; JAX 0.7.2 is right",

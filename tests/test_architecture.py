@@ -16,7 +16,7 @@ import pytest
 
 import optax_accum
 from benchmarks._quirks import QUIRKS
-from optax_accum._core import compilers
+from optax_accum._core import versions
 from tests.versions import JAX
 
 pytestmark = pytest.mark.quick
@@ -138,7 +138,7 @@ def test_where_is_asked_in_space_alone():
         if names_in(source) & WHERE
     }
     assert asked == set(ANSWERED)
-    assert all(names_in(modules("_space")[name]) & WHERE for name in ("meshes", "mapped", "partials", "device", "here"))
+    assert all(names_in(modules("_space")[name]) & WHERE for name in ("meshes", "mapped", "collectives", "device"))
 
 
 def branches(source):
@@ -211,7 +211,7 @@ ASKED = {
 ALSO = {  # that ask something else by the same name
     "_across/window": {"communicates"},  # whether the space does
     "_space/space": {"communicates"},
-    "_space/several": {"is_staged", "communicates"},  # whether a reduction can be in place; that it does
+    "_space/several": {"is_staged", "communicates"},  # whether it can add over devices; that it does
     "_explain/weighing": {"is_ratio"},
     "_within/whole_batch": {"measures", "is_staged"},  # whether the trace of all rows tells everything
     "_rows/resized": {"is_partial"},
@@ -224,7 +224,7 @@ ALSO = {  # that ask something else by the same name
     "_explain/couplings": {"PARTIAL"},
     "_rows/locality": {"PARTIAL", "is_partial", "vjp"},  # and of one equation
     "flax/_window": {"isinstance Ratio"},  # for the metrics of a train step
-    "_space/partials": {"is_staged"},  # whether zeros can be placed
+    "_space/here": {"is_staged"},  # whether zeros can be placed, and a reduction in place
 }
 
 
@@ -253,7 +253,7 @@ def test_the_questions_are_found():
     assert "rules.devices" in branches("if rules.devices:\n    pass")
 
 
-OF_VERSIONS = {"JAX", "FLOOR", "DEVICES", "REFERENCES", "HOST"}  # names of `compilers`
+OF_VERSIONS = {"JAX", "FLOOR", "DEVICES", "REFERENCES", "HOST"}  # names of `_core.versions`
 
 
 def asks_for_a_version(source):
@@ -270,7 +270,7 @@ def asks_for_a_version(source):
             return True
         if isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} & OF_VERSIONS:
             return True
-        if isinstance(node, ast.Compare) and re.search(rf"compilers\.({'|'.join(OF_VERSIONS)})", ast.unparse(node)):
+        if isinstance(node, ast.Compare) and re.search(rf"versions\.({'|'.join(OF_VERSIONS)})", ast.unparse(node)):
             return True
         asked = isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr")
         if asked and of_them(node.args[0]) and ast.unparse(node.args[0]) != "jax.config":
@@ -280,7 +280,7 @@ def asks_for_a_version(source):
 
 def test_versions_are_asked_for_by_their_owners_alone():
     asked = {(room, name) for room in ROOMS for name, source in modules(room).items() if asks_for_a_version(source)}
-    assert asked == {("_core", "compilers"), ("accelerators", "_absent"), ("flax", "_versions")}
+    assert asked == {("_core", "versions"), ("_core", "compilers"), ("accelerators", "_absent"), ("flax", "_versions")}
     assert not asks_for_a_version((PACKAGE / "__init__.py").read_text())
 
 
@@ -290,16 +290,16 @@ def test_versions_are_asked_for_by_their_owners_alone():
         "hasattr(jax, 'typeof')",
         "getattr(jax.config, 'x'); hasattr(jax, 'P')",
         "jax.__version_info__ > (1,)",
-        "compilers.JAX",
-        "compilers.DEVICES > (0,)",
-        "from optax_accum._core.compilers import JAX",
+        "versions.JAX",
+        "versions.DEVICES > (0,)",
+        "from optax_accum._core.versions import JAX",
         "jax.__version__.split('.')",
         "getattr(jax.lax, 'x', 0)",
     ],
 )
 def test_a_question_for_a_version_is_found(source):
     assert asks_for_a_version(source)
-    assert not asks_for_a_version("hasattr(leaf, 'dtype'); f'{jax.__version__}'; f(compilers.DEVICES)")
+    assert not asks_for_a_version("hasattr(leaf, 'dtype'); f'{jax.__version__}'; f(versions.DEVICES)")
 
 
 def chains(source):
@@ -339,7 +339,7 @@ def test_a_quirk_is_owned_and_needed(quirk):
         assert quirk.until > tuple(map(int, floor.split(".")))
         owner = getattr(module, name)
         source = inspect.getsource(owner if callable(owner) else module)
-        named = {getattr(compilers, name) for name in OF_VERSIONS if re.search(rf"JAX (<|>=) (\w+\.)?{name}\b", source)}
+        named = {getattr(versions, name) for name in OF_VERSIONS if re.search(rf"JAX (<|>=) (\w+\.)?{name}\b", source)}
         literal = {ast.literal_eval(found) for found in re.findall(r"\(0, \d+, \d+\)", source)}
         required = re.findall(r"require\(.*\(0, \d+, \d+\)", source)
         asks = ("hasattr", "except TypeError", "in equation.params")  # what there is, not the version

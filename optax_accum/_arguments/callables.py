@@ -7,10 +7,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import optax
 
-from optax_accum._arguments.counted import counted
 from optax_accum._arguments.roles import Roles
 from optax_accum._arguments.signature import signature_of
 from optax_accum._core.leaves import short
+from optax_accum._core.messages import counted
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arguments.counted import counted
+from optax_accum._core.messages import counted
 from optax_accum._core.types import Tree
 
 

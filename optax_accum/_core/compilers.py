@@ -1,62 +1,26 @@
-"""Where versions of JAX and its compilers differ: each difference once, with the workaround.
+"""What compilers and versions of JAX do differently: each difference once, with the workaround.
 
-Nobody else compares a version or asks whether JAX has a name, but who asks the compilers of absent accelerators
-(`accelerators._absent`). `benchmarks/_quirks.py` says why each stands here.
+`benchmarks/_quirks.py` says why each stands here, and what `accelerators._absent` does for absent accelerators.
 """
 
 import contextlib
-import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 
-from optax_accum._core import frames
+from optax_accum._core import versions
 from optax_accum._core.types import Flag, Tree
-
-JAX = jax.__version_info__[:3]
-FLOOR, DEVICES, REFERENCES, HOST = (0, 5, 3), (0, 7, 2), (0, 8, 1), (0, 10, 0)  # versions that were run, or asked
-
-if JAX < FLOOR:
-    raise ImportError(f"optax_accum needs JAX 0.5.3 or later: this is JAX {jax.__version__}. Install a newer one.")
-
-
-def require(what: str, since: tuple[int, ...], remedy: str) -> None:
-    """Raises if this JAX is too old for a feature."""
-    if since > JAX:
-        raise NotImplementedError(f"{what} needs JAX {_text(since)} or later: this is JAX {jax.__version__}. {remedy}")
-
-
-WITHOUT_XNNPACK = "--xla_cpu_use_xnnpack=false"
-
-
-def warn_of_stale_products() -> None:
-    """Warns on a CPU whose XNNPACK packs a matrix once for each address, and so misses an update in place."""
-    if not (0, 7, 1) <= JAX < (0, 8, 2) or WITHOUT_XNNPACK in os.environ.get("XLA_FLAGS", ""):
-        return
-    if jax.default_backend() == "cpu":
-        frames.warn(
-            f"JAX {jax.__version__} on a CPU can multiply by old parameters if a step that was compiled with "
-            "donate_argnums updates them in place: the gradient is wrong, with this library and without. Set "
-            f'os.environ["XLA_FLAGS"] = "{WITHOUT_XNNPACK}" before you use JAX, or install JAX 0.8.2 or later.'
-        )
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version[:2] if not version[2:] or not version[2] else version))
-
 
 # Branches
 
 
 def branch(flag: Flag, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
     """Calls one of two functions when running: `lax.cond`, in the form that compiles well."""
-    if JAX >= (0, 11, 1):
+    if versions.JAX >= (0, 11, 1):
         return jax.lax.cond(flag, on_true, on_false)
     return jax.lax.switch(jnp.asarray(flag).astype(jnp.int32), [on_false, on_true])
 
@@ -110,7 +74,7 @@ def explicit_mesh(kind: Any) -> Any:
 
 def explicit_sharding(leaf: Any) -> Any:
     """Returns the sharding over Explicit axes that the type of an array tells; else None."""
-    kind = jax.typeof(leaf) if JAX >= DEVICES and isinstance(leaf, jax.Array) else leaf
+    kind = jax.typeof(leaf) if versions.JAX >= versions.DEVICES and isinstance(leaf, jax.Array) else leaf
     return None if explicit_mesh(kind) is None else kind.sharding
 
 
@@ -139,7 +103,7 @@ def on_mesh_of(leaf: Any, zeros: jax.Array) -> jax.Array:
 
 def ready_together(*trees: Tree) -> tuple[Tree, ...]:
     """Returns the trees, none of which is used before all are there."""
-    if JAX >= (0, 11, 2):
+    if versions.JAX >= (0, 11, 2):
         return jax.lax.optimization_barrier(trees)
     leaves, treedef = jax.tree.flatten(trees)
     alike: dict[frozenset[str], list[int]] = {}  # what comes out of one barrier is of one type
@@ -175,7 +139,7 @@ def is_sharded(leaf: Any) -> bool:
 
 def extremes(real: jax.Array) -> list[jax.Array]:
     """Returns values that are finite if and only if the array is: one reduction, if a CPU writes no magnitudes."""
-    if JAX >= (0, 10, 2):
+    if versions.JAX >= (0, 10, 2):
         return [jnp.max(jnp.abs(real))]
     return [jnp.max(real), jnp.min(real)]
 
@@ -185,8 +149,9 @@ def extremes(real: jax.Array) -> list[jax.Array]:
 
 def why_not_in_place() -> str | None:
     """Returns why JAX cannot add a gradient inside the backward pass; None where it can."""
-    if JAX < REFERENCES:
-        return f"needs JAX {_text(REFERENCES)} or later: JAX {jax.__version__} has no `jax.vjp(...).with_refs`"
+    if versions.JAX < versions.REFERENCES:
+        needed = versions.text(versions.REFERENCES)
+        return f"needs JAX {needed} or later: JAX {jax.__version__} has no `jax.vjp(...).with_refs`"
     return None
 
 
@@ -195,10 +160,14 @@ def is_reference(leaf: Any) -> bool:
     return hasattr(jax, "Ref") and type(jax.typeof(leaf)).__name__ == "AbstractRef"
 
 
-ADDS_TO_SLICES = JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference
-ADDS_IN_CHECKPOINTS = JAX >= (0, 10, 0)  # and to references inside `jax.checkpoint`
-ADDS_IN_BRANCHES = JAX >= (0, 12, 0)  # and to references inside a branch, in less memory than beside it
-OVERLAPS = JAX >= (0, 11, 0)  # whether a `custom_vjp` that writes to a reference may have other arguments before it
+ADDS_TO_SLICES = versions.JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference
+ADDS_IN_CHECKPOINTS = versions.JAX >= (0, 10, 0)  # and to references inside `jax.checkpoint`
+ADDS_IN_BRANCHES = versions.JAX >= (0, 12, 0)  # and to references inside a branch, in less memory than beside it
+OVERLAPS = versions.JAX >= (
+    0,
+    11,
+    0,
+)  # whether a `custom_vjp` that writes to a reference may have other arguments before it
 
 
 def lacks_overlap() -> str | None:
@@ -245,18 +214,18 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 def varying_axes(leaf: Any) -> frozenset[str]:
     """Returns the axes over which a value inside `jax.shard_map` may differ between devices."""
-    if JAX < DEVICES:
+    if versions.JAX < versions.DEVICES:
         return frozenset()
     kind: Any = leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)
     return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
 
 
-KNOWS_DEVICES = JAX >= DEVICES  # whether it is asked for more than one device
+KNOWS_DEVICES = versions.JAX >= versions.DEVICES  # whether it is asked for more than one device
 
 
 def mesh_of_type(leaf: Any) -> Any:
     """Returns the mesh that the type of an array names; None where types name none."""
-    kind = jax.typeof(leaf) if JAX >= DEVICES and isinstance(leaf, jax.Array) else None
+    kind = jax.typeof(leaf) if versions.JAX >= versions.DEVICES and isinstance(leaf, jax.Array) else None
     return getattr(getattr(kind, "sharding", None), "mesh", None)
 
 
@@ -292,20 +261,20 @@ def each_leaf(prefix: Tree, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
 
 def running_on(mesh: Any) -> Any:
     """Returns a context in which a mesh is in reach; an old JAX is asked for one device only, which needs none."""
-    return jax.set_mesh(mesh) if JAX >= DEVICES else contextlib.nullcontext()
+    return jax.set_mesh(mesh) if versions.JAX >= versions.DEVICES else contextlib.nullcontext()
 
 
 def tracing_on(mesh: Any) -> Any:
     """Returns a context in which a mesh without devices is in reach."""
     mesh = getattr(mesh, "abstract_mesh", mesh)
-    return jax.sharding.use_abstract_mesh(mesh) if JAX >= DEVICES else contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh) if versions.JAX >= versions.DEVICES else contextlib.nullcontext()
 
 
 def check_concrete(mesh: Any) -> None:
     """Raises for a mesh that only `jax.set_mesh` has set, where shardings over it say nothing of devices."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         remedy = "Pass parameters that lie on it: jax.device_put(params, NamedSharding(mesh, PartitionSpec()))."
-        require("A sharding over a mesh that only jax.set_mesh names", (0, 8, 0), remedy)
+        versions.require("A sharding over a mesh that only jax.set_mesh names", (0, 8, 0), remedy)
 
 
 # Memory of the host
@@ -313,7 +282,7 @@ def check_concrete(mesh: Any) -> None:
 
 def on_host(leaf: Any) -> bool:
     """Returns whether an array, or a value inside jit, lies in the memory of the host."""
-    if JAX < HOST or not isinstance(leaf, jax.Array):
+    if versions.JAX < versions.HOST or not isinstance(leaf, jax.Array):
         return False
     return jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
@@ -321,43 +290,3 @@ def on_host(leaf: Any) -> bool:
 def moved(leaf: Any, *, to_host: bool) -> Any:
     """Returns a leaf in the memory of the host, or of the device."""
     return jax.device_put(leaf, jax.memory.Space.Host if to_host else jax.memory.Space.Device)
-
-
-# Collectives
-
-CHIPS = 8  # of a TPU, over which one reduce-scatter is one
-WORTH_HIDING = 64 << 20  # bytes
-SLICES, LARGE = 16, 32 << 20  # bytes; an all-reduce of less is mostly waiting
-
-
-def is_tpu(device_kind: str) -> bool:
-    """Returns whether the kind of a device is a TPU, whose compiler wants other forms of some collectives."""
-    return device_kind.startswith("TPU")  # an abstract device has no `platform` before JAX 0.10.2
-
-
-def is_gpu(device_kind: str) -> bool:
-    """Returns whether the kind of a device is a GPU, whose compiler runs collectives beside products."""
-    return not is_tpu(device_kind) and device_kind != "cpu"
-
-
-def scatter_stages(size: int) -> list[list[list[int]] | None]:
-    """Returns the groups of devices over which a TPU scatters, one after the other; None for all at once.
-
-    In two stages: every other device, then neighbours. Each device gets the part of its index.
-    """
-    if size <= CHIPS or size % 2:
-        return [None]
-    index = np.arange(size).reshape(-1, 2)
-    return [index.T.tolist(), index.tolist()]
-
-
-def by_slices(reduce: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Array:
-    """Reduces a leaf, a large one slice by slice in its place: a TPU's all-reduce is not in place."""
-    slices = math.gcd(leaf.shape[0], SLICES) if leaf.ndim and leaf.nbytes >= LARGE else 1
-
-    def add(index: jax.Array, leaf: jax.Array) -> jax.Array:
-        size = leaf.shape[0] // slices
-        part = reduce(jax.lax.dynamic_slice_in_dim(leaf, index * size, size))
-        return jax.lax.dynamic_update_slice_in_dim(leaf, part, index * size, axis=0)
-
-    return reduce(leaf) if slices == 1 else jax.lax.fori_loop(0, slices, add, leaf)

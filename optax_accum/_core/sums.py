@@ -1,4 +1,4 @@
-"""Weighted sums over a window: mean arguments, metrics, moments of BatchNorm."""
+"""Sums over micro-batches: weighted ones over a window, and the count of all samples trained on."""
 
 from typing import Any, NamedTuple
 
@@ -35,3 +35,40 @@ def mean(sums: WeightedSum, empty: Any = 0.0) -> Tree:
     nothing = sums.weight == 0
     divisor = jnp.where(nothing, 1, sums.weight)
     return jax.tree.map(lambda total: jnp.where(nothing, empty, total / divisor), sums.total)
+
+
+_UNIT = 2**20  # below this, float32 counts in sixteenths
+
+
+class Seen(NamedTuple):
+    """The total weight of all emitted windows, as `2**20 * units + rest`.
+
+    A float32 alone would stall at 2**24 examples; this counts whole numbers to 2**51, in windows below 15 million.
+    """
+
+    units: jax.Array  # int32 []
+    rest: jax.Array  # float [], below 2**20
+
+
+def new_seen() -> Seen:
+    """Returns the count of nothing."""
+    return Seen(jnp.zeros([], jnp.int32), jnp.zeros([]))
+
+
+def as_number(seen: Seen) -> jax.Array:
+    """Returns the count as one float, for a log."""
+    return _UNIT * seen.units.astype(seen.rest.dtype) + seen.rest
+
+
+def see(seen: Seen, weight: jax.Array) -> Seen:
+    """Returns the count with a window's weight in it, if that is a number."""
+    rest = seen.rest + jnp.where(jnp.isfinite(weight), weight, 0)
+    units = jnp.floor(rest / _UNIT)
+    return Seen(seen.units + units.astype(jnp.int32), rest - units * _UNIT)
+
+
+def has_seen(seen: Seen, weight: float) -> jax.Array:
+    """Returns whether so much has been seen."""
+    units, rest = divmod(weight, _UNIT)
+    units = int(min(units, 2**31 - 1))
+    return (seen.units > units) | ((seen.units == units) & (seen.rest >= rest))

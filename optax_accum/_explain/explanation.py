@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from optax_accum._arguments.counted import counted
+from optax_accum._core.messages import counted
 from optax_accum._rows.places import Place
 
 WIDTH = 80

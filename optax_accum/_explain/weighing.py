@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.counted import counted
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.rows import count_known_rows, of_rows
-from optax_accum._core import dtypes, frames
+from optax_accum._core import dtypes, messages
 from optax_accum._core.leaves import by_path, is_array, parted
+from optax_accum._core.messages import counted
 from optax_accum._core.types import Name, Tree
 from optax_accum._explain.explanation import PLAIN, Weight
 from optax_accum._loss.parts import Returns
@@ -203,7 +203,7 @@ def _check_adds_up(reasons: Sequence[Reason], denominators: Sequence[Denominator
 
 
 def _warn(reasons: Iterable[str], remedy: str = "") -> None:
-    frames.warn(
+    messages.warn(
         "Nothing shows how much a micro-batch of this loss counts, or that micro-batches add up, so it counts by its "
         f"rows:{_listed(reasons)}\nSay how it counts: weight_fn=, or, of value_and_apply_gradients, weight= in a "
         f"call.{remedy}"

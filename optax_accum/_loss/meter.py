@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import arithmetic, frames, seen
+from optax_accum._core import arithmetic, messages, sums
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Tree
 from optax_accum._loss import groups, noise
@@ -89,10 +89,10 @@ class Counting(Meter):
     fields = ("seen",)
 
     def blank(self, params: Tree) -> dict[str, Any]:
-        return {"seen": seen.new_seen()}
+        return {"seen": sums.new_seen()}
 
     def learn(self, state: AccumulationState, samples: Any, total: Tree, weight: jax.Array) -> dict[str, Any]:
-        return {"seen": seen.see(state.seen, jnp.asarray(weight, state.seen.rest.dtype))}
+        return {"seen": sums.see(state.seen, jnp.asarray(weight, state.seen.rest.dtype))}
 
 
 class Measuring(Counting):
@@ -144,7 +144,7 @@ class Measuring(Counting):
         raise ValueError(why)
 
     def warn_of_one_sample(self) -> None:
-        frames.warn(
+        messages.warn(
             "Noise is measured between the gradients of micro-batches or devices, and here is one of each: noise, "
             "signal and the noise scale will be NaN (norms are measured). Make two or more micro-batches."
         )

@@ -13,8 +13,10 @@ from optax_accum._core import arithmetic, compilers
 from optax_accum._core.leaves import is_array, parted
 from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._loss.sinks import Finish
-from optax_accum._space import mapped, narrow
-from optax_accum._space.shards import Shard
+from optax_accum._space import collectives, mapped
+from optax_accum._space.collectives import Shard
+
+WORTH_HIDING = 64 << 20  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Device:
 
     def add_up(self, leaf: jax.Array) -> jax.Array:
         """Returns the sum of a leaf over all devices, as their own."""
-        return leaf if self.count == 1 else self.vary(narrow.add_up(leaf, self.axes, self.dtype))
+        return leaf if self.count == 1 else self.vary(collectives.add_up(leaf, self.axes, self.dtype))
 
     def overlaps(self, acc: Tree, needs: str | None = None) -> bool:
         """Returns whether the last backward pass adds the sums over the devices, too; raises if that is asked in vain.
@@ -95,7 +97,7 @@ class Device:
         if self.overlap and needs:
             raise ValueError(f"overlap=True needs {needs}. Leave overlap=None.")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(acc))
-        worth = self.hides and size >= compilers.WORTH_HIDING
+        worth = self.hides and size >= WORTH_HIDING
         return needs is None and (worth if self.overlap is None else self.overlap)
 
     def added_up(self, acc: Tree) -> list[Finish]:
@@ -103,7 +105,7 @@ class Device:
 
         It returns None for a slice that has to wait for the others.
         """
-        narrow.check(self.dtype, acc)
+        collectives.check_narrow(self.dtype, acc)
         leaves, shards = jax.tree.leaves(acc), self._shards(acc)
         if shards is None:
             return [self.add_up] * len(leaves)

@@ -1,15 +1,31 @@
-"""Where sums live in this trace: each public function asks once."""
+"""Where sums live in this trace: `here` chooses; over a mesh they are arrays [d, ...].
 
-from optax_accum._core import compilers
-from optax_accum._space import meshes
+A gradient that has not been reduced is a leaf [d, ...], one partial sum for each of the d devices along the reduced
+axes, each on its device. On every mesh that is an ordinary array: it passes jit boundaries and branches, can be added,
+compared, saved and loaded, and adding two of them moves nothing.
+"""
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optax_accum._arguments.roles import Call
+from optax_accum._core import tracing, versions
+from optax_accum._core.types import Axes, Name, Tree
+from optax_accum._space import collectives, mapped, meshes, mismatch
+from optax_accum._space.collectives import Shard
+from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices
-from optax_accum._space.several import InShardMap, OverMesh, PartialInShardMap, PartialOverMesh, ToShards
-from optax_accum._space.space import Space
+from optax_accum._space.several import SUMS, InShardMap, Partial, PartialInShardMap, Several
+from optax_accum._space.space import Local, Space
 
 
 def here(devices: Devices) -> Space:
     """Returns the space of this trace."""
-    compilers.warn_of_stale_products()
+    versions.warn_of_stale_products()
     axes = devices.axes
     if not axes:
         return Space()
@@ -26,3 +42,221 @@ def here(devices: Devices) -> Space:
             "what came in sharded (jax.lax.all_gather), and shard what comes out of the shard_map."
         )
     return ToShards(devices)
+
+
+class OverMesh(Several):
+    """Partial sums over a mesh: arrays [d, ...], which pass `jit`, branches and checkpoints like any others."""
+
+    def zeros(self, params: Tree, dtype: Any) -> Tree:
+        return zeros_for(self._sums_like(params, dtype), params, self.axes)
+
+    def sums(self, shapes: Tree, params: Tree) -> Tree:
+        return zeros_of(shapes, params, self.axes)
+
+    def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
+        devices = meshes.num_devices(meshes.mesh_of(self.axes, acc, grads), self.axes)
+
+        def row(param: Any) -> Any:
+            return jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
+
+        sums = jax.tree.map(row, params) if isinstance(acc, tuple) and not acc else acc
+        mismatch.check_partials(grads, sums, self.axes, devices)
+        return grads
+
+    def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> jax.Array:
+        return placed_like(super().weight(weight, like, spread=spread), like, self.axes)
+
+    def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
+        collectives.check_narrow(self.dtype, acc)
+        if not self._is_in_place(acc):
+            return self.total(acc), {}
+        total, left = sum_in_place(acc, self.axes, self.dtype)
+        return total, {"acc_grads": left}
+
+    def _joined(self, local: Tree) -> Tree:
+        return mapped.joined(local, self.axes, jax.tree.map(lambda _: PartitionSpec(), local))
+
+    def _held(self, acc: Tree) -> dict[str, Tree]:
+        return {"acc_grads": acc} if self._is_in_place(acc) else {}
+
+    def check_state(self, weight: jax.Array, *trees: Tree) -> None:
+        mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
+
+    def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
+        device, names = self._device(call, sharded), tuple(call.arguments)
+
+        def on_device(*args: Any) -> tuple[Tree, Tree]:
+            call_here = call.with_arguments(dict(zip(names, args, strict=False)))
+            return fun(device, call_here, *mapped.as_local(args[len(names) :]))
+
+        split = [*map(names.index, call.batch), *range(len(names), len(names) + len(sums))]
+        shards = {names.index(name): to for name, to in device.shards.items()}
+        return mapped.per_device(on_device, self.axes, split, (*call[names], *sums), shards)
+
+    def _device(self, call: Call, sharded: Name | None = None) -> Device:
+        mesh = meshes.mesh_of(self.axes, call[tuple(call.arguments)])
+        return dataclasses.replace(super()._device(call), hides=meshes.is_gpu(meshes.device_kind(mesh)))
+
+    def _is_in_place(self, acc: Tree) -> bool:
+        """Returns whether a sum that belongs with every device is written where the partial sums lie."""
+        return self.dtype is not None or (tracing.is_staged() and meshes.in_reach(acc) is not None)
+
+
+class ToShards(OverMesh):
+    """Partial sums over a mesh whose sum is sharded as `Devices(to=)` says: each device gets what it keeps of it."""
+
+    def __init__(self, devices: Devices):
+        super().__init__(devices)
+        self.to = devices.to
+
+    def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
+        sums = jax.tree.map(lambda name, leaf: leaf if name in SUMS else None, reductions, leaves)
+        others = jax.tree.map(lambda name, leaf: None if name in SUMS else self.output(name, leaf), reductions, leaves)
+
+        def either(total: Any, other: Any) -> Any:
+            return other if total is None else total
+
+        return jax.tree.map(either, self.reduced(sums)[0], others, is_leaf=lambda leaf: leaf is None)
+
+    def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
+        collectives.check_narrow(self.dtype, acc)
+        shardings = self._shardings(acc)
+
+        def shape(leaf: Any) -> Any:
+            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+        meshes.check_divisible(shardings, jax.tree.map(shape, acc))
+
+        def scattered(leaf: Any, to: Any) -> Any:
+            return scatter(leaf, to, self.axes, self.dtype)
+
+        return jax.tree.map(scattered, acc, shardings), {}
+
+    def _joined(self, local: Tree) -> Tree:
+        to = self._shardings(local)
+        return meshes.place(mapped.joined(local, self.axes, jax.tree.map(lambda sharding: sharding.spec, to)), to)
+
+    def _held(self, acc: Tree) -> dict[str, Tree]:
+        return {}
+
+    def shard(self, params: Tree) -> Tree:
+        return meshes.place(params, self._shardings(params))
+
+    def gather(self, updates: Tree, params: Tree) -> Tree:
+        return meshes.gather(updates, self._shardings(params), params, self.axes)
+
+    def check_params(self, params: Tree) -> None:
+        meshes.check_divisible(self._shardings(params), params)
+
+    def _device(self, call: Call, sharded: Name | None = None) -> Device:
+        if sharded is not None:
+            to = self._shardings(call.arguments[sharded])
+            meshes.check_shards(to, self.axes)
+            return Device(self.axes, shards={sharded: to})
+
+        def shards(params: Any) -> Any:
+            return [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
+
+        # Unrolled, XLA combines what is scattered at the end.
+        return dataclasses.replace(super()._device(call), hides=False, shards_of=shards)
+
+    def _shardings(self, params: Tree) -> Tree:
+        """Returns how the sum of their gradients is sharded."""
+        return meshes.shardings(self.to, params, self.axes)
+
+
+class PartialOverMesh(Partial, OverMesh):
+    """Partial sums over a mesh that stay: [d, ...]."""
+
+
+def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
+    """Returns an empty accumulator [d, ...] for each leaf [...] of `acc`, each device's on that device."""
+    mesh = meshes.mesh_of(axes, params)
+    totals = jax.tree.structure(params).flatten_up_to(acc)  # MaskedNode where a parameter has no gradient
+    placed = [
+        (total, meshes.spec_of(param))
+        for param, total in zip(jax.tree.leaves(params), totals, strict=True)
+        if hasattr(total, "dtype")
+    ]
+    known = all(spec is not None for _, spec in placed) or not tracing.is_staged()
+    free = None if known or meshes.explicit_axes(mesh) else PartitionSpec.UNCONSTRAINED
+
+    def zeros() -> Any:
+        return [_placed_zeros(total, mesh, axes, spec, free) for total, spec in placed]
+
+    return jax.tree.structure(acc).unflatten(jax.jit(zeros)() if known else zeros())  # one program for all leaves
+
+
+def zeros_of(shapes: Tree, params: Tree, axes: Axes) -> Tree:
+    """Returns zeros [d, ...] for each shape [...], each device's on that device."""
+    mesh = meshes.mesh_of(axes, params)
+    return jax.tree.map(lambda shape: _zeros_over(shape, mesh, axes, PartitionSpec()), shapes)
+
+
+def placed_like(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
+    """Places sums [d] on the devices that hold the parts of `like`, where those are known."""
+    spec = meshes.spec_of(like)
+    return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else sums
+
+
+def sum_in_place(acc: Tree, axes: Axes, dtype: Any) -> tuple[Tree, Tree]:
+    """Adds the partial sums [d, ...] of each leaf, everywhere: the sums [...], and the same on each device [d, ...].
+
+    Whoever keeps the latter in the place of the partial sums lets the all-reduce write where it reads.
+    """
+    mesh = meshes.mesh_of(axes, acc)
+    if meshes.num_devices(mesh, axes) == 1:
+        return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), acc), acc  # XLA partitions no all-reduce of one device
+    # No other axis shards what is sliced.
+    sliced = meshes.is_tpu(meshes.device_kind(mesh)) and set(mesh.axis_names) == set(axes)
+
+    def sum_leaf(row: jax.Array) -> jax.Array:
+        def sum_up(leaf: Any) -> Any:
+            return collectives.add_up(leaf, axes, dtype)
+
+        wide_in_slices = dtype is not None and collectives.dealt(row.shape[2:], axes) is None
+        return collectives.by_slices(sum_up, row[0]) if sliced and not wide_in_slices else sum_up(row[0])
+
+    def add(acc: Tree) -> tuple[Tree, Tree]:
+        total = jax.tree.map(sum_leaf, acc)
+        return total, mapped.as_row(total) if sliced else mapped.varying(mapped.as_row(total), axes)
+
+    run = mapped.over_axes(
+        add,
+        mesh,
+        axes,
+        in_specs=(jax.tree.map(lambda _: PartitionSpec(axes), acc),),
+        out_specs=(PartitionSpec(), PartitionSpec(axes)),
+        # There is no type of an array that is the same everywhere so far as it has been added, or gathered.
+        check_vma=not sliced and dtype is None,
+    )
+    return run(acc)
+
+
+def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -> jax.Array:
+    """Adds rows [d, ...] into a leaf that is sharded as `to`: each device gets the part that it keeps.
+
+    A `dtype` is that in which they cross the network, where at most one dimension is scattered.
+    """
+    shard = Shard(to, axes, dtype)
+    shard.check()
+    in_specs = PartitionSpec(*meshes.names_over_devices(axes, to.spec))
+    explicit = meshes.over(NamedSharding(to.mesh, in_specs), AxisType.Explicit)
+    leaf = leaf if explicit is None else jax.sharding.reshard(leaf, explicit)  # parameters may be whole over the others
+
+    def on_device(row: Any) -> Any:
+        return shard.scattered(row[0])
+
+    typed = dtype is None  # as in `sum_in_place`
+    return jax.shard_map(on_device, mesh=to.mesh, in_specs=in_specs, out_specs=to.spec, check_vma=typed)(leaf)
+
+
+def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: meshes.Mesh, axes: Axes, spec: Any, free: Any = None) -> jax.Array:
+    """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, or `free`."""
+    others = [free] * len(leaf.shape) if spec is None else [meshes.without(entry, axes) for entry in spec]
+    sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))
+    return meshes.place(jnp.zeros((meshes.num_devices(mesh, axes), *leaf.shape), leaf.dtype), sharding)
+
+
+# JAX finds the program of one scalar for the next: each has the same shape on the same devices.
+_zeros_over = jax.jit(_placed_zeros, static_argnums=(0, 1, 2, 3))

@@ -1,8 +1,9 @@
 """`jax.shard_map` over some axes of a mesh, the others left to the partitioner."""
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -33,42 +34,16 @@ def per_device(
     With shards, the backward pass runs `fun` again: what it gathers is not kept.
     """
     mesh = meshes.mesh_of(axes, args)
-
-    def is_array(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array | np.ndarray)
-
-    arrays, filled = parted(tuple(args), is_array)
-
-    def specs_of(number: int, arg: Tree) -> Tree:
-        if number in shards:
-            return jax.tree.map(lambda leaf, to: meshes.only(to.spec, axes), arg, shards[number])
-
-        def deal(leaf: Any) -> Any:
-            return PartitionSpec(axes) if number in split and jnp.ndim(leaf) > 0 else PartitionSpec()
-
-        return [deal(leaf) for leaf in jax.tree.leaves(arg) if is_array(leaf)]
-
-    in_specs = tuple(jax.tree.leaves(list(map(specs_of, range(len(args)), args)), is_leaf=meshes.is_spec))
+    arrays, filled = parted(tuple(args), _is_array)
+    in_specs = _in_specs(axes, split, args, shards)
     for leaf in jax.tree.leaves([args[number] for number in split]):
         if jnp.ndim(leaf):
             _check_divides(axes, mesh, leaf.shape[0])
-    explicit = tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh))
-
     with_integers: list[Any] = []  # what puts back the gradients of integer parameters, which no array can hold
 
     def on_device(*local: Any) -> Tree:
-        try:
+        with _explained(axes):
             sums, same = fun(*filled(local))
-        except TypeError as error:
-            if re.search("pcast|pvary", str(error)):
-                error.add_note(_FROM_ZEROS)
-            raise
-        except ValueError as error:
-            if re.search("should match the mesh passed to shard_map|Tuple subset of `PartitionSpec`", str(error)):
-                raise ValueError(_nested(axes)) from error
-            if re.search(_OF_CONSTRAINTS, str(error)):
-                raise ValueError(_CONSTRAINED.format(axes=axes)) from error
-            raise
         arrays, put_back = parted(sums, lambda leaf: not dtypes.is_float0(leaf))
         with_integers.append(put_back)
         return varying(as_row(arrays), axes), same
@@ -76,6 +51,7 @@ def per_device(
     out_specs = PartitionSpec(axes), PartitionSpec()
     run = over_axes(on_device, mesh, axes, in_specs=in_specs, out_specs=out_specs)
     run = jax.checkpoint(run) if shards else run
+    explicit = tuple(axis for axis in axes if axis in meshes.explicit_axes(mesh))
 
     def run_placed(*arrays: Any) -> tuple[Tree, Tree]:
         def placed(leaf: Any, spec: Any) -> Any:
@@ -87,6 +63,44 @@ def per_device(
     # Outside jit, shard_map knows no references, and an array tells how it is sharded over Auto axes, too.
     local, same = run_placed(*arrays) if traced else jax.jit(run_placed)(*arrays)
     return with_integers[-1](local), same
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _in_specs(
+    axes: Axes, split: Sequence[int], args: Sequence[Any], shards: Mapping[int, Tree]
+) -> tuple[PartitionSpec, ...]:
+    """Returns for each array in the arguments over which of the axes it is dealt out, or sharded."""
+
+    def specs_of(number: int, arg: Tree) -> Tree:
+        if number in shards:
+            return jax.tree.map(lambda leaf, to: meshes.only(to.spec, axes), arg, shards[number])
+
+        def deal(leaf: Any) -> PartitionSpec:
+            return PartitionSpec(axes) if number in split and jnp.ndim(leaf) > 0 else PartitionSpec()
+
+        return [deal(leaf) for leaf in jax.tree.leaves(arg) if _is_array(leaf)]
+
+    return tuple(jax.tree.leaves(list(map(specs_of, range(len(args)), args)), is_leaf=meshes.is_spec))
+
+
+@contextlib.contextmanager
+def _explained(axes: Axes) -> Generator[None]:
+    """Says of JAX's errors in a function on each device what they mean there."""
+    try:
+        yield
+    except TypeError as error:
+        if re.search("pcast|pvary", str(error)):
+            error.add_note(_FROM_ZEROS)
+        raise
+    except ValueError as error:
+        if re.search("should match the mesh passed to shard_map|Tuple subset of `PartitionSpec`", str(error)):
+            raise ValueError(_nested(axes)) from error
+        if re.search(_OF_CONSTRAINTS, str(error)):
+            raise ValueError(_CONSTRAINED.format(axes=axes)) from error
+        raise
 
 
 _FROM_ZEROS = (

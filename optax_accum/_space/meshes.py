@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_accum._core import compilers
+from optax_accum._core import compilers, versions
 from optax_accum._core.leaves import by_path, for_each_leaf, short
 from optax_accum._core.types import Axes, Tree
 
@@ -23,7 +23,7 @@ def as_axes(names: Any) -> Axes:
     if axes is None:
         return ()
     remedy = "Upgrade JAX; without devices the gradient is the same, reduced at each micro-batch."
-    compilers.require("devices", compilers.DEVICES, remedy)
+    versions.require("devices", versions.DEVICES, remedy)
     if not isinstance(axes, Sequence) or not axes or not all(isinstance(axis, str) and axis for axis in axes):
         raise TypeError(
             f"devices must be the name of a mesh axis, a tuple of names, or Devices(names, ...): devices={names!r}. "
@@ -97,14 +97,14 @@ def device_kind(mesh: Mesh) -> str:
     return "cpu" if device is None else device.device_kind
 
 
-def stages(mesh: Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
-    """Returns the axes, and groups of devices along them, over which to scatter one after the other.
+def is_tpu(device_kind: str) -> bool:
+    """Returns whether the kind of a device is a TPU, whose compiler wants other forms of some collectives."""
+    return device_kind.startswith("TPU")  # an abstract device has no `platform` before JAX 0.10.2
 
-    That is over all at once; on a TPU over each axis for itself, and over one of many devices in two stages.
-    """
-    if not compilers.is_tpu(device_kind(mesh)):
-        return [(names, None)] if names else []
-    return [(name, groups) for name in names for groups in compilers.scatter_stages(mesh.shape[name])]
+
+def is_gpu(device_kind: str) -> bool:
+    """Returns whether the kind of a device is a GPU, whose compiler runs collectives beside products."""
+    return not is_tpu(device_kind) and device_kind != "cpu"
 
 
 def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core.seen import as_number
 from optax_accum._core.state import find_state
+from optax_accum._core.sums import as_number
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.groups import ALL
 from optax_accum._loss.noise import Samples, Statistics, noise_scale

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import jax
 
-from optax_accum._core import compilers
+from optax_accum._core import versions
 
 # Colab has CUDA 12 with JAX 0.7; who has its plugin is told of that.
-CUDA = "12" if compilers.JAX < (0, 8, 0) or importlib.util.find_spec("jax_cuda12_plugin") else "13"
+CUDA = "12" if versions.JAX < (0, 8, 0) or importlib.util.find_spec("jax_cuda12_plugin") else "13"
 NVIDIA = f"jax-cuda{CUDA}-plugin=={jax.__version__} jax-cuda{CUDA}-pjrt=={jax.__version__} " + (
     "nvidia-cuda-nvcc-cu12" if CUDA == "12" else "nvidia-cuda-nvcc nvidia-nvvm"
 )
@@ -22,7 +22,7 @@ _YOUNG_FIELDS = r"\b(thread_dim_limit_\w|name): \S.*|device_interconnect_info .*
 
 def check_absent(name: str, gpu: bool) -> None:
     """Raises where JAX cannot compile for an accelerator that this machine lacks."""
-    if compilers.JAX < compilers.DEVICES or (gpu and (0, 8, 0) <= compilers.JAX < (0, 9, 0)):
+    if versions.JAX < versions.DEVICES or (gpu and (0, 8, 0) <= versions.JAX < (0, 9, 0)):
         raise NotImplementedError(
             f"target({name!r}) compiles for an accelerator that this machine lacks. That needs JAX 0.7.2 or later, and "
             f"for GPUs not 0.8: this is JAX {jax.__version__}. target() without a name takes this machine's devices."
@@ -31,13 +31,13 @@ def check_absent(name: str, gpu: bool) -> None:
 
 def known_fields(config: str) -> str:
     """Returns the text of a GPU's configuration without the fields that an older compiler does not know."""
-    return config if compilers.JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)
+    return config if versions.JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)
 
 
 def libtpu_of_jax() -> str | None:
     """Returns the version of libtpu that this JAX names, where an older one would end the process."""
     named = [re.search(r"libtpu\s*==\s*([\d.]+\d)", line) for line in importlib.metadata.requires("jax") or ()]
-    return None if compilers.JAX >= (0, 10, 0) else next((match[1] for match in named if match), None)
+    return None if versions.JAX >= (0, 10, 0) else next((match[1] for match in named if match), None)
 
 
 def too_old_libtpu() -> str | None:
@@ -57,7 +57,7 @@ def too_old_libtpu() -> str | None:
 
 def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any:
     """Compiles a program for an accelerator that is not here; `as_text` shows it."""
-    if compilers.JAX >= (0, 10, 0):
+    if versions.JAX >= (0, 10, 0):
         return lowered.compile(compiler_options=cast(Any, options))
     with tempfile.TemporaryDirectory() as folder:
         dumped = {**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}

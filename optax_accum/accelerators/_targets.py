@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.counted import counted, there_are
+from optax_accum._core.messages import counted, there_are
 from optax_accum._core.types import Tree
 from optax_accum.accelerators import _absent as absent
 

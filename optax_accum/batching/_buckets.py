@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.counted import counted
+from optax_accum._core.messages import counted
 from optax_accum.batching._packed import Ints
 
 STEP = 1.1  # the rows that fit a default bucket, by those that fit the next longer one

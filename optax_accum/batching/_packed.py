@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from optax_accum._arguments.counted import counted
+from optax_accum._core.messages import counted
 
 Ints = NDArray[Any]
 

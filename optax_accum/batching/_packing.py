@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.counted import counted
 from optax_accum._arguments.rows import check_groups
+from optax_accum._core.messages import counted
 from optax_accum.batching._buckets import Room, bucket_of, chosen_buckets
 from optax_accum.batching._packed import Ints, TokenPacking
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from optax_accum._across.schedules import Schedule, by_count, by_weight
 from optax_accum._arguments import checks
-from optax_accum._core.seen import has_seen
 from optax_accum._core.state import AccumulationState
+from optax_accum._core.sums import has_seen
 from optax_accum._loss.noise import noise_scale
 
 

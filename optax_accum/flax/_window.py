@@ -14,7 +14,7 @@ from jax.core import Tracer
 from optax_accum._across.transformation import axes_of, rules_of
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_rows
-from optax_accum._core import dtypes, frames, sums
+from optax_accum._core import dtypes, messages, sums
 from optax_accum._core.leaves import is_array
 from optax_accum._core.state import (
     AccumulationState,
@@ -133,7 +133,7 @@ def with_partial_sums(opt_state: Tree, changed: Callable[[Tree], Tree]) -> Tree:
 @functools.cache
 def warn_once() -> None:
     """Says that window features were asked of an optimizer that does not accumulate."""
-    frames.warn(
+    messages.warn(
         "weight, flush and metrics belong to a window, and this optimizer has none: each call is an update. Wrap it in "
         "optax_accum.accumulate_gradients."
     )

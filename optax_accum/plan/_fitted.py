@@ -7,8 +7,8 @@ import jax
 
 from optax_accum._across.jit_step import JitStep
 from optax_accum._arguments import callables
-from optax_accum._arguments.counted import counted
 from optax_accum._core.memory import copied_to_host
+from optax_accum._core.messages import counted
 from optax_accum.accelerators._targets import Target, of_devices
 from optax_accum.plan import _budgets as budgets
 from optax_accum.plan import _search as search

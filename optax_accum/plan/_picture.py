@@ -4,7 +4,7 @@ import math
 import textwrap
 from typing import Any
 
-from optax_accum._arguments.counted import counted
+from optax_accum._core.messages import counted
 
 _KINDS = {"arguments": "C0", "unaliased": "C4", "temporary": "C1", "code": "C7"}
 _NAMES = {"unaliased": "outputs", "code": "the program"}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from optax_accum._arguments import callables, checks
-from optax_accum._arguments.counted import counted, there_are
 from optax_accum._arguments.signature import signature_of
+from optax_accum._core.messages import counted, there_are
 from optax_accum.accelerators._footprint import shards_of
 from optax_accum.accelerators._targets import Target
 from optax_accum.accelerators._targets import target as find_target

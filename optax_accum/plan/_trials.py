@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from optax_accum._arguments.counted import counted
 from optax_accum._arguments.signature import signature_of
+from optax_accum._core.messages import counted
 from optax_accum.accelerators._footprint import Footprint, footprint, largest_product, text_key
 from optax_accum.accelerators._targets import Target
 from optax_accum.plan import _search as search

@@ -97,7 +97,7 @@ Known when running:
   compiles twice; pin them.
 """
 
-from optax_accum._space.partials import defer_reduction
+from optax_accum._space.several import defer_reduction
 from optax_accum.accelerators._collectives import Collective, Collectives, count_collectives
 from optax_accum.sharding._shardings import shard_over, state_sharding
 

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._across.transformation import rules_of
-from optax_accum._core import compilers
+from optax_accum._core import compilers, versions
 from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
 from optax_accum._core.types import Axes, Tree
 from optax_accum._space import meshes, mismatch
@@ -90,7 +90,7 @@ def state_sharding(
     for name in offload:
         if name not in OFFLOADABLE:
             raise ValueError(f"offload must name fields of the state: {name!r} is none of {', '.join(OFFLOADABLE)}.")
-        compilers.require("offload", compilers.HOST, "Leave out offload.")
+        versions.require("offload", versions.HOST, "Leave out offload.")
     mesh = meshes.mesh_of(axes, params)
     compilers.check_concrete(mesh)
     if axes and to is None:

@@ -11,7 +11,8 @@ import pytest
 import optax_accum
 from benchmarks import _many_devices, _one_device, fsdp
 from benchmarks import accelerators as facts
-from optax_accum._core import compilers
+from optax_accum._core import compilers, versions
+from optax_accum._space import collectives
 from tests import programs
 from tests.versions import JAX, needs_references, since
 
@@ -224,7 +225,7 @@ def test_replicas_exchange_one_shard_whatever_k_is(name):
     assert scan["between replicas, P"] == pytest.approx(8 * shard, rel=0.01)
     if name == "h100" and compilers.OVERLAPS:
         assert [row["of it hidden, P"] for row in ours[:2]] == pytest.approx([shard] * 2, rel=0.01)
-    added_after = 0 if JAX >= compilers.REFERENCES else 0.06  # a gradient beside its sum
+    added_after = 0 if JAX >= versions.REFERENCES else 0.06  # a gradient beside its sum
     assert ours[1]["temporary, P"] <= scan["temporary, P"] + 0.02 + added_after
 
 
@@ -290,14 +291,14 @@ def test_gradients_still_wait_for_the_accumulator(name, monkeypatch):
 @newest
 @pytest.mark.parametrize("name", V5E)
 def test_a_reduce_scatter_over_a_square_is_still_an_all_reduce(name, monkeypatch):
-    monkeypatch.setattr(compilers, "CHIPS", 1 << 30)
+    monkeypatch.setattr(collectives, "CHIPS", 1 << 30)
     assert fact("data parallel", "within a call, ZeRO-1, k = 8", name, "all-reduced, P") > 0.9
 
 
 @newest
 @pytest.mark.parametrize("name", V5E)
 def test_an_all_reduce_of_a_tpu_is_still_not_in_place(name, monkeypatch):
-    monkeypatch.setattr(compilers, "LARGE", 1 << 60)
+    monkeypatch.setattr(collectives, "LARGE", 1 << 60)
     assert fact("data parallel", "within a call, k = 2", name, "temporary, P", cases=4) > 0.9
 
 

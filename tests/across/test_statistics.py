@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_accum
 from optax_accum import batching, statistics
-from optax_accum._core import seen as counting
+from optax_accum._core import sums as counting
 from optax_accum._within.one_by_one import one_by_one
 from optax_accum.accelerators import count_traffic
 from tests import programs

@@ -1,4 +1,4 @@
-"""What an older JAX or Flax lacks is refused by name; other versions are played by `compilers.JAX`."""
+"""What an older JAX or Flax lacks is refused by name; other versions are played by `versions.JAX`."""
 
 import importlib.metadata
 import os
@@ -13,9 +13,9 @@ import pytest
 
 import optax_accum
 from optax_accum import accelerators
-from optax_accum._core import compilers
+from optax_accum._core import compilers, versions
 from optax_accum.accelerators import _absent as absent
-from tests import programs, versions
+from tests import programs
 
 AXES = {"devices": "data"}
 REFUSED = {  # by an older JAX
@@ -43,13 +43,13 @@ REFUSED = {  # by an older JAX
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_an_older_jax_lacks_is_refused_by_the_version_that_has_it(what, monkeypatch):
     version, ask, message = REFUSED[what]
-    monkeypatch.setattr(compilers, "JAX", version)
+    monkeypatch.setattr(versions, "JAX", version)
     with pytest.raises(NotImplementedError, match=message):
         ask()
 
 
 def test_in_place_is_refused_where_it_is_asked_for_alone(monkeypatch):
-    monkeypatch.setattr(compilers, "JAX", (0, 7, 0))
+    monkeypatch.setattr(versions, "JAX", (0, 7, 0))
     loss, w, x = lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones(3), jnp.ones((4, 3))
     with pytest.raises(TypeError, match=r"in_place=True needs JAX 0.8.1 or later.*Leave in_place=None"):
         optax_accum.value_and_grad(loss, num_microbatches=2, in_place=True)(w, x)
@@ -58,7 +58,7 @@ def test_in_place_is_refused_where_it_is_asked_for_alone(monkeypatch):
 
 
 def test_a_libtpu_that_would_crash_is_refused(monkeypatch):
-    monkeypatch.setattr(compilers, "JAX", (0, 7, 2))
+    monkeypatch.setattr(versions, "JAX", (0, 7, 2))
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy", "libtpu==0.0.23; extra == 'tpu'"])
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.21.1")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -68,14 +68,14 @@ def test_a_libtpu_that_would_crash_is_refused(monkeypatch):
     assert absent.too_old_libtpu() is None
 
 
-@pytest.mark.parametrize("version", [(0, 7, 2), compilers.JAX])
+@pytest.mark.parametrize("version", [(0, 7, 2), versions.JAX])
 def test_a_nightly_libtpu_is_taken_as_it_is(version, monkeypatch):
     """It is distributed under another name."""
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(compilers, "JAX", version)
+    monkeypatch.setattr(versions, "JAX", version)
     monkeypatch.setattr("importlib.metadata.version", missing)
     assert absent.too_old_libtpu() is None
 
@@ -107,8 +107,8 @@ def test_the_forms_for_an_older_jax_compute_the_same(monkeypatch):
     """`switch` for `cond`, two extremes for one, leaves repeated by hand."""
     tree, prefix = {"a": jnp.ones(2), "b": [jnp.ones(1), jnp.ones(3)]}, {"a": 1, "b": 2}
     both = []
-    for version in (compilers.JAX, (0, 5, 3)):
-        monkeypatch.setattr(compilers, "JAX", version)
+    for version in (versions.JAX, (0, 5, 3)):
+        monkeypatch.setattr(versions, "JAX", version)
         chosen = [compilers.branch(jnp.array(flag), lambda: 1, lambda: 2) for flag in (True, False)]
         finite = [
             bool(jnp.isfinite(jnp.stack(compilers.extremes(x))).all()) for x in (jnp.array([-jnp.inf, 1]), tree["a"])
@@ -150,7 +150,7 @@ def trains(flags):
 
 @pytest.mark.sweep
 def test_with_the_flag_parameters_that_are_updated_in_place_train_as_others():
-    (copied, donated), warned = trains(compilers.WITHOUT_XNNPACK)
+    (copied, donated), warned = trains(versions.WITHOUT_XNNPACK)
     assert copied < 0.99
     assert donated == pytest.approx(copied, rel=1e-5)
     assert warned == ""
@@ -163,18 +163,18 @@ def test_where_they_may_not_train_a_warning_names_the_flag():
     assert copied < 0.99
     may_fail = (0, 7, 1) <= versions.JAX < (0, 8, 2)
     assert donated == pytest.approx(copied, rel=1e-5) or (may_fail and donated == 1.0)
-    assert (compilers.WITHOUT_XNNPACK in warned) == may_fail
+    assert (versions.WITHOUT_XNNPACK in warned) == may_fail
 
 
 def test_the_warning_is_for_cpus_without_the_flag(monkeypatch):
-    monkeypatch.setattr(compilers, "JAX", (0, 7, 2))
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_some_flag {compilers.WITHOUT_XNNPACK}")
-    compilers.warn_of_stale_products()
+    monkeypatch.setattr(versions, "JAX", (0, 7, 2))
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_some_flag {versions.WITHOUT_XNNPACK}")
+    versions.warn_of_stale_products()
     monkeypatch.setenv("XLA_FLAGS", "--xla_some_flag")
     with pytest.warns(UserWarning, match='os.environ.*= "--xla_cpu_use_xnnpack=false".*or install JAX 0.8.2'):
         optax_accum.value_and_grad(jnp.vdot, num_microbatches=1)(jnp.ones(2), jnp.ones(2))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    compilers.warn_of_stale_products()
+    versions.warn_of_stale_products()
 
 
 def test_the_text_of_a_program_that_has_none_is_read_from_what_its_compiler_wrote():

@@ -49,7 +49,7 @@ def test_most_rooms_have_examples():
 @pytest.mark.quick
 @pytest.mark.parametrize("room", WITH_EXAMPLES)
 def test_the_examples_of_the_docstrings(room):
-    if versions.JAX < (0, 7, 2) and room in ("_space.partials", "sharding._shardings", "checkpoint._resume"):
+    if versions.JAX < (0, 7, 2) and room in ("_space.several", "sharding._shardings", "checkpoint._resume"):
         pytest.skip("JAX 0.7.2: everything over devices")
     if room.startswith("flax.") and versions.flax_before(0, 11):
         pytest.skip("Flax 0.11")

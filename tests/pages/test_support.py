@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from benchmarks import support
-from optax_accum._core.compilers import DEVICES, FLOOR
+from optax_accum._core.versions import DEVICES, FLOOR
 from tests import ROOT, paths
 
 RECORD = json.loads(support.FACTS.read_text())

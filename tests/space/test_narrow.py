@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
-from optax_accum._space import narrow
+from optax_accum._space import collectives
 from optax_accum.sharding import count_collectives
 from tests.problems import normal
 from tests.tiers import sweep
@@ -47,7 +47,7 @@ def test_each_part_is_rounded_once_and_added_in_float32(axes, scale):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     devices = int(np.prod([mesh.shape[axis] for axis in axes]))
     parts = scale * jax.random.normal(jax.random.key(3), (devices, 5, 16))
-    run = lambda own: narrow.add_up(own[0], axes, jnp.bfloat16)[None]
+    run = lambda own: collectives.add_up(own[0], axes, jnp.bfloat16)[None]
     added = jax.jit(
         jax.shard_map(run, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes), check_vma=False)
     )(parts)

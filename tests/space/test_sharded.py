@@ -322,8 +322,8 @@ def test_zero_one_is_a_reduce_scatter_and_an_all_gather(data_mesh):
 def as_on_a_tpu(monkeypatch):
     """The forms that a TPU's compiler wants, for leaves and meshes of any size."""
     monkeypatch.setattr(meshes, "device_kind", lambda mesh: "TPU v5 lite")
-    monkeypatch.setattr(compilers, "CHIPS", 4)
-    monkeypatch.setattr(compilers, "LARGE", 1)
+    monkeypatch.setattr("optax_accum._space.collectives.CHIPS", 4)
+    monkeypatch.setattr("optax_accum._space.collectives.LARGE", 1)
 
 
 @pytest.mark.parametrize("to", [None, {"w": P(None, "data"), "b": P(), "v": P("data")}], ids=["whole", "ZeRO-1"])
