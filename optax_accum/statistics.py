@@ -21,9 +21,8 @@ docs/when_not.md has sources and examples.
 """
 
 from optax_accum._across.noise_scale import gradient_noise_scale
-from optax_accum._loss.groups import Layers
 from optax_accum._loss.meter import Options
-from optax_accum._loss.noise import NoiseScale, Statistics, smooth
+from optax_accum._loss.noise import Layers, NoiseScale, Statistics, smooth
 
 __all__ = [
     "Layers",

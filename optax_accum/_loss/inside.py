@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from optax_accum._core import compilers, dtypes, equations, matching, tracing
 from optax_accum._core.leaves import by_path, is_inexact, parted
 from optax_accum._core.types import Tree, Weight
-from optax_accum._loss import flows, follow, sinks
+from optax_accum._loss import follow, sinks
 from optax_accum._loss.sinks import Finish, Lent, Sink, Total
 from optax_accum._loss.weighing import Weighing
 
@@ -119,7 +119,7 @@ def added_inside(
         return None
     _log_inside(params, program.jaxpr)
     always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
-    needs = map(operator.or_, flows.casts(program.jaxpr), flows.breaks(program.jaxpr))
+    needs = map(operator.or_, follow.casts(program.jaxpr), follow.breaks(program.jaxpr))
     leaves = [pair for pair in zip(jax.tree.leaves(params), needs, strict=True) if is_inexact(pair[0])]
     if not leaves:
         return None
@@ -146,7 +146,7 @@ def _log_inside(params: Tree, program: Any) -> None:
     """Tells who asks where gradients are added inside the backward pass."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    pairs = zip(by_path(params, ""), flows.leave_whole(program), strict=True)
+    pairs = zip(by_path(params, ""), follow.leave_whole(program), strict=True)
     written = [f"{path} (`{function}`)" for (path, _), function in pairs if function]
     but = f" Some are written first, by the function in brackets: {', '.join(written)}." if written else ""
     _log.info("Gradients are added inside the backward pass.%s", but)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from optax_accum._core import arithmetic, messages, sums
 from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Tree
-from optax_accum._loss import groups, noise
-from optax_accum._loss.groups import ByGroup
+from optax_accum._loss import noise
+from optax_accum._loss.noise import ByGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,25 +106,25 @@ class Measuring(Counting):
 
     def samples(self, params: Tree, scalar: Callable[[], jax.Array]) -> noise.Samples:
         def by_group() -> Any:
-            return {name: scalar() for name in groups.names_of(self.groups, params)}
+            return {name: scalar() for name in noise.names_of(self.groups, params)}
 
         return noise.Samples(by_group(), scalar(), by_group())
 
     def blank(self, params: Tree) -> dict[str, Any]:
         def by_group() -> Any:
-            return {name: jnp.zeros([]) for name in groups.names_of(self.groups, params)}
+            return {name: jnp.zeros([]) for name in noise.names_of(self.groups, params)}
 
         statistics = noise.Statistics(by_group(), by_group(), by_group(), jnp.zeros([]), jnp.zeros([]))
         return super().blank(params) | {"statistics": statistics}
 
     def no_squares(self, params: Tree) -> list[jax.Array]:
-        return groups.no_squares(self.groups, params)
+        return noise.no_squares(self.groups, params)
 
     def by_group(self, squares: Tree) -> ByGroup:
-        return groups.by_group(self.groups, squares)
+        return noise.by_group(self.groups, squares)
 
     def squares(self, grads: Tree, like: jax.Array) -> ByGroup:
-        return groups.squared_norms(self.groups, grads, like)
+        return noise.squared_norms(self.groups, grads, like)
 
     def sample(self, samples: noise.Samples, squares: ByGroup, weight: Any, first: Any) -> noise.Samples:
         return noise.with_sample(samples, squares, weight, first)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from optax_accum._core.state import find_state
 from optax_accum._core.sums import as_number
 from optax_accum._core.types import Axes, Tree
-from optax_accum._loss.groups import ALL
-from optax_accum._loss.noise import Samples, Statistics, noise_scale
+from optax_accum._loss.noise import ALL, Samples, Statistics, noise_scale
 from optax_accum._space import mapped
 
 _COUNTS = ("mini_step", "gradient_step", "weight", "skipped", "discarded", "batches")
