@@ -189,7 +189,7 @@ QUIRKS = (
         test="core/test_convolutions.py::test_in_a_loop_xla_still_leaves_a_gradient_of_a_convolution_as_it_is",
     ),
     Quirk(
-        "_loss.flows.breaks",
+        "_loss.follow.breaks",
         "With references, JAX cannot differentiate a scan that scans over an array and also closes over it",
         "the parameter is used before the scan",
         "JAX 0.12: a NotImplementedError; 0.11.2: a wrong gradient",
