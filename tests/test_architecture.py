@@ -221,7 +221,7 @@ ALSO = {  # that ask something else by the same name
     "_rows/levels": {"PARTIAL", "is_partial"},  # of rows
     "_rows/reading": {"PARTIAL"},
     "_rows/primitives": {"PARTIAL"},
-    "_explain/couplings": {"PARTIAL"},
+    "_explain/explain": {"PARTIAL"},
     "_rows/locality": {"PARTIAL", "is_partial", "vjp"},  # and of one equation
     "flax/_window": {"isinstance Ratio"},  # for the metrics of a train step
     "_space/here": {"is_staged"},  # whether zeros can be placed, and a reduction in place

@@ -12,8 +12,7 @@ By task:
 """
 
 from optax_accum.batching._packing import TokenPacking, token_microbatches
-from optax_accum.batching._rows import BatchSplit, split_global_batch
-from optax_accum.batching._schedules import every_by_noise, every_by_tokens, every_by_weight
+from optax_accum.batching._sizes import BatchSplit, every_by_noise, every_by_tokens, every_by_weight, split_global_batch
 
 __all__ = [
     "BatchSplit",

@@ -1,6 +1,7 @@
-"""Micro-batches of rows of different lengths: gathered, put back in order, and how full they are."""
+"""Micro-batches of rows of different lengths: dealt to devices, gathered, put back in order, how full they are."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -212,3 +213,28 @@ def _as_fill(fill: Any, dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "biu" and number != fill:
         raise ValueError(f"fill must be a number of the dtype of the rows: fill={fill}, {dtype}. Convert the rows.")
     return number
+
+
+def dealt(costs: list[float], starts: list[int], devices: int) -> list[int]:
+    """Returns the device of each group: of so many as there are devices, the costliest goes where least was so far."""
+    loads, own = [0.0] * devices, [0] * len(costs)
+    if devices == 1:
+        return own
+    for start, end in itertools.pairwise([*starts, len(costs)]):
+        for at in range(start, end, devices):
+            together = sorted(range(at, min(at + devices, end)), key=costs.__getitem__, reverse=True)
+            for group, device in zip(together, sorted(range(devices), key=loads.__getitem__), strict=False):
+                own[group] = device
+                loads[device] += costs[group]
+    return own
+
+
+def laid_out(order: Ints, own: list[int], starts: list[int], devices: int, spare: int, group: int) -> Ints:
+    """Returns the row numbers [k, d, r] of the groups in `order`, on the devices in `own`, with -1 elsewhere."""
+    place = np.arange(len(order))
+    microbatch = np.searchsorted(starts, place, "right") - 1
+    slot = (place - np.asarray(starts)[microbatch]) // devices  # each device takes one at a time
+    first = np.full((len(starts) + spare, devices, slot.max() + 1), -1, np.int32)  # the first row of each group
+    first[microbatch, own, slot] = order * group
+    rows = np.where(first[..., None] < 0, -1, first[..., None] + np.arange(group, dtype=np.int32))
+    return rows.reshape(*first.shape[:2], -1)
