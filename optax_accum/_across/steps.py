@@ -30,8 +30,8 @@ from optax_accum._core.state import (
 )
 from optax_accum._core.types import Flag, Tree
 from optax_accum._loss import inside
+from optax_accum._space.devices import refuse_shards
 from optax_accum._space.here import here
-from optax_accum._space.mismatch import refuse_shards
 from optax_accum._space.space import Space
 
 

@@ -18,9 +18,8 @@ from optax_accum._core.leaves import NOT_ARRAYS, NOT_GRADIENTS, check_arrays
 from optax_accum._core.state import AccumulationState, as_mean_args, new_state, no_means
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.meter import Options, as_meter
-from optax_accum._space.devices import Devices, as_devices
+from optax_accum._space.devices import Devices, as_devices, refuse_shards
 from optax_accum._space.here import here
-from optax_accum._space.mismatch import refuse_shards
 from optax_accum._space.space import Space
 
 

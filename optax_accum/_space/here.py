@@ -15,10 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax_accum._arguments.roles import Call
 from optax_accum._core import tracing, versions
 from optax_accum._core.types import Axes, Name, Tree
-from optax_accum._space import collectives, mapped, meshes, mismatch
+from optax_accum._space import collectives, mapped, meshes
 from optax_accum._space.collectives import Shard
 from optax_accum._space.device import Device
-from optax_accum._space.devices import Devices
+from optax_accum._space.devices import Devices, check_num_devices, check_partials
 from optax_accum._space.several import SUMS, InShardMap, Partial, PartialInShardMap, Several
 from optax_accum._space.space import Local, Space
 
@@ -60,7 +60,7 @@ class OverMesh(Several):
             return jax.ShapeDtypeStruct((devices, *jnp.shape(param)), jnp.result_type(param))
 
         sums = jax.tree.map(row, params) if isinstance(acc, tuple) and not acc else acc
-        mismatch.check_partials(grads, sums, self.axes, devices)
+        check_partials(grads, sums, self.axes, devices)
         return grads
 
     def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> jax.Array:
@@ -80,7 +80,7 @@ class OverMesh(Several):
         return {"acc_grads": acc} if self._is_in_place(acc) else {}
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
-        mismatch.check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
+        check_num_devices(weight, meshes.num_devices(meshes.mesh_of(self.axes, *trees), self.axes))
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
         device, names = self._device(call, sharded), tuple(call.arguments)

@@ -15,9 +15,9 @@ from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers, dtypes, tracing
 from optax_accum._core.types import Axes, Name, Tree, Weight
-from optax_accum._space import collectives, mapped, meshes, mismatch
+from optax_accum._space import collectives, mapped, meshes
 from optax_accum._space.device import Device
-from optax_accum._space.devices import Devices
+from optax_accum._space.devices import Devices, check_local, check_num_devices, check_replicated, check_shared
 from optax_accum._space.space import Reduced, Space
 
 SUMS = ("mean", "sum")
@@ -36,7 +36,7 @@ class Several(Space):
         self.device = Device(self.axes, one_batch=one_batch, dtype=self.dtype, overlap=devices.overlap)
 
     def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> jax.Array:
-        mismatch.check_num_devices(like)
+        check_num_devices(like)
         weight = checks.as_weight(weight, len(like))
         is_per_device = jnp.ndim(weight) or mapped.differs(weight, self.axes)
         part = weight / (len(like) * jax.lax.psum(1, self.inside)) if spread and not is_per_device else weight
@@ -68,7 +68,7 @@ class Several(Space):
         return self._sum(flags.astype(jnp.int32)) > 0  # one number from each device
 
     def check_params(self, params: Tree) -> None:
-        mismatch.check_replicated(params, self.axes)
+        check_replicated(params, self.axes)
 
     def _sums_like(self, params: Tree, dtype: Any) -> Tree:
         """Returns the shapes of a device's sums; raises for a `Devices(dtype=)` that is wider."""
@@ -118,14 +118,14 @@ class InShardMap(Several):
         return mapped.varying(mapped.as_row(arithmetic.zeros_of(shapes)), self.axes)
 
     def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
-        mismatch.check_local(grads, self.axes)
+        check_local(grads, self.axes)
         return self.as_partial(grads)
 
     def check_shared(self, params: Tree) -> None:
-        mismatch.check_shared(params, self.axes)
+        check_shared(params, self.axes)
 
     def check_gradients(self, params: Tree, results: Tree) -> None:
-        mismatch.check_shared(params, self.axes, results)
+        check_shared(params, self.axes, results)
 
     def _lacks(self) -> str | None:
         # Types know of no sum over devices that is written where partial sums lie, and is the same on all.
@@ -150,7 +150,7 @@ class InShardMap(Several):
         return mapped.as_row(local)
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
-        mismatch.check_num_devices(weight, 1)
+        check_num_devices(weight, 1)
 
 
 class Partial(Several):
@@ -223,5 +223,5 @@ def defer_reduction(params: Tree, axes: str | Sequence[str]) -> Tree:
             f"defer_reduction works inside jax.shard_map over {axes}. Outside, use value_and_grad(..., "
             'devices=Devices(..., to="partial")), which returns the gradient of each device, [d, ...].'
         )
-    mismatch.check_shared(params, axes)
+    check_shared(params, axes)
     return mapped.varying(params, axes)

@@ -17,8 +17,7 @@ from optax_accum._core.leaves import short
 from optax_accum._core.types import Tree
 from optax_accum._verify import foreign
 from optax_accum._verify import step_carries as carries
-from optax_accum._verify.batches import epsilons, wide
-from optax_accum._verify.step_carries import Numbers, Path, is_inexact
+from optax_accum._verify.step_carries import Numbers, Path, epsilons, is_inexact, wide
 
 Begin = Callable[[Tree], Tree]  # what is done to a carry before a run
 
@@ -167,8 +166,17 @@ def _check_make_step(make_step: Any, every: int) -> None:
         return  # it does not tell what it takes
 
 
-def reference(optimizer: optax.GradientTransformation, loss: Callable[..., Any], params: Tree) -> Callable[[int], Any]:
+def reference(optimizer: Any, loss: Any, params: Tree) -> Callable[[int], Any]:
     """Returns the `make_step` of a plain step on the whole batch."""
+    if optimizer is None or loss is None:
+        given, other = ("loss", "optimizer") if optimizer is None else ("optimizer", "loss")
+        raise TypeError(f"A reference needs both: {given}= was given, {other}= was not. Pass both, or neither.")
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizer must be an optax.GradientTransformation: optimizer={short(optimizer)}. Pass what a factory "
+            "returned, such as optax.adam(1e-3)."
+        )
+    as_function(loss, "loss")
     params = foreign.as_jax(params)
 
     @jax.jit

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from optax_accum._core.types import Tree
-from optax_accum._verify.batches import floats, largest, moved, moved_apart
 from optax_accum._verify.report import Errors, badness, within
 from optax_accum._verify.step_calls import nudged, nudged_at
+from optax_accum._verify.step_carries import floats, largest, moved, moved_apart
 from optax_accum._verify.step_explanations import Change
 from optax_accum._verify.step_runs import Rows, StepRuns, mean
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_accum._verify.batches import largest
+from optax_accum._verify.step_carries import largest
 
 Change = dict[str, np.ndarray]  # what a run added to each leaf
 MORE = 3  # entries beyond the micro-batches, from which on these can be told apart

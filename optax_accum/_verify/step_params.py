@@ -12,8 +12,7 @@ import numpy as np
 
 from optax_accum._core.types import Tree
 from optax_accum._verify import step_carries as carries
-from optax_accum._verify.batches import wide
-from optax_accum._verify.step_carries import Path, inside, is_inexact, leaves_of, named, plain, states
+from optax_accum._verify.step_carries import Path, inside, is_inexact, leaves_of, named, plain, states, wide
 
 Find = Callable[[Tree], Tree] | None  # where the parameters are, if a user says so
 AVERAGES = ("ema", "average", "avg", "shadow", "target")  # names of parts that begin as the parameters

@@ -12,9 +12,8 @@ from optax_accum._arguments.rows import of_rows
 from optax_accum._core.types import Tree
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify import step_params
-from optax_accum._verify.batches import largest
 from optax_accum._verify.step_calls import Steps
-from optax_accum._verify.step_carries import Numbers
+from optax_accum._verify.step_carries import Numbers, largest
 from optax_accum._verify.step_explanations import MORE, NEAR, ROOT, Change, Explanations
 from optax_accum._verify.step_params import Find, Leaf
 

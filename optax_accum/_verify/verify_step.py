@@ -8,9 +8,7 @@ import numpy as np
 import optax
 
 from optax_accum._arguments import checks
-from optax_accum._arguments.callables import as_function
 from optax_accum._arguments.rows import check_groups, count_rows
-from optax_accum._core.leaves import short
 from optax_accum._core.types import Tree
 from optax_accum._verify import foreign, step_params, step_probes
 from optax_accum._verify import step_faults as faults
@@ -158,7 +156,7 @@ def verify_step(
     cut, one = Steps(make_step, batch, every), None if optimizer or loss else Steps(make_step, batch, 1)
     finds = params, params
     if one is None:
-        one = Steps(_reference(optimizer, loss, step_params.subtree(cut.carry, params)), batch, 1)
+        one = Steps(reference(optimizer, loss, step_params.subtree(cut.carry, params)), batch, 1)
         finds = None, params
     runs = StepErrors(one, cut, foreign.cuttable(arrays, one.is_jax), count, group_size, within_call, rtol, finds)
     step_params.check(one.carry, cut.carry, *finds)
@@ -252,18 +250,6 @@ def _check(batch: Tree, every: Any, group_size: Any) -> tuple[int, int]:
         )
     check_groups("the batch has", rows, group_size)
     return every, rows // group_size
-
-
-def _reference(optimizer: Any, loss: Any, params: Tree) -> Callable[[int], Any]:
-    if optimizer is None or loss is None:
-        given, other = ("loss", "optimizer") if optimizer is None else ("optimizer", "loss")
-        raise TypeError(f"A reference needs both: {given}= was given, {other}= was not. Pass both, or neither.")
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            f"optimizer must be an optax.GradientTransformation: optimizer={short(optimizer)}. Pass what a factory "
-            "returned, such as optax.adam(1e-3)."
-        )
-    return reference(optimizer, as_function(loss, "loss"), params)
 
 
 def _check_reference(runs: StepErrors) -> Cause | None:

@@ -11,9 +11,8 @@ from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
 from optax_accum._rows.levels import Crossing
-from optax_accum._space.devices import Devices, as_devices
+from optax_accum._space.devices import Devices, as_devices, refuse_shards
 from optax_accum._space.here import here
-from optax_accum._space.mismatch import refuse_shards
 from optax_accum._space.space import Space
 from optax_accum._within import gradients, reductions, splitting
 

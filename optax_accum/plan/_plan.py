@@ -6,29 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from optax_accum._core.messages import counted
-from optax_accum.accelerators._footprint import Footprint
 from optax_accum.plan._budgets import as_text
-from optax_accum.plan._search import Candidate
+from optax_accum.plan._search import Compiled
 
 KINDS = ("arguments", "unaliased", "temporary", "code")  # they add up to the peak
 NETWORK = ("network", "exposed")  # of several devices
 WIDTH = 88  # of a table, at most
 NAMED = 0.01  # the share of the limit from which a table names what is kept for all rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """One number of micro-batches that was compiled: its option, and its memory.
-
-    Attributes:
-      place: the place of the option among the given ones.
-    """
-
-    option: Any
-    candidate: Candidate
-    footprint: Footprint
-    fits: bool
-    place: int = 0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -16,9 +16,8 @@ from optax_accum.accelerators._targets import target as find_target
 from optax_accum.plan import _budgets as budgets
 from optax_accum.plan import _search as search
 from optax_accum.plan._plan import NothingFitsError, Plan
-from optax_accum.plan._search import Candidate
+from optax_accum.plan._search import PASS_ON, Candidate, MakeStep, Trial
 from optax_accum.plan._steps import Builder
-from optax_accum.plan._trials import PASS_ON, MakeStep, Trial
 
 
 def plan_microbatches(

@@ -11,8 +11,8 @@ from optax_accum._across.transformation import rules_of
 from optax_accum._core import compilers, versions
 from optax_accum._core.state import AccumulationState, holds_partial_sums, map_states
 from optax_accum._core.types import Axes, Tree
-from optax_accum._space import meshes, mismatch
-from optax_accum._space.devices import Devices, as_devices
+from optax_accum._space import meshes
+from optax_accum._space.devices import Devices, as_devices, check_replicated
 
 OFFLOADABLE = ("acc_grads", "inner_opt_state")
 
@@ -94,7 +94,7 @@ def state_sharding(
     mesh = meshes.mesh_of(axes, params)
     compilers.check_concrete(mesh)
     if axes and to is None:
-        mismatch.check_replicated(params, axes)  # inside jit, nobody sees it on an Auto mesh
+        check_replicated(params, axes)  # inside jit, nobody sees it on an Auto mesh
     with compilers.tracing_on(mesh):
         state = jax.eval_shape(tx.init, params)
         to = None if to is None else meshes.shardings(to, params, axes)

@@ -21,7 +21,7 @@ from optax_accum import plan
 from optax_accum.accelerators import _footprint as footprint
 from optax_accum.plan import _budgets as budgets
 from optax_accum.plan import _search as search
-from optax_accum.plan import _trials as trials
+from optax_accum.plan import _search as trials
 from tests import programs
 
 ROWS, WIDTH = 256, 128
