@@ -21,7 +21,6 @@ from optax_accum import plan
 from optax_accum.accelerators import _footprint as footprint
 from optax_accum.plan import _budgets as budgets
 from optax_accum.plan import _search as search
-from optax_accum.plan import _search as trials
 from tests import programs
 
 ROWS, WIDTH = 256, 128
@@ -280,8 +279,8 @@ def test_options_of_the_compiler_are_those_of_the_step():
 @pytest.mark.sweep
 def test_a_number_is_lowered_and_compiled_once(monkeypatch):
     compiled, lowered = [], []
-    compile_ = trials.footprint
-    monkeypatch.setattr(trials, "footprint", lambda *args: compiled.append(args) or compile_(*args))
+    compile_ = search.footprint
+    monkeypatch.setattr(search, "footprint", lambda *args: compiled.append(args) or compile_(*args))
     with programs.as_shipped():
         found = planned(lambda k: lowered.append(k) or lower(k), budget=ROWS * ROW + 2 * WIDTH * ROW + ROWS * ROW // 3)
     assert len(compiled) == len(found.rows)
