@@ -1,4 +1,4 @@
-"""How a compiled step reaches the variables of a model and an optimizer, and whether they still stand where they stood."""
+"""How a compiled step reaches the variables of a model and an optimizer, read again where they have moved."""
 
 import functools
 import operator
