@@ -187,15 +187,15 @@ ASKED = {
     ),
     "is a gradient measured": ({"measures"}, "_loss/meter _across/loss _within/cut"),
     "is the sum divided": ({"as_divisor"}, "_across/transformation _across/train_step _across/multi_steps"),
-    "does a state hold a sum": ({"holds_sum"}, "_across/accumulator _across/steps flax/_window"),
+    "does a state hold a sum": ({"holds_sum"}, "_across/accumulator _across/steps flax/_window flax/_calls"),
     "how do devices that weigh differently share a loss": ({"communicates"}, "_space/device"),
     "where does the sum over devices go": (
         {"is_partial", "PARTIAL", "ToShards"},
-        "_space/devices _space/here _space/several _within/cut _within/rules flax/_window",
+        "_space/devices _space/here _space/several _within/cut _within/rules flax/_calls",
     ),
     "is the divisor a weight": (
         {"is_mean"},
-        "_across/divisor _across/window _across/loss _across/multi_steps _across/transformation flax/_window",
+        "_across/divisor _across/window _across/loss _across/multi_steps _across/transformation flax/_calls",
     ),
     "may gradients be added in place": ({"added_inside"}, "_across/loss _within/cut"),
     "does it lie in host memory": (
@@ -223,7 +223,7 @@ ALSO = {  # that ask something else by the same name
     "_rows/primitives": {"PARTIAL"},
     "_explain/explain": {"PARTIAL"},
     "_rows/locality": {"PARTIAL", "is_partial", "vjp"},  # and of one equation
-    "flax/_window": {"isinstance Ratio"},  # for the metrics of a train step
+    "flax/_calls": {"isinstance Ratio"},  # for the metrics of a train step
     "_space/here": {"is_staged"},  # whether zeros can be placed, and a reduction in place
 }
 

@@ -19,10 +19,10 @@ from optax_accum._loss.ratio import as_ratio
 from optax_accum._within.one_by_one import one_by_one
 from optax_accum._within.value_and_grad import of_whole_batch
 from optax_accum._within.whole_batch import UnreadableError
-from optax_accum.flax import _window
+from optax_accum.flax import _calls, _window
 from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
+from optax_accum.flax._calls import Weighing
 from optax_accum.flax._linen import TrainState, field_names, parted
-from optax_accum.flax._window import Weighing
 
 
 def train_step(
@@ -69,7 +69,7 @@ def train_step(
         several denominators, a sum for a mean), unless `weight_fn` says how
         they count. `optax_accum.explain` shows the lines.
     """
-    _window.check_step_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
+    _calls.check_step_options("optax_accum.flax.linen.train_step", options, _OWN_OPTIONS)
     check_called_with(fun, "params", "batch", "key", "state")
 
     def with_outputs(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, Any]:
@@ -88,10 +88,10 @@ def train_step(
     def sums_of(
         loss: Any, extra: Mapping[str, Any], batch: Tree, state: TrainState, weigh: Callable[[], Any]
     ) -> dict[str, Any]:
-        sums = {"metrics": _window.measured(loss, extra.get("metrics", {}), batch, weigh)}
+        sums = {"metrics": _calls.measured(loss, extra.get("metrics", {}), batch, weigh)}
         if extra.get("batch_stats"):
             moments = batch_moments(extra["batch_stats"], state.batch_stats, state.momentum)
-            sums["moments"] = _window.weighted(moments, _window.weight_of(batch))
+            sums["moments"] = _window.weighted(moments, _calls.weight_of(batch))
         return sums
 
     # Their errors come when this is built.
@@ -104,7 +104,7 @@ def train_step(
     ) -> tuple[dict[str, Any], Tree]:
         """Returns the sums and the gradient of the call: of all its rows at once, if its loss is read."""
         _, overwritten = parted(params)
-        if overwritten is None and not _window.has_partial_sums(options):
+        if overwritten is None and not _calls.has_partial_sums(options):
             with contextlib.suppress(UnreadableError):
                 whole = of_whole_batch(optax_accum.value_and_grad(with_outputs, has_aux=True, **options))
                 (_, (loss, extra)), grads = whole(params, batch, key, state)
@@ -116,7 +116,7 @@ def train_step(
         (_, sums), grads = one_by_one(with_sums(weighing), **separate)(params, batch, key, state)
         if overwritten is not None:
             own = grads[OVERWRITE_WITH_GRADIENT]
-            grads = {**grads, OVERWRITE_WITH_GRADIENT: _window.over_devices(own, options, "max")}
+            grads = {**grads, OVERWRITE_WITH_GRADIENT: _calls.over_devices(own, options, "max")}
         return sums, grads
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -125,12 +125,12 @@ def train_step(
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state)
         _check_key(key)
-        own = _window.where_sums_go(state.tx, state.opt_state, options)
+        own = _calls.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
         weigher = Weigher(with_outputs, roles, has_aux=True)
         weighing = Weighing.chosen(state.tx, state.opt_state, weight_fn, weigher)
         sums, grads = computed(own, weighing, state.params, batch, key, still)
-        totals = _window.over_devices(sums, own)
+        totals = _calls.over_devices(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}
         if moments is not None:
             new = {"batch_stats": merge_batch_stats(weighted_mean(moments), state.batch_stats, state.momentum)}

@@ -6,31 +6,18 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 import optax_accum
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._arguments.rows import count_rows
-from optax_accum._core.sums import mean as weighted_mean
-from optax_accum._core.types import Name, Tree
+from optax_accum._core.types import Tree
 from optax_accum._explain.weighing import Weigher
 from optax_accum._space.device import Device
 from optax_accum._space.devices import as_devices, with_replicated
 from optax_accum._within import one_by_one as weighed
-from optax_accum._within.value_and_grad import of_whole_batch
 from optax_accum._within.whole_batch import UnreadableError
-from optax_accum.flax import _window
-from optax_accum.flax._batch_norm import batch_moments, merge_batch_stats
-from optax_accum.flax._nnx_variables import (
-    batch_norms,
-    check_module,
-    check_trained,
-    check_variables,
-    own_streams,
-    variables,
-)
+from optax_accum.flax import _calls
+from optax_accum.flax._nnx_module import Module
 
 
 def value_and_grad(
@@ -93,10 +80,10 @@ def value_and_grad(
       >>> grads["kernel"].shape
       (2, 1)
     """
-    _window.check_options("optax_accum.flax.nnx.value_and_grad", options, _OWN_OPTIONS)
+    _calls.check_options("optax_accum.flax.nnx.value_and_grad", options, _OWN_OPTIONS)
     options |= {"num_microbatches": num_microbatches, "wrt": wrt, "has_aux": has_aux}
     whole, separate = whole_batch(fun, **options), one_by_one(fun, **options)
-    if _window.has_partial_sums(options):
+    if _calls.has_partial_sums(options):
         return separate
 
     @functools.wraps(fun)
@@ -117,7 +104,7 @@ def whole_batch(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return _Module(roles.bind(args, kwargs), wrt, Device()).of_whole_batch(fun, has_aux, options)
+        return Module(roles.bind(args, kwargs), wrt, Device()).of_whole_batch(fun, has_aux, options)
 
     return run
 
@@ -137,7 +124,7 @@ def one_by_one(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        module = _Module(roles.bind(args, kwargs), wrt, Device(axes))
+        module = Module(roles.bind(args, kwargs), wrt, Device(axes))
         value, grads = module.apply(weighed.one_by_one, functools.partial(_as_loss, has_aux), fun, options)
         value, *measured = value if options.get("statistics") else (value,)
         loss, ((moments, aux), rest) = value
@@ -150,7 +137,7 @@ def one_by_one(
 
 def weigher(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Weigher:
     """Returns what weighs batches of `fun`, which has auxiliary outputs, as its loss tells."""
-    module = _Module(Roles(fun).bind((model, batch), {}), wrt, Device())
+    module = Module(Roles(fun).bind((model, batch), {}), wrt, Device())
 
     def loss(model: Any, batch: Tree, stats: Any, rest: Any) -> tuple[Any, Any]:
         return module.loss(fun, True, (model, stats, rest), {1: batch})
@@ -161,7 +148,7 @@ def weigher(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Weigh
 def call_of_arrays(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Call:
     """Returns a call of `fun` as a function of arrays, as a `weigher` takes it."""
     call = Roles(fun).bind((model, batch), {})
-    module = _Module(call, wrt, Device())
+    module = Module(call, wrt, Device())
     return dataclasses.replace(call, arguments={0: module.params, 1: batch, 2: module.stats, 3: module.rest})
 
 
@@ -208,7 +195,7 @@ def accumulate(
       (2, 1)
     """
     carry = {"carry_argnum": _OWN_OPTIONS["carry_argnum"]}
-    _window.check_options("optax_accum.flax.nnx.accumulate", options, carry)
+    _calls.check_options("optax_accum.flax.nnx.accumulate", options, carry)
     devices = as_devices(options.get("devices"), partial=True)
     options |= {"num_microbatches": num_microbatches, "reduction": (options.get("reduction", "mean"), "sum")}
     options["devices"] = with_replicated(devices)
@@ -220,7 +207,7 @@ def accumulate(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         call = roles.bind(args, kwargs)
-        module = _Module(call, wrt, Device(devices.axes))
+        module = Module(call, wrt, Device(devices.axes))
         (result, moments), rest = module.apply(optax_accum.accumulate, _as_result, fun, options)
         module.write(moments, rest, options)
         return result
@@ -229,7 +216,7 @@ def accumulate(
 
 
 def _as_loss(has_aux: bool, out: Any, moments: Any, rest: Any) -> Any:
-    loss, aux = _window.pair(out) if has_aux else (out, None)
+    loss, aux = _calls.pair(out) if has_aux else (out, None)
     return loss, ((moments, aux), rest)
 
 
@@ -237,111 +224,14 @@ def _as_result(out: Any, moments: Any, rest: Any) -> Any:
     return (out, moments), rest
 
 
-class _Module:
-    """The module of one call of `fun`, taken apart for functions of arrays."""
-
-    def __init__(self, call: Call, wrt: Any, device: Device):
-        self.call, self.device, (self.model,) = call, device, call[call.params]
-        self.others = {name: arg for name, arg in call.arguments.items() if name not in call.params}
-        check_module(self.model)
-        _check_streams(self.others)
-        running, self.momenta = batch_norms(self.model)
-        self.split: Callable[[Any], Any] = lambda model: nnx.split(model, wrt, running, ...)
-        # Differentiated; the same for all micro-batches (BatchNorm's); handed on (random streams, counters).
-        self.graph, self.params, self.stats, self.rest = self.split(self.model)
-        remedy = "For a tree of arrays, take what optax_accum has of the same name."
-        check_trained(self.model, self.params, wrt, remedy)
-
-    def of_whole_batch(self, fun: Callable[..., Any], has_aux: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns the value and the gradient of the whole batch, and leaves the model's state as that call does."""
-        by_position, by_keyword = self._arguments()
-
-        def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> Any:
-            *args, state = args_and_state
-            return self.loss(fun, has_aux, (params, *state), {**dict(enumerate(args, start=1)), **kwargs})
-
-        placed: dict[str, Any] = {**options, "has_aux": True, "batch_argnums": self.call.batch}
-        compute = of_whole_batch(optax_accum.value_and_grad(pure, **placed))
-        value, grads = compute(self.params, *by_position, (self.stats, self.rest), **by_keyword)
-        value, *measured = value if options.get("statistics") else (value,)
-        loss, (aux, state) = value
-        nnx.update(self.model, *state)
-        value = (loss, aux) if has_aux else loss
-        return (value, *measured) if measured else value, grads
-
-    def loss(self, fun: Callable[..., Any], has_aux: bool, state: Any, arguments: dict[Name, Any]) -> tuple[Any, Any]:
-        """Returns the loss, the auxiliary outputs, and the state that is left."""
-        out, (_, *state) = self._called(fun, state, arguments)
-        loss, aux = _window.pair(out) if has_aux else (out, None)
-        return loss, (aux, state)
-
-    def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments beside the model, by position and by keyword."""
-        by_position = [arg for name, arg in self.others.items() if isinstance(name, int)]
-        return by_position, {name: arg for name, arg in self.others.items() if isinstance(name, str)}
-
-    def _called(
-        self, fun: Callable[..., Any], state: Any, arguments: dict[Name, Any], device: Device | None = None
-    ) -> tuple[Any, Any]:
-        """Calls `fun` with a module of its own; beside the result returns the module's state, as `split` has it.
-
-        Random streams are those of the whole batch, or of one device.
-        """
-        model = nnx.merge(self.graph, *jax.tree.map(lambda leaf: leaf, state))  # variables of this trace
-        before = variables(model)
-        streams = own_streams(model, device or Device())
-        out = self.call.with_arguments({self.call.params[0]: model, **arguments}).apply(fun)
-        check_variables(before, variables(model))
-        if streams is not None:
-            nnx.update(model, streams)
-        return out, self.split(model)[1:]
-
-    def apply(
-        self, transform: Callable[..., Any], form: Callable[..., Any], fun: Callable[..., Any], options: dict[str, Any]
-    ) -> Any:
-        """Calls what `transform` makes of `fun` as a function of arrays, which returns `form(out, moments, rest)`."""
-        call, (by_position, by_keyword) = self.call, self._arguments()
-        placed: dict[str, Any] = {"batch_argnums": call.batch, "rng_argnum": call.rng, "carry_argnum": -1}
-        placed["whole_argnums"] = (*call.whole, 1 + len(by_position))  # the running statistics
-
-        def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> Any:
-            *args, stats, rest = args_and_state
-            arguments = {**dict(enumerate(args, start=1)), **kwargs}
-            return form(*self._micro_batch(fun, (params, stats, rest), arguments))
-
-        return transform(pure, **{**options, **placed})(self.params, *by_position, self.stats, self.rest, **by_keyword)
-
-    def _micro_batch(self, fun: Callable[..., Any], state: Any, arguments: dict[Name, Any]) -> tuple[Any, Any, Any]:
-        """Calls `fun` for one micro-batch; moments and the rest come beside its result."""
-        out, (_, new, rest) = self._called(fun, state, arguments, self.device)
-        old, rows = nnx.to_pure_dict(state[1]), self.call.with_arguments(arguments)[self.call.batch]
-        moments = batch_moments(nnx.to_pure_dict(new), old, self.momenta(old))
-        return out, _window.weighted(moments, jnp.float32(count_rows(rows))), rest
-
-    def write(self, moments: Tree, rest: Any, options: dict[str, Any]) -> None:
-        """Writes the micro-batches' state into the module: means of moments, and the last carry."""
-        old, moments = nnx.to_pure_dict(self.stats), weighted_mean(_window.over_devices(moments, options))
-        nnx.replace_by_pure_dict(self.stats, merge_batch_stats(moments, old, self.momenta(old)))
-        nnx.update(self.model, self.stats, rest)
-
-
 _OWN_OPTIONS = {
     "argnums": "Name the variables to differentiate with wrt.",
     "carry_argnum": "What a micro-batch hands on to the next belongs into a variable of the model.",
 }
+
+
 _ROLES = {"batch_argnums", "rng_argnum", "whole_argnums"}
 
 
 def _roles(fun: Callable[..., Any], options: Mapping[str, Any]) -> Roles:
     return Roles(fun, **{name: options[name] for name in _ROLES & options.keys()})
-
-
-def _check_streams(args: Mapping[Name, Any]) -> None:
-    """Raises for random streams that nobody would advance."""
-    for name, arg in args.items():
-        for node in jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
-            if isinstance(node, nnx.Rngs):
-                raise TypeError(
-                    f"An nnx.Rngs beside the model is advanced by nobody: argument {name!r}. Make it an attribute of "
-                    "the module; or pass a key, which accumulate needs named by rng_argnum."
-                )

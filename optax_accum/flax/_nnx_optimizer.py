@@ -14,7 +14,7 @@ from optax_accum._arguments import callables
 from optax_accum._core.types import Tree
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
-from optax_accum.flax._nnx_variables import batch_norms, check_trained, running_stats
+from optax_accum.flax._nnx_module import batch_norms, check_trained, running_stats
 from optax_accum.flax._versions import as_pure, set_sharding, sharding_of
 from optax_accum.flax._window import MicroStep
 

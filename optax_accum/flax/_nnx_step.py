@@ -13,12 +13,12 @@ from optax_accum._core.sums import mean as weighted_mean
 from optax_accum._core.types import Tree
 from optax_accum._loss.ratio import as_ratio
 from optax_accum._within.whole_batch import UnreadableError
-from optax_accum.flax import _window
+from optax_accum.flax import _calls, _window
+from optax_accum.flax._calls import Weighing
 from optax_accum.flax._nnx import call_of_arrays, one_by_one, value_and_grad, weigher, whole_batch
 from optax_accum.flax._nnx_jit import jit_in_place
 from optax_accum.flax._nnx_optimizer import Optimizer
 from optax_accum.flax._versions import as_pure
-from optax_accum.flax._window import Weighing
 
 
 def train_step(
@@ -68,12 +68,12 @@ def train_step(
         several denominators, a sum for a mean), unless `weight_fn` says how
         they count. `optax_accum.explain` shows the lines.
     """
-    _window.check_step_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
+    _calls.check_step_options("optax_accum.flax.nnx.train_step", options, _OWN_OPTIONS)
     check_called_with(fun, "model", "batch")
 
     def with_metrics(model: Any, batch: Tree) -> tuple[Any, Any]:
         out = fun(model, batch)
-        loss, metrics = _window.pair(out) if has_aux else (out, {})
+        loss, metrics = _calls.pair(out) if has_aux else (out, {})
         sums_of(loss, metrics, batch, lambda: weight_fn and weight_fn(batch))  # its errors come in this trace
         return loss, (as_ratio(loss), metrics)
 
@@ -86,7 +86,7 @@ def train_step(
         return run
 
     def sums_of(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> tuple[WeightedSum, jax.Array]:
-        return _window.measured(loss, metrics, batch, weigh), _window.weight_of(batch)
+        return _calls.measured(loss, metrics, batch, weigh), _calls.weight_of(batch)
 
     own: dict[str, Any] = {"wrt": wrt, "has_aux": True}
     # Their errors come when this is built.
@@ -95,7 +95,7 @@ def train_step(
 
     def computed(options: dict[str, Any], weighing: Weighing, model: Any, batch: Tree) -> tuple[Any, Any]:
         """Returns sums, weight and gradient of the call: of all its rows at once, if its loss is read."""
-        if not _window.has_partial_sums(options):
+        if not _calls.has_partial_sums(options):
             with contextlib.suppress(UnreadableError):
                 (_, (loss, metrics)), grads = whole_batch(with_metrics, **own, **options)(model, batch)
                 call = call_of_arrays(with_metrics, model, batch, wrt)
@@ -113,10 +113,10 @@ def train_step(
                 "(model, optimizer, batch)."
             )
         opt_state = as_pure(optimizer.opt_state)
-        placed = _window.where_sums_go(optimizer.tx, opt_state, options)
+        placed = _calls.where_sums_go(optimizer.tx, opt_state, options)
         weighing = Weighing.chosen(optimizer.tx, opt_state, weight_fn, weigher(with_metrics, model, batch, wrt))
         (sums, rows), grads = computed(placed, weighing, model, batch)
-        totals, rows = _window.over_devices((sums, rows), placed)
+        totals, rows = _calls.over_devices((sums, rows), placed)
         metrics = weighted_mean(totals)
         if _window.find_window(opt_state) is None:  # each call is an update
             optimizer.update(model, grads, flush=flush)

@@ -1,0 +1,162 @@
+"""A call of a train step: how its micro-batches count, where its sums go, what it measures."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._across.transformation import axes_of, rules_of
+from optax_accum._arguments.roles import Call
+from optax_accum._arguments.rows import count_rows
+from optax_accum._core.state import (
+    holds_partial_sums,
+    holds_sum,
+)
+from optax_accum._core.sums import WeightedSum
+from optax_accum._core.types import Tree
+from optax_accum._explain.weighing import Weigher
+from optax_accum._loss.ratio import Ratio, as_ratio, check_single, divided
+from optax_accum._space.device import Device
+from optax_accum._space.devices import PARTIAL, Devices, as_devices
+from optax_accum._space.here import here
+from optax_accum.flax._window import check_metrics, find_window, weighted
+
+
+class Weighing(NamedTuple):
+    """How micro-batches of a train step count.
+
+    Attributes:
+      weight_fn: as a user says, or the optimizer; or None.
+      weigher: else as their loss tells, where a window averages several calls; or None: by their rows.
+    """
+
+    weight_fn: Callable[..., Any] | None
+    weigher: Weigher | None = None
+
+    @classmethod
+    def chosen(cls, tx: Any, opt_state: Tree, weight_fn: Callable[..., Any] | None, weigher: Weigher) -> "Weighing":
+        """Chooses for an optimizer."""
+        rules, window = rules_of(tx), find_window(opt_state)
+        if weight_fn is not None or window is None:
+            return cls(weight_fn)
+        if rules is not None and not rules.divisor.is_mean:
+            return cls(lambda *_: jnp.ones([]))  # losses are added, and gradients
+        return cls(None, weigher if holds_sum(window) else None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of micro-batches that count each by itself."""
+        return {"weight_fn": self.weight_fn, "reads": self.weigher and self.weigher.weight_fn}
+
+    def of(self, call: Call) -> Any:
+        """Returns the weight of the batch of a call on one device; None if it counts by its rows."""
+        if self.weight_fn is not None:
+            return self.weight_fn(*call[call.batch])
+        return None if self.weigher is None else self.weigher.weight(call)
+
+    def over_devices(self, call: Call, options: Mapping[str, Any]) -> Any:
+        """Returns the weight of the batch of a call on all devices, each of which reads the loss of its rows."""
+        axes = as_devices(options.get("devices"), partial=True).axes
+        if self.weigher is None or not axes:
+            return self.of(call)
+        weights: list[jax.Array | None] = []
+
+        def of_device(device: Device, call: Call) -> tuple[jax.Array, None]:
+            weights.append(self.of(call))
+            return jnp.zeros([]) if weights[-1] is None else weights[-1], None
+
+        space = here(Devices(axes))
+        weight, _ = space.run(of_device, call)
+        return None if weights[-1] is None else space.total(weight)
+
+
+def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
+    """Raises for an option of `optax_accum.value_and_grad` that its caller here sets itself."""
+    for name, remedy in own.items():
+        if name in options:
+            raise TypeError(f"{owner} sets {name} itself: {name}={options[name]!r}. {remedy}")
+
+
+def check_step_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
+    """Raises for an option of `optax_accum.value_and_grad` that a train step sets itself."""
+    check_options(owner, options, own)
+    if as_devices(options.get("devices"), partial=True).to is not None:
+        raise TypeError(
+            f"{owner} has from its optimizer where sums go: devices={options['devices']}. Leave to out, and give it to "
+            "accumulate_gradients."
+        )
+
+
+def pair(out: Any) -> tuple[Any, Any]:
+    """Returns what `fun` returned with `has_aux`, if it is a pair."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(f"With has_aux=True fun must return (loss, aux): it returned {out!r}. Or leave out has_aux.")
+    return out
+
+
+def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a train step with where its sums go, as its optimizer has it."""
+    window, own = find_window(opt_state), axes_of(tx)
+    partial = window is not None and holds_partial_sums(window)
+    devices = as_devices(options.get("devices"))
+    axes = devices.axes or own
+    if own and axes != own:
+        raise ValueError(
+            f"A train step adds over the devices of its optimizer: devices={axes}, and accumulate_gradients was "
+            f"given {own}. Leave it out of the step."
+        )
+    if partial and not axes:
+        raise ValueError(
+            "The state holds partial sums, one for each device, and the axes are inside the chain where a train step "
+            "cannot read them. Pass devices= as given to accumulate_gradients."
+        )
+    if partial and (devices.dtype is not None or devices.overlap):
+        raise ValueError(
+            "The optimizer of a train step adds gradients over the devices: the dtype and the overlap of "
+            f"devices={devices} would do nothing. Leave them out, and give dtype to accumulate_gradients."
+        )
+    return {**options, "devices": dataclasses.replace(devices, axes=axes or None, to=PARTIAL if partial else None)}
+
+
+def has_partial_sums(options: Mapping[str, Any]) -> bool:
+    """Returns whether each device keeps its own sum."""
+    return as_devices(options.get("devices"), partial=True).is_partial
+
+
+def over_devices(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree:
+    """Reduces per-device outputs over all devices; does nothing unless each keeps its own sum."""
+    if not has_partial_sums(options):
+        return own
+    space = here(Devices(as_devices(options["devices"], partial=True).axes))
+    return jax.tree.map(lambda leaf: space.output(reduction, space.as_partial(leaf)), own)
+
+
+def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> WeightedSum:
+    """Returns the sums of the metrics of a train step's micro-batch: the loss is one of them, as one number.
+
+    `weigh` returns how much the micro-batch counts, or None; it is not asked of a `Ratio`, which says it itself.
+    """
+    loss = as_ratio(loss)
+    if isinstance(loss, tuple):
+        raise TypeError("A train step takes a loss that is one scalar: fun returned a tuple. Pass has_aux=True.")
+    check_single(loss)
+    check_metrics(metrics)
+    if "loss" in metrics:
+        raise ValueError("A train step measures the loss itself: metrics has a 'loss', too. Give it another name.")
+    if isinstance(loss, Ratio):
+        loss = loss.checked()
+        return weighted({"loss": divided(jnp.asarray(loss.total), loss.count), **metrics}, loss.count)
+    return weighted({"loss": loss, **metrics}, weight_of(batch, weigh()))
+
+
+def weight_of(batch: Tree, weight: Any = None) -> jax.Array:
+    """Returns how much a micro-batch of a train step counts: by default its rows."""
+    weight = count_rows(batch) if weight is None else weight
+    if isinstance(weight, Mapping):
+        raise ValueError(
+            f"A train step takes one weight for a micro-batch: weight_fn returned {sorted(weight)}. For terms with "
+            "denominators of their own, take value_and_grad."
+        )
+    return jnp.asarray(weight, jnp.result_type(float))
