@@ -177,7 +177,6 @@ def _read(fun: Callable[..., Any], roles: Roles, call: Call, has_aux: bool) -> R
 
 
 def _repeated(batch: Sequence[Tree], times: int) -> Sequence[Tree]:
-    """Returns a batch whose rows come so many times."""
     return of_rows(lambda leaf: jnp.concatenate([leaf] * times), batch) if times > 1 else batch
 
 

@@ -85,7 +85,6 @@ def _names(group: Group, shape: tuple[int, ...]) -> list[str]:
 
 
 def _with_group(groups: Tree, tree: Tree) -> list[tuple[Group, Any]]:
-    """Returns each leaf that has a gradient with its group."""
     groups = ALL if groups is None else groups
     of_leaves = jax.tree.leaves(
         for_each_leaf("groups", groups, tree, "Name one group for each branch; of a module of NNX, in an nnx.State.")

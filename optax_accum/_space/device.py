@@ -259,7 +259,6 @@ class Device:
 
 
 def _with_cotangent(change: Callable[[Any], Any], value: Any) -> Any:
-    """Returns a value whose cotangent is changed."""
     if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
         return value
 

@@ -280,7 +280,6 @@ def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
 
 
 def _check_divides(axes: Axes, mesh: meshes.Mesh, rows: int) -> None:
-    """Raises unless the rows of a batch can be dealt out evenly."""
     devices = meshes.num_devices(mesh, axes)
     if rows % devices:
         raise ValueError(

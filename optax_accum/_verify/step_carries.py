@@ -145,7 +145,6 @@ def floats(batch: Tree) -> Iterator[tuple[str, np.ndarray, Callable[[np.ndarray]
 
 
 def _put(batch: Tree, number: int, leaf: Any) -> Tree:
-    """Returns a batch with another leaf in one place."""
     leaves, treedef = jax.tree.flatten(batch)
     return jax.tree.unflatten(treedef, [*leaves[:number], leaf, *leaves[number + 1 :]])
 

@@ -175,7 +175,6 @@ def _spare(count: int | None, needed: int, max_tokens: int, or_else: str) -> int
 
 
 def _costs(cost: Cost, lengths: Ints) -> NDArray[Any]:
-    """Returns what each row costs."""
     if not callable(cost):
         word = checks.one_of("cost", cost, ("tokens", "squares"), ", or a function of the lengths")
         return lengths if word == "tokens" else lengths.astype(float) ** 2

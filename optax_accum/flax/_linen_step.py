@@ -169,7 +169,6 @@ def _check_key(key: Any) -> None:
 
 
 def _checked(out: Any, state: TrainState) -> tuple[jax.Array, Mapping[str, Any]]:
-    """Returns the result of a train step's `fun`, checked."""
     if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], Mapping):
         raise TypeError("fun must return (loss, extra), where extra is a dict. With nothing to add, return (loss, {}).")
     extra = out[1]

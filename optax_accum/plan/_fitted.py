@@ -226,7 +226,6 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _devices_of(args: Any) -> Target:
-    """Returns the devices that the arguments lie on."""
     shardings = [
         leaf.sharding
         for leaf in jax.tree.leaves(args)

@@ -288,5 +288,4 @@ _SOME_NUMBERS = " If it takes only some numbers, pass them as candidates=, such 
 
 
 def _shapes(lowered: jax.stages.Lowered) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of a step's arguments and results."""
     return tuple(leaf.shape for leaf in jax.tree.leaves((lowered.args_info, lowered.out_info)))
