@@ -6,7 +6,7 @@ from typing import Any
 
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
-from optax_accum._core import compilers
+from optax_accum._core import versions
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
@@ -123,7 +123,7 @@ def as_crossing(name: str) -> Crossing:
     reductions.check_names("crossing", name, [each.value for each in Crossing])
     crossing = Crossing(name)
     if crossing is Crossing.OFFLOAD:
-        compilers.require('crossing="offload"', compilers.HOST, 'Take "recompute".')
+        versions.require('crossing="offload"', versions.HOST, 'Take "recompute".')
     return crossing
 
 
