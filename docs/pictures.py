@@ -9,14 +9,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 HERE = pathlib.Path(__file__).parent / "pictures"
-PARTS = ["#4477aa", "#ee8866", "#44aa77", "#aa6688"]  # micro-batches
-INK, PALE = "#333333", "#dddddd"
+PARTS = ["#4477aa", "#cc6644", "#338866", "#aa6688"]  # micro-batches
+INK, PALE, PAPER, BAD = "#333333", "#dddddd", "#fefefe", "#bb5522"
+DARK = {INK: "#ced6dd", PALE: "#48566b", PAPER: "#14181e", BAD: "#ee8866"}
 plt.rcParams.update(
     {
         "svg.fonttype": "none",
         "svg.hashsalt": "optax_accum",
         "font.size": 13,
-        "text.color": INK,
+        "axes.facecolor": PAPER,
+        "savefig.facecolor": PAPER,
+        **dict.fromkeys(
+            ("text.color", "axes.edgecolor", "axes.labelcolor"), INK
+        ),
+        **dict.fromkeys(("xtick.color", "ytick.color"), INK),
     }
 )
 plt.rcParams["font.family"] = ["DejaVu Sans", "sans-serif"]
@@ -51,14 +57,13 @@ def box(
             ec="none",
         )
     )
-    white = color not in (PALE, "white")
     axes.text(
         x + width / 2,
         y + height / 2,
         text,
         ha="center",
         va="center",
-        color="white" if white else INK,
+        color={PALE: INK, INK: PAPER}.get(color, "white"),
     )
 
 
@@ -84,7 +89,7 @@ def law() -> Figure:
     box(axes, 4, 28, 38, 4.5, "rows", PALE)
     arrow(axes, (43, 30.2), (58, 30.2))
     box(axes, 59, 28, 17, 4.5, "g", INK)
-    axes.text(4, 22, "cut into micro-batches of 5, 1 and 6", va="center")
+    axes.text(4, 22, "split into micro-batches of 5, 1 and 6", va="center")
     for part, (size, color) in enumerate(zip(sizes, PARTS, strict=False)):
         width = size * 3
         for row in range(size):
@@ -101,7 +106,6 @@ def law() -> Figure:
             f"{size} g{'₁₂₃'[part]}",
             ha="center",
             va="center",
-            color=color,
         )
         x += width + 1
     for plus in (16.5, 27.2):
@@ -113,7 +117,7 @@ def law() -> Figure:
         4,
         2.2,
         "a mean of three means would count the one row of the second too often",
-        color="#bb5522",
+        color=BAD,
     )
     return figure
 
@@ -122,7 +126,7 @@ def window() -> Figure:
     """Ten micro-steps: two windows of four, and one that is flushed after two."""
     figure, axes = canvas(97, 46)
     weights = (3, 5, 2, 4, 4, 1, 5, 3, 4, 2)
-    closes = {3: "emit", 7: "emit", 9: "flush"}
+    closes = {3: "step", 7: "step", 9: "flush"}
     total, level, x = 0.0, 8.0, 20.5
     names = {
         "micro-step": 42,
@@ -143,7 +147,7 @@ def window() -> Figure:
             40,
             6.4,
             4,
-            closes.get(number, "hold"),
+            closes.get(number, "add"),
             color if number in closes else PALE,
         )
         axes.add_patch(
@@ -172,7 +176,7 @@ def window() -> Figure:
     axes.text(
         20.5,
         3,
-        "held: parameters and optimizer state are not touched, bit for bit",
+        "until a step, parameters and optimizer state stay the same, bit for bit",
         va="center",
         fontsize=12,
     )
@@ -188,7 +192,7 @@ def program() -> Figure:
         [9] * 8,
         0.38,
         color=PALE,
-        label="optax.MultiSteps: 72 P",
+        label="optax.MultiSteps: 72 in all",
     )
     axes.bar(
         [s + 0.2 for s in steps],
@@ -203,11 +207,11 @@ def program() -> Figure:
         0.38,
         bottom=[3],
         color=PARTS[1],
-        label="update: read 4 P, write 3 P;  31 P in all",
+        label="update: read 4, write 3;  31 in all",
     )
     axes.set(
         xlabel="micro-step of a window of 8",
-        ylabel="bytes moved / P",
+        ylabel="HBM bytes / parameters' bytes",
         xticks=list(steps),
         ylim=(0, 17),
     )
@@ -259,18 +263,29 @@ def devices() -> Figure:
         rotation=90,
         ha="center",
         va="center",
-        color="white",
+        color=PAPER,
     )
     arrow(axes, (73.6, 22.5), (78, 22.5))
     axes.text(78.5, 22.5, "g", va="center")
     axes.text(
         13.5,
         3,
-        "no device says anything to another until the window emits",
+        "devices send nothing to one another until the window closes",
         va="center",
         fontsize=12,
     )
     return figure
+
+
+def themed(svg: str) -> str:
+    """Returns a picture that is dark where the page around it is."""
+    rules = "".join(
+        f'[style*="{part}: {light}"] {{ {part}: {dark} !important }}\n'
+        for light, dark in DARK.items()
+        for part in ("fill", "stroke")
+    )
+    dark = f"@media (prefers-color-scheme: dark) {{\n{rules}}}\n"
+    return svg.replace("<defs>", f"<style>\n{dark}</style>\n <defs>", 1)
 
 
 def main() -> None:
@@ -278,11 +293,9 @@ def main() -> None:
     HERE.mkdir(exist_ok=True)
     for draw in (law, window, program, devices):
         drawn = io.StringIO()
-        draw().savefig(
-            drawn, format="svg", metadata={"Date": None}, facecolor="white"
-        )
+        draw().savefig(drawn, format="svg", metadata={"Date": None})
         lines = (
-            line.rstrip() for line in drawn.getvalue().splitlines()
+            line.rstrip() for line in themed(drawn.getvalue()).splitlines()
         )  # matplotlib's end with spaces
         (HERE / f"{draw.__name__}.svg").write_text(
             "".join(f"{line}\n" for line in lines)

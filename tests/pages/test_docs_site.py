@@ -139,10 +139,11 @@ def test_the_recipe_asks_for_what_pyproject_asks_for():
     assert [key for key, value in about.items() if f"\n  {key}: {value}\n" not in recipe] == []
 
 
-def test_pictures_of_the_pages_are_small():
+def test_pictures_of_the_pages_are_small_and_dark_on_a_dark_page():
     pictures = list((DOCS / "pictures").iterdir())
     assert len(pictures) >= 4
     assert max(picture.stat().st_size for picture in pictures) < 60_000
+    assert [picture.name for picture in pictures if "(prefers-color-scheme: dark)" not in picture.read_text()] == []
     assert {f"pictures/{picture.name}" for picture in pictures} == set(
         re.findall(r"pictures/[\w.]+", (DOCS / "how_it_works.md").read_text())
     )
