@@ -182,8 +182,10 @@ class Reading:
 
 
 _HERE: Any = None  # in place of the line of a number: the equation that takes it has one
-_CURVED = {"log", "log1p", "exp", "exp2", "expm1", "sqrt", "rsqrt", "cbrt", "tanh", "logistic", "sin", "cos"}
-_CURVED |= {"abs", "pow", "integer_pow", "square", "mul"}
+_CURVED = {
+    *("abs", "exp", "exp2", "expm1", "log", "log1p", "mul", "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt"),
+    *("tanh", "logistic", "sin", "cos"),
+}
 _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient"}
 
 
