@@ -66,10 +66,12 @@ def micro_step(page: str) -> list[tuple[str, ...]]:
     return [("micro-step", "relative time", "temporary memory"), *((WAYS[w], relative(w), memory(w)) for w in WAYS)]
 
 
-def any_loss(page: str) -> list[tuple[str, ...]]:
-    """Returns what losses cost that take rows together."""
-    found = rows(page, "any_loss")
-    return [tuple(found[0]), *(tuple(row.values()) for row in found)]
+def _as_printed(program: str) -> Callable[[str], list[tuple[str, ...]]]:
+    def table(page: str) -> list[tuple[str, ...]]:
+        found = rows(page, program)
+        return [tuple(found[0]), *(tuple(row.values()) for row in found)]
+
+    return table
 
 
 def side_by_side(page: str) -> str:
@@ -83,7 +85,8 @@ def side_by_side(page: str) -> str:
 TABLES: dict[str, tuple[str, Callable[[str], list[tuple[str, ...]]]]] = {
     "packing": ("docs/tokens.md", packing),
     "micro_step": ("docs/benchmarks.md", micro_step),
-    "any_loss": ("docs/any_loss.md", any_loss),
+    "any_loss": ("docs/any_loss.md", _as_printed("any_loss")),
+    "batch_norm": ("docs/flax.md", _as_printed("batch_norm")),
 }
 
 

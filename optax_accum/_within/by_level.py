@@ -46,6 +46,7 @@ class Store:
     device: Device
     values: dict[Value, Any]
     parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)
     once: bool = False  # it is differentiated
 
     def whole(self, value: Value) -> Any:
@@ -56,6 +57,12 @@ class Store:
             joined = self.units.joined(self.parts[value], axis_of(value))
             self.values[value] = compilers.sharded_as(value.long, joined)
         return self.values[value]
+
+    def shared(self, value: Value) -> Any:
+        """Returns a value that all micro-batches share, as the last loop passed it on: its gradients are one sum."""
+        if value not in self.passed:
+            (self.passed[value],) = shared.widened([self.whole(value)], [_same])
+        return self.passed[value]
 
     def cuttable(self, value: Value) -> Any:
         """Returns a value for all rows, as Explicit axes let them be cut."""
@@ -131,7 +138,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
     still = [value for value in takes if value.axis is not None and value not in levels.model]
     interleaved = [units.interleaved(store.cuttable(value), axis_of(value)) for value in still]
     constants = [store.whole(value) for value in free]
-    wide = shared.widened([store.whole(value) for value in fixed], [_same] * len(fixed))
+    wide = list(map(store.shared, fixed))
 
     def part(given: Any, wide: Any, index: Any, rows: list[Any]) -> list[Any]:
         constants, interleaved = given
@@ -146,7 +153,8 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         offloads = levels.crossing is Crossing.OFFLOAD
         to_host = [*(offloads and value in levels.for_loops_alone for value in loop.rows), *([False] * len(loop.parts))]
         passes = [value in loop.passes and compilers.on_host(leaf) for value, leaf in zip(moving, xs, strict=True)]
-        results, xs = loops.mapped_once(part, given, wide, xs, units.parts, passes=passes, to_host=to_host)
+        results, wide, xs = loops.mapped_once(part, given, wide, xs, units.parts, passes=passes, to_host=to_host)
+        store.passed.update(zip(fixed, wide, strict=True))
         store.parts.update(zip(moving, xs, strict=True))
     else:
         turn = loops.recomputed(part, list(store.values.values()))

@@ -70,15 +70,15 @@ def mapped_once(
     *,
     passes: Sequence[bool],
     to_host: Sequence[bool],
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> tuple[list[jax.Array], Any, list[jax.Array]]:
     """Maps `fun(constants, shared, index, x) -> list` over `xs`; JAX can differentiate it once, in reverse.
 
     What JAX stacks in a loop begins as zeros, and XLA makes the zeros of all loops of a program beforehand: memory for
     each at the same time. Here an array begins where its loop does, as a number that comes before. Constants have no
     gradient. Results go `to_host`'s memory, where it says so, and gradients go to where their arrays lie.
 
-    Returns the results, and `xs`. Those that it `passes` to a later loop are to be taken from here: their gradients are
-    then added micro-batch by micro-batch, on the device.
+    Returns the results, `shared`, and `xs`. What a later loop takes of these is to be taken from here: its gradient is
+    then added to that of the later loop, of `xs` micro-batch by micro-batch, which says what it `passes` on.
     """
 
     def passed(leaves: Sequence[Any]) -> list[Any]:
@@ -89,14 +89,16 @@ def mapped_once(
         def turn(_: None, slices: Any) -> Any:
             return None, fun(constants, shared, *slices)
 
-        return _stacked(turn, None, (jnp.arange(count), xs), to_host, like=(constants, shared))[1], passed(xs)
+        return _stacked(turn, None, (jnp.arange(count), xs), to_host, like=(constants, shared))[1], shared, passed(xs)
 
     def forward(*args: Any) -> Any:
         return run(*args), args
 
     def backward(args: Any, cotangents: Any) -> Any:
         constants, shared, xs = args
-        cotangents, later = ([leaf for leaf in cts if not dtypes.is_float0(leaf)] for cts in cotangents)
+        cotangents, totals, later = (
+            [leaf for leaf in jax.tree.leaves(cts) if not dtypes.is_float0(leaf)] for cts in cotangents
+        )
         moves = list(map(is_inexact, xs))  # an integer has no gradient
         adds = [passes_ for passes_, moving in zip(passes, moves, strict=True) if moving]
         to_host = [compilers.on_host(leaf) for leaf, moving in zip(xs, moves, strict=True) if moving]
@@ -114,15 +116,14 @@ def mapped_once(
             of_x = [grad + next(rest) if added else grad for grad, added in zip(of_x, adds, strict=True)]
             return list(map(jnp.add, totals, of_shared)), of_x
 
-        zeros = [jnp.zeros_like(leaf) for leaf in jax.tree.leaves(shared) if is_inexact(leaf)]
-        totals, of_xs = _stacked(turn, zeros, (jnp.arange(count), xs, cotangents, later), to_host, like=args)
+        totals, of_xs = _stacked(turn, totals, (jnp.arange(count), xs, cotangents, later), to_host, like=args)
         grads = iter([*totals, *of_xs])
         return None, *jax.tree.map(lambda leaf: next(grads) if is_inexact(leaf) else None, (shared, xs))
 
     run.defvjp(forward, backward)
-    results, after = run(constants, shared, xs)
+    results, shared, after = run(constants, shared, xs)
     rest = iter(after)
-    return results, [next(rest) if passes_ else leaf for leaf, passes_ in zip(xs, passes, strict=True)]
+    return results, shared, [next(rest) if passes_ else leaf for leaf, passes_ in zip(xs, passes, strict=True)]
 
 
 def _stacked(
