@@ -163,11 +163,8 @@ def is_reference(leaf: Any) -> bool:
 ADDS_TO_SLICES = versions.JAX >= (0, 11, 0)  # whether a backward pass adds to a slice of a reference
 ADDS_IN_CHECKPOINTS = versions.JAX >= (0, 10, 0)  # and to references inside `jax.checkpoint`
 ADDS_IN_BRANCHES = versions.JAX >= (0, 12, 0)  # and to references inside a branch, in less memory than beside it
-OVERLAPS = versions.JAX >= (
-    0,
-    11,
-    0,
-)  # whether a `custom_vjp` that writes to a reference may have other arguments before it
+# Whether a `custom_vjp` that writes to a reference may have other arguments before it.
+OVERLAPS = versions.JAX >= (0, 11, 0)
 
 
 def lacks_overlap() -> str | None:

@@ -71,9 +71,9 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
 
 
 def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
-    """Returns one reason for each line, in the order of the lines: first what says most."""
+    """Returns one reason for each line, in the order of the lines: that rows take sums says most."""
     by_line: dict[Place, Reason] = {}
-    for reason in sorted(reasons, key=lambda reason: (not reason.text.startswith(TAKES), not reason.is_certain)):
+    for reason in sorted(reasons, key=lambda reason: not reason.text.startswith(TAKES)):
         by_line.setdefault(reason.place, reason)
     return tuple(by_line[place] for place in sorted(by_line))
 

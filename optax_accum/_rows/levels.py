@@ -127,7 +127,9 @@ def inside_layers(equation: Equation, levels: Levels) -> Levels:
     body = paired(equation.long.params["jaxpr"], equation.short.params["jaxpr"], equation.rows, equation)
     is_model = [value in levels.model for value in equation.ins]
     is_model[consts : consts + carried] = [True] * carried
-    return levels_of(body, is_model, levels.crossing)
+    # What a scan stacks of its iterations lies on the device: XLA has no layout for it on the host.
+    crossing = Crossing.SAVE if levels.crossing is Crossing.OFFLOAD else levels.crossing
+    return levels_of(body, is_model, crossing)
 
 
 class _Reading:

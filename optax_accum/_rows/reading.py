@@ -119,9 +119,7 @@ class Reading:
             reasons = [Reason("rows are taken together in a loop over layers", inner.place) for inner in together]
             return _because(list(map(self.form, equation.ins)), *reasons)
         if kind is Kind.WHOLE:
-            text = f"{equation.name} of all rows at once"
-            is_of_pairs = equation.name == "dot_general" and None not in [value.axis for value in equation.ins]
-            return self._failed(equation, text, is_certain=is_of_pairs and not self.model.isdisjoint(equation.ins))
+            return self._failed(equation, f"{equation.name} of all rows at once")
         with_rows = kind is not Kind.FREE
         forms = [self._spread(value, equation) if with_rows else self.form(value) for value in equation.ins]
         if kind is Kind.PARTIAL:
@@ -132,20 +130,18 @@ class Reading:
         form = rule(self, equation, forms) if rule else None
         return self._plain(equation, forms) if form is None else form
 
-    def _failed(self, equation: Equation, text: str, *, is_certain: bool = False) -> Form:
+    def _failed(self, equation: Equation, text: str) -> Form:
         """Returns the form of a result that does not add up; reading goes on, to find other reasons."""
-        return _because(list(map(self.form, equation.ins)), Reason(text, equation.place, is_certain))
+        return _because(list(map(self.form, equation.ins)), Reason(text, equation.place))
 
     def _plain(self, equation: Equation, forms: Sequence[Form]) -> Form:
         """Returns the form of a result of which only rows that are apart are known to stay apart."""
-        pairs = zip(equation.ins, forms, strict=True)
-        return _because(forms, *(self._why(equation, value, form) for value, form in pairs if not form.is_plain))
+        return _because(forms, *(self._why(equation, form) for form in forms if not form.is_plain))
 
-    def _why(self, equation: Equation, value: Value, form: Form) -> Reason:
+    def _why(self, equation: Equation, form: Form) -> Reason:
         """Returns why an operation on a value that is not plain does not add up."""
         if form.sums:
-            is_certain = equation.name in _CURVED and value in self.model
-            return Reason(f"{equation.name} of a {name_of(form.sums[0])}", equation.place, is_certain)
+            return Reason(f"{equation.name} of a {name_of(form.sums[0])}", equation.place)
         for by in (by for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
             (term,) = self.form(by.value).sums
             return _taken(term, term.sources[0])
@@ -182,19 +178,14 @@ class Reading:
 
 
 _HERE: Any = None  # in place of the line of a number: the equation that takes it has one
-_CURVED = {
-    *("abs", "exp", "exp2", "expm1", "log", "log1p", "mul", "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt"),
-    *("tanh", "logistic", "sin", "cos"),
-}
 _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient"}
 
 
 def _because(forms: Sequence[Form], *reasons: Reason) -> Form:
-    """Returns the form of a result that does not add up: one reason for each line, and one that is certain."""
+    """Returns the form of a result that does not add up: one reason for each line."""
     known = [reason for form in forms for reason in form.reasons]
-    said = {(reason.place, certain) for reason in known for certain in {False, reason.is_certain}}
-    new = (reason for reason in reasons if (reason.place, reason.is_certain) not in said)
-    return Form().because(*known, *new)
+    places = {reason.place for reason in known}
+    return Form().because(*known, *(reason for reason in reasons if reason.place not in places))
 
 
 def _taken(term: Term, source: Equation) -> Reason:

@@ -87,11 +87,11 @@ def microbatched(
       >>> bool(jnp.allclose(whole, small))
       True
     """
-    rows_cross = as_crossing(crossing)
-    if rows_cross is Crossing.OFFLOAD:
+    if crossing == Crossing.OFFLOAD.value:
         raise ValueError(
             'crossing="offload" needs a gradient that is not differentiated again: take value_and_grad, or "recompute".'
         )
+    rows_cross = as_crossing(crossing)
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, 1)
     roles = Roles(fun, batch_argnums=batch_argnums, needs_params=False)
     fun = callables.as_function(fun)

@@ -120,7 +120,9 @@ def as_rules(
 
 def as_crossing(name: str) -> Crossing:
     """Checks the option `crossing`."""
-    reductions.check_names("crossing", name, [each.value for each in Crossing])
+    names = [each.value for each in Crossing]
+    if name not in names:
+        raise ValueError(f"crossing must be one of {', '.join(names)}: crossing={name!r}. Choose one of these.")
     crossing = Crossing(name)
     if crossing is Crossing.OFFLOAD:
         versions.require('crossing="offload"', versions.HOST, 'Take "recompute".')

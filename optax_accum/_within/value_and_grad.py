@@ -112,12 +112,15 @@ def value_and_grad(
         which parameters' gradients are added there, and why others are not.
       devices: the mesh axes over which the batch is sharded, for one
         reduction per call, or `Devices`; see `optax_accum.sharding`.
-      crossing: what becomes of rows that cross from one level of the loss to
-        the next, as the activations before each BatchNorm do: `"save"` keeps
-        them; `"recompute"` makes them again for each later level, in the
-        memory of one micro-batch and in more time; `"offload"` keeps them in
-        the host's memory (inside `jit`, and where the gradient is not
-        differentiated again; else they are saved).
+      crossing: what becomes of rows that cross from one loop over
+        micro-batches to the next, as the activations before each BatchNorm
+        do: `"save"` keeps them; `"recompute"` makes them again for each later
+        loop, in more time; `"offload"` keeps them in the host's memory. What
+        a scan over layers carries, and what an operation takes for all rows
+        at once, stays on the device in any case. Where nothing can be
+        offloaded rows are saved: outside `jit`, inside a scan over layers,
+        with `in_place=False`, with a `while` in the loss, and where the
+        gradient is differentiated again. `jax.vmap` of it raises.
       statistics: whether to measure gradients; the function then returns
         `((value, statistics), gradient)`. See `optax_accum.statistics`.
 
@@ -137,7 +140,7 @@ def value_and_grad(
         variance, a balance term): a forward pass for the cotangents comes
         first. One that takes rows together earlier (BatchNorm) keeps what
         crosses for all rows, unless `crossing` says otherwise, and has no
-        `statistics`. `explain` shows both.
+        `statistics`. `explain` shows both, with what `"save"` keeps.
       * Random numbers (threefry): each micro-batch draws those that its
         rows have in the whole batch. Other generators draw for all rows.
       * Rows that k does not divide: the last micro-batches are filled up

@@ -120,7 +120,7 @@ REFUSED = {  # a loss, and why it has no weight
     losses.batch_norm: "each row takes a mean over rows",
     losses.largest_weight: "the largest of all rows",
     losses.normalised_advantages: "each row takes a mean over rows",
-    losses.log_sum: "abs of a sum over rows",
+    losses.log_sum: "reduce_max of all rows at once",
     losses.log_of_a_sum: "log of a sum over rows",
     losses.contrastive: "dot_general of all rows at once",
     losses.model_counts: "the model decides: return a Ratio",
