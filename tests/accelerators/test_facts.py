@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -311,12 +312,18 @@ def test_what_levels_keep_is_less_than_the_whole_batch_keeps(name):
     """
     rows, width, layers = 1 << 15, 256, 4
 
+    def layer(x, kernel):
+        h = x @ kernel
+        h = (h - h.mean(0, keepdims=True)) * jax.lax.rsqrt(h.var(0, keepdims=True) + 1e-5)
+        return x + jax.nn.gelu(h)
+
     def loss(kernels, x):
         for kernel in kernels:
-            h = x @ kernel
-            h = (h - h.mean(0, keepdims=True)) * jax.lax.rsqrt(h.var(0, keepdims=True) + 1e-5)
-            x = x + jax.nn.gelu(h)
+            x = layer(x, kernel)
         return jnp.mean(x**2)
+
+    def scanned(kernels, x):
+        return jnp.mean(jax.lax.scan(lambda x, kernel: (layer(x, kernel), None), x, kernels)[0] ** 2)
 
     on = programs.target(name).one()
     shapes = [
@@ -332,6 +339,8 @@ def test_what_levels_keep_is_less_than_the_whole_batch_keeps(name):
         return temporary(optax_accum.value_and_grad(loss, 16, crossing=how))
 
     with programs.as_shipped():
-        assert crossing("save") < min(2 * layers, temporary(jax.value_and_grad(loss)))
-        assert crossing("recompute") < 2.5
-        assert crossing("offload") < 1.5
+        assert crossing("save") < min(2 * layers + 1, temporary(jax.value_and_grad(loss)))
+        assert crossing("recompute") < 1.5
+        assert crossing("offload") < 1.2
+        inside = (optax_accum.value_and_grad(scanned, 16, crossing=how) for how in ("save", "offload"))
+        assert np.ptp(list(map(temporary, inside))) == 0  # a scan stacks nothing on the host
