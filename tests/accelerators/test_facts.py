@@ -305,7 +305,7 @@ def test_an_all_reduce_of_a_tpu_is_still_not_in_place(name, monkeypatch):
 
 @newest
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_levels_keep_is_less_than_the_whole_batch_keeps(name):
+def test_what_crosses_levels_is_kept_once_or_not_at_all(name):
     """BatchNorm in four layers: an array begins where its loop does, and what is cheap is made again.
 
     Recomputed, only micro-batches and the batch, in their order, are there; on the host, less still.
@@ -339,7 +339,8 @@ def test_what_levels_keep_is_less_than_the_whole_batch_keeps(name):
         return temporary(optax_accum.value_and_grad(loss, 16, crossing=how))
 
     with programs.as_shipped():
-        assert crossing("save") < min(2 * layers + 1, temporary(jax.value_and_grad(loss)))
+        assert temporary(jax.value_and_grad(loss)) > layers
+        assert crossing("save") < 2 * layers + 1
         assert crossing("recompute") < 1.5
         assert crossing("offload") < 1.2
         inside = (optax_accum.value_and_grad(scanned, 16, crossing=how) for how in ("save", "offload"))
