@@ -1,14 +1,13 @@
 """A program of rows, evaluated: loops over micro-batches, and between two loops what takes all rows."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from optax_accum._core import compilers, convolutions, dtypes, tracing
+from optax_accum._core import compilers, convolutions, tracing
 from optax_accum._rows import draws, locality, resized
 from optax_accum._rows.levels import Crossing, Kind, Levels, Loop, inside_layers, is_over_layers
 from optax_accum._rows.program import Constant, Equation, Number, Value
@@ -16,7 +15,7 @@ from optax_accum._rows.traces import COUPLED
 from optax_accum._rows.units import Units
 from optax_accum._space import meshes
 from optax_accum._space.device import Device
-from optax_accum._within import loops, shared
+from optax_accum._within import loops, partial, shared
 
 
 def evaluate(levels: Levels, units: Units, device: Device, values: Sequence[Any], *, once: bool = False) -> list[Any]:
@@ -101,8 +100,8 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
     if kind is Kind.LOCAL:
         return _of_rows(equation, units, values, every)
     if kind is Kind.PARTIAL:
-        part = part_of(equation, units, values, every)
-        return [finished(equation, device.joined(REDUCTIONS[equation.name].name, part), store)]
+        part = partial.part_of(equation, units, values, every)
+        return [finished(equation, device.joined(partial.REDUCTIONS[equation.name].name, part), store)]
     has_rule = locality.has_backward(equation)
     if has_rule:  # it may do anything with a cotangent: it needs the whole one, of all devices, and returns a whole one
         values = list(map(device.with_part_of_cotangent, values))
@@ -160,7 +159,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         turn = loops.recomputed(part, list(store.values.values()))
         results = loops.mapped(lambda x: turn(given, wide, *x), (jnp.arange(units.parts), xs))
     rows, parts = results[: len(loop.rows)], results[len(loop.rows) :]
-    reductions = [REDUCTIONS[equation.name] for equation in loop.parts]
+    reductions = [partial.REDUCTIONS[equation.name] for equation in loop.parts]
     pairs = zip(reductions, parts, strict=True)
     return rows, [store.device.joined(each.name, each.over(found, axis=0)) for each, found in pairs]
 
@@ -189,7 +188,7 @@ def of_micro_batch(loop: Loop, units: Units, env: dict[Value, Any], numbers: jax
 
     for equation in loop.equations:
         env.update(zip(equation.outs, _of_rows(equation, units, list(map(read, equation.ins)), numbers), strict=True))
-    parts = [part_of(equation, units, list(map(read, equation.ins)), numbers) for equation in loop.parts]
+    parts = [partial.part_of(equation, units, list(map(read, equation.ins)), numbers) for equation in loop.parts]
     return list(map(read, loop.rows)), parts
 
 
@@ -201,92 +200,6 @@ def _of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.A
         return [draws.bits(values[0], shape, axis, places, equation.long.params["bit_width"])]
     some = resized.Some(equation.rows, len(numbers) * units.block, numbers < units.number if units.fills else None)
     return resized.evaluate(equation.long, equation.short, some, values)
-
-
-# Reductions of rows, in parts
-
-
-def type_of_part(equation: Equation) -> jax.ShapeDtypeStruct:
-    """Returns the type of what `part_of` returns."""
-    result = equation.outs[0].long
-    adds_up = REDUCTIONS[equation.name].name == "sum"
-    return jax.ShapeDtypeStruct(result.shape, _wide(result.dtype) if adds_up else result.dtype)
-
-
-def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> jax.Array:
-    """Returns what one micro-batch adds to a reduction of rows, in at least float32 where it is a sum."""
-    name, axes = equation.name, [value.axis for value in equation.ins]
-
-    def filled(value: Any, axis: int, nothing: Any) -> Any:
-        if not units.fills:
-            return value
-        counts = units.counts(numbers, value.shape[axis])
-        counts = jnp.expand_dims(counts, [dim for dim in range(value.ndim) if dim != axis])
-        return jnp.where(counts, value, jnp.asarray(nothing, value.dtype))
-
-    if name == "dot_general":
-        left, right = filled(values[0], axes[0] or 0, 0), filled(values[1], axes[1] or 0, 0)
-        wide = _wide(equation.outs[0].long.dtype)
-        params = equation.long.params
-        return jax.lax.dot_general(
-            left, right, params["dimension_numbers"], params["precision"], preferred_element_type=wide
-        )
-    if name.startswith("scatter"):
-        operand = jnp.zeros(values[0].shape, _wide(values[0].dtype))
-        updates = filled(values[2], axes[2] or 0, 0).astype(operand.dtype)
-        options = {key: equation.long.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
-        return jax.lax.scatter_add(operand, values[1], updates, **options)  # rows that fill up are not in order
-    operand = filled(values[0], axes[0] or 0, REDUCTIONS[name].nothing(values[0].dtype))
-    operand = operand.astype(_wide(operand.dtype)) if name == "reduce_sum" else operand
-    return REDUCTIONS[name].over(operand, axis=equation.long.params["axes"])
-
-
-def _sum(rows: jax.Array, axis: Any) -> jax.Array:
-    return jnp.sum(rows, axis=axis, dtype=rows.dtype)  # integers stay small, and overflow, as in the loss
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reduction:
-    name: str  # of the reduction that joins parts
-    over: Callable[..., jax.Array] = _sum
-    nothing: Callable[[Any], Any] = lambda _: 0  # of a dtype: what changes no result
-
-
-def _lowest(dtype: Any) -> Any:
-    return _extreme(dtype, "min")
-
-
-def _highest(dtype: Any) -> Any:
-    return _extreme(dtype, "max")
-
-
-def _extreme(dtype: Any, name: str) -> Any:
-    """Returns the lowest or the highest number of a dtype: infinite, if one is."""
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return name == "max"
-    limits = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
-    limit = limits.max if name == "max" else limits.min
-    if jnp.issubdtype(dtype, jnp.integer):
-        return limit
-    infinite = np.inf if name == "max" else -np.inf
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return complex(infinite, infinite)
-    return infinite if np.isinf(np.asarray(infinite, dtype)) else limit
-
-
-REDUCTIONS = {
-    "reduce_sum": _Reduction("sum"),
-    "dot_general": _Reduction("sum"),
-    "scatter-add": _Reduction("sum"),
-    "reduce_max": _Reduction("max", jnp.max, _lowest),
-    "reduce_min": _Reduction("min", jnp.min, _highest),
-    "reduce_and": _Reduction("min", jnp.all, _highest),
-    "reduce_or": _Reduction("max", jnp.any, _lowest),
-}
-
-
-def _wide(dtype: Any) -> Any:
-    return dtypes.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
 # Loops over layers whose bodies take rows together

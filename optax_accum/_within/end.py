@@ -12,7 +12,7 @@ from optax_accum._core import compilers
 from optax_accum._rows import locality, resized
 from optax_accum._rows.levels import Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
-from optax_accum._within import by_level
+from optax_accum._within import by_level, partial
 from optax_accum._within.by_level import Store, axis_of
 from optax_accum._within.traced import Traced
 
@@ -32,7 +32,7 @@ class End:
     def __init__(self, traced: Traced, store: Store, loop: Loop, before: Sequence[Equation], after: Sequence[Equation]):
         self.traced, self.store, self.loop, self.before, self.after = traced, store, loop, before, after
         self.params = [store.whole(value) for value in model_inputs(traced)]
-        types = [*map(by_level.type_of_part, loop.parts), *map(self._type_of_rows, loop.rows)]
+        types = [*map(partial.type_of_part, loop.parts), *map(self._type_of_rows, loop.rows)]
         self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in types]
         self.of_params = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.params]
         zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in types]

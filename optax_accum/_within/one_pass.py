@@ -16,8 +16,9 @@ from optax_accum._rows import locality
 from optax_accum._rows.levels import Kind, Loop
 from optax_accum._rows.program import Equation, Number, Value
 from optax_accum._within import by_level
-from optax_accum._within.by_level import REDUCTIONS, Store, axis_of
+from optax_accum._within.by_level import Store, axis_of
 from optax_accum._within.end import End, Given, Leaves, evaluate, model_inputs
+from optax_accum._within.partial import REDUCTIONS
 from optax_accum._within.traced import Traced
 
 

@@ -15,7 +15,7 @@ from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.traces import view_of
 from optax_accum._rows.units import Units
 from optax_accum._space.device import Device
-from optax_accum._within import by_level
+from optax_accum._within import by_level, partial
 
 ROWS = (6, 12)
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
@@ -134,9 +134,9 @@ def of_parts(found):
     parts = []
     for index in range(4):
         values = [store.whole(value) if value.axis is None else store.cut(value)[index] for value in ins]
-        parts.append(by_level.part_of(equation, units, values, units.of_part(index)))
-    total = by_level.REDUCTIONS[equation.name].over(jnp.stack(parts), axis=0)
-    assert parts[0].dtype == by_level.type_of_part(equation).dtype
+        parts.append(partial.part_of(equation, units, values, units.of_part(index)))
+    total = partial.REDUCTIONS[equation.name].over(jnp.stack(parts), axis=0)
+    assert parts[0].dtype == partial.type_of_part(equation).dtype
     return [by_level.finished(equation, total, store)], compilers.bind(found.long, found.values)
 
 

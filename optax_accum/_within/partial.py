@@ -1,0 +1,96 @@
+"""Reductions of rows, in parts: what one micro-batch adds, and how parts are joined."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_accum._core import dtypes
+from optax_accum._rows.program import Equation
+from optax_accum._rows.units import Units
+
+
+def type_of_part(equation: Equation) -> jax.ShapeDtypeStruct:
+    """Returns the type of what `part_of` returns."""
+    result = equation.outs[0].long
+    adds_up = REDUCTIONS[equation.name].name == "sum"
+    return jax.ShapeDtypeStruct(result.shape, _wide(result.dtype) if adds_up else result.dtype)
+
+
+def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> jax.Array:
+    """Returns what one micro-batch adds to a reduction of rows, in at least float32 where it is a sum."""
+    name, axes = equation.name, [value.axis for value in equation.ins]
+
+    def filled(value: Any, axis: int, nothing: Any) -> Any:
+        if not units.fills:
+            return value
+        counts = units.counts(numbers, value.shape[axis])
+        counts = jnp.expand_dims(counts, [dim for dim in range(value.ndim) if dim != axis])
+        return jnp.where(counts, value, jnp.asarray(nothing, value.dtype))
+
+    if name == "dot_general":
+        left, right = filled(values[0], axes[0] or 0, 0), filled(values[1], axes[1] or 0, 0)
+        wide = _wide(equation.outs[0].long.dtype)
+        params = equation.long.params
+        return jax.lax.dot_general(
+            left, right, params["dimension_numbers"], params["precision"], preferred_element_type=wide
+        )
+    if name.startswith("scatter"):
+        operand = jnp.zeros(values[0].shape, _wide(values[0].dtype))
+        updates = filled(values[2], axes[2] or 0, 0).astype(operand.dtype)
+        options = {key: equation.long.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
+        return jax.lax.scatter_add(operand, values[1], updates, **options)  # rows that fill up are not in order
+    operand = filled(values[0], axes[0] or 0, REDUCTIONS[name].nothing(values[0].dtype))
+    operand = operand.astype(_wide(operand.dtype)) if name == "reduce_sum" else operand
+    return REDUCTIONS[name].over(operand, axis=equation.long.params["axes"])
+
+
+def _sum(rows: jax.Array, axis: Any) -> jax.Array:
+    return jnp.sum(rows, axis=axis, dtype=rows.dtype)  # integers stay small, and overflow, as in the loss
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    name: str  # of the reduction that joins parts
+    over: Callable[..., jax.Array] = _sum
+    nothing: Callable[[Any], Any] = lambda _: 0  # of a dtype: what changes no result
+
+
+def _lowest(dtype: Any) -> Any:
+    return _extreme(dtype, "min")
+
+
+def _highest(dtype: Any) -> Any:
+    return _extreme(dtype, "max")
+
+
+def _extreme(dtype: Any, name: str) -> Any:
+    """Returns the lowest or the highest number of a dtype: infinite, if one is."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return name == "max"
+    limits = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    limit = limits.max if name == "max" else limits.min
+    if jnp.issubdtype(dtype, jnp.integer):
+        return limit
+    infinite = np.inf if name == "max" else -np.inf
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return complex(infinite, infinite)
+    return infinite if np.isinf(np.asarray(infinite, dtype)) else limit
+
+
+REDUCTIONS = {
+    "reduce_sum": _Reduction("sum"),
+    "dot_general": _Reduction("sum"),
+    "scatter-add": _Reduction("sum"),
+    "reduce_max": _Reduction("max", jnp.max, _lowest),
+    "reduce_min": _Reduction("min", jnp.min, _highest),
+    "reduce_and": _Reduction("min", jnp.all, _highest),
+    "reduce_or": _Reduction("max", jnp.any, _lowest),
+}
+
+
+def _wide(dtype: Any) -> Any:
+    return dtypes.accumulator_dtype(dtype, None) if jnp.issubdtype(dtype, jnp.inexact) else dtype
