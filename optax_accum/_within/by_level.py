@@ -45,7 +45,7 @@ class Store:
     device: Device
     values: dict[Value, Any]
     parts: dict[Value, Any] = dataclasses.field(default_factory=dict)
-    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    passed: dict[Value, Any] = dataclasses.field(default_factory=dict)  # what loops share, after the last of them
     once: bool = False  # it is differentiated
 
     def whole(self, value: Value) -> Any:

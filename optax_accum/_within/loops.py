@@ -75,10 +75,10 @@ def mapped_once(
 
     What JAX stacks in a loop begins as zeros, and XLA makes the zeros of all loops of a program beforehand: memory for
     each at the same time. Here an array begins where its loop does, as a number that comes before. Constants have no
-    gradient. Results go `to_host`'s memory, where it says so, and gradients go to where their arrays lie.
+    gradient. `to_host` says which results go to the memory of the host; a gradient goes to where its array lies.
 
     Returns the results, `shared`, and `xs`. What a later loop takes of these is to be taken from here: its gradient is
-    then added to that of the later loop, of `xs` micro-batch by micro-batch, which says what it `passes` on.
+    then added to that of the later loop. `passes` says of which `xs` this is done, micro-batch by micro-batch.
     """
 
     def passed(leaves: Sequence[Any]) -> list[Any]:
