@@ -5,7 +5,6 @@ Run `python -m benchmarks.any_loss`. Nothing is declared of a loss. Times are CP
 
 import argparse
 import dataclasses
-import time
 from collections.abc import Callable
 
 import jax
@@ -141,15 +140,10 @@ def measured(loss: Loss, turns: int) -> tuple[str, ...]:
     error = _measure.relative_difference(ours(loss.params, loss.batch), whole(loss.params, loss.batch))
     if not error <= TOLERANCE:
         raise SystemExit(f"{loss.name}: another gradient, {error:.1e}.")
-    ratios = [_seconds(ours, loss) / _seconds(whole, loss) for _ in range(turns)]
+    args = loss.params, loss.batch
+    ratios = [_measure.cpu_seconds(ours, *args) / _measure.cpu_seconds(whole, *args) for _ in range(turns)]
     memory = [f"{program.memory_analysis().temp_size_in_bytes / 1e6:.1f} MB" for program in (whole, ours)]
     return loss.name, f"{error:.0e}", *memory, f"{np.median(ratios):.2f}"
-
-
-def _seconds(program: Callable[[Tree, Tree], Tree], loss: Loss) -> float:
-    start = time.process_time()
-    jax.block_until_ready(program(loss.params, loss.batch))
-    return time.process_time() - start
 
 
 def main() -> None:

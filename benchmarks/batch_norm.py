@@ -6,7 +6,6 @@ time is printed, gradients and running statistics are compared.
 
 import argparse
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +104,7 @@ def measured(name: str, turns: int) -> tuple[str, ...]:
     error = max(difference(each, whole) for each in found)
     if not error <= TOLERANCE:
         raise SystemExit(f"{name}: another gradient or other statistics, {error:.1e}.")
-    times = np.array([[_seconds(program, params, batch) for program in programs] for _ in range(turns)])
+    times = np.array([[_measure.cpu_seconds(program, params, batch) for program in programs] for _ in range(turns)])
     _, *ratios = np.median(times / times[:, :1], axis=0)
     memory = [f"{program.memory_analysis().temp_size_in_bytes / 1e6:.0f} MB" for program in programs]
     return name, f"{error:.0e}", *memory, *(f"{ratio:.1f}" for ratio in ratios)
@@ -120,12 +119,6 @@ def difference(ours: Any, whole: Any) -> float:
         lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), our_statistics, statistics
     )
     return max(jax.tree.leaves((apart, of_statistics)))
-
-
-def _seconds(program: Callable[..., Any], *args: Any) -> float:
-    start = time.process_time()
-    jax.block_until_ready(program(*args))
-    return time.process_time() - start
 
 
 def main() -> None:

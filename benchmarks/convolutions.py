@@ -6,7 +6,6 @@ a time is printed, gradients are compared.
 
 import argparse
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -184,18 +183,11 @@ def _timed(runs: Ways, compiled: dict[str, Any], turns: int) -> tuple[np.ndarray
     """Returns times [turn, way] and their table, with temporary memory."""
     for run in runs.values():
         jax.block_until_ready(run())
-    times = np.array([[_seconds(run) for run in runs.values()] for _ in range(turns)])
+    times = np.array([[_measure.cpu_seconds(run) for run in runs.values()] for _ in range(turns)])
     head = "CPU time", f"/ {next(iter(runs))}", "quartiles of the turns", "ms", "temporary memory, MB"
     megabytes = [f"{way.memory_analysis().temp_size_in_bytes / 1e6:.1f}" for way in compiled.values()]
     rows = [(*row, mb) for row, mb in zip(_measure.by_turns(runs, times), megabytes, strict=True)]
     return times, _measure.markdown([head, *rows])
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    """Returns the CPU time of a call, on all cores."""
-    start = time.process_time()
-    jax.block_until_ready(run())
-    return time.process_time() - start
 
 
 if __name__ == "__main__":
