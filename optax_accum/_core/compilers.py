@@ -84,14 +84,13 @@ def sharded_as(kind: Any, leaf: jax.Array) -> jax.Array:
     return leaf if sharding is None else jax.sharding.reshard(leaf, sharding)
 
 
-def first_split(leaf: jax.Array, *sizes: int) -> jax.Array:
-    """Returns an array whose first axis is split; JAX 0.8 splits none over Explicit axes beside an axis of one."""
-    ones = [axis for axis in range(1, leaf.ndim) if leaf.shape[axis] == 1]
-    if not ones or explicit_sharding(leaf) is None:
-        return leaf.reshape(*sizes, *leaf.shape[1:])
-    leaf = jax.lax.squeeze(leaf, ones)
-    leaf = leaf.reshape(*sizes, *leaf.shape[1:])
-    return jax.lax.expand_dims(leaf, [axis + len(sizes) - 1 for axis in ones])
+def reshaped(leaf: jax.Array, *shape: int) -> jax.Array:
+    """Does what `reshape` does; JAX 0.9 splits no axis over Explicit axes beside an axis of one."""
+    if explicit_sharding(leaf) is None or 1 not in (*leaf.shape, *shape):
+        return leaf.reshape(shape)
+    leaf = jax.lax.squeeze(leaf, [axis for axis, size in enumerate(leaf.shape) if size == 1])
+    leaf = leaf.reshape([size for size in shape if size != 1])
+    return jax.lax.expand_dims(leaf, [axis for axis, size in enumerate(shape) if size == 1])
 
 
 def on_mesh_of(leaf: Any, zeros: jax.Array) -> jax.Array:
@@ -201,6 +200,8 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     if equation.primitive.name.startswith("custom_"):  # rules take arrays: constants of a traced program are NumPy's
         values = [jnp.asarray(value) if jnp.ndim(value) else value for value in values]
     values = varying_together(values)
+    if equation.primitive.name == "pvary":  # which takes no value that varies already, as one evaluated here may
+        return varying_together(values, like=[var.aval for var in equation.outvars])
     with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
         results = equation.primitive.bind(*functions, *values, **params)
     return results if equation.primitive.multiple_results else [results]

@@ -164,7 +164,7 @@ def traced_derivative(eqn: Any, derivative: Callable[..., Any]) -> Any:
 
 
 def _shape(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=compilers.explicit_sharding(var.aval))
 
 
 def _moves(var: Any) -> bool:

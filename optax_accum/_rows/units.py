@@ -42,12 +42,12 @@ class Units:
     def interleaved(self, leaf: jax.Array, axis: int) -> jax.Array:
         """Returns all rows with the index of the micro-batch as the second axis: [size, parts, block, ...]."""
         rows = self.filled(self.first(leaf, axis))
-        return compilers.first_split(rows, self.size, self.parts)
+        return compilers.reshaped(rows, self.size, self.parts, *rows.shape[1:])
 
     def first(self, leaf: jax.Array, axis: int) -> jax.Array:
         """Returns all rows with their units first: [number, block, ...]."""
         rows = jnp.moveaxis(leaf, axis, 0)
-        return compilers.first_split(rows, self.number, rows.shape[0] // self.number)
+        return compilers.reshaped(rows, self.number, rows.shape[0] // self.number, *rows.shape[1:])
 
     def filled(self, rows: jax.Array) -> jax.Array:
         """Returns units [number, ...], and copies of the first ones that fill up the last micro-batches."""
@@ -55,7 +55,7 @@ class Units:
 
     def along(self, rows: jax.Array, axis: int) -> jax.Array:
         """Undoes `first`, for some units."""
-        return jnp.moveaxis(jax.lax.collapse(rows, 0, 2), 0, axis)
+        return jnp.moveaxis(_joined(rows, 0), 0, axis)
 
     def part(self, interleaved: jax.Array, axis: int, index: Any) -> jax.Array:
         """Returns the rows of one micro-batch, along their axis."""
@@ -65,13 +65,13 @@ class Units:
     def cut(self, leaf: jax.Array, axis: int) -> jax.Array:
         """Returns all rows as micro-batches [k, ...], each with its rows along their axis."""
         rows = jnp.moveaxis(self.interleaved(leaf, axis), 1, 0)
-        return jnp.moveaxis(jax.lax.collapse(rows, 1, 3), 1, axis + 1)
+        return jnp.moveaxis(_joined(rows, 1), 1, axis + 1)
 
     def joined(self, parts: jax.Array, axis: int) -> jax.Array:
         """Undoes `cut`."""
         rows = jnp.moveaxis(parts, axis + 1, 1)
-        rows = rows.reshape(self.parts, self.size, rows.shape[1] // self.size, *rows.shape[2:])
-        return self.along(jax.lax.collapse(jnp.moveaxis(rows, 0, 1), 0, 2)[: self.number], axis)
+        rows = compilers.reshaped(rows, self.parts, self.size, rows.shape[1] // self.size, *rows.shape[2:])
+        return self.along(_joined(jnp.moveaxis(rows, 0, 1), 0)[: self.number], axis)
 
     def of_part(self, index: Any) -> jax.Array:
         """Returns the numbers of the units of one micro-batch: those from `number` on count for nothing."""
@@ -86,3 +86,9 @@ class Units:
         block = length // (self.devices * self.number)
         first = self.device * self.number
         return ((first + units % self.number)[:, None] * block + jnp.arange(block)[None]).reshape(-1)
+
+
+def _joined(leaf: jax.Array, axis: int) -> jax.Array:
+    """Returns an array with an axis and the next as one."""
+    first, second = leaf.shape[axis : axis + 2]
+    return compilers.reshaped(leaf, *leaf.shape[:axis], first * second, *leaf.shape[axis + 2 :])

@@ -133,7 +133,8 @@ class Device:
 
     def gathered(self, rows: jax.Array, axis: int) -> jax.Array:
         """Returns the rows of all devices, along their axis."""
-        return jax.lax.all_gather(rows, self.axes, axis=axis, tiled=True)
+        gather = functools.partial(jax.lax.all_gather, axis_name=self.axes, axis=axis, tiled=True)
+        return mapped.beside_explicit(gather, rows)
 
     def own(self, rows: jax.Array, axis: int) -> jax.Array:
         """Returns this device's part of the rows of all."""

@@ -255,8 +255,12 @@ def gathered(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
                 leaf = jax.lax.all_gather(leaf, names, axis=dim, tiled=True)
         return leaf
 
-    leaf = varying(leaf, axes)
-    if others := meshes.explicit_axes(jax.sharding.get_abstract_mesh()):  # JAX 0.12 cannot scatter beside them
+    return beside_explicit(gather, varying(leaf, axes))
+
+
+def beside_explicit(gather: Callable[[Any], Any], leaf: Any) -> Any:
+    """Returns `gather(leaf)`, over manual axes, whose gradient JAX 0.12 cannot scatter beside Explicit ones."""
+    if others := meshes.explicit_axes(jax.sharding.get_abstract_mesh()):
         spec = meshes.spec_of(leaf)
         gather = jax.shard_map(gather, in_specs=(spec,), out_specs=spec, axis_names=set(others))
     return gather(leaf)

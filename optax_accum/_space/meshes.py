@@ -161,13 +161,14 @@ def cuttable(leaf: jax.Array, rows: int, axis: int = 0) -> jax.Array:
     return leaf if unsharded is None else jax.sharding.reshard(leaf, unsharded)
 
 
-def filled(length: int, row: jax.ShapeDtypeStruct, number: jax.Array) -> jax.Array:
-    """Returns an array of one number for so many rows, on the Explicit axes that these are on."""
-    leaf = jnp.full((length, *row.shape), number.astype(row.dtype))
+def filled(sizes: Sequence[int], row: jax.ShapeDtypeStruct, number: Any) -> jax.Array:
+    """Returns an array of one number for rows along axes of these sizes, on the Explicit axes that a row is on."""
+    leaf = jnp.full((*sizes, *row.shape), number, row.dtype)
     sharding = compilers.explicit_sharding(row)
     if sharding is None:
         return leaf
-    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))
+    spec = PartitionSpec(*[None] * len(sizes), *sharding.spec)
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, spec))
 
 
 def place(tree: Tree, to: Tree) -> Tree:

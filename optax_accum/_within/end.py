@@ -12,6 +12,7 @@ from optax_accum._core import compilers
 from optax_accum._rows import locality, resized
 from optax_accum._rows.levels import Loop
 from optax_accum._rows.program import Constant, Equation, Number, Value
+from optax_accum._space import meshes
 from optax_accum._within import by_level, partial
 from optax_accum._within.by_level import Store, axis_of
 from optax_accum._within.traced import Traced
@@ -35,18 +36,18 @@ class End:
         types = [*map(partial.type_of_part, loop.parts), *map(self._type_of_rows, loop.rows)]
         self.inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in types]
         self.of_params = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.params]
-        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in types]
+        zeros = [meshes.filled([], leaf, 0) for leaf in types]
         self.still = compilers.varying_together([*zeros, *self.params])[: len(zeros)]
         given = _chosen(self.still, self.inexact)
         others = _chosen(self.still, [not moves for moves in self.inexact])
         params = _chosen(self.params, self.of_params)
         self.gradient = jax.make_jaxpr(jax.grad(self._loss, argnums=(0, 2)))(given, others, params)
 
-    def _type_of_rows(self, value: Value) -> jax.ShapeDtypeStruct:
+    def _type_of_rows(self, value: Value) -> Any:
         """Returns the type of the rows of this device."""
         shape = list(value.long.shape)
         shape[axis_of(value)] //= self.traced.units.devices
-        return jax.ShapeDtypeStruct(tuple(shape), value.long.dtype)
+        return value.long.update(shape=tuple(shape))
 
     def outputs(self, given: Given, params: Leaves) -> Leaves:
         """Returns the outputs of the loss."""

@@ -147,7 +147,7 @@ def _stacked(
     carry, begin, zero = jax.tree.unflatten(jax.tree.structure((carry, 0, 0)), numbers)
 
     def empty(row: Any, on_host: bool) -> jax.Array:
-        buffer = meshes.filled(count, row, zero if on_host else begin)
+        buffer = meshes.filled([count], row, zero if on_host else begin)
         return compilers.moved(buffer, to_host=True) if on_host else buffer
 
     def stored(buffer: jax.Array, row: jax.Array, index: Any, on_host: bool) -> jax.Array:

@@ -13,11 +13,11 @@ from optax_accum._rows.program import Equation
 from optax_accum._rows.units import Units
 
 
-def type_of_part(equation: Equation) -> jax.ShapeDtypeStruct:
+def type_of_part(equation: Equation) -> Any:
     """Returns the type of what `part_of` returns."""
     result = equation.outs[0].long
     adds_up = REDUCTIONS[equation.name].name == "sum"
-    return jax.ShapeDtypeStruct(result.shape, _wide(result.dtype) if adds_up else result.dtype)
+    return result.update(dtype=_wide(result.dtype)) if adds_up else result
 
 
 def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> jax.Array:

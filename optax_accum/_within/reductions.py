@@ -12,6 +12,7 @@ from optax_accum._core import dtypes
 from optax_accum._core.leaves import for_each_leaf
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
+from optax_accum._space import meshes
 from optax_accum._within.splitting import Split
 
 
@@ -178,19 +179,19 @@ def _wide(dtype: Any) -> Any:
 
 
 def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
-    return jnp.zeros(shape.shape, _wide(shape.dtype))
+    return meshes.filled([], shape.update(dtype=_wide(shape.dtype)), 0)
 
 
 def _extreme(sign: int, shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
     if jnp.issubdtype(shape.dtype, jnp.bool_):
-        return jnp.full(shape.shape, sign > 0)
+        return meshes.filled([], shape, sign > 0)
     if jnp.issubdtype(shape.dtype, jnp.floating):
         infinite = not np.isnan(np.asarray(-np.inf).astype(shape.dtype))  # or a float8 that has no infinity
         extreme = sign * jnp.inf if infinite else sign * jnp.finfo(shape.dtype).max
     else:
         limits = jnp.iinfo(shape.dtype)
         extreme = limits.max if sign > 0 else limits.min
-    return jnp.full(shape.shape, extreme, shape.dtype)
+    return meshes.filled([], shape, extreme)
 
 
 def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any) -> jax.Array:
@@ -206,19 +207,17 @@ def _merging(merge: Callable[[Any, Any], Any]) -> Fold:
         return jnp.array(True), jnp.where(begun, merged, output)
 
     def start(shape: Any, _: Any) -> Any:
-        return (jnp.array(False), jnp.zeros(shape.shape, shape.dtype))
+        return jnp.array(False), meshes.filled([], shape, 0)
 
     return Fold(start, add, lambda total, _: total[1])
 
 
 def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:
     """Room for the rows of the full micro-batches, interleaved, and of the remainder [r, ...]."""
-
-    def zeros(*rows: Any) -> Any:
-        return jnp.zeros((*rows, *shape.shape[1:]), shape.dtype)
-
     together = () if split.group == 1 else (split.group,)
-    return zeros(split.size // split.group, split.full, *together), zeros(split.rest)
+    one = meshes.filled([], shape, 0).reshape(split.size // split.group, 1, *together, *shape.shape[1:])
+    full = jnp.broadcast_to(one, (len(one), split.full, *one.shape[2:]))
+    return full, jnp.zeros((split.rest, *shape.shape[1:]), shape.dtype)
 
 
 def _put_rows(rows: Any, output: jax.Array, index: Index, share: Any) -> Any:
@@ -240,9 +239,9 @@ REDUCTIONS = {
     "sum": Fold(_zeros, lambda total, output, *_: total + output.astype(total.dtype)),
     "max": Fold(functools.partial(_extreme, -1), lambda total, output, *_: jnp.maximum(total, output)),
     "min": Fold(functools.partial(_extreme, 1), lambda total, output, *_: jnp.minimum(total, output)),
-    "last": Fold(lambda shape, _: jnp.zeros(shape.shape, shape.dtype), lambda _, output, *__: output),
+    "last": Fold(lambda shape, _: meshes.filled([], shape, 0), lambda _, output, *__: output),
     "stack": Fold(
-        lambda shape, split: jnp.zeros((split.parts, *shape.shape), shape.dtype),
+        lambda shape, split: meshes.filled([split.parts], shape, 0),
         lambda stack, output, index, *_: stack.at[index].set(output),
     ),
     "concat": Fold(_rows, _put_rows, _joined),

@@ -143,7 +143,7 @@ def interleaved(split: Split, batch: Tree) -> Tree:
     def stack(leaf: jax.Array) -> jax.Array:
         rows = meshes.cuttable(leaf, count)
         rows = rows if not split.rest else rows[: split.full * split.size]
-        return compilers.first_split(rows, count, split.full, *together)
+        return compilers.reshaped(rows, count, split.full, *together, *rows.shape[1:])
 
     return of_rows(stack, _arrays(batch))
 

@@ -15,7 +15,7 @@ import optax_accum
 from tests import paths
 from tests.pairs import every_pair
 from tests.tiers import one_of_each, sweep
-from tests.versions import needs_references
+from tests.versions import JAX, needs_explicit_outputs, needs_references
 
 W = np.random.default_rng(0).normal(size=(3, 4)).astype("f")
 X = np.random.default_rng(1).normal(size=(8, 3)).astype("f")
@@ -88,6 +88,71 @@ def test_a_loss_that_is_read_knows_where_its_rows_lie(loss, k, with_mesh):
         got, want = (jax.jit(grad)(*placed()) for grad in (within(loss, k), jax.grad(loss)))
     assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5), got, want)
+
+
+def centred(h):
+    return h - h.mean(0, keepdims=True)
+
+
+@jax.custom_vjp
+def clipped(h):
+    return h * 1.5
+
+
+clipped.defvjp(lambda h: (h * 1.5, None), lambda _, ct: (ct / (1 + jnp.sqrt(jnp.sum(ct**2))),))
+TOGETHER = {
+    "an extreme": lambda h: centred(h - h.max(0, keepdims=True)),
+    "a sort": lambda h: centred(jnp.sort(h, 0))[3:],
+    "a sort under vmap": lambda h: jax.vmap(jnp.sort)(h.T)[:, 2],
+    "a cumulative sum": lambda h: jnp.cumsum(h, 0),
+    "a roll": lambda h: jnp.roll(h, 1, 0) - h,
+    "a condition": lambda h: jax.lax.cond(jnp.sum(h) > 0, centred, jnp.tanh, h),
+    "a rule for cotangents": lambda h: clipped(jnp.tanh(h)),
+}
+# As JAX itself can where rows are sharded over an Explicit axis; over `devices` each device gathers what is whole.
+BY_TYPES = ["an extreme", "a condition", "a rule for cotangents"]
+EACH = [(name, "data") for name in TOGETHER] + [(name, None) for name in BY_TYPES]
+SORTS = ("a sort", "a sort under vmap")
+
+
+@needs_explicit_outputs
+@pytest.mark.parametrize(("name", "devices"), sweep(EACH, but=[("a sort under vmap", "data"), (BY_TYPES[2], None)]))
+def test_all_rows_at_once_beside_a_sharded_model(name, devices):
+    if name in SORTS and JAX < (0, 12, 0):
+        pytest.skip("JAX 0.12: a sort beside an axis that shards what is sorted")
+    params, x = placed()
+
+    def loss(params, x):
+        return jnp.mean(TOGETHER[name](x @ params["w"]) ** 2)
+
+    with jax.set_mesh(paths.mesh_of("Explicit")):
+        value, grads = jax.jit(optax_accum.value_and_grad(loss, 3, devices=devices))(params, x)
+    want = jax.jit(jax.value_and_grad(loss))({"w": W, "scale": np.float32([1, 2, 3, 4])}, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5), (value, grads), want)
+
+
+@needs_explicit_outputs
+@pytest.mark.parametrize("devices", ["data", *sweep([None])])
+@pytest.mark.parametrize("reduction", ["mean", *sweep(["sum", "max", "last", "stack"])])
+def test_outputs_that_an_axis_of_the_model_shards(reduction, devices):
+    """Arrays that wait for outputs lie where these do."""
+    params, x = placed()
+    if devices and reduction in ("last", "stack"):
+        pytest.skip("each device has a last one of its own")
+
+    def fun(params, x):
+        h = x @ params["w"]
+        return h.max(0), h
+
+    with jax.set_mesh(paths.mesh_of("Explicit")):
+        k = 2 if devices else 4
+        run = optax_accum.accumulate(fun, k, reduction=(reduction, "concat"), devices=devices)
+        _, rows = found = jax.jit(run)(params, x)
+    maxima = (X @ W).reshape(-1, 2, k, 4).max(1).reshape(4, 4)  # micro-batches take every k-th row
+    want = {"mean": maxima.mean(0), "sum": maxima.sum(0), "max": maxima.max(0), "last": maxima[-1], "stack": maxima}
+    np.testing.assert_allclose(np.asarray(found[0]), want[reduction], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(rows), X @ W, atol=1e-5)
+    assert [jax.typeof(leaf).sharding.spec[-1] for leaf in found] == ["other", "other"]
 
 
 @pytest.mark.sweep
