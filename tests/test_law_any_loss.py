@@ -245,6 +245,30 @@ def test_rows_of_several_devices_that_cross_levels_elsewhere(crossing):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
+@pytest.mark.parametrize("crossing", ["save", *sweep(["recompute"])])
+def test_what_has_no_derivative_may_take_rows_that_stand_still(crossing):
+    """A callback of all rows, and of what is made of them, between two levels: a tangent of zeros is no tangent."""
+
+    def loss(kernels, x):
+        h = jnp.tanh(x @ kernels[0])
+        h = h - h.mean(0, keepdims=True)
+        still = jax.lax.stop_gradient(h) * 2
+        total = jax.lax.stop_gradient(jnp.sum(h**2)) + 1
+        sine, root = (
+            jax.pure_callback(fun, jax.ShapeDtypeStruct(a.shape, a.dtype), a)
+            for fun, a in ((np.sin, still), (np.sqrt, total))
+        )
+        h = h @ kernels[1] + sine * root
+        return jnp.mean((h - h.max(0, keepdims=True)) ** 3)
+
+    rng = np.random.default_rng(0)
+    kernels, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 4, 4), (12, 4)))
+    got = jax.jit(optax_accum.value_and_grad(loss, 5, crossing=crossing))(kernels, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, jax.value_and_grad(loss)(kernels, x)
+    )
+
+
 @jax.custom_vjp
 def clipped(w):
     return w

@@ -57,7 +57,7 @@ class Loss:
     in_place: bool | None
     divisor: Divisor
     meter: Meter
-    reads: Callable[[Call], Weight | None] | None = None  # the weight of a micro-batch, off its loss
+    reads: Callable[..., Weight | None] | None = None  # the weight of a micro-batch, off its loss
 
     def add(
         self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool, flush: Flag | None
@@ -175,6 +175,7 @@ class Loss:
         """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
         if self.weight_fn:
             return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
-        if self.reads and call.batch and (weight := self.reads(call)) is not None:
-            return checks.as_weight(weight, name="What the loss divides by")
+        read = self.reads(call, takes_a_sum=not self.divisor.is_mean) if self.reads and call.batch else None
+        if read is not None:
+            return checks.as_weight(read, name="What the loss divides by")
         return self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1)

@@ -57,7 +57,7 @@ class Step:
     roles: Roles
     inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
     mean_args: Iterable[str]  # the keyword arguments that are averaged over a window
-    reads: Callable[[Call], jax.Array | None] | None  # for windows inside of it: how much a micro-batch counts
+    reads: Callable[..., jax.Array | None] | None  # for windows inside of it: how much a micro-batch counts
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies what comes out."""
@@ -123,14 +123,14 @@ class Step:
         return call, keywords._replace(extra_args=rest)
 
     def _read(self, keywords: Keywords, call: Call, state: Tree, params: Tree) -> Keywords:
-        """Adds how much the micro-batch counts, as its loss tells, if a window inside the optimizer takes a mean."""
+        """Adds how much the micro-batch counts in the mean of a window inside the optimizer, as its loss tells."""
         said = keywords.weight is not None or self.loss.weight_fn or self.loss.returns.weight_of
         if self.reads is None or said or not call.batch or not any(map(holds_sum, states_in(state))):
             return keywords
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
         extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
         takes_a_sum = unread(self.inner, ["rows"], args, extra_args)
-        return keywords if takes_a_sum else keywords._replace(rows=self.reads(call))
+        return keywords._replace(rows=self.reads(call, takes_a_sum=takes_a_sum))
 
     @property
     def _of_inner(self) -> set[str]:

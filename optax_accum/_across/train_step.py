@@ -160,6 +160,7 @@ def value_and_apply_gradients(
     fun = callables.as_function(fun, remedy="Pass the loss, then the optimizer: value_and_apply_gradients(fun, tx).")
     optimizer, rules = callables.as_optimizer(tx), rules_of(tx)
     checks.check_flag("in_place", in_place)
+    reads = _reading(fun, roles, has_aux)
     loss = Loss(
         fun,
         returns=Returns(has_aux, weight_of=callables.as_weight_of(weight_of, weight_fn)),
@@ -168,11 +169,11 @@ def value_and_apply_gradients(
         in_place=in_place,
         divisor=rules.divisor if rules else as_divisor("mean"),  # an optimizer that we cannot look into takes a mean
         meter=rules.meter if rules else Meter(),
-        reads=None if rules is None or not rules.averages else _reading(fun, roles, has_aux),
+        reads=reads if rules and rules.schedule.holds else None,
     )
     if rules is None:
         optimizer = callables.ignoring(optimizer, "value", "weight", "rows", "flush")
-        micro_step = Step(loss, roles, optimizer, mean_args=("value",), reads=_reading(fun, roles, has_aux))
+        micro_step = Step(loss, roles, optimizer, mean_args=("value",), reads=reads)
     else:
         micro_step = AccumulatingStep(loss, roles, rules.inner, rules.mean_args, reads=None, rules=rules)
 
@@ -186,12 +187,13 @@ def value_and_apply_gradients(
     return step
 
 
-def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[[Call], Any]:
-    """Returns what reads the weight of a micro-batch off its loss."""
+def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., Any]:
+    """Returns what reads the weight of a micro-batch off its loss; None in a sum."""
 
-    def read(call: Call) -> Any:
+    def read(call: Call, *, takes_a_sum: bool) -> Any:
         from optax_accum._explain import weighing  # loaded when the first loss is read
 
-        return weighing.Weigher(fun, roles, has_aux=has_aux).weight(call)
+        weigher = weighing.Weigher(fun, roles, has_aux=has_aux)
+        return weigher.check_sum(call) if takes_a_sum else weigher.weight(call)
 
     return read

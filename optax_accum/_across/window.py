@@ -40,11 +40,6 @@ class WindowRules:
     mean_args: Mapping[str, Any]  # an example of each
     devices: Devices
 
-    @property
-    def averages(self) -> bool:
-        """Whether a window takes a mean over several micro-batches."""
-        return self.divisor.is_mean and self.schedule.holds
-
 
 class MicroBatch(NamedTuple):
     """The inputs of a micro-step, as the space lets them in."""

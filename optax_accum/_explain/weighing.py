@@ -1,5 +1,6 @@
 """How much a micro-batch of a loss counts across calls: read off the traced loss, and computed from a batch."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from optax_accum._core.types import Name, Tree
 from optax_accum._explain.explanation import PLAIN, Weight
 from optax_accum._loss.parts import Returns
 from optax_accum._loss.ratio import check_loss, is_ratio
-from optax_accum._rows.denominators import Denominator, Found, denominators_of
+from optax_accum._rows.denominators import Denominator, Found, denominators_of, reasons_of
 from optax_accum._rows.forms import Reason
 from optax_accum._rows.program import Program
 from optax_accum._within.splitting import Sizes
@@ -110,7 +111,7 @@ class Read(NamedTuple):
     subject: Subject  # holds types alone
     program: Program
     denominator: Denominator
-    times: int  # how often the rows of a batch are repeated: a loss may be another program for one row
+    times: int  # how often the rows of a batch are repeated
 
     def of(self, batch: Sequence[Tree]) -> jax.Array:
         """Returns the weight of a batch: of the arguments that hold it."""
@@ -121,7 +122,7 @@ class Read(NamedTuple):
 
 
 class Weigher:
-    """How much micro-batches of a loss count: its denominator.
+    """How much micro-batches of a loss count in a mean: its denominator.
 
     Where it tells nothing they count by their rows: it communicates, say, or looks at values, or is another program for
     more rows. Where nothing shows that this is right, a warning says so. What was read is kept for other batches of the
@@ -141,7 +142,7 @@ class Weigher:
         batch = call[call.batch]
         types = (jax.tree.structure(batch), *jax.tree.leaves(typed(batch)))
         if types not in self._known:
-            self._known[types] = _read(self.fun, self.roles, call, self.has_aux)
+            self._known[types] = self._read(call)
         read = self._known[types]
         return None if read is None else read.of(batch)
 
@@ -154,26 +155,45 @@ class Weigher:
 
         return None if self.weight(call) is None else weight
 
+    def check_sum(self, call: Call) -> None:
+        """Warns where nothing shows that micro-batches of the loss add up, whatever divides it."""
+        reasons: Sequence[Reason] = ()
+        with contextlib.suppress(Exception):  # what cannot be read, as a loss that communicates, tells nothing
+            reasons = self._subject(call).ask(lambda found: reasons_of(found.levels, 0), integers=True)
+        if reasons:
+            messages.warn(
+                "Nothing shows that micro-batches of this loss add up to the whole batch:"
+                f"{_listed(map(str, reasons))}\nIf their sum is meant nevertheless, say how they count: "
+                "weight_fn=lambda batch: 1.0, say."
+            )
 
-def _read(fun: Callable[..., Any], roles: Roles, call: Call, has_aux: bool) -> Read | None:
-    """Returns the sum over rows that divides a loss; None where a micro-batch counts by its rows."""
-    rows = count_known_rows(call[call.batch])
-    times = 2 if rows == 1 else 1
-    call = call.with_values(call.batch, _repeated(call[call.batch], times))
-    types = {name: typed(argument) for name, argument in call.arguments.items()}
-    subject = Subject(fun, roles, types, Sizes(1, None, 1), has_aux)
-    try:
-        terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program), integers=True)
-    except Exception as error:  # whatever the loss raises for twice as many rows
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        _warn([f"for twice its {counted(rows, 'row')} it is another program: {said[0]}"], _ROWS)
-        return None
-    found = list((terms or {}).values())
-    denominators = [one for term in found for one in term.denominators]
-    _check_adds_up([reason for term in found for reason in term.reasons], denominators)
-    if not denominators or denominators[0].makes is None:
-        return None
-    return Read(subject, program, denominators[0], times)
+    def _subject(self, call: Call) -> Subject:
+        """Returns the loss with the types of a call; of two rows, if it has one."""
+        call = call.with_values(call.batch, _repeated(call[call.batch], _times(call[call.batch])))
+        types = {name: typed(argument) for name, argument in call.arguments.items()}
+        return Subject(self.fun, self.roles, types, Sizes(1, None, 1), self.has_aux)
+
+    def _read(self, call: Call) -> Read | None:
+        """Returns the sum over rows that divides the loss; None where a micro-batch counts by its rows."""
+        batch, subject = call[call.batch], self._subject(call)
+        try:
+            terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program), integers=True)
+        except Exception as error:  # whatever the loss raises for twice as many rows
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            rows = counted(count_known_rows(batch), "row")
+            _warn([f"for twice its {rows} it is another program: {said[0]}"], _ROWS)
+            return None
+        found = list((terms or {}).values())
+        denominators = [one for term in found for one in term.denominators]
+        _check_adds_up([reason for term in found for reason in term.reasons], denominators)
+        if not denominators or denominators[0].makes is None:
+            return None
+        return Read(subject, program, denominators[0], _times(batch))
+
+
+def _times(batch: Sequence[Tree]) -> int:
+    """Returns how often the rows of a batch are repeated to read a loss, which may be another program for one row."""
+    return 2 if count_known_rows(batch) == 1 else 1
 
 
 def _repeated(batch: Sequence[Tree], times: int) -> Sequence[Tree]:
@@ -227,7 +247,7 @@ def weight_fn(subject: Subject) -> Callable[..., Any]:
     """Returns a function of the batch that returns its weight: a number, a dict or a list."""
 
     def weight(*batches: Tree) -> Any:
-        times = 2 if count_known_rows(batches) == 1 else 1  # a loss may be another program for one row
+        times = _times(batches)
         given = dict(zip(subject.batch, _repeated(batches, times), strict=True))
         of_batch = dataclasses.replace(subject, arguments={**subject.arguments, **given})
         values = [jnp.asarray(leaf) if is_array(leaf) else leaf for _, _, leaf in of_batch.inputs]

@@ -70,6 +70,11 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
     return Found(tuple(one for one in found if isinstance(one, Denominator)))
 
 
+def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:
+    """Returns why what micro-batches give of one output may not add up, whatever divides its sums."""
+    return _one_a_line(Reading(levels, RULES).form(levels.program.outputs[output]).reasons)
+
+
 def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
     """Returns one reason for each line, in the order of the lines: that rows take sums says most."""
     by_line: dict[Place, Reason] = {}

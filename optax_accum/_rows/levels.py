@@ -69,6 +69,7 @@ class Levels:
     program: Program
     kinds: dict[Equation, Kind]
     model: set[Value]  # what the differentiated inputs decide
+    moving: set[Value]  # and is differentiated by them: nothing after a stop_gradient is
     stages: Sequence[Stage]
     crossing: Crossing
 
@@ -99,7 +100,7 @@ class Levels:
 def levels_of(program: Program, is_model: Sequence[bool], crossing: Crossing = Crossing.SAVE) -> Levels:
     """Returns how a program runs; `is_model` says by which inputs it may be differentiated."""
     reading = _Reading(program, is_model, recomputes=crossing is Crossing.RECOMPUTE)
-    return Levels(program, reading.kinds, reading.model, _with_passes(reading.stages()), crossing)
+    return Levels(program, reading.kinds, reading.model, reading.moving, _with_passes(reading.stages()), crossing)
 
 
 def _with_passes(stages: Sequence[Stage]) -> list[Stage]:
@@ -143,6 +144,7 @@ class _Reading:
         self.recomputes = recomputes
         self.program, self.equations = program, _needed(program)
         self.model = {value for value, is_ in zip(program.inputs, is_model, strict=True) if is_}
+        self.moving = set(self.model)
         self.used_by: dict[Value, list[Equation]] = {value: [] for value in program.outputs}
         for equation in self.equations:
             for value in equation.ins:
@@ -160,6 +162,8 @@ class _Reading:
         at = max((self.level.get(value, 0) for value in equation.ins), default=0)
         if not self.model.isdisjoint(equation.ins):
             self.model.update(equation.outs)
+            if equation.name != "stop_gradient" and not self.moving.isdisjoint(equation.ins):
+                self.moving.update(equation.outs)
             waits = any(value in self.made and value in self.model for value in equation.ins)
             at += kind is Kind.PARTIAL or (kind is not Kind.LOCAL and waits and kind is Kind.WHOLE)
         self.at[equation] = at

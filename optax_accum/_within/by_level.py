@@ -122,9 +122,14 @@ def has_own_rows(value: Value) -> bool:
 def run(loop: Loop, levels: Levels, store: Store) -> None:
     """Runs a loop over the micro-batches, and stores its results."""
     rows, totals = results_of(loop, levels, store)
-    store.parts.update(zip(loop.rows, rows, strict=True))
+
+    def given(value: Value, result: jax.Array) -> jax.Array:
+        return result if value in levels.moving else jax.lax.stop_gradient(result)
+
+    store.parts.update((value, given(value, row)) for value, row in zip(loop.rows, rows, strict=True))
     for equation, total in zip(loop.parts, totals, strict=True):
-        store.values[equation.outs[0]] = finished(equation, total, store)
+        (result,) = equation.outs
+        store.values[result] = given(result, finished(equation, total, store))
 
 
 def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], list[Any]]:

@@ -36,12 +36,15 @@ class Weighing(NamedTuple):
     weigher: Weigher | None = None
 
     @classmethod
-    def chosen(cls, tx: Any, opt_state: Tree, weight_fn: Callable[..., Any] | None, weigher: Weigher) -> "Weighing":
-        """Chooses for an optimizer."""
+    def chosen(
+        cls, tx: Any, opt_state: Tree, weight_fn: Callable[..., Any] | None, weigher: Weigher, call: Call
+    ) -> "Weighing":
+        """Chooses for an optimizer, and a call of its step."""
         rules, window = rules_of(tx), find_window(opt_state)
         if weight_fn is not None or window is None:
             return cls(weight_fn)
         if rules is not None and not rules.divisor.is_mean:
+            weigher.check_sum(call)
             return cls(lambda *_: jnp.ones([]))  # losses are added, and gradients
         return cls(None, weigher if holds_sum(window) else None)
 

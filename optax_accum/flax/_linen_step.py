@@ -128,7 +128,8 @@ def train_step(
         own = _calls.where_sums_go(state.tx, state.opt_state, options)
         still = state.replace(params=None, opt_state=None, window=None)
         weigher = Weigher(with_outputs, roles, has_aux=True)
-        weighing = Weighing.chosen(state.tx, state.opt_state, weight_fn, weigher)
+        call = roles.bind((state.params, batch, key, still), {})
+        weighing = Weighing.chosen(state.tx, state.opt_state, weight_fn, weigher, call)
         sums, grads = computed(own, weighing, state.params, batch, key, still)
         totals = _calls.over_devices(sums, own)
         metrics, moments, new = weighted_mean(totals["metrics"]), totals.get("moments"), {}

@@ -134,10 +134,22 @@ def test_where_no_weight_is_right_an_error_shows_the_lines(loss, message):
     with pytest.raises(ValueError, match=f"(?s){message}.*weight_fn=lambda batch: "):
         trained(loss)
     trained(loss, (6, 6), weight=1.0)  # the remedies
-    trained(loss, (6, 6), tx=optax_accum.accumulate_gradients(optax.sgd(1.0), None, reduction="sum"), flush=True)
-    trained(
-        loss, (6, 6), tx=optax_accum.accumulate_gradients(optax.sgd(1.0), 1)
-    )  # updates of each: nothing is averaged
+    trained(loss, (6, 6), tx=optax_accum.accumulate_gradients(optax.sgd(1.0), 1))  # nothing is averaged
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"), [(normalised, "each row takes a mean over rows"), (over_model, "divided by"), (total, None)]
+)
+@pytest.mark.parametrize("outside", [[], [optax.identity()]], ids=["a window", "a window inside a chain"])
+def test_whether_a_sum_over_micro_batches_adds_up_is_read_too(loss, message, outside):
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 2, reduction="sum")
+    tx = optax.chain(*outside, tx) if outside else tx
+    if message is None:
+        np.testing.assert_allclose(trained(loss, (6, 6), tx=tx), W - jax.grad(loss)(W, BATCH), rtol=1e-5)
+        return
+    with pytest.warns(UserWarning, match=f"(?s)micro-batches of this loss add up.*\n  {message}.*test_default_weight"):
+        trained(loss, (6, 6), tx=tx)
+    trained(loss, (6, 6), tx=tx, weight=1.0)  # the remedy
 
 
 @pytest.mark.sweep
