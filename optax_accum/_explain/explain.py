@@ -11,10 +11,11 @@ from optax_accum._explain.explanation import PLAIN, Coupling, Explanation, Weigh
 from optax_accum._explain.weighing import Subject, terms_of, typed, weight_fn, weight_of
 from optax_accum._rows import locality
 from optax_accum._rows.denominators import Found
-from optax_accum._rows.levels import Kind, Levels, inside_layers, is_over_layers
+from optax_accum._rows.levels import Crossing, Kind, Levels, inside_layers, is_over_layers
 from optax_accum._rows.program import Equation, Value
 from optax_accum._within import splitting
 from optax_accum._within.one_pass import is_one_pass
+from optax_accum._within.rules import as_crossing
 from optax_accum._within.traced import Traced
 
 
@@ -26,6 +27,7 @@ def explain(
     argnums: Name | Sequence[Name] = 0,
     has_aux: bool = False,
     batch_argnums: Name | Sequence[Name] = 1,
+    crossing: str = "save",
     **kwargs: Any,
 ) -> Explanation:
     """Explains how a loss is split into micro-batches, and what they weigh.
@@ -70,11 +72,12 @@ def explain(
       has_aux: `fun` returns `(loss, aux)`.
       batch_argnums: the argument, or several, that hold the batch: trees
         whose arrays have rows along their first axis.
+      crossing: as in `optax_accum.value_and_grad`.
       **kwargs: the arguments of `fun` that come by keyword.
 
     Returns:
       An `Explanation`. Print it, or read its fields: `couplings`, `loops`,
-      `one_pass`, `kept_bytes`, `whole`, `weight`, `weights`, `reduction`,
+      `one_pass`, `kept_bytes`, `host_bytes`, `whole`, `weight`, `weights`, `reduction`,
       `reasons`. It holds no arrays.
 
     Raises:
@@ -122,7 +125,7 @@ def explain(
     told = (num_microbatches, microbatch_size) != (None, None)
     sizes = splitting.as_sizes(num_microbatches if told else 1, microbatch_size, 1)
     arguments: dict[Name, Any] = {**dict(enumerate(typed(args))), **typed(kwargs)}
-    subject = Subject(callables.as_function(fun), roles, arguments, sizes, has_aux)
+    subject = Subject(callables.as_function(fun), roles, arguments, sizes, has_aux, as_crossing(crossing))
     return subject.ask(lambda found: _explained(subject, found, told))
 
 
@@ -138,6 +141,7 @@ def _explained(subject: Subject, found: Traced, told: bool) -> Explanation:
         loops=loops_of(levels),
         one_pass=is_one_pass(found),
         kept_bytes=bytes_kept(levels),
+        host_bytes=bytes_on_host(levels),
         weight=None if reasons else weight_fn(subject),
         weights=weights,
         reduction="sum" if not reasons and any(weight.text == PLAIN for weight in weights) else "mean",
@@ -198,6 +202,12 @@ def bytes_kept(levels: Levels) -> int:
     """Returns the bytes that are kept for all rows between loops."""
     inside = sum(length * bytes_kept(inner) for inner, length in _inner(levels))
     return sum(map(bytes_of, kept_by(levels))) + inside
+
+
+def bytes_on_host(levels: Levels) -> int:
+    """Returns how many of these are in the memory of the host."""
+    is_there = levels.crossing is Crossing.OFFLOAD
+    return sum(map(bytes_of, kept_by(levels) & levels.for_loops_alone)) if is_there else 0
 
 
 def _inner(levels: Levels) -> list[tuple[Levels, int]]:

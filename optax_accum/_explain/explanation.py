@@ -78,6 +78,7 @@ class Explanation:
       one_pass: whether one forward and one backward pass of each
         micro-batch are enough. If not, the forward pass runs twice.
       kept_bytes: what is kept for all rows between the loops.
+      host_bytes: how many of these are in the memory of the host.
       weight: a `weight_fn` for accumulation across calls. It returns a
         number; a dict where the loss is a dict of terms; a list where the
         loss is a sum of terms with a denominator each. None where no weight
@@ -95,6 +96,7 @@ class Explanation:
     loops: int
     one_pass: bool
     kept_bytes: int
+    host_bytes: int
     weight: Callable[..., Any] | None
     weights: tuple[Weight, ...]
     reduction: str
@@ -136,7 +138,8 @@ class Explanation:
     def _memory(self) -> str:
         if not self.kept_bytes:
             return "Nothing is kept for all rows."
-        return f"Between loops {_bytes(self.kept_bytes)} are kept for all rows."
+        on_host = f", {_bytes(self.host_bytes)} of them in the memory of the host" if self.host_bytes else ""
+        return f"Between loops {_bytes(self.kept_bytes)} are kept for all rows{on_host}."
 
     def _across(self) -> Iterator[str]:
         if self.weight is None:

@@ -4,12 +4,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optax_accum._arguments import callables
+from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Roles
 from optax_accum._core.types import Name
 from optax_accum._rows.levels import Crossing
 from optax_accum._within import by_level, splitting
-from optax_accum._within.rules import as_crossing
 from optax_accum._within.traced import traced
 
 
@@ -91,7 +90,7 @@ def microbatched(
         raise ValueError(
             'crossing="offload" needs a gradient that is not differentiated again: take value_and_grad, or "recompute".'
         )
-    rows_cross = as_crossing(crossing)
+    rows_cross = Crossing(checks.one_of("crossing", crossing, ("save", "recompute")))
     sizes = splitting.as_sizes(num_microbatches, microbatch_size, 1)
     roles = Roles(fun, batch_argnums=batch_argnums, needs_params=False)
     fun = callables.as_function(fun)

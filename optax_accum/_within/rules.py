@@ -120,10 +120,7 @@ def as_rules(
 
 def as_crossing(name: str) -> Crossing:
     """Checks the option `crossing`."""
-    names = [each.value for each in Crossing]
-    if name not in names:
-        raise ValueError(f"crossing must be one of {', '.join(names)}: crossing={name!r}. Choose one of these.")
-    crossing = Crossing(name)
+    crossing = Crossing(checks.one_of("crossing", name, tuple(each.value for each in Crossing)))
     if crossing is Crossing.OFFLOAD:
         versions.require('crossing="offload"', versions.HOST, 'Take "recompute".')
     return crossing

@@ -110,9 +110,10 @@ def of_loss(
             return jitted.lower(of_params, state, *others)
 
     def kept() -> int | None:
-        how = {name: options[name] for name in ("has_aux", "batch_argnums") if name in options}
+        how = {name: options[name] for name in ("has_aux", "batch_argnums", "crossing") if name in options}
         try:
-            return explain(loss, params, *args, **how).kept_bytes
+            found = explain(loss, params, *args, **how)
+            return found.kept_bytes - found.host_bytes
         except (TypeError, ValueError):  # one that cannot be read
             return None
 

@@ -10,6 +10,7 @@ import pytest
 
 from optax_accum import Ratio, accumulate_gradients, explain
 from tests.rows import losses
+from tests.versions import needs_host
 
 RNG = np.random.RandomState(0)
 
@@ -238,6 +239,19 @@ def test_batch_norm_keeps_its_rows_between_loops():
     assert coupling.kept_bytes == 16 * 5 * 4
     assert found.kept_bytes >= coupling.kept_bytes
     assert "Between loops" in str(found)
+
+
+def test_rows_that_cross_elsewhere_are_not_kept_on_the_device():
+    saved, again = (explain(losses.batch_norm, PARAMS, BATCH, crossing=how) for how in ("save", "recompute"))
+    assert again.kept_bytes < saved.kept_bytes
+    assert saved.host_bytes == again.host_bytes == 0
+
+
+@needs_host
+def test_rows_that_cross_in_the_memory_of_the_host():
+    saved, found = (explain(losses.batch_norm, PARAMS, BATCH, crossing=how) for how in ("save", "offload"))
+    assert found.kept_bytes == found.host_bytes == saved.kept_bytes > 0
+    assert "of them in the memory of the host." in " ".join(str(found).split())
 
 
 def test_contrastive_rows_are_compared_on_all_rows():
