@@ -15,7 +15,7 @@ from optax_accum._arguments.signature import signature_of
 from optax_accum._core.state import states_in
 from optax_accum._core.types import Tree
 
-_OF_MODULES = "Leave the step as it is: optax_accum.flax.nnx.train_step compiles it; for your own, take nnx.jit."
+_OF_MODULES = "For a step that changes modules take optax_accum.flax.nnx.jit_step."
 
 
 class Call(NamedTuple):

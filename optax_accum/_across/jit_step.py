@@ -48,8 +48,8 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
         `apply_gradients`, or a train step of `optax_accum.flax.linen`. If it
         is jitted, the function inside is taken. Arguments are arrays, or
         trees of them; close over all else. Call its argument that closes a
-        window `flush`. (Modules of NNX are changed in place: take
-        `optax_accum.flax.nnx.train_step`, which is compiled already.)
+        window `flush`. (For modules of NNX, which a step changes in place:
+        `optax_accum.flax.nnx.jit_step`.)
       donate_argnums: positions of arguments that a call may overwrite. By
         default the first, and the second if the state is there:
         `(params, state, ...)`; none if neither holds a state of

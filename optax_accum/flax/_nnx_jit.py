@@ -1,18 +1,19 @@
-"""How a compiled step reaches the variables of a model and an optimizer, read again where they have moved."""
+"""How a compiled step reaches the variables of a model and an optimizer: in one program, or in two."""
 
 import functools
-import operator
-import weakref
-from collections.abc import Callable
-from itertools import chain
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.tree_util import default_registry
 
+from optax_accum._across import jit_step as two_programs
+from optax_accum._arguments import callables
 from optax_accum._core.memory import copied_to_host
-from optax_accum.flax._versions import metadata_of, set_value, value_of
+from optax_accum._core.types import Tree
+from optax_accum.flax._nnx_reading import Form, Reading, Readings, as_tree_of, is_variable, values_of, variables_in
+from optax_accum.flax._versions import set_value, value_of
 
 
 def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,48 +23,29 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
     again only where something else than values has changed. A graph that is no tree of variables goes through
     `nnx.jit`: one where a module stands in two places, or where an array is no variable.
     """
-    of_graphs = nnx.jit(fun, donate_argnums=(0, 1))
-    readings = weakref.WeakKeyDictionary[Any, Reading]()  # by optimizer
-    forms: dict[Form, Form] = {}  # a program is found sooner by the very form that it was compiled for
+    of_graphs, readings = nnx.jit(fun, donate_argnums=(0, 1)), Readings()
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def of_trees(form: Form, values: list[Any], *args: Any, **kwargs: Any) -> Any:
         nodes = form.filled(values)
-        out = fun(*nodes, *args, **kwargs)
-        after = read(*nodes)
-        if after is None or after.form != form:
-            raise ValueError(
-                "A train step must leave the model and the optimizer the attributes and variables that they had: only "
-                "values may change. Change the others between steps."
-            )
-        return out, list(map(value_of, after.variables))
-
-    def current(model: Any, optimizer: Any) -> Reading | None:
-        kept = readings.get(optimizer)
-        if kept is not None and kept.holds(model, optimizer):
-            return kept
-        new = read(model, optimizer)
-        if new is not None:
-            readings[optimizer] = new = new._replace(form=forms.setdefault(new.form, new.form))
-        return new
+        return fun(*nodes, *args, **kwargs), values_of(form, *nodes)
 
     @functools.wraps(fun)
     def call(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        reading = current(model, optimizer) if isinstance(optimizer, nnx.Pytree) else None
+        reading = readings.of(model, optimizer)
         if reading is None:
             return of_graphs(model, optimizer, *args, **kwargs)
-        values = list(map(value_of, reading.variables))
-        out, values = of_trees(reading.form, values, *args, **kwargs)
-        for variable, value in zip(reading.variables, values, strict=True):
-            set_value(variable, value)
+        before = reading.values
+        out, values = of_trees(reading.form, before, *args, **kwargs)
+        reading.set_values(values, before)
         return out
 
     def lower(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Lowers the program of a call; the values may be shapes."""
-        reading = current(model, optimizer) if isinstance(optimizer, nnx.Pytree) else None
+        reading = readings.of(model, optimizer)
         if reading is None:
             return of_graphs.lower(model, optimizer, *args, **kwargs).lowered
-        return of_trees.lower(reading.form, list(map(value_of, reading.variables)), *args, **kwargs)
+        return of_trees.lower(reading.form, reading.values, *args, **kwargs)
 
     call.lower, call.keep = lower, keep  # type: ignore[attr-defined]
     return call
@@ -81,92 +63,191 @@ def keep(model: Any, optimizer: Any, *_: Any) -> Callable[[], None]:
     return restore
 
 
-class Form(NamedTuple):
-    """What a program is compiled for: all of a model and an optimizer but values.
+def jit_step(step: Callable[..., Any]) -> "JitStep":
+    """Compiles a train step into two programs; each call runs one.
+
+        train_step = jit_step(step)
+        loss = train_step(model, optimizer, batch)
+
+    It does for a step that changes its modules in place what
+    `optax_accum.jit_step` does for functions: most micro-steps only add a
+    gradient, and their program is handed neither the moments of the inner
+    optimizer nor new parameters. What that page says of `flush`, of when
+    there is one program, and of restored states holds here, too.
+
+    Args:
+      step: `step(model, optimizer, *args, **kwargs)`: a `train_step` of this
+        package, or a step of your own that calls `optimizer.update(model,
+        grads)` once. The optimizer is an
+        `optax_accum.flax.nnx.Optimizer`. Further arguments are arrays, or
+        trees of them. If `step` is jitted, the function inside is taken.
+        Call its argument that closes a window `flush`.
+
+    Returns:
+      A `JitStep`: a function of the arguments of `step`, which may overwrite
+      the arrays in model and optimizer. Its `one_program` says why there is
+      only one program, if so. `lower(...)` lowers both, for a look at them
+      and for `plan_microbatches`.
+
+    Raises:
+      TypeError: `step` is no function, or the optimizer no
+        `nnx.Optimizer`; a further argument is no array.
+      ValueError: the step changes model or optimizer otherwise than by
+        values of variables.
+
+    Guarantees:
+      The variables are those after `nnx.jit(step)`. One program, with the
+      reason in `one_program`, also where a module stands in two places, or
+      an array in no variable; a variable in two places is fine.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> from flax import nnx
+      >>> from optax_accum.flax.nnx import Optimizer, jit_step
+      >>> def step(model, optimizer, x):
+      ...     loss = lambda model: jnp.mean(model(x) ** 2)
+      ...     value, grads = nnx.value_and_grad(loss)(model)
+      ...     optimizer.update(model, grads)
+      ...     return value
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> tx = optax_accum.accumulate_gradients(optax.adam(0.1), every=2)
+      >>> optimizer = Optimizer(model, tx, wrt=nnx.Param)
+      >>> train_step = jit_step(step)
+      >>> for _ in range(4):
+      ...     value = train_step(model, optimizer, jnp.ones((3, 2)))
+      >>> int(optimizer.updates[...]), train_step.one_program
+      (2, None)
+    """
+    callables.as_function(step, "step", "Pass the train step, not what it returns.")
+    if hasattr(step, "lower") and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return JitStep(step)
+
+
+class JitStep:
+    """A train step of NNX modules in two programs: what `jit_step` returns.
 
     Attributes:
-      tree: what stands in them, variables being leaves.
-      places: of each leaf, its number among the variables. One may have two places, such as a tied embedding.
-      kinds: the variables, each once, values being leaves: types and metadata.
+      one_program: why there is one program and not two; None where there
+        are two, and before the first call.
     """
+
+    def __init__(self, step: Callable[..., Any]):
+        functools.update_wrapper(self, step)
+        self._step, self._readings = step, Readings()
+        self._of_graphs: Any = nnx.jit(step, donate_argnums=(0, 1))
+        self._steps: dict[Form, _OfForm] = {}
+        self._graph: str | None = None  # why nnx.jit compiles it
+
+    @property
+    def one_program(self) -> str | None:
+        reasons = [self._graph, *(known.step.one_program for known in self._steps.values())]
+        return next((reason for reason in reasons if reason), None)
+
+    def __call__(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        reading = self._reading(model, optimizer)
+        if reading is None:
+            return self._of_graphs(model, optimizer, *args, **kwargs)
+        (places, step), values = self._of(reading, optimizer), reading.values
+        out, carried = step(places.carried(values), *args, **kwargs)
+        reading.set_values(places.values(carried), values)
+        return out
+
+    def lower(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lowers both programs, for arrays or their shapes in the variables."""
+        reading = self._reading(model, optimizer)
+        if reading is None:
+            return self._of_graphs.lower(model, optimizer, *args, **kwargs).lowered
+        places, step = self._of(reading, optimizer)
+        return step.lower(places.carried(reading.values), *args, **kwargs)
+
+    def _reading(self, model: Any, optimizer: Any) -> Reading | None:
+        if not isinstance(optimizer, nnx.Optimizer):
+            raise TypeError(
+                "The second argument of a step of jit_step must be an optax_accum.flax.nnx.Optimizer: it is a "
+                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}. The order is (model, optimizer, ...)."
+            )
+        reading = self._readings.of(model, optimizer)
+        if reading is None:
+            self._graph = "a module stands in two places, or an array in no variable, so nnx.jit compiles the step"
+        return reading
+
+    def _of(self, reading: Reading, optimizer: Any) -> "_OfForm":
+        if reading.form not in self._steps:
+            places = Places.of(reading, optimizer)
+            step = two_programs.jit_step(_of_values(self._step, reading.form, places), donate_argnums=0)
+            self._steps[reading.form] = _OfForm(places, step)
+        return self._steps[reading.form]
+
+
+class _OfForm(NamedTuple):
+    places: "Places"
+    step: two_programs.JitStep
+
+
+class Carried(NamedTuple):
+    """The values of all variables of a model and an optimizer, in parts that a program hands through, or does not.
+
+    Attributes:
+      state: of the optimizer, as a tree.
+      params: the variables that are trained.
+      others: statistics, keys, counters.
+    """
+
+    state: Tree
+    params: list[Any]
+    others: list[Any]
+
+
+class Places(NamedTuple):
+    """Where the values in a `Carried` stand among those of all variables; and the tree of the optimizer's state."""
 
     tree: Any
-    places: tuple[int, ...]
-    kinds: Any
+    state: list[int]
+    params: list[int]
+    others: list[int]
 
-    def filled(self, values: list[Any]) -> Any:
-        """Returns a model and an optimizer of this form, whose variables have these values."""
-        variables = self.kinds.unflatten(values)
-        return self.tree.unflatten([variables[place] for place in self.places])
+    @classmethod
+    def of(cls, reading: Reading, optimizer: Any) -> "Places":
+        """Sorts the variables of a reading."""
+        numbers = {id(variable): number for number, variable in enumerate(reading.variables)}
+        is_trained = nnx.filterlib.to_predicate(optimizer.wrt)
+        of_model = ((path, node) for path, node in nnx.iter_graph(reading.model) if is_variable(node))
+        state = [numbers[id(variable)] for variable in variables_in(optimizer.opt_state)]
+        trained = (numbers[id(variable)] for path, variable in of_model if is_trained(path, variable))
+        params = list(dict.fromkeys(trained))  # an older Flax yields a variable in two places twice
+        tree = jax.tree.structure(optimizer.opt_state, is_leaf=is_variable)
+        return cls(tree, state, params, [number for number in numbers.values() if number not in {*state, *params}])
 
+    def carried(self, values: Sequence[Any]) -> Carried:
+        """Returns the values of all variables in parts."""
 
-class Reading(NamedTuple):
-    """A model and an optimizer as they were read.
+        def chosen(places: list[int]) -> list[Any]:
+            return [values[place] for place in places]
 
-    It holds no reference to the optimizer, so that it can be a value in a `WeakKeyDictionary`.
+        return Carried(self.tree.unflatten(chosen(self.state)), chosen(self.params), chosen(self.others))
 
-    Attributes:
-      form: what a program is compiled for.
-      variables: each once.
-      model: the model.
-      modules: all in which something stands but the optimizer.
-      containers: all else in which something stands, such as lists, and the state of the inner optimizer.
-      content: what stood there.
-    """
-
-    form: Form
-    variables: list[Any]
-    model: Any
-    modules: list[Any]
-    containers: list[Any]
-    content: tuple[Any, list[Any]]
-
-    def holds(self, model: Any, optimizer: Any) -> bool:
-        """Returns whether nothing but values has changed since, in a third of the time that reading takes."""
-        if model is not self.model:
-            return False
-        labels, things = _content([optimizer, *self.modules], self.containers, self.variables)
-        old_labels, old_things = self.content
-        return labels == old_labels and not any(map(operator.is_not, things, old_things))
+    def values(self, carried: Carried) -> list[Any]:
+        """Returns the values in their order."""
+        by_place = dict(zip(self.params + self.others, carried.params + carried.others, strict=True))
+        by_place.update(zip(self.state, jax.tree.leaves(carried.state), strict=True))
+        return [by_place[place] for place in range(len(by_place))]
 
 
-def read(model: Any, optimizer: Any) -> Reading | None:
-    """Returns what stands in a model and an optimizer, or None if they are no tree of variables."""
-    modules: dict[int, Any] = {}
-    containers: list[Any] = []
+def _of_values(step: Callable[..., Any], form: Form, places: Places) -> Callable[..., Any]:
+    """Returns a step of modules as a function of the values of their variables."""
 
-    def is_leaf(node: Any) -> bool:
-        if _is_variable(node) or id(node) in modules:  # a module in two places, or a cycle
-            return True
-        if isinstance(node, nnx.Pytree):
-            modules[id(node)] = node
-        else:
-            containers.append(node)
-        return False
+    def run(carried: Carried, *args: Any, **kwargs: Any) -> tuple[Any, Carried]:
+        model, optimizer = form.filled(places.values(carried))
+        plain = optimizer.opt_state
+        optimizer.opt_state = nnx.data(as_tree_of(carried.state, plain))  # which may say whether the window closes
+        out = step(model, optimizer, *args, **kwargs)
+        after, optimizer.opt_state = optimizer.opt_state, nnx.data(plain)
+        carried = places.carried(values_of(form, model, optimizer))
+        return out, carried._replace(state=as_tree_of(after, carried.state))
 
-    leaves, tree = jax.tree.flatten((model, optimizer), is_leaf=is_leaf)
-    if not all(map(_is_variable, leaves)):
-        return None
-    variables = list({id(leaf): leaf for leaf in leaves}.values())
-    numbers = {id(variable): number for number, variable in enumerate(variables)}
-    kinds = jax.tree.structure(variables, is_leaf=lambda node: node is not variables and not _is_variable(node))
-    form = Form(tree, tuple([numbers[id(leaf)] for leaf in leaves]), kinds)
-    del containers[0], modules[id(optimizer)]  # the pair of them, and what the reading is not to keep alive
-    content = _content([optimizer, *modules.values()], containers, variables)
-    return Reading(form, variables, model, list(modules.values()), containers, content)
-
-
-def _content(modules: list[Any], containers: list[Any], variables: list[Any]) -> tuple[Any, list[Any]]:
-    """Returns labels, which are the same if they are equal, and the things themselves: equal ones may be two."""
-    attributes = list(map(vars, modules))  # a tenth of the time that flattening them takes
-    flat = list(map(default_registry.flatten_one_level, containers))
-    children = [tuple(children) for children, _ in flat]
-    sizes = list(map(len, chain(attributes, children)))
-    metadata = list(map(metadata_of, variables))
-    labels = sizes, list(chain.from_iterable(attributes)), [label for _, label in flat], metadata
-    values = [named.values() for named in attributes]
-    return labels, list(chain.from_iterable([*values, *children]))
-
-
-def _is_variable(node: Any) -> bool:
-    return issubclass(type(node), nnx.Variable)  # faster than isinstance, which asks about tracers
+    run.__name__ = run.__qualname__ = getattr(step, "__name__", "step")
+    signature = inspect.signature(step)
+    first = inspect.Parameter("carried", inspect.Parameter.POSITIONAL_ONLY)
+    run.__signature__ = signature.replace(parameters=[first, *list(signature.parameters.values())[2:]])  # type: ignore[attr-defined]
+    return run

@@ -11,10 +11,12 @@ from flax import nnx
 import optax_accum
 from optax_accum._across.transformation import axes_of
 from optax_accum._arguments import callables
+from optax_accum._core.state import AccumulationState
 from optax_accum._core.types import Tree
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
 from optax_accum.flax._nnx_module import batch_norms, check_trained, running_stats
+from optax_accum.flax._nnx_reading import as_tree_of
 from optax_accum.flax._versions import as_pure, set_sharding, sharding_of
 from optax_accum.flax._window import MicroStep
 
@@ -134,6 +136,8 @@ class Optimizer(nnx.Optimizer):
             _window.check_given(window["metrics"], metrics, as_pure(weight))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state))
+        if type(_window.find_window(state)) is not AccumulationState:
+            self.opt_state = nnx.data(as_tree_of(state, self.opt_state))  # it says that it has had its micro-step
         nnx.update(self.window, nnx.state(window))
         self.step[...] += 1
         self.updates[...] += micro_step.emitted.astype(jnp.uint32)

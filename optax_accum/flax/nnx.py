@@ -4,7 +4,8 @@ For a train step of your own, use `value_and_grad` or `accumulate`.
 """
 
 from optax_accum.flax._nnx import accumulate, value_and_grad
+from optax_accum.flax._nnx_jit import jit_step
 from optax_accum.flax._nnx_optimizer import Optimizer
 from optax_accum.flax._nnx_step import train_step
 
-__all__ = ["Optimizer", "accumulate", "train_step", "value_and_grad"]
+__all__ = ["Optimizer", "accumulate", "jit_step", "train_step", "value_and_grad"]

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from optax_accum._across.jit_step import JitStep
 from optax_accum._arguments import callables
 from optax_accum._core.memory import copied_to_host
 from optax_accum._core.messages import counted
@@ -122,7 +121,7 @@ class Steps:
             step = self._step_of_k(number)
             if not hasattr(step, "lower"):
                 raise TypeError(f"step_of_k must return a jitted step: it returned {step!r}. Pass it to jax.jit.")
-            if isinstance(step, JitStep):
+            if hasattr(step, "one_program"):
                 raise TypeError(
                     "step_of_k must return a step that is one program: it returned that of jit_step, which runs another"
                     " when it updates. Plan it with plan_microbatches(of_step(...)), or pass the step to jax.jit."

@@ -1,7 +1,9 @@
 """Builders of common steps: a loss and an optimizer, or a train step of the user's, lowered for a target."""
 
+import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -207,7 +209,16 @@ def _placed(target: Target, args: Sequence[Any], batch: Sequence[Name]) -> list[
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     specs = [by_rows if number in batch else whole for number in range(len(args))]
-    return [jax.tree.map(lambda leaf, spec=spec: place(leaf, spec), arg) for arg, spec in zip(args, specs, strict=True)]
+    return [_mapped(functools.partial(place, spec=spec), arg) for arg, spec in zip(args, specs, strict=True)]
+
+
+def _mapped(place: Callable[[Any], Any], arg: Any) -> Any:
+    """Does what `jax.tree.map` does; a variable that stands in two places of a module stays one."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(arg, nnx.Pytree):
+        return jax.tree.map(place, arg)
+    graph, state = nnx.split(arg)
+    return nnx.merge(graph, jax.tree.map(place, state))
 
 
 def _mesh(args: Any, target: Target) -> Any:

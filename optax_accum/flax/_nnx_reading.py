@@ -1,0 +1,156 @@
+"""The variables of a model and an optimizer as a compiled step takes them, read again where they have moved."""
+
+import operator
+import weakref
+from itertools import chain
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.tree_util import default_registry
+
+from optax_accum._core.types import Tree
+from optax_accum.flax._versions import metadata_of, set_value, value_of
+
+
+class Form(NamedTuple):
+    """What a program is compiled for: all of a model and an optimizer but values.
+
+    Attributes:
+      tree: what stands in them, variables being leaves.
+      places: of each leaf, its number among the variables. One may have two places, such as a tied embedding.
+      kinds: the variables, each once, values being leaves: types and metadata.
+    """
+
+    tree: Any
+    places: tuple[int, ...]
+    kinds: Any
+
+    def filled(self, values: list[Any]) -> Any:
+        """Returns a model and an optimizer of this form, whose variables have these values."""
+        variables = self.kinds.unflatten(values)
+        return self.tree.unflatten([variables[place] for place in self.places])
+
+
+class Reading(NamedTuple):
+    """A model and an optimizer as they were read.
+
+    It holds no reference to the optimizer, so that it can be a value in a `WeakKeyDictionary`.
+
+    Attributes:
+      form: what a program is compiled for.
+      variables: each once.
+      model: the model.
+      modules: all in which something stands but the optimizer.
+      containers: all else in which something stands, such as lists, and the state of the inner optimizer.
+      content: what stood there.
+    """
+
+    form: Form
+    variables: list[Any]
+    model: Any
+    modules: list[Any]
+    containers: list[Any]
+    content: tuple[Any, list[Any]]
+
+    @property
+    def values(self) -> list[Any]:
+        """The values of the variables."""
+        return list(map(value_of, self.variables))
+
+    def set_values(self, values: list[Any], before: list[Any]) -> None:
+        """Puts values into the variables, where they are others than before: this takes the host longest."""
+        for variable, value, old in zip(self.variables, values, before, strict=True):
+            if value is not old:
+                set_value(variable, value)
+
+    def holds(self, model: Any, optimizer: Any) -> bool:
+        """Returns whether nothing but values has changed since, in a third of the time that reading takes."""
+        if model is not self.model:
+            return False
+        labels, things = _content([optimizer, *self.modules], self.containers, self.variables)
+        old_labels, old_things = self.content
+        return labels == old_labels and not any(map(operator.is_not, things, old_things))
+
+
+class Readings:
+    """The readings of models and optimizers, the last of each optimizer."""
+
+    def __init__(self) -> None:
+        self._kept = weakref.WeakKeyDictionary[Any, Reading]()  # by optimizer
+        self._forms: dict[Form, Form] = {}  # a program is found sooner by the very form that it was compiled for
+
+    def of(self, model: Any, optimizer: Any) -> Reading | None:
+        """Returns a reading that holds; None where the two are no tree of variables."""
+        if not isinstance(optimizer, nnx.Pytree):
+            return None
+        kept = self._kept.get(optimizer)
+        if kept is not None and kept.holds(model, optimizer):
+            return kept
+        new = read(model, optimizer)
+        if new is not None:
+            self._kept[optimizer] = new = new._replace(form=self._forms.setdefault(new.form, new.form))
+        return new
+
+
+def read(model: Any, optimizer: Any) -> Reading | None:
+    """Returns what stands in a model and an optimizer, or None if they are no tree of variables."""
+    modules: dict[int, Any] = {}
+    containers: list[Any] = []
+
+    def is_leaf(node: Any) -> bool:
+        if is_variable(node) or id(node) in modules:  # a module in two places, or a cycle
+            return True
+        if isinstance(node, nnx.Pytree):
+            modules[id(node)] = node
+        else:
+            containers.append(node)
+        return False
+
+    leaves, tree = jax.tree.flatten((model, optimizer), is_leaf=is_leaf)
+    if not all(map(is_variable, leaves)):
+        return None
+    variables = list({id(leaf): leaf for leaf in leaves}.values())
+    numbers = {id(variable): number for number, variable in enumerate(variables)}
+    kinds = jax.tree.structure(variables, is_leaf=lambda node: node is not variables and not is_variable(node))
+    form = Form(tree, tuple([numbers[id(leaf)] for leaf in leaves]), kinds)
+    del containers[0], modules[id(optimizer)]  # the pair of them, and what the reading is not to keep alive
+    content = _content([optimizer, *modules.values()], containers, variables)
+    return Reading(form, variables, model, list(modules.values()), containers, content)
+
+
+def _content(modules: list[Any], containers: list[Any], variables: list[Any]) -> tuple[Any, list[Any]]:
+    """Returns labels, which are the same if they are equal, and the things themselves: equal ones may be two."""
+    attributes = list(map(vars, modules))  # a tenth of the time that flattening them takes
+    flat = list(map(default_registry.flatten_one_level, containers))
+    children = [tuple(children) for children, _ in flat]
+    sizes = list(map(len, chain(attributes, children)))
+    metadata = list(map(metadata_of, variables))
+    labels = sizes, list(chain.from_iterable(attributes)), [label for _, label in flat], metadata
+    values = [named.values() for named in attributes]
+    return labels, list(chain.from_iterable([*values, *children]))
+
+
+def values_of(form: Form, model: Any, optimizer: Any) -> list[Any]:
+    """Returns the values of the variables after a step; raises if it has changed something else."""
+    after = read(model, optimizer)
+    if after is None or after.form != form:
+        raise ValueError(
+            "A train step must leave the model and the optimizer the attributes and variables that they had: only "
+            "values may change. Change the others between steps."
+        )
+    return list(map(value_of, after.variables))
+
+
+def variables_in(tree: Any) -> list[Any]:
+    """Returns the variables that are the leaves of a tree."""
+    return jax.tree.leaves(tree, is_leaf=is_variable)
+
+
+def as_tree_of(like: Tree, variables: Any) -> Any:
+    """Returns the variables of one tree in another, which has as many leaves."""
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_variable), variables_in(variables))
+
+
+def is_variable(node: Any) -> bool:
+    return issubclass(type(node), nnx.Variable)  # faster than isinstance, which asks about tracers
