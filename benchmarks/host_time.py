@@ -63,6 +63,7 @@ def _table(layers: int, turns: int) -> str:
     runs = {
         LINEN: _linen(_Module(layers)),
         "NNX, `train_step`": _train_step(_Module(layers)),
+        "NNX, `jit_step(train_step)`": _train_step(_Module(layers), accum.nnx.jit_step),
         "NNX, our `Optimizer` under `nnx.jit`": _under_jit(_Module(layers)),
         "NNX, Flax's `Optimizer` around `optax.MultiSteps` under `nnx.jit`": _flax(_Module(layers)),
         "NNX, our `Optimizer` under `nnx.jit` and `nnx.cached_partial`": _cached(_Module(layers)),
@@ -137,9 +138,9 @@ def _linen(start: _Module) -> _Run:
     return _Run(run, ordered)
 
 
-def _train_step(model: _Module) -> _Run:
+def _train_step(model: _Module, compiled: Callable[..., Any] = lambda step: step) -> _Run:
     optimizer = accum.nnx.Optimizer(model, _transformation(), wrt=nnx.Param, metrics=("loss",))
-    step = accum.nnx.train_step(_loss, num_microbatches=1)
+    step = compiled(accum.nnx.train_step(_loss, num_microbatches=1))
     return _Run(lambda: step(model, optimizer, BATCH), lambda: _params(model))
 
 
