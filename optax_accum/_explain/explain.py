@@ -77,8 +77,8 @@ def explain(
 
     Returns:
       An `Explanation`. Print it, or read its fields: `couplings`, `loops`,
-      `one_pass`, `kept_bytes`, `host_bytes`, `whole`, `weight`, `weights`, `reduction`,
-      `reasons`. It holds no arrays.
+      `one_pass`, `kept_bytes`, `host_bytes`, `whole`, `weight`, `weights`,
+      `reduction`, `reasons`. It holds no arrays.
 
     Raises:
       TypeError, ValueError: invalid arguments; a loss that is no real
