@@ -57,7 +57,8 @@ class Loss:
     in_place: bool | None
     divisor: Divisor
     meter: Meter
-    reads: Callable[..., Weight | None] | None = None  # the weight of a micro-batch, off its loss
+    # The weight of a micro-batch, and the factor of its loss, read off that.
+    reads: Callable[..., tuple[Weight, Weight] | None] | None = None
 
     def add(
         self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool, flush: Flag | None
@@ -157,7 +158,9 @@ class Loss:
         if isinstance(loss, Ratio):
             self._check_ratio(weight is not None or self.weight_fn is not None)
             return ByCount(mean_and_factor)
-        return ByWeight(*mean_and_factor(self._weight(call) if weight is None else checks.as_weight(weight)))
+        weight, own = self._weight(call) if weight is None else (checks.as_weight(weight), 1.0)
+        weight, factor = mean_and_factor(weight)
+        return ByWeight(weight, factor * own)
 
     def _check_ratio(self, weighed: bool) -> None:
         """Raises where a Ratio, which says how much it counts, is weighed otherwise."""
@@ -171,11 +174,11 @@ class Loss:
                 '"mean", or return the total alone.'
             )
 
-    def _weight(self, call: Call) -> Weight:
-        """Returns how much the micro-batch counts: what `weight_fn` says of it, or its rows."""
+    def _weight(self, call: Call) -> tuple[Weight, Weight]:
+        """Returns how much the micro-batch counts, as `weight_fn` or its loss tells, or its rows; and its factor."""
         if self.weight_fn:
-            return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result")
+            return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result"), 1.0
         read = self.reads(call, takes_a_sum=not self.divisor.is_mean) if self.reads and call.batch else None
         if read is not None:
-            return checks.as_weight(read, name="What the loss divides by")
-        return self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1)
+            return checks.as_weight(read[0], name="What the loss divides by"), read[1]
+        return self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1), 1.0

@@ -18,7 +18,7 @@ from optax_accum._across.window import MicroBatch, WindowRules, check_state, mic
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._arguments.signature import signature_of
-from optax_accum._core import flags, tracing
+from optax_accum._core import arithmetic, flags, tracing
 from optax_accum._core.leaves import NOT_ARRAYS, check_arrays, is_inexact
 from optax_accum._core.state import (
     AccumulationState,
@@ -41,7 +41,7 @@ class Keywords(NamedTuple):
     weight: Any
     flush: Any
     extra_args: Mapping[str, Any]
-    rows: jax.Array | None = None  # how much the micro-batch counts in a mean, if its loss was read
+    read: tuple[Any, Any] | None = None  # how much the micro-batch counts in a mean, and the factor of its loss
 
     @property
     def names(self) -> set[str]:
@@ -57,7 +57,7 @@ class Step:
     roles: Roles
     inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
     mean_args: Iterable[str]  # the keyword arguments that are averaged over a window
-    reads: Callable[..., jax.Array | None] | None  # for windows inside of it: how much a micro-batch counts
+    reads: Callable[..., tuple[Any, Any] | None] | None  # for windows inside of it: see `Loss`
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies what comes out."""
@@ -102,11 +102,12 @@ class Step:
         """Returns the parameters and the state after the micro-batch."""
         named = keywords.weight is not None or self.loss.weight_fn or isinstance(done.weight, jax.Array)
         check_no_other_window(state, "value_and_apply_gradients")
-        counted = {"weight": done.weight} if named else {"rows": int(done.weight)}
-        if keywords.rows is not None:
-            counted = {"rows": keywords.rows}
-        extra_args = {"value": done.loss, **counted, "flush": keywords.flush, **keywords.extra_args}
-        return apply_gradients(self.inner, done.grads, state, params, **extra_args)
+        counted, factor = {"weight": done.weight} if named else {"rows": int(done.weight)}, 1.0
+        if keywords.read is not None:
+            counted, factor = {"rows": keywords.read[0]}, keywords.read[1]
+        grads, loss = arithmetic.times((done.grads, done.loss), factor)
+        extra_args = {"value": loss, **counted, "flush": keywords.flush, **keywords.extra_args}
+        return apply_gradients(self.inner, grads, state, params, **extra_args)
 
     def _bound(self, args: Sequence[Any], keywords: Keywords) -> tuple[Call, Keywords]:
         """Binds the arguments of `fun`, those that are given by keyword too; the other keywords are the optimizer's."""
@@ -130,7 +131,7 @@ class Step:
         args = params, map_states(on_host.plain, state), params  # what `jit_step` decides, this trace must not
         extra_args = {"value": jnp.zeros([]), "flush": keywords.flush, **keywords.extra_args, "rows": jnp.ones([])}
         takes_a_sum = unread(self.inner, ["rows"], args, extra_args)
-        return keywords._replace(rows=self.reads(call, takes_a_sum=takes_a_sum))
+        return keywords._replace(read=self.reads(call, takes_a_sum=takes_a_sum))
 
     @property
     def _of_inner(self) -> set[str]:

@@ -187,13 +187,16 @@ def value_and_apply_gradients(
     return step
 
 
-def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., Any]:
-    """Returns what reads the weight of a micro-batch off its loss; None in a sum."""
+def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., tuple[Any, Any] | None]:
+    """Returns what reads the weight of a micro-batch off its loss, and its factor beside that; None in a sum."""
 
-    def read(call: Call, *, takes_a_sum: bool) -> Any:
+    def read(call: Call, *, takes_a_sum: bool) -> tuple[Any, Any] | None:
         from optax_accum._explain import weighing  # loaded when the first loss is read
 
         weigher = weighing.Weigher(fun, roles, has_aux=has_aux)
-        return weigher.check_sum(call) if takes_a_sum else weigher.weight(call)
+        if takes_a_sum:
+            return weigher.check_sum(call)
+        weight = weigher.weight(call)
+        return None if weight is None else (weight, weigher.factor(call, weight))
 
     return read

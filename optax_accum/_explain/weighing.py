@@ -122,6 +122,16 @@ class Read(NamedTuple):
         values = [jnp.asarray(leaf) if is_array(leaf) else leaf for _, _, leaf in inputs]
         return _count(self.denominator.counted(self.program, values), self.denominator, self.times)
 
+    def factor(self, weight: jax.Array) -> Any:
+        """Returns what makes of a loss the sum of its rows over the weight: it may divide by what is kept from zero.
+
+        That is 1, but for fractional masks: a sum of 0.5 under `maximum(sum, 1)` gives 2.
+        """
+        if not self.denominator.keeps:
+            return 1.0
+        by = jnp.where(weight == 0, 1, weight)
+        return jnp.where(weight == 0, 1, self.denominator.kept(by) / by)
+
 
 class Weigher:
     """How much micro-batches of a loss count in a mean: its denominator.
@@ -141,12 +151,21 @@ class Weigher:
 
     def weight(self, call: Call) -> jax.Array | None:
         """Returns how much the micro-batch of a call counts; None if it counts by its rows."""
+        read = self._of(call)
+        return None if read is None else read.of(call[call.batch])
+
+    def factor(self, call: Call, weight: jax.Array) -> Any:
+        """Returns what the loss of a call, and its gradient, are multiplied by; see `Read.factor`."""
+        read = self._of(call)
+        return 1.0 if read is None else read.factor(weight)
+
+    def _of(self, call: Call) -> Read | None:
+        """Returns the sum over rows that divides the loss; None where a micro-batch counts by its rows."""
         batch = call[call.batch]
         types = (jax.tree.structure(batch), *jax.tree.leaves(typed(batch)))
         if types not in self._known:
             self._known[types] = self._read(call)
-        read = self._known[types]
-        return None if read is None else read.of(batch)
+        return self._known[types]
 
     def weight_fn(self, call: Call) -> Callable[..., jax.Array] | None:
         """Returns what weighs parts of the batch of a call; None if they count by their rows."""
@@ -176,7 +195,6 @@ class Weigher:
         return Subject(self.fun, self.roles, types, Sizes(1, None, 1), self.has_aux)
 
     def _read(self, call: Call) -> Read | None:
-        """Returns the sum over rows that divides the loss; None where a micro-batch counts by its rows."""
         batch, subject = call[call.batch], self._subject(call)
         try:
             terms, program = subject.ask(lambda found: (terms_of(subject, found), found.levels.program), integers=True)

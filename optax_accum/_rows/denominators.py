@@ -23,6 +23,7 @@ class Denominator(NamedTuple):
       sums: the sums that it divides.
       makes: the reduction that makes it, if it is a sum.
       guard: the operation that keeps it from zero, if one does.
+      keeps: the operations that do that, of the sum alone; none where it is not known which.
       inputs: the inputs of the program that decide it, by their places.
     """
 
@@ -30,6 +31,7 @@ class Denominator(NamedTuple):
     sums: tuple[Equation, ...]
     makes: Equation | None = None
     guard: Equation | None = None
+    keeps: tuple[Equation, ...] = ()
     inputs: frozenset[int] = frozenset()
 
     def counted(self, program: Program, values: Sequence[Any]) -> Any:
@@ -37,6 +39,19 @@ class Denominator(NamedTuple):
         if self.by is None:
             return 1
         return program.rows[0] if not isinstance(self.by, Sum) else _value_of(self.by, program, values)
+
+    def kept(self, count: jax.Array) -> jax.Array:
+        """Returns the denominator as the loss has it, kept from zero."""
+        env: dict[Value, Any] = {}
+
+        def read(value: Value) -> Any:
+            if isinstance(value, Constant | Number):
+                return value.array if isinstance(value, Constant) else value.number
+            return env[value] if value in env else jnp.reshape(count, value.long.shape).astype(value.long.dtype)
+
+        for equation in self.keeps:
+            env.update(zip(equation.outs, compilers.bind(equation.long, list(map(read, equation.ins))), strict=True))
+        return jnp.reshape(env[self.keeps[-1].outs[0]], ()).astype(count.dtype) if self.keeps else count
 
 
 class Found(NamedTuple):
@@ -98,7 +113,26 @@ def _denominator(
     for place in inputs:
         if others[place] is not None:
             return Reason(f"divided by what the argument {others[place]} decides, too", makes.place, True)
-    return Denominator(by, sums, makes, reading.guards.get(by), inputs)
+    guard = reading.guards.get(by)
+    return Denominator(by, sums, makes, guard, _keeps(reading, by, guard), inputs)
+
+
+def _keeps(reading: Reading, by: Sum, guard: Equation | None) -> tuple[Equation, ...]:
+    """Returns the operations from a sum to the one that keeps it from zero."""
+    if guard is None or by.powers or by in reading.guarded_twice:
+        return ()
+    makers = {value: equation for equation in reading.levels.program.equations for value in equation.outs}
+    needed, todo = {guard}, [guard]
+    while todo:
+        for value in todo.pop().ins:
+            if isinstance(value, Constant | Number) or reading.same.get(value, value) == by.value:
+                continue
+            if value not in makers:
+                return ()
+            if makers[value] not in needed:
+                needed.add(makers[value])
+                todo.append(makers[value])
+    return tuple(equation for equation in reading.levels.program.equations if equation in needed)
 
 
 def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:

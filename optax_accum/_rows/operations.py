@@ -124,8 +124,12 @@ def _guarded(reading: Reading, equation: Equation, place: int, forms: Sequence[F
     value = equation.ins[place]
     if reading.scalar(value) is not None:
         same = reading.same.get(value, value)
+        by = Sum(same, reading.form(value).terms[0].powers)
+        first, earlier = reading.first(equation), reading.guards.get(by)
+        if earlier not in (None, first) and value not in earlier.outs:
+            reading.guarded_twice.add(by)
         reading.same[equation.outs[0]] = same
-        reading.guards[Sum(same, reading.form(value).terms[0].powers)] = equation
+        reading.guards[by] = first
     return forms[place]
 
 

@@ -41,6 +41,7 @@ class Reading:
         self.known: dict[Any, Equation] = {}
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
         self.guards: dict[Sum, Equation] = {}
+        self.guarded_twice: set[Sum] = set()  # in two ways
         for equation, kind in levels.kinds.items():
             self._read(equation, kind)
 
@@ -100,13 +101,16 @@ class Reading:
 
     def _find_again(self, equation: Equation) -> None:
         """Notes where an equation repeats an earlier one."""
-        key = equation.name, tuple(self._key(value) for value in equation.ins)
-        first = self.known.setdefault(key, equation)
+        first = self.first(equation)
         if first is not equation and _equal(first.long.params, equation.long.params):
             pairs = zip(equation.outs, first.outs, strict=True)
             self.same.update((value, self.same.get(other, other)) for value, other in pairs)
         elif equation.name in _CASTS and len(equation.ins) == 1 and equation.outs[0].axis is None:
             self.same[equation.outs[0]] = self.same.get(equation.ins[0], equation.ins[0])
+
+    def first(self, equation: Equation) -> Equation:
+        """Returns the first equation that takes the same values; its parameters may be others."""
+        return self.known.setdefault((equation.name, tuple(map(self._key, equation.ins))), equation)
 
     def _key(self, value: Value) -> Any:
         if isinstance(value, Number):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from optax_accum._across.transformation import axes_of, rules_of
 from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_rows
+from optax_accum._core import arithmetic
 from optax_accum._core.state import (
     holds_partial_sums,
     holds_sum,
@@ -58,6 +59,12 @@ class Weighing(NamedTuple):
         if self.weight_fn is not None:
             return self.weight_fn(*call[call.batch])
         return None if self.weigher is None else self.weigher.weight(call)
+
+    def scaled(self, tree: Tree, call: Call, weight: Any) -> Tree:
+        """Returns a loss, and gradients, as sums over rows by the weight; see `Weigher.factor`."""
+        if self.weigher is None or weight is None:
+            return tree
+        return arithmetic.times(tree, self.weigher.factor(call, weight))
 
     def over_devices(self, call: Call, options: Mapping[str, Any]) -> Any:
         """Returns the weight of the batch of a call on all devices, each of which reads the loss of its rows."""

@@ -81,7 +81,9 @@ def train_step(
         def run(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, dict[str, Any]]:
             loss, extra = _checked(fun(params, batch, key, state), state)
             call = roles.bind((params, batch, key, state), {})
-            return loss, sums_of(loss, extra, batch, state, lambda: weighing.of(call))
+            weight = weighing.of(call)
+            loss = weighing.scaled(loss, call, weight)
+            return loss, sums_of(loss, extra, batch, state, lambda: weight)
 
         return run
 
@@ -109,7 +111,9 @@ def train_step(
                 whole = of_whole_batch(optax_accum.value_and_grad(with_outputs, has_aux=True, **options))
                 (_, (loss, extra)), grads = whole(params, batch, key, state)
                 call = roles.bind((params, batch, key, state), {})
-                return sums_of(loss, extra, batch, state, lambda: weighing.over_devices(call, options)), grads
+                weight = weighing.over_devices(call, options)
+                loss, grads = weighing.scaled((loss, grads), call, weight)
+                return sums_of(loss, extra, batch, state, lambda: weight), grads
         of_fp8 = {"params": "mean", OVERWRITE_WITH_GRADIENT: "max"}
         kinds = "mean" if overwritten is None else type(params)(of_fp8)
         separate: dict[str, Any] = {**_SEPARATE, **options, **weighing.options, "grad_reduction": kinds}

@@ -81,7 +81,9 @@ def train_step(
         def run(model: Any, batch: Tree) -> tuple[Any, tuple[WeightedSum, jax.Array]]:
             call = call_of_arrays(with_metrics, model, batch, wrt)
             loss, (_, metrics) = with_metrics(model, batch)
-            return loss, sums_of(loss, metrics, batch, lambda: weighing.of(call))
+            weight = weighing.of(call)
+            loss = weighing.scaled(loss, call, weight)
+            return loss, sums_of(loss, metrics, batch, lambda: weight)
 
         return run
 
@@ -99,7 +101,9 @@ def train_step(
             with contextlib.suppress(UnreadableError):
                 (_, (loss, metrics)), grads = whole_batch(with_metrics, **own, **options)(model, batch)
                 call = call_of_arrays(with_metrics, model, batch, wrt)
-                return sums_of(loss, metrics, batch, lambda: weighing.over_devices(call, options)), grads
+                weight = weighing.over_devices(call, options)
+                loss, grads = weighing.scaled((loss, grads), call, weight)
+                return sums_of(loss, metrics, batch, lambda: weight), grads
         separate: dict[str, Any] = {**own, **options, **weighing.options, "aux_reduction": "sum"}
         (_, sums), grads = one_by_one(with_sums(weighing), **separate)(model, batch)
         return sums, grads

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_accum
+from tests.tiers import sweep
 from tests.versions import needs_devices
 
 RANDOM = np.random.default_rng(0)
@@ -87,6 +88,29 @@ def test_a_window_inside_a_chain_is_told_too():
 
 def squared(batch):
     return jnp.sum(batch["mask"]) ** 2
+
+
+GUARDS = {  # of two terms
+    "maximum": lambda count: [jnp.maximum(count, 1), jnp.maximum(count, 1)],
+    "where": lambda count: [jnp.where(count > 0.5, count, 0.5)] * 2,
+    "both": lambda count: [jnp.maximum(count + 1e-9, 1)] * 2,
+}
+
+
+@pytest.mark.parametrize("guard", sweep(GUARDS, but=["maximum"]))
+@pytest.mark.parametrize("outside", [[], [optax.identity()]], ids=["a window", "a window inside a chain"])
+def test_fractional_masks_count_as_in_the_whole_batch_however_little_a_micro_batch_has(guard, outside):
+    """What keeps the denominator of a micro-batch from zero is not to make its rows count less."""
+
+    def loss(w, batch):
+        mask = batch["mask"] / 3  # the sums of micro-batches are 0, 1 / 3 and 2
+        total, squares = (jnp.sum(mask * errors(w, batch) ** power) for power in (1, 2))
+        by, by_too = GUARDS[guard](jnp.sum(mask))
+        return total / by + squares / by_too
+
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 3)
+    now = trained(loss, (1, 1, 10), tx=optax.chain(*outside, tx) if outside else tx)
+    np.testing.assert_allclose(now, W - jax.grad(loss)(W, BATCH), rtol=1e-5)
 
 
 @pytest.mark.quick

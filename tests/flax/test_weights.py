@@ -33,6 +33,12 @@ def masked(w, batch):
     return jnp.sum(batch[2] * each_of(w, batch)) / jnp.maximum(jnp.sum(batch[2]), 1)
 
 
+def fractional(w, batch):
+    """What a call has of a mask is less than what keeps its denominator from zero."""
+    mask = batch[2] / 4
+    return jnp.sum(mask * each_of(w, batch)) / jnp.maximum(jnp.sum(mask), 1)
+
+
 def mean(w, batch):
     return each_of(w, batch).mean()
 
@@ -91,6 +97,8 @@ def batches(sizes, place):
 
 STEPS = {"Linen": linen, "NNX": of_nnx}
 each = pytest.mark.parametrize("trained", STEPS.values(), ids=STEPS)
+
+
 OVER_DEVICES = list(itertools.product(STEPS, [False, True], ["Auto", "Explicit"]))
 IN_EACH_RUN = [("NNX", False, "Auto"), ("Linen", True, "Auto")]
 
@@ -113,6 +121,12 @@ def test_it_is_what_the_loss_divides_by(trained, tx):
     assert_whole(trained(masked, tx, SIZES, jnp.asarray), masked)
 
 
+@each
+def test_a_fractional_mask_counts_as_in_the_whole_batch(trained):
+    """The window's sum is 1.75, of its calls 0.25, 1 and 0.5; metrics count so, too."""
+    assert_whole(trained(fractional, window(), SIZES, jax.device_put), fractional)
+
+
 @needs_devices
 @pytest.mark.parametrize(("step", "deferred", "kind"), sweep(OVER_DEVICES, but=IN_EACH_RUN))
 def test_each_device_reads_the_loss_of_its_rows(step, kind, deferred):
@@ -121,7 +135,7 @@ def test_each_device_reads_the_loss_of_its_rows(step, kind, deferred):
     place = lambda rows: jax.device_put(rows, NamedSharding(mesh, P("data")))
     tx, options = (window(every=2, devices="data"), {}) if deferred else (window(every=2), {"devices": "data"})
     with jax.set_mesh(mesh):
-        assert_whole(STEPS[step](masked, tx, (4, 8), place, num_microbatches=2, **options), masked)
+        assert_whole(STEPS[step](fractional, tx, (4, 8), place, num_microbatches=2, **options), fractional)
 
 
 @each
