@@ -19,7 +19,7 @@ from optax_accum._space import collectives, mapped, meshes
 from optax_accum._space.collectives import Shard
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, check_num_devices, check_partials
-from optax_accum._space.several import SUMS, InShardMap, Partial, PartialInShardMap, Several
+from optax_accum._space.several import InShardMap, Partial, PartialInShardMap, Several
 from optax_accum._space.space import Local, Space
 
 
@@ -109,9 +109,9 @@ class ToShards(OverMesh):
         super().__init__(devices)
         self.to = devices.to
 
-    def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
-        sums = jax.tree.map(lambda name, leaf: leaf if name in SUMS else None, reductions, leaves)
-        others = jax.tree.map(lambda name, leaf: None if name in SUMS else self.output(name, leaf), reductions, leaves)
+    def outputs(self, over: Tree, leaves: Tree) -> Tree:
+        sums = jax.tree.map(lambda name, leaf: leaf if name == "sum" else None, over, leaves)
+        others = jax.tree.map(lambda name, leaf: None if name == "sum" else self.output(name, leaf), over, leaves)
 
         def either(total: Any, other: Any) -> Any:
             return other if total is None else total

@@ -5,7 +5,8 @@ A tree of them has leaves [d, ...], one partial sum for each of the d devices al
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +20,6 @@ from optax_accum._space import collectives, mapped, meshes
 from optax_accum._space.device import Device
 from optax_accum._space.devices import Devices, check_local, check_num_devices, check_replicated, check_shared
 from optax_accum._space.space import Reduced, Space
-
-SUMS = ("mean", "sum")
-_EXTREMES = {"max": (jnp.max, jax.lax.pmax), "min": (jnp.min, jax.lax.pmin)}
 
 
 class Several(Space):
@@ -48,17 +46,19 @@ class Several(Space):
     def total(self, sums: Tree) -> Tree:
         return self._sum(sums)
 
-    def output(self, reduction: str, leaf: Any) -> Any:
-        if reduction == "concat":
-            return jax.lax.collapse(leaf, 0, 2)
-        if reduction in _EXTREMES:
-            return self._extreme(reduction, leaf)
-        if reduction in SUMS:
-            return self.total(leaf)
-        raise ValueError(
-            f'With devices, each device has micro-batches of its own, and "{reduction}" of them is not one output. '
-            'Take "mean", "sum", "max", "min" or "concat".'
-        )
+    def output(self, over: str, leaf: Any) -> Any:
+        joins = {
+            "sum": self.total,
+            "max": functools.partial(self._extreme, jnp.max, jax.lax.pmax),
+            "min": functools.partial(self._extreme, jnp.min, jax.lax.pmin),
+            "concat": lambda rows: jax.lax.collapse(rows, 0, 2),
+        }
+        if over not in joins:
+            raise ValueError(
+                f'With devices, each device has micro-batches of its own, and "{over}" of them is not one output. '
+                'Take "mean", "sum", "max", "min" or "concat".'
+            )
+        return joins[over](leaf)
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
         sums = [leaf for leaf in jax.tree.leaves((tree, weight)) if not dtypes.is_float0(leaf)]
@@ -84,9 +84,8 @@ class Several(Space):
 
         return jax.tree.map(lambda leaf: leaf if dtypes.is_float0(leaf) else add(leaf), sums)
 
-    def _extreme(self, reduction: str, leaf: Any) -> Any:
-        extreme, over = _EXTREMES[reduction]
-        return over(extreme(leaf, axis=0), self.inside)
+    def _extreme(self, local: Callable[..., Any], inside: Callable[..., Any], leaf: Any) -> Any:
+        return inside(local(leaf, axis=0), self.inside)
 
     def _lacks(self) -> str | None:
         """Returns why a backward pass cannot add gradients over the devices; None if it can."""
@@ -162,7 +161,7 @@ class Partial(Several):
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
         return self.as_local(acc), {}
 
-    def _extreme(self, reduction: str, leaf: Any) -> Any:
+    def _extreme(self, local: Callable[..., Any], inside: Callable[..., Any], leaf: Any) -> Any:
         return self.as_local(leaf)
 
     def _lacks(self) -> str | None:

@@ -85,13 +85,13 @@ class Space:
         """Returns sums over all devices."""
         return sums
 
-    def output(self, reduction: str, leaf: Any) -> Any:
-        """Combines the devices' parts of an output into the whole batch's, for all devices."""
+    def output(self, over: str, leaf: Any) -> Any:
+        """Combines the devices' parts of an output for all devices: by "sum", "max", "min" or "concat"."""
         return leaf
 
-    def outputs(self, reductions: Tree, leaves: Tree) -> Tree:
-        """Combines outputs as their reductions say; sums go where `Devices(to=)` asks."""
-        return jax.tree.map(self.output, reductions, leaves)
+    def outputs(self, over: Tree, leaves: Tree) -> Tree:
+        """Combines outputs, each as its name says; sums go where `Devices(to=)` asks."""
+        return jax.tree.map(self.output, over, leaves)
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
         """Returns whether something that counts, on any device, holds a NaN or an infinity."""

@@ -149,7 +149,7 @@ def accumulate(
       >>> print(value, grad.round(4))
       1.0 -6.0
     """
-    reductions.check_names("reduction", reduction, reductions.REDUCTIONS)
+    reductions.check_names("reduction", reduction, reductions.REDUCTIONS, merges=True)
     roles = Roles(
         fun,
         needs_params=False,
@@ -213,7 +213,7 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
     space = here(rules.devices)
     local, carry = space.run(run, call)
     space.check_gradients(call[call.params], local)
-    results = space.outputs(reductions.names_of(rules.reduction, local, "reduction"), local)
+    results = space.outputs(reductions.over_devices(rules.reduction, local, "reduction"), local)
     return rules.returns.joined(Parts(results, carry=carry))
 
 

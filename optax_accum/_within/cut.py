@@ -174,7 +174,7 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     inside = added_inside(rules.in_place, params, empty, program, weighing, squares, factor, unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(AGAIN)
-    inside_all = inside is not None and set(jax.tree.leaves(kinds)) == {"mean"}
+    inside_all = inside is not None and gradients.are_added(kinds)
     return Cut(
         rules=rules,
         micro_batches=micro_batches,
@@ -197,9 +197,8 @@ def _scale(rules: CallRules, parts: int, kinds: Tree, program: Any) -> float:
     A micro-batch has a small share of the gradient, which float16 would round to zero: so there it is made as large as
     the whole, by a power of two. What the user's own rules make of a larger cotangent, nobody can tell.
     """
-    added = jax.tree.leaves(kinds)
     wide = not any(map(dtypes.is_short, jax.tree.leaves(rules.accumulator_dtype)))
-    if not (equations.is_short(program) and wide and set(added) <= {"mean"}) or equations.has_rule(program):
+    if not (equations.is_short(program) and wide and gradients.are_added(kinds)) or equations.has_rule(program):
         return 1.0
     return 2.0 ** math.ceil(math.log2(parts))
 

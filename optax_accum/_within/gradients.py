@@ -1,5 +1,6 @@
 """Gradients of micro-batches added into one tree, in place or not; or replaced by the last."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from optax_accum._space.space import Reduced, Space
 # For some leaves (fp8 scales) the backward pass returns a new value, not a gradient: of those of all micro-batches the
 # largest counts, or the last. Gradients travel as two parallel lists, references and totals; each has None where the
 # other has the leaf.
-REPLACED = {"max": jnp.maximum, "last": lambda _, new: new}
+REPLACED: dict[str, Callable[[Any, Any], Any]] = {"max": jnp.maximum, "last": lambda _, new: new}
 NAMES = ("mean", *REPLACED)
 Leaves = list[Any]
 
@@ -61,13 +62,18 @@ def added(tree: Tree, names: Tree) -> Tree:
     return jax.tree.map(lambda leaf, name: None if name in REPLACED else leaf, tree, names)
 
 
+def are_added(names: Tree) -> bool:
+    """Returns whether all leaves have gradients, and none has new values."""
+    return REPLACED.keys().isdisjoint(jax.tree.leaves(names))
+
+
 def over_devices(names: Tree, space: Space, local: Tree | Reduced, grads: Tree, params: Tree) -> Tree:
     """Returns the gradients of the whole batch; replaced leaves have all devices' values, or the parameter's."""
     if isinstance(local, Reduced):
         return grads
 
     def leaf(name: str, local: Any, grad: Any, param: Any) -> Any:
-        if name == "mean":
+        if name not in REPLACED:
             return grad
         value = space.output(name, local)
         return jnp.where(jnp.isneginf(value), jnp.broadcast_to(param, value.shape).astype(value.dtype), value)

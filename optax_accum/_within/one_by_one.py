@@ -39,7 +39,7 @@ def added_up(rules: CallRules, call: Call) -> tuple[Any, Any]:
     call = microbatches.checked_batch(call, rules.sizes)
     space = rules.space(call[call.params])
     local, carry = space.run(lambda device, call: cut(rules, device, call, again).add_up(), call)
-    outputs = jax.tree.map(space.output, reductions.names_of(rules.aux_reduction, local.outputs), local.outputs)
+    outputs = jax.tree.map(space.output, reductions.over_devices(rules.aux_reduction, local.outputs), local.outputs)
     loss, grads = space.total(local.loss), space.reduced(local.grads)[0]
     loss, grads = divided((loss, grads), space.total(local.counted))
     kinds = rules.kinds(call[call.params])

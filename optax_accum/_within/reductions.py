@@ -1,5 +1,6 @@
 """How outputs of micro-batches become the batch's outputs: a table of reductions."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -15,23 +16,31 @@ from optax_accum._loss import ratio
 from optax_accum._space import meshes
 from optax_accum._within.splitting import Split
 
+REMEDY = "Name one reduction, or one for each branch."
+
 
 def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return total if jnp.issubdtype(shape.dtype, jnp.bool_) else total.astype(shape.dtype)  # or the count of bools
 
 
-class Fold(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Reduction:
     """`finish(add(add(start(...), x_0, ...), x_1, ...))` is the output for the batch."""
 
+    name: Any  # or the function that merges two
+    over: str  # how devices' parts are joined: `Space.output` refuses a name that it does not know
     start: Callable[[jax.ShapeDtypeStruct, Split], Any]
     add: Callable[[Any, jax.Array, Index, Any], Any]  # state, output, index, share
     finish: Callable[[Any, jax.ShapeDtypeStruct], jax.Array] = _cast
+    check: Callable[[Any, str, jax.ShapeDtypeStruct, "Outputs"], None] = lambda *_: None  # raises where it does not fit
+    weighted: bool = False  # an output counts as much as its micro-batch does
+    rows: bool = False  # an output has one row for each example: the remainder's has fewer
 
 
 class Outputs(NamedTuple):
     """The outputs of the micro-batches, on their way to the output for the batch."""
 
-    names: Tree  # of the reduction of each leaf, or a function that merges two
+    reductions: Tree  # of each leaf
     shapes: Tree  # for a full micro-batch
     split: Split
     option: str  # that names the reductions
@@ -40,65 +49,76 @@ class Outputs(NamedTuple):
     def start(self) -> Tree:
         """Returns the outputs of no micro-batch."""
 
-        def start(name: Any, shape: Any) -> Any:
-            return fold_of(name).start(shape, self.split)
+        def start(reduction: Reduction, shape: Any) -> Any:
+            return reduction.start(shape, self.split)
 
-        return jax.tree.map(start, self.names, self.shapes)
+        return jax.tree.map(start, self.reductions, self.shapes)
 
     def add(self, totals: Tree, outputs: Tree, index: Index, share: Any) -> Tree:
         """Adds the outputs of a micro-batch, whose share, or weight, in a mean is given."""
         if self.split.is_rest(index):
             check_rest(self, outputs)
 
-        def add(name: str, total: Any, output: Any) -> Any:
+        def add(reduction: Reduction, total: Any, output: Any) -> Any:
             output = jnp.asarray(output)
-            if self.counted and name == "mean":
+            if self._divides(reduction):
                 output = jnp.where(share == 0, jnp.zeros_like(output), output)  # or it is 0 / 0
-            return fold_of(name).add(total, output, index, share)
+            return reduction.add(total, output, index, share)
 
-        return jax.tree.map(add, self.names, totals, outputs)
+        return jax.tree.map(add, self.reductions, totals, outputs)
 
     def finish(self, totals: Tree, weight: Callable[[], Any]) -> Tree:
         """Returns the outputs of the batch, or of one device's part; `weight` is the weight of the batch."""
-        divides = self.counted and "mean" in jax.tree.leaves(self.names)
+        divides = any(map(self._divides, jax.tree.leaves(self.reductions)))
         sum_of_weights = weight() if divides else jnp.ones([])
 
-        def finish(name: str, total: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
-            total = ratio.divided(total, sum_of_weights) if divides and name == "mean" else total
-            return fold_of(name).finish(total, shape)
+        def finish(reduction: Reduction, total: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+            total = ratio.divided(total, sum_of_weights) if self._divides(reduction) else total
+            return reduction.finish(total, shape)
 
-        return jax.tree.map(finish, self.names, totals, self.shapes)
+        return jax.tree.map(finish, self.reductions, totals, self.shapes)
+
+    def _divides(self, reduction: Reduction) -> bool:
+        return self.counted and reduction.weighted
 
 
 def outputs_of(
     names: Tree, shapes: Tree, split: Split, option: str = "aux_reduction", *, counted: bool = False
 ) -> Outputs:
     """Returns how outputs of these shapes are reduced; raises where a reduction does not fit."""
-    expected = Outputs(names_of(names, shapes, option), shapes, split, option, counted)
-    for name, (path, shape) in zip(jax.tree.leaves(expected.names), jax.tree.leaves_with_path(shapes), strict=True):
-        _check(name, _where(option, path), shape, expected)
+    expected = Outputs(_reductions_of(names, shapes, option), shapes, split, option, counted)
+
+    pairs = zip(jax.tree.leaves(expected.reductions), jax.tree.leaves_with_path(shapes), strict=True)
+    for reduction, (path, shape) in pairs:
+        where = _where(option, path)
+        _check_data(where, shape)
+        reduction.check(reduction.name, where, shape, expected)
     return expected
 
 
-def fold_of(name: str | Callable[[Any, Any], Any]) -> Fold:
-    """Returns the reduction of that name, or by that function."""
-    return _merging(name) if callable(name) else REDUCTIONS[name]
+def over_devices(names: Tree, outputs: Tree, option: str = "aux_reduction") -> Tree:
+    """Returns for each leaf how `Space.output` joins the devices' parts of it."""
+    return jax.tree.map(lambda reduction: reduction.over, _reductions_of(names, outputs, option))
 
 
-def names_of(names: Tree, tree: Tree, option: str = "aux_reduction", tree_of: str = "the output") -> Tree:
-    """Returns the name of the reduction of each leaf of a tree, of which `names` is a prefix.
+def _reductions_of(names: Tree, tree: Tree, option: str) -> Tree:
+    """Returns the reduction of each leaf of a tree, of which `names` is a prefix.
 
     The mean of a `Ratio` is one sum over another: both are added. The gradient of an integer (float0) has no number:
     any of them stands for all.
     """
-    names = for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", tree_of)
-    names = jax.tree.map(lambda name, leaf: "last" if dtypes.is_float0(leaf) else name, names, tree)
-
-    def added(name: Any) -> Any:
-        return "sum" if name == "mean" else name
+    names = for_each_leaf(option, names, tree, REMEDY, "the output")
 
     def of_node(node: Any, named: Any) -> Any:
-        return jax.tree.map(added, named) if ratio.is_record(node) else named
+        adds = ratio.is_record(node)
+
+        def reduction_of(name: Any, leaf: Any) -> Reduction:
+            if dtypes.is_float0(leaf):
+                return REDUCTIONS["last"]
+            reduction = _merging(name) if callable(name) else REDUCTIONS[name]
+            return REDUCTIONS["sum"] if adds and reduction.weighted else reduction
+
+        return jax.tree.map(reduction_of, named, node)
 
     return jax.tree.map(of_node, tree, names, is_leaf=ratio.is_record)
 
@@ -107,25 +127,24 @@ def check_rest(expected: Outputs, outputs: Tree) -> None:
     """Raises unless the remainder's outputs can join the full micro-batches' outputs."""
     split = expected.split
 
-    def check_leaf(path: Any, name: str, shape: jax.ShapeDtypeStruct, output: Any) -> None:
-        output_shape, rows = jnp.shape(output), name == "concat"
+    def check_leaf(path: Any, reduction: Reduction, shape: jax.ShapeDtypeStruct, output: Any) -> None:
+        output_shape, rows = jnp.shape(output), reduction.rows
         if output_shape != ((split.rest, *shape.shape[1:]) if rows else shape.shape):
             rule = "one row for each example" if rows else "one shape in all micro-batches"
             raise ValueError(
-                f'"{name}" needs {rule}: {_where(expected.option, path)} has shape {shape.shape} for {split.size} rows '
-                f"and {output_shape} for the remainder of {split.rest}. "
+                f'"{reduction.name}" needs {rule}: {_where(expected.option, path)} has shape {shape.shape} for '
+                f"{split.size} rows and {output_shape} for the remainder of {split.rest}. "
                 + ('Take "stack", or another reduction.' if rows else 'Reduce it over its rows, or take "concat".')
             )
 
-    jax.tree.map_with_path(check_leaf, expected.names, expected.shapes, outputs)
+    jax.tree.map_with_path(check_leaf, expected.reductions, expected.shapes, outputs)
 
 
-def check_names(option: str, names: Tree, allowed: Iterable[str]) -> None:
-    """Raises unless every leaf of `names` names a reduction."""
+def check_names(option: str, names: Tree, allowed: Iterable[str], *, merges: bool = False) -> None:
+    """Raises unless every leaf of `names` names a reduction, or `merges` two outputs."""
+    also = ", or a function that merges two" if merges else ""
     for name in jax.tree.leaves(names, is_leaf=lambda node: node is None):
-        merges = callable(name) and allowed is REDUCTIONS
-        if not merges and name not in list(allowed):
-            also = ", or a function that merges two" if allowed is REDUCTIONS else ""
+        if not (merges and callable(name)) and name not in list(allowed):
             raise ValueError(f"{option} must be one of {', '.join(allowed)}{also}: {name!r}. Choose one of these.")
 
 
@@ -134,32 +153,39 @@ def _where(option: str, path: Any) -> str:
     return f"{what} at {jax.tree_util.keystr(path)}" if path else what
 
 
-def _check(name: Any, where: str, shape: jax.ShapeDtypeStruct, expected: Outputs) -> None:
-    split = expected.split
+def _check_data(where: str, shape: jax.ShapeDtypeStruct) -> None:
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         raise TypeError(f"What is reduced is data: {where} is a key. Return jax.random.key_data(key), or leave it out.")
-    if name == "mean" and not jnp.issubdtype(shape.dtype, jnp.inexact):
+
+
+def _check_inexact(name: str, where: str, shape: jax.ShapeDtypeStruct, expected: Outputs) -> None:
+    if not jnp.issubdtype(shape.dtype, jnp.inexact):
         raise TypeError(
             f'"mean", the default, needs floating-point numbers: {where} has dtype {shape.dtype}. Take '
             f'{expected.option}="sum" (or a prefix of the output, {{"count": "sum", "loss": "mean"}}) for counts; cast '
             "it to float32 for a mean."
         )
-    if callable(name):
-        _check_merged(name, where, shape)
-    if name in ("max", "min") and jnp.issubdtype(shape.dtype, jnp.complexfloating):
+
+
+def _check_ordered(name: str, where: str, shape: jax.ShapeDtypeStruct, expected: Outputs) -> None:
+    if jnp.issubdtype(shape.dtype, jnp.complexfloating):
         raise TypeError(
             f'"{name}" needs numbers that are ordered: {where} has dtype {shape.dtype}. Take "mean" or "sum".'
         )
-    if name == "concat" and split.stacked:
+
+
+def _check_rows(name: str, where: str, shape: jax.ShapeDtypeStruct, expected: Outputs) -> None:
+    split = expected.split
+    if split.stacked:
         raise ValueError(f'A stacked batch has outputs "stack"ed: "concat" was asked for {where}. Take "stack".')
-    if name == "concat" and (not shape.ndim or shape.shape[0] != split.size):
+    if not shape.ndim or shape.shape[0] != split.size:
         raise ValueError(
             f'"concat" needs one row for each example: {where} has shape {shape.shape} for a micro-batch of '
             f'{split.size} rows. Take "stack", or another reduction.'
         )
 
 
-def _check_merged(merge: Callable[[Any, Any], Any], where: str, shape: jax.ShapeDtypeStruct) -> None:
+def _check_merged(merge: Callable[[Any, Any], Any], where: str, shape: jax.ShapeDtypeStruct, expected: Outputs) -> None:
     try:
         merged = jax.eval_shape(merge, shape, shape)
     except Exception as error:
@@ -198,7 +224,7 @@ def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any) -> ja
     return total + output.astype(total.dtype) * jnp.asarray(share, total.dtype)
 
 
-def _merging(merge: Callable[[Any, Any], Any]) -> Fold:
+def _merging(merge: Callable[[Any, Any], Any]) -> Reduction:
     """Returns the reduction by a function that merges two outputs, beginning with the first micro-batch's."""
 
     def add(total: tuple[jax.Array, jax.Array], output: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
@@ -209,7 +235,11 @@ def _merging(merge: Callable[[Any, Any], Any]) -> Fold:
     def start(shape: Any, _: Any) -> Any:
         return jnp.array(False), meshes.filled([], shape, 0)
 
-    return Fold(start, add, lambda total, _: total[1])
+    return Reduction(merge, str(merge), start, add, lambda total, _: total[1], _check_merged)
+
+
+def _stack(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
+    return meshes.filled([split.parts], shape, 0)
 
 
 def _rows(shape: jax.ShapeDtypeStruct, split: Split) -> tuple[jax.Array, jax.Array]:
@@ -234,15 +264,13 @@ def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.concatenate([full, rest]) if len(rest) else full
 
 
-REDUCTIONS = {
-    "mean": Fold(_zeros, _scaled),
-    "sum": Fold(_zeros, lambda total, output, *_: total + output.astype(total.dtype)),
-    "max": Fold(functools.partial(_extreme, -1), lambda total, output, *_: jnp.maximum(total, output)),
-    "min": Fold(functools.partial(_extreme, 1), lambda total, output, *_: jnp.minimum(total, output)),
-    "last": Fold(lambda shape, _: meshes.filled([], shape, 0), lambda _, output, *__: output),
-    "stack": Fold(
-        lambda shape, split: meshes.filled([split.parts], shape, 0),
-        lambda stack, output, index, *_: stack.at[index].set(output),
-    ),
-    "concat": Fold(_rows, _put_rows, _joined),
-}
+_ROWS = (
+    Reduction("mean", "sum", _zeros, _scaled, check=_check_inexact, weighted=True),
+    Reduction("sum", "sum", _zeros, lambda a, b, *_: a + b.astype(a.dtype)),
+    Reduction("max", "max", functools.partial(_extreme, -1), lambda a, b, *_: jnp.maximum(a, b), check=_check_ordered),
+    Reduction("min", "min", functools.partial(_extreme, 1), lambda a, b, *_: jnp.minimum(a, b), check=_check_ordered),
+    Reduction("last", "last", lambda shape, _: meshes.filled([], shape, 0), lambda _, output, *__: output),
+    Reduction("stack", "stack", _stack, lambda stack, output, index, *_: stack.at[index].set(output)),
+    Reduction("concat", "concat", _rows, _put_rows, _joined, _check_rows, rows=True),
+)
+REDUCTIONS = {row.name: row for row in _ROWS}
