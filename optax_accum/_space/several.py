@@ -47,6 +47,8 @@ class Several(Space):
         return self._sum(sums)
 
     def output(self, over: str, leaf: Any) -> Any:
+        if dtypes.is_float0(leaf):
+            return leaf  # no number to join
         joins = {
             "sum": self.total,
             "max": functools.partial(self._extreme, jnp.max, jax.lax.pmax),

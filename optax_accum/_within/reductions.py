@@ -31,7 +31,7 @@ class Reduction:
     over: str  # how devices' parts are joined: `Space.output` refuses a name that it does not know
     start: Callable[[jax.ShapeDtypeStruct, Split], Any]
     add: Callable[[Any, jax.Array, Index, Any], Any]  # state, output, index, share
-    finish: Callable[[Any, jax.ShapeDtypeStruct], jax.Array] = _cast
+    finish: Callable[[Any, jax.ShapeDtypeStruct], Any] = _cast
     check: Callable[[Any, str, jax.ShapeDtypeStruct, "Outputs"], None] = lambda *_: None  # raises where it does not fit
     weighted: bool = False  # an output counts as much as its micro-batch does
     rows: bool = False  # an output has one row for each example: the remainder's has fewer
@@ -104,8 +104,7 @@ def over_devices(names: Tree, outputs: Tree, option: str = "aux_reduction") -> T
 def _reductions_of(names: Tree, tree: Tree, option: str) -> Tree:
     """Returns the reduction of each leaf of a tree, of which `names` is a prefix.
 
-    The mean of a `Ratio` is one sum over another: both are added. The gradient of an integer (float0) has no number:
-    any of them stands for all.
+    The mean of a `Ratio` is one sum over another: both are added. The gradient of an integer (float0) has no number.
     """
     names = for_each_leaf(option, names, tree, REMEDY, "the output")
 
@@ -114,7 +113,7 @@ def _reductions_of(names: Tree, tree: Tree, option: str) -> Tree:
 
         def reduction_of(name: Any, leaf: Any) -> Reduction:
             if dtypes.is_float0(leaf):
-                return REDUCTIONS["last"]
+                return _NO_NUMBER
             reduction = _merging(name) if callable(name) else REDUCTIONS[name]
             return REDUCTIONS["sum"] if adds and reduction.weighted else reduction
 
@@ -272,5 +271,8 @@ _ROWS = (
     Reduction("last", "last", lambda shape, _: meshes.filled([], shape, 0), lambda _, output, *__: output),
     Reduction("stack", "stack", _stack, lambda stack, output, index, *_: stack.at[index].set(output)),
     Reduction("concat", "concat", _rows, _put_rows, _joined, _check_rows, rows=True),
+)
+_NO_NUMBER = Reduction(
+    "last", "last", lambda *_: (), lambda *_: (), lambda _, shape: np.zeros(shape.shape, jax.dtypes.float0)
 )
 REDUCTIONS = {row.name: row for row in _ROWS}

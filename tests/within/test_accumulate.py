@@ -394,6 +394,20 @@ def test_the_gradient_of_an_integer_stays(reduction):
         np.testing.assert_allclose(found["w"], sum(part.mean() for part in parts), rtol=1e-6)
 
 
+@needs_devices
+@pytest.mark.parametrize("to", [None, "partial", P("data")], ids=str)
+def test_the_gradient_of_an_integer_stays_over_devices(to):
+    params = {"w": jnp.arange(8.0), "steps": jnp.int32(3)}
+    grad = jax.grad(lambda params, x: jnp.mean(x) * jnp.sum(params["w"]), allow_int=True)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("data")))
+        found = jax.jit(optax_accum.accumulate(grad, 2, devices=optax_accum.Devices("data", to=to)))(params, x)
+    assert found["steps"].dtype == jax.dtypes.float0
+    means = np.reshape([1.5, 5.5, 9.5, 13.5], (4, 1)) if to == "partial" else 7.5
+    np.testing.assert_allclose(found["w"], means * np.ones(found["w"].shape))
+
+
 def test_an_error_names_the_place_in_what_fun_returns():
     fun = lambda x: {"text": "a", "mean": x.mean()}
     with pytest.raises(TypeError, match=re.escape("What fun returns must hold arrays: at ['text'] there is 'a'.")):
