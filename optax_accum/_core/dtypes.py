@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_accum._core.leaves import for_each_leaf
 from optax_accum._core.types import Tree
@@ -57,6 +58,29 @@ def is_short(dtype: Any) -> bool:
 def is_narrow(dtype: Any) -> bool:
     """Returns whether sums of numbers of a dtype are in a wider one."""
     return jnp.issubdtype(dtype, jnp.inexact) and accumulator_dtype(dtype, None) != dtype
+
+
+def lowest(dtype: Any) -> Any:
+    """Returns the lowest number of a dtype: minus infinity, if it has one."""
+    return _extreme(dtype, -1)
+
+
+def highest(dtype: Any) -> Any:
+    """Returns the highest number of a dtype: infinity, if it has one."""
+    return _extreme(dtype, 1)
+
+
+def _extreme(dtype: Any, sign: int) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return sign > 0
+    infinite = sign * np.inf
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return complex(infinite, infinite)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if not is_integer and np.isinf(np.asarray(infinite, dtype)):
+        return infinite
+    limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)  # some of float8 have no infinity
+    return limits.max if sign > 0 else limits.min
 
 
 def strong(tree: Tree) -> Tree:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_accum._core import dtypes
 from optax_accum._rows.program import Equation
@@ -59,36 +58,14 @@ class _Reduction:
     nothing: Callable[[Any], Any] = lambda _: 0  # of a dtype: what changes no result
 
 
-def _lowest(dtype: Any) -> Any:
-    return _extreme(dtype, "min")
-
-
-def _highest(dtype: Any) -> Any:
-    return _extreme(dtype, "max")
-
-
-def _extreme(dtype: Any, name: str) -> Any:
-    """Returns the lowest or the highest number of a dtype: infinite, if one is."""
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return name == "max"
-    limits = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
-    limit = limits.max if name == "max" else limits.min
-    if jnp.issubdtype(dtype, jnp.integer):
-        return limit
-    infinite = np.inf if name == "max" else -np.inf
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return complex(infinite, infinite)
-    return infinite if np.isinf(np.asarray(infinite, dtype)) else limit
-
-
 REDUCTIONS = {
     "reduce_sum": _Reduction("sum"),
     "dot_general": _Reduction("sum"),
     "scatter-add": _Reduction("sum"),
-    "reduce_max": _Reduction("max", jnp.max, _lowest),
-    "reduce_min": _Reduction("min", jnp.min, _highest),
-    "reduce_and": _Reduction("min", jnp.all, _highest),
-    "reduce_or": _Reduction("max", jnp.any, _lowest),
+    "reduce_max": _Reduction("max", jnp.max, dtypes.lowest),
+    "reduce_min": _Reduction("min", jnp.min, dtypes.highest),
+    "reduce_and": _Reduction("min", jnp.all, dtypes.highest),
+    "reduce_or": _Reduction("max", jnp.any, dtypes.lowest),
 }
 
 

@@ -16,8 +16,6 @@ from optax_accum._loss import ratio
 from optax_accum._space import meshes
 from optax_accum._within.splitting import Split
 
-REMEDY = "Name one reduction, or one for each branch."
-
 
 def _cast(total: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return total if jnp.issubdtype(shape.dtype, jnp.bool_) else total.astype(shape.dtype)  # or the count of bools
@@ -101,12 +99,16 @@ def over_devices(names: Tree, outputs: Tree, option: str = "aux_reduction") -> T
     return jax.tree.map(lambda reduction: reduction.over, _reductions_of(names, outputs, option))
 
 
+def names_of(names: Tree, tree: Tree, option: str, tree_of: str = "the output") -> Tree:
+    """Returns the name of the reduction of each leaf of a tree, of which `names` is a prefix."""
+    return for_each_leaf(option, names, tree, "Name one reduction, or one for each branch.", tree_of)
+
+
 def _reductions_of(names: Tree, tree: Tree, option: str) -> Tree:
-    """Returns the reduction of each leaf of a tree, of which `names` is a prefix.
+    """Returns the reduction of each leaf.
 
     The mean of a `Ratio` is one sum over another: both are added. The gradient of an integer (float0) has no number.
     """
-    names = for_each_leaf(option, names, tree, REMEDY, "the output")
 
     def of_node(node: Any, named: Any) -> Any:
         adds = ratio.is_record(node)
@@ -119,7 +121,7 @@ def _reductions_of(names: Tree, tree: Tree, option: str) -> Tree:
 
         return jax.tree.map(reduction_of, named, node)
 
-    return jax.tree.map(of_node, tree, names, is_leaf=ratio.is_record)
+    return jax.tree.map(of_node, tree, names_of(names, tree, option), is_leaf=ratio.is_record)
 
 
 def check_rest(expected: Outputs, outputs: Tree) -> None:
@@ -207,20 +209,16 @@ def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
     return meshes.filled([], shape.update(dtype=_wide(shape.dtype)), 0)
 
 
-def _extreme(sign: int, shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
-    if jnp.issubdtype(shape.dtype, jnp.bool_):
-        return meshes.filled([], shape, sign > 0)
-    if jnp.issubdtype(shape.dtype, jnp.floating):
-        infinite = not np.isnan(np.asarray(-np.inf).astype(shape.dtype))  # or a float8 that has no infinity
-        extreme = sign * jnp.inf if infinite else sign * jnp.finfo(shape.dtype).max
-    else:
-        limits = jnp.iinfo(shape.dtype)
-        extreme = limits.max if sign > 0 else limits.min
-    return meshes.filled([], shape, extreme)
+def _filled(number: Callable[[Any], Any], shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
+    return meshes.filled([], shape, number(shape.dtype))
 
 
 def _scaled(total: jax.Array, output: jax.Array, index: Index, share: Any) -> jax.Array:
     return total + output.astype(total.dtype) * jnp.asarray(share, total.dtype)
+
+
+def _combined(combine: Callable[[Any, Any], jax.Array]) -> Callable[..., jax.Array]:
+    return lambda total, output, *_: combine(total, output)
 
 
 def _merging(merge: Callable[[Any, Any], Any]) -> Reduction:
@@ -266,8 +264,8 @@ def _joined(rows: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
 _ROWS = (
     Reduction("mean", "sum", _zeros, _scaled, check=_check_inexact, weighted=True),
     Reduction("sum", "sum", _zeros, lambda a, b, *_: a + b.astype(a.dtype)),
-    Reduction("max", "max", functools.partial(_extreme, -1), lambda a, b, *_: jnp.maximum(a, b), check=_check_ordered),
-    Reduction("min", "min", functools.partial(_extreme, 1), lambda a, b, *_: jnp.minimum(a, b), check=_check_ordered),
+    Reduction("max", "max", functools.partial(_filled, dtypes.lowest), _combined(jnp.maximum), check=_check_ordered),
+    Reduction("min", "min", functools.partial(_filled, dtypes.highest), _combined(jnp.minimum), check=_check_ordered),
     Reduction("last", "last", lambda shape, _: meshes.filled([], shape, 0), lambda _, output, *__: output),
     Reduction("stack", "stack", _stack, lambda stack, output, index, *_: stack.at[index].set(output)),
     Reduction("concat", "concat", _rows, _put_rows, _joined, _check_rows, rows=True),

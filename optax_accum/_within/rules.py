@@ -7,7 +7,6 @@ from typing import Any
 from optax_accum._arguments import callables, checks
 from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core import versions
-from optax_accum._core.leaves import for_each_leaf
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter, Options, as_meter
 from optax_accum._loss.parts import Parts, Returns
@@ -40,7 +39,7 @@ class CallRules:
 
     def kinds(self, params: Tree) -> Tree:
         """Returns the reduction of the gradients of each differentiated leaf."""
-        return for_each_leaf("grad_reduction", self.grad_reduction, params, reductions.REMEDY)
+        return reductions.names_of(self.grad_reduction, params, "grad_reduction", "the parameters")
 
     def parts(self, call: Call) -> Parts:
         """Calls `fun` and takes its result apart."""
