@@ -107,7 +107,7 @@ def _options() -> argparse.Namespace:
 
 
 def _said(name: str, arguments: list[str], output: pathlib.Path | None) -> str | None:
-    """Returns what a benchmark prints, or None if it fails; draws the peers beside the output."""
+    """Returns the output of a benchmark, or None if it fails; draws the peers beside `output`."""
     with tempfile.TemporaryDirectory() as folder:
         record = pathlib.Path(folder) / "peers.json"
         more = [f"--output={record}"] if name == "peers" else []

@@ -131,7 +131,7 @@ def _product(params: Tree, x: jax.Array) -> jax.Array:
 
 
 def _backward_step(on: Target, loss: Callable[..., Any], **options: Any) -> tuple[Traffic, int]:
-    """Returns what a micro-step in place moves, and a copy of the parameters: 64 rows, a window of 8."""
+    """Returns the traffic of a micro-step in place, and a copy's bytes: 64 rows, a window of 8."""
     params, rows = layers(), jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
     tx = optax_accum.accumulate_gradients(OPTIMIZERS["AdamW"](), 8)
     step = optax_accum.value_and_apply_gradients(loss, tx, **options)

@@ -150,7 +150,7 @@ def _ready(results: Any) -> None:
 
 
 def _kept(call: Call, calls: int) -> float:
-    """Returns by how many kB the process grew."""
+    """Returns the growth of the process in kB."""
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(calls):

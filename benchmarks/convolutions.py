@@ -101,7 +101,6 @@ MODELS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 
 def _problem(model: nn.Module, shape: tuple[int, ...]) -> tuple[Callable[..., jax.Array], Tree, jax.Array]:
-    """Returns a loss, its parameters and a batch."""
     batch = jax.random.normal(jax.random.key(1), shape)
     variables = jax.jit(model.init)(jax.random.key(0), batch[:2])
     others = {name: tree for name, tree in variables.items() if name != "params"}

@@ -154,7 +154,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _elsewhere(case: Case, seconds: float, rounds: int) -> Measured:
-    """Returns what a fresh process measures: what others have left in a process's memory costs some programs twice."""
+    """Measures in a fresh process: leftovers of other cases in a process's memory cost some programs twice."""
     asked = ["--optimizers", case.optimizer, "--sizes", case.size, "--every", str(case.every)]
     command = [
         sys.executable,
@@ -302,7 +302,6 @@ def _times(window: float, table: Measured) -> tuple[str, str, str]:
 
 
 def _targets() -> list[Target]:
-    """The numbers to reach."""
     gain = lambda ours: lambda table: table.window(MULTI_STEPS) / table.window(ours)
     ideal = lambda table: table.window(APPLY) / table.ideal
     measured = lambda table: table.window(STATISTICS) / table.window(APPLY)

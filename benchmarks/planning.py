@@ -184,7 +184,7 @@ def held(name: str, k: int) -> dict[str, float]:
 
 
 def _in_use(device: Any) -> int:
-    """Returns what is held now: of a CPU by this process, else by what the device says."""
+    """Returns the memory in use: of this process on a CPU, else as the device counts it."""
     if device.platform != "cpu":
         return device.memory_stats()["bytes_in_use"]
     ctypes.CDLL(None).malloc_trim(0)  # what compiling left behind
@@ -193,7 +193,7 @@ def _in_use(device: Any) -> int:
 
 
 def _most_in_use(device: Any) -> int:
-    """Returns what was held at most; of an accelerator since its process began."""
+    """Returns the peak of the memory in use; an accelerator counts from the start of its process."""
     if device.platform != "cpu":
         return device.memory_stats()["peak_bytes_in_use"]
     found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())

@@ -128,7 +128,7 @@ def _tables(options: argparse.Namespace) -> str:
 
 
 def _elsewhere(devices: int, options: argparse.Namespace) -> list[Measured]:
-    """Returns what a process with so many devices measures."""
+    """Measures in a process with so many devices."""
     asked = ["--here", "--seconds", str(options.seconds), "--every", *map(str, options.every)]
     out = _said(devices, asked).splitlines()
     tables = [json.loads(line) for line in out if line.startswith("{")]
@@ -143,7 +143,7 @@ def _said(devices: int, asked: list[str]) -> str:
 
 
 def _growth(measured: list[Measured]) -> Iterator[str]:
-    """Yields what each contender reduces, and takes, with more devices."""
+    """Yields the reductions and the times of each contender with more devices."""
     k = max(table.case.k for table in measured)
     grown = [table for table in measured if table.case.k == k]
     numbers = {
@@ -265,7 +265,7 @@ def _runner(name: str, step: Step, batch: Tree) -> _measure.Runner:
 
 
 def _micro_batch(batch: Tree, call: int) -> Tree:
-    """Returns the rows of one call: as many of each device."""
+    """Returns the rows of one call, equally many of each device."""
 
     def take(x: jax.Array) -> jax.Array:
         rows = np.asarray(x).reshape(DEVICES, -1, ROWS, *x.shape[1:])[:, call]
@@ -338,7 +338,7 @@ def _paper() -> str:
 
 
 def _paper_rows() -> Iterator[tuple[str, ...]]:
-    """Yields what is compiled for abstract arrays on `DEVICES` devices."""
+    """Yields rows of programs that are compiled for abstract arrays on `DEVICES` devices."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     shape = lambda spec: lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
     params = jax.tree.map(shape(P()), jax.eval_shape(_params))

@@ -203,7 +203,6 @@ def _rendered(table: Measured) -> str:
 
 
 def _targets() -> list[Target]:
-    """The numbers to reach."""
     ours = lambda table: OURS if OURS in table.seconds else OURS_SCAN
     gain = lambda other: lambda table: table.seconds[ours(table)] / table.seconds[other]
     memory = lambda table: table.total[ours(table)] / table.total[MICROBATCH]

@@ -53,7 +53,7 @@ def _is_linear(eqn: Any) -> bool:
 
 
 def _sorts(program: Any, sorts: Sorts) -> Sorts:
-    """Returns what the results of a program are, if its operands are this."""
+    """Returns the sort of each result of a program, from the sorts of its operands."""
     jaxpr, _ = compilers.opened(program)
     env = dict(zip(jaxpr.invars, sorts, strict=True)) | dict.fromkeys(jaxpr.constvars, Sort.FIXED)
 

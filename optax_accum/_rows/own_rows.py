@@ -51,7 +51,7 @@ def _gather(numbers: Any, options: Mapping[str, Any], operand: jax.Array, *colum
 
 
 def _columns(indices: Any, made: Made) -> list[Any]:
-    """Returns the indices along each axis, [..., 1], as they were put together."""
+    """Returns the indices along each axis, [..., 1], before they were concatenated; none if they were not."""
     equation = made.get(indices)
     if equation is None or equation.name != "concatenate" or equation.long.params["dimension"] != indices.long.ndim - 1:
         return []
@@ -60,7 +60,7 @@ def _columns(indices: Any, made: Made) -> list[Any]:
 
 
 def _numbers_rows(value: Any, length: int, rows: Rows, made: Made) -> bool:
-    """Returns whether row i of a value is i, of as many rows as the axis that it indexes has."""
+    """Returns whether a value numbers the rows: row i is i, and it has as many rows as the axis that it indexes."""
     equation = made.get(value)
     if equation is None or value.axis in (None, COUPLED):
         return False

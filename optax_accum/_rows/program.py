@@ -92,7 +92,7 @@ class Program:
 
 
 def _lengths(long: Any, short: Any, rows: Rows) -> Iterator[int]:
-    """Yields how long the axes of rows of the results of an equation are, and of those inside it."""
+    """Yields the lengths of the axes of rows, of an equation's results and inside it."""
     for result, axis in zip(long.outvars, view_of(long, short, rows).outs, strict=True):
         if axis not in (None, COUPLED):
             yield result.aval.shape[axis]
@@ -156,7 +156,6 @@ def _inlined(
 
 
 def _type(value: Value, rows: Rows, size: int) -> jax.ShapeDtypeStruct:
-    """Returns the type of a value for so many rows."""
     shape = list(value.long.shape)
     if value.axis is not None and value.axis != COUPLED:
         shape[value.axis] = shape[value.axis] * size // rows[0]

@@ -139,7 +139,7 @@ class Reading:
         return _because(list(map(self.form, equation.ins)), Reason(text, equation.place))
 
     def _plain(self, equation: Equation, forms: Sequence[Form]) -> Form:
-        """Returns the form of a result of which only rows that are apart are known to stay apart."""
+        """Returns the form of a result: rows that are apart stay apart, and nothing else is known."""
         return _because(forms, *(self._why(equation, form) for form in forms if not form.is_plain))
 
     def _why(self, equation: Equation, form: Form) -> Reason:
@@ -152,7 +152,7 @@ class Reading:
         return Reason(f"{equation.name} of a number that depends on the number of rows", equation.place)
 
     def _spread(self, value: Value, equation: Equation) -> Form:
-        """Returns the form of a value that meets rows: each row then takes a sum over rows, if it is one."""
+        """Returns the form of an operand beside rows: if it is a sum over rows, each row takes that sum."""
         form = self.form(value)
         if not form.sums or value.axis is not None:
             return form
@@ -170,7 +170,6 @@ class Reading:
         return product(term.powers, frozenset([(Sum(value, term.powers), 1)]))
 
     def _reduced(self, equation: Equation, forms: Sequence[Form]) -> Form:
-        """Returns the form of a reduction of rows."""
         if equation.name == "reduce_sum":
             return summed(forms[0], equation)
         if equation.name == "dot_general":

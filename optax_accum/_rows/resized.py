@@ -120,7 +120,7 @@ def _while(long: Any, other: Any, some: Some, values: Values) -> Values:
 
 
 def _where(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns what the rows of a `while` under `vmap` become, each of which ends by itself."""
+    """Selects new values for the rows of a `while` under `vmap` that go on: each row ends by itself."""
     more = jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim)))
     return jax.lax.select(more, new, old)
 

@@ -89,6 +89,6 @@ class Units:
 
 
 def _joined(leaf: jax.Array, axis: int) -> jax.Array:
-    """Returns an array with an axis and the next as one."""
+    """Merges an axis with the next."""
     first, second = leaf.shape[axis : axis + 2]
     return compilers.reshaped(leaf, *leaf.shape[:axis], first * second, *leaf.shape[axis + 2 :])

@@ -98,7 +98,7 @@ class OverMesh(Several):
         return dataclasses.replace(super()._device(call), hides=meshes.is_gpu(meshes.device_kind(mesh)))
 
     def _is_in_place(self, acc: Tree) -> bool:
-        """Returns whether a sum that belongs with every device is written where the partial sums lie."""
+        """Returns whether the sum over all devices is written over the partial sums."""
         return self.dtype is not None or (tracing.is_staged() and meshes.in_reach(acc) is not None)
 
 
@@ -161,7 +161,6 @@ class ToShards(OverMesh):
         return dataclasses.replace(super()._device(call), hides=False, shards_of=shards)
 
     def _shardings(self, params: Tree) -> Tree:
-        """Returns how the sum of their gradients is sharded."""
         return meshes.shardings(self.to, params, self.axes)
 
 

@@ -72,7 +72,7 @@ def _is_array(leaf: Any) -> bool:
 def _in_specs(
     axes: Axes, split: Sequence[int], args: Sequence[Any], shards: Mapping[int, Tree]
 ) -> tuple[PartitionSpec, ...]:
-    """Returns for each array in the arguments over which of the axes it is dealt out, or sharded."""
+    """Returns the spec of each array in the arguments: dealt out, sharded, or whole on every device."""
 
     def specs_of(number: int, arg: Tree) -> Tree:
         if number in shards:
@@ -88,7 +88,7 @@ def _in_specs(
 
 @contextlib.contextmanager
 def _explained(axes: Axes) -> Generator[None]:
-    """Says of JAX's errors in a function on each device what they mean there."""
+    """Says what JAX's errors mean in a function that runs on each device."""
     try:
         yield
     except TypeError as error:
@@ -267,13 +267,13 @@ def beside_explicit(gather: Callable[[Any], Any], leaf: Any) -> Any:
 
 
 def _placed(leaf: Any, spec: PartitionSpec, mesh: meshes.Mesh, axes: Axes) -> jax.Array:
-    """Returns an array on an Explicit mesh, over the axes as in `spec`, and over all others as it is."""
+    """Reshards an array on an Explicit mesh: over the axes as in `spec`, over all others as it was."""
     leaf = jnp.asarray(leaf)
     return jax.sharding.reshard(leaf, NamedSharding(cast(Any, mesh), _spec_with(leaf, spec, axes)))
 
 
 def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
-    """Returns how a leaf is sharded, with the axes as in `spec`."""
+    """Returns the spec of a leaf, with the axes as in `spec`."""
 
     def padded(spec: Any) -> Any:
         return [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]

@@ -74,7 +74,7 @@ def totals(sums: Tree, weight: jax.Array) -> Tree:
 
 
 def _measured(samples: Samples, statistics: Statistics, axes: Axes) -> dict[str, jax.Array]:
-    """Returns norms and noise by name; a group's names end in its own."""
+    """Returns norms and noise by name; for a group, the name ends in the group's name."""
     scalars: dict[str, jax.Array] = {}
     latest = jax.tree.map(lambda squares: jax.lax.pmean(jnp.mean(squares), axes), samples.latest)
     names = [] if set(statistics.noise) == {ALL} else list(statistics.noise)

@@ -113,7 +113,7 @@ class Steps:
         return steps
 
     def _given(self, batch: Tree) -> Tree:
-        """Returns what the step gets: JAX's arrays if it is JAX's, otherwise such as the user's batch has."""
+        """Returns a batch for the step: as JAX's arrays if the step is JAX's, else as arrays of the user's kind."""
         return foreign.as_jax(batch) if self.is_jax else foreign.given(batch, self._batch)
 
     def _numbers(self, carry: Tree) -> Numbers:
@@ -155,7 +155,7 @@ class Steps:
 
 
 def _check_make_step(make_step: Any, every: int) -> None:
-    """Raises for a step, or what `make_step` returns, in its place."""
+    """Raises for a step, or for the result of `make_step`, in the place of `make_step`."""
     remedy = "Pass make_step itself: make_step(every) returns (step, carry)."
     as_function(make_step, "make_step", remedy)
     try:
@@ -256,7 +256,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _copied(carry: Tree) -> Tree:
-    """Returns a carry with arrays of its own: a step may be given them for good, or change what holds them."""
+    """Copies the arrays of a carry: a step may donate them, or change the objects that hold them."""
     if not _stands_twice(carry):
         return _with_own_arrays(carry)
     nnx = sys.modules["flax.nnx"]

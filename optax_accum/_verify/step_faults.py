@@ -264,7 +264,7 @@ def _cause(said: windows.Said | None) -> Cause | None:
 
 
 def _dealt(runs: StepErrors, parts: Rows, change: Change) -> Cause | None:
-    """Returns what explains a step that deals out the rows of a batch to its micro-batches, one by one, as cards."""
+    """Explains a step that deals out the rows of a batch to its micro-batches one by one, as cards."""
     if not runs.within_call:
         return None
     rows, k = np.concatenate(parts), len(parts)

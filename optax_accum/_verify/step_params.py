@@ -137,7 +137,7 @@ def _listed(params: dict[str, Path]) -> str:
 
 
 def _owner(path: Path, shape: tuple[int, ...], ends: dict[str, tuple[Path, tuple[int, ...]]]) -> tuple[Path, str]:
-    """Returns the parameter on whose path a path ends, but for the place in a list, and what stands before that.
+    """Returns `(start, name)`: the parameter whose path ends this one, but for its place in a list.
 
     If it ends on no whole path, as where each of two networks has an optimizer: the only parameter of its shape that
     ends most like it.
@@ -155,7 +155,7 @@ def _owner(path: Path, shape: tuple[int, ...], ends: dict[str, tuple[Path, tuple
 
 
 def _stem(path: Path, end: Path) -> Path | None:
-    """Returns what stands before an end that a path has."""
+    """Returns the path before `end`; None if it ends otherwise."""
     if not end:
         return path
     return path[: -len(end)] if path[-len(end) :] == end else None
@@ -178,7 +178,7 @@ def _of_nnx(carry: Tree) -> tuple[Path, list[Path]] | None:
 
 
 def _without_mirrors(carry: Tree, found: dict[Path, Any]) -> list[Path]:
-    """Returns the paths of those that are no sums or moments, which have the types of what they are sums of.
+    """Returns the paths of the parameters alone: their sums and moments have the same types.
 
     These stand in a NamedTuple inside the carry, as Optax's states are, or in a part of it that is all zeros and
     otherwise like another.
@@ -197,7 +197,7 @@ def _without_mirrors(carry: Tree, found: dict[Path, Any]) -> list[Path]:
 
 
 def _under_root(paths: list[Path]) -> tuple[Path, list[Path]]:
-    """Returns all that the paths start with, and the paths."""
+    """Returns the longest common start of the paths, and the paths."""
     columns = list(zip(*(path[:-1] for path in map(plain, paths)), strict=False))
     shared = next((n for n, names in enumerate(columns) if len(set(names)) > 1), len(columns))
     return paths[0][:shared] if paths else (), paths
@@ -243,7 +243,7 @@ def _without_copies(parts: list[list[Path]], leaves: dict[Path, Any]) -> list[li
 
 
 def _lists(leaves: dict[Path, Any], shapes: Counter[Any]) -> set[Path]:
-    """Returns what stands in lists of as many arrays of each shape as the parameters have, or twice, or more."""
+    """Returns the paths in lists of as many arrays of each shape as the parameters have, or a multiple."""
     found: set[Path] = set()
     for parent in {path[:-1] for path in leaves if path and path[-1].isdigit()}:
         here = {path: np.shape(leaf) for path, leaf in leaves.items() if path[:-1] == parent}

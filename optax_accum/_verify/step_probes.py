@@ -62,7 +62,7 @@ def counts(runs: StepErrors) -> str:
 
 
 def _early(runs: StepErrors) -> list[int]:
-    """Returns the micro-steps that hold at which the parameters move, where nothing else is wrong with these."""
+    """Returns the micro-steps that only accumulate, yet move the parameters, where nothing else is wrong."""
     early = [] if runs.within_call else [n for n in runs.moved if n % runs.cut.every]
     return [] if early and (_elsewhere(runs) or counts(runs)) else early
 

@@ -81,7 +81,7 @@ def explained(w: WindowView) -> Said | None:
 
 
 def _beside_the_gradient(w: WindowView) -> Iterator[Said]:
-    """Yields what makes a window wrong whose gradient is nearly right."""
+    """Yields faults of a window whose gradient is nearly right."""
     if says := rate(w):
         yield "optimizer at each micro-step", says
     if says := w.rounded():

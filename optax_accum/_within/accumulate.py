@@ -204,7 +204,7 @@ class _Sums(NamedTuple):
 
 
 def _accumulate(rules: _Rules, call: Call) -> Any:
-    """Runs the micro-batches of the batch, on all devices, and returns what `fun` would."""
+    """Runs the micro-batches on all devices; returns the result of `fun` for the whole batch."""
     checks.check_no_module(call.arguments.values(), "Use optax_accum.flax.nnx.accumulate.")
     run = functools.partial(_of_no_rows, rules)
     if not _is_empty(call[call.batch]):
@@ -218,7 +218,7 @@ def _accumulate(rules: _Rules, call: Call) -> Any:
 
 
 def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple[Tree, Tree]:
-    """Runs the micro-batches of one device in order, and returns what came of them, and the last carry."""
+    """Runs the micro-batches of one device in order; returns the outputs and the last carry."""
     names = tuple(name for name in call.arguments if name not in (*call.batch, call.rng, call.carry))
     values = shared.widened(call[names], tuple(map(device.gathers, names, call[names])))
     call = device.localized(call, tuple(name for name in (*call.batch, call.rng) if name is not None))
@@ -281,6 +281,6 @@ def _of_no_rows(rules: _Rules, device: Device, call: Call) -> tuple[Tree, Tree]:
 
 
 def _is_empty(batch: Tree) -> bool:
-    """Returns whether a batch has no rows; what has some in one leaf and none in another is refused elsewhere."""
+    """Returns whether a batch has no rows; leaves that disagree are refused elsewhere."""
     rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if is_split(leaf)]
     return bool(rows) and not any(rows)

@@ -131,7 +131,7 @@ class Cut:
         return ratio.dtype_of(self.shapes.loss)
 
     def _sampled(self, samples: Any, backward: Backward, loss: Any, index: Index, squares: list[jax.Array]) -> Any:
-        """Returns the sums of the meter with `w |g|^2` of a gradient in them, which came scaled."""
+        """Adds `w |g|^2` of a gradient, which came scaled, to the sums of the meter."""
         meter = self.rules.meter
         if not meter.measures:
             return samples
@@ -192,10 +192,10 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
 
 
 def _scale(rules: CallRules, parts: int, kinds: Tree, program: Any) -> float:
-    """Returns by how much gradients are scaled while they are added.
+    """Returns the factor of gradients while they are added.
 
-    A micro-batch has a small share of the gradient, which float16 would round to zero: so there it is made as large as
-    the whole, by a power of two. What the user's own rules make of a larger cotangent, nobody can tell.
+    float16 would round a micro-batch's small share of the gradient to zero: a power of two makes it as large as the
+    whole. A user's own rule may do anything with a larger cotangent: beside one nothing is scaled.
     """
     wide = not any(map(dtypes.is_short, jax.tree.leaves(rules.accumulator_dtype)))
     if not (equations.is_short(program) and wide and gradients.are_added(kinds)) or equations.has_rule(program):

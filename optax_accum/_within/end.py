@@ -44,7 +44,6 @@ class End:
         self.gradient = jax.make_jaxpr(jax.grad(self._loss, argnums=(0, 2)))(given, others, params)
 
     def _type_of_rows(self, value: Value) -> Any:
-        """Returns the type of the rows of this device."""
         shape = list(value.long.shape)
         shape[axis_of(value)] //= self.traced.units.devices
         return value.long.update(shape=tuple(shape))
@@ -165,7 +164,7 @@ def _put(leaves: Leaves, flags: Sequence[bool], others: Leaves) -> list[Any]:
 
 
 def _depend(program: Any, count: int) -> list[bool]:
-    """Returns which outputs of a program depend on the first of its inputs."""
+    """Returns which outputs of a program depend on its first `count` inputs."""
     of_inputs = set(program.invars[:count])
     for equation in program.eqns:
         if any(isinstance(atom, core.Var) and atom in of_inputs for atom in equation.invars):
@@ -174,7 +173,7 @@ def _depend(program: Any, count: int) -> list[bool]:
 
 
 def _needed(program: Any, count: int) -> list[bool]:
-    """Returns which inputs of a program the first of its outputs depend on."""
+    """Returns which inputs the first `count` outputs of a program depend on."""
     wanted = {atom for atom in program.outvars[:count] if isinstance(atom, core.Var)}
     for equation in reversed(program.eqns):
         if not wanted.isdisjoint(equation.outvars):
@@ -189,7 +188,7 @@ _ZERO_OF_ZERO = {
 
 
 def _zeros(program: Any) -> list[bool]:
-    """Returns which outputs of a program are zeros whatever it takes."""
+    """Returns which outputs of a program are zeros for all inputs."""
     zeros: set[Any] = set()
 
     def is_zero(atom: Any) -> bool:
@@ -202,7 +201,7 @@ def _zeros(program: Any) -> list[bool]:
 
 
 def _run(traced: Any, values: Leaves, wanted: Sequence[int]) -> list[Any]:
-    """Returns some outputs of a traced program; equations that others need are not evaluated."""
+    """Evaluates some outputs of a traced program, and only the equations that they need."""
     program = traced.jaxpr
     outputs = [program.outvars[place] for place in wanted]
     live = {atom for atom in outputs if isinstance(atom, core.Var)}

@@ -129,7 +129,7 @@ def mapped_once(
 def _stacked(
     turn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, to_host: Sequence[bool], like: Any
 ) -> tuple[Any, list[jax.Array]]:
-    """Does what `jax.lax.scan` does; the list that it stacks begins as the last leaf of `xs` does, or on the host.
+    """Does what `jax.lax.scan` does; its buffers begin like the last leaf of `xs`, or on the host.
 
     All of its arrays may differ between devices where `like` does.
     """

@@ -153,7 +153,7 @@ def microbatched_apply(
 
 
 def _shapes(call: Call, rows: int | None = None) -> Call:
-    """Returns a call with shapes for arrays, wherever these lie; the batch's with so many rows, if asked."""
+    """Returns a call with shapes in place of arrays; with `rows`, the batch has so many."""
 
     def shape(name: Name, leaf: Any) -> Any:
         if not is_array(leaf):

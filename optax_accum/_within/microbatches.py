@@ -149,7 +149,7 @@ class MicroBatches:
         return dataclasses.replace(self, call=call, interleaved=interleaved, rest=rest)
 
     def _rows(self, index: Index) -> Any:
-        """Returns the arguments that hold the batch, of one micro-batch."""
+        """Returns the batch's arguments for one micro-batch."""
         return self.rest if self.split.is_rest(index) else splitting.micro_batch(self.split, self.interleaved, index)
 
     def _of_rows(self, index: Index, rows: Any, carry: Tree) -> Turn:

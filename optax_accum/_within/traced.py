@@ -110,7 +110,7 @@ def shapes_of(fun: Callable[..., Any], call: Call) -> Tree:
 
 
 def _of_arrays(fun: Callable[..., Any], call: Call) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
-    """Returns a call as a function of the arrays among its arguments, and these."""
+    """Returns a call as a function of its arrays, and the arrays."""
     names = tuple(call.arguments)
     arrays, filled = parted(call[names], is_array)
     return lambda arrays: call.with_values(names, filled(arrays)).apply(fun), arrays

@@ -216,7 +216,6 @@ def of_whole_batch(compute: Any) -> Callable[..., tuple[Any, Any]]:
 
 
 def _differentiated(rules: CallRules, call: Call) -> tuple[Any, Any]:
-    """Returns the whole batch's value and gradient, as the traced loss tells them."""
     checks.check_no_module(call[call.params])
     checks.check_differentiable(call[call.params])
     again = tracing.is_again(list(call.arguments.values()))

@@ -78,7 +78,7 @@ def _share(weight: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def _live_rows(micro_batches: MicroBatches, alive: Flags) -> Any:
-    """Returns the rows of all micro-batches of the batch that are run, at least 1."""
+    """Returns the number of rows in all micro-batches that run, at least 1."""
     split = micro_batches.split
     return jnp.maximum(micro_batches.device.total(jnp.sum(alive[0]) * split.size + alive[1] * split.rest), 1)
 

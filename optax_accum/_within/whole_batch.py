@@ -194,7 +194,7 @@ def _as_end_allows(device: Device, once: OnePass) -> Device:
 
 
 def _ended(once: OnePass, given: Given, grads: Any) -> Any:
-    """Returns the gradient with what the end of the loss makes of it."""
+    """Returns the gradient after the end of the loss: scaled by its factor, with its own terms added."""
     leaves, treedef = jax.tree.flatten(grads)
     if once.factor is not None:
         factor = once.end.factor(given, once.factor)
@@ -206,7 +206,7 @@ def _ended(once: OnePass, given: Given, grads: Any) -> Any:
 
 
 def _placed(device: Device, found: Traced, outputs: Tree) -> tuple[Tree, Tree]:
-    """Returns the outputs that devices have for themselves, and those that all have alike; None for the others."""
+    """Splits outputs into each device's own and the ones that all have alike; None stands for the others."""
     leaves = jax.tree.leaves(outputs)
     if device.is_alone:
         device.check_axes(leaves)

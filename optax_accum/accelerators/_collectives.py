@@ -200,7 +200,7 @@ _CONTEXT = re.compile(r"u32\[\](?:\{[^}]*\})?")  # two numbers beside what a TPU
 
 
 def _moved(computation: Computation, instruction: Instruction) -> int:
-    """Returns the larger of the bytes that go in and that come out; a `-start` may give back what went in, too."""
+    """Returns the bytes read or the bytes written, whichever are more; a `-start` may give back its operands, too."""
     shape = instruction.shape
     if instruction.opcode == "collective-permute-start":
         shape = _CONTEXT.sub("", shape)

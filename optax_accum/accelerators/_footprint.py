@@ -85,7 +85,7 @@ def footprint(lowered: jax.stages.Lowered, target: Target) -> Footprint:
 
 
 def _needed(message: str) -> float:
-    """Returns the bytes that a compiler names which stopped for want of memory, or infinity."""
+    """Returns the bytes in the message of a compiler that ran out of memory, or infinity."""
     if not (found := re.search(r"\((\d+(?:\.\d+)?)([KMGT]?)i?B?\) exceeds", message)):
         return math.inf
     return float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")

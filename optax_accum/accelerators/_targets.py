@@ -262,7 +262,6 @@ def _compile_only(platform: str, name: str, **options: str) -> tuple[Any, ...]:
 
 
 def _compilers() -> str:
-    """Returns the compilers that are installed, with their versions."""
     names = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
     found = [f"{one.name} {one.version}" for one in importlib.metadata.distributions() if one.name in names]
     return ", ".join(sorted(found)) or "none is installed"

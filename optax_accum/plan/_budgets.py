@@ -65,7 +65,7 @@ def _free() -> int | None:
 
 
 def _left_by_cgroups() -> Generator[int]:
-    """Yields what each control group leaves that this process is in, and those around it."""
+    """Yields the memory left by this process's control group, and by each group around it."""
     for line in _read("proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in {*controllers.split(",")} & {*_CGROUPS}:

@@ -207,7 +207,7 @@ class Plan:
         return notes
 
     def _line(self) -> tuple[float, float] | None:
-        """Returns what is held at no rows beside arguments and outputs, and what a row adds to the peak.
+        """Returns the memory at no rows, beside arguments and outputs, and the memory that a row adds to the peak.
 
         That is on the line through the two sizes of a kind that are farthest apart.
         """

@@ -280,7 +280,7 @@ def _check_builder(builder: Builder, rows: int, options: Sequence[Any] | None) -
 
 @contextmanager
 def _bar(progress: bool, total: int) -> Generator[Callable[[str, int], None]]:
-    """Yields a function to be told which program comes, and how many are done; it draws a bar, if tqdm is there."""
+    """Yields `advance(what, done)`: the next program, and how many are done; it draws a bar, if tqdm is there."""
     try:
         bar_of = importlib.import_module("tqdm.auto").tqdm if progress else None
     except ImportError:

@@ -121,7 +121,7 @@ def _halvings(groups: Sequence[Sequence[Candidate]]) -> int:
 
 
 def _foretold(group: Sequence[Candidate], peaks: Peaks, limit: float, at_no_rows: float) -> int:
-    """Returns the place of the fewest that should fit, by the line through the measurements; else the last."""
+    """Returns the index of the fewest that should fit, by the line through the measurements; else of the last."""
     points = sorted({(c.rows, peak) for c, peak in peaks.items() if math.isfinite(peak)} | {(0, at_no_rows)})
     if len(points) == 1:
         return len(group) // 2
@@ -138,7 +138,7 @@ def _on_line(points: list[tuple[int, float]], rows: int) -> float:
 
 
 def _hopeless(candidate: Candidate, peaks: Peaks, limit: float) -> bool:
-    """Returns whether a cut with no more rows did not fit; one that is even says so of ragged ones, too.
+    """Returns whether a cut with no more rows did not fit; an even cut answers for ragged ones, too.
 
     Rows of one say nothing of more.
     """
