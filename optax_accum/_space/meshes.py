@@ -161,9 +161,9 @@ def cuttable(leaf: jax.Array, rows: int, axis: int = 0) -> jax.Array:
     return leaf if unsharded is None else jax.sharding.reshard(leaf, unsharded)
 
 
-def filled(sizes: Sequence[int], row: jax.ShapeDtypeStruct, number: Any) -> jax.Array:
+def filled(sizes: Sequence[int], row: jax.ShapeDtypeStruct, number: Any, dtype: Any = None) -> jax.Array:
     """Returns an array of one number for rows along axes of these sizes, on the Explicit axes that a row is on."""
-    leaf = jnp.full((*sizes, *row.shape), number, row.dtype)
+    leaf = jnp.full((*sizes, *row.shape), number, dtype or row.dtype)
     sharding = compilers.explicit_sharding(row)
     if sharding is None:
         return leaf

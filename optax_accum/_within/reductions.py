@@ -206,7 +206,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def _zeros(shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
-    return meshes.filled([], shape.update(dtype=_wide(shape.dtype)), 0)
+    return meshes.filled([], shape, 0, _wide(shape.dtype))
 
 
 def _filled(number: Callable[[Any], Any], shape: jax.ShapeDtypeStruct, split: Split) -> jax.Array:
