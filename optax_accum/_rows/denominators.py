@@ -69,10 +69,10 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
     reading = Reading(levels, RULES)
     form = reading.form(levels.program.outputs[output])
     apart = [term for term in form.terms if not term.is_sum]
-    found = [_denominator(reading, others, term.powers, term.sources) for term in form.sums]
+    denominators = [_denominator(reading, others, term.powers, term.sources) for term in form.sums]
     if form.reasons:
         return Found((), _one_a_line(form.reasons))
-    reasons = [reason for reason in found if isinstance(reason, Reason)]
+    reasons = [reason for reason in denominators if isinstance(reason, Reason)]
     for term in form.sums:
         place = term.sources[0].place
         if term.powers == NONE and len(form.terms) > 1:
@@ -82,7 +82,7 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
             reasons.append(Reason("a sum over rows, beside a term without rows that a count divides", place, True))
     if reasons:
         return Found((), _one_a_line(reasons))
-    return Found(tuple(one for one in found if isinstance(one, Denominator)))
+    return Found(tuple(one for one in denominators if isinstance(one, Denominator)))
 
 
 def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:

@@ -39,10 +39,10 @@ def nonlinear_rules(eqn: Any) -> Iterator[Any]:
 
 def _programs(eqn: Any) -> list[Any]:
     keys = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")
-    found = [eqn.params[key] for key in keys if key in eqn.params]
+    programs = [eqn.params[key] for key in keys if key in eqn.params]
     if eqn.primitive.name.startswith("custom_vjp_call"):
         return []
-    return [compilers.opened(program)[0] for program in (*found, *eqn.params.get("branches", ()))]
+    return [compilers.opened(program)[0] for program in (*programs, *eqn.params.get("branches", ()))]
 
 
 def _is_linear(eqn: Any) -> bool:

@@ -66,8 +66,8 @@ class Equation:
         """The line of the user's code that it comes from: for a function of a library, the line of the call."""
         if self.caller is None:
             return place_of(self.long)
-        own = None if calls_library(self.caller.long) else own_place(self.long)
-        return own or self.caller.place
+        user_line = None if calls_library(self.caller.long) else own_place(self.long)
+        return user_line or self.caller.place
 
     def __repr__(self) -> str:
         return f"{self.name} at {self.place}"
@@ -141,12 +141,12 @@ def _inlined(
         ins, view = read(a.invars, b.invars), view_of(a, b, rows)
         outs = [Value(var.aval, axis) for var, axis in zip(a.outvars, view.outs, strict=True)]
         equation = Equation(a, b, ins, outs, rows, caller)
-        own = of_own_rows(equation, equations) if equation.name == "gather" else None
-        if own is not None:
+        gather = of_own_rows(equation, equations) if equation.name == "gather" else None
+        if gather is not None:
             for_all, for_more = (
-                jax.make_jaxpr(own.fun)(*(_type(value, rows, size) for value in own.ins)) for size in rows
+                jax.make_jaxpr(gather.fun)(*(_type(value, rows, size) for value in gather.ins)) for size in rows
             )
-            outs = _inlined(for_all, for_more, own.ins, equations, rows, equation)
+            outs = _inlined(for_all, for_more, gather.ins, equations, rows, equation)
         elif _is_inlined(equation):
             outs = _inlined(_inner(a), _inner(b), ins, equations, rows, equation)
         else:

@@ -95,8 +95,8 @@ class Reading:
         if of_model and any(nonlinear_rules(equation.long)):
             form = form.because(Reason("a derivative of yours that is not linear", equation.place))
         if any(reason.place is _HERE for reason in form.reasons):
-            here = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)
-            form = form._replace(reasons=here)
+            reasons = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)
+            form = form._replace(reasons=reasons)
         self.forms.update(dict.fromkeys(equation.outs, form))
 
     def _find_again(self, equation: Equation) -> None:

@@ -161,8 +161,8 @@ def _custom_vjp(fun: Callable[[Values], Values], long: Any, other: Any, some: So
     def backward(kept: tuple[Any, Values], cotangents: Values) -> tuple[Any, ...]:
         real, values = kept
         given = [ct for ct, moves in zip(cotangents, of_inexact, strict=True) if moves]
-        found = iter(_added_up(*traces, some._replace(real=real), [*values, *given]))
-        return (None, *(next(found) if moves else None for moves in inexact))
+        grads = iter(_added_up(*traces, some._replace(real=real), [*values, *given]))
+        return (None, *(next(grads) if moves else None for moves in inexact))
 
     called.defvjp(lambda real, *values: (fun(values), (real, values)), backward)
     return functools.partial(called, some.real)

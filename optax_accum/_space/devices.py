@@ -71,10 +71,10 @@ class Devices:
         self._check()
 
     def _check(self) -> None:
-        said = {name: value for name, value in vars(self).items() if name != "axes" and value is not None}
-        if said and not self.axes:
+        options = {name: value for name, value in vars(self).items() if name != "axes" and value is not None}
+        if options and not self.axes:
             raise ValueError(
-                f"Devices says how gradients are added over mesh axes: axes=None, and {', '.join(said)} given. Name "
+                f"Devices says how gradients are added over mesh axes: axes=None, and {', '.join(options)} given. Name "
                 "the axes, too, or leave it out."
             )
         if isinstance(self.to, str) and not self.is_partial:

@@ -205,8 +205,8 @@ def tells_apart(axes: Axes) -> bool:
 
 def communicates(program: Any, axes: Axes | None = None) -> bool:
     """Returns whether a traced program takes something from other devices, inside `jax.shard_map`, along these axes."""
-    found = set(_communicating(program))
-    return bool(found if axes is None else found & set(axes))
+    communicating = set(_communicating(program))
+    return bool(communicating if axes is None else communicating & set(axes))
 
 
 def may_wait_for_all(program: Any) -> bool:

@@ -73,8 +73,8 @@ def opened(what: str, tree: Tree) -> Tree:
 
 def begun(first: Tree, later: Tree) -> Tree:
     """Returns what an opened carry began with, in its later dtypes; zeros for what came later, as PyTorch's moments."""
-    known, found = (dict(jax.tree.leaves_with_path(tree)) for tree in (first, later))
-    if not known.keys() <= found.keys():
+    known, present = (dict(jax.tree.leaves_with_path(tree)) for tree in (first, later))
+    if not known.keys() <= present.keys():
         return first
 
     def put(path: Any, leaf: Any) -> Any:
@@ -143,12 +143,12 @@ def _of_module(module: Any, _: dict[int, str]) -> Tree:
 def _of_optimizer(optimizer: Any, names: dict[int, str]) -> Kept:
     """Returns the moments of an optimizer, by parameter, and the number of its updates, if it counts them."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found: dict[str, dict[str, np.ndarray]] = {}
+    moments: dict[str, dict[str, np.ndarray]] = {}
     for number, param in enumerate(params):
         for key, value in optimizer.state.get(param, {}).items():
             if is_tensor(value) and value.ndim:
-                found.setdefault(key, {})[names.get(id(param), str(number))] = _numbers(value)
-    return Kept(max((int(optimizer.state.get(param, {}).get("step", 0)) for param in params), default=0), found)
+                moments.setdefault(key, {})[names.get(id(param), str(number))] = _numbers(value)
+    return Kept(max((int(optimizer.state.get(param, {}).get("step", 0)) for param in params), default=0), moments)
 
 
 def _is_of_torch(kind: str) -> Callable[[Any], bool]:

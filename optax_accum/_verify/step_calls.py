@@ -118,14 +118,14 @@ class Steps:
 
     def _numbers(self, carry: Tree) -> Numbers:
         self._end = foreign.opened("carry", carry)
-        found = carries.numbers(self._end)
+        numbers = carries.numbers(self._end)
         objects = any(map(foreign.is_held, jax.tree.leaves(self._carry)))  # an optimizer may drop what it kept
-        if not objects and (lost := self._began.keys() - found.keys()):
+        if not objects and (lost := self._began.keys() - numbers.keys()):
             raise TypeError(
                 f"step must return the whole carry: {', '.join(sorted(map(carries.named, lost)))} is not in what it "
                 "returned. Return it as it came, if the step does not change it."
             )
-        return self._later | found
+        return self._later | numbers
 
     def _made(self) -> tuple[Callable[..., Any], Tree, Callable[..., Any] | None]:
         made = self.make_step(self.every)
@@ -145,8 +145,8 @@ class Steps:
                 "step must return the next carry: it returned None. Where it changes the carry in place, as NNX and "
                 "PyTorch do, return that."
             )
-        own = jax.tree.structure(self._carry)
-        if isinstance(new, tuple) and new and jax.tree.structure(new) != own == jax.tree.structure(new[0]):
+        structure = jax.tree.structure(self._carry)
+        if isinstance(new, tuple) and new and jax.tree.structure(new) != structure == jax.tree.structure(new[0]):
             raise TypeError(
                 "step must return the next carry alone: it returned a tuple that begins with it. Pass "
                 "lambda carry, micro_batch: step(carry, micro_batch)[0]."

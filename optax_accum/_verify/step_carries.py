@@ -28,19 +28,19 @@ def aligned(paths: Iterable[Path], others: Iterable[Path]) -> dict[Path, Path]:
 
     What stands in a list is counted from its end: Keras puts accumulators before the moments.
     """
-    here, there, found = _from_end(paths), _from_end(others), dict[Path, Path]()
-    for path, end in here.items():
-        shared = {other: common_end(end, other_end) for other, other_end in there.items()}
+    ends, other_ends, pairs = _from_end(paths), _from_end(others), dict[Path, Path]()
+    for path, end in ends.items():
+        shared = {other: common_end(end, other_end) for other, other_end in other_ends.items()}
         best = max(shared.values(), default=0)
         if list(shared.values()).count(best) == 1 and best >= min(2, len(path)):
-            found[path] = next(other for other, length in shared.items() if length == best)
-    return found
+            pairs[path] = next(other for other, length in shared.items() if length == best)
+    return pairs
 
 
 def counters(carry: Tree) -> list[Path]:
     """Returns the paths of what Optax's transformations call `count`: in their states, for metrics count, too."""
-    found = [path for path, leaf in leaves_of(carry) if _is_count(leaf) and plain(path)[-1:] == ("count",)]
-    return inside(found, states(carry))
+    counts = [path for path, leaf in leaves_of(carry) if _is_count(leaf) and plain(path)[-1:] == ("count",)]
+    return inside(counts, states(carry))
 
 
 def has_keys(tree: Tree) -> bool:

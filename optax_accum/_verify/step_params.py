@@ -40,15 +40,15 @@ def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Le
     def leaf(slot: Any, path: Any, other: Any, drift: Any, param: Any = "") -> Any:
         return Leaf(slot, path, other, epsilons[path], start[path], drift, param)
 
-    found = {name: leaf("params", path, others[name], start[path]) for name, path in params.items()}
+    leaves = {name: leaf("params", path, others[name], start[path]) for name, path in params.items()}
     for path, other in carries.aligned(state_of(one, root, params), state_of(cut, other_root, others)).items():
         if start[path].shape == then[other].shape:
             ends = {name: (plain(of[len(root) :]), np.shape(start[of])) for name, of in params.items()}
             stem, name = _owner(plain(path), np.shape(start[path]), ends)
             alike = name and start[path].shape == start[params[name]].shape
             drift = start[params[name]] if alike else np.zeros_like(start[path])
-            found[named(path)] = leaf("/".join((*stem, "")), path, other, drift, name)
-    return found
+            leaves[named(path)] = leaf("/".join((*stem, "")), path, other, drift, name)
+    return leaves
 
 
 def check(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> None:
@@ -101,11 +101,11 @@ def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
     Inside an optimizer's state also what belongs to one parameter alone, of any shape, as factored moments do.
     """
     everything = dict(leaves_of(carry))
-    own = {name: everything.pop(path) for name, path in params.items()}
+    initial = {name: everything.pop(path) for name, path in params.items()}
     leaves = {path: leaf for path, leaf in everything.items() if is_inexact(leaf)}
     ends = {name: plain(path[len(root) :]) for name, path in params.items()}
-    shapes = {name: np.shape(leaf) for name, leaf in own.items()}
-    found: set[Path] = set()
+    shapes = {name: np.shape(leaf) for name, leaf in initial.items()}
+    mirrors: set[Path] = set()
     for candidate in leaves:  # a leaf that ends like the first parameter starts a mirror
         first = next(iter(params))
         stem = _stem(plain(candidate), ends[first])
@@ -117,18 +117,18 @@ def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
             for name in params
             if plain(path) == stem + ends[name] and np.shape(leaf) == shapes[name]
         }
-        found |= mirror if len(mirror) == len(params) or not ends[first] else set()
-    found |= _lists(leaves, Counter(shapes.values()))
+        mirrors |= mirror if len(mirror) == len(params) or not ends[first] else set()
+    mirrors |= _lists(leaves, Counter(shapes.values()))
     both = {name: (end, shapes[name]) for name, end in ends.items()}
     owner = {path: _owner(plain(path), np.shape(leaf), both)[1] for path, leaf in leaves.items()}
-    found |= {path for path, name in owner.items() if name and np.shape(leaves[path]) == shapes[name]}
-    starts = list(map(wide, own.values()))
+    mirrors |= {path for path, name in owner.items() if name and np.shape(leaves[path]) == shapes[name]}
+    starts = list(map(wide, initial.values()))
 
     def begins(leaf: Any) -> Any:
         return not np.any(leaf) or any(np.array_equal(leaf, start) for start in starts)
 
     owned = {path for path in inside(leaves, states(carry)) if owner[path]}
-    return owned | {path for path in found if begins(wide(leaves[path]))}
+    return owned | {path for path in mirrors if begins(wide(leaves[path]))}
 
 
 def _listed(params: dict[str, Path]) -> str:
@@ -163,8 +163,8 @@ def _stem(path: Path, end: Path) -> Path | None:
 
 def _asked(carry: Tree, find: Callable[[Tree], Tree]) -> tuple[Path, list[Path]]:
     """Returns the paths of the leaves that `find` returns, which are the carry's own."""
-    own = {id(leaf) for leaf in jax.tree.leaves(find(carry))}
-    return _under_root([path for path, leaf in leaves_of(carry) if id(leaf) in own])
+    asked = {id(leaf) for leaf in jax.tree.leaves(find(carry))}
+    return _under_root([path for path, leaf in leaves_of(carry) if id(leaf) in asked])
 
 
 def _of_nnx(carry: Tree) -> tuple[Path, list[Path]] | None:
@@ -244,11 +244,11 @@ def _without_copies(parts: list[list[Path]], leaves: dict[Path, Any]) -> list[li
 
 def _lists(leaves: dict[Path, Any], shapes: Counter[Any]) -> set[Path]:
     """Returns the paths in lists of as many arrays of each shape as the parameters have, or a multiple."""
-    found: set[Path] = set()
+    listed: set[Path] = set()
     for parent in {path[:-1] for path in leaves if path and path[-1].isdigit()}:
-        here = {path: np.shape(leaf) for path, leaf in leaves.items() if path[:-1] == parent}
-        many = Counter(shape for shape in here.values() if shape)
+        siblings = {path: np.shape(leaf) for path, leaf in leaves.items() if path[:-1] == parent}
+        many = Counter(shape for shape in siblings.values() if shape)
         times = {many[shape] / count for shape, count in shapes.items() if shape}
         if set(many) <= set(shapes) and len(times) == 1 and min(times) >= 1 and min(times).is_integer():
-            found |= {path for path, shape in here.items() if shape}
-    return found
+            listed |= {path for path, shape in siblings.items() if shape}
+    return listed

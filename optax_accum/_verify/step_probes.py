@@ -107,9 +107,9 @@ def _averages(runs: StepErrors) -> str:
             return all(np.array_equal(here[path], there[path]) for path in paths.values())
 
         moved = {slot: paths for slot, paths in moved.items() if same(paths)}
-    found = sorted(name for paths in moved.values() for name in paths)
-    says = f"{', '.join(found[:3])} moved at micro-step {k + 1}, which holds, by the same whatever the micro-batch."
-    return says if found else ""
+    names = sorted(name for paths in moved.values() for name in paths)
+    says = f"{', '.join(names[:3])} moved at micro-step {k + 1}, which holds, by the same whatever the micro-batch."
+    return says if names else ""
 
 
 def moves_somehow(runs: StepErrors) -> str:
@@ -262,10 +262,10 @@ def uncompared(runs: StepErrors) -> list[str]:
         return path not in compared and not np.array_equal(before[path], after[path])
 
     leaves = carries.leaves_of(runs.one.carry)
-    found = [carries.named(path) for path, leaf in leaves if carries.is_inexact(leaf) and changed(path)]
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    told = "in the carry, which changes and belongs to no parameter; if your updates depend on it, compare it yourself"
-    return [f"{', '.join(found[:3])}{more} {told}"] if found else []
+    missed = [carries.named(path) for path, leaf in leaves if carries.is_inexact(leaf) and changed(path)]
+    more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+    where = "in the carry, which changes and belongs to no parameter; if your updates depend on it, compare it yourself"
+    return [f"{', '.join(missed[:3])}{more} {where}"] if missed else []
 
 
 def asked(runs: StepErrors) -> list[str]:

@@ -169,11 +169,11 @@ class StepRuns:
         def held(leaf: Any) -> Any:
             return all(np.array_equal(first[0][leaf.cut], later[leaf.cut]) for later in first)
 
-        found: dict[str, list[str]] = {}
+        slots: dict[str, list[str]] = {}
         for name, leaf in self.leaves.items():
             if leaf.slot == "params" or held(leaf):
-                found.setdefault(leaf.slot, []).append(name)
-        return found
+                slots.setdefault(leaf.slot, []).append(name)
+        return slots
 
     @functools.cached_property
     def even_rows(self) -> Rows:

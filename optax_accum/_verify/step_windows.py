@@ -74,9 +74,9 @@ def explained(w: WindowView) -> Said | None:
         return next(_beside_the_gradient(w), None) or ((nearer := w.nearer()) and explained(nearer))
     off = [slot for slot in w.linear if w.e.distance(w.found, w.e.whole, slot) >= w.e.near]
     w = dataclasses.replace(w, linear=off)  # one of two optimizers may be right
-    told = [one for one in foretold(w) if one[1] < w.e.near]
-    best = min((distance for _, distance, _ in told), default=0.0)
-    near = [(kind, says) for kind, distance, says in told if distance <= max(2 * best, TIE)]
+    faults = [one for one in foretold(w) if one[1] < w.e.near]
+    best = min((distance for _, distance, _ in faults), default=0.0)
+    near = [(kind, says) for kind, distance, says in faults if distance <= max(2 * best, TIE)]
     return next(iter(near), None) or next(fitted(w), None) or (w.unclipped and explained(w.unclipped))
 
 
@@ -171,7 +171,7 @@ def fitted(w: WindowView) -> Iterator[Said]:
         (right, fits), (came, off) = e.combined(slot), e.combined(slot, of=w.found)
         if off >= near or min(came) < -near or e.distance(w.found, e.whole, slot) < near:
             continue
-        told = f"The micro-batches count for {_listed(came)}"
+        text = f"The micro-batches count for {_listed(came)}"
         whole, factor = abs(sum(came) - 1) < near, sum(came) / max(sum(right), near)
         alike = all(abs(share - factor * of) < near for share, of in zip(came, right, strict=True))
         if fits >= near:
@@ -180,11 +180,11 @@ def fitted(w: WindowView) -> Iterator[Said]:
         elif w.coupling():
             yield "coupled examples", w.coupling()
         elif alike and abs(factor - 1) > near:
-            yield _divisor(w, factor), f"{told}, {factor:.3g} times as much as in the whole batch."
+            yield _divisor(w, factor), f"{text}, {factor:.3g} times as much as in the whole batch."
         elif whole and sum(right) > 1 + near:
-            yield "clipping at each micro-step", f"{told}; the whole batch counts them for {_listed(right)}: {CLIPPED}."
+            yield "clipping at each micro-step", f"{text}; the whole batch counts them for {_listed(right)}: {CLIPPED}."
         elif w.linear or whole:
-            yield "mean of means", f"{told}; in the whole batch for {_listed(right)}."
+            yield "mean of means", f"{text}; in the whole batch for {_listed(right)}."
     if w.coupling():
         yield "coupled examples", w.coupling()
 
@@ -229,23 +229,23 @@ class Second(NamedTuple):
 
 def explained_second(w: Second) -> Said | None:
     """Returns what makes the second window wrong: the first one's sum, a factor that a clip hid, or another rate."""
-    told: list[Foretold] = []
+    faults: list[Foretold] = []
     for slot in dict.fromkeys((*w.e.linear, *(slot.removeprefix(ROOT) for slot in w.e.linear))):
         right, first, found = (w.e.vector(change, slot) for change in (w.right, w.first, w.found))
         columns = np.stack([right, first], 1)
         shares = np.linalg.lstsq(columns, found, rcond=1e-6)[0]  # behind a clip both are less than 1
         distance = float(np.linalg.norm(found - columns @ shares) / max(np.linalg.norm(found), 1e-300))
         if shares[0] < 1 + w.e.near and shares[1] * np.linalg.norm(first) > w.e.near * np.linalg.norm(right):
-            told.append(("not emptied", distance, "The first window's sum is in the second window, too."))
+            faults.append(("not emptied", distance, "The first window's sum is in the second window, too."))
         elif slot != "params" and abs(shares[0] - 1) > max(4 * distance, TIE):  # of moments: no rate is in it
             kind = "sum for a mean" if shares[0] > 1 else "divided twice"
             says = (
                 f"The second window's gradient is {shares[0]:.3g} times the whole batch's; in the first a clip hid it."
             )
-            told.append((kind, distance, says))
+            faults.append((kind, distance, says))
     factor, distance = dataclasses.replace(w.e, whole=w.right).fit(w.found, "params")
     if abs(factor - 1) > w.e.near:
         says = f"The second window's update is {factor:.3g} times the whole batch's; the first is right."
-        told.append(("optimizer at each micro-step", distance, says))
-    kind, distance, says = min(told, key=lambda one: one[1], default=("", 1.0, ""))
+        faults.append(("optimizer at each micro-step", distance, says))
+    kind, distance, says = min(faults, key=lambda one: one[1], default=("", 1.0, ""))
     return (kind, says) if distance < w.e.near and not w.e.silent else None

@@ -185,8 +185,8 @@ def _report(runs: StepErrors, uneven: bool) -> Report:
     causes, pairs, notes = _compared(runs, uneven)
     errors, limits = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
     blind = [] if causes else list(found(faults.FAULTS, "blind", runs, pairs))
-    told = tuple(dataclasses.replace(cause, of_jax=runs.cut.is_jax) for cause in (*causes, *blind))
-    seen = (told, rows, every, runs.random, runs.draws, tuple(notes), not blind)
+    all_causes = tuple(dataclasses.replace(cause, of_jax=runs.cut.is_jax) for cause in (*causes, *blind))
+    seen = (all_causes, rows, every, runs.random, runs.draws, tuple(notes), not blind)
     return Report(not causes and not blind, errors, limits, *seen)
 
 

@@ -88,9 +88,9 @@ class End:
     def cotangents(self, given: Given) -> Given:
         """Returns the cotangents of the loop's results; None where they are zero."""
         count = sum(self.inexact)
-        found = self._gradient([*given.parts, *given.rows], range(count))
+        leaves = self._gradient([*given.parts, *given.rows], range(count))
         is_zero = _zeros(self.gradient.jaxpr)[:count]
-        cotangents = self._given([None if zero else ct for zero, ct in zip(is_zero, found, strict=True)])
+        cotangents = self._given([None if zero else ct for zero, ct in zip(is_zero, leaves, strict=True)])
         return cotangents._replace(parts=jax.tree.map(self._over_devices, cotangents.parts))
 
     @property
@@ -118,9 +118,9 @@ class End:
         count = sum(self.inexact)
         is_zero = _zeros(self.gradient.jaxpr)[count:]
         wanted = [count + place for place, zero in enumerate(is_zero) if not zero]
-        found = iter(self._gradient([*given.parts, *given.rows], wanted))
+        grads = iter(self._gradient([*given.parts, *given.rows], wanted))
         flags = iter(is_zero)
-        return [next(found) if moves and not next(flags) else None for moves in self.of_params]
+        return [next(grads) if moves and not next(flags) else None for moves in self.of_params]
 
     def _gradient(self, given: Leaves, wanted: Sequence[int]) -> list[Any]:
         others = _chosen(given, [not moves for moves in self.inexact])

@@ -99,9 +99,9 @@ def microbatched(
     def run(*args: Any, **kwargs: Any) -> Any:
         call = roles.bind(args, kwargs)
         others = [name for name in call.arguments if name not in call.batch]
-        found = traced(fun, call, sizes, others, crossing=rows_cross)
-        if found.units.parts == 1:
+        loss = traced(fun, call, sizes, others, crossing=rows_cross)
+        if loss.units.parts == 1:
             return call.apply(fun)
-        return found.returned(by_level.evaluate(found.levels, found.units, found.device, found.values))
+        return loss.returned(by_level.evaluate(loss.levels, loss.units, loss.device, loss.values))
 
     return run

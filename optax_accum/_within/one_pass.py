@@ -182,10 +182,10 @@ def _first_pass(once: OnePass) -> Given:
             wanted.update(equation.ins)
     part = Loop(equations[::-1], parts, rows, [value for value in loop.takes if value in wanted])
     found_rows, totals = by_level.results_of(part, traced.levels, Store(traced.units, traced.device, env))
-    found: dict[Any, Any] = dict(zip(parts, totals, strict=True))
-    found |= {value: traced.units.joined(leaf, axis_of(value)) for value, leaf in zip(rows, found_rows, strict=True)}
+    results: dict[Any, Any] = dict(zip(parts, totals, strict=True))
+    results |= {value: traced.units.joined(leaf, axis_of(value)) for value, leaf in zip(rows, found_rows, strict=True)}
     pairs = zip((*loop.parts, *loop.rows), once.end.still, strict=True)
-    leaves = [found.get(key, zeros) for key, zeros in pairs]
+    leaves = [results.get(key, zeros) for key, zeros in pairs]
     return Given(leaves[: len(loop.parts)], leaves[len(loop.parts) :])
 
 

@@ -67,18 +67,16 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
     try:
         over = device if device.one_batch else Device()
-        found = traced.traced(fun, call, rules.sizes, call.params, over, rules.crossing)
+        loss = traced.traced(fun, call, rules.sizes, call.params, over, rules.crossing)
     except tracing.NEEDS_VALUES as error:
         if tracing.is_staged():
             raise
         raise UnreadableError from error  # outside jit a loss may look at values, which no trace has
-    if device.is_spoken_to(found.program.jaxpr):
+    if device.is_spoken_to(loss.program.jaxpr):
         raise UnreadableError
-    once = one_pass(found)
+    once = one_pass(loss)
     return (
-        _in_levels(rules, device, call, found, again)
-        if once is None
-        else _in_one_pass(rules, device, call, once, again)
+        _in_levels(rules, device, call, loss, again) if once is None else _in_one_pass(rules, device, call, once, again)
     )
 
 
@@ -112,7 +110,7 @@ def _of_one_number(rules: CallRules) -> Callable[..., Any]:
 # Level by level
 
 
-def _in_levels(rules: CallRules, device: Device, call: Call, found: Traced, again: bool) -> tuple[Local, Tree]:
+def _in_levels(rules: CallRules, device: Device, call: Call, loss: Traced, again: bool) -> tuple[Local, Tree]:
     """Returns the value and the gradient of a loss that takes rows together before its end."""
     rules.meter.refuse(
         "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have no "
@@ -120,14 +118,14 @@ def _in_levels(rules: CallRules, device: Device, call: Call, found: Traced, agai
     )
     names = tuple(call.arguments)
     once = tracing.is_staged() and not again and rules.in_place is not False
-    values = tracing.refuse_differentiation(found.call[names], AGAIN) if once else found.call[names]
+    values = tracing.refuse_differentiation(loss.call[names], AGAIN) if once else loss.call[names]
 
     def compute(call: Call) -> Any:
         arrays, _ = parted(call[names], is_array)
-        return found.returned(by_level.evaluate(found.levels, found.units, found.device, arrays, once=once))
+        return loss.returned(by_level.evaluate(loss.levels, loss.units, loss.device, arrays, once=once))
 
-    grads, outputs = _differentiated(rules, found.device, call.with_values(names, values), compute)
-    local, same = _placed(device, found, outputs)
+    grads, outputs = _differentiated(rules, loss.device, call.with_values(names, values), compute)
+    local, same = _placed(device, loss, outputs)
     return Local(grads, local), same
 
 
@@ -205,13 +203,13 @@ def _ended(once: OnePass, given: Given, grads: Any) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _placed(device: Device, found: Traced, outputs: Tree) -> tuple[Tree, Tree]:
+def _placed(device: Device, loss: Traced, outputs: Tree) -> tuple[Tree, Tree]:
     """Splits outputs into each device's own and the ones that all have alike; None stands for the others."""
     leaves = jax.tree.leaves(outputs)
     if device.is_alone:
         device.check_axes(leaves)
-        return found.returned([None] * len(leaves)), outputs
-    values = found.levels.program.outputs
+        return loss.returned([None] * len(leaves)), outputs
+    values = loss.levels.program.outputs
     mine: list[Any] = [None] * len(leaves)
     same: list[Any] = [None] * len(leaves)
     for place, (value, leaf) in enumerate(zip(values, leaves, strict=True)):
@@ -221,4 +219,4 @@ def _placed(device: Device, found: Traced, outputs: Tree) -> tuple[Tree, Tree]:
             same[place] = device.same(leaf)
         else:
             mine[place] = leaf
-    return found.returned(mine), found.returned(same)
+    return loss.returned(mine), loss.returned(same)

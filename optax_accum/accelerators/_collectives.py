@@ -118,9 +118,9 @@ class Collectives:
             return "no collectives"
         lines = []
         for place, where in {"outside": "outside", "branch": "in branches", "loop": "in loops"}.items():
-            here = self.select(place=place)
-            for kind, *products in sorted({(op.kind, op.behind, op.beside) for op in here}):
-                some = Collectives(tuple(op for op in here.select(kind) if [op.behind, op.beside] == products))
+            operations = self.select(place=place)
+            for kind, *products in sorted({(op.kind, op.behind, op.beside) for op in operations}):
+                some = Collectives(tuple(op for op in operations.select(kind) if [op.behind, op.beside] == products))
                 behind, beside = products
                 hidden = f", behind {counted(behind, 'product')} of {beside:,} bytes" if behind else ""
                 unknown = "" if all(op.known for op in some) else ", in loops of unknown length counted once"
@@ -174,7 +174,7 @@ def count_collectives(compiled: Any) -> Collectives:
     References:
       The text is XLA's HLO (https://openxla.org/xla/operation_semantics).
     """
-    found: list[Collective] = []
+    operations: list[Collective] = []
     program = programs.Program.read(compiled, "count_collectives")
     behind: dict[str, tuple[int, int]] = {}  # of what started, by the computation that it runs
     for ran in program.run(into_fusions=True):
@@ -192,8 +192,8 @@ def count_collectives(compiled: Any) -> Collectives:
             source = re.search(r'op_name="([^"]*)"', ran.instruction.rest)
             group, moved = _group(ran.instruction.rest), _moved(ran.computation, ran.instruction)
             name = source[1] if source else ""
-            found.append(Collective(kind, place, ran.times, ran.known, moved, group, name, *products))
-    return Collectives(tuple(found))
+            operations.append(Collective(kind, place, ran.times, ran.known, moved, group, name, *products))
+    return Collectives(tuple(operations))
 
 
 _CONTEXT = re.compile(r"u32\[\](?:\{[^}]*\})?")  # two numbers beside what a TPU permutes, which stay at home

@@ -86,9 +86,9 @@ def footprint(lowered: jax.stages.Lowered, target: Target) -> Footprint:
 
 def _needed(message: str) -> float:
     """Returns the bytes in the message of a compiler that ran out of memory, or infinity."""
-    if not (found := re.search(r"\((\d+(?:\.\d+)?)([KMGT]?)i?B?\) exceeds", message)):
+    if not (match := re.search(r"\((\d+(?:\.\d+)?)([KMGT]?)i?B?\) exceeds", message)):
         return math.inf
-    return float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")
+    return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")
 
 
 def _memory(compiled: jax.stages.Compiled, target: Target) -> Any:
@@ -133,13 +133,13 @@ def shards_of(lowered: jax.stages.Lowered, rows: int) -> int | None:
     text = lowered.as_text()
     sizes = {name: int(size) for name, size in re.findall(r'"(\w+)"=(\d+)', text)}
     (main,) = re.findall(r"func.func public @main\(.*", text)
-    found = {
+    shards = {
         parts
         for argument in re.split(r"%arg(?=\d+:)", main)[1:]
         for dim, parts in zip(re.findall(r"(\d+)x", argument.split(">")[0]), _parts(argument, sizes), strict=False)
         if int(dim) == rows and parts > 1
     }
-    return min(found, default=None)  # of parameters that have as many rows more parts may be
+    return min(shards, default=None)  # of parameters that have as many rows more parts may be
 
 
 def _parts(argument: str, sizes: dict[str, int]) -> list[int]:
@@ -175,5 +175,5 @@ def _flops(computation: Computation, line: Instruction) -> int:
 
 
 def _dims(shape: str) -> list[int]:
-    found = re.search(r"\[([\d,]*)\]", shape)
-    return [int(dim) for dim in found[1].split(",") if dim] if found else []
+    match = re.search(r"\[([\d,]*)\]", shape)
+    return [int(dim) for dim in match[1].split(",") if dim] if match else []

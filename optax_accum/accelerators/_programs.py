@@ -75,14 +75,14 @@ class Computation(dict[str, Instruction]):
     def constant(self, name: str) -> int | None:
         """Returns the integer that an instruction holds, or None."""
         line = self.origin(name)
-        found = re.match(r"(-?\d+)\)", line.rest) if line.opcode == "constant" else None
-        return int(found[1]) if found else None
+        match = re.match(r"(-?\d+)\)", line.rest) if line.opcode == "constant" else None
+        return int(match[1]) if match else None
 
     def element(self, name: str) -> int | None:
         """Returns which element of a tuple an instruction is, or None."""
         line = self.origin(name)
-        found = re.search(r"\bindex=(\d+)", line.rest) if line.opcode == "get-tuple-element" else None
-        return int(found[1]) if found else None
+        match = re.search(r"\bindex=(\d+)", line.rest) if line.opcode == "get-tuple-element" else None
+        return int(match[1]) if match else None
 
 
 FUSIONS = ("fusion", "fusion-start")  # and one that runs beside what comes before its `-done`
@@ -126,8 +126,8 @@ class Program:
             if header := _HEADER.match(line):
                 current = computations.setdefault(header[2], Computation(header[2]))
                 entry = header[2] if header[1] else entry
-            elif current is not None and (found := _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))):
-                name, shape, opcode, rest = found.groups()
+            elif current is not None and (match := _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))):
+                name, shape, opcode, rest = match.groups()
                 words = re.findall(r"%?([\w.\-~]+)", rest.split(")", 1)[0])
                 current[name] = Instruction(name, shape, opcode, tuple(word for word in words if word in current), rest)
         if not entry:
@@ -140,21 +140,21 @@ class Program:
     @functools.cached_property
     def multiplying(self) -> frozenset[str]:
         """The computations that hold a matrix product or a convolution, or run one that does."""
-        found: set[str] = set()
+        names: set[str] = set()
         for name, computation in self.computations.items():  # those that are called stand first
-            if any(line.is_product or not found.isdisjoint(line.runs) for line in computation.values()):
-                found.add(name)
-        return frozenset(found)
+            if any(line.is_product or not names.isdisjoint(line.runs) for line in computation.values()):
+                names.add(name)
+        return frozenset(names)
 
     @functools.cached_property
     def stages(self) -> dict[str, str]:
         """Of TPUs, computations that are a `"Start"`, a `"Step"` or a `"Done"` of one collective that each names."""
-        found = {name: "Step" for name in self.computations if name.startswith("async_collective_fusion")}
+        stages = {name: "Step" for name in self.computations if name.startswith("async_collective_fusion")}
         for name, computation in self.computations.items():
             for line in computation.values():
                 if end := re.search(r'custom_call_target="AsyncCollective(Start|Done)"', line.rest):
-                    found[name] = end[1]
-        return found
+                    stages[name] = end[1]
+        return stages
 
     def stage(self, line: Instruction) -> str:
         """Returns which stage of an asynchronous operation an instruction is: "Start", "Step", "Done", or none, ""."""

@@ -263,5 +263,5 @@ def _compile_only(platform: str, name: str, **options: str) -> tuple[Any, ...]:
 
 def _compilers() -> str:
     names = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
-    found = [f"{one.name} {one.version}" for one in importlib.metadata.distributions() if one.name in names]
-    return ", ".join(sorted(found)) or "none is installed"
+    compilers = [f"{one.name} {one.version}" for one in importlib.metadata.distributions() if one.name in names]
+    return ", ".join(sorted(compilers)) or "none is installed"

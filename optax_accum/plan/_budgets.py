@@ -25,9 +25,9 @@ def as_bytes(budget: Any) -> int:
     remedy = 'Pass bytes, or text such as "80GB" or "7.5 GiB".'
     size: float = math.nan
     if isinstance(budget, str):
-        found = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", budget.lower())
-        if found and (found[2] or not found[3]):
-            size = float(found[1]) * (_BINARY if found[3] else _UNITS)[found[2]]
+        match = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", budget.lower())
+        if match and (match[2] or not match[3]):
+            size = float(match[1]) * (_BINARY if match[3] else _UNITS)[match[2]]
     elif isinstance(budget, int | float | np.integer | np.floating) and not isinstance(budget, bool):
         size = float(budget) if budget < 2**63 else math.inf
     if not math.isfinite(size):
@@ -70,8 +70,8 @@ def _left_by_cgroups() -> Generator[int]:
         _, controllers, path = line.split(":", 2)
         for controller in {*controllers.split(",")} & {*_CGROUPS}:
             mount, *files = _CGROUPS[controller]
-            own = Path(path.strip("/"))
-            for group in (own, *own.parents):
+            innermost = Path(path.strip("/"))
+            for group in (innermost, *innermost.parents):
                 yield from _left_by_cgroup(f"{mount}/{group}", *files)
 
 

@@ -65,8 +65,8 @@ class Plan:
     def microbatch_size(self) -> int:
         """The rows of the largest micro-batch, over all devices."""
         shards = self.shards or self.num_devices
-        own = -(-self.global_batch // shards)
-        return min(self.global_batch, -(-own // (self.num_microbatches or own)) * shards)
+        local_rows = -(-self.global_batch // shards)
+        return min(self.global_batch, -(-local_rows // (self.num_microbatches or local_rows)) * shards)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -145,9 +145,9 @@ def plan_microbatches(
     numbers = as_numbers(candidates)
     trials = [Trial(make_step, on, place, given) for place, given in enumerate(_options(options))]
     shards = _shards(trials, rows, min(numbers or [1])) if devices > 1 else 1
-    own = -(-rows // shards)
+    local_rows = -(-rows // shards)
     for trial in trials:  # all are lowered before one is compiled
-        trial.prepare(_candidates(own, numbers))
+        trial.prepare(_candidates(local_rows, numbers))
     lowered = [trial for trial in trials if trial.every]
     if not lowered:
         raise next(iter(trials[0].errors.values()))
@@ -186,10 +186,10 @@ _WAYS = (
 def _nothing_fits(trials: Sequence[Trial], plan: Plan) -> str:
     small = f'The budget is {plan.budget} bytes: for more pass text, such as "80GB". ' * (plan.budget < 2**20)
     if all(trial.least > plan.limit for trial in trials):
-        found = min(plan.compiled, key=lambda one: one.footprint.arguments + one.footprint.unaliased).footprint
+        footprint = min(plan.compiled, key=lambda one: one.footprint.arguments + one.footprint.unaliased).footprint
         return (
-            f"The budget must hold what the step is given and returns: {budgets.as_text(found.arguments)} of "
-            f"arguments and {budgets.as_text(found.unaliased)} of outputs that replace none, limit="
+            f"The budget must hold what the step is given and returns: {budgets.as_text(footprint.arguments)} of "
+            f"arguments and {budgets.as_text(footprint.unaliased)} of outputs that replace none, limit="
             f"{budgets.as_text(plan.limit)}. No number of micro-batches changes that. {small}{_WAYS_FOR_ARGUMENTS}"
         )
     least = min(plan.compiled, key=lambda one: one.footprint.peak)
@@ -250,9 +250,9 @@ def _shards(trials: Sequence[Trial], rows: int, number: int) -> int:
     """Returns among how many shards a step deals the rows: its batch's shards, else the devices."""
     for trial in trials:
         lowered = trial.lowered(number)
-        for own in (rows, -(-rows // number)):  # the whole batch, or one micro-batch of it
-            if lowered and (found := shards_of(lowered, own)):
-                return found
+        for dealt in (rows, -(-rows // number)):  # the whole batch, or one micro-batch of it
+            if lowered and (shards := shards_of(lowered, dealt)):
+                return shards
     return len(trials[0].target.devices)
 
 
@@ -260,9 +260,9 @@ def _options(options: Any) -> list[tuple[Any, ...]]:
     """Returns what `make_step` takes after the number, for each option."""
     if options is None:
         return [()]
-    if isinstance(options, str) or not isinstance(options, Iterable) or not (found := [(each,) for each in options]):
+    if isinstance(options, str) or not isinstance(options, Iterable) or not (tuples := [(each,) for each in options]):
         raise ValueError(f'options must be a sequence of what make_step takes second: options={options!r}. Pass ["a"].')
-    return found
+    return tuples
 
 
 def _check_builder(builder: Builder, rows: int, options: Sequence[Any] | None) -> None:

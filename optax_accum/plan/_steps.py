@@ -89,8 +89,8 @@ def of_loss(
       >>> plan.num_microbatches
       1
     """
-    if own := sorted({"num_microbatches", "microbatch_size", "argnums"} & set(options)):
-        raise ValueError(f"of_loss sets this itself: {own[0]}={options[own[0]]!r}. Leave it out.")
+    if reserved := sorted({"num_microbatches", "microbatch_size", "argnums"} & set(options)):
+        raise ValueError(f"of_loss sets this itself: {reserved[0]}={options[reserved[0]]!r}. Leave it out.")
     loss = callables.as_function(loss, remedy="Pass the loss first: of_loss(loss, tx, params, batch).")
     callables.as_optimizer(tx)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
@@ -176,15 +176,15 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
 def positions(argnums: Any, count: int) -> tuple[int, ...]:
     """Returns the positions of arguments, counted from 0: a jitted step does not tell what it calls them."""
     try:
-        found = [operator.index(number) for number in (argnums if isinstance(argnums, list | tuple) else [argnums])]
+        numbers = [operator.index(number) for number in (argnums if isinstance(argnums, list | tuple) else [argnums])]
     except TypeError:
-        found = [count]
-    if not all(-count <= number < count for number in found):
+        numbers = [count]
+    if not all(-count <= number < count for number in numbers):
         raise ValueError(
             f"batch_argnums must be positions among the {count} arguments of the step: batch_argnums={argnums!r}. "
             "Count from 0."
         )
-    return tuple(number % count for number in found)
+    return tuple(number % count for number in numbers)
 
 
 def rows_of(args: Sequence[Any], batch: Sequence[Name]) -> int | None:
