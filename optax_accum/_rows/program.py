@@ -171,7 +171,7 @@ def _is_inlined(equation: Equation) -> bool:
         return compilers.is_plain_jit(equation.long)
     if equation.name in ("checkpoint", "remat2"):
         return not locality.is_local(equation.view)
-    return equation.name in ("closed_call")
+    return equation.name == "closed_call"
 
 
 def _inner(eqn: Any) -> Any:
