@@ -154,9 +154,10 @@ def part(kind: str, record: dict[str, Any], target: str, cases: str) -> str:
 def page(text: str, record: dict[str, Any]) -> str:
     """Returns a page with the table of the newest JAX after each mark `<!-- facts: KIND -->`.
 
-    A mark `<!-- facts: KIND (TARGET; CASES) -->` is for one target, and for cases that begin so.
+    A mark `<!-- facts: KIND (TARGET; CASES) -->` is for one target, and for cases that begin so. Pages say in words that
+    numbers are multiples of the parameters' size: in their code, P is JAX's PartitionSpec.
     """
-    new = _newest(record)
+    new = _without_unit(_newest(record))
     marked = re.compile(r"(<!-- facts: (.*?)(?: \((.*); (.*)\))? -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
 
     def filled(found: re.Match[str]) -> str:
@@ -171,6 +172,15 @@ def _newest(record: dict[str, Any]) -> dict[str, Any]:
     version = lambda name: re.findall(r"JAX ([\d.]+)", name)[0]
     newest = max(map(version, record), key=lambda text: list(map(int, text.split("."))))
     return {name.split(",")[0]: facts for name, facts in record.items() if version(name) == newest}
+
+
+def _without_unit(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the same facts, without `, P` in their names."""
+    named = lambda row: {fact.removesuffix(", P"): value for fact, value in row.items()}
+    return {
+        name: {kind: {case: named(row) for case, row in rows.items()} for kind, rows in facts.items()}
+        for name, facts in record.items()
+    }
 
 
 def _target(name: str) -> Target:

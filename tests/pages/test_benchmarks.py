@@ -114,13 +114,13 @@ def test_what_an_accelerator_is_asked_runs_here(name):
     assert on_device.others({name: facts, "other": other}) == ["other"]
 
 
-# What rows need beyond their goals, by the reasons that docs/accelerators.md gives. P is 16 layers.
+# What rows need beyond their goals, by the reasons that docs/accelerators.md gives; 1 is 16 layers.
 REASONS = {
     "Layers one by one, cast before": (r"one by one, cast before: in place|v5e.*one by one, float32: in place", 0.51),
     "A tied embedding": (r"JAX 0\.(9|10)\..*tied embedding.*: in place", 0.07),
-    "Statistics: up to 0.13 P of float32 parameters on an H100": (r"h100.*float32: with statistics", 0.13),
-    "up to 0.06 P on a CPU": (r"cpu.*: with statistics", 0.06),
-    "Before JAX 0.12, 0.27 P": (r"JAX 0\.(9|10)\..*a switch.*: in place", 0.27),
+    "Statistics: up to 0.13 with float32 parameters on an H100": (r"h100.*float32: with statistics", 0.13),
+    "up to 0.06 on a CPU": (r"cpu.*: with statistics", 0.06),
+    "Before JAX 0.12, 0.27.": (r"JAX 0\.(9|10)\..*a switch.*: in place", 0.27),
     "Layers one by one on a CPU": (r"cpu.*one by one, float32: in place", 0.06),
 }
 GOALS = {"in place": ("one micro-batch", 0.05), "with statistics": ("in place", 0.02)}
