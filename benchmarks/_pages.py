@@ -33,8 +33,7 @@ SHOWN = [
 
 def packing(page: str) -> list[tuple[str, ...]]:
     """Returns how full micro-batches by tokens are, by default and with fewer buckets."""
-    fewer = [f"`buckets={n}`" for n in (24, 16, 8)]
-    table = [("lengths, budget, devices", "micro-batches / fewest", "filled", "programs", *fewer)]
+    table = [("lengths, budget, devices", "micro-batches / fewest", "filled", "programs", "24 buckets", "16", "8")]
     for lengths, budget, devices in SHOWN:
         of = {
             row["buckets"]: row
@@ -68,8 +67,9 @@ def micro_step(page: str) -> list[tuple[str, ...]]:
 
 def batch_norm(page: str) -> list[tuple[str, ...]]:
     """Returns memory and time of each way in one cell: seven columns of numbers are wider than a phone."""
-    both = lambda row, way: f"{row[way]}, {row[f'time, {way}']}x"
-    cells = lambda row: (row["model"], row["error"], row["memory, whole batch"], both(row, "saved"))
+    megabytes = lambda cell: cell.removesuffix(" MB")
+    both = lambda row, way: f"{megabytes(row[way])}, {row[f'time, {way}']}x"
+    cells = lambda row: (row["model"], row["error"], megabytes(row["memory, whole batch"]), both(row, "saved"))
     found = [(*cells(row), both(row, "recomputed")) for row in rows(page, "batch_norm")]
     return [("model", "error", "whole batch", "saved", "recomputed"), *found]
 

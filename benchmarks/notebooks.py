@@ -96,7 +96,7 @@ def page(text: str, record: dict[str, Any]) -> str:
 
 def table(record: dict[str, Any]) -> str:
     """Returns a row for each notebook whose step was compiled."""
-    what = "compiled, s", "temporary, MB", "moves, MB"
+    what = "s", "MB", "MB moved"  # a phone has room for no more
     head = ["notebook", *(f"{on}: {one}" for on in TARGETS.values() for one in what)]
     rows = [
         [name.replace("_", " "), *(cell for on in TARGETS for cell in _cells(facts[on]))]
