@@ -154,8 +154,8 @@ def part(kind: str, record: dict[str, Any], target: str, cases: str) -> str:
 def page(text: str, record: dict[str, Any]) -> str:
     """Returns a page with the table of the newest JAX after each mark `<!-- facts: KIND -->`.
 
-    A mark `<!-- facts: KIND (TARGET; CASES) -->` is for one target, and for cases that begin so. Pages say in words that
-    numbers are multiples of the parameters' size: in their code, P is JAX's PartitionSpec.
+    A mark `<!-- facts: KIND (TARGET; CASES) -->` is for one target, and for cases that begin so. Pages say in words
+    that numbers are multiples of the parameters' size: in their code, P is JAX's PartitionSpec.
     """
     new = _without_unit(_newest(record))
     marked = re.compile(r"(<!-- facts: (.*?)(?: \((.*); (.*)\))? -->\n)(?:\n\|.*(?:\n\|.*)*\n)?")
