@@ -269,6 +269,21 @@ def test_what_has_no_derivative_may_take_rows_that_stand_still(crossing):
     )
 
 
+@needs_devices
+def test_an_extreme_over_devices_that_stands_still():
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 4), (12, 4)))
+
+    def loss(w, x):
+        h = x @ w
+        return jnp.mean((jax.lax.stop_gradient(h.max(0, keepdims=True)) - h) ** 2)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        got = jax.jit(optax_accum.value_and_grad(loss, 3, devices="data"))(w, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.value_and_grad(loss)(w, x))
+
+
 @jax.custom_vjp
 def clipped(w):
     return w

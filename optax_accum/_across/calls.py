@@ -15,7 +15,7 @@ from optax_accum._arguments.signature import signature_of
 from optax_accum._core.state import states_in
 from optax_accum._core.types import Tree
 
-_OF_MODULES = "For a step that changes modules take optax_accum.flax.nnx.jit_step."
+_OF_MODULES = "For a step of a model and an optimizer, its first arguments, take optax_accum.flax.nnx.jit_step."
 
 
 class Call(NamedTuple):

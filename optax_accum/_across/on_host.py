@@ -98,6 +98,11 @@ def plain(state: AccumulationState) -> AccumulationState:
     return AccumulationState(*state) if isinstance(state, Decided) else state
 
 
+def alike(state: AccumulationState, like: AccumulationState) -> AccumulationState:
+    """Returns a state of the type of another one."""
+    return Decided.of(state, like.decision, spent=like.spent) if isinstance(like, Decided) else plain(state)
+
+
 def spent(new: AccumulationState, old: AccumulationState) -> AccumulationState:
     """Returns a state after its micro-step, of the type that says so."""
     return Decided.of(new, old.decision, spent=True) if isinstance(old, Decided) else new

@@ -1,13 +1,13 @@
 """What a loss divides its sums over rows by, read off its program: how much a micro-batch counts across calls."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum._core import compilers
-from optax_accum._rows.forms import NONE, TAKES, Powers, Reason, Sum
+from optax_accum._rows.forms import NONE, TAKES, Reason, Sum, Term
 from optax_accum._rows.levels import Levels
 from optax_accum._rows.operations import RULES
 from optax_accum._rows.places import Place
@@ -69,10 +69,11 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
     reading = Reading(levels, RULES)
     form = reading.form(levels.program.outputs[output])
     apart = [term for term in form.terms if not term.is_sum]
-    denominators = [_denominator(reading, others, term.powers, term.sources) for term in form.sums]
+    found = [_denominator(reading, others, term) for term in form.sums]
     if form.reasons:
         return Found((), _one_a_line(form.reasons))
-    reasons = [reason for reason in denominators if isinstance(reason, Reason)]
+    denominators = [one for one in found if isinstance(one, Denominator)]
+    reasons = [reason for reason in found if isinstance(reason, Reason)]
     for term in form.sums:
         place = term.sources[0].place
         if term.powers == NONE and len(form.terms) > 1:
@@ -82,12 +83,17 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
             reasons.append(Reason("a sum over rows, beside a term without rows that a count divides", place, True))
     if reasons:
         return Found((), _one_a_line(reasons))
-    return Found(tuple(one for one in denominators if isinstance(one, Denominator)))
+    if apart or len({one.keeps for one in denominators}) > 1:  # the loss has no one factor
+        denominators = [one._replace(keeps=()) for one in denominators]
+    return Found(tuple(denominators))
 
 
 def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:
     """Returns why what micro-batches give of one output may not add up, whatever divides its sums."""
-    return _one_a_line(Reading(levels, RULES).form(levels.program.outputs[output]).reasons)
+    form = Reading(levels, RULES).form(levels.program.outputs[output])
+    beside = [term.sources[0].place for term in form.sums if len(form.sums) < len(form.terms)]
+    often = [Reason("a term that takes no rows, and counts in each micro-batch, beside a sum", at) for at in beside]
+    return _one_a_line([*form.reasons, *often])
 
 
 def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
@@ -98,10 +104,9 @@ def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
     return tuple(by_line[place] for place in sorted(by_line))
 
 
-def _denominator(
-    reading: Reading, others: Sequence[str | None], powers: Powers, sums: tuple[Equation, ...]
-) -> Denominator | Reason:
-    """Returns the count of which this is the inverse."""
+def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> Denominator | Reason:
+    """Returns the count that divides a sum over rows."""
+    powers, sums = term.powers, term.sources
     if powers == NONE:
         return Denominator(None, sums)
     [(by, exponent), *more] = powers
@@ -113,13 +118,13 @@ def _denominator(
     for place in inputs:
         if others[place] is not None:
             return Reason(f"divided by what the argument {others[place]} decides, too", makes.place, True)
-    guard = reading.guards.get(by)
-    return Denominator(by, sums, makes, guard, _keeps(reading, by, guard), inputs)
+    return Denominator(by, sums, makes, reading.guards.get(by), _keeps(reading, by, term.guards), inputs)
 
 
-def _keeps(reading: Reading, by: Sum, guard: Equation | None) -> tuple[Equation, ...]:
-    """Returns the operations from a sum to the one that keeps it from zero."""
-    if guard is None or by.powers or by in reading.guarded_twice:
+def _keeps(reading: Reading, by: Sum, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:
+    """Returns the operations from a sum to the one that keeps it from zero; none if that is not one alone."""
+    guard, *more = guards
+    if guard is None or more or by.powers or reading.same.get(guard.outs[0]) != by.value:
         return ()
     makers = {value: equation for equation in reading.levels.program.equations for value in equation.outs}
     needed, todo = {guard}, [guard]

@@ -46,12 +46,14 @@ class Test(NamedTuple):
 class Term(NamedTuple):
     """Powers times a sum over rows; or, unless `is_sum`, times what each row decides alone, or no row at all.
 
-    `sources` are the reductions that make the sum.
+    `sources` are the reductions that make the sum; `guards` the operations that keep what divides it from zero, with
+    None where something divides that is not kept from zero.
     """
 
     powers: Powers = NONE
     is_sum: bool = False
     sources: tuple[Equation, ...] = ()
+    guards: frozenset[Equation | None] = frozenset()
 
 
 class Form(NamedTuple):
@@ -74,9 +76,13 @@ class Form(NamedTuple):
         """Returns the form with more reasons."""
         return self._replace(reasons=tuple(dict.fromkeys([*self.reasons, *reasons])))
 
-    def times(self, powers: Powers) -> "Form":
-        """Returns the form with powers before each term."""
-        return self._replace(terms=tuple(term._replace(powers=product(term.powers, powers)) for term in self.terms))
+    def times(self, powers: Powers, guards: Iterable[Equation | None] = ()) -> "Form":
+        """Returns the form with powers before each term, which these operations keep from zero."""
+
+        def times(term: Term) -> Term:
+            return term._replace(powers=product(term.powers, powers), guards=term.guards.union(guards))
+
+        return self._replace(terms=tuple(map(times, self.terms)))
 
 
 ZERO = Form(())
@@ -97,19 +103,20 @@ def power(powers: Powers, exponent: int) -> Powers:
 
 def added(forms: Iterable[Form]) -> Form:
     """Returns the sum of values; terms with the same powers are one."""
-    terms: dict[tuple[Powers, bool], tuple[Equation, ...]] = {}
+    terms: dict[tuple[Powers, bool], Term] = {}
     reasons: list[Reason] = []
     for form in forms:
         reasons += form.reasons
         for term in form.terms:
-            key = term.powers, term.is_sum
-            terms[key] = tuple(dict.fromkeys([*terms.get(key, ()), *term.sources]))
-    return Form(tuple(Term(*key, sources) for key, sources in terms.items())).because(*reasons)
+            first = terms.get((term.powers, term.is_sum), term)
+            sources = tuple(dict.fromkeys([*first.sources, *term.sources]))
+            terms[term.powers, term.is_sum] = first._replace(sources=sources, guards=first.guards | term.guards)
+    return Form(tuple(terms.values())).because(*reasons)
 
 
 def summed(form: Form, by: Equation) -> Form:
     """Returns the sum of a value over its rows."""
-    return added([form._replace(terms=tuple(Term(term.powers, True, (by,)) for term in form.terms))])
+    return added([form._replace(terms=tuple(term._replace(is_sum=True, sources=(by,)) for term in form.terms))])
 
 
 def name_of(term: Term) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 
 from optax_accum._rows.forms import Form, Reason, Sum, Term, Test, added, name_of, power
-from optax_accum._rows.program import Equation
+from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.reading import Reading
 
 SMALL = 1e-3  # what may be added to a denominator to keep it from zero
@@ -50,17 +50,20 @@ def _product(reading: Reading, equation: Equation, forms: Sequence[Form]) -> For
     for place, other in enumerate(forms):
         form, scalar = forms[1 - place], reading.scalar(equation.ins[place])
         if not other.sums:
-            return added([form.times(term.powers) for term in other.terms]).because(*form.reasons, *other.reasons)
+            scaled = [form.times(term.powers, term.guards) for term in other.terms]
+            return added(scaled).because(*form.reasons, *other.reasons)
         if form.sums and scalar is not None:
-            return form.times(scalar).because(*other.reasons)
+            return form.times(scalar, reading.guards_of(equation.ins[place])).because(*other.reasons)
     return None
 
 
 def _quotient(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
     (form, by), value = forms, equation.ins[1]
-    scalar = by.terms[0].powers if len(by.terms) == 1 and not by.sums else reading.scalar(value)
+    is_power = len(by.terms) == 1 and not by.sums
+    scalar = by.terms[0].powers if is_power else reading.scalar(value)
     if scalar is not None and jnp.issubdtype(value.long.dtype, jnp.inexact):
-        return form.times(power(scalar, -1)).because(*by.reasons)
+        guards = by.terms[0].guards if is_power else reading.guards_of(value)
+        return form.times(power(scalar, -1), guards).because(*by.reasons)
     if not by.sums or not jnp.issubdtype(value.long.dtype, jnp.inexact):
         return None
     text = f"divided by a {name_of(by.sums[0])} and something else"
@@ -75,15 +78,21 @@ def _integer_power(reading: Reading, equation: Equation, forms: Sequence[Form]) 
     scalar = reading.scalar(equation.ins[0])
     if scalar is None:
         return None
-    return Form((Term(power(scalar, equation.long.params["y"])),), forms[0].reasons)
+    powers, guards = power(scalar, equation.long.params["y"]), reading.guards_of(equation.ins[0])
+    return Form((Term(powers, guards=guards),), forms[0].reasons)
 
 
 def _largest(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
     """Of the larger of two: a number keeps a denominator from zero."""
     for place, value in enumerate(equation.ins):
-        if reading.scalar(value) is not None and reading.is_small(equation.ins[1 - place], 1):
+        if reading.scalar(value) is not None and reading.is_small(equation.ins[1 - place], _least(reading, value)):
             return _guarded(reading, equation, place, forms)
     return None
+
+
+def _least(reading: Reading, value: Value) -> float:
+    """Returns up to which number something keeps a sum from zero: 1 for a count; a mean of a mask is less than 1."""
+    return SMALL if reading.form(value).terms[0].powers else 1
 
 
 def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
@@ -91,7 +100,7 @@ def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
     if equation.name == "gt" and reading.is_count(equation.ins[0]) and reading.is_small(equation.ins[1], 0):
         return Form()
     for value, other, name in ((*equation.ins, equation.name), (*equation.ins[::-1], _TURNED[equation.name])):
-        if reading.scalar(value) is not None and reading.is_small(other, 1):
+        if reading.scalar(value) is not None and reading.is_small(other, _least(reading, value)):
             is_zero = reading.is_small(other, 0)
             if is_zero or name not in ("eq", "ne"):
                 # The case where the sum is not zero; and whether of counts only a sum of zero is the other.
@@ -124,12 +133,9 @@ def _guarded(reading: Reading, equation: Equation, place: int, forms: Sequence[F
     value = equation.ins[place]
     if reading.scalar(value) is not None:
         same = reading.same.get(value, value)
-        by = Sum(same, reading.form(value).terms[0].powers)
-        first, earlier = reading.first(equation), reading.guards.get(by)
-        if earlier not in (None, first) and value not in earlier.outs:
-            reading.guarded_twice.add(by)
         reading.same[equation.outs[0]] = same
-        reading.guards[by] = first
+        guard = reading.first(equation)
+        reading.guards[Sum(same, reading.form(value).terms[0].powers)] = reading.guard_of[equation.outs[0]] = guard
     return forms[place]
 
 

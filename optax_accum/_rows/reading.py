@@ -41,7 +41,7 @@ class Reading:
         self.known: dict[Any, Equation] = {}
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
         self.guards: dict[Sum, Equation] = {}
-        self.guarded_twice: set[Sum] = set()  # in two ways
+        self.guard_of: dict[Value, Equation] = {}  # what keeps a value from zero
         for equation, kind in levels.kinds.items():
             self._read(equation, kind)
 
@@ -107,6 +107,8 @@ class Reading:
             self.same.update((value, self.same.get(other, other)) for value, other in pairs)
         elif equation.name in _CASTS and len(equation.ins) == 1 and equation.outs[0].axis is None:
             self.same[equation.outs[0]] = self.same.get(equation.ins[0], equation.ins[0])
+            if guard := self.guard_of.get(equation.ins[0]):
+                self.guard_of[equation.outs[0]] = guard
 
     def first(self, equation: Equation) -> Equation:
         """Returns the first equation that takes the same values; its parameters may be others."""
@@ -158,8 +160,12 @@ class Reading:
             return form
         scalar = self.scalar(value)
         if scalar is not None:
-            return Form((Term(scalar),), form.reasons)
+            return Form((Term(scalar, guards=self.guards_of(value)),), form.reasons)
         return _because([form], *(_taken(term, source) for term in form.sums for source in term.sources))
+
+    def guards_of(self, value: Value) -> frozenset[Equation | None]:
+        """Returns what keeps a sum over rows from zero, which divides or multiplies."""
+        return frozenset([self.guard_of.get(value)])
 
     def scalar(self, value: Value) -> Powers | None:
         """Returns a value as powers, if it is a number, and a sum over rows that the batch alone decides."""
@@ -214,7 +220,9 @@ def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def _multiplied(forms: Sequence[Form]) -> Form:
     """Returns the form of a product of rows that are apart."""
     left, right = forms
-    terms = tuple(Term(product(a.powers, b.powers)) for a in left.terms for b in right.terms)
+    terms = tuple(
+        Term(product(a.powers, b.powers), guards=a.guards | b.guards) for a in left.terms for b in right.terms
+    )
     return added([Form(terms).because(*left.reasons, *right.reasons)])
 
 

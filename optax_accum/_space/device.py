@@ -127,7 +127,8 @@ class Device:
         return None if self.shards_of is None else self.shards_of(sums)
 
     def joined(self, reduction: str, value: jax.Array) -> jax.Array:
-        """Returns the sum, or an extreme, over all devices."""
+        """Returns the sum, or an extreme, which is not differentiated, over all devices."""
+        value = value if reduction == "sum" else jax.lax.stop_gradient(value)
         reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[reduction]
         return self.vary(reduce(value, self.axes)) if self.axes else value
 

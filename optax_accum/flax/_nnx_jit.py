@@ -9,10 +9,12 @@ import jax
 from flax import nnx
 
 from optax_accum._across import jit_step as two_programs
+from optax_accum._across import on_host
 from optax_accum._arguments import callables
 from optax_accum._core.memory import copied_to_host
+from optax_accum._core.state import map_states
 from optax_accum._core.types import Tree
-from optax_accum.flax._nnx_reading import Form, Reading, Readings, as_tree_of, is_variable, values_of, variables_in
+from optax_accum.flax._nnx_reading import Form, Reading, Readings, in_states_of, is_variable, values_of, variables_in
 from optax_accum.flax._versions import set_value, value_of
 
 
@@ -230,7 +232,10 @@ class Places(NamedTuple):
     def values(self, carried: Carried) -> list[Any]:
         """Returns the values in their order."""
         by_place = dict(zip(self.params + self.others, carried.params + carried.others, strict=True))
-        by_place.update(zip(self.state, jax.tree.leaves(carried.state), strict=True))
+        state = self.tree.flatten_up_to(
+            map_states(on_host.plain, carried.state)
+        )  # a value may be a tree without leaves
+        by_place.update(zip(self.state, state, strict=True))
         return [by_place[place] for place in range(len(by_place))]
 
 
@@ -240,11 +245,11 @@ def _of_values(step: Callable[..., Any], form: Form, places: Places) -> Callable
     def run(carried: Carried, *args: Any, **kwargs: Any) -> tuple[Any, Carried]:
         model, optimizer = form.filled(places.values(carried))
         plain = optimizer.opt_state
-        optimizer.opt_state = nnx.data(as_tree_of(carried.state, plain))  # which may say whether the window closes
+        optimizer.opt_state = nnx.data(in_states_of(carried.state, plain))  # which may say whether the window closes
         out = step(model, optimizer, *args, **kwargs)
         after, optimizer.opt_state = optimizer.opt_state, nnx.data(plain)
         carried = places.carried(values_of(form, model, optimizer))
-        return out, carried._replace(state=as_tree_of(after, carried.state))
+        return out, carried._replace(state=in_states_of(after, carried.state))
 
     run.__name__ = run.__qualname__ = getattr(step, "__name__", "step")
     signature = inspect.signature(step)

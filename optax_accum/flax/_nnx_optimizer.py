@@ -16,7 +16,7 @@ from optax_accum._core.types import Tree
 from optax_accum._space.meshes import names_over_devices
 from optax_accum.flax import _window
 from optax_accum.flax._nnx_module import batch_norms, check_trained, running_stats
-from optax_accum.flax._nnx_reading import as_tree_of
+from optax_accum.flax._nnx_reading import in_states_of
 from optax_accum.flax._versions import as_pure, set_sharding, sharding_of
 from optax_accum.flax._window import MicroStep
 
@@ -137,7 +137,7 @@ class Optimizer(nnx.Optimizer):
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state))
         if type(_window.find_window(state)) is not AccumulationState:
-            self.opt_state = nnx.data(as_tree_of(state, self.opt_state))  # it says that it has had its micro-step
+            self.opt_state = nnx.data(in_states_of(state, self.opt_state))  # it says that it has had its micro-step
         nnx.update(self.window, nnx.state(window))
         self.step[...] += 1
         self.updates[...] += micro_step.emitted.astype(jnp.uint32)

@@ -9,6 +9,8 @@ import jax
 from flax import nnx
 from jax.tree_util import default_registry
 
+from optax_accum._across import on_host
+from optax_accum._core.state import AccumulationState, states_in
 from optax_accum._core.types import Tree
 from optax_accum.flax._versions import metadata_of, set_value, value_of
 
@@ -147,9 +149,14 @@ def variables_in(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_variable)
 
 
-def as_tree_of(like: Tree, variables: Any) -> Any:
-    """Returns the variables of one tree in another, which has as many leaves."""
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_variable), variables_in(variables))
+def in_states_of(like: Tree, tree: Tree) -> Any:
+    """Returns a tree with states of windows of the types that they have in another one; its variables stay the same."""
+    of = iter(states_in(like))
+
+    def change(node: Any) -> Any:
+        return on_host.alike(node, next(of)) if isinstance(node, AccumulationState) else node
+
+    return jax.tree.map(change, tree, is_leaf=lambda node: isinstance(node, AccumulationState) or is_variable(node))
 
 
 def is_variable(node: Any) -> bool:

@@ -113,6 +113,27 @@ def test_fractional_masks_count_as_in_the_whole_batch_however_little_a_micro_bat
     np.testing.assert_allclose(now, W - jax.grad(loss)(W, BATCH), rtol=1e-5)
 
 
+def test_a_denominator_that_is_kept_from_zero_elsewhere_changes_nothing():
+    """In a metric beside the loss; and a guard of 1 is none for a mean of a mask, which is never more."""
+
+    def with_metric(w, batch):
+        mask = batch["mask"] / 3
+        return jnp.sum(mask * errors(w, batch)) / jnp.sum(mask), jnp.sum(mask) / jnp.maximum(jnp.sum(mask), 1)
+
+    tx = optax_accum.accumulate_gradients(optax.sgd(1.0), 3)
+    step = jax.jit(optax_accum.value_and_apply_gradients(with_metric, tx, has_aux=True))
+    now, state = W, tx.init(W)
+    for rows in (slice(0, 2), slice(2, 4), slice(4, 12)):
+        _, now, state = step(now, state, jax.tree.map(lambda leaf: leaf[rows], BATCH))  # noqa: B023
+    np.testing.assert_allclose(now, W - jax.grad(lambda w: with_metric(w, BATCH)[0])(W), rtol=1e-5)
+
+    def of_means(w, batch):
+        return jnp.mean(batch["mask"] * errors(w, batch)) / jnp.maximum(jnp.mean(batch["mask"]), 1)
+
+    with pytest.warns(UserWarning, match="counts by its rows:\n  max of a mean over rows"):
+        trained(of_means)
+
+
 @pytest.mark.quick
 def test_inside_a_chain_a_weight_that_the_loss_returns_stays():
     """The square of a count, not the count that divides the loss: by `weight_of`, and as a `Ratio`."""
@@ -162,7 +183,13 @@ def test_where_no_weight_is_right_an_error_shows_the_lines(loss, message):
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"), [(normalised, "each row takes a mean over rows"), (over_model, "divided by"), (total, None)]
+    ("loss", "message"),
+    [
+        (normalised, "each row takes a mean over rows"),
+        (over_model, "divided by"),
+        (lambda w, batch: total(w, batch) + jnp.sum(w**2), "a term that takes no rows, and counts in each micro-batch"),
+        (total, None),
+    ],
 )
 @pytest.mark.parametrize("outside", [[], [optax.identity()]], ids=["a window", "a window inside a chain"])
 def test_whether_a_sum_over_micro_batches_adds_up_is_read_too(loss, message, outside):

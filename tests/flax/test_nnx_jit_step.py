@@ -1,5 +1,7 @@
 """Two programs for a train step of NNX modules: the variables are those after one, and what a call hands in and out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,9 @@ from flax import nnx
 import optax_accum
 from optax_accum.flax._versions import as_pure
 from optax_accum.flax.nnx import Optimizer, jit_step, train_step
+from tests.versions import flax_before
 
+needs_masked = pytest.mark.skipif(flax_before(0, 12), reason="Flax 0.12: a masked state")
 BATCHES = [np.float32(np.random.default_rng(i).normal(size=(4, 3))) for i in range(6)]
 
 
@@ -83,6 +87,22 @@ def test_a_step_of_the_user_s_own():
     same(got, after(one, made(3)))
     assert two.one_program is None
     assert int(nodes[1].updates[...]) == 2
+
+
+@needs_masked
+@pytest.mark.parametrize("within", [True, False], ids=["in the window", "around the window"])
+def test_a_state_with_masked_parameters(within):
+    """Flax keeps what stands for one as the value of a variable, a tree without leaves."""
+
+    def nodes():
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        labels = lambda params: jax.tree.map_with_path(lambda path, _: "b" if "bias" in str(path) else "w", params)
+        of = lambda inner: optax.partition({"w": inner, "b": optax.sgd(0.1)}, labels)
+        accumulating = functools.partial(optax_accum.accumulate_gradients, every=2)
+        tx = accumulating(of(optax.adam(0.1))) if within else of(accumulating(optax.adam(0.1)))
+        return model, Optimizer(model, tx, wrt=nnx.Param, metrics=("loss",))
+
+    same(after(jit_step(of_user), nodes()), after(nnx.jit(of_user), nodes()))
 
 
 def test_a_program_that_only_adds_takes_no_moments_and_returns_no_parameters():
