@@ -123,7 +123,7 @@ def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> 
 
 def _keeps(reading: Reading, by: Sum, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:
     """Returns the operations from a sum to the one that keeps it from zero; none if that is not one alone."""
-    guard, *more = guards
+    guard, *more = guards or [None]
     if guard is None or more or by.powers or reading.same.get(guard.outs[0]) != by.value:
         return ()
     makers = {value: equation for equation in reading.levels.program.equations for value in equation.outs}
