@@ -56,6 +56,7 @@ def train_step(
       donates the model and the optimizer, an `Optimizer` of this module
       created with `metrics=("loss", ...)`, and changes the values of their
       variables. It sees changes that you make to the model between steps.
+      With many small arrays, `jit_step` of it takes the host less time.
       The metrics are those of the window so far; of the call, if the
       optimizer does not accumulate.
 

@@ -1,6 +1,7 @@
 """For Flax NNX: an optimizer and a train step.
 
-For a train step of your own, use `value_and_grad` or `accumulate`.
+For a train step of your own, use `value_and_grad` or `accumulate`, and
+compile it with `nnx.jit` or `jit_step`.
 """
 
 from optax_accum.flax._nnx import accumulate, value_and_grad
