@@ -57,8 +57,7 @@ class Loss:
     in_place: bool | None
     divisor: Divisor
     meter: Meter
-    # The weight of a micro-batch, and the factor of its loss, read off that.
-    reads: Callable[..., tuple[Weight, Weight] | None] | None = None
+    reads: Callable[..., ByWeight | None] | None = None  # how a micro-batch is weighed, off its loss
 
     def add(
         self, device: Device, call: Call, acc: Tree | None, weight: Any, index: Any, *, again: bool, flush: Flag | None
@@ -158,9 +157,9 @@ class Loss:
         if isinstance(loss, Ratio):
             self._check_ratio(weight is not None or self.weight_fn is not None)
             return ByCount(mean_and_factor)
-        weight, own = self._weight(call) if weight is None else (checks.as_weight(weight), 1.0)
-        weight, factor = mean_and_factor(weight)
-        return ByWeight(weight, factor * own)
+        told = self._by_weight(call) if weight is None else ByWeight(checks.as_weight(weight))
+        mean, factor = mean_and_factor(told.weight)
+        return ByWeight(mean, factor * told.factor)
 
     def _check_ratio(self, weighed: bool) -> None:
         """Raises where a Ratio, which says how much it counts, is weighed otherwise."""
@@ -174,11 +173,11 @@ class Loss:
                 '"mean", or return the total alone.'
             )
 
-    def _weight(self, call: Call) -> tuple[Weight, Weight]:
-        """Returns how much the micro-batch counts, as `weight_fn` or its loss tells, or its rows; and its factor."""
+    def _by_weight(self, call: Call) -> ByWeight:
+        """Returns how much the micro-batch counts: as `weight_fn` says, or its loss, or its rows."""
         if self.weight_fn:
-            return checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result"), 1.0
+            return ByWeight(checks.as_weight(self.weight_fn(*call[call.batch]), name="weight_fn's result"))
         read = self.reads(call, takes_a_sum=not self.divisor.is_mean) if self.reads and call.batch else None
         if read is not None:
-            return checks.as_weight(read[0], name="What the loss divides by"), read[1]
-        return self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1), 1.0
+            return ByWeight(checks.as_weight(read.weight, name="What the loss divides by"), read.factor)
+        return ByWeight(self.divisor.unweighed(rows.count_known_rows(call[call.batch]) if call.batch else 1))

@@ -30,6 +30,7 @@ from optax_accum._core.state import (
 )
 from optax_accum._core.types import Flag, Tree
 from optax_accum._loss import inside
+from optax_accum._loss.weighing import ByWeight
 from optax_accum._space.devices import refuse_shards
 from optax_accum._space.here import here
 from optax_accum._space.space import Space
@@ -41,7 +42,7 @@ class Keywords(NamedTuple):
     weight: Any
     flush: Any
     extra_args: Mapping[str, Any]
-    read: tuple[Any, Any] | None = None  # how much the micro-batch counts in a mean, and the factor of its loss
+    read: ByWeight | None = None  # how the micro-batch is weighed in a mean, if its loss was read
 
     @property
     def names(self) -> set[str]:
@@ -57,7 +58,7 @@ class Step:
     roles: Roles
     inner: optax.GradientTransformationExtraArgs  # takes the keyword arguments that nobody else names
     mean_args: Iterable[str]  # the keyword arguments that are averaged over a window
-    reads: Callable[..., tuple[Any, Any] | None] | None  # for windows inside of it: see `Loss`
+    reads: Callable[..., ByWeight | None] | None  # for windows inside of it: how a micro-batch is weighed
 
     def step(self, params: Tree, state: Tree, args: Sequence[Any], keywords: Keywords) -> tuple[Any, Tree, Tree]:
         """Differentiates one micro-batch, and applies what comes out."""
@@ -104,7 +105,7 @@ class Step:
         check_no_other_window(state, "value_and_apply_gradients")
         counted, factor = {"weight": done.weight} if named else {"rows": int(done.weight)}, 1.0
         if keywords.read is not None:
-            counted, factor = {"rows": keywords.read[0]}, keywords.read[1]
+            counted, factor = {"rows": keywords.read.weight}, keywords.read.factor
         grads, loss = arithmetic.times((done.grads, done.loss), factor)
         extra_args = {"value": loss, **counted, "flush": keywords.flush, **keywords.extra_args}
         return apply_gradients(self.inner, grads, state, params, **extra_args)

@@ -15,6 +15,7 @@ from optax_accum._arguments.roles import Call, Roles
 from optax_accum._core.types import Name, Tree
 from optax_accum._loss.meter import Meter
 from optax_accum._loss.parts import Returns
+from optax_accum._loss.weighing import ByWeight
 
 
 def value_and_apply_gradients(
@@ -187,16 +188,17 @@ def value_and_apply_gradients(
     return step
 
 
-def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., tuple[Any, Any] | None]:
-    """Returns what reads the weight of a micro-batch off its loss, and its factor beside that; None in a sum."""
+def _reading(fun: Callable[..., Any], roles: Roles, has_aux: bool) -> Callable[..., ByWeight | None]:
+    """Returns what reads off a loss how its micro-batch is weighed; a sum weighs none."""
 
-    def read(call: Call, *, takes_a_sum: bool) -> tuple[Any, Any] | None:
+    def read(call: Call, *, takes_a_sum: bool) -> ByWeight | None:
         from optax_accum._explain import weighing  # loaded when the first loss is read
 
         weigher = weighing.Weigher(fun, roles, has_aux=has_aux)
         if takes_a_sum:
-            return weigher.check_sum(call)
+            weigher.check_sum(call)
+            return None
         weight = weigher.weight(call)
-        return None if weight is None else (weight, weigher.factor(call, weight))
+        return None if weight is None else ByWeight(weight, weigher.factor(call, weight))
 
     return read

@@ -118,7 +118,8 @@ def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> 
     for place in inputs:
         if others[place] is not None:
             return Reason(f"divided by what the argument {others[place]} decides, too", makes.place, True)
-    return Denominator(by, sums, makes, reading.guards.get(by), _keeps(reading, by, term.guards), inputs)
+    guards = sorted((guard for guard in term.guards if guard is not None), key=lambda guard: guard.place)
+    return Denominator(by, sums, makes, guards[0] if guards else None, _keeps(reading, by, term.guards), inputs)
 
 
 def _keeps(reading: Reading, by: Sum, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:

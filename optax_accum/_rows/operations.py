@@ -134,8 +134,7 @@ def _guarded(reading: Reading, equation: Equation, place: int, forms: Sequence[F
     if reading.scalar(value) is not None:
         same = reading.same.get(value, value)
         reading.same[equation.outs[0]] = same
-        guard = reading.first(equation)
-        reading.guards[Sum(same, reading.form(value).terms[0].powers)] = reading.guard_of[equation.outs[0]] = guard
+        reading.guard_of[equation.outs[0]] = reading.first(equation)
     return forms[place]
 
 

@@ -40,7 +40,6 @@ class Reading:
         self.same: dict[Value, Value] = {}  # the value that another one repeats, casts, or keeps from zero
         self.known: dict[Any, Equation] = {}
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
-        self.guards: dict[Sum, Equation] = {}
         self.guard_of: dict[Value, Equation] = {}  # what keeps a value from zero
         for equation, kind in levels.kinds.items():
             self._read(equation, kind)

@@ -232,10 +232,9 @@ class Places(NamedTuple):
     def values(self, carried: Carried) -> list[Any]:
         """Returns the values in their order."""
         by_place = dict(zip(self.params + self.others, carried.params + carried.others, strict=True))
-        state = self.tree.flatten_up_to(
-            map_states(on_host.plain, carried.state)
-        )  # a value may be a tree without leaves
-        by_place.update(zip(self.state, state, strict=True))
+        state = map_states(on_host.plain, carried.state)
+        leaves = self.tree.flatten_up_to(state)  # what stands for a masked parameter is a value without leaves
+        by_place.update(zip(self.state, leaves, strict=True))
         return [by_place[place] for place in range(len(by_place))]
 
 

@@ -550,7 +550,7 @@ def stepping(model, cls=accum.nnx.Optimizer):
     return lambda: step(model, optimizer, (X, Y)), traces
 
 
-def moves_as_the_whole_batch(model, step):
+def assert_moves_as_the_whole_batch(model, step):
     twin = nnx.clone(model)  # what Flax differentiates it also writes anew
     value, grads = nnx.value_and_grad(lambda model: cross_entropy(model(X), Y))(twin)
     want = jax.tree.map(lambda p, g: p - 0.1 * g, arrays(nnx.state(model, nnx.Param)), arrays(grads))
@@ -593,11 +593,11 @@ def test_what_is_changed_between_two_steps_is_seen(what):
 
 def changed_between_two_steps(model, change, traced_again):
     step, traces = stepping(model)
-    moves_as_the_whole_batch(model, step)
+    assert_moves_as_the_whole_batch(model, step)
     before = len(traces)
     change(model)
     for _ in range(2):
-        moves_as_the_whole_batch(model, step)
+        assert_moves_as_the_whole_batch(model, step)
     assert len(traces) == before * (2 if traced_again else 1)
 
 
@@ -669,9 +669,9 @@ def test_one_step_of_two_models_in_turn():
     for factor in (1.0, 3.0, 1.0):
         for model, optimizer in zip(models, optimizers, strict=True):
             model.factor = factor
-            moves_as_the_whole_batch(model, lambda: step(model, optimizer, (X, Y)))  # noqa: B023 (called at once)
+            assert_moves_as_the_whole_batch(model, lambda: step(model, optimizer, (X, Y)))  # noqa: B023 (called at once)
     for_both_factors = len(traces)
-    moves_as_the_whole_batch(models[1], lambda: step(models[1], optimizers[0], (X, Y)))
+    assert_moves_as_the_whole_batch(models[1], lambda: step(models[1], optimizers[0], (X, Y)))
     assert len(traces) == for_both_factors
 
 
@@ -702,9 +702,9 @@ def test_a_graph_that_is_no_tree_of_variables(what):
     model = Tower(nnx.Rngs(0))
     FORMS[what](model)
     step, traces = stepping(model)
-    moves_as_the_whole_batch(model, step)
+    assert_moves_as_the_whole_batch(model, step)
     before = len(traces)
-    moves_as_the_whole_batch(model, step)
+    assert_moves_as_the_whole_batch(model, step)
     assert len(traces) == before
     assert (model.second.kernel is model.first.kernel) == (what in ("a variable twice", "a layer twice"))
 
