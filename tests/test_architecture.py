@@ -204,7 +204,7 @@ ASKED = {
     ),
     "does it run outside jit": (
         {"is_staged", "is_again"},
-        "_core/tracing _core/convolutions _within/loops _within/value_and_grad _within/one_by_one _within/accumulate "
+        "_core/tracing _core/traced _core/convolutions _within/loops _within/value_and_grad _within/one_by_one _within/accumulate "
         "_across/steps",
     ),
 }

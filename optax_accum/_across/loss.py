@@ -10,8 +10,9 @@ import jax
 from optax_accum._across.divisor import Divisor
 from optax_accum._arguments import checks, rows
 from optax_accum._arguments.roles import Call
-from optax_accum._core import convolutions, equations, tracing
+from optax_accum._core import convolutions, tracing
 from optax_accum._core.leaves import short
+from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Tree, Weight
 from optax_accum._loss.backward import Backward, add_last, add_to, contribution
 from optax_accum._loss.inside import MAY_BE_AGAIN, Inside, added_inside, at_leaves
@@ -74,16 +75,16 @@ class Loss:
             return self.returns.parts(call.with_arguments({0: params}).apply(self.fun))
 
         params = call.arguments[0]
-        program, shapes = tracing.traced(fun, params)
-        fun = convolutions.fast_in_loops(fun, program.jaxpr.eqns)
-        again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
-        losses = program.out_avals[: len(jax.tree.leaves(shapes.loss))]
-        device.check_axes(losses, of_optimizer=True)
-        device.check_loss(program.jaxpr, losses)
-        device.check_nested(program)
-        weighing = self._weighing(shapes.loss, call, weight, device.mean_and_factor(program.jaxpr))
-        together = device.runs_together(program.jaxpr)
-        inside = None if acc is None else self._inside(params, acc, program, weighing, again, together)
+        traced = trace_or_run(fun, params)
+        fun = convolutions.fast_in_loops(traced.run, traced.jaxpr.eqns)
+        again = again or tracing.is_differentiated(traced.program.consts)  # what `fun` closes over
+        types = traced.program.out_avals[: len(jax.tree.leaves(traced.shapes.loss))]
+        device.check_axes(types, of_optimizer=True)
+        device.check_loss(traced, types)
+        device.check_nested(traced)
+        weighing = self._weighing(traced.shapes.loss, call, weight, device.mean_and_factor(traced))
+        together = device.runs_together(traced)
+        inside = None if acc is None else self._inside(params, acc, traced, weighing, again, together)
         if inside:
             values = params, acc, list(call.arguments.values())
             params, acc, arguments = tracing.refuse_differentiation(values, _AGAIN)
@@ -134,7 +135,7 @@ class Loss:
             rows.check_groups(where, rows.count_rows(call[call.batch]), self.group_size)
 
     def _inside(
-        self, params: Tree, acc: Tree, program: Any, weighing: ByWeight | ByCount, again: bool, together: bool
+        self, params: Tree, acc: Tree, traced: Traced, weighing: ByWeight | ByCount, again: bool, together: bool
     ) -> Inside | None:
         """Returns how the gradient is added to the accumulator inside the backward pass, if it is.
 
@@ -142,13 +143,13 @@ class Loss:
         is not known by then. It could where devices run `together`, too: a weight of 0 is to leave out a NaN.
         """
         squares = self.meter.no_squares(params)
-        bent = equations.is_short(program.jaxpr) or equations.has_rule(program.jaxpr)  # in the cotangent it may matter
+        bent = traced.is_short or traced.has_rule  # in the cotangent it may matter
         unless = MAY_BE_AGAIN if again else None
         if bent and weighing.weight is None and not self.in_place:
             unless = "a Ratio's count is known after the loss, and a custom_vjp or float16 may not take it as a factor"
         selects = together and isinstance(weighing.weight, jax.Array)
         factor = weighing.weight if bent or selects else None
-        return added_inside(self.in_place, params, acc, program, weighing, squares, factor, unless)
+        return added_inside(self.in_place, params, acc, traced, weighing, squares, factor, unless)
 
     def _weighing(self, loss: Any, call: Call, weight: Any, mean_and_factor: MeanAndFactor) -> ByWeight | ByCount:
         """Returns how the micro-batch is weighed, whose loss has these shapes."""

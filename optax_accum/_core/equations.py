@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from optax_accum._core import dtypes
-
 
 def inner_programs(equation: Any) -> Iterator[Any]:
     """Yields the programs inside an equation of a traced program: of a loop, a branch, a function."""
@@ -66,22 +64,3 @@ def may_be_clamped(equation: Any) -> bool:
 def is_checkpoint(equation: Any) -> bool:
     """Returns whether an equation is a function that the backward pass runs again."""
     return equation.primitive.name in ("checkpoint", "remat2")
-
-
-def has_loop_or_branch(program: Any) -> bool:
-    """Returns whether a traced program holds a scan or a cond."""
-    return any(equation.primitive.name in ("scan", "cond") for equation in all_equations(program))
-
-
-def is_short(program: Any) -> bool:
-    """Returns whether a number of a program has a shorter range than float32, as float16: a small one vanishes.
-
-    Those that come in count, too: the gradient of a parameter that is cast up at once is cast down.
-    """
-    outcomes = (var for equation in all_equations(program) for var in equation.outvars)
-    return any(dtypes.is_short(getattr(var.aval, "dtype", bool)) for var in (*program.invars, *outcomes))
-
-
-def has_rule(program: Any) -> bool:
-    """Returns whether the user wrote a part of the backward pass, which need not be linear (a clip)."""
-    return any(equation.primitive.name.startswith("custom_vjp_call") for equation in all_equations(program))

@@ -23,20 +23,6 @@ def is_staged() -> bool:
     return isinstance(jnp.zeros([]), Tracer)
 
 
-def traced(fun: Callable[..., Any], *args: Any) -> tuple[Any, Tree]:
-    """Returns `fun`, traced, and the shapes of its results.
-
-    Outside `jit` it may look at values, which no trace has: then it is run, and what it returned is all that is known.
-    """
-    try:
-        return jax.make_jaxpr(fun, return_shape=True)(*args)
-    except NEEDS_VALUES:
-        if is_staged():
-            raise
-    result = fun(*args)
-    return jax.make_jaxpr(lambda *_: result, return_shape=True)(*args)
-
-
 def is_again(args: Tree) -> bool:
     """Returns whether JAX may differentiate this computation from `args` again, with no `jit` between.
 

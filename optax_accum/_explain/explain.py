@@ -16,7 +16,7 @@ from optax_accum._rows.program import Equation, Value
 from optax_accum._within import splitting
 from optax_accum._within.one_pass import is_one_pass
 from optax_accum._within.rules import as_crossing
-from optax_accum._within.traced import Traced
+from optax_accum._within.traced_call import TracedCall
 
 
 def explain(
@@ -130,7 +130,7 @@ def explain(
     return subject.ask(lambda found: _explained(subject, found, told))
 
 
-def _explained(subject: Subject, found: Traced, told: bool) -> Explanation:
+def _explained(subject: Subject, found: TracedCall, told: bool) -> Explanation:
     levels, units = found.levels, found.units
     terms = terms_of(subject, found)
     weights, reasons = _weights(subject, terms)

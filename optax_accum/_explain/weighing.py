@@ -23,7 +23,7 @@ from optax_accum._rows.forms import Reason
 from optax_accum._rows.levels import Crossing
 from optax_accum._rows.program import Program
 from optax_accum._within.splitting import Sizes
-from optax_accum._within.traced import Traced, traced, type_of
+from optax_accum._within.traced_call import TracedCall, trace_call, type_of
 
 
 def typed(tree: Tree) -> Tree:
@@ -47,7 +47,7 @@ class Subject:
     has_aux: bool
     crossing: Crossing = Crossing.SAVE
 
-    def ask(self, question: Callable[[Traced], Any], *, integers: bool = False) -> Any:
+    def ask(self, question: Callable[[TracedCall], Any], *, integers: bool = False) -> Any:
         """Asks the traced loss, and runs nothing; parameters may be `integers`."""
         leaves, filled = parted(tuple(self.arguments.values()), has_type)
         answers: list[Any] = []
@@ -58,7 +58,7 @@ class Subject:
             call = self.roles.bind(args, {name: arg for name, arg in arguments.items() if isinstance(name, str)})
             if not integers:
                 checks.check_differentiable(call[call.params])
-            answers.append(question(traced(self.fun, call, self.sizes, call.params, crossing=self.crossing)))
+            answers.append(question(trace_call(self.fun, call, self.sizes, call.params, crossing=self.crossing)))
 
         jax.eval_shape(read, leaves)
         return answers[0]
@@ -80,9 +80,9 @@ class Subject:
         ]
 
 
-def terms_of(subject: Subject, found: Traced) -> dict[str | None, Found] | None:
+def terms_of(subject: Subject, found: TracedCall) -> dict[str | None, Found] | None:
     """Returns what divides the loss, or each of its terms; None for a `Ratio`, or a dict of them."""
-    loss = Returns(subject.has_aux).parts(found.shapes).loss
+    loss = Returns(subject.has_aux).parts(found.traced.shapes).loss
     check_loss(loss, None)
     others = [None if name in subject.batch else text for name, text, _ in subject.inputs]
     terms = loss if isinstance(loss, dict) else {None: loss}
@@ -272,7 +272,7 @@ def weight_fn(subject: Subject) -> Callable[..., Any]:
         of_batch = dataclasses.replace(subject, arguments={**subject.arguments, **given})
         values = [jnp.asarray(leaf) if is_array(leaf) else leaf for _, _, leaf in of_batch.inputs]
 
-        def counts(found: Traced) -> dict[Any, list[Any]]:
+        def counts(found: TracedCall) -> dict[Any, list[Any]]:
             terms = terms_of(subject, found) or {}
             program = found.levels.program
             any_weight = Denominator(None, ())

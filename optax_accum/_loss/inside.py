@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum._core import compilers, dtypes, equations, matching, tracing
+from optax_accum._core import compilers, dtypes, matching, tracing
 from optax_accum._core.leaves import by_path, is_inexact, parted
+from optax_accum._core.traced import Traced
 from optax_accum._core.types import Tree, Weight
 from optax_accum._loss import follow, sinks
 from optax_accum._loss.sinks import Finish, Lent, Sink, Total
@@ -86,7 +87,7 @@ def added_inside(
     asked: bool | None,
     params: Tree,
     acc: Tree,
-    program: Any,
+    loss: Traced,
     weighing: Weighing,
     squares: Sequence[jax.Array] = (),
     factor: Weight | None = None,
@@ -94,7 +95,7 @@ def added_inside(
 ) -> Inside | None:
     """Returns how gradients are added inside the backward pass; None where they are not, an error where that is asked.
 
-    `program` is the loss, traced, with its constants, and `weighing` how it is weighed; `squares` and `factor` are as
+    `weighing` is how the loss is weighed; `squares` and `factor` are as
     in `Inside`; `unless` is why they are not to be.
     """
     path = matching.narrower(params, acc)
@@ -104,22 +105,22 @@ def added_inside(
             "needs accumulators at least as wide as the parameters, for a gradient is rounded before it is added: at "
             f"{path} they are narrower (parameters {dtypes.names_in(params)}, accumulators {dtypes.names_in(acc)})"
         )
-    if why_not is None and _forgets_mesh(program, (acc, squares)):
+    if why_not is None and _forgets_mesh(loss, (acc, squares)):
         why_not = (
             "is not possible where arrays lie on a mesh with Explicit axes, and the accumulators on none, for JAX adds "
             "to references of the same mesh only: call it under `with jax.set_mesh(mesh):`"
         )
-    nests = not unless and equations.has_loop_or_branch(program.jaxpr)
-    if why_not is None and nests and tracing.is_batched((params, acc, program.consts, vars(weighing))):
+    nests = not unless and loss.has_loop_or_branch
+    if why_not is None and nests and tracing.is_batched((params, acc, loss.program.consts, vars(weighing))):
         why_not = "is not possible under jax.vmap, for JAX batches no loop over references, nor a branch"
     if asked and why_not:
         raise TypeError(f"in_place=True {why_not}. Leave in_place=None.")
     if unless or why_not or asked is False:
         log_after(unless or (f"adding inside it {why_not}" if why_not else "in_place=False"))
         return None
-    _log_inside(params, program.jaxpr)
+    _log_inside(params, loss)
     always = bool(squares) or factor is not None or not compilers.ADDS_TO_SLICES
-    needs = map(operator.or_, follow.casts(program.jaxpr), follow.breaks(program.jaxpr))
+    needs = map(operator.or_, follow.casts(loss.jaxpr), follow.breaks(loss.jaxpr))
     leaves = [pair for pair in zip(jax.tree.leaves(params), needs, strict=True) if is_inexact(pair[0])]
     if not leaves:
         return None
@@ -130,9 +131,9 @@ def added_inside(
     return Inside(tuple(sunk), squares, factor)
 
 
-def _forgets_mesh(program: Any, accumulators: Tree) -> bool:
+def _forgets_mesh(loss: Traced, accumulators: Tree) -> bool:
     """Returns whether a loss has arrays on an Explicit mesh, and some of the accumulators are on none."""
-    types = (var.aval for equation in equations.all_equations(program.jaxpr) for var in equation.outvars)
+    types = (var.aval for equation in loss.equations for var in equation.outvars)
     without = any(compilers.explicit_mesh(jax.typeof(leaf)) is None for leaf in jax.tree.leaves(accumulators))
     return without and any(compilers.explicit_mesh(kind) is not None for kind in types)
 
@@ -142,11 +143,11 @@ def log_after(reason: str) -> None:
     _log.info("Gradients are added after the backward pass, as a tree: %s.", reason)
 
 
-def _log_inside(params: Tree, program: Any) -> None:
+def _log_inside(params: Tree, loss: Traced) -> None:
     """Tells who asks where gradients are added inside the backward pass."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    pairs = zip(by_path(params, ""), follow.leave_whole(program), strict=True)
+    pairs = zip(by_path(params, ""), follow.leave_whole(loss.jaxpr), strict=True)
     written = [f"{path} (`{function}`)" for (path, _), function in pairs if function]
     but = f" Some are written first, by the function in brackets: {', '.join(written)}." if written else ""
     _log.info("Gradients are added inside the backward pass.%s", but)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from optax_accum._arguments.roles import Call
 from optax_accum._core import arithmetic, compilers
 from optax_accum._core.leaves import is_array, parted
+from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Name, Tree, Weight
 from optax_accum._loss.sinks import Finish
 from optax_accum._space import collectives, mapped
@@ -170,22 +171,22 @@ class Device:
         """Adds a value over the devices that share one batch."""
         return jax.lax.psum(value, self.axes) if self.one_batch else value
 
-    def is_spoken_to(self, program: Any) -> bool:
-        """Returns whether a traced program takes something from other devices, by itself."""
-        return mapped.communicates(program)
+    def is_spoken_to(self, loss: Traced) -> bool:
+        """Whether a loss takes something from other devices, by itself."""
+        return mapped.communicates(loss)
 
     # A loss that takes something from other devices has one gradient with theirs, also where they weigh differently.
 
-    def _couples(self, program: Any) -> bool:
-        return bool(self.axes) and mapped.communicates(program, self.axes)
+    def _couples(self, loss: Traced) -> bool:
+        return bool(self.axes) and mapped.communicates(loss, self.axes)
 
-    def agreed(self, program: Any, alive: Tree) -> Tree:
+    def agreed(self, loss: Traced, alive: Tree) -> Tree:
         """Returns which micro-batches run: if the loss communicates, all devices run what any device runs.
 
         Raises if per-device gradients are asked of such a loss: it has one joint gradient, which no per-device weight
         can scale.
         """
-        if not self._couples(program):
+        if not self._couples(loss):
             return alive
         if not self.one_batch:
             raise ValueError(
@@ -195,9 +196,9 @@ class Device:
             )
         return self.any_of(alive)
 
-    def runs_together(self, program: Any) -> bool:
+    def runs_together(self, loss: Traced) -> bool:
         """Returns whether all devices must run a micro-batch that any runs, though each has a gradient of its own."""
-        return bool(self.axes) and not self._couples(program) and mapped.may_wait_for_all(program)
+        return bool(self.axes) and not self._couples(loss) and mapped.may_wait_for_all(loss)
 
     def any_of(self, flags: Tree) -> Tree:
         """Returns which flags are set on any device."""
@@ -207,7 +208,7 @@ class Device:
 
         return jax.tree.map(any_of, flags) if self.axes else flags
 
-    def mean_and_factor(self, program: Any) -> Callable[[Weight], tuple[Weight, Weight]]:
+    def mean_and_factor(self, loss: Traced) -> Callable[[Weight], tuple[Weight, Weight]]:
         """Returns a function that splits a weight into its mean over devices and the loss's factor `weight / mean`."""
 
         def shared(weight: Weight) -> tuple[Weight, Weight]:
@@ -217,24 +218,24 @@ class Device:
         def unscaled(weight: Any) -> Any:
             return (weight, 1.0)
 
-        if not self._couples(program):
+        if not self._couples(loss):
             return unscaled
         # A Python number is the number of rows, which all devices have alike.
         return lambda weight: shared(weight) if isinstance(weight, jax.Array) else unscaled(weight)
 
-    def check_loss(self, program: Any, losses: Sequence[Any]) -> None:
+    def check_loss(self, loss: Traced, types: Sequence[Any]) -> None:
         """Raises where a loss, of these types, is averaged over the devices: its gradient would be divided twice."""
-        same = not any(mapped.differs(loss, self.axes) for loss in losses)
-        if same and self._couples(program) and mapped.tells_apart(self.axes):
+        same = not any(mapped.differs(kind, self.axes) for kind in types)
+        if same and self._couples(loss) and mapped.tells_apart(self.axes):
             raise ValueError(
                 f"With devices, the loss must be that of each device's own rows: here it is the same on all "
                 f"devices of {self.axes}. Leave jax.lax.pmean out of it."
             )
 
-    def check_nested(self, program: Any) -> None:
-        """Raises for a loss, traced, with a `jax.shard_map` of its own that JAX cannot differentiate here."""
+    def check_nested(self, loss: Traced) -> None:
+        """Raises for a loss with a `jax.shard_map` of its own that JAX cannot differentiate here."""
         if self.axes:
-            mapped.check_nested(program, self.axes)
+            mapped.check_nested(loss, self.axes)
 
     def check_axes(self, results: Sequence[Any], *, of_optimizer: bool = False) -> None:
         """Raises where this is one of several devices in a `jax.shard_map`, and nobody says what becomes of theirs.

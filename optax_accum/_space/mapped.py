@@ -12,8 +12,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_accum._core import compilers, dtypes, equations
+from optax_accum._core import compilers, dtypes
+from optax_accum._core.equations import all_equations
 from optax_accum._core.leaves import parted
+from optax_accum._core.traced import Traced
 from optax_accum._core.types import Axes, Tree
 from optax_accum._loss.backward import with_backward_pass
 from optax_accum._space import meshes
@@ -129,14 +131,14 @@ def _nested(axes: Axes) -> str:
     )
 
 
-def check_nested(program: Any, axes: Axes) -> None:
-    """Raises for a traced loss with a `jax.shard_map` of its own whose backward pass JAX cannot compile here.
+def check_nested(loss: Traced, axes: Axes) -> None:
+    """Raises for a loss with a `jax.shard_map` of its own whose backward pass JAX cannot compile here.
 
     What that keeps for the backward pass would lie over the axes, which are manual already.
     """
-    if not any(equation.primitive.name == "shard_map" for equation in equations.all_equations(program.jaxpr)):
+    if not any(equation.primitive.name == "shard_map" for equation in loss.equations):
         return
-    for equation in equations.all_equations(with_backward_pass(program).jaxpr):
+    for equation in all_equations(with_backward_pass(loss.program).jaxpr):
         if equation.primitive.name == "shard_map" and any(
             set(axes) & set(meshes.names_of(entry)) for spec in equation.params["out_specs"] for entry in spec
         ):
@@ -203,24 +205,24 @@ def tells_apart(axes: Axes) -> bool:
     return differs(jax.lax.axis_index(axes), axes)
 
 
-def communicates(program: Any, axes: Axes | None = None) -> bool:
-    """Returns whether a traced program takes something from other devices, inside `jax.shard_map`, along these axes."""
-    communicating = set(_communicating(program))
+def communicates(loss: Traced, axes: Axes | None = None) -> bool:
+    """Returns whether a loss takes something from other devices, inside `jax.shard_map`, along these axes."""
+    communicating = set(_communicating(loss))
     return bool(communicating if axes is None else communicating & set(axes))
 
 
-def may_wait_for_all(program: Any) -> bool:
-    """Returns whether devices that do not run a program may keep others waiting that do.
+def may_wait_for_all(loss: Traced) -> bool:
+    """Returns whether devices that do not run a loss may keep others waiting that do.
 
     A collective over one axis may need the devices of all: a permute does. Over axes that are not manual, compilers put
     them in as they like.
     """
-    return bool(meshes.partitioned_axes()) or any(_communicating(program))
+    return bool(meshes.partitioned_axes()) or any(_communicating(loss))
 
 
-def _communicating(program: Any) -> Iterator[str]:
-    """Yields the axes over which a traced program communicates."""
-    for equation in equations.all_equations(program):
+def _communicating(loss: Traced) -> Iterator[str]:
+    """Yields the axes over which a loss communicates."""
+    for equation in loss.equations:
         if equation.primitive.name not in _ALONE:
             named = *_names(equation.params.get("axes")), *_names(equation.params.get("axis_name"))
             yield from (name for name in named if isinstance(name, str))

@@ -227,17 +227,17 @@ def _on_device(rules: _Rules, static: bool, device: Device, call: Call) -> tuple
         return rules.parts(call.with_values(names, shared.narrowed(call[names])))
 
     micro_batches = microbatches.cut(parts, device, call.with_values(names, values), rules.sizes)
-    program, shapes = micro_batches.traced()
+    traced = micro_batches.traced()
     closure = shared.Closure(values)
-    if closure.widen(program.consts):
+    if closure.widen(traced.program.consts):
         micro_batches = dataclasses.replace(micro_batches, parts=functools.partial(_closing_over, closure, parts))
-    micro_batches = micro_batches.with_fast_convolutions(program)
-    static = static or tracing.is_differentiated(program.consts)  # what `fun` closes over
-    device.check_axes(program.out_avals)
-    device.check_nested(program)
+    micro_batches = micro_batches.with_fast_convolutions(traced)
+    static = static or tracing.is_differentiated(traced.program.consts)  # what `fun` closes over
+    device.check_axes(traced.program.out_avals)
+    device.check_nested(traced)
     scalar = jax.ShapeDtypeStruct((), dtypes.default_float())
-    weighing, alive = weights.weigh(micro_batches, rules.weight_fn, scalar, program.jaxpr, lambda _: {})
-    outputs = rules.outputs(shapes.loss, micro_batches.split)
+    weighing, alive = weights.weigh(micro_batches, rules.weight_fn, scalar, traced, lambda _: {})
+    outputs = rules.outputs(traced.shapes.loss, micro_batches.split)
     if rules.weight_fn is not None and not static:
         micro_batches = micro_batches.undifferentiable(_AGAIN)
 

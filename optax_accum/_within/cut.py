@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from optax_accum._arguments import checks
 from optax_accum._arguments.roles import Call
-from optax_accum._core import arithmetic, compilers, dtypes, equations, tracing
+from optax_accum._core import arithmetic, compilers, dtypes, tracing
+from optax_accum._core.traced import Traced
 from optax_accum._core.types import Index, Tree
 from optax_accum._loss import ratio
 from optax_accum._loss.backward import Backward, contribution
@@ -150,28 +151,29 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     empty, kinds = arithmetic.zeros(params, rules.accumulator_dtype), rules.kinds(params)
     empty = jax.tree.map(compilers.on_mesh_of, params, empty)
     micro_batches = microbatches.cut(rules.parts, device, call, rules.sizes)
-    program, shapes = micro_batches.traced(call.params)
+    traced = micro_batches.traced(call.params)
     if rules.reads is not None and rules.weight_fn is None:
         rules = dataclasses.replace(rules, weight_fn=rules.reads(call))
-    micro_batches = micro_batches.with_fast_convolutions(program)
-    again = again or tracing.is_differentiated(program.consts)  # what `fun` closes over
+    micro_batches = micro_batches.with_fast_convolutions(traced)
+    again = again or tracing.is_differentiated(traced.program.consts)  # what `fun` closes over
     static = again or rules.in_place is False
-    device.check_axes(program.out_avals)
-    device.check_nested(program)
-    device.check_loss(program.jaxpr, program.out_avals[: len(jax.tree.leaves(shapes.loss))])
+    shapes, types = traced.shapes, traced.program.out_avals
+    device.check_axes(types)
+    device.check_nested(traced)
+    device.check_loss(traced, types[: len(jax.tree.leaves(shapes.loss))])
     count = functools.partial(_counts, rules, micro_batches, shapes, static)
-    weighing, alive = weights.weigh(micro_batches, rules.weight_fn, shapes.loss, program.jaxpr, count)
+    weighing, alive = weights.weigh(micro_batches, rules.weight_fn, shapes.loss, traced, count)
     weighing.check_meter(rules.meter)
     if device.count * micro_batches.split.parts == 1:
         rules.meter.warn_of_one_sample()
     split, counted = micro_batches.split, weighing.counts_outputs
-    scale = 1.0 if counted else _scale(rules, device.count * split.parts, kinds, program.jaxpr)
+    scale = 1.0 if counted else _scale(rules, device.count * split.parts, kinds, traced)
     outputs = reductions.outputs_of(rules.aux_reduction, shapes.aux, split, counted=counted)
     unless = MAY_BE_AGAIN if again else None
     squares = () if unless else rules.meter.no_squares(params)
     selects = alive.together and not all(isinstance(flag, bool) for flag in alive.local)
     factor = jnp.ones([]) if selects else None  # what is run, and not alive, is left out where its gradient arises
-    inside = added_inside(rules.in_place, params, empty, program, weighing, squares, factor, unless)
+    inside = added_inside(rules.in_place, params, empty, traced, weighing, squares, factor, unless)
     if inside or (rules.weight_fn is not None and not static):
         micro_batches = micro_batches.undifferentiable(AGAIN)
     inside_all = inside is not None and gradients.are_added(kinds)
@@ -191,14 +193,14 @@ def cut(rules: CallRules, device: Device, call: Call, again: bool) -> Cut:
     )
 
 
-def _scale(rules: CallRules, parts: int, kinds: Tree, program: Any) -> float:
+def _scale(rules: CallRules, parts: int, kinds: Tree, traced: Traced) -> float:
     """Returns the factor of gradients while they are added.
 
     float16 would round a micro-batch's small share of the gradient to zero: a power of two makes it as large as the
     whole. A user's own rule may do anything with a larger cotangent: beside one nothing is scaled.
     """
     wide = not any(map(dtypes.is_short, jax.tree.leaves(rules.accumulator_dtype)))
-    if not (equations.is_short(program) and wide and gradients.are_added(kinds)) or equations.has_rule(program):
+    if not (traced.is_short and wide and gradients.are_added(kinds)) or traced.has_rule:
         return 1.0
     return 2.0 ** math.ceil(math.log2(parts))
 

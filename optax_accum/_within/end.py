@@ -15,7 +15,7 @@ from optax_accum._rows.program import Constant, Equation, Number, Value
 from optax_accum._space import meshes
 from optax_accum._within import by_level, partial
 from optax_accum._within.by_level import Store, axis_of
-from optax_accum._within.traced import Traced
+from optax_accum._within.traced_call import TracedCall
 
 Leaves = Sequence[Any]
 
@@ -30,7 +30,14 @@ class Given(NamedTuple):
 class End:
     """The equations after the loop, as a function of the loop's results and of the parameters."""
 
-    def __init__(self, traced: Traced, store: Store, loop: Loop, before: Sequence[Equation], after: Sequence[Equation]):
+    def __init__(
+        self,
+        traced: TracedCall,
+        store: Store,
+        loop: Loop,
+        before: Sequence[Equation],
+        after: Sequence[Equation],
+    ):
         self.traced, self.store, self.loop, self.before, self.after = traced, store, loop, before, after
         self.params = [store.whole(value) for value in model_inputs(traced)]
         types = [*map(partial.type_of_part, loop.parts), *map(self._type_of_rows, loop.rows)]
@@ -132,7 +139,7 @@ class End:
         return Given(filled[: len(self.loop.parts)], filled[len(self.loop.parts) :])
 
 
-def model_inputs(traced: Traced) -> list[Value]:
+def model_inputs(traced: TracedCall) -> list[Value]:
     """Returns the inputs that are differentiated: the leaves of the parameters."""
     return [value for value in traced.levels.program.inputs if value in traced.levels.model]
 

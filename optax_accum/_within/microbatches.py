@@ -13,6 +13,7 @@ from optax_accum._arguments.rows import count_rows
 from optax_accum._core import compilers, convolutions, dtypes, tracing
 from optax_accum._core.flags import negated, selected
 from optax_accum._core.leaves import check_arrays
+from optax_accum._core.traced import Traced, trace_or_run
 from optax_accum._core.types import Flag, Index, Name, Tree
 from optax_accum._loss.parts import Parts
 from optax_accum._space.device import Device
@@ -69,8 +70,8 @@ class MicroBatches:
         """Returns the turn of a micro-batch."""
         return self._of_rows(index, self._rows(index), carry)
 
-    def traced(self, names: tuple[Name, ...] = ()) -> tuple[Any, Parts]:
-        """Returns `fun` for the first micro-batch, traced by these arguments, and the shapes of its results."""
+    def traced(self, names: tuple[Name, ...] = ()) -> Traced:
+        """Traces `fun` for the first micro-batch, by these arguments."""
         first = self.turn(0, self.call.carried).call
 
         def parts_of(values: tuple[Any, ...]) -> Parts:
@@ -79,15 +80,15 @@ class MicroBatches:
                 check_arrays(what, part, "Return arrays and numbers, and register a class of them as a pytree.")
             return parts
 
-        program, shapes = tracing.traced(parts_of, first[names])
-        if draws.may_hide(program, first):
+        loss = trace_or_run(parts_of, first[names])
+        if draws.may_hide(loss.program, first):
             draws.check_keys(self.parts, self.turn(0, self.call.carried).call, self.call)
-        results.check_carry(self.call.carried, shapes.carry)
-        return program, shapes
+        results.check_carry(self.call.carried, loss.shapes.carry)
+        return loss
 
-    def with_fast_convolutions(self, program: Any) -> "MicroBatches":
-        """Returns micro-batches that run on a CPU as fast in a loop as outside; `program` is the trace of one."""
-        return dataclasses.replace(self, parts=convolutions.fast_in_loops(self.parts, program.jaxpr.eqns))
+    def with_fast_convolutions(self, loss: Traced) -> "MicroBatches":
+        """Returns micro-batches that run on a CPU as fast in a loop as outside; `loss` is the trace of one."""
+        return dataclasses.replace(self, parts=convolutions.fast_in_loops(self.parts, loss.jaxpr.eqns))
 
     def in_order(self, add: Add, sums: Any, alive: Alive, *, static: bool = False, last_apart: bool = False) -> Done:
         """Runs `sums, parts = add(sums, turn)` for those that are alive, the remainder last.

@@ -19,7 +19,7 @@ from optax_accum._within import by_level
 from optax_accum._within.by_level import Store, axis_of
 from optax_accum._within.end import End, Given, Leaves, evaluate, model_inputs
 from optax_accum._within.partial import REDUCTIONS
-from optax_accum._within.traced import Traced
+from optax_accum._within.traced_call import TracedCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OnePass:
       is_measured: whether the gradient of each micro-batch is measured.
     """
 
-    traced: Traced
+    traced: TracedCall
     store: Store
     loop: Loop
     before: Sequence[Equation]
@@ -136,7 +136,7 @@ class OnePass:
         return self.end.outputs(given, self.end.params)
 
 
-def one_pass(traced: Traced) -> OnePass | None:
+def one_pass(traced: TracedCall) -> OnePass | None:
     """Returns the loss as a pass with known cotangents, if there is one loop; its first output is differentiated."""
     levels = traced.levels
     if len(levels.loops) != 1 or len(levels.stages) != 2:
@@ -160,7 +160,7 @@ def one_pass(traced: Traced) -> OnePass | None:
     return OnePass(traced, store, first.loop, before, last.once, *end.known(), end)
 
 
-def is_one_pass(traced: Traced) -> bool:
+def is_one_pass(traced: TracedCall) -> bool:
     """Returns whether each micro-batch runs once."""
     once = one_pass(traced)
     return once is not None and once.known is not None

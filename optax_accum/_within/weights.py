@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from optax_accum._arguments import checks
 from optax_accum._arguments.rows import is_split
 from optax_accum._core import dtypes
+from optax_accum._core.traced import Traced
 from optax_accum._core.types import Flag
 from optax_accum._loss import ratio
 from optax_accum._loss.weighing import ByCounts, ByRatio, ByShare, ByTerms, Shares
@@ -20,20 +21,20 @@ def weigh(
     micro_batches: MicroBatches,
     weight_fn: Callable[..., Any] | None,
     loss: Any,
-    program: Any,
+    traced: Traced,
     count: Callable[[Alive], dict[str, jax.Array]],
 ) -> tuple[ByShare, Alive]:
     """Returns how the micro-batches are weighed whose loss has these shapes, and which are run.
 
-    `program` is `fun`, traced; `count` runs those that are alive for the counts of a dict of `Ratio`s.
+    `traced` is `fun` for one of them; `count` runs those that are alive for the counts of a dict of `Ratio`s.
     """
     device = micro_batches.device
     full, rest, total = _shares(micro_batches, weight_fn)
     ratio.check_loss(loss, None if weight_fn is None else full)
     local = _live(full), _live(rest)
     if weight_fn is not None or ratio.is_ratio(loss):
-        local = device.agreed(program, local)
-    together = device.runs_together(program)
+        local = device.agreed(traced, local)
+    together = device.runs_together(traced)
     alone = micro_batches.call.carry is None and not together
     alive = Alive(local, local if alone else device.any_of(local), together)
     known: dict[str, Any] = {"shares": full, "rest": rest, "weight": total, "full": micro_batches.split.full}

@@ -19,13 +19,13 @@ from optax_accum._loss import ratio
 from optax_accum._loss.parts import Returns
 from optax_accum._space.device import Device
 from optax_accum._space.space import Space
-from optax_accum._within import by_level, splitting, traced
+from optax_accum._within import by_level, splitting
 from optax_accum._within.by_level import axis_of
 from optax_accum._within.cut import AGAIN, cut
 from optax_accum._within.end import Given
 from optax_accum._within.one_pass import OnePass, one_pass
 from optax_accum._within.rules import CallRules
-from optax_accum._within.traced import Traced
+from optax_accum._within.traced_call import TracedCall, number_of_microbatches, trace_call
 
 
 class UnreadableError(Exception):
@@ -60,19 +60,19 @@ def differentiated(rules: CallRules, device: Device, call: Call, again: bool) ->
         arrays, filled = parted(call[tuple(call.arguments)], is_array)
         call = call.with_values(tuple(call.arguments), filled(device.vary(arrays)))
     fun = _of_one_number(rules)
-    is_one = traced.number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1
+    is_one = number_of_microbatches(rules.sizes, list(call[call.batch]), device.count) == 1
     if is_one and device.is_alone and not rules.meter.measures:
         grads, outputs = _differentiated(rules, device, call, lambda call: call.apply(fun))
         device.check_axes(jax.tree.leaves(outputs))
         return Local(grads, jax.tree.map(lambda _: None, outputs)), outputs
     try:
         over = device if device.one_batch else Device()
-        loss = traced.traced(fun, call, rules.sizes, call.params, over, rules.crossing)
+        loss = trace_call(fun, call, rules.sizes, call.params, over, rules.crossing)
     except tracing.NEEDS_VALUES as error:
         if tracing.is_staged():
             raise
         raise UnreadableError from error  # outside jit a loss may look at values, which no trace has
-    if device.is_spoken_to(loss.program.jaxpr):
+    if device.is_spoken_to(loss.traced):
         raise UnreadableError
     once = one_pass(loss)
     return (
@@ -110,7 +110,7 @@ def _of_one_number(rules: CallRules) -> Callable[..., Any]:
 # Level by level
 
 
-def _in_levels(rules: CallRules, device: Device, call: Call, loss: Traced, again: bool) -> tuple[Local, Tree]:
+def _in_levels(rules: CallRules, device: Device, call: Call, loss: TracedCall, again: bool) -> tuple[Local, Tree]:
     """Returns the value and the gradient of a loss that takes rows together before its end."""
     rules.meter.refuse(
         "Statistics take the gradient of each micro-batch, and this loss takes rows together: micro-batches have no "
@@ -203,7 +203,7 @@ def _ended(once: OnePass, given: Given, grads: Any) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _placed(device: Device, loss: Traced, outputs: Tree) -> tuple[Tree, Tree]:
+def _placed(device: Device, loss: TracedCall, outputs: Tree) -> tuple[Tree, Tree]:
     """Splits outputs into each device's own and the ones that all have alike; None stands for the others."""
     leaves = jax.tree.leaves(outputs)
     if device.is_alone:

@@ -9,7 +9,7 @@ from optax_accum._arguments.roles import Roles
 from optax_accum._rows.levels import Kind
 from optax_accum._within.microbatched import microbatched
 from optax_accum._within.splitting import Sizes
-from optax_accum._within.traced import traced
+from optax_accum._within.traced_call import trace_call
 
 ROWS = 12
 
@@ -80,4 +80,4 @@ def whole(loss, params, batch):
 
 def _levels(loss, params, batch):
     call = Roles(loss, argnums=0, batch_argnums=1).bind((params, batch), {})
-    return traced(loss, call, Sizes(2, None, 1), call.params).levels
+    return trace_call(loss, call, Sizes(2, None, 1), call.params).levels

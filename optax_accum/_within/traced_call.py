@@ -11,6 +11,7 @@ from optax_accum._arguments.roles import Call
 from optax_accum._arguments.rows import count_known_rows, is_split
 from optax_accum._core import compilers
 from optax_accum._core.leaves import is_array, parted
+from optax_accum._core.traced import Traced, trace
 from optax_accum._core.types import Name, Tree
 from optax_accum._rows.levels import Crossing, Levels, levels_of
 from optax_accum._rows.program import paired
@@ -21,30 +22,28 @@ from optax_accum._within.splitting import Sizes, split_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class TracedCall:
     """A call, traced for the rows of all devices and for twice as many, abstractly: what grows has rows.
 
     Attributes:
-      program: the trace for all rows.
+      traced: the function, for all rows.
       levels: how its program runs.
       units: how the rows of this device go into micro-batches.
       device: that runs it.
       call: with its arrays.
       values: the arrays of the call, in the order of the program's inputs.
-      shapes: the shapes of what the function returns.
     """
 
-    program: Any
+    traced: Traced
     levels: Levels
     units: Units
     device: Device
     call: Call
     values: Sequence[Any]
-    shapes: Tree
 
     def returned(self, outputs: Sequence[Any]) -> Tree:
         """Returns the outputs of the program as the function returns them."""
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), outputs)
+        return jax.tree.unflatten(jax.tree.structure(self.traced.shapes), outputs)
 
 
 def number_of_microbatches(sizes: Sizes, batch: Tree, devices: int) -> int:
@@ -52,14 +51,14 @@ def number_of_microbatches(sizes: Sizes, batch: Tree, devices: int) -> int:
     return split_rows(batch, sizes, devices).parts
 
 
-def traced(
+def trace_call(
     fun: Callable[..., Any],
     call: Call,
     sizes: Sizes,
     model: Sequence[Name],
     device: Device | None = None,
     crossing: Crossing = Crossing.SAVE,
-) -> Traced:
+) -> TracedCall:
     """Traces a call, of which a device has its rows; `model` names the arguments by which it may be differentiated.
 
     Raises:
@@ -78,9 +77,9 @@ def traced(
     def types(times: int) -> list[Any]:
         return [type_of(leaf, times if is_cut else 1) for leaf, is_cut in zip(arrays, in_batch, strict=True)]
 
-    long, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(types(devices))
+    long = trace(of_arrays, types(devices))
     try:
-        program = paired(long, jax.make_jaxpr(of_arrays)(types(2 * devices)), (rows, 2 * rows))
+        program = paired(long.program, jax.make_jaxpr(of_arrays)(types(2 * devices)), (rows, 2 * rows))
     except OtherProgramError as error:
         raise ValueError(f"{_OTHER} {error}. {_REMEDY}") from error
     except (TypeError, ValueError) as error:
@@ -100,7 +99,7 @@ def traced(
     arrays = device.vary(arrays)
     call = call.with_values(names, filled(arrays))
     units = Units(units, parts, rows_here // units, devices, device.index)
-    return Traced(long, levels, units, device, call, arrays, shapes)
+    return TracedCall(long, levels, units, device, call, arrays)
 
 
 def shapes_of(fun: Callable[..., Any], call: Call) -> Tree:

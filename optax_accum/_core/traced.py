@@ -1,0 +1,73 @@
+"""A function, traced once, and what is known of its program."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from optax_accum._core import dtypes, tracing
+from optax_accum._core.equations import all_equations
+from optax_accum._core.types import Tree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """The program of a function, with its constants, and the shapes of its results.
+
+    `run` does what the function does, without tracing it again.
+    """
+
+    program: Any
+    shapes: Tree
+    run: Callable[..., Any]
+
+    @property
+    def jaxpr(self) -> Any:
+        """The program without its constants."""
+        return self.program.jaxpr
+
+    @functools.cached_property
+    def equations(self) -> Sequence[Any]:
+        """All equations, with those of programs inside it: of loops, branches and functions."""
+        return tuple(all_equations(self.jaxpr))
+
+    @functools.cached_property
+    def has_loop_or_branch(self) -> bool:
+        """Whether a scan or a cond is in it."""
+        return any(equation.primitive.name in ("scan", "cond") for equation in self.equations)
+
+    @functools.cached_property
+    def is_short(self) -> bool:
+        """Whether one of its numbers has a shorter range than float32, as float16: a small one vanishes.
+
+        Those that come in count, too: the gradient of a parameter that is cast up at once is cast down.
+        """
+        outcomes = (var for equation in self.equations for var in equation.outvars)
+        return any(dtypes.is_short(getattr(var.aval, "dtype", bool)) for var in (*self.jaxpr.invars, *outcomes))
+
+    @functools.cached_property
+    def has_rule(self) -> bool:
+        """Whether the user wrote a part of the backward pass, which need not be linear (a clip)."""
+        return any(equation.primitive.name.startswith("custom_vjp_call") for equation in self.equations)
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> Traced:
+    """Traces `fun`, which gets arrays without values."""
+    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    run, treedef = core.jaxpr_as_fun(program), jax.tree.structure(shapes)
+    return Traced(program, shapes, lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args))))
+
+
+def trace_or_run(fun: Callable[..., Any], *args: Any) -> Traced:
+    """Traces `fun`; outside `jit`, where it may look at values, it is run if it does, and only its result is known."""
+    if tracing.is_staged():
+        return trace(fun, *args)
+    try:
+        traced = trace(fun, *args)
+    except tracing.NEEDS_VALUES:
+        result = fun(*args)
+        traced = trace(lambda *_: result, *args)
+    return dataclasses.replace(traced, run=fun)
