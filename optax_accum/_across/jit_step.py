@@ -1,24 +1,19 @@
-"""Two programs for a train step, one that only adds and one that updates: `jit_step`, and which of them a call runs."""
+"""`jit_step`: a train step in two programs, one that only adds and one that updates; called, lowered, compiled."""
 
 import contextlib
 import functools
 import logging
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 from jax.core import Tracer
 
-from optax_accum._across import on_host
-from optax_accum._across.calls import Call, Calls, around_states, counters_of
-from optax_accum._across.on_host import Decided, Decision, NotOnHostError
+from optax_accum._across.calls import Call, Calls, counters_of
+from optax_accum._across.on_host import Decision
+from optax_accum._across.programs import Counters, Programs
 from optax_accum._arguments import callables
-from optax_accum._core.forwarding import Forwarding, OtherTypesError
-from optax_accum._core.forwarding import forwarding as forwarding_of
+from optax_accum._core.forwarding import OtherTypesError
 from optax_accum._core.leaves import check_arrays
-from optax_accum._core.state import map_states, states_in
-from optax_accum._core.types import Tree
 
 _log = logging.getLogger("optax_accum")
 
@@ -117,35 +112,6 @@ def jit_step(step: Callable[..., Any], *, donate_argnums: int | Sequence[int] | 
     return JitStep(step, donate_argnums)
 
 
-class _Program(NamedTuple):
-    """A program for calls of one kind."""
-
-    run: Forwarding
-    tree: Any  # of the results, in parts
-    counters: tuple[int, ...]  # which parts are the numbers of micro-steps in windows
-    closes: tuple[bool, ...] | None  # which windows it closes; None where the device decides
-    flush: Any  # for which it was traced
-
-
-class _Programs:
-    """The programs for calls of one kind.
-
-    Attributes:
-      counters: which parts of the arguments are the numbers of micro-steps in windows.
-      due: for each window `(number, asked) -> bool`, whether a micro-step closes it, once the step has been traced.
-      by_caller: whether the caller alone closes windows.
-      known: the programs by the windows that they close, and whether the caller asked for that.
-      single: the one program for all calls, where the host does not know which windows close.
-    """
-
-    def __init__(self, counters: list[int]):
-        self.counters = counters
-        self.due: list[Callable[[int, bool], bool]] = []
-        self.by_caller = False
-        self.known: dict[tuple[tuple[bool, ...], bool], _Program] = {}
-        self.single: _Program | None = None
-
-
 class JitStep:
     """A train step in two programs: what `jit_step` returns.
 
@@ -157,8 +123,8 @@ class JitStep:
     def __init__(self, step: Callable[..., Any], donate_argnums: int | Sequence[int] | None):
         functools.update_wrapper(self, step)
         self._step, self._calls = step, Calls(step, donate_argnums)
-        self._kinds: dict[Any, list[_Programs]] = {}  # several, if parts inside differ: the parameters of two models
-        self._last: tuple[Sequence[Any], list[int]] = (), []  # the counters that the last call returned, in two forms
+        self._kinds: dict[Any, list[Programs]] = {}  # several, if parts inside differ: the parameters of two models
+        self._counters = Counters()
         self.one_program: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +133,7 @@ class JitStep:
             if any(isinstance(call.parts[place], Tracer) for place in programs.counters):
                 return self._step(*args, **kwargs)  # a part of somebody's program
             with contextlib.suppress(OtherTypesError):
-                return self._run(programs, call)
+                return programs.run(call, self._counters)
         raise AssertionError("the last programs are new ones")
 
     def lower(self, *args: Any, **kwargs: Any) -> "LoweredStep":
@@ -177,113 +143,35 @@ class JitStep:
         calls run.
         """
         call = self._calls.taken_apart(args, kwargs)
-        programs = _Programs(counters_of(call.arguments(call.parts), call.parts))
+        programs = self._of_new(call)
         says = call.flush is None and self._calls.takes_flush
         if call.flush is not True:
             held = [Decision(closes=False) for _ in programs.counters]
-            self._traced(programs, call._replace(flush=False) if says else call, held)
+            programs.trace(call._replace(flush=False) if says else call, held)
         if programs.single is None:
             closed = [Decision(closes=True) for _ in programs.counters]
-            self._traced(programs, call._replace(flush=True) if says and programs.by_caller else call, closed)
+            programs.trace(call._replace(flush=True) if says and programs.by_caller else call, closed)
         return LoweredStep(self, call, programs)
 
-    def _programs(self, call: Call) -> Iterator[_Programs]:
+    def _programs(self, call: Call) -> Iterator[Programs]:
         """Yields the programs for calls of this kind, new ones last."""
         kinds = self._kinds.setdefault((call.kind, call.flush), [])
         yield from kinds
         args, kwargs = call.arguments(call.parts)
         check_arrays("The arguments of a step of jit_step", (args, kwargs), "Close over all else: functools.partial.")
-        kinds.append(_Programs(counters_of(call.arguments(call.parts), call.parts)))
+        kinds.append(self._of_new(call))
         yield kinds[-1]
 
-    def _run(self, programs: _Programs, call: Call) -> Any:
-        """Runs the program that a call needs, and remembers the numbers of micro-steps after it."""
-        program, numbers = programs.single, []
-        if program is None:
-            numbers = [number + 1 for number in self._numbers([call.parts[place] for place in programs.counters])]
-            asked = call.flush is True
-            closes = tuple([due(number, asked) for due, number in zip(programs.due, numbers, strict=False)])
-            program = programs.known.get((closes, asked))
-        if program is None:
-            program = self._traced(programs, call, list(map(Decision, numbers)))
-        results = program.run(call.parts)
-        self._last = (), []
-        if program.closes is not None:
-            counts = [0 if closes else number for closes, number in zip(program.closes, numbers, strict=True)]
-            self._last = [results[place] for place in program.counters], counts
-        return program.tree.unflatten(results)
-
-    def _numbers(self, counters: Sequence[Any]) -> list[int]:
-        """Returns the numbers of micro-steps in these windows; the device is asked if they come from elsewhere."""
-        last, numbers = self._last
-        if len(last) == len(counters) and all(map(operator.is_, last, counters)):
-            return numbers
-        return list(map(int, counters))
-
-    def _traced(self, programs: _Programs, call: Call, decisions: Sequence[Decision]) -> _Program:
-        """Traces the program for these decisions, or the single one where the host cannot decide."""
-        try:
-            if not decisions:
-                raise NotOnHostError("no argument holds a state of accumulate_gradients, so each call is one program")
-            program = self._program(call, decisions)
-            programs.due = [_due(decision, call.flush) for decision in decisions if decision.due]
-            programs.by_caller = all(decision.by_caller for decision in decisions)
-            programs.known[program.closes or (), call.flush is True] = program
-        except NotOnHostError as error:
-            program = programs.single = self._program(call, None)
-            self._say(str(error))
-        except (TypeError, ValueError) as error:  # a loop or a branch, whose types differ after a micro-step
-            program = programs.single = self._program(call, None)
-            self._say(f"the step cannot be traced with a window that the host closes: {error}")
-        return program
+    def _of_new(self, call: Call) -> Programs:
+        return Programs(self._step, self._calls.is_part, self._say, counters_of(call.arguments(call.parts), call.parts))
 
     def _say(self, reason: str) -> None:
         if self.one_program is None:
             self.one_program = reason
             _log.info("jit_step compiles one program, and not two: %s.", reason)
 
-    def _program(self, call: Call, decisions: Sequence[Decision] | None) -> _Program:
-        leaves, tree = jax.tree.flatten(call.parts)
 
-        def run(leaves: list[Any]) -> Any:
-            args, kwargs = call.arguments(tree.unflatten(leaves))
-            kwargs |= {} if call.flush is None else {"flush": call.flush}
-            if decisions is None:
-                return self._step(*args, **kwargs)
-            of = iter(decisions)
-            args, kwargs = map_states(lambda state: Decided.of(state, next(of)), (args, kwargs))
-            return self._unmarked(self._step(*args, **kwargs), decisions)
-
-        traced, shapes = jax.make_jaxpr(run, return_shape=True)(leaves)
-        closes = None if decisions is None else tuple([bool(decision.closes) for decision in decisions])
-        suffix = "" if closes is None else "_updates" if any(closes) else "_adds"
-        around = list(map(id, around_states(shapes)))
-        parts, of_parts = jax.tree.flatten(
-            shapes, is_leaf=lambda node: id(node) not in around and self._calls.is_part(node)
-        )
-        ins, outs = (list(map(jax.tree.structure, trees)) for trees in (call.parts, parts))
-        name = getattr(self._step, "__name__", "step") + suffix
-        forwarding = forwarding_of(traced, ins, outs, call.may_donate, name)
-        return _Program(forwarding, of_parts, tuple(counters_of(shapes, parts)), closes, call.flush)
-
-    def _unmarked(self, results: Tree, decisions: Sequence[Decision]) -> Tree:
-        """Returns the results with states of the usual type; raises unless each window has had its micro-step."""
-        states = states_in(results)
-        made = [state.decision for state in states if isinstance(state, Decided) and state.spent]
-        if made != list(decisions):
-            raise NotOnHostError("the step does not make one micro-step of each state, and return it")
-        return map_states(on_host.plain, results)
-
-
-def _due(decision: Decision, flush: bool | None) -> Callable[[int, bool], bool]:
-    """Returns whether a later call closes a window; a step that asks for it by itself does so at every call."""
-    due, by_itself = decision.due, decision.asked and flush is not True
-    assert due is not None
-
-    def is_due(number: int, asked: bool) -> bool:
-        return due(number, asked or by_itself)
-
-    return is_due
+# Ahead of time
 
 
 class LoweredStep:
@@ -296,9 +184,9 @@ class LoweredStep:
         holds all that the other does.
     """
 
-    def __init__(self, step: JitStep, call: Call, programs: _Programs):
+    def __init__(self, step: JitStep, call: Call, programs: Programs):
         self._step, self._call, self._programs = step, call, programs
-        self._lowered = {key: program.run.lower(call.parts) for key, program in _all(programs).items()}
+        self._lowered = {of: program.run.lower(call.parts) for of, program in programs.all.items()}
         self.adds, self.updates = _two(self._lowered)
 
     @property
@@ -308,9 +196,8 @@ class LoweredStep:
 
     def compile(self) -> "CompiledStep":
         """Compiles both programs."""
-        return CompiledStep(
-            self._step, self._call, self._programs, {of: lowered.compile() for of, lowered in self._lowered.items()}
-        )
+        compiled = {of: lowered.compile() for of, lowered in self._lowered.items()}
+        return CompiledStep(self._step, self._call, self._programs.running(compiled), *_two(compiled))
 
 
 class CompiledStep(JitStep):
@@ -325,21 +212,12 @@ class CompiledStep(JitStep):
       updates: the program of a call that updates, or of all calls.
     """
 
-    def __init__(self, step: JitStep, call: Call, programs: _Programs, compiled: dict[Any, Any]):
+    def __init__(self, step: JitStep, call: Call, programs: Programs, adds: Any, updates: Any):
         super().__init__(step._step, step._calls.donated)
-        self.one_program = step.one_program
-        self.adds, self.updates = _two(compiled)
-        self._kind = call.kind
-        self._of_kind = _Programs(programs.counters)
-        self._of_kind.due, self._of_kind.by_caller = programs.due, programs.by_caller
-        for key, program in _all(programs).items():
-            of_it = program._replace(run=program.run._replace(run=compiled[key]))
-            if key is None:
-                self._of_kind.single = of_it
-            else:
-                self._of_kind.known[key] = of_it
+        self.one_program, self.adds, self.updates = step.one_program, adds, updates
+        self._kind, self._of_kind = call.kind, programs
 
-    def _programs(self, call: Call) -> Iterator[_Programs]:
+    def _programs(self, call: Call) -> Iterator[Programs]:
         if call.kind != self._kind:
             raise ValueError(
                 "A compiled step takes arguments of the trees, shapes and dtypes for which it was lowered: others were "
@@ -347,20 +225,9 @@ class CompiledStep(JitStep):
             )
         yield self._of_kind
 
-    def _traced(self, programs: _Programs, call: Call, decisions: Sequence[Decision]) -> _Program:
-        raise ValueError(
-            f"No program was compiled for a call with flush={call.flush}. Call what jit_step returned, or lower the "
-            "step for flush=True, too."
-        )
-
-
-def _all(programs: _Programs) -> dict[Any, _Program]:
-    """Returns the programs by the windows that they close; under None the single one."""
-    return dict(programs.known) if programs.single is None else {None: programs.single}
-
 
 def _two(things: dict[Any, Any]) -> tuple[Any, Any]:
-    """Returns the one that only adds, if there is one, and the other."""
-    adds = [thing for key, thing in things.items() if key is not None and not any(key[0])]
-    updates = [thing for key, thing in things.items() if key is None or any(key[0])]
+    """The one that only adds, if there is one, and the other."""
+    adds = [thing for of, thing in things.items() if of is not None and not any(of[0])]
+    updates = [thing for of, thing in things.items() if of is None or any(of[0])]
     return (adds or [None])[0], (updates or [None])[0]
