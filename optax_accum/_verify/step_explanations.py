@@ -112,7 +112,7 @@ class Explanations:
     def combined(
         self, slot: str, names: list[str] | None = None, of: Change | None = None
     ) -> tuple[list[float], float]:
-        """How much each micro-batch counts in a change (the whole's by default), and how far they are from it together."""
+        """How much each micro-batch counts in a change (the whole's by default), and how far it is from their sum."""
 
         def vector(change: Any) -> Any:
             return self.vector(change, slot, names)
