@@ -92,7 +92,6 @@ class Report:
         return "\n".join([*map(fill, lines), *self._table(), *map(fill, ends)])
 
     def _table(self) -> list[str]:
-        """The leaves with the worst errors, the worst first."""
         worst = sorted(self.errors, key=lambda path: -badness((self.errors[path], self.limits[path])))
         lines = [f"  {'error':>9}  {'limit':>9}  (relative to the largest entry)"] if worst else []
         lines += [f"  {self.errors[path]:9.1e}  {self.limits[path]:9.1e}  {path}" for path in worst[:8]]

@@ -106,7 +106,6 @@ class Explanations:
 
     @functools.cached_property
     def mean(self) -> Change:
-        """The plain mean over the micro-batches."""
         return self.sum(self.parts, 1 / len(self.parts))
 
     def combined(

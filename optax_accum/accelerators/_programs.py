@@ -98,7 +98,6 @@ class Ran(NamedTuple):
 
     @property
     def in_branch(self) -> bool:
-        """Whether it stands in a branch."""
         return any(place.startswith("branch") for place in self.within)
 
     @property

@@ -174,7 +174,6 @@ def target(name: str | None = None, num_devices: int | None = None) -> Target:
 
 
 def devices_of(compiled: jax.stages.Compiled) -> set[Any]:
-    """The devices that a program was compiled for."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return {device for sharding in shardings for device in getattr(sharding, "device_set", ())}  # some do not say
 

@@ -204,7 +204,7 @@ class Room(NamedTuple):
         return np.minimum(self.budget // padded, self.most)
 
     def starts(self, padded: Ints) -> list[int]:
-        """Where micro-batches start among sorted groups: the padded length of the first group tells how many each takes."""
+        """Where micro-batches start among sorted groups: each takes as many as the padded length of its first fits."""
         taken, starts, at = (self.devices * self.groups(padded)).tolist(), list[int](), 0
         while at < len(taken):
             starts.append(at)
