@@ -14,16 +14,16 @@ from jax.sharding import NamedSharding
 from optax_accum._core.types import Axes
 from optax_accum._space import mapped, meshes
 
-CHIPS = 8  # of a TPU, over which one reduce-scatter is one
+CHIPS = 8  # of a TPU: over more, one reduce-scatter may become an all-reduce and a slice
 SLICES, LARGE = 16, 32 << 20  # bytes; an all-reduce of less is mostly waiting
 
 
 def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
-    """Returns the sum of a leaf over devices, for all of them, inside `jax.shard_map`.
+    """Adds a leaf over devices, for all of them, inside `jax.shard_map`.
 
-    With a dtype each device rounds its own to it and sends each other one its part, adds the parts that it gets in the
-    dtype of the leaf, and sends that sum, rounded, to all. A leaf of which no dimension can be dealt out is added as it
-    is.
+    With a dtype, each device rounds its leaf to it and sends every other device one part, adds the parts that it
+    receives in the dtype of the leaf, and sends their sum, rounded, to all. A leaf of which no dimension can be dealt
+    out is added as it is.
     """
 
     def wide(leaf: Any) -> Any:
@@ -41,20 +41,20 @@ def add_up(leaf: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
 
 
 def add_wide(leaf: jax.Array, axes: Axes) -> jax.Array:
-    """Returns the sum of a leaf over devices: of complex numbers in two parts, for constant ones end XLA on a CPU."""
+    """Adds a leaf over devices. Complex numbers are added in two parts: constant ones crash XLA on a CPU."""
     if jnp.iscomplexobj(leaf):
         return jax.lax.complex(jax.lax.psum(leaf.real, axes), jax.lax.psum(leaf.imag, axes))
     return jax.lax.psum(leaf, axes)
 
 
 def dealt(shape: Sequence[int], axes: Axes) -> int | None:
-    """Returns the first dimension that can be dealt out to the devices, inside `jax.shard_map`."""
+    """The first dimension that can be dealt out to the devices, inside `jax.shard_map`; None without one."""
     devices = jax.lax.psum(1, axes)
     return next((dim for dim, size in enumerate(shape) if size and size % devices == 0), None)
 
 
 def scatter(leaf: jax.Array, axes: Axes, dim: int, dtype: Any = None) -> jax.Array:
-    """Returns this device's part, along a dimension, of the sum of a leaf over devices."""
+    """The part for this device, along a dimension, of the sum of a leaf over devices."""
     wide = functools.partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=dim, tiled=True)
     if not _is_wider(leaf, dtype):
         return wide(leaf)
@@ -68,7 +68,7 @@ def _scattered(leaf: jax.Array, axes: Axes, dim: int, dtype: Any) -> jax.Array:
 
 
 def _derived_as(wide: Callable[[jax.Array], jax.Array], add: Callable[[jax.Array], jax.Array], axes: Axes) -> Any:
-    """Returns a sum with the derivative of another: integers have none."""
+    """`add` with the derivative of `wide`: integers, through which `add` sends, have none."""
     run = jax.custom_jvp(add)
 
     @run.defjvp
@@ -80,7 +80,7 @@ def _derived_as(wide: Callable[[jax.Array], jax.Array], add: Callable[[jax.Array
 
 
 def check_narrow(dtype: Any, acc: Any) -> None:
-    """Raises unless sums of this tree are wider than the dtype that they are to cross the network in."""
+    """Raises if sums of this tree are narrower than the dtype in which they are to cross the network."""
     for leaf in jax.tree.leaves(acc):
         added = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.inexact)
         if added and jnp.finfo(leaf.dtype).bits < jnp.finfo(dtype).bits:
@@ -108,9 +108,9 @@ def _is_wider(leaf: jax.Array, dtype: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Which part of a leaf each device keeps: `to` shards it over some of the axes that it is added over.
+    """The part of a leaf that each device keeps: `to` shards it over some of the axes over which it is added.
 
-    A `dtype` is that in which it crosses the network, where at most one dimension is scattered.
+    It crosses the network in `dtype`, if at most one dimension is scattered.
     """
 
     to: NamedSharding
@@ -119,7 +119,7 @@ class Shard:
 
     @property
     def dims(self) -> dict[int, Axes]:
-        """The axes that each dimension is scattered over."""
+        """The axes over which each dimension is scattered."""
         entries = enumerate(meshes.only(self.to.spec, self.axes))
         return {dim: meshes.names_of(entry) for dim, entry in entries if entry is not None}
 
@@ -139,7 +139,7 @@ class Shard:
         return not others and all(meshes.names_of(self.to.spec[dim]) == names for dim, names in self.dims.items())
 
     def scattered(self, leaf: jax.Array, sliced: int = 0) -> jax.Array:
-        """Returns this device's shard of the sum of a leaf, or of a slice along its first dimensions."""
+        """The shard for this device of the sum of a leaf, or of a slice along its first dimensions."""
         dims = {dim - sliced: names for dim, names in self.dims.items()}
         scattered = {name for names in dims.values() for name in names}
         unsharded = tuple(axis for axis in self.axes if axis not in scattered)
@@ -156,14 +156,14 @@ class Shard:
         return leaf
 
     def in_front(self, leaf: jax.Array, ndim: int) -> jax.Array | None:
-        """Returns a leaf with its shard of the sum in front; None for a slice along a dimension that is scattered."""
+        """A leaf with its shard of the sum in front; None for a slice along a dimension that is scattered."""
         sliced = ndim - leaf.ndim
         if any(dim < sliced for dim in self.dims):
             return None
         return jax.lax.dynamic_update_slice(leaf, self.scattered(leaf, sliced), [0] * leaf.ndim)
 
     def front(self, leaf: jax.Array) -> jax.Array:
-        """Returns the shard that `in_front` has put there."""
+        """The shard that `in_front` has put there."""
         parts = {dim: meshes.num_devices(self.to.mesh, names) for dim, names in self.dims.items()}
         return leaf[tuple(slice(size // parts.get(dim, 1)) for dim, size in enumerate(leaf.shape))]
 
@@ -172,9 +172,9 @@ class Shard:
 
 
 def stages(mesh: meshes.Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | None]]:
-    """Returns the axes, and groups of devices along them, over which to scatter one after the other.
+    """The axes, and groups of devices along them, over which to scatter one after the other.
 
-    That is over all at once; on a TPU over each axis for itself, and over one of many devices in two stages.
+    All axes are one stage; on a TPU each axis is, and one of many devices is two.
     """
     if not meshes.is_tpu(meshes.device_kind(mesh)):
         return [(names, None)] if names else []
@@ -182,7 +182,7 @@ def stages(mesh: meshes.Mesh, names: Axes) -> list[tuple[Any, list[list[int]] | 
 
 
 def scatter_stages(size: int) -> list[list[list[int]] | None]:
-    """Returns the groups of devices over which a TPU scatters, one after the other; None for all at once.
+    """The groups of devices over which a TPU scatters, one after the other; None for all at once.
 
     In two stages: every other device, then neighbours. Each device gets the part of its index.
     """

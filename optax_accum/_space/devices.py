@@ -104,9 +104,9 @@ def _as_dtype(dtype: Any) -> Any:
 
 
 def as_devices(devices: Any, *, partial: bool = False, of_gradients: bool = True) -> Devices:
-    """Returns an option `devices`, checked: names of axes, or None for one device, stand for the `Devices` of them.
+    """Checks an option `devices`; names of axes, or None for one device, become `Devices`.
 
-    `partial` allows `to="partial"`, and `of_gradients` what only gradients have: a dtype, and a backward pass.
+    `partial` allows `to="partial"`, `of_gradients` the options of gradients alone: a dtype, and overlap.
     """
     devices = devices if isinstance(devices, Devices) else Devices(devices)
     if devices.is_partial and not partial:
@@ -120,14 +120,14 @@ def as_devices(devices: Any, *, partial: bool = False, of_gradients: bool = True
 
 
 def with_replicated(devices: Devices) -> Devices:
-    """Returns the devices of a pair of sums: the second goes to all of them."""
+    """The devices of a pair of sums, of which the second goes to all of them."""
     if devices.to is None or devices.is_partial:
         return devices
     return dataclasses.replace(devices, to=(devices.to, PartitionSpec()))
 
 
 def check_num_devices(weight: jax.Array, devices: int | None = None) -> None:
-    """Raises unless a state has partial sums, `weight` being its: one for each device, where their number is known."""
+    """Raises unless a state of this weight has partial sums, one for each device (if their number is known)."""
     if not weight.ndim or devices not in (None, len(weight)):
         raise ValueError(_other_devices(weight.shape, devices))
 
@@ -146,7 +146,7 @@ def check_local(grads: Tree, axes: Axes) -> None:
 
 
 def check_replicated(params: Tree, axes: Axes) -> None:
-    """Raises where a parameter is known to be sharded over the reduced axes: it would be gathered unasked."""
+    """Raises if a parameter is known to be sharded over the reduced axes: it would be gathered unasked."""
     for path, leaf in by_path(params):
         spec = meshes.spec_of(leaf) or ()
         if any(set(meshes.names_of(entry)) & set(axes) for entry in spec):
@@ -159,9 +159,9 @@ def check_replicated(params: Tree, axes: Axes) -> None:
 
 
 def check_shared(params: Tree, axes: Axes, results: Tree | None = None) -> None:
-    """Raises, inside `jax.shard_map`, where devices have parameters of their own: their gradients would be added.
+    """Raises, inside `jax.shard_map`, if devices have parameters of their own: their gradients would be added.
 
-    With the `results` of a function on each device, [1, ...], only where one has the shape of such a parameter.
+    With the `results` of a function on each device, [1, ...], only if one has the shape of such a parameter.
     """
     shapes = None if results is None else {jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(results)}
     for path, leaf in by_path(params):
@@ -175,7 +175,7 @@ def check_shared(params: Tree, axes: Axes, results: Tree | None = None) -> None:
 
 
 def refuse_shards(meter: Meter, params: Tree, axes: Axes) -> None:
-    """Raises where gradients are measured of which each device has a shard, over other axes of a `jax.shard_map`."""
+    """Raises if gradients are measured and each device has a shard of one, over other axes of a `jax.shard_map`."""
     for path, leaf in by_path(params):
         if is_array(leaf) and (others := tuple(sorted(compilers.varying_axes(leaf) - set(axes)))):
             meter.refuse(
@@ -195,7 +195,7 @@ def _other_devices(had: tuple[int, ...], devices: int | None) -> str:
 
 
 def check_partials(grads: Tree, sums: Tree, axes: Axes, devices: int) -> None:
-    """Raises where gradients are whole, or partial sums of other devices than `sums`, or than there are."""
+    """Raises for whole gradients, and for partial sums of another number of devices than `sums` or the mesh has."""
     try:
         totals = jax.tree.structure(grads).flatten_up_to(sums)
     except ValueError:

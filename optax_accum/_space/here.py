@@ -24,7 +24,7 @@ from optax_accum._space.space import Local, Space
 
 
 def here(devices: Devices) -> Space:
-    """Returns the space of this trace."""
+    """The space of this trace: one device, a mesh, or a `jax.shard_map` of the user."""
     versions.warn_of_stale_products()
     axes = devices.axes
     if not axes:
@@ -98,12 +98,12 @@ class OverMesh(Several):
         return dataclasses.replace(super()._device(call), hides=meshes.is_gpu(meshes.device_kind(mesh)))
 
     def _is_in_place(self, acc: Tree) -> bool:
-        """Returns whether the sum over all devices is written over the partial sums."""
+        """Whether the sum over all devices is written over the partial sums."""
         return self.dtype is not None or (tracing.is_staged() and meshes.in_reach(acc) is not None)
 
 
 class ToShards(OverMesh):
-    """Partial sums over a mesh whose sum is sharded as `Devices(to=)` says: each device gets what it keeps of it."""
+    """Partial sums over a mesh whose sum is sharded as `Devices(to=)` says: each device gets its shard alone."""
 
     def __init__(self, devices: Devices):
         super().__init__(devices)
@@ -157,7 +157,7 @@ class ToShards(OverMesh):
         def shards(params: Any) -> Any:
             return [Shard(to, self.axes, self.dtype) for to in jax.tree.leaves(self._shardings(params))]
 
-        # Unrolled, XLA combines what is scattered at the end.
+        # Unrolled, XLA combines the scatters at the end.
         return dataclasses.replace(super()._device(call), hides=False, shards_of=shards)
 
     def _shardings(self, params: Tree) -> Tree:
@@ -169,7 +169,7 @@ class PartialOverMesh(Partial, OverMesh):
 
 
 def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
-    """Returns an empty accumulator [d, ...] for each leaf [...] of `acc`, each device's on that device."""
+    """An empty accumulator [d, ...] for each leaf [...] of `acc`, each device's on that device."""
     mesh = meshes.mesh_of(axes, params)
     totals = jax.tree.structure(params).flatten_up_to(acc)  # MaskedNode where a parameter has no gradient
     placed = [
@@ -187,13 +187,13 @@ def zeros_for(acc: Tree, params: Tree, axes: Axes) -> Tree:
 
 
 def zeros_of(shapes: Tree, params: Tree, axes: Axes) -> Tree:
-    """Returns zeros [d, ...] for each shape [...], each device's on that device."""
+    """Zeros [d, ...] for each shape [...], each device's on that device."""
     mesh = meshes.mesh_of(axes, params)
     return jax.tree.map(lambda shape: _zeros_over(shape, mesh, axes, PartitionSpec()), shapes)
 
 
 def placed_like(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
-    """Places sums [d] on the devices that hold the parts of `like`, where those are known."""
+    """Places sums [d] on the devices that hold the parts of `like`, if these are known."""
     spec = meshes.spec_of(like)
     return meshes.place(sums, NamedSharding(cast(Any, meshes.mesh_of(axes, like)), spec)) if spec else sums
 
@@ -201,12 +201,12 @@ def placed_like(sums: jax.Array, like: jax.Array, axes: Axes) -> jax.Array:
 def sum_in_place(acc: Tree, axes: Axes, dtype: Any) -> tuple[Tree, Tree]:
     """Adds the partial sums [d, ...] of each leaf, everywhere: the sums [...], and the same on each device [d, ...].
 
-    Whoever keeps the latter in the place of the partial sums lets the all-reduce write where it reads.
+    If the latter take the place of the partial sums, the all-reduce writes where it reads.
     """
     mesh = meshes.mesh_of(axes, acc)
     if meshes.num_devices(mesh, axes) == 1:
         return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), acc), acc  # XLA partitions no all-reduce of one device
-    # No other axis shards what is sliced.
+    # A leaf is sliced only if no other axis shards it.
     sliced = meshes.is_tpu(meshes.device_kind(mesh)) and set(mesh.axis_names) == set(axes)
 
     def sum_leaf(row: jax.Array) -> jax.Array:
@@ -226,7 +226,7 @@ def sum_in_place(acc: Tree, axes: Axes, dtype: Any) -> tuple[Tree, Tree]:
         axes,
         in_specs=(jax.tree.map(lambda _: PartitionSpec(axes), acc),),
         out_specs=(PartitionSpec(), PartitionSpec(axes)),
-        # There is no type of an array that is the same everywhere so far as it has been added, or gathered.
+        # No type says that an array is the same on all devices in the slices that have been added, or gathered.
         check_vma=not sliced and dtype is None,
     )
     return run(acc)
@@ -235,7 +235,7 @@ def sum_in_place(acc: Tree, axes: Axes, dtype: Any) -> tuple[Tree, Tree]:
 def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -> jax.Array:
     """Adds rows [d, ...] into a leaf that is sharded as `to`: each device gets the part that it keeps.
 
-    A `dtype` is that in which they cross the network, where at most one dimension is scattered.
+    Rows cross the network in `dtype`, if at most one dimension is scattered.
     """
     shard = Shard(to, axes, dtype)
     shard.check()
@@ -251,7 +251,7 @@ def scatter(leaf: jax.Array, to: NamedSharding, axes: Axes, dtype: Any = None) -
 
 
 def _placed_zeros(leaf: jax.ShapeDtypeStruct, mesh: meshes.Mesh, axes: Axes, spec: Any, free: Any = None) -> jax.Array:
-    """Returns zeros [d, ...] with the first axis over the devices and the others as in `spec`, or `free`."""
+    """Zeros [d, ...] with the first axis over the devices and the others as in `spec`, or `free`."""
     others = [free] * len(leaf.shape) if spec is None else [meshes.without(entry, axes) for entry in spec]
     sharding = NamedSharding(cast(Any, mesh), PartitionSpec(axes, *others))
     return meshes.place(jnp.zeros((meshes.num_devices(mesh, axes), *leaf.shape), leaf.dtype), sharding)

@@ -30,10 +30,10 @@ def per_device(
 ) -> tuple[Tree, Tree]:
     """Runs `fun` on each device; mesh axes that are not named are left to the partitioner.
 
-    `fun` returns `(local, same)`: what each device has of its own comes back as rows [d, ...], what all have as it is.
-    The arrays in arguments `split` are dealt out along their first axis, and of those in `shards`, which has their
-    shardings, each device has its shard. All others are on every device whole, and so is what `fun` closes over.
-    With shards, the backward pass runs `fun` again: what it gathers is not kept.
+    `fun` returns `(local, same)`: local results come back as rows [d, ...], results that are the same on all devices as
+    they are. Arrays in the arguments `split` are dealt out along their first axis. Of arrays in the arguments `shards`,
+    a mapping to their shardings, each device has its shard. All other arguments, and constants of `fun`, are whole on
+    every device. With shards, the backward pass runs `fun` again: gathered arrays are no residuals.
     """
     mesh = meshes.mesh_of(axes, args)
     arrays, filled = parted(tuple(args), _is_array)
@@ -41,7 +41,7 @@ def per_device(
     for leaf in jax.tree.leaves([args[number] for number in split]):
         if jnp.ndim(leaf):
             _check_divides(axes, mesh, leaf.shape[0])
-    with_integers: list[Any] = []  # what puts back the gradients of integer parameters, which no array can hold
+    with_integers: list[Any] = []  # put back the gradients of integer parameters, which no array can hold
 
     def on_device(*local: Any) -> Tree:
         with _explained(axes):
@@ -74,7 +74,7 @@ def _is_array(leaf: Any) -> bool:
 def _in_specs(
     axes: Axes, split: Sequence[int], args: Sequence[Any], shards: Mapping[int, Tree]
 ) -> tuple[PartitionSpec, ...]:
-    """Returns the spec of each array in the arguments: dealt out, sharded, or whole on every device."""
+    """The spec of each array in the arguments: dealt out, sharded, or whole on every device."""
 
     def specs_of(number: int, arg: Tree) -> Tree:
         if number in shards:
@@ -90,7 +90,7 @@ def _in_specs(
 
 @contextlib.contextmanager
 def _explained(axes: Axes) -> Generator[None]:
-    """Says what JAX's errors mean in a function that runs on each device."""
+    """Explains JAX's errors in a function that runs on each device."""
     try:
         yield
     except TypeError as error:
@@ -134,7 +134,7 @@ def _nested(axes: Axes) -> str:
 def check_nested(loss: Traced, axes: Axes) -> None:
     """Raises for a loss with a `jax.shard_map` of its own whose backward pass JAX cannot compile here.
 
-    What that keeps for the backward pass would lie over the axes, which are manual already.
+    The residuals of that `jax.shard_map` would lie over the axes, which are manual already.
     """
     if not any(equation.primitive.name == "shard_map" for equation in loss.equations):
         return
@@ -146,10 +146,10 @@ def check_nested(loss: Traced, axes: Axes) -> None:
 
 
 def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options: Any) -> Callable[..., Any]:
-    """Returns `jax.shard_map` of a function over the axes; over all others its arguments stay as they are.
+    """`jax.shard_map` of a function over the axes; over all others its arguments stay as they are.
 
     Where the axes are Auto beside Explicit ones they are Explicit while it runs: else JAX 0.12 gathers, at its border,
-    what is sharded over the others.
+    arrays that are sharded over the others.
     """
     run = functools.partial(jax.shard_map, fun, axis_names=set(axes), **options)
     explicit = meshes.explicit_axes(mesh)
@@ -168,17 +168,17 @@ def over_axes(fun: Callable[..., Any], mesh: meshes.Mesh, axes: Axes, **options:
 
 
 def joined(rows: Tree, axes: Axes, to: Tree) -> Tree:
-    """Returns arrays [...] made of rows [d, ...]: each device's row is its shard, or its copy of the array."""
+    """Arrays [...] made of rows [d, ...]: each device's row is its shard, or its copy of the array."""
     specs = jax.tree.map(lambda _: PartitionSpec(axes), rows)
     to = jax.tree.map(lambda spec: meshes.only(spec, axes), to, is_leaf=meshes.is_spec)
-    options = {"in_specs": (specs,), "out_specs": to, "check_vma": False}  # types know of no rows that are alike
+    options = {"in_specs": (specs,), "out_specs": to, "check_vma": False}  # no type says that rows are alike
     return over_axes(as_local, meshes.mesh_of(axes, rows), axes, **options)(rows)
 
 
 def varying(tree: Tree, axes: Axes) -> Tree:
-    """Returns `tree` as values that may differ between devices, inside `jax.shard_map`.
+    """`tree` as values that may differ between devices, inside `jax.shard_map`.
 
-    Where types do not tell them apart there is nothing to do: JAX 0.7.2 would add their cotangents over devices.
+    Where types do not tell such values apart nothing is done: JAX 0.7.2 would add their cotangents over devices.
     """
     if not axes or not tells_apart(axes):
         return tree
@@ -191,31 +191,31 @@ def varying(tree: Tree, axes: Axes) -> Tree:
 
 
 def differs(leaf: Any, axes: Axes) -> bool:
-    """Returns whether a value inside `jax.shard_map` may differ between devices."""
+    """Whether a value inside `jax.shard_map` may differ between devices."""
     return bool(set(axes) & compilers.varying_axes(leaf))
 
 
 def axes_of(rows: jax.Array) -> Axes:
-    """Returns the axes over which rows [1] are dealt out inside `jax.shard_map`; elsewhere there are none."""
+    """The axes over which rows [1] are dealt out inside `jax.shard_map`; elsewhere there are none."""
     return tuple(sorted(compilers.varying_axes(rows))) if rows.ndim else ()
 
 
 def tells_apart(axes: Axes) -> bool:
-    """Returns whether types tell here what differs between devices: not under `check_vma=False`."""
+    """Whether types tell here which values differ between devices: not under `check_vma=False`."""
     return differs(jax.lax.axis_index(axes), axes)
 
 
 def communicates(loss: Traced, axes: Axes | None = None) -> bool:
-    """Returns whether a loss takes something from other devices, inside `jax.shard_map`, along these axes."""
+    """Whether a loss takes values from other devices, inside `jax.shard_map`, along these axes, or any."""
     communicating = set(_communicating(loss))
     return bool(communicating if axes is None else communicating & set(axes))
 
 
 def may_wait_for_all(loss: Traced) -> bool:
-    """Returns whether devices that do not run a loss may keep others waiting that do.
+    """Whether devices that run a loss may have to wait for devices that do not.
 
     A collective over one axis may need the devices of all: a permute does. Over axes that are not manual, compilers put
-    them in as they like.
+    collectives in as they like.
     """
     return bool(meshes.partitioned_axes()) or any(_communicating(loss))
 
@@ -236,19 +236,19 @@ _ALONE = {"axis_index", "pvary", "pcast"}  # name an axis, and take nothing from
 
 
 def as_row(local: Tree) -> Tree:
-    """Returns this device's partial sums [...] as rows [1, ...]."""
+    """A device's partial sums [...] as rows [1, ...]."""
     return jax.tree.map(lambda leaf: leaf if dtypes.is_float0(leaf) else jnp.asarray(leaf)[None], local)
 
 
 def as_local(rows: Tree) -> Tree:
-    """Undoes `as_row`; what all devices have, a scalar, stays."""
+    """Undoes `as_row`; a scalar, which all devices have, stays."""
     return jax.tree.map(lambda leaf: leaf[0] if jnp.ndim(leaf) and not dtypes.is_float0(leaf) else leaf, rows)
 
 
 def gathered(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
-    """Returns a leaf of which this device has its shard, inside `jax.shard_map`: its gradient is scattered, once.
+    """Gathers a leaf from the devices' shards, inside `jax.shard_map`: its gradient is scattered, once.
 
-    It differs between devices, so that they add up gradients of their own, also over axes that it is not sharded over.
+    The whole leaf differs between devices, so that each adds up its own gradients, also over axes that do not shard it.
     """
 
     def gather(leaf: Any) -> Any:
@@ -261,7 +261,7 @@ def gathered(leaf: Any, to: NamedSharding, axes: Axes) -> Any:
 
 
 def beside_explicit(gather: Callable[[Any], Any], leaf: Any) -> Any:
-    """Returns `gather(leaf)`, over manual axes, whose gradient JAX 0.12 cannot scatter beside Explicit ones."""
+    """`gather(leaf)` over manual axes; its gradient JAX 0.12 cannot scatter beside Explicit axes, so map these, too."""
     if others := meshes.explicit_axes(jax.sharding.get_abstract_mesh()):
         spec = meshes.spec_of(leaf)
         gather = jax.shard_map(gather, in_specs=(spec,), out_specs=spec, axis_names=set(others))
@@ -275,7 +275,7 @@ def _placed(leaf: Any, spec: PartitionSpec, mesh: meshes.Mesh, axes: Axes) -> ja
 
 
 def _spec_with(leaf: Any, spec: PartitionSpec, axes: Axes) -> PartitionSpec:
-    """Returns the spec of a leaf, with the axes as in `spec`."""
+    """The spec of a leaf, with the axes as in `spec`."""
 
     def padded(spec: Any) -> Any:
         return [*(spec or ()), *[None] * jnp.ndim(leaf)][: jnp.ndim(leaf)]

@@ -18,7 +18,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def as_axes(names: Any) -> Axes:
-    """Returns the names of the axes: `()` for None."""
+    """The names of the axes, checked: `()` for None."""
     axes = (names,) if isinstance(names, str) else names
     if axes is None:
         return ()
@@ -35,7 +35,7 @@ def as_axes(names: Any) -> Axes:
 
 
 def is_manual(axes: Axes) -> bool:
-    """Returns whether this runs inside a `jax.shard_map` over the axes: per device, not on whole arrays."""
+    """Whether this runs inside a `jax.shard_map` over the axes: per device, not on whole arrays."""
     manual = set(jax.sharding.get_abstract_mesh().manual_axes) & set(axes)
     if manual and manual != set(axes):
         raise ValueError(
@@ -57,13 +57,13 @@ def check_no_other_map(axes: Axes) -> None:
 
 
 def partitioned_axes() -> Axes:
-    """Returns the axes here that the partitioner shards over: of several devices, and outside of any `shard_map`."""
+    """The axes over which the partitioner shards here: of several devices, and outside of any `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1)
 
 
 def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
-    """Returns the mesh in reach; raises where there is none, or one without these axes."""
+    """The mesh in reach; raises where there is none, or one without these axes."""
     mesh = in_reach(*trees)
     if mesh is None:
         needs = f"devices needs a mesh in reach: devices={axes}" if axes else "Parameters must lie on a mesh"
@@ -80,35 +80,34 @@ def mesh_of(axes: Axes, *trees: Tree) -> Mesh:
 
 
 def in_reach(*trees: Tree) -> Mesh | None:
-    """Returns the mesh on which the arrays of `trees` lie, or `jax.set_mesh`'s, if there is one."""
+    """The mesh on which the arrays of `trees` lie, or `jax.set_mesh`'s, if there is one."""
     meshes = [getattr(sharding_of(leaf), "mesh", None) for leaf in jax.tree.leaves(trees)]
     meshes.append(jax.sharding.get_abstract_mesh())
     return next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
 
 
 def num_devices(mesh: Mesh, axes: Axes) -> int:
-    """Returns how many devices lie along the axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def device_kind(mesh: Mesh) -> str:
-    """Returns the kind of the devices of a mesh; where it does not tell, they are taken for CPUs."""
+    """The kind of the devices of a mesh; "cpu" where it does not tell."""
     device = mesh.abstract_mesh.abstract_device
     return "cpu" if device is None else device.device_kind
 
 
 def is_tpu(device_kind: str) -> bool:
-    """Returns whether the kind of a device is a TPU, whose compiler wants other forms of some collectives."""
+    """Whether the kind of a device is a TPU, whose compiler wants other forms of some collectives."""
     return device_kind.startswith("TPU")  # an abstract device has no `platform` before JAX 0.10.2
 
 
 def is_gpu(device_kind: str) -> bool:
-    """Returns whether the kind of a device is a GPU, whose compiler runs collectives beside products."""
+    """Whether the kind of a device is a GPU, whose compiler runs collectives beside products."""
     return not is_tpu(device_kind) and device_kind != "cpu"
 
 
 def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
-    """Returns one `NamedSharding` for each leaf of `params`: `to` is a prefix made of `PartitionSpec`s or shardings."""
+    """One `NamedSharding` for each leaf of `params`: `to` is a prefix made of `PartitionSpec`s or shardings."""
 
     def named(to: Any) -> NamedSharding:
         return to if isinstance(to, NamedSharding) else NamedSharding(cast(Any, mesh_of(axes, params)), to)
@@ -118,7 +117,6 @@ def shardings(to: Tree, params: Tree, axes: Axes) -> Tree:
 
 
 def check_specs(to: Tree) -> None:
-    """Raises unless all leaves of `to` are `PartitionSpec`s or `NamedSharding`s."""
     for leaf in jax.tree.leaves(to, is_leaf=is_spec):
         if not is_spec(leaf):
             raise TypeError(
@@ -151,7 +149,7 @@ def check_divisible(to: Tree, params: Tree) -> None:
 
 
 def cuttable(leaf: jax.Array, rows: int, axis: int = 0) -> jax.Array:
-    """Returns a leaf of a batch, gathered along its rows where Explicit axes cannot cut that many evenly."""
+    """A leaf of a batch, gathered along its rows if Explicit axes cannot cut that many evenly."""
     spec = spec_of(leaf) or PartitionSpec()
     entry = spec[axis] if axis < len(spec) else None
     if entry is None or rows % num_devices(sharding_of(leaf).mesh, names_of(entry)) == 0:
@@ -162,7 +160,7 @@ def cuttable(leaf: jax.Array, rows: int, axis: int = 0) -> jax.Array:
 
 
 def filled(sizes: Sequence[int], row: jax.ShapeDtypeStruct, number: Any, dtype: Any = None) -> jax.Array:
-    """Returns an array of one number for rows along axes of these sizes, on the Explicit axes that a row is on."""
+    """An array of one number for rows along axes of these sizes, on the Explicit axes of a row."""
     leaf = jnp.full((*sizes, *row.shape), number, dtype or row.dtype)
     sharding = compilers.explicit_sharding(row)
     if sharding is None:
@@ -172,7 +170,7 @@ def filled(sizes: Sequence[int], row: jax.ShapeDtypeStruct, number: Any, dtype: 
 
 
 def place(tree: Tree, to: Tree) -> Tree:
-    """Returns `tree` in the given shardings, inside or outside jit, on either kind of mesh."""
+    """Puts `tree` into the given shardings, inside or outside jit, on either kind of mesh."""
 
     def move(leaf: Any, sharding: NamedSharding) -> Any:
         auto, explicit = (over(sharding, kind) for kind in (AxisType.Auto, AxisType.Explicit))
@@ -184,23 +182,23 @@ def place(tree: Tree, to: Tree) -> Tree:
 
 
 def in_shard_map() -> bool:
-    """Returns whether this runs inside a `jax.shard_map`, over whatever axes."""
+    """Whether this runs inside a `jax.shard_map`, over any axes."""
     return compilers.KNOWS_DEVICES and bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def is_explicit(leaf: Any) -> bool:
-    """Returns whether the type of a leaf names a mesh that has Explicit axes."""
+    """Whether the type of a leaf names a mesh that has Explicit axes."""
     mesh = compilers.mesh_of_type(leaf)
     return mesh is not None and not mesh.empty and bool(explicit_axes(mesh))
 
 
 def explicit_axes(mesh: Mesh) -> Axes:
-    """Returns the axes over which shardings are part of a type."""
+    """The axes over which shardings are part of a type."""
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 
 def over(sharding: NamedSharding, kind: AxisType) -> NamedSharding | None:
-    """Returns the part of a sharding that is over the axes of one kind, if the mesh has some."""
+    """The part of a sharding that is over the axes of one kind; None if the mesh has no such axes."""
     mesh = sharding.mesh
     others = tuple(name for name, other in zip(mesh.axis_names, mesh.axis_types, strict=True) if other != kind)
     if len(others) == len(mesh.axis_names):
@@ -222,7 +220,7 @@ def gather(tree: Tree, to: Tree, params: Tree, axes: Axes) -> Tree:
 
 
 def spec_of(leaf: Any) -> PartitionSpec | None:
-    """Returns how a leaf is sharded, where that is known."""
+    """The spec of a leaf; None where it is not known, as while tracing without Explicit axes."""
     sharding = sharding_of(leaf)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
@@ -231,33 +229,32 @@ def spec_of(leaf: Any) -> PartitionSpec | None:
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-    """Returns the axes that one dimension is sharded over."""
+    """The axes that one dimension is sharded over."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def names_over_devices(axes: Axes, names: Iterable[Any]) -> tuple[Any, ...]:
-    """Returns the spec of partial sums [d, ...], from the entries of the spec of a leaf [...]."""
+    """The spec of partial sums [d, ...], from the entries of the spec of a leaf [...]."""
     return (axes[0] if len(axes) == 1 else axes, *(without(entry, axes) for entry in names))
 
 
 def is_spec(node: Any) -> bool:
-    """Returns whether a node of a tree says how an array is sharded."""
     return isinstance(node, PartitionSpec | NamedSharding)
 
 
 def only(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
-    """Returns the part of a spec that is over the given axes."""
+    """The part of a spec that is over the given axes."""
     kept = [tuple(name for name in names_of(entry) if name in axes) for entry in spec]
     return PartitionSpec(*(names or None for names in kept))
 
 
 def without(entry: Any, axes: Axes) -> Any:
-    """Returns the sharding of one dimension, less the given axes."""
+    """The sharding of one dimension, less the given axes."""
     kept = tuple(name for name in names_of(entry) if name not in axes)
     return kept if len(kept) > 1 else (kept[0] if kept else None)
 
 
 def sharding_of(leaf: Any) -> Any:
-    """Returns the sharding of an array: its own, or while tracing its type's."""
+    """The sharding of an array: its own, or while tracing its type's."""
     told_by = jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
     return getattr(told_by, "sharding", None)

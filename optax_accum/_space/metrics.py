@@ -67,14 +67,14 @@ def metrics(state: Tree) -> dict[str, jax.Array]:
 
 
 def totals(sums: Tree, weight: jax.Array) -> Tree:
-    """Returns the sums of a state over all its devices, which `weight` tells: one number, or one for each."""
+    """Adds the sums of a state over all its devices, which `weight` tells: one number, or one for each."""
     weight = jnp.asarray(weight)
     axes = mapped.axes_of(weight)
     return jax.tree.map(lambda leaf: jax.lax.psum(jnp.sum(leaf, axis=0) if weight.ndim else leaf, axes), sums)
 
 
 def _measured(samples: Samples, statistics: Statistics, axes: Axes) -> dict[str, jax.Array]:
-    """Returns norms and noise by name; for a group, the name ends in the group's name."""
+    """Norms and noise by name; for a group, the name ends in the group's name."""
     scalars: dict[str, jax.Array] = {}
     latest = jax.tree.map(lambda squares: jax.lax.pmean(jnp.mean(squares), axes), samples.latest)
     names = [] if set(statistics.noise) == {ALL} else list(statistics.noise)

@@ -1,4 +1,4 @@
-"""Partial sums of several devices: what all of them share, and those in a `jax.shard_map` of the user.
+"""Partial sums of several devices: their base class, and partial sums in a `jax.shard_map` of the user.
 
 A tree of them has leaves [d, ...], one partial sum for each of the d devices along the axes, each on its device; inside
 `jax.shard_map` [1, ...], this device's own. Where their sum goes is a class: to all, to shards, or nowhere.
@@ -73,7 +73,7 @@ class Several(Space):
         check_replicated(params, self.axes)
 
     def _sums_like(self, params: Tree, dtype: Any) -> Tree:
-        """Returns the shapes of a device's sums; raises for a `Devices(dtype=)` that is wider."""
+        """The shapes of a device's sums; raises for a `Devices(dtype=)` that is wider."""
         shapes = jax.eval_shape(lambda: arithmetic.zeros(params, dtype))
         collectives.check_narrow(self.dtype, shapes)
         return shapes
@@ -90,7 +90,7 @@ class Several(Space):
         return inside(local(leaf, axis=0), self.inside)
 
     def _lacks(self) -> str | None:
-        """Returns why a backward pass cannot add gradients over the devices; None if it can."""
+        """Why a backward pass cannot add gradients over the devices; None if it can."""
         return compilers.lacks_overlap() if tracing.is_staged() else "jax.jit"
 
     def _device(self, call: Call, sharded: Name | None = None) -> Device:
@@ -129,7 +129,7 @@ class InShardMap(Several):
         check_shared(params, self.axes, results)
 
     def _lacks(self) -> str | None:
-        # Types know of no sum over devices that is written where partial sums lie, and is the same on all.
+        # No type says that a sum, written in the place of partial sums, is the same on all devices.
         return super()._lacks() or ("check_vma=False in jax.shard_map" if mapped.tells_apart(self.axes) else None)
 
     def _joined(self, local: Tree) -> Tree:

@@ -1,6 +1,6 @@
 """A space: where partial sums live, and how they are added. This one has a single device.
 
-A *partial sum* is what one device has of a sum.
+A *partial sum* is one device's part of a sum.
 """
 
 from collections.abc import Callable
@@ -29,33 +29,33 @@ class Space:
     communicates = False
     device = Device()
 
-    # The doors: what is empty, and what is to be added, as it is added.
+    # The doors: empty sums, and gradients and weights as they are added.
 
     def zeros(self, params: Tree, dtype: Any) -> Tree:
-        """Returns an empty accumulator."""
+        """An empty accumulator."""
         return arithmetic.zeros(params, dtype)
 
     def scalar(self, params: Tree) -> jax.Array:
-        """Returns an empty sum of weights."""
+        """An empty sum of weights."""
         return self.sums(jax.ShapeDtypeStruct((), dtypes.default_float()), params)
 
     def sums(self, shapes: Tree, params: Tree) -> Tree:
-        """Returns empty sums of these shapes."""
+        """Empty sums of these shapes."""
         return arithmetic.zeros_of(shapes)
 
     def grads(self, grads: Tree, acc: Tree, params: Tree) -> Tree:
-        """Returns the gradients of a micro-batch as they are added to `acc`, or, if it is (), as they are the sum."""
+        """The gradients of a micro-batch as they are added to `acc`, or, if it is (), as they are the sum."""
         return grads
 
     def weight(self, weight: Any, like: jax.Array, *, spread: bool) -> Weight:
-        """Returns the weight of a micro-batch as it is added to `like`; if it is to be spread, each device's part."""
+        """The weight of a micro-batch as it is added to `like`; if it is to be spread, each device's part."""
         weight = checks.as_weight(weight)
         return weight.astype(like.dtype) if isinstance(weight, jax.Array) else weight
 
     # The sums of gradients.
 
     def reduced(self, acc: Tree | Reduced) -> tuple[Tree, dict[str, Tree]]:
-        """Returns `(total, left)`: the sum over devices, placed as `Devices(to=)` asks.
+        """`(total, left)`: the sum over devices, placed as `Devices(to=)` asks.
 
         A window's one reduction. `left` is the field of the state in which the accumulator lies, if the sum was written
         into it; else it is empty.
@@ -63,7 +63,7 @@ class Space:
         return (self._joined(acc.sums), {}) if isinstance(acc, Reduced) else self._reduced(acc)
 
     def held(self, acc: Tree | Reduced) -> dict[str, Tree]:
-        """Returns `acc_grads` unchanged, for a window that holds; nothing where a sum over devices leaves nothing."""
+        """`acc_grads` unchanged, for a window that holds; empty if a sum over devices leaves nothing."""
         return {} if isinstance(acc, Reduced) else self._held(acc)
 
     def _reduced(self, acc: Tree) -> tuple[Tree, dict[str, Tree]]:
@@ -76,13 +76,13 @@ class Space:
         return {"acc_grads": acc}
 
     def like(self, grads: Tree) -> Tree:
-        """Returns leaves of the shapes and dtypes of the gradient of the whole batch."""
+        """Leaves of the shapes and dtypes of the gradient of the whole batch."""
         return grads
 
-    # The sums of scalars and outputs, and what all must know.
+    # The sums of scalars and outputs, and the flag that all devices must know.
 
     def total(self, sums: Tree) -> Tree:
-        """Returns sums over all devices."""
+        """Sums over all devices."""
         return sums
 
     def output(self, over: str, leaf: Any) -> Any:
@@ -94,15 +94,15 @@ class Space:
         return jax.tree.map(self.output, over, leaves)
 
     def nonfinite(self, tree: Tree, weight: Weight) -> jax.Array:
-        """Returns whether something that counts, on any device, holds a NaN or an infinity."""
+        """Whether any device holds a NaN or an infinity in a value that counts."""
         return ~arithmetic.all_finite((tree, weight)) & (weight != 0)
 
-    # The work: a function on each device's own examples, and what came of it as users see it.
+    # The work: a function on each device's own examples, and its results as users see them.
 
     def run(self, fun: Local, call: Call, *sums: Any, sharded: Name | None = None) -> tuple[Tree, Tree]:
         """Runs `fun(device, call, *sums) -> (local, same)` on each device, with its rows of the batch and of the sums.
 
-        Of argument `sharded`, if there is one, each device has the shard that belongs with it.
+        Of argument `sharded`, if there is one, each device has its own shard.
         """
         local, same = fun(self._device(call, sharded), call, *self.as_local(sums))
         return self.as_partial(local), same
@@ -111,17 +111,17 @@ class Space:
         return self.device
 
     def as_local(self, sums: Tree) -> Tree:
-        """Returns each device's sums as the user gets them: [d, ...], or inside `jax.shard_map` this device's [...]."""
+        """Each device's sums as the user gets them: [d, ...], or inside `jax.shard_map` this device's [...]."""
         return sums
 
     def as_partial(self, local: Tree) -> Tree:
         """Undoes `as_local`."""
         return local
 
-    # The parameters: beside sums that are sharded they are, too.
+    # The parameters: they are sharded where sums are.
 
     def shard(self, params: Tree) -> Tree:
-        """Returns the parameters sharded as the update is to be."""
+        """The parameters, sharded as the update will be."""
         return params
 
     def gather(self, updates: Tree, params: Tree) -> Tree:
@@ -129,13 +129,13 @@ class Space:
         return updates
 
     def check_params(self, params: Tree) -> None:
-        """Raises where parameters would be gathered unasked."""
+        """Raises if parameters would be gathered unasked."""
 
     def check_shared(self, params: Tree) -> None:
-        """Raises where devices have parameters of their own, whose gradients would be added."""
+        """Raises if devices have parameters of their own, whose gradients would be added."""
 
     def check_gradients(self, params: Tree, results: Tree) -> None:
-        """Raises where results that are added over the devices are gradients of shards."""
+        """Raises if results that are added over the devices are gradients of shards."""
 
     def check_state(self, weight: jax.Array, *trees: Tree) -> None:
-        """Raises for a state of other devices: `weight` is its."""
+        """Raises for a state of other devices, by its weight."""

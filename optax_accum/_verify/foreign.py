@@ -13,14 +13,14 @@ from optax_accum._core.types import Tree
 
 
 class Kept(NamedTuple):
-    """What an optimizer or a schedule of PyTorch keeps: a NamedTuple with a `count`, as Optax's states are."""
+    """The state of a PyTorch optimizer or schedule: a NamedTuple with a `count`, like Optax's states."""
 
-    count: int  # type: ignore[assignment]  # not of a tuple: of updates
+    count: int  # type: ignore[assignment]  # updates: hides tuple.count
     state: dict[str, dict[str, np.ndarray]]  # "exp_avg", say -> name of the parameter -> as the parameter
 
 
 def is_jax(carry: Tree) -> bool:
-    """Returns whether a step is JAX's, by what it carries: no array of NumPy's, nothing of PyTorch's."""
+    """Whether a step is JAX's, by its carry: no NumPy array in it, and nothing of PyTorch's."""
 
     def foreign(leaf: Any) -> Any:
         return isinstance(leaf, np.ndarray) or is_tensor(leaf) or is_held(leaf)
@@ -29,22 +29,22 @@ def is_jax(carry: Tree) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is an array, whoever made it."""
+    """Whether a leaf is an array of JAX, NumPy or PyTorch."""
     return isinstance(leaf, jax.Array | np.ndarray) or is_tensor(leaf)
 
 
 def is_held(leaf: Any) -> bool:
-    """Returns whether a leaf is an object that changes in place: a module, an optimizer, a schedule, a generator."""
+    """Whether a leaf is an object that changes in place: a module, an optimizer, a schedule, a generator."""
     return is_generator(leaf) or _is_module(leaf) or _is_optimizer(leaf) or _is_schedule(leaf)
 
 
 def is_generator(leaf: Any) -> bool:
-    """Returns whether a leaf is a source of random numbers that changes in place."""
+    """Whether a leaf is a source of random numbers that changes in place."""
     return isinstance(leaf, np.random.Generator) or _is_torch_generator(leaf)
 
 
 def seeded(generator: Any, number: int) -> Any:
-    """Returns a generator, which begins with this seed from now on: whoever else holds it draws from it, too."""
+    """Seeds a generator in place: all who hold it draw from the new seed."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(number).state
         return generator
@@ -52,9 +52,9 @@ def seeded(generator: Any, number: int) -> Any:
 
 
 def opened(what: str, tree: Tree) -> Tree:
-    """Returns a carry or a batch with copies in NumPy of arrays that are not JAX's, also of what objects hold.
+    """Replaces arrays that are not JAX's by copies in NumPy, also those inside objects.
 
-    A module becomes its "params" and "buffers", by name, an optimizer what it keeps for each parameter, by that name.
+    A module becomes its "params" and "buffers", by name, an optimizer its moments, by the parameters' names.
     """
     modules = filter(_is_module, jax.tree.leaves(tree))
     names = {id(of): name for module in modules for name, of in module.named_parameters()}
@@ -72,7 +72,10 @@ def opened(what: str, tree: Tree) -> Tree:
 
 
 def begun(first: Tree, later: Tree) -> Tree:
-    """Returns what an opened carry began with, in its later dtypes; zeros for what came later, as PyTorch's moments."""
+    """The first values of an opened carry in its later structure and dtypes.
+
+    Arrays that came later, as PyTorch's moments do, begin as zeros.
+    """
     known, present = (dict(jax.tree.leaves_with_path(tree)) for tree in (first, later))
     if not known.keys() <= present.keys():
         return first
@@ -85,7 +88,7 @@ def begun(first: Tree, later: Tree) -> Tree:
 
 
 def cuttable(batch: Tree, of_jax: bool) -> Tree:
-    """Returns an opened batch all in NumPy, but for keys; `of_jax`: in the dtypes that JAX has."""
+    """An opened batch in NumPy, but for keys; with `of_jax` in the dtypes that JAX has."""
 
     def cut(leaf: Any) -> Any:
         if (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)) or not is_array(leaf):
@@ -96,12 +99,12 @@ def cuttable(batch: Tree, of_jax: bool) -> Tree:
 
 
 def given(batch: Tree, like: Tree) -> Tree:
-    """Returns a batch of NumPy arrays as arrays of the kinds and dtypes of another."""
+    """A batch of NumPy arrays in the kinds and dtypes of the arrays of `like`."""
     return ordered_like(jax.tree.map(_as, batch, like), like)
 
 
 def ordered_like(tree: Tree, like: Tree) -> Tree:
-    """Returns a tree whose dicts have the order of another: JAX sorts them, and others unpack `batch.values()`."""
+    """Gives dicts the order that they have in `like`: JAX sorts them, and a step may unpack `batch.values()`."""
     if type(like) is dict:
         return {key: ordered_like(tree[key], node) for key, node in like.items()}
     if type(like) in (list, tuple):
@@ -110,12 +113,11 @@ def ordered_like(tree: Tree, like: Tree) -> Tree:
 
 
 def as_jax(tree: Tree) -> Tree:
-    """Returns a tree of NumPy arrays as JAX's."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)
 
 
 def copied(leaf: Any) -> Any:
-    """Returns an array with numbers of its own."""
+    """A copy of a NumPy array or a tensor; any other leaf itself."""
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf.clone() if is_tensor(leaf) else leaf
 
 
@@ -128,7 +130,7 @@ def _as(array: Any, like: Any) -> Any:
 
 
 def _numbers(tensor: Any) -> np.ndarray:
-    """Returns a copy of a tensor in NumPy, in JAX's dtype of that name where NumPy has none."""
+    """A copy of a tensor in NumPy, in JAX's dtype of that name where NumPy has none."""
     dtype = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
     return np.array((tensor if dtype.isbuiltin == 1 else tensor.float()).numpy(force=True), dtype)
 
@@ -141,7 +143,7 @@ def _of_module(module: Any, _: dict[int, str]) -> Tree:
 
 
 def _of_optimizer(optimizer: Any, names: dict[int, str]) -> Kept:
-    """Returns the moments of an optimizer, by parameter, and the number of its updates, if it counts them."""
+    """The moments of an optimizer, by parameter, and the number of its updates, if it counts them."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     moments: dict[str, dict[str, np.ndarray]] = {}
     for number, param in enumerate(params):
@@ -152,14 +154,14 @@ def _of_optimizer(optimizer: Any, names: dict[int, str]) -> Kept:
 
 
 def _is_of_torch(kind: str) -> Callable[[Any], bool]:
-    """Returns whether a leaf is of a kind of PyTorch's, which is not imported here: who has one has imported it."""
+    """A test for a type of PyTorch's, which is not imported here: somebody with such a leaf has imported it."""
     kind_of = operator.attrgetter(kind)
     return lambda leaf: (torch := sys.modules.get("torch")) is not None and isinstance(leaf, kind_of(torch))
 
 
 is_tensor, _is_module, _is_optimizer = map(_is_of_torch, ("Tensor", "nn.Module", "optim.Optimizer"))
 _is_schedule, _is_torch_generator = map(_is_of_torch, ("optim.lr_scheduler.LRScheduler", "Generator"))
-_OPENS = (  # what a leaf may be, and what is seen of it
+_OPENS = (  # a test of a leaf, and its values in NumPy
     (lambda leaf: isinstance(leaf, np.ndarray), lambda array, _: array.copy()),
     (is_tensor, lambda tensor, _: _numbers(tensor)),
     (_is_module, _of_module),

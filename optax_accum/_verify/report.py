@@ -15,11 +15,11 @@ class Fault(NamedTuple):
     """One way to break the law: a row that the report, docs/check_your_step.md, tests and benchmarks read."""
 
     name: str
-    makes: str  # what it makes of the micro-batches
-    told: str  # how it is told apart from other faults
+    makes: str  # its effect on the micro-batches
+    told: str  # the sign that other faults do not show
     remedy: str  # what to change, in this library
-    probes: Mapping[str, Callable[..., Any]]  # what is asked, by when: each returns a sentence of evidence, or ""
-    elsewhere: str = ""  # the remedy in a loop that is not JAX's, where it is another
+    probes: Mapping[str, Callable[..., Any]]  # by phase of the check: each returns a sentence of evidence, or ""
+    elsewhere: str = ""  # the remedy in a loop that is not JAX's, where it differs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Cause:
 
 
 def found(faults: Iterable[Fault], when: str, *args: Any) -> Iterator[Cause]:
-    """Yields the causes that the faults' probes of that time find, in the order of the table."""
+    """Asks each fault's probe of a phase, in the order of the table, and yields the causes found."""
     for fault in faults:
         if when in fault.probes and (evidence := fault.probes[when](*args)):
             yield Cause(fault, evidence)
@@ -92,7 +92,6 @@ class Report:
         return "\n".join([*map(fill, lines), *self._table(), *map(fill, ends)])
 
     def _table(self) -> list[str]:
-        """Returns the leaves that are farthest, the farthest first."""
         worst = sorted(self.errors, key=lambda path: -badness((self.errors[path], self.limits[path])))
         lines = [f"  {'error':>9}  {'limit':>9}  (relative to the largest entry)"] if worst else []
         lines += [f"  {self.errors[path]:9.1e}  {self.limits[path]:9.1e}  {path}" for path in worst[:8]]
@@ -100,11 +99,11 @@ class Report:
 
 
 def within(errors: Errors) -> bool:
-    """Returns whether no error is beyond its limit; a NaN is."""
+    """Whether no error is beyond its limit; a NaN is."""
     return all(error <= limit for error, limit in errors.values())
 
 
 def badness(pair: tuple[float, float]) -> float:
-    """Returns an error in units of its limit, to sort by: a NaN is larger than anything."""
+    """An error in units of its limit, to sort by: a NaN is larger than anything."""
     error, limit = pair
     return math.inf if math.isnan(error) else error / limit

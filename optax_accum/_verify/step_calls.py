@@ -19,26 +19,25 @@ from optax_accum._verify import foreign
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify.step_carries import Numbers, Path, epsilons, is_inexact, wide
 
-Begin = Callable[[Tree], Tree]  # what is done to a carry before a run
+Begin = Callable[[Tree], Tree]  # changes a carry before a run
 
 
 def as_is(carry: Tree) -> Tree:
-    """Returns a carry as it is."""
     return carry
 
 
 class Steps:
-    """What `make_step(every)` returns, run as often as one likes from the carry that it begins with."""
+    """A step from `make_step(every)`, run as often as needed, each time from the carry that it begins with."""
 
     def __init__(self, make_step: Callable[[int], Any], batch: Tree, every: int) -> None:
-        """Takes a batch to know what arrays the step is to be given."""
+        """`batch` tells which kinds of arrays the step gets."""
         _check_make_step(make_step, every)
         self.make_step, self.every, self._batch = make_step, every, batch
         self.step, self._carry, self.last = self._made()
         self.is_jax = foreign.is_jax(self._carry)
         self.carry = self._end = foreign.opened("carry", self._carry)
         self._began = carries.numbers(self.carry)
-        self._later: Numbers = {}  # zeros for what is carried from the first update on
+        self._later: Numbers = {}  # zeros for arrays that the first update adds to the carry
         self._fresh = not all(map(_is_copied, jax.tree.leaves(self._carry)))
 
     def run(
@@ -49,14 +48,14 @@ class Steps:
         start: Callable[[Tree], Tree] = as_is,
         back: Collection[Path] = (),
     ) -> list[Numbers]:
-        """Returns the numbers of the carry at first and after each window.
+        """The numbers of the carry at first and after each window.
 
-        `last` is the step for the last call, `start` what is done to the carry first; what stands at the paths `back`
-        is put back after each window.
+        With `last`, the last call of each window is `last_step`'s. `start` changes the carry first. Arrays at the paths
+        `back` are put back after each window.
         """
         step, carry, last_step = self._made() if self._fresh else (self.step, _copied(self._carry), self.last)
         carry = foreign.ordered_like(start(carries.redrawn(carry, draw)), self._carry)
-        same = start is as_is and not (self._fresh and self.is_jax)  # numbers, in the dtypes that they get later
+        same = start is as_is and not (self._fresh and self.is_jax)  # the numbers are known, in their later dtypes
         seen = [self._later | self._began if same else self._numbers(carry)]
         for window in windows:
             for number, batch in enumerate(window, start=1):
@@ -81,9 +80,9 @@ class Steps:
             self._later = {path: leaf for path, leaf in self._began.items() if path not in runs[0][0]}
 
     def rounding(self, batch: Tree) -> float:
-        """Returns the machine epsilon of the narrowest float in the step, or in its arguments if it is not traced.
+        """The machine epsilon of the narrowest float in the step, or in its arguments if it is not traced.
 
-        A step of JAX is, this once; any other runs as it is.
+        A step of JAX's is traced for this, once; any other is not.
         """
         given = [float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves((self.carry, batch)) if is_inexact(leaf)]
         try:
@@ -93,7 +92,7 @@ class Steps:
         return max(epsilons(text) or given, default=2**-23)
 
     def may_hide_a_key(self, batch: Tree) -> bool:
-        """Returns whether the step may draw from a key that is neither in the carry nor in the batch."""
+        """Whether the step may draw from a key that is neither in the carry nor in the batch."""
         if not self.is_jax:
             return True
         try:
@@ -103,23 +102,23 @@ class Steps:
 
     @property
     def puts_back(self) -> bool:
-        """Returns whether arrays of the carry can be put back: not those that objects hold, or that stand twice."""
+        """Whether arrays of the carry can be put back: no object holds them, and no variable of NNX stands twice."""
         return not (_stands_twice(self._carry) or any(map(foreign.is_held, jax.tree.leaves(self._carry))))
 
     def longer(self, times: int) -> "Steps":
-        """Returns the same for windows so many times as long."""
+        """The same for windows `times` as long."""
         steps = Steps(self.make_step, self._batch, times * self.every)
         steps._later = self._later
         return steps
 
     def _given(self, batch: Tree) -> Tree:
-        """Returns a batch for the step: as JAX's arrays if the step is JAX's, else as arrays of the user's kind."""
+        """A batch for the step: JAX's arrays if the step is JAX's, else arrays of the user's kind."""
         return foreign.as_jax(batch) if self.is_jax else foreign.given(batch, self._batch)
 
     def _numbers(self, carry: Tree) -> Numbers:
         self._end = foreign.opened("carry", carry)
         numbers = carries.numbers(self._end)
-        objects = any(map(foreign.is_held, jax.tree.leaves(self._carry)))  # an optimizer may drop what it kept
+        objects = any(map(foreign.is_held, jax.tree.leaves(self._carry)))  # an optimizer may drop its state
         if not objects and (lost := self._began.keys() - numbers.keys()):
             raise TypeError(
                 f"step must return the whole carry: {', '.join(sorted(map(carries.named, lost)))} is not in what it "
@@ -155,7 +154,7 @@ class Steps:
 
 
 def _check_make_step(make_step: Any, every: int) -> None:
-    """Raises for a step, or for the result of `make_step`, in the place of `make_step`."""
+    """Raises if a step, or the result of `make_step`, was passed as `make_step`."""
     remedy = "Pass make_step itself: make_step(every) returns (step, carry)."
     as_function(make_step, "make_step", remedy)
     try:
@@ -163,11 +162,11 @@ def _check_make_step(make_step: Any, every: int) -> None:
     except TypeError as error:
         raise TypeError(f"make_step is called with the length of a window: {error}. {remedy}") from None
     except ValueError:
-        return  # it does not tell what it takes
+        return  # its signature is not known
 
 
 def reference(optimizer: Any, loss: Any, params: Tree) -> Callable[[int], Any]:
-    """Returns the `make_step` of a plain step on the whole batch."""
+    """The `make_step` of a plain step on the whole batch."""
     if optimizer is None or loss is None:
         given, other = ("loss", "optimizer") if optimizer is None else ("optimizer", "loss")
         raise TypeError(f"A reference needs both: {given}= was given, {other}= was not. Pass both, or neither.")
@@ -190,9 +189,9 @@ def reference(optimizer: Any, loss: Any, params: Tree) -> Callable[[int], Any]:
 
 
 def nudged(batch: Tree, number: int) -> Tree:
-    """Returns a batch whose floats are off by a few of their last digits; the same for number 0.
+    """Moves floats by a few of their last digits; for number 0, not at all.
 
-    Whole numbers stay, as labels and paddings are: a part of the step may round them down.
+    Whole numbers stay, since they may be labels or paddings: a part of the step may round them down.
     """
     random = np.random.default_rng(number)
 
@@ -205,7 +204,7 @@ def nudged(batch: Tree, number: int) -> Tree:
 
 
 def nudged_at(carry: Tree, paths: Collection[Path], number: int) -> Tree:
-    """Returns a carry whose arrays at these paths are off by a few of their last digits; the same for number 0."""
+    """Moves arrays at these paths by a few of their last digits; for number 0, none."""
     random = np.random.default_rng(number)
 
     def asked(path: Any, leaf: Any) -> Any:
@@ -218,7 +217,7 @@ def nudged_at(carry: Tree, paths: Collection[Path], number: int) -> Tree:
 
 
 def put_back(carry: Tree, numbers: Numbers) -> Tree:
-    """Returns a carry whose arrays at these paths are those numbers."""
+    """A carry whose arrays at these paths are those numbers, in its dtypes and shardings."""
 
     def put(path: Any, leaf: Any) -> Any:
         if (at := tuple(map(carries.key_name, path))) not in numbers:
@@ -230,7 +229,7 @@ def put_back(carry: Tree, numbers: Numbers) -> Tree:
 
 
 def _is_fine(leaf: Any) -> bool:
-    """Whether a leaf is an array of 32 bits or more: a few last digits of fewer are percents."""
+    """Whether a leaf is an array of floats of 32 bits or more: a few last digits of narrower floats are percents."""
     return isinstance(leaf, jax.Array | np.ndarray) and _is_float(leaf) and leaf.dtype.itemsize >= 4
 
 
@@ -241,7 +240,7 @@ def _off(leaf: Any, random: np.random.Generator) -> Any:
 
 
 def spoilt(batch: Tree, rows: slice) -> Tree:
-    """Returns a batch with NaN in all floats of some rows."""
+    """A copy of the batch with NaN in all floats of some rows."""
 
     def spoil(leaf: Any) -> Any:
         leaf = leaf.copy()
@@ -260,12 +259,12 @@ def _copied(carry: Tree) -> Tree:
     if not _stands_twice(carry):
         return _with_own_arrays(carry)
     nnx = sys.modules["flax.nnx"]
-    graph, state = nnx.split(carry)  # type: ignore[union-attr]  # one that stands twice is still one afterwards
+    graph, state = nnx.split(carry)  # type: ignore[union-attr]  # a variable that stands twice is still one afterwards
     return nnx.merge(graph, _with_own_arrays(state))  # type: ignore[union-attr]
 
 
 def _stands_twice(carry: Tree) -> bool:
-    """Returns whether a variable of NNX stands in two places of a carry."""
+    """Whether a variable of NNX stands in two places of a carry."""
     nnx = sys.modules.get("flax.nnx")
 
     def is_variable(node: Any) -> bool:
@@ -288,6 +287,6 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _is_copied(leaf: Any) -> bool:
-    """Returns whether a run may begin with a copy of a leaf, or with the leaf itself, which does not change."""
+    """Whether `_copied` is enough for a leaf: it is an array, or a value that does not change."""
     numbers = np.generic | bool | int | float | complex
     return foreign.is_array(leaf) or isinstance(leaf, numbers) or (callable(leaf) and not foreign.is_held(leaf))

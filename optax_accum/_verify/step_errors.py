@@ -14,22 +14,25 @@ from optax_accum._verify.step_carries import floats, largest, moved, moved_apart
 from optax_accum._verify.step_explanations import Change
 from optax_accum._verify.step_runs import Rows, StepRuns, mean
 
-LONG = 16  # a long window holds so many others
-SUMS = 2**-16  # the error beyond which sums have lost something: 128 roundings of float32
+LONG = 16  # windows in a long window
+SUMS = 2**-16  # the error beyond which a sum is imprecise: 128 roundings of float32
 
 
 @dataclasses.dataclass(frozen=True)
 class StepErrors(StepRuns):
-    """The runs of a step, and how far they are from one another."""
+    """The runs of a step, and the distances between them."""
 
     @property
     def judged(self) -> list[str]:
-        """The leaves in which whole and cut must agree; of means over keys those that are linear in the gradient."""
+        """The leaves in which whole and cut must agree; in means over keys, only leaves linear in the gradient."""
         return [name for slot in (self.explanations.linear if self.random else self.slots) for name in self.slots[slot]]
 
     @functools.cached_property
     def normalised(self) -> str:
-        """The leaf of the batch that moved by a constant changes nothing, and row by row does; or ""."""
+        """The path of a leaf of the batch that is normalised over its rows, or "".
+
+        Moved by a constant, it changes nothing; moved row by row, it does.
+        """
         rows = self.even_rows[0]
 
         def same(batch: Tree) -> bool:
@@ -43,9 +46,10 @@ class StepErrors(StepRuns):
 
     @functools.cached_property
     def rounded(self) -> float:
-        """By how much a window of the same micro-batches again and again is off from what one round of them changes.
+        """The error, beyond limits, of a window that repeats the same micro-batches `LONG` times; 0.0 without one.
 
-        Of a loss that is a sum it is to change as much more as the reference does, for all but the decay.
+        It is compared with one round of them. If the loss is a sum, the reference changes `LONG` times as much, and so
+        should the window: its change is then divided by `LONG`, and decay is left out.
         """
         e = self.explanations
         if self.random or not e.rounds(mean(self.ends[0])):
@@ -76,7 +80,7 @@ class StepErrors(StepRuns):
         return min(e.distance(other, first, slot) for slot in e.slots) > e.loose
 
     def repeats(self) -> bool:
-        """Whether a window of equal micro-batches changes what one of them alone does."""
+        """Whether a window of equal micro-batches changes the carry as one of them alone does."""
         parts = [self.even()[0]] * self.cut.every
         e, found = self.explanations, mean(*self.changes(self.cut, self.calls(parts)))
         return all(e.distance(found, e.parts[0], slot) < e.loose for slot in e.slots)
@@ -85,9 +89,9 @@ class StepErrors(StepRuns):
     def keys_vary(self) -> float:
         """How much a mean over k equal micro-batches varies with the key: below 1 if each has a key of its own.
 
-        It varies then k times less than one of them; with one key for all, as much. So does a sum, but for its size,
-        which is that of the reference for k times the rows. Behind a clip what is sound varies less by less: as the
-        reference does, unless its rows share their outcomes.
+        Its variance is then 1/k of a single micro-batch's; with one key for all, it is the same. A sum is first divided
+        by its size, which is that of the reference's change for k times the rows. Behind a clip the variance of a sound
+        step falls by less: as the reference's does, unless its rows share their outcomes.
         """
         k, rows, times = self.cut.every, self.even()[0], self.more
         equal = [np.full_like(rows, rows[0]) if self.within_call else rows] * k
@@ -106,7 +110,7 @@ class StepErrors(StepRuns):
         return float(after / (before * sound**0.5))
 
     def draws_by_row(self) -> bool:
-        """Whether a batch of equal rows changes other things than a smaller one of them: rows that are mixed do not."""
+        """Whether more copies of one row change the update: with a draw for each row they do, with mixed rows not."""
         row = np.zeros(self.count, int)
         few, many = (mean(*self.changes(self.one, [self.of(rows)])) for rows in (row[: len(self.even()[0])], row))
         e = dataclasses.replace(self.explanations, whole=many)
@@ -118,7 +122,7 @@ class StepErrors(StepRuns):
         return self.compared(self.ends, self.even_rows, self.ones)
 
     def compared(self, found: list[Change], windows: Rows, whole: list[Change] | None = None) -> Errors:
-        """Returns for each leaf its relative error and limit, where it is worst.
+        """Each leaf's relative error and limit, at its worst entry.
 
         In the mean over keys an entry may be off by six standard errors, too.
         """
@@ -138,9 +142,9 @@ class StepErrors(StepRuns):
         return errors
 
     def rounding_alone(self, name: str, whole: Change, cut: Change, slack: Change) -> np.ndarray:
-        """Returns of which entries of a parameter the gradient is rounding of the terms that it adds.
+        """A mask of a parameter's entries whose gradient is only rounding of the terms that it adds.
 
-        Adam moves them by that, as the bias of keys in attention: they are judged by their moments.
+        Adam moves them all the same, as the bias of keys in attention: they are judged by their moments.
         """
 
         def same(leaf: Any) -> Any:
@@ -151,10 +155,10 @@ class StepErrors(StepRuns):
         return np.all(rounds, 0) if rounds else np.zeros(slack[name].shape, bool)
 
     def slack(self, windows: Rows) -> list[Change]:
-        """Returns how far rounding moves each entry in the reference, window by window.
+        """How far rounding moves each entry in the reference, window by window.
 
         Inputs and parameters are nudged by a few last digits, and rows come in other orders: an entry may be off by
-        ten times that, and by four roundings of what it is.
+        ten times the largest difference, and by four roundings of its size.
         """
 
         def run(number: int) -> list[Change]:
@@ -182,5 +186,5 @@ class StepErrors(StepRuns):
 
 
 def _along(goal: np.ndarray, found: np.ndarray, drift: np.ndarray) -> np.ndarray:
-    """Returns the observed change, moved along the drift as near to a goal as possible."""
+    """The observed change, moved along the drift as near to a goal as possible."""
     return found + drift * np.sum((goal - found) * drift) / max(float(np.sum(drift * drift)), 1e-300)

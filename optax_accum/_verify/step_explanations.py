@@ -1,4 +1,4 @@
-"""A window's change, explained by what each of its micro-batches alone would have changed."""
+"""A window's change, explained by the changes that each of its micro-batches alone would have made."""
 
 import dataclasses
 import functools
@@ -9,11 +9,11 @@ import numpy as np
 
 from optax_accum._verify.step_carries import largest
 
-Change = dict[str, np.ndarray]  # what a run added to each leaf
-MORE = 3  # entries beyond the micro-batches, from which on these can be told apart
+Change = dict[str, np.ndarray]  # what a run adds to each leaf
+MORE = 3  # more entries than this beyond the micro-batches tell these apart
 NEAR = 0.02  # the relative distance within which one change explains another
-FINE = 0.01  # that beyond which nothing is said of a change of few entries
-EDGE = 1e-3  # the least that a micro-batch counts where it counts
+FINE = 0.01  # the distance beyond which nothing is said of a change of few entries
+EDGE = 1e-3  # the least share of a micro-batch that counts
 BFLOAT = 2**-7  # two roundings of bfloat16
 ROOT = "root of "  # before the name of a second moment
 
@@ -22,24 +22,25 @@ ROOT = "root of "  # before the name of a second moment
 class Explanations:
     """The changes of the whole window and of each micro-batch alone, by the reference, from the same beginning.
 
-    A slot is the parameters, or what mirrors them in the optimizer's state. Where the whole window's change is a linear
-    combination of those of the micro-batches, a slot is linear in the gradient: with SGD the parameters, with Adam the
-    first moment. There, sums and multiples can be foretold without knowing the optimizer. Where it keeps second
-    moments alone, their roots are linear, with the signs of the parameters' changes: changes hold these, too.
+    A slot is the parameters, or a mirror of them in the optimizer's state. It is linear in the gradient if the whole
+    window's change is a linear combination of the micro-batches' changes: with SGD the parameters, with Adam the first
+    moment. There, sums and multiples can be foretold without knowing the optimizer. If it keeps second moments alone,
+    their roots are linear, with the signs of the parameters' changes: changes hold these, too.
 
-    Where fewer entries change than there are micro-batches, any change is some combination of theirs. There only what
-    is foretold to rounding is a cause, and a slot is linear if each union of micro-batches lies between its two parts.
+    If fewer entries change than there are micro-batches, any change is some combination of theirs. Then only a change
+    that is foretold to rounding names a cause, and a slot is linear if each union of micro-batches lies between its two
+    parts.
     """
 
     slots: dict[str, list[str]]  # "params" and each mirror -> the leaves in it
     scales: dict[str, float]  # of each leaf
-    drift: Change  # where each leaf's parameter began: decay moves it along this, whatever the gradient
+    drift: Change  # each leaf's parameter at first: decay moves along it, whatever the gradient
     whole: Change
     parts: list[Change]
     unions: Callable[[], list[Change]]  # of the first micro-batch, the first two, ..., all
     few: bool  # whether too few entries change to tell one combination of micro-batches from another
     loose: float = NEAR
-    fine: float = 0.0  # what rounding may do
+    fine: float = 0.0  # the distance that rounding may make
 
     @property
     def near(self) -> float:
@@ -48,7 +49,7 @@ class Explanations:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing can be said, of few entries that are only nearly known."""
+        """Whether nothing can be said: few entries change, and they are only nearly known."""
         return self.few and self.fine > FINE
 
     @functools.cached_property
@@ -74,18 +75,18 @@ class Explanations:
         return roots if self.few else list(filter(self.large, roots))
 
     def names(self, slot: str) -> list[str]:
-        """Returns the leaves in a slot, or the roots of leaves."""
+        """The leaves in a slot, or the roots of leaves."""
         return self.slots.get(slot) or [ROOT + name for name in self.slots[slot.removeprefix(ROOT)]]
 
     def factor(self, found: Change, slot: str, *, decay: bool = True) -> float | None:
-        """Returns which multiple of the whole batch's change was found, if it is one."""
+        """The multiple of the whole batch's change that was found; None if it is none."""
         factor, distance = self.fit(found, slot, decay=decay)
         return factor if distance < self.near and not self.silent else None
 
     def fit(self, found: Change, slot: str, *, decay: bool = False) -> tuple[float, float]:
-        """Returns the multiple of the whole batch's change that is nearest to what was found, and how far that is.
+        """The multiple of the whole batch's change that is nearest to the one found, and its distance.
 
-        With `decay` it is one but for decay, which no divisor of the gradient changes, and a rate does.
+        With `decay` any decay fits, too: no divisor of the gradient changes it, and a rate does.
         """
         a, b, drift = self.vector(found, slot), self.vector(self.whole, slot), self.vector(self.drift, slot)
         if not (decay and np.any(drift) and np.all(np.isfinite([a, b])) and not self.few):
@@ -96,22 +97,21 @@ class Explanations:
         return float(shares[0]), self._off(a, columns @ shares, None)
 
     def distance(self, found: Change, other: Change, slot: str) -> float:
-        """Returns how far two changes are from one another, relative to the larger."""
+        """How far two changes are from one another, relative to the larger, but for decay."""
         return self._off(self.vector(found, slot), self.vector(other, slot), self.vector(self.drift, slot))
 
     def far(self, found: Change, other: Change, slots: Iterable[str]) -> float:
-        """Returns how far two changes are from one another in the worst of these slots."""
+        """The distance of two changes in the worst of these slots."""
         return max(self.distance(found, other, slot) for slot in slots)
 
     @functools.cached_property
     def mean(self) -> Change:
-        """The plain mean over the micro-batches."""
         return self.sum(self.parts, 1 / len(self.parts))
 
     def combined(
         self, slot: str, names: list[str] | None = None, of: Change | None = None
     ) -> tuple[list[float], float]:
-        """Returns how much each micro-batch counts in a change, the whole's by default, and how far that is from it."""
+        """How much each micro-batch counts in a change (the whole's by default), and how far it is from their sum."""
 
         def vector(change: Any) -> Any:
             return self.vector(change, slot, names)
@@ -124,7 +124,7 @@ class Explanations:
         return [float(share) for share in shares[:-1]], self._off(whole, columns @ shares, None)
 
     def unclipped(self, found: Change) -> "tuple[Explanations, Change] | None":
-        """Returns the same and a window's change without the entries that a clip by value holds, if there are others.
+        """The same, and a window's change, without entries that a clip by value holds; None if too few others remain.
 
         Behind such a clip the others are linear in the gradient.
         """
@@ -148,14 +148,14 @@ class Explanations:
         return dataclasses.replace(self, drift=cut(self.drift), whole=cut(self.whole), parts=parts), cut(found)
 
     def saturates(self, slot: str) -> bool:
-        """Whether many entries of several micro-batches' changes are the same, and the largest."""
+        """Whether many entries of several micro-batches' changes equal the largest, as behind a clip by value."""
         values = np.abs([np.concatenate([part[name].reshape(-1) for name in self.names(slot)]) for part in self.parts])
         at_most = values > 0.999 * np.max(values)
         return bool(np.sum(at_most) > (1 if self.few else 3) and np.sum(np.any(at_most, 1)) > 1)
 
     @property
     def sums(self) -> list[str]:
-        """The slots that show a sum in few digits: linear ones, or what is kept beside the parameters, or these."""
+        """The slots that show a sum in few digits: linear ones, or else the optimizer's, or else the parameters."""
         found = [slot for slot in self.linear if slot in self.slots]
         return found or [slot for slot in self.slots if slot != "params"] or ["params"]
 
@@ -171,7 +171,7 @@ class Explanations:
         return all(largest(off(slot)) <= BFLOAT * largest(sizes(slot)) for slot in self.sums)
 
     def _between(self, slot: str) -> bool:
-        """Whether each union of micro-batches lies between those before it and the last one, or all are sums."""
+        """Whether each union lies between the union before and the micro-batch that it adds, or each is their sum."""
         unions = [self.vector(union, slot) for union in self.unions()]
         steps = [
             (before, self.vector(part, slot), union)
@@ -192,31 +192,30 @@ class Explanations:
         return all(between(*step) for step in steps) or all(added(*step) for step in steps)
 
     def falls(self, slot: str) -> bool:
-        """Whether some entry becomes less somewhere: second moments never do."""
+        """Whether some entry of some change is negative: second moments never fall."""
         return any(np.any(self.vector(change, slot) < 0) for change in (self.whole, *self.parts))
 
     def size(self, name: str) -> int:
-        """Returns how many entries of a leaf change at all."""
+        """How many entries of a leaf change at all."""
         return int(np.sum(np.any([change[name] != 0 for change in (self.whole, *self.parts)], axis=0)))
 
     def large(self, slot: str) -> bool:
-        """Whether more entries of a slot change than tell the micro-batches apart."""
+        """Whether enough entries of a slot change to tell the micro-batches apart."""
         return sum(map(self.size, self.names(slot))) > len(self.parts) + MORE
 
     def vector(self, change: Change, slot: str, names: list[str] | None = None) -> np.ndarray:
-        """Returns a slot's entries, or some leaves' entries, in units of their scales."""
+        """A slot's entries, or some leaves' entries, in units of their scales; imaginary parts follow the real ones."""
         leaves = [change[name].reshape(-1) / self.scales[name] for name in names or self.names(slot)]
         vector = np.concatenate(leaves)
         return np.concatenate([vector.real, vector.imag]) if np.iscomplexobj(vector) else vector
 
     @staticmethod
     def sum(changes: list[Change], factor: float) -> Change:
-        """Returns the sum of some changes, times a factor."""
         return {name: factor * np.sum([change[name] for change in changes], axis=0) for name in changes[0]}
 
     @staticmethod
     def _off(a: np.ndarray, b: np.ndarray, drift: np.ndarray | None) -> float:
-        """Returns the distance of two vectors relative to the larger, but for a multiple of the drift."""
+        """The distance of two vectors relative to the larger, but for a multiple of the drift; infinite for NaN."""
         off, size = a - b, max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
         if drift is not None and largest(drift):
             off = off - drift * (off @ drift) / (drift @ drift)

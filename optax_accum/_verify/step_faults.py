@@ -33,8 +33,9 @@ NOT_TOLD = Fault(
     "Check in float32 or float64, with plain gradient descent, and pass labels as integers: what rounds or compares "
     "its inputs jumps.",
 )
-# Asked are "moves": of the calls at which parameters move; where even windows are right "beside", and of windows of
-# others "other"; and "always"; if nothing was found, "blind". What a wrong window says is in step_windows.
+# When a probe is asked. "moves": first, about the calls at which parameters move. "beside" and "other": if even windows
+# are right, about these, and about windows of other micro-batches. "unexplained": if a window is wrong and nothing else
+# explains it. "always": in any case. "blind": if nothing was found. A wrong window is explained by step_windows.
 FAULTS = (
     Fault(
         "never closes",
@@ -208,17 +209,17 @@ FAULTS = (
         "For a plainer picture take plain gradient descent, and leave out what is random.",
     ),
 )
-PLANTED = FAULTS[:-3]  # the others are what remains unnamed
+PLANTED = FAULTS[:-3]  # the last three name no fault
 
 
 def causes_of_moves(runs: StepErrors) -> list[Cause]:
-    """Returns the fault in when the parameters move; without any move there is nothing else to ask."""
+    """The causes of parameters that move at the wrong calls; the first alone if they never move: the rest follows."""
     causes = found(FAULTS, "moves", runs)
     return list(causes) if runs.moved else [next(causes)]
 
 
 def causes_of_a_window(runs: StepErrors) -> list[Cause]:
-    """Returns why two even windows change the parameters otherwise than two whole batches, if they do."""
+    """Why two even windows change the parameters otherwise than two whole batches; empty if they do not."""
     if within(runs.errors):
         return []
     first = runs.compared(runs.ends[:1], runs.even_rows[:1], runs.ones[:1])
@@ -227,7 +228,7 @@ def causes_of_a_window(runs: StepErrors) -> list[Cause]:
 
 
 def cause_of_another(runs: StepErrors, parts: Rows, *, last: bool = False) -> tuple[Errors, Cause | None]:
-    """Returns the errors of a window of other micro-batches, and why it is wrong, if it is."""
+    """The errors of a window of other micro-batches, and the cause if it is wrong."""
     (change,) = runs.changes(runs.cut, runs.calls(parts), last=last)
     moved = runs.moves(change)
     errors = runs.compared([change], [np.concatenate(parts)]) if moved else {}
@@ -264,7 +265,7 @@ def _cause(said: windows.Said | None) -> Cause | None:
 
 
 def _dealt(runs: StepErrors, parts: Rows, change: Change) -> Cause | None:
-    """Explains a step that deals out the rows of a batch to its micro-batches one by one, as cards."""
+    """Explains a step that deals out the rows of a batch to its micro-batches one by one, like cards."""
     if not runs.within_call:
         return None
     rows, k = np.concatenate(parts), len(parts)

@@ -14,25 +14,25 @@ from optax_accum._core.types import Tree
 from optax_accum._verify import step_carries as carries
 from optax_accum._verify.step_carries import Path, inside, is_inexact, leaves_of, named, plain, states, wide
 
-Find = Callable[[Tree], Tree] | None  # where the parameters are, if a user says so
-AVERAGES = ("ema", "average", "avg", "shadow", "target")  # names of parts that begin as the parameters
+Find = Callable[[Tree], Tree] | None  # a user's function that finds the parameters
+AVERAGES = ("ema", "average", "avg", "shadow", "target")  # in names of parts that begin equal to the parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One leaf to compare in two carries: a parameter, or a leaf of the optimizer's state that mirrors one."""
 
-    slot: str  # "params", or which mirror of them, or of some of them
+    slot: str  # "params", or the path of a mirror of them, or of some of them
     one: Path
     cut: Path
     epsilon: float  # of its dtype
     start: np.ndarray
-    drift: np.ndarray  # where its parameter starts: decay moves it along this
-    param: str = ""  # whose mirror it is
+    drift: np.ndarray  # its parameter at first: decay moves along it
+    param: str = ""  # the parameter that it mirrors
 
 
 def common(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> dict[str, Leaf]:
-    """Returns what is compared, by name: all parameters, and what of the optimizer's state both carry."""
+    """The leaves to compare, by name: all parameters, and mirrors of them in the optimizer's state of both carries."""
     (root, params), (other_root, others) = params_of(one, find_one), params_of(cut, find_cut)
     start, then = carries.numbers(one), carries.numbers(cut)
     epsilons = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in leaves_of(one) if is_inexact(leaf)}
@@ -68,9 +68,9 @@ def check(one: Tree, cut: Tree, find_one: Find, find_cut: Find) -> None:
 
 
 def params_of(carry: Tree, find: Find) -> tuple[Path, dict[str, Path]]:
-    """Returns where the parameters stand, and the path of each by its name in there.
+    """The path at which the parameters stand, and the path of each by its name in there.
 
-    They are what `find` returns; or all `nnx.Param`; or what stands under the name "params"; or the first part of the
+    They are the result of `find`; or all `nnx.Param`; or all leaves under the name "params"; or the first part of the
     carry that is not all zeros, as optimizer states are at first; or the carry, where it has no parts.
     """
     leaves = {path: leaf for path, leaf in leaves_of(carry) if is_inexact(leaf)}
@@ -85,7 +85,7 @@ def params_of(carry: Tree, find: Find) -> tuple[Path, dict[str, Path]]:
 
 
 def subtree(carry: Tree, find: Find) -> Tree:
-    """Returns the parameters as a tree."""
+    """The parameters in a carry, as a tree."""
     tree, (root, _) = carry, params_of(carry, find)
     if find:
         return find(carry)
@@ -96,9 +96,9 @@ def subtree(carry: Tree, find: Find) -> Tree:
 
 
 def state_of(carry: Tree, root: Path, params: dict[str, Path]) -> set[Path]:
-    """Returns the paths of what mirrors the parameters, as moments do: zero at first, or the parameters themselves.
+    """The paths of mirrors of the parameters, as moments are: zero at first, or equal to the parameters.
 
-    Inside an optimizer's state also what belongs to one parameter alone, of any shape, as factored moments do.
+    Inside an optimizer's state also leaves that belong to one parameter alone, of any shape, as factored moments do.
     """
     everything = dict(leaves_of(carry))
     initial = {name: everything.pop(path) for name, path in params.items()}
@@ -137,10 +137,10 @@ def _listed(params: dict[str, Path]) -> str:
 
 
 def _owner(path: Path, shape: tuple[int, ...], ends: dict[str, tuple[Path, tuple[int, ...]]]) -> tuple[Path, str]:
-    """Returns `(start, name)`: the parameter whose path ends this one, but for its place in a list.
+    """`(start, name)`: the parameter whose path ends this one, but for its place in a list.
 
-    If it ends on no whole path, as where each of two networks has an optimizer: the only parameter of its shape that
-    ends most like it.
+    If no whole path does, as where each of two networks has an optimizer: the only parameter of its shape that ends
+    most like it; "" without one.
     """
     for end in (path, path[:-1]) if path and path[-1].isdigit() else (path,):
         owners = [name for name, (of, _) in ends.items() if of and end[-len(of) :] == of]
@@ -155,14 +155,14 @@ def _owner(path: Path, shape: tuple[int, ...], ends: dict[str, tuple[Path, tuple
 
 
 def _stem(path: Path, end: Path) -> Path | None:
-    """Returns the path before `end`; None if it ends otherwise."""
+    """The path before `end`; None if it ends otherwise."""
     if not end:
         return path
     return path[: -len(end)] if path[-len(end) :] == end else None
 
 
 def _asked(carry: Tree, find: Callable[[Tree], Tree]) -> tuple[Path, list[Path]]:
-    """Returns the paths of the leaves that `find` returns, which are the carry's own."""
+    """The paths of the leaves that `find` returns, which must be the carry's own objects."""
     asked = {id(leaf) for leaf in jax.tree.leaves(find(carry))}
     return _under_root([path for path, leaf in leaves_of(carry) if id(leaf) in asked])
 
@@ -178,7 +178,7 @@ def _of_nnx(carry: Tree) -> tuple[Path, list[Path]] | None:
 
 
 def _without_mirrors(carry: Tree, found: dict[Path, Any]) -> list[Path]:
-    """Returns the paths of the parameters alone: their sums and moments have the same types.
+    """The paths of the parameters without their sums and moments, which have the same types.
 
     These stand in a NamedTuple inside the carry, as Optax's states are, or in a part of it that is all zeros and
     otherwise like another.
@@ -197,7 +197,7 @@ def _without_mirrors(carry: Tree, found: dict[Path, Any]) -> list[Path]:
 
 
 def _under_root(paths: list[Path]) -> tuple[Path, list[Path]]:
-    """Returns the longest common start of the paths, and the paths."""
+    """The longest common start of the paths, and the paths."""
     columns = list(zip(*(path[:-1] for path in map(plain, paths)), strict=False))
     shared = next((n for n, names in enumerate(columns) if len(set(names)) > 1), len(columns))
     return paths[0][:shared] if paths else (), paths
@@ -210,7 +210,7 @@ def _under_params(leaves: dict[Path, Any]) -> tuple[Path, list[Path]] | None:
 
 
 def _first_part(carry: Tree, leaves: dict[Path, Any]) -> tuple[Path, list[Path]]:
-    """Returns the first part of the carry that is not all zeros; of a dict all but copies, of a dict of arrays all."""
+    """The first part of the carry that is not all zeros; of a dict all but copies, of a dict of arrays all."""
     parts: dict[str, list[Path]] = {}
     for path in leaves:
         parts.setdefault(path[0] if path else "", []).append(path)
@@ -228,7 +228,7 @@ def _first_part(carry: Tree, leaves: dict[Path, Any]) -> tuple[Path, list[Path]]
 
 
 def _without_copies(parts: list[list[Path]], leaves: dict[Path, Any]) -> list[list[Path]]:
-    """Returns the parts that hold more than zeros and what another part holds, as an average of parameters does."""
+    """The parts that hold more than zeros and copies of other parts' arrays; an average begins as such a copy."""
     kept: list[list[Path]] = []
 
     def is_average(part: Any) -> bool:
@@ -243,7 +243,7 @@ def _without_copies(parts: list[list[Path]], leaves: dict[Path, Any]) -> list[li
 
 
 def _lists(leaves: dict[Path, Any], shapes: Counter[Any]) -> set[Path]:
-    """Returns the paths in lists of as many arrays of each shape as the parameters have, or a multiple."""
+    """The paths in lists of as many arrays of each shape as the parameters have, or a multiple."""
     listed: set[Path] = set()
     for parent in {path[:-1] for path in leaves if path and path[-1].isdigit()}:
         siblings = {path: np.shape(leaf) for path, leaf in leaves.items() if path[:-1] == parent}

@@ -18,7 +18,7 @@ BLIND = 0.1  # the error that must be seen
 
 
 def window_of(runs: StepErrors, e: Explanations, found: Change, linear: list[str] | None = None) -> WindowView:
-    """Returns what a window changed, with what is asked of the runs."""
+    """A window's change, with the questions about it that need runs."""
     linear = e.linear if linear is None else linear
     return WindowView(e, runs.rooted(mean(found)), linear, lambda: normalised(runs), lambda: rounded(runs), runs.leads)
 
@@ -52,7 +52,7 @@ def _cancels(runs: StepErrors) -> bool:
 
 
 def counts(runs: StepErrors) -> str:
-    """What transformations of Optax call `count` goes up by more than one in a window."""
+    """A counter of Optax's transformations, named `count`, goes up by more than one in a window."""
     both = runs.seen_whole, runs.seen
     for path, other in carries.aligned(*(carries.counters(steps.carry) for steps in (runs.one, runs.cut))).items():
         once, often = (int(run[-1][at] - run[0][at]) for run, at in zip(both, (path, other), strict=True))
@@ -62,13 +62,13 @@ def counts(runs: StepErrors) -> str:
 
 
 def _early(runs: StepErrors) -> list[int]:
-    """Returns the micro-steps that only accumulate, yet move the parameters, where nothing else is wrong."""
+    """The micro-steps that only accumulate, yet move the parameters, where nothing else is wrong."""
     early = [] if runs.within_call else [n for n in runs.moved if n % runs.cut.every]
     return [] if early and (_elsewhere(runs) or counts(runs)) else early
 
 
 def updates(runs: StepErrors) -> str:
-    """Each micro-step updates: its counters say so, or what came out."""
+    """Each micro-step updates: its counters say so, or the window's change."""
     if says := counts(runs):
         return says
     if not _early(runs):
@@ -87,10 +87,10 @@ def moves(runs: StepErrors) -> str:
 
 
 def _averages(runs: StepErrors) -> str:
-    """What mirrors the parameters moves at a held micro-step, whatever the micro-batch: it is no sum of gradients.
+    """A mirror of the parameters moves at a held micro-step, whatever the micro-batch: it is no sum of gradients.
 
-    An average that starts as the parameters moves from the second window on. Of a sum of clipped gradients a leaf may
-    move the same whatever the micro-batch: of an average all leaves do.
+    An average that starts as the parameters moves from the second window on. Of a sum of clipped gradients, one leaf
+    may move by the same whatever the micro-batch; of an average, all leaves do.
     """
     if runs.within_call or any(n % runs.cut.every for n in runs.moved):
         return ""
@@ -113,7 +113,7 @@ def _averages(runs: StepErrors) -> str:
 
 
 def moves_somehow(runs: StepErrors) -> str:
-    """The same where entries are too few to say more."""
+    """Parameters move at the wrong micro-step, where entries are too few to say more."""
     if (says := _elsewhere(runs)) and _cancels(runs):
         return says
     early = _early(runs)
@@ -125,7 +125,7 @@ def moves_somehow(runs: StepErrors) -> str:
 
 
 class Other(NamedTuple):
-    """A window of other micro-batches: of unequal ones, or fewer, of which the last one ends it."""
+    """A window of other micro-batches: of unequal ones, or of fewer, ended by the last."""
 
     runs: StepErrors
     parts: Rows
@@ -152,7 +152,7 @@ def by_the_full_k(o: Other) -> str:
 
 
 def left_out(o: Other) -> str:
-    """What came out is the update of as many rows as the micro-batches divide."""
+    """The update is that of only as many rows as the micro-batches divide."""
     runs, e, rows, k = o.runs, o.w.e, np.concatenate(o.parts), len(o.parts)
     kept = rows[: len(rows) // k * k]
     if not runs.within_call or len(kept) == len(rows):
@@ -177,7 +177,7 @@ def shared_key(runs: StepErrors) -> str:
 
 
 def rounded(runs: StepErrors) -> str:
-    """A window of the same micro-batches again and again does not change what one round of them does."""
+    """A window that repeats the same micro-batches many times changes something else than one round of them."""
     k, says = runs.cut.every, "micro-batches {} times over give another mean than once: it is off by"
     return f"The same {k} {says.format(LONG)} {runs.rounded:.1e}." if runs.rounded else ""
 
@@ -230,12 +230,12 @@ class Off(NamedTuple):
 
 
 def unexplained(off: Off) -> str:
-    """A difference that is no fault's own."""
+    """A difference that no fault explains."""
     return "" if off.runs.few else off.says
 
 
 def unknown(off: Off) -> str:
-    """A difference of which too few numbers tell."""
+    """A difference in too few numbers to tell its cause."""
     k = off.runs.cut.every
     return f"{off.says} Fewer numbers change than tell {k} micro-batches apart." if off.runs.few else ""
 
@@ -254,7 +254,7 @@ def blind(runs: StepErrors, errors: Errors) -> str:
 
 
 def uncompared(runs: StepErrors) -> list[str]:
-    """What the reference changes, and nothing in the windows is compared with: sums, statistics, metrics."""
+    """Leaves that the reference changes and that are not compared with the windows: sums, statistics, metrics."""
     compared = {runs.leaves[name].one for names in runs.slots.values() for name in names}
     before, *_, after = runs.seen_whole
 
@@ -269,7 +269,7 @@ def uncompared(runs: StepErrors) -> list[str]:
 
 
 def asked(runs: StepErrors) -> list[str]:
-    """A step that updates at each call may be one that cuts the batch of a call itself."""
+    """A step that updates at each call may be one that splits the batch of a call itself."""
     if runs.within_call or runs.moved != list(range(1, 2 * runs.cut.every + 1)):
         return []
     return ["within_call=True, which a step needs that gets the whole batch in one call: this one moves at each call"]

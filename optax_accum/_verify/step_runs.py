@@ -1,4 +1,4 @@
-"""The windows of a step, whole and cut, and what each of them changed."""
+"""The windows of a step, whole and cut, and their changes."""
 
 import dataclasses
 import functools
@@ -33,29 +33,29 @@ class StepRuns:
     group_size: int
     within_call: bool
     given_rtol: float | None
-    finds: tuple[Find, Find]  # where the parameters are in the carry of each, if a user says so
+    finds: tuple[Find, Find]  # a user's function that finds the parameters, for the carry of each
     draws: int = DRAWS  # keys over which a random step is averaged
 
     def even(self, number: int = 0) -> Rows:
-        """The rows of a window of equal micro-batches; in the next window others stand together."""
+        """The rows of a window of equal micro-batches; the next window groups others together."""
         k = self.cut.every
         return np.split(np.roll(np.arange(self.count), -number)[: self.count // k * k], k)
 
     def of(self, rows: np.ndarray) -> Tree:
-        """Returns rows of the batch; where a row is a group, all that are in it."""
+        """Rows of the batch; where a row is a group, all rows of the group."""
         rows = (rows[:, None] * self.group_size + np.arange(self.group_size)[None]).reshape(-1)
         return of_rows(lambda leaf: leaf[rows], self.batch)
 
     def calls(self, parts: Rows) -> list[Tree]:
-        """Returns the arguments of the step in a window."""
+        """The arguments of the step in a window: the whole batch if it cuts within the call, else each micro-batch."""
         return [self.of(np.concatenate(parts))] if self.within_call else list(map(self.of, parts))
 
     def changes(
         self, steps: Steps, *windows: list[Tree], times: int = 1, last: bool = False, back: bool = False
     ) -> list[Change]:
-        """Returns what was changed after each window: of each leaf [draws, ...], or so many times as many draws.
+        """The changes from the start to each window's end: of each leaf [draws, ...], or `times` as many draws.
 
-        Where parameters are put `back` after each window, theirs is the change of that window alone.
+        With `back`, parameters are put back after each window: their change is that of this window alone.
         """
         numbers = range(1, times * self.draws + 1) if self.random else [None]
         windows = (*self.lead(steps), *windows)
@@ -70,7 +70,7 @@ class StepRuns:
             return [change(at) for at in range(1, len(windows) + 1)][len(self.lead(steps)) :]
 
     def lead(self, steps: Steps) -> list[list[Tree]]:
-        """Returns a window that comes before all others where the first moves nothing, at a rate that grows from 0.
+        """A window before all others, where the first moves nothing, at a rate that grows from 0; else none.
 
         Its micro-batches are equal, so that no weight, clip or coupling of theirs can be wrong in it.
         """
@@ -93,7 +93,7 @@ class StepRuns:
 
     @functools.cached_property
     def leaves(self) -> dict[str, Leaf]:
-        """What is compared."""
+        """The leaves to compare, by name."""
         return step_params.common(self.one.carry, self.cut.carry, *self.finds)
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class StepRuns:
 
     @functools.cached_property
     def random(self) -> bool:
-        """Whether the step changes with a random key that is in the carry or in the batch."""
+        """Whether a random key in the carry or in the batch changes the update."""
         if not (carries.has_keys(self.one.carry) or carries.has_keys(self.batch)):
             return False
         windows = *self.lead(self.one), [self.of(np.arange(self.count))]
@@ -121,33 +121,32 @@ class StepRuns:
 
     @property
     def params(self) -> dict[str, Leaf]:
-        """The parameters."""
         return {name: leaf for name, leaf in self.leaves.items() if leaf.slot == "params"}
 
     @functools.cached_property
     def entries(self) -> int:
-        """How many numbers among the parameters whole batches change."""
+        """How many entries of the parameters whole batches change."""
         before, *_, after = self.seen_whole
         return sum(int(np.sum(after[leaf.one] != before[leaf.one])) for leaf in self.params.values())
 
     @property
     def few(self) -> bool:
-        """Whether these are too few to tell one combination of micro-batches from another."""
+        """Whether too few entries change to tell one combination of micro-batches from another."""
         return self.entries <= self.cut.every + MORE
 
     @property
     def more(self) -> int:
-        """How many times as many keys it takes to see how few numbers vary."""
+        """The factor by which few entries need more keys, to show how they vary."""
         return 4 if self.few else 1
 
     @functools.cached_property
     def seen_whole(self) -> list[Numbers]:
-        """The carry of the reference in two whole batches, before and after each."""
+        """The carry of the reference before, between and after two whole batches."""
         return self.one.run(*([self.of(rows)] for rows in self.even_rows), draw=1 if self.random else None)
 
     @functools.cached_property
     def seen(self) -> list[Numbers]:
-        """The carry in two windows, before and after each call."""
+        """The carry at first and after each call of two windows."""
         lead, windows = self.lead(self.cut), (self.calls(self.even(number)) for number in (0, 1))
         return self.cut.run(*lead, *([call] for window in windows for call in window))[len(lead) :]
 
@@ -163,7 +162,7 @@ class StepRuns:
 
     @functools.cached_property
     def slots(self) -> dict[str, list[str]]:
-        """The parameters, and what mirrors them in the optimizer's state: not what changes while held, as sums do."""
+        """The parameters, and their mirrors in the optimizer's state; no leaf that changes while held, as sums do."""
         first = self.seen[: 1 if self.within_call else self.cut.every]
 
         def held(leaf: Any) -> Any:
@@ -182,33 +181,33 @@ class StepRuns:
 
     @functools.cached_property
     def ones(self) -> list[Change]:
-        """What two whole batches changed, one after the other."""
+        """The changes after one and after two whole batches."""
         return self.changes(self.one, *([self.of(rows)] for rows in self.even_rows))
 
     @functools.cached_property
     def ends(self) -> list[Change]:
-        """What two windows changed, one after the other."""
+        """The changes after one and after two windows."""
         return self.changes(self.cut, *(self.calls(self.even(number)) for number in (0, 1)))
 
     @functools.cached_property
     def moves_first(self) -> bool:
-        """Whether the first whole batch moves the parameters: at a rate that grows slowly from 0 a later one does."""
+        """Whether the first whole batch moves the parameters; if the rate grows from 0, only a later one does."""
         return any(np.any(self.ones[0][name]) for name in self.params)
 
     def moves(self, change: Change) -> bool:
-        """Returns whether a window moved the parameters, unless its rate was still 0."""
+        """Whether a window moved the parameters, or its rate was still 0."""
         return not self.moves_first or any(np.any(change[name]) for name in self.params)
 
     @functools.cached_property
     def one_by_one(self) -> Change:
-        """What the reference changes with each micro-batch, one after the other."""
+        """The reference's change by an update with each micro-batch, one after the other."""
         return mean(*self.changes(self.one, list(map(self.of, self.even()))))
 
     @functools.cached_property
     def averaged(self) -> Change:
-        """What the reference changes with each micro-batch, in the mean: parameters as at first, its state goes on.
+        """The mean of the reference's changes by each micro-batch: parameters are put back, its state goes on.
 
-        Where parameters cannot be put back, what it changes with one after the other.
+        Where parameters cannot be put back, the change by all, one after the other.
         """
         if not self.one.puts_back:
             return self.one_by_one
@@ -218,7 +217,7 @@ class StepRuns:
         return Explanations.sum(each, 1 / len(each))
 
     def rooted(self, change: Change) -> Change:
-        """Returns a change with the roots of what mirrors the parameters, each with the sign of its change."""
+        """Adds the roots of the parameters' mirrors to a change, with the gradient's sign: minus the parameter's."""
         mirrors = {} if self.random else {name: leaf for name, leaf in self.leaves.items() if leaf.slot != "params"}
 
         def alike(name: Any, leaf: Any) -> Any:
@@ -232,7 +231,7 @@ class StepRuns:
 
     @functools.cached_property
     def scales(self) -> dict[str, float]:
-        """The size of each leaf's change: 1 % of the largest of its slot at least."""
+        """The size of each leaf's change, at least 1 % of the largest in its slot."""
         sizes = {name: max(largest(mean(change)[name]) for change in self.ones) for name in self.leaves}
 
         def most(slot: Any) -> Any:
@@ -242,11 +241,11 @@ class StepRuns:
 
     @functools.cached_property
     def explanations(self) -> Explanations:
-        """What the micro-batches of an even window would change, each alone."""
+        """The changes that the micro-batches of an even window would make, each alone."""
         return self.explained(self.even())
 
     def explained(self, parts: Rows) -> Explanations:
-        """Returns what some micro-batches would change, together and each alone."""
+        """The changes that these micro-batches would make, together and each alone."""
 
         def alone(rows: Any) -> Any:
             return self.rooted(mean(*self.changes(self.one, [self.of(rows)], times=2 if self.few else 1)))
@@ -274,5 +273,5 @@ class StepRuns:
 
 
 def mean(change: Change) -> Change:
-    """Returns the mean over draws."""
+    """The mean over draws."""
     return {name: np.mean(leaf, 0) for name, leaf in change.items()}

@@ -1,4 +1,4 @@
-"""What each fault foretells of a window's change. The nearest is the cause; of ties, the first in the order below."""
+"""The change that each fault foretells of a window. The nearest is the cause; of ties, the first in the order below."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 from optax_accum._verify.step_explanations import ROOT, Change, Explanations
 
 Said = tuple[str, str]  # the name of a fault, and the evidence
-Foretold = tuple[str, float, str]  # the name of a fault, the distance of its change from what came out, the evidence
+Foretold = tuple[str, float, str]  # the fault, the distance between its update and the observed one, the evidence
 TIE = 1e-4  # distances below it are rounding: the first fault wins
 MEAN = "What came out is a mean of what each micro-batch alone would give"
 CLIPPED = "each is clipped, or normalised, before it is added"
@@ -18,16 +18,16 @@ CLIPPED = "each is clipped, or normalised, before it is added"
 
 @dataclasses.dataclass(frozen=True)
 class WindowView:
-    """What a window changed, beside what its micro-batches would have changed. Asked once for what takes runs."""
+    """A window's change, and the changes that its micro-batches would have made. Facts that need runs are functions."""
 
     e: Explanations
     found: Change
     linear: list[str]  # the slots known to be linear in the gradient
-    coupling: Callable[[], str]  # says that a leaf of the batch is normalised over its rows
-    rounded: Callable[[], str]  # says that sums are rounded
-    leads: bool = False  # whether a window of the first micro-batch, again and again, came before
-    one_by_one: Change | None = None  # what the reference changes with each micro-batch, one after the other
-    averaged: Callable[[], Change] | None = None  # the mean of its updates, none of which moves the parameters
+    coupling: Callable[[], str]  # says that a leaf of the batch is normalised over its rows, or ""
+    rounded: Callable[[], str]  # says that sums are rounded, or ""
+    leads: bool = False  # whether a window of only the first micro-batch, repeated, came before
+    one_by_one: Change | None = None  # the reference's change by an update with each micro-batch
+    averaged: Callable[[], Change] | None = None  # the mean of those updates, each from the first parameters
 
     @property
     def right(self) -> bool:
@@ -36,21 +36,21 @@ class WindowView:
 
     @property
     def gradients(self) -> list[str]:
-        """The slots that change with a multiple of the gradient by as much: linear ones, or roots."""
+        """The slots whose changes are proportional to the gradient: linear ones, or roots."""
         return self.linear or self.e.roots
 
     def far(self, change: Change, factor: float) -> float:
-        """Returns the distance of the window's change from a change by so many times its gradient."""
+        """The distance of the window's change from `factor` times a change, in the slots of gradients."""
         times = self.e.sum([change], factor)
         return max((self.e.distance(self.found, times, slot) for slot in self.gradients), default=1.0)
 
     def multiples(self) -> Iterator[float]:
-        """Yields for each slot that tells the multiple of the whole batch's gradient, if the window's is one."""
+        """Yields the factor between the window's gradient and the whole batch's, for each slot that has one."""
         yield from filter(None, (self.e.factor(self.found, slot) for slot in self.gradients))
 
     @functools.cached_property
     def unclipped(self) -> "WindowView | None":
-        """The same without the entries that a clip by value holds, if what is wrong shows in the others."""
+        """The same without the entries that a clip by value holds; None if the others show nothing wrong."""
         if (seen := self.e.unclipped(self.found)) is None:
             return None
         e, found = seen
@@ -58,7 +58,7 @@ class WindowView:
         return window if window.linear and not window.right else None
 
     def nearer(self) -> "WindowView | None":
-        """Returns the same, looked at from as near as tells it from the whole batch's, unless that is rounding."""
+        """The same, seen from near enough to tell it from the whole batch's; None if that is rounding."""
         near = max(self.e.fine, self.e.far(self.found, self.e.whole, self.linear) / 4)
         if self.e.few or near >= self.e.near:
             return None
@@ -67,7 +67,7 @@ class WindowView:
 
 
 def explained(w: WindowView) -> Said | None:
-    """Returns the fault that explains a window best, if one does."""
+    """The fault that explains a window best; None if none does."""
     if w.e.silent:
         return None
     if w.right:
@@ -122,21 +122,21 @@ def foretold(w: WindowView) -> Iterator[Foretold]:
 
 
 def one_after_another(w: WindowView) -> Iterator[Foretold]:
-    """Yields the change of an update for each micro-batch."""
+    """Yields the change by one update for each micro-batch, one after the other."""
     if w.one_by_one is not None:
         says = f"What came out is {len(w.e.parts)} updates, one for each micro-batch, one after the other."
         yield "optimizer at each micro-step", w.e.far(w.found, w.one_by_one, ["params"]), says
 
 
 def in_the_mean(w: WindowView) -> Iterator[Foretold]:
-    """Yields what the mean of an update for each micro-batch makes, unless the optimizer keeps nothing between them."""
+    """Yields the mean of one update for each micro-batch, unless the optimizer keeps nothing between them."""
     if w.averaged is not None and w.e.far(updates := w.averaged(), w.e.mean, ["params"]) >= w.e.near:
         says = f"What came out is the mean of {len(w.e.parts)} updates, one for each micro-batch."
         yield "optimizer at each micro-step", w.e.far(w.found, updates, ["params"]), says
 
 
 def why_a_mean(w: WindowView, slots: list[str]) -> Said | None:
-    """Returns why the plain mean over the micro-batches is not the whole batch's change."""
+    """Why the plain mean over the micro-batches is not the whole batch's change; None if that is not known."""
     e = w.e
     if says := w.coupling():
         return "coupled examples", says
@@ -159,7 +159,7 @@ def _positive(e: Explanations, fit: tuple[list[float], float]) -> bool:
 
 
 def fitted(w: WindowView) -> Iterator[Said]:
-    """Yields what is read off one fit of the micro-batches' changes, where nothing was foretold."""
+    """Yields faults read off one fit of the micro-batches' changes, where nothing was foretold."""
     e, near, k = w.e, w.e.near, len(w.e.parts)
     if says := rate_alone(w):
         yield "optimizer at each micro-step", says
@@ -190,13 +190,13 @@ def fitted(w: WindowView) -> Iterator[Said]:
 
 
 def _divisor(w: WindowView, factor: float) -> str:
-    """Returns the name of a wrong factor; behind a clip that acts, dividing twice loses less than k times."""
+    """The name of a wrong factor. Behind a clip that acts, dividing twice loses less than k times."""
     clipped = any(sum(w.e.combined(slot)[0]) > 1 + w.e.near for slot in w.linear)
     return "divided twice" if clipped and factor < 1 else "wrong divisor"
 
 
 def rate(w: WindowView) -> str:
-    """The parameters change by a multiple of what they should, and the gradient is right."""
+    """Says that the parameters change by a multiple of what they should, though the gradient is right; or ""."""
     factor = w.e.factor(w.found, "params", decay=False)
     if not factor or abs(factor - 1) < w.e.near:
         return ""
@@ -204,7 +204,10 @@ def rate(w: WindowView) -> str:
 
 
 def rate_alone(w: WindowView) -> str:
-    """The same without first moments, which tell: sums and means have other factors, and second moments are wrong."""
+    """The same without first moments, which would show the gradient.
+
+    Sums and means have other factors, and with another gradient second moments are wrong.
+    """
     others = [slot for slot in w.e.slots if slot != "params"]
     alone = w.linear == ["params"] or (bool(others) and not w.linear)
     right = not others or w.linear or w.e.far(w.found, w.e.whole, others) < w.e.near
@@ -219,16 +222,16 @@ def _listed(shares: list[float]) -> str:
 
 
 class Second(NamedTuple):
-    """What the second of two windows changed, of which the first is right."""
+    """The change of the second of two windows, of which the first is right."""
 
     e: Explanations
     found: Change
-    first: Change  # what the first changed
-    right: Change  # what the second is to change
+    first: Change  # the first window's change
+    right: Change  # the second window's right change
 
 
 def explained_second(w: Second) -> Said | None:
-    """Returns what makes the second window wrong: the first one's sum, a factor that a clip hid, or another rate."""
+    """Why the second window is wrong: the first one's sum in it, a factor that a clip hid, or another rate."""
     faults: list[Foretold] = []
     for slot in dict.fromkeys((*w.e.linear, *(slot.removeprefix(ROOT) for slot in w.e.linear))):
         right, first, found = (w.e.vector(change, slot) for change in (w.right, w.first, w.found))

@@ -17,10 +17,10 @@ from optax_accum._verify.step_calls import Steps, reference
 from optax_accum._verify.step_errors import StepErrors
 from optax_accum._verify.step_runs import FEW_DRAWS
 
-LEAST = 3  # entries of the parameters that change
+LEAST = 3  # entries of the parameters that must change
 CLEAR = 2 / 3  # the part of a limit that an error over few keys may take
-NO_DOUBT = 0.8  # how much few keys may vary, of what is allowed
-OTHERS = 4  # windows of other micro-batches that a model of few parameters is given
+NO_DOUBT = 0.8  # the part of the allowed variation that few keys may show
+OTHERS = 4  # windows of other micro-batches for a model of few parameters
 
 
 def verify_step(
@@ -165,7 +165,7 @@ def verify_step(
 
 
 def _decided_early(runs: StepErrors, uneven: bool) -> Report | None:
-    """Returns the report of a random step over few keys, if it holds by a margin: most steps do."""
+    """The report of a random step over few keys, if it holds by a margin: most steps do."""
     if not runs.random or runs.few:
         return None
     few = dataclasses.replace(runs, draws=FEW_DRAWS)
@@ -191,7 +191,7 @@ def _report(runs: StepErrors, uneven: bool) -> Report:
 
 
 def _compared(runs: StepErrors, uneven: bool) -> tuple[list[Cause], Errors, list[str]]:
-    """Returns the causes, the errors, and the tests left out: where even windows are right, others are run."""
+    """The causes, the errors, and notes on tests left out. If even windows are right, others are run."""
     causes = faults.causes_of_moves(runs)
     if not runs.moved:
         return causes, {}, []
@@ -237,7 +237,7 @@ def _others(runs: StepErrors, uneven: bool, notes: list[str]) -> Iterator[tuple[
 
 
 def _check(batch: Tree, every: Any, group_size: Any) -> tuple[int, int]:
-    """Returns the length of the window and the number of rows, or groups; raises where nothing can be cut."""
+    """The length of the window and the number of rows, or groups; raises if nothing can be cut."""
     every = checks.as_count("every", every)
     if every < 2:
         raise ValueError(f"There must be a window to compare: every={every}. Pass 2 or more.")
@@ -253,7 +253,7 @@ def _check(batch: Tree, every: Any, group_size: Any) -> tuple[int, int]:
 
 
 def _check_reference(runs: StepErrors) -> Cause | None:
-    """Raises for a reference that nothing can be compared with, or returns a key that it keeps to itself."""
+    """Raises for a reference that nothing can be compared with; the cause if it keeps a key to itself."""
     ones = runs.ones[-1]
     if not all(np.all(np.isfinite(change)) for change in ones.values()):
         raise ValueError("The whole batch must have a finite update to compare with. Look for the NaN.")

@@ -12,7 +12,7 @@ import jax
 
 from optax_accum._core import versions
 
-# Colab has CUDA 12 with JAX 0.7; who has its plugin is told of that.
+# Colab has CUDA 12 with JAX 0.7: where its plugin is installed, messages name that.
 CUDA = "12" if versions.JAX < (0, 8, 0) or importlib.util.find_spec("jax_cuda12_plugin") else "13"
 NVIDIA = f"jax-cuda{CUDA}-plugin=={jax.__version__} jax-cuda{CUDA}-pjrt=={jax.__version__} " + (
     "nvidia-cuda-nvcc-cu12" if CUDA == "12" else "nvidia-cuda-nvcc nvidia-nvvm"
@@ -30,18 +30,18 @@ def check_absent(name: str, gpu: bool) -> None:
 
 
 def known_fields(config: str) -> str:
-    """Returns the text of a GPU's configuration without the fields that an older compiler does not know."""
+    """Drops the fields of a GPU's configuration that an older compiler does not know."""
     return config if versions.JAX >= (0, 10, 0) else re.sub(_YOUNG_FIELDS, "", config)
 
 
 def libtpu_of_jax() -> str | None:
-    """Returns the version of libtpu that this JAX names, where an older one would end the process."""
+    """The version of libtpu that this JAX names, where an older one would end the process; else None."""
     named = [re.search(r"libtpu\s*==\s*([\d.]+\d)", line) for line in importlib.metadata.requires("jax") or ()]
     return None if versions.JAX >= (0, 10, 0) else next((match[1] for match in named if match), None)
 
 
 def too_old_libtpu() -> str | None:
-    """Returns the version of libtpu that is installed, if it is older than that."""
+    """The version of libtpu that is installed, if it is older than `libtpu_of_jax`."""
     if (wanted := libtpu_of_jax()) is None:
         return None
     try:
@@ -56,7 +56,7 @@ def too_old_libtpu() -> str | None:
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any:
-    """Compiles a program for an accelerator that is not here; `as_text` shows it."""
+    """Compiles a program for an accelerator that is not here, so that `as_text` shows it."""
     if versions.JAX >= (0, 10, 0):
         return lowered.compile(compiler_options=cast(Any, options))
     with tempfile.TemporaryDirectory() as folder:
@@ -71,13 +71,12 @@ def compiled(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> Any
 
 
 class WithText:
-    """A compiled program that cannot say what it is, and the text that its compiler wrote."""
+    """A compiled program that has no text, and the text that its compiler wrote to a file."""
 
     def __init__(self, program: Any, text: str):
         self.program, self.text = program, text
 
     def as_text(self) -> str:
-        """Returns the optimized program."""
         return self.text
 
     def __getattr__(self, name: str) -> Any:

@@ -176,7 +176,7 @@ def count_collectives(compiled: Any) -> Collectives:
     """
     operations: list[Collective] = []
     program = programs.Program.read(compiled, "count_collectives")
-    behind: dict[str, tuple[int, int]] = {}  # of what started, by the computation that it runs
+    behind: dict[str, tuple[int, int]] = {}  # of a started operation, by the computation that it runs
     for ran in program.run(into_fusions=True):
         products = behind.get(ran.computation.name, (0, 0))
         if program.stage(ran.instruction) == "Start" and '"is_sync":true' not in ran.instruction.rest:
@@ -196,11 +196,11 @@ def count_collectives(compiled: Any) -> Collectives:
     return Collectives(tuple(operations))
 
 
-_CONTEXT = re.compile(r"u32\[\](?:\{[^}]*\})?")  # two numbers beside what a TPU permutes, which stay at home
+_CONTEXT = re.compile(r"u32\[\](?:\{[^}]*\})?")  # two numbers beside the array that a TPU permutes: they are not sent
 
 
 def _moved(computation: Computation, instruction: Instruction) -> int:
-    """Returns the bytes read or the bytes written, whichever are more; a `-start` may give back its operands, too."""
+    """The bytes read or the bytes written, whichever are more; a `-start` may give back its operands, too."""
     shape = instruction.shape
     if instruction.opcode == "collective-permute-start":
         shape = _CONTEXT.sub("", shape)
@@ -211,7 +211,7 @@ def _moved(computation: Computation, instruction: Instruction) -> int:
 
 
 def _group(rest: str) -> int | None:
-    """Returns the number of devices in a replica group, in any of the three notations."""
+    """The number of devices in a replica group, in any of the three notations."""
     if listed := re.search(r"replica_groups=\{\{([\d,\s]+)\}", rest):
         return listed[1].count(",") + 1
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):

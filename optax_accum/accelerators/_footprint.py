@@ -1,4 +1,4 @@
-"""What one step needs: bytes, as the compiler counts them, and the largest product."""
+"""The needs of one step: bytes, as the compiler counts them, and the largest product."""
 
 import dataclasses
 import hashlib
@@ -16,18 +16,18 @@ from optax_accum.accelerators._targets import Target, compiled_for, devices_of
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What one step needs on each device, in bytes, as its compiler counts them.
+    """The needs of one step on each device, in bytes, as its compiler counts them.
 
     Attributes:
-      arguments: what it is given: parameters, optimizer state, batch.
-      outputs: what it returns.
+      arguments: parameters, optimizer state, batch.
+      outputs: the results.
       aliased: outputs that take the place of donated arguments.
       temporary: everything between; activations, gradients, their sum.
       code: the program itself.
       seconds: to compile it.
-      network: what passes between devices in a step; a loop of unknown length counts once.
-      exposed: those of it that no product runs beside.
-      refused: the compiler stopped: it is more than the accelerator has. Then `temporary` is all that is known.
+      network: bytes that pass between devices in a step; a loop of unknown length counts once.
+      exposed: bytes of these beside which no product runs.
+      refused: the compiler stopped: the accelerator has less memory. Then only `temporary` is known.
     """
 
     arguments: int
@@ -52,13 +52,13 @@ class Footprint:
 
 
 def text_key(lowered: jax.stages.Lowered, target: Target) -> str:
-    """Returns a hash of the lowered text and the target; a compiler's options are not in it."""
+    """A hash of the lowered text and the target; a compiler's options are not in it."""
     of_target = [target.name, *map(str, target.devices)]
     return hashlib.sha256("\n".join([lowered.as_text(), *of_target]).encode()).hexdigest()
 
 
 def footprint(lowered: jax.stages.Lowered, target: Target) -> Footprint:
-    """Compiles a step, and returns what its compiler says of its memory."""
+    """Compiles a step, and reads its needs from the compiler."""
     start = time.perf_counter()
     try:
         compiled = compiled_for(target, lowered)
@@ -85,7 +85,7 @@ def footprint(lowered: jax.stages.Lowered, target: Target) -> Footprint:
 
 
 def _needed(message: str) -> float:
-    """Returns the bytes in the message of a compiler that ran out of memory, or infinity."""
+    """The bytes in the message of a compiler that ran out of memory; infinity without a number."""
     if not (match := re.search(r"\((\d+(?:\.\d+)?)([KMGT]?)i?B?\) exceeds", message)):
         return math.inf
     return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")
@@ -129,7 +129,7 @@ def _check_shared(lowered: jax.stages.Lowered, target: Target) -> None:
 
 
 def shards_of(lowered: jax.stages.Lowered, rows: int) -> int | None:
-    """Returns among how many shards the step's arguments deal `rows`, None where no argument does."""
+    """The number of shards among which the step's arguments deal `rows`; None where no argument does."""
     text = lowered.as_text()
     sizes = {name: int(size) for name, size in re.findall(r'"(\w+)"=(\d+)', text)}
     (main,) = re.findall(r"func.func public @main\(.*", text)
@@ -139,11 +139,11 @@ def shards_of(lowered: jax.stages.Lowered, rows: int) -> int | None:
         for dim, parts in zip(re.findall(r"(\d+)x", argument.split(">")[0]), _parts(argument, sizes), strict=False)
         if int(dim) == rows and parts > 1
     }
-    return min(shards, default=None)  # of parameters that have as many rows more parts may be
+    return min(shards, default=None)  # parameters with as many rows may lie in more parts
 
 
 def _parts(argument: str, sizes: dict[str, int]) -> list[int]:
-    """Returns into how many parts each dimension of an argument is cut, as Shardy writes it or GSPMD."""
+    """The number of parts of each dimension of an argument, as Shardy or GSPMD writes them."""
     if by_axes := re.search(r"sdy\.sharding<@\w+, \[(.*?)\]", argument):
         return [math.prod(sizes[axis] for axis in re.findall(r'"(\w+)"', dim)) for dim in by_axes[1].split("}, {")]
     by_parts = re.search(r'sharding = "\{devices=\[([\d,]+)\]', argument)
@@ -155,13 +155,13 @@ _IN_PARTS = r'<@\w+, \[[^\]]*"|manual_axes=\{"|"\{devices=\[|"\{manual\}"'
 
 
 def largest_product(lowered: jax.stages.Lowered) -> int:
-    """Returns the FLOPs of the largest matrix product or convolution of a step, 0 without any."""
+    """The FLOPs of the largest matrix product or convolution of a step; 0 without any."""
     computations = Program.read(lowered.as_text("hlo"), "largest_product").computations.values()
     return max((_flops(lines, line) for lines in computations for line in lines.values()), default=0)
 
 
 def _flops(computation: Computation, line: Instruction) -> int:
-    """Returns the FLOPs of a product, 0 of another instruction."""
+    """The FLOPs of a product; 0 for another instruction."""
     if line.opcode not in ("dot", "convolution"):
         return 0
     left, right = (_dims(computation[name].shape) for name in line.operands[:2])

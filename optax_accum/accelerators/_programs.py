@@ -55,37 +55,36 @@ class Computation(dict[str, Instruction]):
 
     @property
     def root(self) -> Instruction:
-        """What it returns."""
+        """The instruction whose value it returns."""
         return next(reversed(self.values()))
 
     def parameter(self, number: int) -> Instruction:
-        """Returns one of the values that it is given."""
         return next(one for one in self.values() if one.opcode == "parameter" and one.rest.startswith(f"{number})"))
 
     def sizes(self, names: tuple[str, ...]) -> int:
-        """Returns the bytes of what instructions return."""
+        """The bytes of these instructions' results."""
         return sum(size_of(self[name].shape) for name in names)
 
     def origin(self, name: str) -> Instruction:
-        """Returns the instruction that made a value, behind copies and bitcasts of it."""
+        """The instruction that made a value, behind copies, bitcasts and conversions of it."""
         while self[name].opcode in ("copy", "bitcast", "convert") and self[name].operands:
             name = self[name].operands[0]
         return self[name]
 
     def constant(self, name: str) -> int | None:
-        """Returns the integer that an instruction holds, or None."""
+        """The integer that an instruction holds; None if it is no constant."""
         line = self.origin(name)
         match = re.match(r"(-?\d+)\)", line.rest) if line.opcode == "constant" else None
         return int(match[1]) if match else None
 
     def element(self, name: str) -> int | None:
-        """Returns which element of a tuple an instruction is, or None."""
+        """The index of the tuple's element that an instruction takes; None for another instruction."""
         line = self.origin(name)
         match = re.search(r"\bindex=(\d+)", line.rest) if line.opcode == "get-tuple-element" else None
         return int(match[1]) if match else None
 
 
-FUSIONS = ("fusion", "fusion-start")  # and one that runs beside what comes before its `-done`
+FUSIONS = ("fusion", "fusion-start")  # and one that runs beside the instructions before its `-done`
 
 
 class Ran(NamedTuple):
@@ -99,7 +98,6 @@ class Ran(NamedTuple):
 
     @property
     def in_branch(self) -> bool:
-        """Whether it stands in a branch."""
         return any(place.startswith("branch") for place in self.within)
 
     @property
@@ -141,7 +139,7 @@ class Program:
     def multiplying(self) -> frozenset[str]:
         """The computations that hold a matrix product or a convolution, or run one that does."""
         names: set[str] = set()
-        for name, computation in self.computations.items():  # those that are called stand first
+        for name, computation in self.computations.items():  # a called computation stands before its callers
             if any(line.is_product or not names.isdisjoint(line.runs) for line in computation.values()):
                 names.add(name)
         return frozenset(names)
@@ -157,15 +155,15 @@ class Program:
         return stages
 
     def stage(self, line: Instruction) -> str:
-        """Returns which stage of an asynchronous operation an instruction is: "Start", "Step", "Done", or none, ""."""
+        """The stage of an asynchronous operation that an instruction is: "Start", "Step", "Done"; "" for none."""
         by_opcode = {"start": "Start", "update": "Step", "done": "Done"}.get(line.opcode.rsplit("-", 1)[-1], "")
         return by_opcode or next((self.stages[name] for name in line.inlined if name in self.stages), "")
 
     def behind(self, computation: Computation, start: Instruction) -> list[Instruction]:
-        """Returns the products between a start and its end; a loop, branch or fusion that holds some is one.
+        """The products between a start and its end; a loop, branch or fusion that holds some is one.
 
-        If a loop hands what was started on to its next turn, they are those up to the end of this turn, and those of
-        the next turn up to the end of the operation.
+        If a loop carries the started operation to its next iteration, these are the products up to the end of this
+        iteration, and then the products of the next iteration, up to the end of the operation.
         """
         lines = list(computation.values())
         handed, products = {start.name}, list[Instruction]()
@@ -182,7 +180,7 @@ class Program:
         return products
 
     def _has_ended(self, lines: list[Instruction], handed: set[str], products: list[Instruction]) -> bool:
-        """Adds the products among these lines, up to the end of what was started, and returns whether it is there."""
+        """Adds the products among these lines, up to the end of the started operation; whether it ends there."""
         for line in lines:
             if not handed.isdisjoint(line.operands):
                 stage = self.stage(line)
@@ -195,7 +193,7 @@ class Program:
         return False
 
     def run(self, *, into_fusions: bool = False) -> Iterator[Ran]:
-        """Yields what runs, from the first instruction to the last."""
+        """Yields the instructions that run, from the first to the last."""
         return self._run(self.entry, into_fusions, (), False, 1)
 
     def _run(self, name: str, into_fusions: bool, within: tuple[str, ...], in_loop: bool, times: int) -> Iterator[Ran]:
@@ -217,7 +215,7 @@ class Program:
                     yield from self._run(inner, into_fusions, within, in_loop, times)
 
     def _trips(self, computation: Computation, loop: Instruction) -> int | None:
-        """Returns how often a loop turns, or None: as the compiler notes it, or as its counter says (TPU)."""
+        """How often a loop iterates, as the compiler notes it, or as its counter says (TPU); None if unknown."""
         if noted := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.rest):
             return int(noted[1])
         condition, body = (self.computations.get(loop.called.get(key, [""])[0]) for key in ("condition", "body"))
@@ -240,7 +238,7 @@ class Program:
 
 
 def size_of(shape: str) -> int:
-    """Returns the bytes of a shape such as `f32[8,16]{1,0}`, or of all shapes in a tuple."""
+    """The bytes of a shape such as `f32[8,16]{1,0}`, or of all shapes in a tuple."""
     total = 0
     for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
         digits = re.match(r"[a-z]+(\d+)", dtype)

@@ -174,7 +174,6 @@ def target(name: str | None = None, num_devices: int | None = None) -> Target:
 
 
 def devices_of(compiled: jax.stages.Compiled) -> set[Any]:
-    """Returns the devices that a program was compiled for."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return {device for sharding in shardings for device in getattr(sharding, "device_set", ())}  # some do not say
 
@@ -190,7 +189,7 @@ def _here(num_devices: int | None) -> Target:
 
 
 def of_devices(devices: Sequence[Any]) -> Target:
-    """Returns devices that are here, with the memory of one."""
+    """Devices that are here, with the memory of one."""
     stats = devices[0].memory_stats() or {}
     pages = "SC_PHYS_PAGES" if devices[0].platform == "cpu" else ""
     memory = stats.get("bytes_limit") or (os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else None)
@@ -198,7 +197,7 @@ def of_devices(devices: Sequence[Any]) -> Target:
 
 
 def _topology(kind: str, given: str, num_devices: int | None) -> str:
-    """Returns a topology such as `4x4`, as it was given or of so many chips."""
+    """A topology such as `4x4`, as given, or of so many chips."""
     if not given:
         if kind not in FLAT or num_devices not in SHAPES:
             raise ValueError(
@@ -245,7 +244,7 @@ def _libtpu() -> str:
 
 
 def _compile_only(platform: str, name: str, **options: str) -> tuple[Any, ...]:
-    """Returns devices that compile and do not run. All that is experimental in JAX is here."""
+    """Devices that compile and do not run. Experimental parts of JAX are used here alone."""
     from jax.experimental import topologies
 
     try:

@@ -78,7 +78,7 @@ class Traffic:
         return part.bytes + sum(of([self._sum(way, of) for way in ways]) for ways in self._inside(part))
 
     def _inside(self, outer: Part) -> list[list[Part]]:
-        """Returns the ways through each conditional and each loop that stand in a part."""
+        """The ways through each conditional and each loop that stand in a part."""
         ways: dict[str, list[Part]] = {}
         for part in self.parts:
             if part.within[:-1] == outer.within and part.within:
@@ -156,7 +156,7 @@ def count_traffic(compiled: Any, *, min_copy: int = 1 << 20) -> Traffic:
     return Traffic(tuple(parts.values()), memory and memory.temp_size_in_bytes)
 
 
-# Instructions that move nothing; what loops, branches and calls run is counted there.
+# Instructions that move nothing; of loops, branches and calls, the instructions inside are counted.
 _NAMES = ("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "domain", "optimization-barrier")
 _CALLS = ("while", "conditional", "call", "async-start", "async-update", "copy-start", "slice-start")
 _FREE = frozenset([*_NAMES, *_CALLS, "after-all", "add-dependency", "partition-id", "replica-id"])
@@ -165,7 +165,7 @@ _HOST, _VMEM = "S(5)", "S(1)"  # spaces of memory, as layouts name them
 
 
 class _Cost:
-    """What one instruction moves."""
+    """The bytes that one instruction moves."""
 
     def __init__(self, program: Program, ran: Ran):
         self.program, self.line, self.computation = program, ran.instruction, ran.computation
@@ -199,13 +199,13 @@ class _Cost:
         return max((size_of(shape) for shape in ends if _HOST in shape), default=0)
 
     def copies(self, least: int) -> int:
-        """Returns 1 for a copy of at least so many bytes inside the device's memory."""
+        """1 for a copy of at least so many bytes inside the device's memory, else 0."""
         line = fused.root if (fused := self._inside(self.line)) else self.line
         is_copy = line.opcode in ("copy", "copy-done")
         return int(is_copy and all(self._size(shape) >= least for shape in self._ends()))
 
     def _ends(self) -> list[str]:
-        """Returns the shapes that a copy reads and writes."""
+        """The shapes that a copy reads and writes."""
         taken = [self.computation[name] for name in self.line.operands]
         if self.line.opcode == "copy-done":
             return re.findall(_ARRAY, taken[0].shape)[:2]
@@ -215,37 +215,37 @@ class _Cost:
         return self._size(self.computation[name].shape)
 
     def _size(self, shape: str) -> int:
-        """Returns the bytes of a shape, or of all shapes in a tuple, that lie in the device's memory."""
+        """The bytes of a shape, or of all shapes in a tuple, that lie in the device's memory."""
         arrays = re.findall(_ARRAY, shape)
         return sum(size_of(array) for array in arrays if not any(space in array for space in self.elsewhere))
 
     def _fused(self, inside: Computation) -> int:
-        """Returns the bytes of a fusion: read of its operands, written of its results."""
+        """The bytes of a fusion: read of its operands, written of its results."""
         names = inside.root.operands if inside.root.opcode == "tuple" else (inside.root.name,)
         written = sum(self._written(inside, name) for name in names)
         return written + sum(self._taken(inside, number, name) for number, name in enumerate(self.line.operands))
 
     def _written(self, inside: Computation, name: str) -> int:
-        """Returns the bytes that a fusion writes of a result: of one that it updates in place, the slice."""
+        """The bytes that a fusion writes of a result: of one that it updates in place, the slice."""
         whole, result = self._size(inside[name].shape), inside.origin(name)
         while fused := self._inside(result):
             inside, result = fused, fused.origin(fused.root.name)
         return inside.sizes(result.operands[1:2]) if whole and result.opcode == "dynamic-update-slice" else whole
 
     def _taken(self, inside: Computation, number: int, operand: str) -> int:
-        """Returns the bytes that a fusion reads of an operand: all, unless it looks at slices of it only."""
+        """The bytes that a fusion reads of an operand: all, unless it looks at slices of it only."""
         whole = self._of(operand)
         slices = self._slices(inside, inside.parameter(number)) if whole else 0
         return whole if slices is None else min(whole, slices)
 
     def _slices(self, inside: Computation, value: Instruction) -> int | None:
-        """Returns the bytes of the slices that a fusion reads of a value, None where it reads all of it."""
+        """The bytes of the slices that a fusion reads of a value; None where it reads all of it."""
         users = [(line, at) for line in inside.values() for at, name in enumerate(line.operands) if name == value.name]
         read = [self._slice(inside, user, at) for user, at in users]
         return None if value is inside.root or None in read else sum(filter(None, read))
 
     def _slice(self, inside: Computation, user: Instruction, at: int) -> int | None:
-        """Returns the bytes that an instruction in a fusion reads of its operand `at`, None for all."""
+        """The bytes that an instruction in a fusion reads of its operand `at`; None for all."""
         if user.opcode == "bitcast":
             return self._slices(inside, user)
         if fused := self._inside(user):
@@ -255,7 +255,7 @@ class _Cost:
         return None
 
     def _inside(self, line: Instruction) -> Computation | None:
-        """Returns the computation of a fusion, None for another instruction."""
+        """The computation of a fusion; None for another instruction."""
         return self.program.computations[line.inlined[0]] if line.opcode in FUSIONS and line.inlined else None
 
 

@@ -207,7 +207,7 @@ class TokenPacking:
 
 
 def _as_fill(fill: Any, dtype: np.dtype[Any]) -> Any:
-    """Returns what stands where there is no token, and raises where the dtype of the rows has no such number."""
+    """The fill in the dtype of the rows; raises if that dtype has no such number."""
     with np.errstate(invalid="ignore"):
         number = np.asarray(fill).astype(dtype)
     if dtype.kind in "biu" and number != fill:
@@ -216,7 +216,7 @@ def _as_fill(fill: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def dealt(costs: list[float], starts: list[int], devices: int) -> list[int]:
-    """Returns the device of each group: of so many as there are devices, the costliest goes where least was so far."""
+    """The device of each group: the next groups, one for each device, are dealt, the costliest to the least loaded."""
     loads, own = [0.0] * devices, [0] * len(costs)
     if devices == 1:
         return own
@@ -230,7 +230,7 @@ def dealt(costs: list[float], starts: list[int], devices: int) -> list[int]:
 
 
 def laid_out(order: Ints, own: list[int], starts: list[int], devices: int, spare: int, group: int) -> Ints:
-    """Returns the row numbers [k, d, r] of the groups in `order`, on the devices in `own`, with -1 elsewhere."""
+    """The row numbers [k, d, r] of the groups in `order`, on the devices in `own`, with -1 elsewhere."""
     place = np.arange(len(order))
     microbatch = np.searchsorted(starts, place, "right") - 1
     slot = (place - np.asarray(starts)[microbatch]) // devices  # each device takes one at a time

@@ -1,4 +1,4 @@
-"""Packing by tokens: which rows go together, padded to which lengths."""
+"""Packing by tokens: the rows that go together, and the lengths to which they are padded."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -133,7 +133,7 @@ def token_microbatches(
 
 
 def _checked(lengths: Any, budget: int, group: int) -> Ints:
-    """Returns the lengths as an array, if each is an integer of at least 1 that fits."""
+    """The lengths as an array; raises unless each is an integer of at least 1 that fits."""
     rule, remedy = "lengths must be one integer for each row", "Pass [len(row) for row in rows], say."
     try:
         found = np.asarray(lengths)
@@ -164,7 +164,7 @@ def _checked(lengths: Any, budget: int, group: int) -> Ints:
 
 
 def _spare(count: int | None, needed: int, max_tokens: int, or_else: str) -> int:
-    """Returns how many micro-batches are to hold no row."""
+    """The number of micro-batches that hold no row."""
     count = count or needed
     if count < needed:
         raise ValueError(
@@ -187,8 +187,8 @@ def _costs(cost: Cost, lengths: Ints) -> NDArray[Any]:
     return found
 
 
-STEP = 1.1  # the rows that fit a default bucket, by those that fit the next longer one
-MORE = 1.02  # micro-batches with default buckets, at most, by the fewest of any packing
+STEP = 1.1  # the rows that fit a default bucket, relative to the next longer one
+MORE = 1.02  # the most micro-batches with default buckets, relative to the fewest of any packing
 MOST = 512  # lengths among which buckets are chosen
 
 
@@ -196,7 +196,7 @@ class Room(NamedTuple):
     """How many groups a micro-batch takes."""
 
     budget: int  # tokens for one row of each group, on one device
-    most: int  # groups, if all are in one micro-batch: a power of two, for batches of another size to have the same
+    most: int  # groups, if all are in one micro-batch: a power of two, so that batches of other sizes have the same
     devices: int
 
     def groups(self, padded: Ints) -> Ints:
@@ -204,7 +204,7 @@ class Room(NamedTuple):
         return np.minimum(self.budget // padded, self.most)
 
     def starts(self, padded: Ints) -> list[int]:
-        """Where micro-batches start among sorted groups, if each takes what its first is padded to allows."""
+        """Where micro-batches start among sorted groups: each takes as many as the padded length of its first fits."""
         taken, starts, at = (self.devices * self.groups(padded)).tolist(), list[int](), 0
         while at < len(taken):
             starts.append(at)
@@ -213,12 +213,12 @@ class Room(NamedTuple):
 
 
 def bucket_of(longest: Ints, buckets: Ints) -> Ints:
-    """Returns the bucket of each group."""
+    """The shortest bucket that holds the longest row of each group."""
     return buckets[np.searchsorted(buckets, longest)]
 
 
 def chosen_buckets(asked: Any, longest: Ints, room: Room, count: int | None) -> Ints:
-    """Returns the padded lengths to choose from, shortest first."""
+    """The padded lengths to choose from, shortest first."""
     if asked is None:
         return _default(longest, room, count)
     if np.ndim(asked) == 0:
@@ -233,12 +233,12 @@ def chosen_buckets(asked: Any, longest: Ints, room: Room, count: int | None) -> 
 
 
 def _default(longest: Ints, room: Room, count: int | None) -> Ints:
-    """Returns the coarsest buckets that make `count` micro-batches at most, or `MORE` times the fewest of any packing.
+    """The coarsest buckets that make `count` micro-batches at most, or `MORE` times the fewest of any packing.
 
-    They are lengths of which 1, 2, 3, ... fit the budget, and then `STEP` times as many from one to the next; these and
-    those between; or those that the fewest micro-batches begin with.
+    Three sets are tried: lengths of which 1, 2, 3, ... fit the budget, and then `STEP` times as many from one to the
+    next; these and lengths between them; these and the lengths with which the fewest micro-batches begin.
     """
-    first = longest[room.starts(longest)]  # of the fewest, each padded to its longest
+    first = longest[room.starts(longest)]  # of the fewest micro-batches, each padded to its longest
     most = count or MORE * len(first)
     numbers = _numbers(room.budget)
     between = numbers[:-1] + np.diff(numbers) // 2
@@ -250,7 +250,7 @@ def _default(longest: Ints, room: Room, count: int | None) -> Ints:
 
 
 def _numbers(budget: int) -> Ints:
-    """Returns 1, 2, 3, ..., and then `STEP` times as many from one to the next, up to the budget."""
+    """1, 2, 3, ..., and then `STEP` times as many from one to the next, up to the budget."""
     numbers, fit = list[int](), 1
     while fit <= budget:
         numbers.append(fit)
@@ -259,10 +259,10 @@ def _numbers(budget: int) -> Ints:
 
 
 def _best(longest: Ints, room: Room, count: int) -> Ints:
-    """Returns the buckets, at most `count`, for which these groups need the fewest micro-batches.
+    """The buckets, at most `count`, for which these groups need the fewest micro-batches.
 
-    A group whose bucket lets c of them into a micro-batch takes 1 / c of it. The sum of that is least by dynamic
-    programming over the lengths that end a class of equal c: of p classes, the last q may share a bucket.
+    A group whose bucket lets c of them into a micro-batch takes 1 / c of it. Dynamic programming over the lengths that
+    end a class of equal c makes the sum least: of p classes, the last q may share a bucket.
     """
     edges, number = np.unique(longest, return_counts=True)
     ends = np.flatnonzero(np.append(np.diff(room.groups(edges)) != 0, True))

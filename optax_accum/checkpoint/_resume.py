@@ -165,7 +165,7 @@ def check_processes(**facts: Any) -> None:
 
 
 def _moved(leaf: Any, old: int | None, new: int | None) -> Any:
-    """Returns partial sums [old, ...], or a sum [...] for None, as partial sums [new, ...] of the same sum."""
+    """Adds partial sums [old, ...], or one sum [...] for None, into partial sums [new, ...] of the same sum."""
     if old == new:
         return leaf
     sums = np.asarray(leaf) if old is not None else np.asarray(leaf)[None]

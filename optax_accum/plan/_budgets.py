@@ -12,8 +12,8 @@ from optax_accum.accelerators._targets import Target
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_OF_A_GPU = 0.75  # that JAX takes of its memory; a GPU that is here says so itself
-_ROOT = Path("/")  # of what the system tells
+_OF_A_GPU = 0.75  # the share of its memory that JAX takes; a GPU that is here says so itself
+_ROOT = Path("/")  # of the system's files about memory
 _CGROUPS = {  # by the controller that /proc/self/cgroup names: version 2 names none
     "": ("sys/fs/cgroup", "memory.max", "memory.current"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -21,7 +21,7 @@ _CGROUPS = {  # by the controller that /proc/self/cgroup names: version 2 names 
 
 
 def as_bytes(budget: Any) -> int:
-    """Returns a budget of bytes, a number or text such as "80GB" (10^9) or "7.5 GiB" (2^30)."""
+    """Parses a budget: bytes, or text such as "80GB" (10^9) or "7.5 GiB" (2^30)."""
     remedy = 'Pass bytes, or text such as "80GB" or "7.5 GiB".'
     size: float = math.nan
     if isinstance(budget, str):
@@ -38,7 +38,7 @@ def as_bytes(budget: Any) -> int:
 
 
 def as_text(size: float) -> str:
-    """Returns a number of bytes as people read it."""
+    """A size in decimal units, such as "1.50 GB"; "?" if it is not finite."""
     if not math.isfinite(size):
         return "?"
     units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -46,7 +46,7 @@ def as_text(size: float) -> str:
 
 
 def memory_of(target: Target, *, here: bool, devices: int) -> int:
-    """Returns the memory of one device: of a CPU that is here its share of what is free, of a GPU what JAX takes."""
+    """The memory of one device: of a CPU that is here its share of the free memory, of a GPU the part for JAX."""
     memory = target.memory
     if memory and target.is_gpu and target.is_absent:
         memory = int(_OF_A_GPU * memory)
@@ -59,7 +59,7 @@ def memory_of(target: Target, *, here: bool, devices: int) -> int:
 
 
 def _free() -> int | None:
-    """Returns the free memory here, or a container's share of it; None if unknown."""
+    """The free memory here, or a container's share of it; None if unknown."""
     by_system = (1024 * int(kB) for kB in re.findall(r"MemAvailable:\s*(\d+) kB", _read("proc/meminfo")))
     return min((*by_system, *_left_by_cgroups()), default=None)
 

@@ -116,7 +116,6 @@ class Steps:
         self._lowered: dict[int, Any] = {}
 
     def step(self, number: int) -> Any:
-        """Returns the jitted step."""
         if number not in self._steps:
             step = self._step_of_k(number)
             if not hasattr(step, "lower"):
@@ -130,7 +129,7 @@ class Steps:
         return self._steps[number]
 
     def lowered(self, number: int) -> Any:
-        """Returns the step as it is lowered for the arguments: what its call compiles, too."""
+        """The step lowered for the arguments: its first call compiles the same program."""
         if number not in self._lowered:
             self._lowered[number] = self.step(number).lower(*self._args)
         return self._lowered[number]
@@ -208,7 +207,7 @@ def _nothing() -> None:
 
 
 def _donated(lowered: Any) -> list[bool] | None:
-    """Returns which of the arguments a step donates, in order; None for a step that changes modules in place."""
+    """Whether the step donates each argument, in order; None for a step that changes modules in place."""
     if hasattr(lowered, "lowered"):  # of nnx.jit
         return None
     return [info.donated for info in jax.tree.leaves(lowered.args_info)]

@@ -11,7 +11,7 @@ _NAMES = {"unaliased": "outputs", "code": "the program"}
 
 
 def draw(plan: Any) -> Any:
-    """Returns matplotlib's figure, one panel for each option."""
+    """A matplotlib figure, with one panel for each option."""
     figure = _figure()
     figure.set_layout_engine("constrained")
     figure.set_size_inches(2.5 + 3.5 * len(plan.labels), 3.8)

@@ -12,7 +12,7 @@ from optax_accum.plan._search import Compiled
 KINDS = ("arguments", "unaliased", "temporary", "code")  # they add up to the peak
 NETWORK = ("network", "exposed")  # of several devices
 WIDTH = 88  # of a table, at most
-NAMED = 0.01  # the share of the limit from which a table names what is kept for all rows
+NAMED = 0.01  # the share of the limit from which a table names the memory kept for all rows
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -167,7 +167,7 @@ class Plan:
         return f"{mark} {one.candidate.number}", rows, *sizes, fits, f"{found.seconds:.1f} s", *moved
 
     def _grid(self) -> list[str]:
-        """Returns the peaks of several options, side by side."""
+        """The peaks of several options, side by side."""
         if len(self.labels) == 1:
             return []
         numbers = sorted({one.candidate.number for one in self.compiled})
@@ -207,9 +207,9 @@ class Plan:
         return notes
 
     def _line(self) -> tuple[float, float] | None:
-        """Returns the memory at no rows, beside arguments and outputs, and the memory that a row adds to the peak.
+        """The memory at no rows, beside arguments and outputs, and the memory that a row adds to the peak.
 
-        That is on the line through the two sizes of a kind that are farthest apart.
+        Both are those of the line through the two sizes of a kind that are farthest apart; None without two.
         """
 
         def beside(found: Any) -> Any:
@@ -244,7 +244,7 @@ class NothingFitsError(ValueError):
 
 
 def _aligned(table: Sequence[Sequence[str]], keys: int = 1) -> list[str]:
-    """Returns the lines of a table; one that is too wide becomes several, each with the first `keys` columns."""
+    """The lines of a table; if it is too wide, of several tables, each with the first `keys` columns."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     parts = [[*range(keys)]]
     for column in range(keys, len(widths)):

@@ -203,7 +203,7 @@ def _nothing_fits(trials: Sequence[Trial], plan: Plan) -> str:
 
 
 def _target(target: str | Target | None, num_devices: int | None) -> tuple[Target, int]:
-    """Returns the accelerator, and how many of its devices share a micro-batch."""
+    """The accelerator, and how many of its devices share a micro-batch."""
     number = checks.as_positive("num_devices", num_devices)
     if isinstance(target, Target):
         on = target
@@ -228,7 +228,7 @@ def _check_safety(safety: Any) -> None:
 
 
 def as_numbers(candidates: Any) -> list[int] | None:
-    """Returns numbers of micro-batches, checked; None stands for the divisors of the rows."""
+    """Checks numbers of micro-batches; None stands for the divisors of the rows."""
     if candidates is None:
         return None
     if not isinstance(candidates, Iterable):
@@ -247,7 +247,7 @@ def _candidates(rows: int, numbers: list[int] | None) -> list[Candidate]:
 
 
 def _shards(trials: Sequence[Trial], rows: int, number: int) -> int:
-    """Returns among how many shards a step deals the rows: its batch's shards, else the devices."""
+    """The number of shards among which a step deals the rows: its batch's, else one for each device."""
     for trial in trials:
         lowered = trial.lowered(number)
         for dealt in (rows, -(-rows // number)):  # the whole batch, or one micro-batch of it
@@ -257,7 +257,7 @@ def _shards(trials: Sequence[Trial], rows: int, number: int) -> int:
 
 
 def _options(options: Any) -> list[tuple[Any, ...]]:
-    """Returns what `make_step` takes after the number, for each option."""
+    """The arguments that `make_step` gets after the number, for each option."""
     if options is None:
         return [()]
     if isinstance(options, str) or not isinstance(options, Iterable) or not (tuples := [(each,) for each in options]):

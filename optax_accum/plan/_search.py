@@ -1,4 +1,4 @@
-"""The search for the fewest micro-batches that fit, by halving where a line proposes, and what it compiles."""
+"""The search for the fewest micro-batches that fit, by halving where a line proposes, and its compilations."""
 
 import dataclasses
 import math
@@ -21,13 +21,13 @@ class Candidate(NamedTuple):
     ragged: bool  # the last is smaller, which is a second program beside the loop
 
 
-Peaks = dict[Candidate, float]  # bytes of what was measured; infinity where it is not known
+Peaks = dict[Candidate, float]  # the measured bytes; infinity where they are not known
 
 
 def candidates(rows: int, numbers: Iterable[int] | None = None) -> list[Candidate]:
-    """Returns what `rows` can be cut into, fewest first: of the numbers that give the same size, the smallest.
+    """The ways to cut `rows`, fewest micro-batches first: of numbers that give the same size, the smallest.
 
-    Without numbers those are the divisors of `rows`.
+    Without numbers, the divisors of `rows` are used.
     """
     asked = [n for n in range(1, rows + 1) if rows % n == 0] if numbers is None else numbers
     fewest = {-(-rows // number): number for number in sorted(asked, reverse=True)}
@@ -43,9 +43,9 @@ def search(
     """Measures candidates until the fewest that fits is among them, and returns their memory.
 
     Args:
-      every: what there is to choose from, fewest first.
+      every: the candidates, fewest first.
       measure: returns the bytes of a candidate; None for one that is not to be had, which is left out.
-      limit: what fits.
+      limit: the most bytes that fit.
       at_no_rows: returns the bytes that every candidate holds at least; asked when something was measured.
     """
     peaks: Peaks = {}
@@ -59,12 +59,12 @@ def search(
 
 
 def enough(every: Sequence[Candidate]) -> int:
-    """Returns how many measurements always close the search where memory grows with the rows: 6, or by halving more."""
+    """How many measurements always suffice if memory grows with the rows: 6, or more if halving takes more."""
     return max(6, 1 + _halvings(_groups(every[1:])))
 
 
 def best(peaks: Peaks, limit: float) -> Candidate | None:
-    """Returns the fewest micro-batches of those measured that fit."""
+    """The fewest micro-batches that were measured and fit."""
     return min((candidate for candidate, peak in peaks.items() if peak <= limit), default=None)
 
 
@@ -74,10 +74,10 @@ def proposed(
     limit: float,
     at_no_rows: Callable[[], float] = lambda: 0.0,
 ) -> Candidate | None:
-    """Returns what to measure next, None when the fewest that fit are known: the whole batch first, one row last.
+    """The candidate to measure next, None when the fewest that fit are known: the whole batch first, one row last.
 
-    Between what did not fit and what does, the line proposes the fewest that should fit, but nothing that leaves more
-    than the remaining measurements can halve.
+    Between a candidate that did not fit and one that does, the line proposes the fewest that should fit, but none that
+    leaves more candidates than the remaining measurements can halve.
     """
     if every and every[0] not in peaks:
         return every[0]
@@ -86,21 +86,21 @@ def proposed(
     fits = best(peaks, limit)
     fewer = [c for c in every if c not in peaks and (fits is None or c < fits)]
     between = [c for c in fewer if not _hopeless(c, peaks, limit)]
-    if not between:  # what did not fit says nothing of other sizes where memory does not grow
+    if not between:  # where memory does not grow, a misfit says nothing of other sizes
         return None if grows(peaks) or not fewer else fewer[len(fewer) // 2]
     now, *later = _groups(between)
     left = enough(every) - len(peaks) - _halvings(later)
-    if left < 1:  # where memory does not grow: what needs least is the last
+    if left < 1:  # memory does not grow: the last needs least
         return between[-1] if fits is None else now[len(now) // 2]
-    known = 2 ** (left - 1) - 1  # so many can be told apart after this one
+    known = 2 ** (left - 1) - 1  # as many can be told apart by the measurements after this one
     low, high = len(now) - 1 - known, known
     return now[len(now) // 2 if low > high else min(max(_foretold(now, peaks, limit, least), low), high)]
 
 
 def grows(peaks: Peaks) -> bool:
-    """Returns whether more rows need more memory, to 2 %; a ragged cut may need more than a larger even one.
+    """Whether more rows need more memory, to 2 %; a ragged cut may need more than a larger even one.
 
-    The whole batch, which is in no loop, says nothing of that.
+    The whole batch runs in no loop, and is not compared.
     """
     loops = [c for c in peaks if c.number > 1]
     pairs = [(a, b) for a in loops for b in loops if a.rows < b.rows and a.ragged <= b.ragged]
@@ -108,7 +108,7 @@ def grows(peaks: Peaks) -> bool:
 
 
 def _groups(every: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Returns even cuts, ragged cuts and rows of one, in each of which memory grows with the rows."""
+    """Even cuts, ragged cuts and rows of one: in each group, memory grows with the rows."""
 
     def kind(c: Any) -> Any:
         return 2 if c.rows == 1 else int(c.ragged)
@@ -121,7 +121,7 @@ def _halvings(groups: Sequence[Sequence[Candidate]]) -> int:
 
 
 def _foretold(group: Sequence[Candidate], peaks: Peaks, limit: float, at_no_rows: float) -> int:
-    """Returns the index of the fewest that should fit, by the line through the measurements; else of the last."""
+    """The index of the fewest that should fit, by the line through the measurements; of the last if none should."""
     points = sorted({(c.rows, peak) for c, peak in peaks.items() if math.isfinite(peak)} | {(0, at_no_rows)})
     if len(points) == 1:
         return len(group) // 2
@@ -132,15 +132,15 @@ def _foretold(group: Sequence[Candidate], peaks: Peaks, limit: float, at_no_rows
 
 
 def _on_line(points: list[tuple[int, float]], rows: int) -> float:
-    """Returns the value at `rows` of the line through the two points nearest to it."""
+    """The value at `rows` of the line through the two points nearest to it."""
     (a, low), (b, high) = sorted(sorted(points, key=lambda point: abs(point[0] - rows))[:2])
     return low + (high - low) * (rows - a) / (b - a)
 
 
 def _hopeless(candidate: Candidate, peaks: Peaks, limit: float) -> bool:
-    """Returns whether a cut with no more rows did not fit; an even cut answers for ragged ones, too.
+    """Whether a cut with no more rows did not fit; an even cut answers for ragged ones, too.
 
-    Rows of one say nothing of more.
+    Micro-batches of one row say nothing of larger ones.
     """
     return any(
         peak > limit and 1 < c.rows <= candidate.rows and c.ragged <= candidate.ragged and c.number > 1
@@ -172,9 +172,9 @@ class Trial:
     Attributes:
       option: the option, None without one.
       place: the place of the option among the given ones.
-      every: the numbers of micro-batches to choose from; those that do not lower are left out.
-      peaks: the bytes of what was compiled.
-      errors: what numbers raised that do not lower.
+      every: the numbers of micro-batches to choose from, without those that do not lower.
+      peaks: the bytes of each compiled number.
+      errors: the errors of numbers that do not lower.
     """
 
     def __init__(self, make_step: MakeStep, target: Target, place: int, given: tuple[Any, ...]):
@@ -211,7 +211,7 @@ class Trial:
         self.every = [c for c in self.every if c.number not in self.errors]
 
     def lowered(self, number: int) -> jax.stages.Lowered | None:
-        """Returns the step as it is lowered with so many micro-batches, None where it raises."""
+        """The step as it is lowered with so many micro-batches; None if that raises."""
         if number not in self._lowered and number not in self.errors:
             try:
                 self._lowered[number] = self._lower(number)
@@ -237,7 +237,7 @@ class Trial:
         return lowered
 
     def compiled(self, limit: float) -> list[Compiled]:
-        """Returns the compiled programs, fewest micro-batches first."""
+        """The compiled programs, fewest micro-batches first."""
         return [Compiled(self.option, c, self.found[c], self.peaks[c] <= limit, self.place) for c in sorted(self.found)]
 
     @property
@@ -265,7 +265,7 @@ class Trial:
         self.found[candidate] = footprint(lowered, self.target)
 
     def _check_number(self, *two: Candidate) -> None:
-        """Raises where fewer micro-batches have the smaller products."""
+        """Raises if fewer micro-batches have the smaller products: `make_step` then takes their rows."""
         large, small = (largest_product(self._lowered[candidate.number]) for candidate in two)
         if 1.5 * large < small:
             raise ValueError(

@@ -116,7 +116,7 @@ def of_loss(
         try:
             found = explain(loss, params, *args, **how)
             return found.kept_bytes - found.host_bytes
-        except (TypeError, ValueError):  # one that cannot be read
+        except (TypeError, ValueError):  # a loss that cannot be read
             return None
 
     copy, summed = sum(map(_bytes, jax.tree.leaves(params))), _bytes_of_sum(params, options.get("accumulator_dtype"))
@@ -174,7 +174,7 @@ def of_step(step: Callable[[int], Any], *args: Any, batch_argnums: int | Sequenc
 
 
 def positions(argnums: Any, count: int) -> tuple[int, ...]:
-    """Returns the positions of arguments, counted from 0: a jitted step does not tell what it calls them."""
+    """The positions of arguments, counted from 0: a jitted step does not tell the names of its arguments."""
     try:
         numbers = [operator.index(number) for number in (argnums if isinstance(argnums, list | tuple) else [argnums])]
     except TypeError:
@@ -188,14 +188,14 @@ def positions(argnums: Any, count: int) -> tuple[int, ...]:
 
 
 def rows_of(args: Sequence[Any], batch: Sequence[Name]) -> int | None:
-    """Returns the rows that all arrays of the batch have, or None."""
+    """The rows that all arrays of the batch have; None if they differ."""
     leaves = jax.tree.leaves([arg for number, arg in enumerate(args) if number in batch])
     rows = {leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())}
     return rows.pop() if len(rows) == 1 else None
 
 
 def _placed(target: Target, args: Sequence[Any], batch: Sequence[Name]) -> list[Any]:
-    """Returns the arguments as shapes on the target: rows of the batch over its devices, all else whole on each."""
+    """The arguments as shapes on the target: rows of the batch over its devices, all else whole on each."""
     mesh = _mesh(args, target)
     by_rows = jax.sharding.PartitionSpec(mesh.axis_names[0])
     whole = jax.sharding.PartitionSpec()
@@ -213,7 +213,7 @@ def _placed(target: Target, args: Sequence[Any], batch: Sequence[Name]) -> list[
 
 
 def _mapped(place: Callable[[Any], Any], arg: Any) -> Any:
-    """Does what `jax.tree.map` does; a variable that stands in two places of a module stays one."""
+    """`jax.tree.map`, but a variable that stands in two places of a module stays one."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(arg, nnx.Pytree):
         return jax.tree.map(place, arg)
@@ -222,7 +222,7 @@ def _mapped(place: Callable[[Any], Any], arg: Any) -> Any:
 
 
 def _mesh(args: Any, target: Target) -> Any:
-    """Returns the mesh of the target's devices that some argument lies on, else one of a single axis."""
+    """The mesh of the target's devices that some argument lies on, else one of a single axis."""
     for leaf in jax.tree.leaves(args):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and set(sharding.device_set) == set(target.devices):
@@ -231,7 +231,7 @@ def _mesh(args: Any, target: Target) -> Any:
 
 
 def _state(tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
-    """Returns the shapes of the optimizer's state, each leaf where its parameter lies, and the shardings of a step."""
+    """The shapes of the optimizer's state, each leaf where its parameter lies, and the shardings of the results."""
     where = state_sharding(tx, params)
     shapes = jax.eval_shape(tx.init, params)
 
@@ -242,7 +242,7 @@ def _state(tx: optax.GradientTransformation, params: Tree) -> tuple[Tree, Any]:
 
 
 def _bytes_of_sum(params: Tree, dtype: Tree) -> int:
-    """Returns the bytes on a device of a sum of gradients."""
+    """The bytes on a device of a sum of gradients."""
 
     def wide(leaf: Any, named: Any) -> int:
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -94,7 +94,7 @@ def state_sharding(
     mesh = meshes.mesh_of(axes, params)
     compilers.check_concrete(mesh)
     if axes and to is None:
-        check_replicated(params, axes)  # inside jit, nobody sees it on an Auto mesh
+        check_replicated(params, axes)  # inside jit, sharding is invisible on an Auto mesh
     with compilers.tracing_on(mesh):
         state = jax.eval_shape(tx.init, params)
         to = None if to is None else meshes.shardings(to, params, axes)
@@ -161,7 +161,7 @@ class _Placement:
         ]
 
     def of(self, state: Tree) -> Tree:
-        """Returns the sharding of each leaf: our own states field by field, all else by the parameter it belongs to."""
+        """The sharding of each leaf: our own states field by field, all else by the parameter that it belongs to."""
         paths = jax.tree.map_with_path(lambda path, _: path, state)
 
         def like_param(leaf: Any, path: Any) -> Any:
@@ -197,7 +197,7 @@ class _Placement:
     def _like_param(
         self, path: Any, leaf: Any, *, partial: bool = False, sharded: bool = False, memory: str | None = None
     ) -> NamedSharding:
-        """Returns the sharding of the parameter with the longest path in which the leaf's path ends."""
+        """The sharding of the parameter with the longest path in which the leaf's path ends; replicated without one."""
         shape = leaf.shape[1:] if partial else leaf.shape
         found = [param for param in self.params if param[1] == shape and path[len(path) - len(param[0]) :] == param[0]]
         if not found:
@@ -219,6 +219,6 @@ def _target(to: Any, ndim: int) -> list[Any]:
 
 
 def _whole_spec(spec: PartitionSpec | None, ndim: int) -> list[Any]:
-    """Returns one entry for each dimension."""
+    """One entry for each dimension."""
     entries = list(spec or ())
     return entries + [None] * (ndim - len(entries))
