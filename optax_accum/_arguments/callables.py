@@ -41,7 +41,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def ignoring(tx: Any, *names: str) -> Any:
-    """Makes an optimizer ignore those of these keyword arguments that it does not take."""
+    """Makes an optimizer ignore these keyword arguments if it does not take them."""
     takes = signature_of(tx.update).takes
     ignored = [name for name in names if not takes(name)]
     if not ignored or not isinstance(tx, optax.GradientTransformationExtraArgs):
@@ -117,7 +117,7 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature:
 
 
 def _takes(fun: Callable[..., Any], count: int) -> bool:
-    """Whether a function takes so many arguments; True if it has no signature."""
+    """Whether a function takes `count` arguments; True if it has no signature."""
     try:
         signature = _signature(fun)
     except (TypeError, ValueError):

@@ -33,7 +33,7 @@ def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Wei
 def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> Weight:
     """A real scalar: a JAX array in the default float dtype, anything else as a Python float.
 
-    With `rows` it may also be so many numbers, one for each device.
+    With `rows` it may also be `rows` numbers, one for each device.
     """
     dtype, shape = dtype_and_shape(value)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):

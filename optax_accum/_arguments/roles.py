@@ -33,7 +33,7 @@ class Roles:
     ):
         """Takes the roles as users name them; raises if an argument has two.
 
-        With `needs_params=False`, `argnums` means those of its arguments that are passed and have no other role.
+        With `needs_params=False`, arguments of `argnums` may be missing, or have another role that takes precedence.
         """
         self.signature, self._needs_params = signature.signature_of(fun), needs_params
         self.named: Names = {

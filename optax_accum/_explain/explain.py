@@ -165,7 +165,7 @@ def _weights(subject: Subject, terms: dict[str | None, Found] | None) -> tuple[t
 
 
 class Site(NamedTuple):
-    """An equation that takes rows together, in a program that runs so many times."""
+    """An equation that takes rows together, in a program that runs `times` times."""
 
     equation: Equation
     kind: Kind
@@ -174,7 +174,7 @@ class Site(NamedTuple):
 
 
 def sites_of(levels: Levels, times: int = 1) -> Iterator[Site]:
-    """Yields the equations that take rows together and that the model decides, also those inside loops over layers."""
+    """Yields the equations that take rows together and that the model decides, also inside loops over layers."""
     kept = kept_by(levels)
     for equation in levels.coupling:
         if is_over_layers(equation, levels):
@@ -195,7 +195,7 @@ def kept_by(levels: Levels) -> set[Value]:
 
 
 def loops_of(levels: Levels) -> int:
-    """The number of loops over the micro-batches, with those inside loops over layers."""
+    """The number of loops over the micro-batches, also inside loops over layers."""
     return len(levels.loops) + sum(length * loops_of(inner) for inner, length in _inner(levels))
 
 

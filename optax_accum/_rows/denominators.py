@@ -35,7 +35,7 @@ class Denominator(NamedTuple):
     inputs: frozenset[int] = frozenset()
 
     def counted(self, program: Program, values: Sequence[Any]) -> Any:
-        """The denominator for these inputs, of which only those that decide it are read; 1 if nothing divides."""
+        """The denominator for these inputs; 1 if nothing divides. Inputs that do not decide it are not read."""
         if self.by is None:
             return 1
         return program.rows[0] if not isinstance(self.by, Sum) else _value_of(self.by, program, values)

@@ -33,7 +33,7 @@ class Reason(NamedTuple):
 
 
 class Test(NamedTuple):
-    """A comparison of a sum over rows with a small number: `case` is what a choice takes if the sum is not zero.
+    """A comparison of a sum over rows with a small number; a choice takes `case` if the sum is not zero.
 
     `is_exact`: among sums of counts, only zero goes to the other case.
     """

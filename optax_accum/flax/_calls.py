@@ -1,4 +1,4 @@
-"""A call of a train step: how its micro-batches count, where its sums go, what it measures."""
+"""A call of a train step: the weights of its micro-batches, the devices of its sums, its metrics."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What `flax.serialization` saves and restores of a train state, and what it refuses."""
+"""Checkpoints of a train state by `flax.serialization`; one of another model or optimizer is refused."""
 
 import dataclasses
 from typing import Any

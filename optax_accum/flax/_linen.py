@@ -266,7 +266,7 @@ class TrainState(train_state.TrainState, kw_only=True):
 def _boxed(opt_state: Tree, params: Tree, axes: Axes = ()) -> Tree:
     """Names the device axes in the boxes of partial sums, whose first axis lies over the devices.
 
-    Without axes, the boxes get the names that the parameters have, as those of gradients do.
+    Without axes, the boxes get the parameters' names, as the boxes of gradients have.
     """
 
     def is_box(node: Any) -> bool:

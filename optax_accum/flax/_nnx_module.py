@@ -58,7 +58,7 @@ class Module:
         return loss, (aux, state)
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments beside the model: those by position, and those by keyword."""
+        """The arguments beside the model, by position and by keyword."""
         by_position = [arg for name, arg in self.others.items() if isinstance(name, int)]
         return by_position, {name: arg for name, arg in self.others.items() if isinstance(name, str)}
 
@@ -67,7 +67,7 @@ class Module:
     ) -> tuple[Any, Any]:
         """Calls `fun` with a copy of the module; returns its result, and the copy's state, as `split` orders it.
 
-        Random streams are the whole batch's, or those of one device.
+        Random streams are the whole batch's, or one device's.
         """
         model = nnx.merge(self.graph, *jax.tree.map(lambda leaf: leaf, state))  # variables of this trace
         before = variables(model)

@@ -164,7 +164,7 @@ def check_metrics(metrics: Any) -> None:
 def extra_args(
     window: AccumulationState | None, kwargs: dict[str, Any], own: Sequence[str], metrics: Any, **given: Any
 ) -> dict[str, Any]:
-    """The optimizer's keyword arguments: `kwargs`, and with a window those of `given` that are not None.
+    """The optimizer's keyword arguments: `kwargs`; with a window also `given`, without None.
 
     Raises for a misspelling of one of our `own` arguments, which would go to the optimizer and be lost.
     """
