@@ -57,7 +57,7 @@ def _restored(field: str, mine: Tree, saved: Tree) -> Tree:
 
 
 def _kind(leaf: Any) -> str:
-    """A leaf's shape, preceded by its dtype if it is a float: `float32 [3, 2]`."""
+    """A leaf's shape, preceded by its dtype if that is inexact: `float32 [3, 2]`."""
     dtype = jnp.result_type(leaf)
     name = f"{dtype} " if jnp.issubdtype(dtype, jnp.inexact) else ""
     return f"{name}[{', '.join(map(str, jnp.shape(leaf)))}]"
