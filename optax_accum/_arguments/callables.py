@@ -17,21 +17,19 @@ R = TypeVar("R")
 
 
 def as_function(fun: Any, name: str = "fun", remedy: str = "Pass the function itself, not what it returns.") -> Any:
-    """Returns `fun` if it can be called."""
     if not callable(fun):
         raise TypeError(f"{name} must be a function: {name}={short(fun)}. {remedy}")
     return fun
 
 
 def as_optimizer(tx: Any) -> Any:
-    """Returns `tx` if it is an optimizer."""
     if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         raise TypeError(f"tx must be an optimizer, with init and update: tx={short(tx)}. {_remedy(tx)}")
     return tx
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` with support for extra arguments."""
+    """`inner` with support for extra arguments; it need not take `value`."""
     if not isinstance(inner, optax.GradientTransformation):
         remedy = _remedy(inner)
         if isinstance(inner, int):
@@ -43,7 +41,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def ignoring(tx: Any, *names: str) -> Any:
-    """Returns an optimizer that ignores these keyword arguments, if it does not take them."""
+    """Makes an optimizer ignore these keyword arguments if it does not take them."""
     takes = signature_of(tx.update).takes
     ignored = [name for name in names if not takes(name)]
     if not ignored or not isinstance(tx, optax.GradientTransformationExtraArgs):
@@ -57,7 +55,7 @@ def ignoring(tx: Any, *names: str) -> Any:
 
 
 def _remedy(passed: Any) -> str:
-    """Returns the remedy for an argument that is no optimizer."""
+    """The remedy for an argument that is no optimizer."""
     if isinstance(getattr(passed, "tx", None), optax.GradientTransformation):
         return "Pass its tx."
     if callable(passed):
@@ -66,7 +64,7 @@ def _remedy(passed: Any) -> str:
 
 
 def as_weight_fn(weight_fn: Any, roles: Roles) -> Callable[..., Any] | None:
-    """Returns `weight_fn` if it can be called with the arguments that hold the batch, or None."""
+    """Raises unless `weight_fn` can be called with the arguments that hold the batch, or is None."""
     if weight_fn is None:
         return None
     example = 'Pass lambda batch: batch["mask"].sum(), say.'
@@ -115,11 +113,11 @@ def renamed(number: str, **names: str) -> Callable[[Callable[P, R]], Callable[P,
 
 
 def _signature(fun: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(fun, follow_wrapped=False)  # what it is called with, not what it wraps
+    return inspect.signature(fun, follow_wrapped=False)  # of the function that is called, not of one that it wraps
 
 
 def _takes(fun: Callable[..., Any], count: int) -> bool:
-    """Returns whether a function takes so many arguments, or does not tell."""
+    """Whether a function takes `count` arguments; True if it has no signature."""
     try:
         signature = _signature(fun)
     except (TypeError, ValueError):
@@ -132,7 +130,7 @@ def _takes(fun: Callable[..., Any], count: int) -> bool:
 
 
 def as_weight_of(weight_of: Any, weight_fn: Any, results: str = "value, aux") -> Any:
-    """Returns `weight_of` if it is a function of the results, and the only weight."""
+    """Raises unless `weight_of` is None, or a function of the results and the only weight."""
     if weight_of is not None and weight_fn is not None:
         raise ValueError(
             "A micro-batch has one weight: weight_fn knows it from the batch, weight_of from what fun returned, and "

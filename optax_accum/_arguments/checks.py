@@ -16,7 +16,7 @@ from optax_accum._core.types import Weight
 
 
 def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Weight:
-    """Returns a weight as a Python float where it is a number, else as a scalar of the default float dtype."""
+    """`as_scalar` for a weight, which must be counted in at least 32 bits."""
     remedy = "Pass one number for the micro-batch, such as mask.sum()."
     if name != "weight":
         remedy = "Return one number for the micro-batch, such as mask.sum(), or a dict of them for a dict of terms."
@@ -31,9 +31,9 @@ def as_weight(weight: Any, rows: int | None = None, name: str = "weight") -> Wei
 
 
 def as_scalar(name: str, value: Any, remedy: str, rows: int | None = None) -> Weight:
-    """Returns a real scalar as a Python float where it is a number, else in the default float dtype.
+    """A real scalar: a JAX array in the default float dtype, anything else as a Python float.
 
-    With `rows` it may also be so many numbers, one for each device.
+    With `rows` it may also be `rows` numbers, one for each device.
     """
     dtype, shape = dtype_and_shape(value)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
@@ -53,7 +53,7 @@ _REMEDIES = {
 
 
 def as_float_dtype(name: str, dtype: Any) -> jnp.dtype | None:
-    """Returns `dtype` as a real floating-point dtype, or None."""
+    """Raises unless `dtype` is a real floating-point dtype that JAX has, or None."""
     if dtype is None:
         return None
     rule = f"{name} must be a real floating-point dtype or None"
@@ -72,29 +72,28 @@ def as_float_dtype(name: str, dtype: Any) -> jnp.dtype | None:
 
 
 def as_float_dtypes(name: str, dtypes: Any) -> Any:
-    """Returns a tree of dtypes, each as `as_float_dtype` does."""
+    """Applies `as_float_dtype` to each leaf of a tree; None is a leaf."""
     return jax.tree.map(lambda dtype: as_float_dtype(name, dtype), dtypes, is_leaf=lambda node: node is None)
 
 
 def as_positive(name: str, count: Any) -> int | None:
-    """Returns `count` as a Python integer >= 1, or None."""
     return None if count is None else as_count(name, count)
 
 
 def as_count(name: str, count: Any) -> int:
-    """Returns `count` as a Python integer >= 1."""
+    """A Python integer >= 1."""
     return as_integer(f"{name} must be an integer >= 1", name, count, "Pass 1 or more.")
 
 
 def check_flag(name: str, value: Any, *, may_be_none: bool = True) -> None:
-    """Raises unless `value` is a Python bool, or None."""
+    """Raises unless `value` is a Python or NumPy bool, or None."""
     if not (isinstance(value, bool | np.bool_) or (may_be_none and value is None)):
         words = "True, False or None" if may_be_none else "True or False"
         raise TypeError(f"{name} must be {words}: {name}={short(value)}. Leave it out for the default.")
 
 
 def as_tolerance(name: str, tolerance: Any) -> float | None:
-    """Returns `tolerance` as a number above 0, or None."""
+    """A finite number above 0, or None."""
     if tolerance is None:
         return None
     if hasattr(tolerance, "__float__") and 0 < float(tolerance) < math.inf:
@@ -103,7 +102,6 @@ def as_tolerance(name: str, tolerance: Any) -> float | None:
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...], otherwise: str = "") -> str:
-    """Returns `value` if it is one of the words `allowed`."""
     if not isinstance(value, str) or value not in allowed:
         words = ", ".join(f'"{word}"' for word in allowed)
         raise ValueError(f"{name} must be one of {words}{otherwise}: {name}={value!r}. Choose one of these.")
@@ -118,7 +116,7 @@ MODULES_ACROSS_CALLS = (
 
 
 def check_no_module(args: Iterable[Any], remedy: str = _OF_MODULES) -> None:
-    """Raises for a module of NNX: as a tree, it loses what a loss changes in it, such as running statistics."""
+    """Raises for an NNX module: as a tree, it loses a loss's changes to it, such as running statistics."""
     nnx = sys.modules.get("flax.nnx")
     for arg in args:
         if nnx is not None and isinstance(arg, nnx.Module):
@@ -129,7 +127,7 @@ def check_no_module(args: Iterable[Any], remedy: str = _OF_MODULES) -> None:
 
 
 def check_differentiable(params: Any) -> None:
-    """Raises unless every leaf that is differentiated is of a floating-point dtype."""
+    """Raises unless every leaf has a floating-point dtype."""
     check_arrays("What argnums names", params, NOT_ARRAYS)
     for path, leaf in by_path(params):
         if not is_inexact(leaf):
@@ -152,7 +150,7 @@ def as_integer(rule: str, name: str, value: Any, remedy: str) -> int:
 
 
 def dtype_and_shape(value: Any) -> tuple[Any, tuple[int, ...]]:
-    """Returns the dtype and shape of a number or an array, and the dtype `object` for anything else."""
+    """The dtype and shape of a number or an array; the dtype `object` for anything else."""
     if not isinstance(value, bool | int | float | complex | np.generic | np.ndarray | jax.Array):
         return np.dtype(object), ()
     return jnp.result_type(value), jnp.shape(value)

@@ -1,4 +1,4 @@
-"""Which random numbers a function draws from a key that is not among its arguments."""
+"""Random numbers that a function draws from a key that is not among its arguments."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,22 +14,22 @@ LOOPS = ("scan", "while")
 
 
 def may_hide(program: Any, call: Call) -> bool:
-    """Returns whether a traced `fun(call)` may draw from a key that is not an argument, as far as identity tells."""
-    names = tuple(name for name in call.arguments if name != call.carry)  # some carries are taken apart only once
+    """Whether a traced `fun(call)` may draw from a key that is not an argument; compares arrays by identity."""
+    names = tuple(name for name in call.arguments if name != call.carry)  # some carries can be flattened only once
     arguments = set(map(id, jax.tree.leaves(call[names])))
     constants = [id(const) in arguments for const in program.consts]
     return bool(_draws(program.jaxpr, [True] * len(program.jaxpr.invars), constants)[0])
 
 
 def check_keys(fun: Callable[[Call], Any], part: Call, all_rows: Call) -> None:
-    """Raises where `fun` draws numbers for each row from a key that is not an argument: all micro-batches get the same.
+    """Raises if `fun` draws numbers for each row from a key that is not an argument: all micro-batches get the same.
 
     `part` is the call for some rows, `all_rows` for all.
     """
     try:
         of_part = hidden_draws(*_of_arrays(fun, part))
         of_rows = hidden_draws(*_of_arrays(fun, all_rows)) if of_part else []
-    except Exception:  # fun takes batches of one size only, or an axis that is not here: nothing tells draws by row
+    except Exception:  # fun takes one batch size only, or an axis that is not here: draws for each row are not known
         return
     for shape, of_all in zip(of_part, of_rows, strict=False):
         if shape != of_all:
@@ -41,7 +41,7 @@ def check_keys(fun: Callable[[Call], Any], part: Call, all_rows: Call) -> None:
 
 
 def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], Any], Any]:
-    """Returns `fun(call)` as a function of the arrays among its arguments, and these."""
+    """`fun(call)` as a function of the arrays among its arguments, and these arrays."""
     names = tuple(call.arguments)
     arrays, filled = parted(call[names], lambda leaf: is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
 
@@ -52,13 +52,13 @@ def _of_arrays(fun: Callable[[Call], Any], call: Call) -> tuple[Callable[[Any], 
 
 
 def hidden_draws(fun: Callable[..., Any], *args: Any) -> Shapes:
-    """Returns the shapes of random draws that no argument decides: from a key that `fun` closes over, or makes."""
+    """The shapes of random draws that no argument decides: from a key that `fun` closes over, or makes."""
     traced = jax.make_jaxpr(fun)(*args)
     return _draws(traced.jaxpr, [True] * len(traced.jaxpr.invars))[0]
 
 
 def _draws(program: Any, of_arguments: Sequence[bool], of_constants: Sequence[bool] = ()) -> tuple[Shapes, list[bool]]:
-    """Returns the shapes of hidden draws in a program, and which of its outputs depend on the arguments."""
+    """The shapes of hidden draws in a program, and whether each of its outputs depends on the arguments."""
     known = {id(var) for var, depends in zip(program.invars, of_arguments, strict=True) if depends}
     known |= {id(var) for var, depends in zip(program.constvars, of_constants, strict=False) if depends}
     shapes: Shapes = []
@@ -78,7 +78,7 @@ def _draws(program: Any, of_arguments: Sequence[bool], of_constants: Sequence[bo
 
 
 def _around(body: Any, depends: list[bool]) -> tuple[Shapes, list[bool]]:
-    """Does what `_draws` does for the body of a loop, until what depends on a key no longer changes."""
+    """`_draws` for the body of a loop, repeated until no further input depends on the arguments."""
     while True:
         shapes, after = _draws(body, depends)
         returned = [str(var.aval) for var, dependent in zip(body.outvars, after, strict=True) if dependent]
@@ -89,6 +89,6 @@ def _around(body: Any, depends: list[bool]) -> tuple[Shapes, list[bool]]:
 
 
 def _last(depends: list[bool], inner: Any) -> list[bool]:
-    """Returns which inputs of a program inside an equation depend on the arguments: they come last in it."""
+    """Whether each input of an inner program depends on the arguments: the equation's operands are its last inputs."""
     missing = len(inner.invars) - len(depends)
     return [any(depends)] * missing + depends[max(0, -missing) :]

@@ -1,4 +1,4 @@
-"""Checks of what functions of users return. Each error says the rule, the value and the remedy."""
+"""Checks of the results of users' functions. Each error says the rule, the value and the remedy."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def check_loss(loss: Any, shares: Any) -> None:
 
 
 def check_kinds(name: str, tree: Any, like: Any, remedy: str) -> None:
-    """Raises where the dtypes of `like` have no room for `tree`: no fraction fits into an integer."""
+    """Raises if the dtypes of `like` would cut off `tree`: a fraction does not fit into an integer."""
     for (path, leaf), to in zip(by_path(tree), jax.tree.leaves(like), strict=True):
         new, old = (leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf) for leaf in (leaf, to))
         for kind in (jnp.inexact, jnp.complexfloating):

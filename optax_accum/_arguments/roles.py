@@ -31,9 +31,9 @@ class Roles:
         needs_batch: bool = True,
         needs_params: bool = True,
     ):
-        """Takes the roles as users name them, each argument in one at most.
+        """Takes the roles as users name them; raises if an argument has two.
 
-        Where `fun` need not have parameters, `argnums` means the arguments that are there and have no other role.
+        With `needs_params=False`, arguments of `argnums` may be missing, or have another role that takes precedence.
         """
         self.signature, self._needs_params = signature.signature_of(fun), needs_params
         self.named: Names = {
@@ -56,7 +56,7 @@ class Roles:
         _check_apart((role, name, self.signature.parameter(name)) for role, name in self._pairs())
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Call":
-        """Returns one call with its arguments in their roles."""
+        """Finds the arguments of one call in their roles; checks the batch and the key."""
         names = self.passed_as(len(args), kwargs)
         call = Call(
             arguments={**dict(enumerate(args)), **kwargs},
@@ -78,7 +78,7 @@ class Roles:
         return call
 
     def passed_as(self, count: int, keywords: Collection[str] = ()) -> Names:
-        """Returns for each role at which positions, of `count`, and by which keywords a call passes its arguments."""
+        """For each role, the positions, of `count`, and the keywords by which a call passes its arguments."""
         passed: list[tuple[str, Name, Name]] = []
         for role, name in self._pairs():
             key = self.signature.passed_as(name, count, keywords)
@@ -123,11 +123,9 @@ class Call:
         return None if self.carry is None else dtypes.strong(self.arguments[self.carry])
 
     def with_arguments(self, arguments: Mapping[Name, Any]) -> "Call":
-        """Returns the call with other values for some of its arguments."""
         return dataclasses.replace(self, arguments={**self.arguments, **arguments})
 
     def with_values(self, names: Sequence[Name], values: Sequence[Any]) -> "Call":
-        """Returns the call with these values for the arguments of these names."""
         return self.with_arguments(dict(zip(names, values, strict=True)))
 
     def apply(self, fun: Callable[..., Any]) -> Any:
@@ -136,7 +134,7 @@ class Call:
         return fun(*args, **{name: arg for name, arg in self.arguments.items() if isinstance(name, str)})
 
     def fold_key(self, index: Any) -> "Call":
-        """Returns the call with the key of micro-batch `index`, or of a device: `jax.random.fold_in` of each key."""
+        """Folds the index of a micro-batch, or of a device, into each key: `jax.random.fold_in`."""
         if self.rng is None:
             return self
 
@@ -146,9 +144,9 @@ class Call:
         return self.with_arguments({self.rng: jax.tree.map(fold, self.arguments[self.rng])})
 
     def check_shared(self, rows: int | None, *, of_whole_batch: bool = False) -> None:
-        """Raises for what every micro-batch would share unasked: arguments with as many rows, and keys.
+        """Raises for arguments that all micro-batches would share by mistake: keys, and arrays with as many rows.
 
-        Of the whole batch micro-batches draw what its rows do, whatever they share.
+        With `of_whole_batch` they may share keys: each draws the numbers that its rows have in the whole batch.
         """
         known = {*self.params, *self.batch, *self.whole, self.rng, self.carry}
         for name in self.arguments.keys() - known:
@@ -170,7 +168,7 @@ class Call:
 
 
 def _as_names(role: str, named: Any, *, empty: bool = True) -> tuple[Name, ...]:
-    """Returns the position or the name of one argument, or several, as a tuple."""
+    """The position or the name of one argument, or several, as a tuple; `empty` allows none."""
     names = (named,) if isinstance(named, int | str) else named
     are_names = isinstance(names, list | tuple) and all(type(name) in (int, str) for name in names)
     if not are_names or not (names or empty):
@@ -191,7 +189,7 @@ def _at_most_one(role: str, named: Any) -> tuple[Name, ...]:
 
 
 def _check_apart(named: Iterable[tuple[str, Name, Name]]) -> None:
-    """Raises where two of `(role, name, argument)` are one argument."""
+    """Raises if two of these `(role, name, argument)` are one argument."""
     taken: dict[Name, str] = {}
     for role, name, argument in named:
         if other := taken.get(argument):
@@ -221,7 +219,7 @@ def _check_batch(name: Name, batch: Tree) -> None:
 
 
 def _is_numbers(node: Any) -> bool:
-    """Returns whether this is a list or tuple of numbers alone; in `jit` they are arrays []."""
+    """Whether a node is a list or tuple of numbers alone; in `jit` they are arrays []."""
     return type(node) in (list, tuple) and bool(node) and all_leaves(node) and not any(map(jnp.ndim, node))
 
 

@@ -11,7 +11,6 @@ from optax_accum._core.types import Tree
 
 
 def check_groups(where: str, rows: int, group: int) -> None:
-    """Raises unless so many rows are whole groups."""
     if rows % group:
         less, more = rows - rows % group, rows - rows % group + group
         raise ValueError(
@@ -21,7 +20,7 @@ def check_groups(where: str, rows: int, group: int) -> None:
 
 
 def count_rows(batch: Tree, *, named: bool = True) -> int:
-    """Returns the length that the leading axes of the leaves have in common; `named`: by `batch_argnums`."""
+    """The length of the leading axes, which must be equal and not 0; `named`: errors speak of `batch_argnums`."""
     leaves = jax.tree.leaves_with_path(batch)
     sizes = {jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in leaves if is_split(leaf)}
     if not sizes:
@@ -43,12 +42,12 @@ def count_rows(batch: Tree, *, named: bool = True) -> int:
 
 
 def first_rows(batch: Tree) -> int:
-    """Returns the rows of the first leaf that is cut: of a stacked batch, whose leaves may have several lengths."""
+    """The rows of the first leaf that has some; the leaves of a stacked batch may have several lengths."""
     return next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if is_split(leaf))
 
 
 def count_known_rows(batch: Tree) -> int:
-    """Returns the number of rows, and raises where `jax.export` leaves it open."""
+    """Counts rows; raises for a symbolic dimension of `jax.export`."""
     rows: Any = count_rows(batch)
     if not isinstance(rows, int):
         raise ValueError(
@@ -59,12 +58,12 @@ def count_known_rows(batch: Tree) -> int:
 
 
 def is_split(leaf: Any) -> bool:
-    """Returns whether a leaf of a batch is cut: arrays are, along their first axis; scalars stay whole."""
+    """Whether a leaf of a batch is split: arrays are, along their first axis; scalars stay whole."""
     return jnp.ndim(leaf) > 0
 
 
 def of_rows(fun: Callable[[Any], Any], batch: Tree) -> Tree:
-    """Applies a function to each leaf that is cut; scalars stay whole."""
+    """Applies a function to each leaf that is split; scalars stay whole."""
     return jax.tree.map(lambda leaf: fun(leaf) if is_split(leaf) else leaf, batch)
 
 

@@ -18,13 +18,13 @@ class Signature:
     any_keyword: bool = True  # it has **kwargs
 
     def takes(self, name: Name) -> bool:
-        """Returns whether an argument can have this position or this name."""
+        """Whether an argument can have this position or this name."""
         if isinstance(name, int):
             return self.any_position or -len(self.positions) <= name < len(self.positions)
         return self.any_keyword or name in (*self.positions, *self.keywords)
 
     def parameter(self, name: Name) -> Name:
-        """Returns the name of the parameter at a position, and the position itself where no parameter is there."""
+        """The name of the parameter at a position; the position itself if there is no parameter."""
         if isinstance(name, str):
             return name
         if name < 0 and not self.any_position:
@@ -32,7 +32,7 @@ class Signature:
         return self.positions[name] if 0 <= name < len(self.positions) else name
 
     def passed_as(self, name: Name, count: int, keywords: Collection[str]) -> Name | None:
-        """Returns how a call passes an argument: at which position, of `count`, or by which keyword; None if not."""
+        """The position, of `count`, or the keyword by which a call passes an argument; None if it does not."""
         name = self.parameter(name)
         position = self.positions.index(name) if name in self.positions else name
         if isinstance(position, int) and -count <= position < count:
@@ -40,7 +40,7 @@ class Signature:
         return name if name in keywords else None  # type: ignore[return-value]
 
     def keywords_after(self, count: int) -> set[str]:
-        """Returns the parameters that may come by keyword where `count` arguments come by position."""
+        """The parameters that may come by keyword if `count` arguments come by position."""
         return set(self.keywords) - set(self.positions[:count])
 
     def __str__(self) -> str:
@@ -50,13 +50,13 @@ class Signature:
 
 
 def signature_of(fun: Callable[..., Any]) -> Signature:
-    """Returns the signature of a function, or of the function inside a wrapper with `*args, **kwargs`."""
+    """The signature of a function, or of the function inside a wrapper with `*args` or `**kwargs`."""
     try:
         parameters = inspect.signature(fun, follow_wrapped=False).parameters.values()
         wrapped = getattr(fun, "__wrapped__", None)
         if wrapped and any(param.kind in (param.VAR_POSITIONAL, param.VAR_KEYWORD) for param in parameters):
             return signature_of(wrapped)
-    except (TypeError, ValueError):  # it does not tell
+    except (TypeError, ValueError):  # it has none
         return Signature()
 
     def of_kind(*kinds: Any) -> Any:

@@ -13,7 +13,7 @@ def misspelt(names: Iterable[str], inner: Callable[..., Any]) -> dict[str, str]:
 
 
 def _means(name: str, word: str) -> bool:
-    """Returns whether a name holds a word (sample_weight), is within two letters of it, or short for it (wgt)."""
+    """Whether a name contains a word (sample_weight), is within two letters of it, or short for it (wgt)."""
     name = name.lower()
     letters = iter(word)
     short_for = name[:1] == word[0] and name[-1] == word[-1] and all(letter in letters for letter in name)
@@ -21,7 +21,7 @@ def _means(name: str, word: str) -> bool:
 
 
 def _letters_apart(name: str, word: str) -> int:
-    """Returns how many letters are put in, left out or changed to make one of the other (Levenshtein)."""
+    """The Levenshtein distance: the number of letters to insert, leave out or change."""
     row = list(range(len(word) + 1))
     for letter in name:
         above, row = row, [row[0] + 1]

@@ -1,1 +1,1 @@
-"""What is found in a traced loss: where it takes rows together, what that costs, how much a micro-batch counts."""
+"""Reads a traced loss: the lines that take rows together, their cost, the weight of a micro-batch."""

@@ -1,4 +1,4 @@
-"""`explain`: what a traced loss tells, before anything runs."""
+"""`explain`: reads a traced loss, before anything runs."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -151,7 +151,7 @@ def _explained(subject: Subject, found: TracedCall, told: bool) -> Explanation:
 
 
 def _weights(subject: Subject, terms: dict[str | None, Found] | None) -> tuple[tuple[Weight, ...], tuple[str, ...]]:
-    """Returns the weights of the terms of a loss, or why there are none."""
+    """The weights of the terms of a loss, or the reasons why there are none."""
     if terms is None:
         return (), ("The loss returns a Ratio, which says itself how much it counts.",)
     reasons = [str(reason) for term in terms.values() for reason in term.reasons]
@@ -165,16 +165,16 @@ def _weights(subject: Subject, terms: dict[str | None, Found] | None) -> tuple[t
 
 
 class Site(NamedTuple):
-    """An equation that takes rows together, in a program that runs so many times."""
+    """An equation that takes rows together, in a program that runs `times` times."""
 
     equation: Equation
     kind: Kind
     times: int
-    kept: frozenset[Value]  # what is kept for all rows, of what it takes and makes
+    kept: frozenset[Value]  # the operands and results that are kept for all rows
 
 
 def sites_of(levels: Levels, times: int = 1) -> Iterator[Site]:
-    """Yields the equations that take rows together and that the model decides, also those inside loops over layers."""
+    """Yields the equations that take rows together and that the model decides, also inside loops over layers."""
     kept = kept_by(levels)
     for equation in levels.coupling:
         if is_over_layers(equation, levels):
@@ -185,7 +185,7 @@ def sites_of(levels: Levels, times: int = 1) -> Iterator[Site]:
 
 
 def kept_by(levels: Levels) -> set[Value]:
-    """Returns the values that are there for all rows between two loops."""
+    """The values that are kept for all rows between two loops."""
     taken = {value for loop in levels.loops for value in loop.takes}
     taken.update(value for stage in levels.stages for equation in stage.once for value in equation.ins)
     kept = {value for loop in levels.loops for value in loop.rows if value in taken}
@@ -195,18 +195,18 @@ def kept_by(levels: Levels) -> set[Value]:
 
 
 def loops_of(levels: Levels) -> int:
-    """Returns how many loops over the micro-batches run, in loops over layers, too."""
+    """The number of loops over the micro-batches, also inside loops over layers."""
     return len(levels.loops) + sum(length * loops_of(inner) for inner, length in _inner(levels))
 
 
 def bytes_kept(levels: Levels) -> int:
-    """Returns the bytes that are kept for all rows between loops."""
+    """The bytes that are kept for all rows between loops."""
     inside = sum(length * bytes_kept(inner) for inner, length in _inner(levels))
     return sum(map(bytes_of, kept_by(levels))) + inside
 
 
 def bytes_on_host(levels: Levels) -> int:
-    """Returns how many of these are in the memory of the host."""
+    """The part of `bytes_kept` that is in the host's memory."""
     is_there = levels.crossing is Crossing.OFFLOAD
     return sum(map(bytes_of, kept_by(levels) & levels.for_loops_alone)) if is_there else 0
 
@@ -217,12 +217,12 @@ def _inner(levels: Levels) -> list[tuple[Levels, int]]:
 
 
 def bytes_of(value: Value) -> int:
-    """Returns the bytes of a value, for all rows."""
+    """The bytes of a value, for all rows."""
     return math.prod(value.long.shape) * value.long.dtype.itemsize
 
 
 def couplings_of(levels: Levels) -> list[Coupling]:
-    """Returns where rows are taken together, one for each line."""
+    """The lines at which rows are taken together, one `Coupling` for each."""
     by_line: dict[Any, list[Site]] = {}
     for site in sites_of(levels):
         by_line.setdefault((site.equation.place, site.times), []).append(site)

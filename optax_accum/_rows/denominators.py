@@ -1,4 +1,4 @@
-"""What a loss divides its sums over rows by, read off its program: how much a micro-batch counts across calls."""
+"""The denominators of a loss, read off its program: how much a micro-batch counts across calls."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,15 +16,15 @@ from optax_accum._rows.reading import Reading
 
 
 class Denominator(NamedTuple):
-    """What sums over rows are divided by.
+    """The divisor of some sums over rows.
 
     Attributes:
-      by: a sum over rows, `ROWS`, or None where nothing divides.
+      by: a sum over rows, `ROWS`, or None if nothing divides.
       sums: the sums that it divides.
       makes: the reduction that makes it, if it is a sum.
       guard: the operation that keeps it from zero, if one does.
-      keeps: the operations that do that, of the sum alone; none where it is not known which.
-      inputs: the inputs of the program that decide it, by their places.
+      keeps: the operations that compute the guarded sum from the sum alone; empty if they are not known.
+      inputs: the indices of the program's inputs on which it depends.
     """
 
     by: Sum | str | None
@@ -35,13 +35,13 @@ class Denominator(NamedTuple):
     inputs: frozenset[int] = frozenset()
 
     def counted(self, program: Program, values: Sequence[Any]) -> Any:
-        """Returns the denominator, for the values of the inputs that decide it; 1 where nothing divides."""
+        """The denominator for these inputs; 1 if nothing divides. Inputs that do not decide it are not read."""
         if self.by is None:
             return 1
         return program.rows[0] if not isinstance(self.by, Sum) else _value_of(self.by, program, values)
 
     def kept(self, count: jax.Array) -> jax.Array:
-        """Returns the denominator as the loss has it, kept from zero."""
+        """The denominator as the loss has it: the count, kept from zero."""
         env: dict[Value, Any] = {}
 
         def read(value: Value) -> Any:
@@ -55,16 +55,16 @@ class Denominator(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What an output is divided by: for each of its terms; or why micro-batches do not add up."""
+    """The denominators of an output's terms; or the reasons why micro-batches do not add up."""
 
     denominators: tuple[Denominator, ...]
     reasons: tuple[Reason, ...] = ()
 
 
 def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -> Found:
-    """Returns what divides the sums over rows in one output.
+    """The denominators of the sums over rows in one output.
 
-    `others` names the arguments of inputs that do not hold the batch; None for those that do.
+    `others` names each input's argument; None if it holds the batch.
     """
     reading = Reading(levels, RULES)
     form = reading.form(levels.program.outputs[output])
@@ -83,13 +83,13 @@ def denominators_of(levels: Levels, others: Sequence[str | None], output: int) -
             reasons.append(Reason("a sum over rows, beside a term without rows that a count divides", place, True))
     if reasons:
         return Found((), _one_a_line(reasons))
-    if apart or len({one.keeps for one in denominators}) > 1:  # the loss has no one factor
+    if apart or len({one.keeps for one in denominators}) > 1:  # no single factor corrects the loss
         denominators = [one._replace(keeps=()) for one in denominators]
     return Found(tuple(denominators))
 
 
 def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:
-    """Returns why what micro-batches give of one output may not add up, whatever divides its sums."""
+    """The reasons why one output may not add up over micro-batches, whatever divides its sums."""
     form = Reading(levels, RULES).form(levels.program.outputs[output])
     beside = [term.sources[0].place for term in form.sums if len(form.sums) < len(form.terms)]
     often = [Reason("a term that takes no rows, and counts in each micro-batch, beside a sum", at) for at in beside]
@@ -97,7 +97,7 @@ def reasons_of(levels: Levels, output: int) -> tuple[Reason, ...]:
 
 
 def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
-    """Returns one reason for each line, in the order of the lines: that rows take sums says most."""
+    """One reason for each line, sorted by line. That rows take a sum says most, so it comes before others."""
     by_line: dict[Place, Reason] = {}
     for reason in sorted(reasons, key=lambda reason: not reason.text.startswith(TAKES)):
         by_line.setdefault(reason.place, reason)
@@ -105,7 +105,7 @@ def _one_a_line(reasons: Sequence[Reason]) -> tuple[Reason, ...]:
 
 
 def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> Denominator | Reason:
-    """Returns the count that divides a sum over rows."""
+    """The count that divides a sum over rows; or the reason why no such count is known."""
     powers, sums = term.powers, term.sources
     if powers == NONE:
         return Denominator(None, sums)
@@ -123,7 +123,7 @@ def _denominator(reading: Reading, others: Sequence[str | None], term: Term) -> 
 
 
 def _keeps(reading: Reading, by: Sum, guards: Iterable[Equation | None]) -> tuple[Equation, ...]:
-    """Returns the operations from a sum to the one that keeps it from zero; none if that is not one alone."""
+    """The operations from a sum to its guard; empty unless there is one guard, of the sum alone."""
     guard, *more = guards or [None]
     if guard is None or more or by.powers or reading.same.get(guard.outs[0]) != by.value:
         return ()

@@ -17,7 +17,7 @@ _DTYPES = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 
 
 def is_drawn_by_rows(view: View) -> bool:
-    """Returns whether an equation draws random bits of which each row can be drawn alone."""
+    """Whether an equation draws random bits, and each row can be drawn alone."""
     if view.name != "random_bits" or view.has_rows or view.outs[0] in (None, COUPLED):
         return False
     key = view.long.invars[0].aval
@@ -30,7 +30,7 @@ def _is_threefry(key: Any) -> bool:
 
 
 def bits(key: jax.Array, shape: tuple[int, ...], axis: int, rows: jax.Array, bit_width: int) -> jax.Array:
-    """Returns some of the numbers that `random_bits` draws in this shape: at these places along the axis.
+    """Draws some of the numbers that `random_bits` draws in this shape: at these places along the axis.
 
     `rows` [m] holds the places. The result has length m along the axis.
     """

@@ -10,7 +10,7 @@ from optax_accum._rows.program import Equation, Value
 ROWS = "rows"  # the number of rows, among powers
 Powers = frozenset[tuple["str | Sum", int]]
 NONE: Powers = frozenset()
-TAKES = "each row takes a"  # a reason
+TAKES = "each row takes a"  # the beginning of a reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Reason(NamedTuple):
 
 
 class Test(NamedTuple):
-    """A comparison of a sum over rows with a small number: the case of a choice by it where the sum is not zero.
+    """A comparison of a sum over rows with a small number; a choice takes `case` if the sum is not zero.
 
-    `is_exact` says that it is the other case for a sum of zero alone, if the sum is one of counts.
+    `is_exact`: among sums of counts, only zero goes to the other case.
     """
 
     tested: Value
@@ -44,10 +44,10 @@ class Test(NamedTuple):
 
 
 class Term(NamedTuple):
-    """Powers times a sum over rows; or, unless `is_sum`, times what each row decides alone, or no row at all.
+    """Powers times a sum over rows; or, unless `is_sum`, times a value that each row decides alone, or no row at all.
 
-    `sources` are the reductions that make the sum; `guards` the operations that keep what divides it from zero, with
-    None where something divides that is not kept from zero.
+    `sources`: the reductions that make the sum. `guards`: the operations that keep its divisors from zero, with None
+    for a divisor that is not kept from zero.
     """
 
     powers: Powers = NONE
@@ -57,7 +57,7 @@ class Term(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A value as a sum of terms, none where it is zero; `reasons` say why it may be no such sum."""
+    """A value as a sum of terms; zero has no terms. `reasons` say why the value may be no such sum."""
 
     terms: tuple[Term, ...] = (Term(),)
     reasons: tuple[Reason, ...] = ()
@@ -73,11 +73,10 @@ class Form(NamedTuple):
         return tuple(term for term in self.terms if term.is_sum)
 
     def because(self, *reasons: Reason) -> "Form":
-        """Returns the form with more reasons."""
         return self._replace(reasons=tuple(dict.fromkeys([*self.reasons, *reasons])))
 
     def times(self, powers: Powers, guards: Iterable[Equation | None] = ()) -> "Form":
-        """Returns the form with powers before each term, which these operations keep from zero."""
+        """Multiplies each term by powers, which `guards` keep from zero."""
 
         def times(term: Term) -> Term:
             return term._replace(powers=product(term.powers, powers), guards=term.guards.union(guards))
@@ -89,7 +88,6 @@ ZERO = Form(())
 
 
 def product(a: Powers, b: Powers) -> Powers:
-    """Returns the product of powers."""
     exponents = dict(a)
     for base, exponent in b:
         exponents[base] = exponents.get(base, 0) + exponent
@@ -97,12 +95,11 @@ def product(a: Powers, b: Powers) -> Powers:
 
 
 def power(powers: Powers, exponent: int) -> Powers:
-    """Returns powers to the power of an integer."""
     return frozenset((base, own * exponent) for base, own in powers if exponent)
 
 
 def added(forms: Iterable[Form]) -> Form:
-    """Returns the sum of values; terms with the same powers are one."""
+    """The sum of values; terms with the same powers are merged."""
     terms: dict[tuple[Powers, bool], Term] = {}
     reasons: list[Reason] = []
     for form in forms:
@@ -115,10 +112,10 @@ def added(forms: Iterable[Form]) -> Form:
 
 
 def summed(form: Form, by: Equation) -> Form:
-    """Returns the sum of a value over its rows."""
+    """The sum of a value over its rows, made by one reduction."""
     return added([form._replace(terms=tuple(term._replace(is_sum=True, sources=(by,)) for term in form.terms))])
 
 
 def name_of(term: Term) -> str:
-    """Returns the name of a sum over rows: a mean where the number of rows divides it."""
+    """A sum over rows is called a mean if the number of rows divides it."""
     return "mean over rows" if (ROWS, -1) in term.powers else "sum over rows"

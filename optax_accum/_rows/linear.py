@@ -17,11 +17,11 @@ from optax_accum._rows import locality
 
 
 class Sort(enum.IntEnum):
-    """What a value is as a function of the cotangents."""
+    """How a value depends on the cotangents."""
 
     ZERO = 0
     LINEAR = 1
-    FIXED = 2  # it does not depend on them
+    FIXED = 2  # does not depend on them
     OTHER = 3
 
 
@@ -30,7 +30,7 @@ _Rule = Callable[[Sorts], Sort]
 
 
 def nonlinear_rules(eqn: Any) -> Iterator[Any]:
-    """Yields the functions, in an equation and inside it, whose derivative is the user's and not linear."""
+    """Yields the functions, in an equation and inside it, with a backward pass by the user that is not linear."""
     inside = (inner for program in _programs(eqn) for inner in all_equations(program))
     for each in (eqn, *inside):
         if each.primitive.name.startswith("custom_vjp_call") and not _is_linear(each):
@@ -53,7 +53,6 @@ def _is_linear(eqn: Any) -> bool:
 
 
 def _sorts(program: Any, sorts: Sorts) -> Sorts:
-    """Returns the sort of each result of a program, from the sorts of its operands."""
     jaxpr, _ = compilers.opened(program)
     env = dict(zip(jaxpr.invars, sorts, strict=True)) | dict.fromkeys(jaxpr.constvars, Sort.FIXED)
 
@@ -100,13 +99,13 @@ def _of_scan(eqn: Any, ins: Sorts) -> Sorts:
 
 
 def _together(ins: Sorts) -> Sort:
-    """Of an operation that is linear in all of its operands together."""
+    """An operation that is linear in all of its operands together."""
     sorts = {sort for sort in ins if sort is not Sort.ZERO} or {Sort.ZERO}
     return sorts.pop() if len(sorts) == 1 else Sort.OTHER
 
 
 def _first(ins: Sorts) -> Sort:
-    """Of an operation that is linear in the first operand, for others that do not depend on the cotangents."""
+    """An operation that is linear in the first operand, if the others do not depend on the cotangents."""
     return ins[0] if all(sort in (Sort.ZERO, Sort.FIXED) for sort in ins[1:]) else Sort.OTHER
 
 

@@ -1,4 +1,4 @@
-"""Whether an equation treats rows one by one, with the programs inside it: loops, branches, rules of the user's."""
+"""Whether an equation treats rows one by one, with the programs inside it: loops, branches, users' derivatives."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr", "cond_jaxpr", "body_jaxpr")
 
 
 def is_local(view: View) -> bool:
-    """Returns whether an equation treats rows one by one, so that it may be evaluated for some of them."""
+    """Whether an equation treats rows one by one, so that it may be evaluated for some of them."""
     if COUPLED in view.ins or COUPLED in view.outs or not view.has_rows or None in view.outs:
         return False
     rule = NESTED.get(view.name) or primitives.LOCAL.get(view.name)
@@ -26,7 +26,7 @@ def is_local(view: View) -> bool:
 
 
 def is_partial(view: View) -> bool:
-    """Returns whether an equation reduces rows so that parts can be reduced apart, and joined."""
+    """Whether an equation reduces over rows, and parts can be reduced separately, then joined."""
     if COUPLED in view.ins or not view.has_rows or any(axis is not None for axis in view.outs):
         return False
     rule = primitives.PARTIAL.get(view.name)
@@ -34,13 +34,13 @@ def is_partial(view: View) -> bool:
 
 
 def is_alike(view: View) -> bool:
-    """Returns whether an equation without rows makes rows that are all alike."""
+    """Whether an equation without rows makes rows that are all alike."""
     rule = primitives.ALIKE.get(view.name)
     return rule is not None and view.outs[0] not in (None, COUPLED) and rule(view)
 
 
 def _is_call_local(view: View) -> bool:
-    """Returns whether a function, a checkpoint, a branch or a `while` treats rows one by one, and so does its rule."""
+    """Whether a function, a checkpoint, a branch or a `while` treats rows one by one, and so does its derivative."""
     if view.name == "cond" and view.ins[0] is not None:
         return False
     programs = programs_inside(view.long, view.short)
@@ -48,18 +48,17 @@ def _is_call_local(view: View) -> bool:
 
 
 def programs_inside(long: Any, short: Any) -> list[tuple[Any, Any]]:
-    """Returns the programs inside an equation, for n rows and for fewer."""
+    """The programs inside an equation, each for n rows and for 2 n."""
     pairs = [(long.params[key], short.params[key]) for key in _INNER if key in long.params]
     return pairs + list(zip(long.params.get("branches", ()), short.params.get("branches", ()), strict=True))
 
 
 def _is_body_local(view: View) -> bool:
-    """Returns whether the body of a loop over something else treats rows one by one."""
     return are_local(view.params["jaxpr"], view.short.params["jaxpr"], view.rows, view.asks)
 
 
 def _is_map_over_rows(view: View) -> bool:
-    """Returns whether a loop goes over rows, and carries nothing from one to the next."""
+    """Whether a loop goes over rows, without a carry from one to the next."""
     consts, carried = compilers.sizes_of_scan(view.long)
     body, of_short = (compilers.opened(eqn.params["jaxpr"])[0] for eqn in (view.long, view.short))
     alike = [var.aval for var in body.invars] == [var.aval for var in of_short.invars]
@@ -68,7 +67,7 @@ def _is_map_over_rows(view: View) -> bool:
 
 
 def _is_scan_local(view: View) -> bool:
-    """Returns whether a loop over layers or tokens treats rows one by one; or goes over rows, one after the other."""
+    """Whether a loop over layers or tokens treats rows one by one, or a loop over rows has no carry."""
     same = view.params["length"] == view.short.params["length"]
     return _is_body_local(view) if same else _is_map_over_rows(view)
 
@@ -81,9 +80,10 @@ NESTED: dict[str, primitives.Rule] = {"scan": _is_scan_local, **dict.fromkeys(_C
 
 
 def are_local(long: Any, short: Any, rows: Rows, asks: bool = True) -> bool:
-    """Returns whether every equation of a program treats rows one by one, or takes none.
+    """Whether every equation of a program treats rows one by one, or takes none.
 
-    A rule often calls the function that it is the rule of, so rules inside rules are not asked.
+    `asks`: the user's derivative rules must do so, too. A rule often calls its own function, so rules inside rules are
+    not asked.
     """
     (of_long, consts), (of_short, short_consts) = compilers.opened(long), compilers.opened(short)
     if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, short_consts, strict=True)):
@@ -99,26 +99,26 @@ def _is_free_or_local(long: Any, short: Any, rows: Rows, asks: bool) -> bool:
         return False
     view = view_of(long, short, rows, asks)
     if not view.has_rows and all(axis is None for axis in view.outs):
-        # A rule for the gradient of a parameter takes the whole of it: in a loop it would get each micro-batch's.
+        # A rule for a parameter's gradient takes the whole gradient: in a loop it would get each micro-batch's.
         return primitives.same_numbers(view) and not (asks and view.name.startswith("custom_vjp_call"))
-    if view.name in NESTED:  # a result without rows, such as a counter, takes none: all equations inside are local
+    if view.name in NESTED:  # a result without rows, such as a counter, depends on none: all equations inside are local
         view = view._replace(outs=[axis for axis in view.outs if axis is not None])
     return is_local(view) or (not view.has_rows and is_alike(view))
 
 
 def _same_literals(long: Any, short: Any) -> bool:
-    """Returns whether the numbers in two equations are the same: 1 / n is another for fewer rows."""
+    """Whether the numbers in two equations are the same: 1 / n differs with the rows."""
     return all(_same_atom(a, b) for a, b in zip(long.invars, short.invars, strict=True))
 
 
 def _same_atom(a: Any, b: Any) -> bool:
     if not (isinstance(a, core.Literal) and isinstance(b, core.Literal)):
         return isinstance(a, core.Literal) == isinstance(b, core.Literal)
-    return np.array_equal(a.val, b.val, equal_nan=_moves(a))  # no other number is NaN
+    return np.array_equal(a.val, b.val, equal_nan=_moves(a))  # only inexact numbers can be NaN
 
 
 def unknown(view: View) -> Iterator[str]:
-    """Yields the primitives that take rows, in an equation and inside it, of which the table knows nothing."""
+    """Yields the primitives, in an equation and inside it, that take rows and are in no table."""
     pairs = programs_inside(view.long, view.short) if view.name in NESTED else []
     for long, short in pairs:
         try:
@@ -131,11 +131,11 @@ def unknown(view: View) -> Iterator[str]:
         yield view.name
 
 
-# Rules of the user's
+# The user's derivative rules
 
 
 def _rule_is_local(view: View) -> bool:
-    """Returns whether the user's own derivative of a function treats rows one by one; there may be none."""
+    """Whether the user's derivative of a function treats rows one by one; True if there is none."""
     if not view.asks:
         return True
     if view.name == "custom_jvp_call":
@@ -146,18 +146,17 @@ def _rule_is_local(view: View) -> bool:
 
 
 def has_backward(equation: Any) -> bool:
-    """Returns whether a backward pass of the user's is in an equation of a program, or in one inside it."""
+    """Whether an equation, or one inside it, has a backward pass by the user."""
     inner = (eqn for program in inner_programs(equation.long) for eqn in all_equations(program))
     return any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in (equation.long, *inner))
 
 
 def derivative_of(long: Any, short: Any, derivative: Callable[..., Any]) -> tuple[Any, Any]:
-    """Returns the traces of a derivative of two equations: of their operands, and of tangents or cotangents."""
+    """The traces of a derivative of two equations: functions of operands, and of tangents or cotangents."""
     return traced_derivative(long, derivative), traced_derivative(short, derivative)
 
 
 def traced_derivative(eqn: Any, derivative: Callable[..., Any]) -> Any:
-    """Returns the trace of a derivative of one equation."""
     values = [_shape(var) for var in eqn.invars]
     moving = [_shape(var) for var in (eqn.invars if derivative is forward else eqn.outvars) if _moves(var)]
     return jax.make_jaxpr(functools.partial(derivative, eqn))(values, moving)
@@ -168,19 +167,19 @@ def _shape(var: Any) -> jax.ShapeDtypeStruct:
 
 
 def _moves(var: Any) -> bool:
-    """Returns whether a variable may have a derivative."""
+    """Whether a variable may have a derivative."""
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def forward(eqn: Any, values: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """Returns the results of an equation and their tangents; an integer's is zero."""
+    """The results of an equation and their tangents; an integer's tangent is zero."""
     fun, moving = _of_moving(eqn, values)
     outs, moved = jax.jvp(fun, moving, list(tangents))
     return outs, moved
 
 
 def backward(eqn: Any, values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-    """Returns the cotangents of the operands of an equation that have some."""
+    """The cotangents of an equation's operands that may have a derivative."""
     fun, moving = _of_moving(eqn, values)
     outs, back = jax.vjp(fun, *moving)
     given = iter(cotangents)
@@ -192,7 +191,7 @@ def backward(eqn: Any, values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
 
 
 def _of_moving(eqn: Any, values: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """Returns an equation as a function of the operands that may have a derivative, and these."""
+    """An equation as a function of the operands that may have a derivative, and these operands."""
     moves = list(map(_moves, eqn.invars))
 
     def fun(*moving: Any) -> list[Any]:
@@ -216,9 +215,9 @@ _LINEAR = {
 
 
 def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
-    """Returns whether a derivative, computed for some rows at a time, adds up to the derivative of all rows.
+    """Whether a derivative, computed for some rows at a time, adds up to the derivative of all rows.
 
-    What it gives to rows goes row by row; what it gives to all others is a sum over rows.
+    An output with rows must be computed row by row; any other must be a sum over rows.
     """
     of_long, of_short = long.jaxpr, short.jaxpr
     sums: set[Any] = set()  # variables that are sums over rows
@@ -238,7 +237,7 @@ def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
             if view.has_rows or makes_rows or not (linear or scales):
                 return False
             if not all(map(_moves, a.outvars)):
-                return False  # rounded
+                return False  # rounded to integers
             sums.update(a.outvars)
         elif is_partial(view) and a.primitive.name in ("reduce_sum", "dot_general", "scatter-add"):
             sums.update(a.outvars)

@@ -1,7 +1,7 @@
-"""What operations make of sums over rows: a table.
+"""The forms of operations on sums over rows: a table.
 
-A rule takes an operation and the forms of its operands, and returns the form of the result; None where only rows that
-are apart stay apart, which is also what an operation without a rule does.
+A rule takes an operation and the forms of its operands, and returns the form of the result; None if separate rows stay
+separate and nothing else is known, as for an operation without a rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from optax_accum._rows.forms import Form, Reason, Sum, Term, Test, added, name_o
 from optax_accum._rows.program import Equation, Value
 from optax_accum._rows.reading import Reading
 
-SMALL = 1e-3  # what may be added to a denominator to keep it from zero
+SMALL = 1e-3  # the largest number that may be added to a denominator to keep it from zero
 
 Rule = Callable[[Reading, Equation, Sequence[Form]], Form | None]
 
 
 def _linear(*operands: int) -> Rule:
-    """Of an operation that is linear in these operands together; in all of them where none is named."""
+    """The rule of an operation that is linear in these operands together; in all of them if none is named."""
 
     def rule(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
         places = operands or range(len(forms))
@@ -38,7 +38,7 @@ def _cast(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form |
 
 
 def _sum(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """Of a sum, or a difference; a small number that keeps a denominator from zero is a guard."""
+    """A sum, or a difference. Adding a small number, which keeps a denominator from zero, is a guard."""
     for place, value in enumerate(equation.ins):
         small = equation.name == "add" and reading.is_small(equation.ins[1 - place], SMALL)
         if small and reading.scalar(value) is not None:
@@ -83,7 +83,7 @@ def _integer_power(reading: Reading, equation: Equation, forms: Sequence[Form]) 
 
 
 def _largest(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """Of the larger of two: a number keeps a denominator from zero."""
+    """The larger of two: a small number keeps a denominator from zero."""
     for place, value in enumerate(equation.ins):
         if reading.scalar(value) is not None and reading.is_small(equation.ins[1 - place], _least(reading, value)):
             return _guarded(reading, equation, place, forms)
@@ -91,19 +91,19 @@ def _largest(reading: Reading, equation: Equation, forms: Sequence[Form]) -> For
 
 
 def _least(reading: Reading, value: Value) -> float:
-    """Returns up to which number something keeps a sum from zero: 1 for a count; a mean of a mask is less than 1."""
+    """The largest number that keeps a sum from zero: 1 for a count; less for a mean, as a mask's is less than 1."""
     return SMALL if reading.form(value).terms[0].powers else 1
 
 
 def _compared(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """Of a comparison: with a number it may be the test of a guard. There is a row at least."""
+    """A comparison: with a number it may be the test of a guard. There is at least one row."""
     if equation.name == "gt" and reading.is_count(equation.ins[0]) and reading.is_small(equation.ins[1], 0):
         return Form()
     for value, other, name in ((*equation.ins, equation.name), (*equation.ins[::-1], _TURNED[equation.name])):
         if reading.scalar(value) is not None and reading.is_small(other, _least(reading, value)):
             is_zero = reading.is_small(other, 0)
             if is_zero or name not in ("eq", "ne"):
-                # The case where the sum is not zero; and whether of counts only a sum of zero is the other.
+                # The case of a sum that is not zero; and whether, among counts, only zero goes to the other case.
                 case, alone = int(name in ("gt", "ge", "ne")), is_zero != (name in ("ge", "lt"))
                 reading.tests[equation.outs[0]] = Test(reading.same.get(value, value), case, alone)
     return None
@@ -113,7 +113,7 @@ _TURNED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne
 
 
 def _chosen(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    """Of a choice: by row; or by a test whether a denominator is zero, where the other case is a number."""
+    """A choice by row; or by a test whether a denominator is zero, if the other case is a number."""
     test = reading.tests.get(equation.ins[0])
     if test is None:
         return _linear(*range(1, len(forms)))(reading, equation, forms)
@@ -129,7 +129,7 @@ def _chosen(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form
 
 
 def _guarded(reading: Reading, equation: Equation, place: int, forms: Sequence[Form]) -> Form:
-    """Returns the form of an operand that an operation leaves as it is, unless a denominator is zero."""
+    """Notes an operation that changes an operand only if a denominator is zero; returns the operand's form."""
     value = equation.ins[place]
     if reading.scalar(value) is not None:
         same = reading.same.get(value, value)

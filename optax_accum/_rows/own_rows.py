@@ -9,18 +9,18 @@ import jax.numpy as jnp
 
 from optax_accum._rows.traces import COUPLED, Rows
 
-Made = Mapping[Any, Any]  # the equation that makes a value
+Made = Mapping[Any, Any]  # from a value to the equation that makes it
 
 
 class OwnRows(NamedTuple):
-    """A gather of this kind: the same as a function of its operand and of the indices along other axes."""
+    """The same gather as a function of its operand and of the indices along other axes."""
 
     fun: Callable[..., Any]
     ins: Sequence[Any]
 
 
 def of_own_rows(gather: Any, before: Sequence[Any]) -> OwnRows | None:
-    """Returns a gather without the indices of rows, if each row reads itself; `before` are the equations before it."""
+    """A gather without the indices of rows; None unless each row reads itself. `before`: the equations before it."""
     operand, indices = gather.ins
     if operand.axis in (None, COUPLED) or indices.axis in (None, COUPLED):
         return None
@@ -51,7 +51,7 @@ def _gather(numbers: Any, options: Mapping[str, Any], operand: jax.Array, *colum
 
 
 def _columns(indices: Any, made: Made) -> list[Any]:
-    """Returns the indices along each axis, [..., 1], before they were concatenated; none if they were not."""
+    """The indices along each axis, [..., 1], before they were concatenated; empty if they were not."""
     equation = made.get(indices)
     if equation is None or equation.name != "concatenate" or equation.long.params["dimension"] != indices.long.ndim - 1:
         return []
@@ -60,7 +60,7 @@ def _columns(indices: Any, made: Made) -> list[Any]:
 
 
 def _numbers_rows(value: Any, length: int, rows: Rows, made: Made) -> bool:
-    """Returns whether a value numbers the rows: row i is i, and it has as many rows as the axis that it indexes."""
+    """Whether a value numbers the rows: row i is i, and it has as many rows as the axis that it indexes."""
     equation = made.get(value)
     if equation is None or value.axis in (None, COUPLED):
         return False
@@ -70,7 +70,7 @@ def _numbers_rows(value: Any, length: int, rows: Rows, made: Made) -> bool:
         return params["dimension"] == value.axis and value.long.shape[value.axis] == length
     if name in ("broadcast_in_dim", "convert_element_type", "reshape", "expand_dims"):
         return value.long.shape[value.axis] == length and goes_on(equation.ins[0])
-    if name == "select_n":  # index + length, where an index is negative
+    if name == "select_n":  # index + length, if an index is negative
         test = made.get(equation.ins[0])
         if test is None or test.name != "lt" or getattr(test.ins[1], "number", None) != 0:
             return False

@@ -25,13 +25,13 @@ UNKNOWN = Place("", 0, "")
 
 
 def place_of(eqn: Any) -> Place:
-    """Returns the innermost line of the user's code; where there is none, the line of the outermost library."""
+    """The innermost line of the user's code; without one, the outermost line of a library."""
     frames = _frames(eqn)
     return own_place(eqn) or (frames[-1] if frames else UNKNOWN)
 
 
 def own_place(eqn: Any) -> Place | None:
-    """Returns the innermost line of the user's code that an equation comes from, if one is known."""
+    """The innermost line of the user's code that an equation comes from; None if it is not known."""
     frames = _frames(eqn)
     for is_foreign in (_is_installed, _is_of_library):  # the user's own code may be installed, too
         for frame in frames:
@@ -41,7 +41,7 @@ def own_place(eqn: Any) -> Place | None:
 
 
 def calls_library(eqn: Any) -> bool:
-    """Returns whether an equation calls a function of a library, as the jit inside `jnp.where` does.
+    """Whether an equation calls a function of a library, as the jit inside `jnp.where` does.
 
     JAX traces such a function once: its equations name the line of another call, or none.
     """
@@ -59,14 +59,14 @@ def _frames(eqn: Any) -> list[Place]:
 
 @functools.cache
 def _is_installed(file: str) -> bool:
-    """Returns whether a file belongs to Python or to an installed package."""
+    """Whether a file belongs to Python or to an installed package."""
     path = pathlib.PurePath(file)
     return not _PACKAGES.isdisjoint(path.parts) or _is_of_library(file)
 
 
 @functools.cache
 def _is_of_library(file: str) -> bool:
-    """Returns whether a file belongs to Python or to one of the libraries between a user and a traced program."""
+    """Whether a file belongs to Python or to one of `_LIBRARIES`, which may call the user's code."""
     path = pathlib.PurePath(file)
     return file.startswith("<frozen") or any(path.is_relative_to(folder) for folder in _folders())
 

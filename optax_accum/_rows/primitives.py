@@ -26,14 +26,14 @@ _SHAPES = _names(  # parameters that may differ with the number of rows: shapes,
 
 
 def same_numbers(view: View) -> bool:
-    """Returns whether the traces for n rows and for fewer differ in shapes alone."""
+    """Whether the traces for n rows and for 2 n differ only in shapes."""
     short = view.short.params
     return all(key in _SHAPES or _equal(value, short.get(key)) for key, value in view.params.items())
 
 
 def _equal(a: Any, b: Any) -> bool:
     try:
-        return bool(a == b) or bool(a != a and b != b)  # NaN is what a gather fills with
+        return bool(a == b) or bool(a != a and b != b)  # a gather may fill with NaN
     except Exception:  # arrays among the parameters
         return False
 
@@ -76,7 +76,7 @@ def _broadcast(view: View) -> bool:
 
 
 def _kept(view: View) -> bool:
-    """Returns whether the rows of the first operand are all rows of the result."""
+    """Whether the first operand and the result have equally many rows."""
     before, after = view.ins[0], view.outs[0]
     return before is not None and after is not None and view.shape_in(0)[before] == view.shape_out()[after]
 
@@ -132,7 +132,7 @@ def _convolution(view: View) -> bool:
 
 
 def _window(view: View) -> bool:
-    """Of a pooling window, which must not reach from row to row."""
+    """A pooling window must not reach from row to row."""
     axis, params = view.ins[0], view.params
     if axis is None or not _on_one_axis(view):
         return False
@@ -176,13 +176,13 @@ def _scatter(view: View) -> bool:
 
 
 def _scatter_axes(view: View) -> list[int]:
-    """Returns the axes of the updates of a scatter that belong to the axes of its indices."""
+    """The axes of a scatter's updates that belong to the axes of its indices."""
     windows = view.params["dimension_numbers"].update_window_dims
     return [axis for axis in range(len(view.shape_in(2))) if axis not in windows]
 
 
 def _leading(trailing: int) -> Rule:
-    """Of an operation on the last axes: rows are before them."""
+    """The rule of an operation on the last axes: rows must lie before them."""
 
     def rule(view: View) -> bool:
         axes = [(axis, len(view.shape_in(i)) - trailing) for i, axis in enumerate(view.ins)]

@@ -1,4 +1,4 @@
-"""A loss traced for n rows and for fewer, as one list of equations whose values know their axes of rows."""
+"""A loss traced for n rows and for 2 n, as one list of equations whose values know their axes of rows."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ class Value:
 
 
 class Constant(Value):
-    """An array that the program holds, for n rows; `other` is the array for fewer."""
+    """An array that the program holds, for n rows; `other` is the array for 2 n."""
 
     def __init__(self, array: Any, axis: Axis, other: Any = None):
         super().__init__(jax.typeof(array), axis)
@@ -32,7 +32,7 @@ class Constant(Value):
 
 
 class Number(Value):
-    """A literal of the program, for n rows; `other` is the literal for fewer, None where there is none."""
+    """A literal of the program, for n rows; `other` is the literal for 2 n, None if there is none."""
 
     def __init__(self, literal: Any, other: Any = None):
         super().__init__(literal.aval, None)
@@ -41,7 +41,7 @@ class Number(Value):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
-    """An equation, for n rows and for fewer; `caller` is the call, or the loop, whose program holds it."""
+    """An equation, for n rows (`long`) and for 2 n (`short`); `caller` is the call, or the loop, that holds it."""
 
     long: Any
     short: Any
@@ -52,12 +52,11 @@ class Equation:
 
     @property
     def name(self) -> str:
-        """The name of the primitive."""
         return self.long.primitive.name
 
     @property
     def view(self) -> View:
-        """The equation as the table of primitives takes it."""
+        """The equation as the tables of primitives take it."""
         ins, outs = ([value.axis for value in values] for values in (self.ins, self.outs))
         return View(self.long, self.short, ins, outs, self.rows)
 
@@ -84,7 +83,7 @@ class Program:
 
     @property
     def units(self) -> int:
-        """Into how many blocks of rows the axes of rows divide the batch: n, or fewer where rows are grouped."""
+        """The number of blocks of rows that no axis of rows divides: n, or fewer if rows are grouped."""
         along = [value.long.shape[value.axis] for value in self.inputs if value.axis not in (None, COUPLED)]
         for equation in self.equations:
             along += _lengths(equation.long, equation.short, self.rows)
@@ -104,9 +103,9 @@ def _lengths(long: Any, short: Any, rows: Rows) -> Iterator[int]:
 
 
 def paired(long: Any, short: Any, rows: Rows, caller: Equation | None = None) -> Program:
-    """Returns the program of two traces, for `rows` rows each; functions that it calls are inlined.
+    """Pairs two traces, for `rows` rows each, equation by equation; inlines the functions that they call.
 
-    `caller` is the equation whose program it is, if one is.
+    `caller` is the equation that holds the program, if there is one.
 
     Raises:
       OtherProgramError: they differ in more than the number of rows.
@@ -163,9 +162,9 @@ def _type(value: Value, rows: Rows, size: int) -> jax.ShapeDtypeStruct:
 
 
 def _is_inlined(equation: Equation) -> bool:
-    """Returns whether the equations inside an equation stand in its place.
+    """Whether the equations inside an equation replace it.
 
-    A checkpoint that takes rows together goes: each loop computes again what its backward pass needs.
+    A checkpoint that takes rows together is dropped: each loop recomputes the residuals of its backward pass.
     """
     if equation.name in ("jit", "pjit"):
         return compilers.is_plain_jit(equation.long)

@@ -37,15 +37,14 @@ class Reading:
         self.levels, self.model, self.rows, self.rules = levels, levels.model, levels.program.rows, rules
         self.forms: dict[Value, Form] = {}
         self.inputs: dict[Value, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(levels.program.inputs)}
-        self.same: dict[Value, Value] = {}  # the value that another one repeats, casts, or keeps from zero
+        self.same: dict[Value, Value] = {}  # the earlier value that a value repeats, casts, or keeps from zero
         self.known: dict[Any, Equation] = {}
         self.tests: dict[Value, Test] = {}  # comparisons of a sum over rows with a number
-        self.guard_of: dict[Value, Equation] = {}  # what keeps a value from zero
+        self.guard_of: dict[Value, Equation] = {}  # the operation that keeps a value from zero
         for equation, kind in levels.kinds.items():
             self._read(equation, kind)
 
     def form(self, value: Value) -> Form:
-        """Returns the form of a value."""
         if value not in self.forms:
             is_literal = isinstance(value, Constant | Number)
             self.forms[value] = self._of_literal(value) if is_literal else Form()
@@ -54,7 +53,7 @@ class Reading:
     # Numbers
 
     def _of_literal(self, value: Constant | Number) -> Form:
-        """Returns the form of a number in the program: the number of rows, its inverse, or any other."""
+        """The form of a literal: a power (-2 to 2) of the number of rows, or any other number."""
         array, other = value.array if isinstance(value, Constant) else np.asarray(value.number), value.other
         if value.axis is not None:
             return Form().because(Reason("an array in the program has a place for each row of the batch", _HERE))
@@ -70,16 +69,16 @@ class Reading:
         return Form().because(Reason(f"{number} depends on the number of rows", _HERE))
 
     def is_fixed(self, value: Value) -> bool:
-        """Returns whether a value is a number that neither the batch nor the parameters decide."""
+        """Whether neither an input nor the number of rows decides a value."""
         return value not in self.model and not self.inputs.get(value) and self.form(value).is_plain
 
     def is_small(self, value: Value, limit: float) -> bool:
-        """Returns whether a value is a number of at most this size, whatever the number of rows."""
+        """Whether a value is a literal of at most this size, whatever the number of rows."""
         value = self.same.get(value, value)
         return isinstance(value, Number) and self.form(value).is_plain and bool(np.abs(value.number) <= limit)
 
     def is_count(self, value: Value) -> bool:
-        """Returns whether a value is the number of rows, or in proportion to it."""
+        """Whether a value is the number of rows, or in proportion to it."""
         return self.form(value).terms == (Term(frozenset([(ROWS, 1)])),)
 
     # Equations
@@ -99,7 +98,7 @@ class Reading:
         self.forms.update(dict.fromkeys(equation.outs, form))
 
     def _find_again(self, equation: Equation) -> None:
-        """Notes where an equation repeats an earlier one."""
+        """Notes if an equation repeats an earlier one, or only casts its operand."""
         first = self.first(equation)
         if first is not equation and _equal(first.long.params, equation.long.params):
             pairs = zip(equation.outs, first.outs, strict=True)
@@ -110,7 +109,7 @@ class Reading:
                 self.guard_of[equation.outs[0]] = guard
 
     def first(self, equation: Equation) -> Equation:
-        """Returns the first equation that takes the same values; its parameters may be others."""
+        """The first equation with these operands; its parameters may differ."""
         return self.known.setdefault((equation.name, tuple(map(self._key, equation.ins))), equation)
 
     def _key(self, value: Value) -> Any:
@@ -136,15 +135,15 @@ class Reading:
         return self._plain(equation, forms) if form is None else form
 
     def _failed(self, equation: Equation, text: str) -> Form:
-        """Returns the form of a result that does not add up; reading goes on, to find other reasons."""
+        """A result that does not add up; reading goes on, to find other reasons."""
         return _because(list(map(self.form, equation.ins)), Reason(text, equation.place))
 
     def _plain(self, equation: Equation, forms: Sequence[Form]) -> Form:
-        """Returns the form of a result: rows that are apart stay apart, and nothing else is known."""
+        """A result of which only this is known: separate rows stay separate."""
         return _because(forms, *(self._why(equation, form) for form in forms if not form.is_plain))
 
     def _why(self, equation: Equation, form: Form) -> Reason:
-        """Returns why an operation on a value that is not plain does not add up."""
+        """The reason why an operation on a value that is not plain does not add up."""
         if form.sums:
             return Reason(f"{equation.name} of a {name_of(form.sums[0])}", equation.place)
         for by in (by for term in form.terms for by, _ in term.powers if isinstance(by, Sum)):
@@ -153,7 +152,7 @@ class Reading:
         return Reason(f"{equation.name} of a number that depends on the number of rows", equation.place)
 
     def _spread(self, value: Value, equation: Equation) -> Form:
-        """Returns the form of an operand beside rows: if it is a sum over rows, each row takes that sum."""
+        """The form of an operand beside rows: if it is a sum over rows, each row takes that sum."""
         form = self.form(value)
         if not form.sums or value.axis is not None:
             return form
@@ -163,11 +162,11 @@ class Reading:
         return _because([form], *(_taken(term, source) for term in form.sums for source in term.sources))
 
     def guards_of(self, value: Value) -> frozenset[Equation | None]:
-        """Returns what keeps a sum over rows from zero, which divides or multiplies."""
+        """The operation that keeps a factor or divisor from zero, in a set; None in it if there is none."""
         return frozenset([self.guard_of.get(value)])
 
     def scalar(self, value: Value) -> Powers | None:
-        """Returns a value as powers, if it is a number, and a sum over rows that the batch alone decides."""
+        """A value as powers; None unless it is one number, and a sum over rows that the batch alone decides."""
         form = self.form(value)
         if value in self.model or len(form.terms) != 1 or not form.sums or value.long.size != 1:
             return None
@@ -185,12 +184,12 @@ class Reading:
         return self._failed(equation, largest.get(equation.name, f"{equation.name} of all rows"))
 
 
-_HERE: Any = None  # in place of the line of a number: the equation that takes it has one
+_HERE: Any = None  # in place of the line of a literal: the line of the equation that takes it
 _CASTS = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient"}
 
 
 def _because(forms: Sequence[Form], *reasons: Reason) -> Form:
-    """Returns the form of a result that does not add up: one reason for each line."""
+    """A result that does not add up: one reason for each line."""
     known = [reason for form in forms for reason in form.reasons]
     places = {reason.place for reason in known}
     return Form().because(*known, *(reason for reason in reasons if reason.place not in places))
@@ -205,7 +204,7 @@ def _draws(equation: Equation) -> bool:
 
 
 def _is_known(array: Any) -> bool:
-    """Returns whether the entries of an array can be looked at."""
+    """Whether an array holds numbers, and their values are known when tracing."""
     return not isinstance(array, Tracer) and bool(np.issubdtype(np.result_type(array), np.number))
 
 
@@ -217,7 +216,7 @@ def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _multiplied(forms: Sequence[Form]) -> Form:
-    """Returns the form of a product of rows that are apart."""
+    """The form of a product of separate rows."""
     left, right = forms
     terms = tuple(
         Term(product(a.powers, b.powers), guards=a.guards | b.guards) for a in left.terms for b in right.terms
@@ -226,6 +225,6 @@ def _multiplied(forms: Sequence[Form]) -> Form:
 
 
 def _plainly(form: Form, by: Form, equation: Equation) -> Form:
-    """Returns the form of an operation that is linear in one operand, if the others have no powers."""
+    """The form of an operation that is linear in one operand; `by` must have no powers."""
     reasons = () if by.is_plain else (Reason(f"{equation.name} at places that a count decides", equation.place),)
     return form.because(*by.reasons, *reasons)

@@ -22,9 +22,9 @@ class Some(NamedTuple):
     """Some of the rows of a program.
 
     Attributes:
-      rows: how many the two traces have.
-      size: how many these are.
-      real: a bool for each of their units: False for one that only fills a micro-batch up. None: all are in the batch.
+      rows: the numbers of rows of the two traces.
+      size: the number of these rows.
+      real: a bool for each of their units: False for a copy that fills up a micro-batch. None: all are in the batch.
     """
 
     rows: Rows
@@ -32,7 +32,7 @@ class Some(NamedTuple):
     real: Any = None
 
     def without_filling(self, value: Any, axis: int | None) -> Any:
-        """Returns a value with zeros for rows that are not in the batch."""
+        """Sets rows that are not in the batch to zero."""
         if self.real is None or axis is None:
             return value
         length = value.shape[axis]
@@ -41,7 +41,7 @@ class Some(NamedTuple):
 
 
 def evaluate(long: Any, other: Any, some: Some, values: Values) -> Values:
-    """Evaluates an equation, of which there are two traces, on values of some rows."""
+    """Evaluates an equation on values of some rows; `other` is its second trace."""
     of_name = NESTED.get(long.primitive.name)
     if of_name is not None:
         return of_name(long, other, some, compilers.varying_together(values))
@@ -50,7 +50,7 @@ def evaluate(long: Any, other: Any, some: Some, values: Values) -> Values:
 
 
 def run(long: Any, other: Any, some: Some, values: Values, taken: Callable[..., Values] | None = None) -> list[Any]:
-    """Evaluates a program of which every equation treats rows one by one; `taken` may change an equation's operands."""
+    """Evaluates a program that treats rows one by one; `taken` may change an equation's operands."""
     (program, consts), (of_other, _) = compilers.opened(long), compilers.opened(other)
     env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
 
@@ -65,7 +65,7 @@ def run(long: Any, other: Any, some: Some, values: Values, taken: Callable[..., 
 
 
 def _resized(long: Any, other: Any, some: Some) -> Any:
-    """Returns a parameter for fewer rows: where the traces differ it grows in proportion to the rows."""
+    """A parameter for fewer rows: if the traces differ, it grows in proportion to the rows."""
     if type(long) is tuple and type(other) is tuple and len(long) == len(other):
         return tuple(_resized(a, b, some) for a, b in zip(long, other, strict=True))
     if isinstance(long, int) and isinstance(other, int) and long != other:
@@ -120,7 +120,7 @@ def _while(long: Any, other: Any, some: Some, values: Values) -> Values:
 
 
 def _where(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Selects new values for the rows of a `while` under `vmap` that go on: each row ends by itself."""
+    """Takes new values for rows that go on: in a `while` under `vmap`, each row ends by itself."""
     more = jax.lax.broadcast_in_dim(more, new.shape, tuple(range(more.ndim)))
     return jax.lax.select(more, new, old)
 
@@ -137,7 +137,7 @@ def _custom(derivative: Callable[..., Any], long: Any, other: Any, some: Some, v
 
 
 def _custom_jvp(fun: Callable[[Values], Values], long: Any, other: Any, some: Some) -> Callable[..., Values]:
-    """Returns a function with the user's derivative, which was traced too."""
+    """A function with the user's derivative, which is traced, too."""
     called = jax.custom_jvp(lambda *values: fun(values))
     traces = locality.derivative_of(long, other, locality.forward)
 
@@ -152,7 +152,7 @@ def _custom_jvp(fun: Callable[[Values], Values], long: Any, other: Any, some: So
 
 
 def _custom_vjp(fun: Callable[[Values], Values], long: Any, other: Any, some: Some) -> Callable[..., Values]:
-    """Returns a function with the user's backward pass, which was traced, too; it computes again what it needs."""
+    """A function with the user's backward pass, which is traced, too, and recomputes its residuals."""
     called = jax.custom_vjp(lambda real, *values: fun(values))
     traces = locality.derivative_of(long, other, locality.backward)
     inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in long.invars]
@@ -169,7 +169,7 @@ def _custom_vjp(fun: Callable[[Values], Values], long: Any, other: Any, some: So
 
 
 def _added_up(long: Any, other: Any, some: Some, values: Values) -> list[Any]:
-    """Evaluates a user's backward pass, which adds up over rows: those that are not in the batch add nothing."""
+    """Evaluates a user's backward pass; rows that are not in the batch add nothing to its sums over rows."""
 
     def taken(a: Any, b: Any, operands: Values) -> Values:
         view = view_of(a, b, some.rows)

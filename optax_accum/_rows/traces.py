@@ -1,4 +1,4 @@
-"""A function traced for n rows and for fewer: where its values have rows.
+"""A function traced for n rows and for 2 n: where its values have rows.
 
 An axis of rows is one whose length grows with the number of rows. For n rows it need not have length n: rows may be
 merged with tokens (n T), or split into groups (n / g).
@@ -10,52 +10,50 @@ from typing import Any, NamedTuple
 from optax_accum._rows.places import place_of
 
 Axis = int | None
-Rows = tuple[int, int]  # how many rows the two traces have
+Rows = tuple[int, int]  # the numbers of rows of the two traces: n and 2 n
 COUPLED = -1  # in place of an axis: rows along several axes, or along one in an unknown order
 
 
 class OtherProgramError(ValueError):
-    """The function is another program for fewer rows."""
+    """The function is another program for 2 n rows."""
 
 
 class View(NamedTuple):
-    """An equation, for n rows and for fewer, with the axes of rows of its operands and results."""
+    """An equation, for n rows (`long`) and for 2 n (`short`), with the axes of rows of its operands and results.
+
+    Parameters and shapes are those for n rows.
+    """
 
     long: Any
     short: Any
     ins: Sequence[Axis]
     outs: Sequence[Axis]
     rows: Rows
-    asks: bool = True  # whether rules of the user's inside it are asked, too
+    asks: bool = True  # whether the user's derivative rules inside it are asked, too
 
     @property
     def name(self) -> str:
-        """The name of the primitive."""
         return self.long.primitive.name
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters of the equation for n rows."""
         return self.long.params
 
     def shape_in(self, operand: int) -> tuple[int, ...]:
-        """Returns the shape of an operand, for n rows."""
         return self.long.invars[operand].aval.shape
 
     def shape_out(self, result: int = 0) -> tuple[int, ...]:
-        """Returns the shape of a result, for n rows."""
         return self.long.outvars[result].aval.shape
 
     @property
     def has_rows(self) -> bool:
-        """Whether an operand has rows."""
         return any(axis is not None for axis in self.ins)
 
 
 def axis_of(long: Any, short: Any, rows: Rows) -> Axis:
-    """Returns the axis along which two types differ as the numbers of rows do: None without rows.
+    """The axis along which two types differ in proportion to the rows; None without rows.
 
-    `COUPLED` where several axes differ, or one does not grow in proportion to the rows, as in `v[1:]`.
+    `COUPLED` if several axes differ, or one does not grow in proportion to the rows, as in `v[1:]`.
     """
     pairs = list(zip(getattr(long, "shape", ()), getattr(short, "shape", ()), strict=True))
     differ = [axis for axis, (a, b) in enumerate(pairs) if a != b]
@@ -66,7 +64,7 @@ def axis_of(long: Any, short: Any, rows: Rows) -> Axis:
 
 
 def view_of(long: Any, short: Any, rows: Rows, asks: bool = True) -> View:
-    """Returns two equations as the table of primitives takes them."""
+    """Two equations as the tables of primitives take them."""
 
     def axes(a: Sequence[Any], b: Sequence[Any]) -> list[Axis]:
         return [axis_of(x.aval, y.aval, rows) for x, y in zip(a, b, strict=True)]
@@ -75,7 +73,7 @@ def view_of(long: Any, short: Any, rows: Rows, asks: bool = True) -> View:
 
 
 def in_step(long: Any, short: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the equations of two programs, two by two."""
+    """Yields the equations of two programs in pairs; raises if the primitives, or the numbers of operands, differ."""
     for a, b in zip(long.eqns, short.eqns, strict=False):
         if a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
             raise OtherProgramError(

@@ -22,11 +22,10 @@ class Units:
     parts: int
     block: int = 1  # the rows of a unit
     devices: int = 1
-    device: Any = 0  # the number of this one
+    device: Any = 0  # the index of this one
 
     @property
     def size(self) -> int:
-        """The number of units in a micro-batch."""
         return -(-self.number // self.parts)
 
     @property
@@ -36,53 +35,53 @@ class Units:
 
     @property
     def fills(self) -> bool:
-        """Whether some micro-batches are filled up."""
+        """Whether some micro-batches are filled up with copies."""
         return self.size * self.parts != self.number
 
     def interleaved(self, leaf: jax.Array, axis: int) -> jax.Array:
-        """Returns all rows with the index of the micro-batch as the second axis: [size, parts, block, ...]."""
+        """All rows, with the micro-batch's index as the second axis: [size, parts, block, ...]."""
         rows = self.filled(self.first(leaf, axis))
         return compilers.reshaped(rows, self.size, self.parts, *rows.shape[1:])
 
     def first(self, leaf: jax.Array, axis: int) -> jax.Array:
-        """Returns all rows with their units first: [number, block, ...]."""
+        """All rows, with their units first: [number, block, ...]."""
         rows = jnp.moveaxis(leaf, axis, 0)
         return compilers.reshaped(rows, self.number, rows.shape[0] // self.number, *rows.shape[1:])
 
     def filled(self, rows: jax.Array) -> jax.Array:
-        """Returns units [number, ...], and copies of the first ones that fill up the last micro-batches."""
+        """Appends copies of the first units [number, ...], which fill up the last micro-batches."""
         return jnp.concatenate([rows, rows[: self.size * self.parts - self.number]]) if self.fills else rows
 
     def along(self, rows: jax.Array, axis: int) -> jax.Array:
-        """Undoes `first`, for some units."""
+        """The inverse of `first`, for some units."""
         return jnp.moveaxis(_joined(rows, 0), 0, axis)
 
     def part(self, interleaved: jax.Array, axis: int, index: Any) -> jax.Array:
-        """Returns the rows of one micro-batch, along their axis."""
+        """The rows of one micro-batch, back along their axis."""
         rows = jax.lax.dynamic_index_in_dim(interleaved, index, axis=1, keepdims=False)
         return self.along(rows, axis)
 
     def cut(self, leaf: jax.Array, axis: int) -> jax.Array:
-        """Returns all rows as micro-batches [k, ...], each with its rows along their axis."""
+        """All rows as micro-batches [k, ...], each with its rows along `axis`."""
         rows = jnp.moveaxis(self.interleaved(leaf, axis), 1, 0)
         return jnp.moveaxis(_joined(rows, 1), 1, axis + 1)
 
     def joined(self, parts: jax.Array, axis: int) -> jax.Array:
-        """Undoes `cut`."""
+        """The inverse of `cut`."""
         rows = jnp.moveaxis(parts, axis + 1, 1)
         rows = compilers.reshaped(rows, self.parts, self.size, rows.shape[1] // self.size, *rows.shape[2:])
         return self.along(_joined(jnp.moveaxis(rows, 0, 1), 0)[: self.number], axis)
 
     def of_part(self, index: Any) -> jax.Array:
-        """Returns the numbers of the units of one micro-batch: those from `number` on count for nothing."""
+        """The indices of one micro-batch's units; units from `number` on count for nothing."""
         return index + self.parts * jnp.arange(self.size)
 
     def counts(self, units: jax.Array, length: int) -> jax.Array:
-        """Returns which rows of these units, `length` along an axis, are in the batch: a bool [length]."""
+        """Whether each row of these units, `length` along an axis, is in the batch: a bool [length]."""
         return jnp.repeat(units < self.number, length // len(units), total_repeat_length=length)
 
     def places(self, units: jax.Array, length: int) -> jax.Array:
-        """Returns where the rows of these units are along an axis of so many rows in all: an integer for each row."""
+        """The index of each row of these units along an axis of `length` entries, over all devices."""
         block = length // (self.devices * self.number)
         first = self.device * self.number
         return ((first + units % self.number)[:, None] * block + jnp.arange(block)[None]).reshape(-1)

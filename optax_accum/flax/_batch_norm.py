@@ -109,7 +109,7 @@ def merge_batch_stats(moments: Tree, old: Tree, momentum: Tree) -> Tree:
 
 
 def check_stats(old: Tree, new: Tree) -> None:
-    """Raises unless statistics kept their tree, shapes and dtypes."""
+    """Raises if there are no old statistics, or if the tree or a shape has changed."""
 
     def shapes(tree: Any) -> Any:
         return jax.tree.map(jnp.shape, tree)
@@ -124,7 +124,7 @@ def check_stats(old: Tree, new: Tree) -> None:
 
 
 def momentum_of_each(momentum: Tree, stats: Tree) -> Tree:
-    """Returns the momentum of each of the statistics; raises where it leaves no room for new ones or has no layer."""
+    """The momentum of each leaf of `stats`; raises for one outside [0, 1), or one that belongs to no layer."""
     for number in jax.tree.leaves(momentum, is_leaf=lambda node: node is None):
         is_number = isinstance(number, numbers.Real) and number is not False
         if not is_number or not 0 <= float(number) < 1:
@@ -138,7 +138,7 @@ def momentum_of_each(momentum: Tree, stats: Tree) -> Tree:
 
 
 def _map_pairs(fun: Callable[[Any, Any], tuple[Any, Any]], stats: Tree) -> Tree:
-    """Applies `fun` to each `mean` and `var` that stand side by side; what stands alone stays."""
+    """Applies `fun` to each pair of `mean` and `var` in one dict; other leaves stay as they are."""
     if not isinstance(stats, Mapping):
         return stats
     mapped = {name: _map_pairs(fun, node) for name, node in stats.items()}

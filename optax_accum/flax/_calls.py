@@ -1,4 +1,4 @@
-"""A call of a train step: how its micro-batches count, where its sums go, what it measures."""
+"""A call of a train step: the weights of its micro-batches, the devices of its sums, its metrics."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -29,8 +29,9 @@ class Weighing(NamedTuple):
     """How micro-batches of a train step count.
 
     Attributes:
-      weight_fn: as a user says, or the optimizer; or None.
-      weigher: else as their loss tells, where a window averages several calls; or None: by their rows.
+      weight_fn: the user's; returns 1 if the optimizer takes a sum; or None.
+      weigher: without a `weight_fn`, reads the weight off the loss; None where no window averages several calls: a
+        micro-batch then counts by its rows.
     """
 
     weight_fn: Callable[..., Any] | None
@@ -40,7 +41,6 @@ class Weighing(NamedTuple):
     def chosen(
         cls, tx: Any, opt_state: Tree, weight_fn: Callable[..., Any] | None, weigher: Weigher, call: Call
     ) -> "Weighing":
-        """Chooses for an optimizer, and a call of its step."""
         rules, window = rules_of(tx), find_window(opt_state)
         if weight_fn is not None or window is None:
             return cls(weight_fn)
@@ -51,23 +51,23 @@ class Weighing(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of micro-batches that count each by itself."""
+        """The options of `one_by_one` that weigh each micro-batch."""
         return {"weight_fn": self.weight_fn, "reads": self.weigher and self.weigher.weight_fn}
 
     def of(self, call: Call) -> Any:
-        """Returns the weight of the batch of a call on one device; None if it counts by its rows."""
+        """The weight of a call's batch on one device; None if it counts by its rows."""
         if self.weight_fn is not None:
             return self.weight_fn(*call[call.batch])
         return None if self.weigher is None else self.weigher.weight(call)
 
     def scaled(self, tree: Tree, call: Call, weight: Any) -> Tree:
-        """Returns a loss, and gradients, as sums over rows by the weight; see `Weigher.factor`."""
+        """Rescales a loss, and gradients, to sums over rows divided by the weight; see `Weigher.factor`."""
         if self.weigher is None or weight is None:
             return tree
         return arithmetic.times(tree, self.weigher.factor(call, weight))
 
     def over_devices(self, call: Call, options: Mapping[str, Any]) -> Any:
-        """Returns the weight of the batch of a call on all devices, each of which reads the loss of its rows."""
+        """The weight of a call's batch, summed over the devices; each device reads the loss of its rows."""
         axes = as_devices(options.get("devices"), partial=True).axes
         if self.weigher is None or not axes:
             return self.of(call)
@@ -83,14 +83,14 @@ class Weighing(NamedTuple):
 
 
 def check_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
-    """Raises for an option of `optax_accum.value_and_grad` that its caller here sets itself."""
+    """Raises for an option of `optax_accum.value_and_grad` that `owner` sets itself; `own` maps each to its remedy."""
     for name, remedy in own.items():
         if name in options:
             raise TypeError(f"{owner} sets {name} itself: {name}={options[name]!r}. {remedy}")
 
 
 def check_step_options(owner: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
-    """Raises for an option of `optax_accum.value_and_grad` that a train step sets itself."""
+    """As `check_options`; a train step also takes the sharding of its sums (`Devices.to`) from the optimizer."""
     check_options(owner, options, own)
     if as_devices(options.get("devices"), partial=True).to is not None:
         raise TypeError(
@@ -100,14 +100,13 @@ def check_step_options(owner: str, options: Mapping[str, Any], own: Mapping[str,
 
 
 def pair(out: Any) -> tuple[Any, Any]:
-    """Returns what `fun` returned with `has_aux`, if it is a pair."""
     if not isinstance(out, tuple) or len(out) != 2:
         raise TypeError(f"With has_aux=True fun must return (loss, aux): it returned {out!r}. Or leave out has_aux.")
     return out
 
 
 def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a train step with where its sums go, as its optimizer has it."""
+    """The options of a train step, with the axes and the partial sums of its optimizer."""
     window, own = find_window(opt_state), axes_of(tx)
     partial = window is not None and holds_partial_sums(window)
     devices = as_devices(options.get("devices"))
@@ -131,12 +130,11 @@ def where_sums_go(tx: Any, opt_state: Tree, options: Mapping[str, Any]) -> dict[
 
 
 def has_partial_sums(options: Mapping[str, Any]) -> bool:
-    """Returns whether each device keeps its own sum."""
     return as_devices(options.get("devices"), partial=True).is_partial
 
 
 def over_devices(own: Tree, options: Mapping[str, Any], reduction: str = "sum") -> Tree:
-    """Reduces per-device outputs over all devices; does nothing unless each keeps its own sum."""
+    """Reduces per-device outputs over all devices; does nothing without partial sums."""
     if not has_partial_sums(options):
         return own
     space = here(Devices(as_devices(options["devices"], partial=True).axes))
@@ -144,9 +142,10 @@ def over_devices(own: Tree, options: Mapping[str, Any], reduction: str = "sum") 
 
 
 def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> WeightedSum:
-    """Returns the sums of the metrics of a train step's micro-batch: the loss is one of them, as one number.
+    """The weighted metrics of a train step's micro-batch, and its loss among them: one scalar.
 
-    `weigh` returns how much the micro-batch counts, or None; it is not asked of a `Ratio`, which says it itself.
+    `weigh` returns the micro-batch's weight; None weighs it by rows. It is not called for a `Ratio`: its count is the
+    weight.
     """
     loss = as_ratio(loss)
     if isinstance(loss, tuple):
@@ -162,7 +161,7 @@ def measured(loss: Any, metrics: Any, batch: Tree, weigh: Callable[[], Any]) -> 
 
 
 def weight_of(batch: Tree, weight: Any = None) -> jax.Array:
-    """Returns how much a micro-batch of a train step counts: by default its rows."""
+    """The weight as an array: by default the number of rows. Raises for a weight for each term."""
     weight = count_rows(batch) if weight is None else weight
     if isinstance(weight, Mapping):
         raise ValueError(

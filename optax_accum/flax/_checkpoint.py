@@ -1,4 +1,4 @@
-"""What `flax.serialization` saves and restores of a train state, and what it refuses."""
+"""Checkpoints of a train state by `flax.serialization`; one of another model or optimizer is refused."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from optax_accum.flax._window import find_window
 
 
 def to_state_dict(state: Any) -> dict[str, Any]:
-    """Returns all that is saved of a state: its fields that are trees."""
+    """The fields that are trees; static fields are not saved."""
     trees = [field.name for field in dataclasses.fields(state) if field.metadata.get("pytree_node", True)]
     return {name: flax.serialization.to_state_dict(getattr(state, name)) for name in trees}
 
@@ -30,13 +30,13 @@ def from_state_dict(state: Any, saved: dict[str, Any]) -> Any:
         saved = {**saved, "window": {**saved["window"], "metrics": metrics}}
     restored = {name: _restored(name, getattr(state, name), saved[name]) for name in mine if name in saved}
     window = find_window(restored["opt_state"])
-    made = restored["step"] if window is None else window.gradient_step  # Flax's own counts calls alone
+    made = restored["step"] if window is None else window.gradient_step  # Flax's own state counts only calls
     counts = {"step": restored["step"], "updates": restored.get("updates", made)}
     return state.replace(**restored | {name: jnp.asarray(count, jnp.int32) for name, count in counts.items()})
 
 
 def _restored(field: str, mine: Tree, saved: Tree) -> Tree:
-    """Restores one field; raises where its tree, a shape or a dtype is another: of another model or optimizer."""
+    """Restores one field; raises if its tree, a shape or a dtype differs: it is of another model or optimizer."""
     other = "optimizer" if field == "opt_state" else "model"
     remedy = f"Create the state with the {other} that was saved."
     if (mine is None) != (saved is None):
@@ -57,7 +57,7 @@ def _restored(field: str, mine: Tree, saved: Tree) -> Tree:
 
 
 def _kind(leaf: Any) -> str:
-    """Describes a leaf by its shape and, of what is no counter, its dtype: `float32 [3, 2]`."""
+    """A leaf's shape, preceded by its dtype if that is inexact: `float32 [3, 2]`."""
     dtype = jnp.result_type(leaf)
     name = f"{dtype} " if jnp.issubdtype(dtype, jnp.inexact) else ""
     return f"{name}[{', '.join(map(str, jnp.shape(leaf)))}]"

@@ -25,11 +25,11 @@ from optax_accum.flax._window import MicroStep
 
 
 class WindowSums(NamedTuple):
-    """What is summed over a window beside the gradients.
+    """The sums over a window beside the gradient.
 
     Attributes:
       metrics: one `WeightedSum` for each announced metric.
-      moments: those of `batch_moments`, or None.
+      moments: the sum of `batch_moments`, or None.
       maxima: the elementwise maximum of fp8 statistics, or None.
     """
 
@@ -239,7 +239,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         return _window.mean_metrics(self.window.metrics)
 
     def _add_stats(self, new: Tree, weight: jax.Array, micro_step: MicroStep) -> tuple[WeightedSum | None, Tree]:
-        """Returns the moments of the window, and the running statistics, which step when it emits."""
+        """The moments with this micro-batch's added, and the running statistics, which change when the window emits."""
         old, moments = self.batch_stats, self.window.moments
         if new is not None:
             check_stats(old, new)
@@ -254,7 +254,7 @@ class TrainState(train_state.TrainState, kw_only=True):
         return _window.add_stats(moments, new, old, self.momentum, weight, micro_step)
 
     def _overwrite(self, new: Tree, old: Tree, micro_step: MicroStep) -> tuple[Tree, Tree]:
-        """Returns the maxima of fp8 statistics over the window, and those statistics: overwritten when it emits."""
+        """The maxima of the fp8 statistics over the window, and these statistics, overwritten when the window emits."""
 
         def largest(maximum: Any, new: Any) -> Any:
             return jnp.maximum(jnp.where(micro_step.first, 0, maximum), jnp.where(micro_step.counts, new, 0))
@@ -264,9 +264,9 @@ class TrainState(train_state.TrainState, kw_only=True):
 
 
 def _boxed(opt_state: Tree, params: Tree, axes: Axes = ()) -> Tree:
-    """Returns a state whose partial sums say in their boxes that their first axis lies over the devices.
+    """Names the device axes in the boxes of partial sums, whose first axis lies over the devices.
 
-    Without axes they have the boxes of the parameters, as gradients do.
+    Without axes, the boxes get the parameters' names, as the boxes of gradients have.
     """
 
     def is_box(node: Any) -> bool:
@@ -286,7 +286,7 @@ def field_names(cls: Any) -> set[str]:
 
 
 def parted(tree: Tree) -> tuple[Tree, Tree]:
-    """Returns the trained part of parameters or gradients, and the part that Flax overwrites (fp8), or None."""
+    """The trained part of parameters or gradients, and the part that Flax overwrites (fp8 statistics), or None."""
     overwritten = tree.get(OVERWRITE_WITH_GRADIENT) if isinstance(tree, Mapping) else None
     return (tree, None) if overwritten is None else (tree["params"], overwritten)
 

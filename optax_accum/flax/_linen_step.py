@@ -74,7 +74,7 @@ def train_step(
 
     def with_outputs(params: Tree, batch: Tree, key: jax.Array, state: TrainState) -> tuple[Any, Any]:
         loss, extra = _checked(fun(params, batch, key, state), state)
-        sums_of(loss, extra, batch, state, lambda: weight_fn and weight_fn(batch))  # its errors come in this trace
+        sums_of(loss, extra, batch, state, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
         return loss, (as_ratio(loss), extra)
 
     def with_sums(weighing: Weighing) -> Callable[..., tuple[Any, dict[str, Any]]]:
@@ -96,7 +96,7 @@ def train_step(
             sums["moments"] = _window.weighted(moments, _calls.weight_of(batch))
         return sums
 
-    # Their errors come when this is built.
+    # Both raise their errors now, when the step is built.
     optax_accum.value_and_grad(with_outputs, has_aux=True, **options)
     one_by_one(with_sums(Weighing(weight_fn)), weight_fn=weight_fn, **_SEPARATE, **options)
     roles = Roles(with_outputs)
@@ -104,7 +104,7 @@ def train_step(
     def computed(
         options: dict[str, Any], weighing: Weighing, params: Tree, batch: Tree, key: jax.Array, state: TrainState
     ) -> tuple[dict[str, Any], Tree]:
-        """Returns the sums and the gradient of the call: of all its rows at once, if its loss is read."""
+        """The sums and the gradient of the call: of all rows together, if the loss can be read."""
         _, overwritten = parted(params)
         if overwritten is None and not _calls.has_partial_sums(options):
             with contextlib.suppress(UnreadableError):

@@ -65,7 +65,7 @@ def next_scale(dynamic_scale: Any, before: Tree, after: Tree) -> Any:
 
 
 def _overflowed(opt_state: Tree) -> jax.Array:
-    """Is there a NaN in the window that just closed? Its sum is not cleared: the next micro-step overwrites it."""
+    """Whether the window that just closed has a NaN or an infinity; its sum stays until the next micro-step."""
     sums = jax.tree.leaves(find_state(opt_state).acc_grads)
-    # every=1 keeps no sum: an empty window of one micro-batch is not told apart
+    # every=1 keeps no sum: an empty window of one micro-batch counts as an overflow, too
     return ~all_finite(sums) if sums else jnp.array(True)

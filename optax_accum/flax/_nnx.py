@@ -98,8 +98,8 @@ def value_and_grad(
 def whole_batch(
     fun: Callable[..., Any], *, wrt: Any = nnx.Param, has_aux: bool = False, **options: Any
 ) -> Callable[..., tuple[Any, Any]]:
-    """Does what `value_and_grad` does; the function raises an `UnreadableError` where the trace does not tell how."""
-    optax_accum.value_and_grad(fun, has_aux=True, **options)  # its errors come when this is built
+    """`value_and_grad` of all rows together; a call raises an `UnreadableError` if the loss cannot be read."""
+    optax_accum.value_and_grad(fun, has_aux=True, **options)  # raises its errors when this is built
     roles = _roles(fun, options)
 
     @functools.wraps(fun)
@@ -117,9 +117,9 @@ def one_by_one(
     aux_reduction: Tree = "mean",
     **options: Any,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Does what `value_and_grad` does; each micro-batch counts by itself."""
+    """`value_and_grad` in which each micro-batch is normalised and weighed by itself."""
     options |= {"has_aux": True, "aux_reduction": ("sum", aux_reduction)}
-    weighed.one_by_one(fun, **options)  # its errors come when this is built
+    weighed.one_by_one(fun, **options)  # raises its errors when this is built
     roles, axes = _roles(fun, options), as_devices(options.get("devices"), partial=True).axes
 
     @functools.wraps(fun)
@@ -136,7 +136,7 @@ def one_by_one(
 
 
 def weigher(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Weigher:
-    """Returns what weighs batches of `fun`, which has auxiliary outputs, as its loss tells."""
+    """A `Weigher` that reads the loss of `fun`, which has auxiliary outputs, as a function of arrays."""
     module = Module(Roles(fun).bind((model, batch), {}), wrt, Device())
 
     def loss(model: Any, batch: Tree, stats: Any, rest: Any) -> tuple[Any, Any]:
@@ -146,7 +146,7 @@ def weigher(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Weigh
 
 
 def call_of_arrays(fun: Callable[..., Any], model: Any, batch: Tree, wrt: Any) -> Call:
-    """Returns a call of `fun` as a function of arrays, as a `weigher` takes it."""
+    """The call of `fun` as a `weigher` takes it: the model's parameters, the batch, statistics, the rest."""
     call = Roles(fun).bind((model, batch), {})
     module = Module(call, wrt, Device())
     return dataclasses.replace(call, arguments={0: module.params, 1: batch, 2: module.stats, 3: module.rest})
@@ -201,7 +201,7 @@ def accumulate(
     options["devices"] = with_replicated(devices)
     if weight_of := options.get("weight_of"):
         options["weight_of"] = lambda result: weight_of(result[0])
-    optax_accum.accumulate(fun, **options)  # its errors come when this is built
+    optax_accum.accumulate(fun, **options)  # raises its errors when this is built
     roles = _roles(fun, options)
 
     @functools.wraps(fun)

@@ -19,11 +19,11 @@ from optax_accum.flax._versions import set_value, value_of
 
 
 def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Does what `nnx.jit(fun, donate_argnums=(0, 1))` does, for `fun(model, optimizer, *args, **kwargs)`, in less time.
+    """`nnx.jit(fun, donate_argnums=(0, 1))`, for `fun(model, optimizer, *args, **kwargs)`, in less time.
 
-    `nnx.jit` walks the graph of its modules in Python, twice a call. A module is a tree to JAX as well, which is read
-    again only where something else than values has changed. A graph that is no tree of variables goes through
-    `nnx.jit`: one where a module stands in two places, or where an array is no variable.
+    `nnx.jit` walks the graph of its modules in Python, twice a call. To JAX a module is also a pytree. It is flattened
+    again only if something other than values has changed. A graph that is no tree of variables goes through `nnx.jit`:
+    one in which a module stands in two places, or an array is no variable.
     """
     of_graphs, readings = nnx.jit(fun, donate_argnums=(0, 1)), Readings()
 
@@ -54,7 +54,7 @@ def jit_in_place(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep(model: Any, optimizer: Any, *_: Any) -> Callable[[], None]:
-    """Copies the values of all variables to the host; returns what puts the values back that they have now."""
+    """Copies the values of all variables to the host; returns a function that restores them."""
     variables = [node for _, node in nnx.iter_graph((model, optimizer)) if isinstance(node, nnx.Variable)]
     copies = [jax.tree.map(copied_to_host, value_of(variable)) for variable in variables]
 
@@ -139,7 +139,7 @@ class JitStep:
         self._step, self._readings = step, Readings()
         self._of_graphs: Any = nnx.jit(step, donate_argnums=(0, 1))
         self._steps: dict[Form, _OfForm] = {}
-        self._graph: str | None = None  # why nnx.jit compiles it
+        self._graph: str | None = None  # the reason why nnx.jit compiles the step
 
     @property
     def one_program(self) -> str | None:
@@ -188,11 +188,11 @@ class _OfForm(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """The values of all variables of a model and an optimizer, in parts that a program hands through, or does not.
+    """The values of all variables of a model and an optimizer, in parts that a program may only pass through.
 
     Attributes:
-      state: of the optimizer, as a tree.
-      params: the variables that are trained.
+      state: the optimizer's, as a tree.
+      params: of the trained variables.
       others: statistics, keys, counters.
     """
 
@@ -202,7 +202,7 @@ class Carried(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the values in a `Carried` stand among those of all variables; and the tree of the optimizer's state."""
+    """The index of each value of a `Carried` among all variables, and the tree of the optimizer's state."""
 
     tree: Any
     state: list[int]
@@ -211,7 +211,6 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, reading: Reading, optimizer: Any) -> "Places":
-        """Sorts the variables of a reading."""
         numbers = {id(variable): number for number, variable in enumerate(reading.variables)}
         is_trained = nnx.filterlib.to_predicate(optimizer.wrt)
         of_model = ((path, node) for path, node in nnx.iter_graph(reading.model) if is_variable(node))
@@ -222,7 +221,6 @@ class Places(NamedTuple):
         return cls(tree, state, params, [number for number in numbers.values() if number not in {*state, *params}])
 
     def carried(self, values: Sequence[Any]) -> Carried:
-        """Returns the values of all variables in parts."""
 
         def chosen(places: list[int]) -> list[Any]:
             return [values[place] for place in places]
@@ -230,16 +228,16 @@ class Places(NamedTuple):
         return Carried(self.tree.unflatten(chosen(self.state)), chosen(self.params), chosen(self.others))
 
     def values(self, carried: Carried) -> list[Any]:
-        """Returns the values in their order."""
+        """The inverse of `carried`."""
         by_place = dict(zip(self.params + self.others, carried.params + carried.others, strict=True))
         state = map_states(on_host.plain, carried.state)
-        leaves = self.tree.flatten_up_to(state)  # what stands for a masked parameter is a value without leaves
+        leaves = self.tree.flatten_up_to(state)  # a masked parameter's placeholder is a value without leaves
         by_place.update(zip(self.state, leaves, strict=True))
         return [by_place[place] for place in range(len(by_place))]
 
 
 def _of_values(step: Callable[..., Any], form: Form, places: Places) -> Callable[..., Any]:
-    """Returns a step of modules as a function of the values of their variables."""
+    """The step as a function of the values of the modules' variables."""
 
     def run(carried: Carried, *args: Any, **kwargs: Any) -> tuple[Any, Carried]:
         model, optimizer = form.filled(places.values(carried))

@@ -29,13 +29,13 @@ class Module:
         _check_streams(self.others)
         running, self.momenta = batch_norms(self.model)
         self.split: Callable[[Any], Any] = lambda model: nnx.split(model, wrt, running, ...)
-        # Differentiated; the same for all micro-batches (BatchNorm's); handed on (random streams, counters).
+        # Differentiated; constant over micro-batches (BatchNorm's statistics); carried (random streams, counters).
         self.graph, self.params, self.stats, self.rest = self.split(self.model)
         remedy = "For a tree of arrays, take what optax_accum has of the same name."
         check_trained(self.model, self.params, wrt, remedy)
 
     def of_whole_batch(self, fun: Callable[..., Any], has_aux: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns the value and the gradient of the whole batch, and leaves the model's state as that call does."""
+        """The value and the gradient of the whole batch; updates the model's state as one call with all rows does."""
         by_position, by_keyword = self._arguments()
 
         def pure(params: Any, *args_and_state: Any, **kwargs: Any) -> Any:
@@ -52,22 +52,22 @@ class Module:
         return (value, *measured) if measured else value, grads
 
     def loss(self, fun: Callable[..., Any], has_aux: bool, state: Any, arguments: dict[Name, Any]) -> tuple[Any, Any]:
-        """Returns the loss, the auxiliary outputs, and the state that is left."""
+        """`(loss, (aux, state))`; the state is a pair: running statistics, and the rest."""
         out, (_, *state) = self._called(fun, state, arguments)
         loss, aux = _calls.pair(out) if has_aux else (out, None)
         return loss, (aux, state)
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments beside the model, by position and by keyword."""
+        """The arguments beside the model, by position and by keyword."""
         by_position = [arg for name, arg in self.others.items() if isinstance(name, int)]
         return by_position, {name: arg for name, arg in self.others.items() if isinstance(name, str)}
 
     def _called(
         self, fun: Callable[..., Any], state: Any, arguments: dict[Name, Any], device: Device | None = None
     ) -> tuple[Any, Any]:
-        """Calls `fun` with a module of its own; beside the result returns the module's state, as `split` has it.
+        """Calls `fun` with a copy of the module; returns its result, and the copy's state, as `split` orders it.
 
-        Random streams are those of the whole batch, or of one device.
+        Random streams are the whole batch's, or one device's.
         """
         model = nnx.merge(self.graph, *jax.tree.map(lambda leaf: leaf, state))  # variables of this trace
         before = variables(model)
@@ -81,7 +81,7 @@ class Module:
     def apply(
         self, transform: Callable[..., Any], form: Callable[..., Any], fun: Callable[..., Any], options: dict[str, Any]
     ) -> Any:
-        """Calls what `transform` makes of `fun` as a function of arrays, which returns `form(out, moments, rest)`."""
+        """Transforms `fun`, as a function of arrays that returns `form(out, moments, rest)`, and calls the result."""
         call, (by_position, by_keyword) = self.call, self._arguments()
         placed: dict[str, Any] = {"batch_argnums": call.batch, "rng_argnum": call.rng, "carry_argnum": -1}
         placed["whole_argnums"] = (*call.whole, 1 + len(by_position))  # the running statistics
@@ -94,21 +94,21 @@ class Module:
         return transform(pure, **{**options, **placed})(self.params, *by_position, self.stats, self.rest, **by_keyword)
 
     def _micro_batch(self, fun: Callable[..., Any], state: Any, arguments: dict[Name, Any]) -> tuple[Any, Any, Any]:
-        """Calls `fun` for one micro-batch; moments and the rest come beside its result."""
+        """Calls `fun` for one micro-batch; returns its result, the moments weighted by rows, and the carry."""
         out, (_, new, rest) = self._called(fun, state, arguments, self.device)
         old, rows = nnx.to_pure_dict(state[1]), self.call.with_arguments(arguments)[self.call.batch]
         moments = batch_moments(nnx.to_pure_dict(new), old, self.momenta(old))
         return out, _window.weighted(moments, jnp.float32(count_rows(rows))), rest
 
     def write(self, moments: Tree, rest: Any, options: dict[str, Any]) -> None:
-        """Writes the micro-batches' state into the module: means of moments, and the last carry."""
+        """Updates the module: statistics from the micro-batches' mean moments, all else from the last carry."""
         old, moments = nnx.to_pure_dict(self.stats), weighted_mean(_calls.over_devices(moments, options))
         nnx.replace_by_pure_dict(self.stats, merge_batch_stats(moments, old, self.momenta(old)))
         nnx.update(self.model, self.stats, rest)
 
 
 def _check_streams(args: Mapping[Name, Any]) -> None:
-    """Raises for random streams that nobody would advance."""
+    """Raises for random streams outside the model: no call would advance them."""
     for name, arg in args.items():
         for node in jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
             if isinstance(node, nnx.Rngs):
@@ -119,7 +119,7 @@ def _check_streams(args: Mapping[Name, Any]) -> None:
 
 
 def batch_norms(model: Any) -> tuple[Any, Callable[[Tree], Tree]]:
-    """Returns a filter for the running statistics of `nnx.BatchNorm`, and what gives each of them its momentum."""
+    """A filter for the running statistics of `nnx.BatchNorm`, and a function from their tree to their momenta."""
     momenta = {
         tuple(path): module.momentum
         for path, module in modules(model)
@@ -134,14 +134,14 @@ def batch_norms(model: Any) -> tuple[Any, Callable[[Tree], Tree]]:
 
 
 def running_stats(model: Any) -> tuple[Tree, Tree]:
-    """Returns the running statistics of all `nnx.BatchNorm`, and their momenta."""
+    """The running statistics of every `nnx.BatchNorm`, and their momenta."""
     running, momenta = batch_norms(model)
     stats = nnx.to_pure_dict(nnx.state(model, running))
     return stats, momenta(stats)
 
 
 def own_streams(model: Any, device: Device) -> Any:
-    """Gives each of several devices random streams of its own; returns those that all of them had."""
+    """Folds the device's index into the model's random keys; returns the keys from before, None for one device."""
     if device.count == 1:
         return None
     keys = jax.tree.map(lambda key: key, nnx.state(model, nnx.RngKey))  # not the variables of the model
@@ -150,7 +150,7 @@ def own_streams(model: Any, device: Device) -> Any:
 
 
 def check_module(model: Any) -> None:
-    """Raises for a model of Linen, which keeps its parameters elsewhere."""
+    """Raises for a Linen model."""
     if isinstance(model, linen.Module):
         raise TypeError(
             f"The first argument must be an NNX module: {type(model).__name__} is one of Linen. Take "
@@ -159,7 +159,7 @@ def check_module(model: Any) -> None:
 
 
 def check_trained(model: Any, params: Any, wrt: Any, remedy: str) -> None:
-    """Raises where there is nothing to train: an empty gradient does so without a word."""
+    """Raises if `wrt` selects no variable: an empty gradient would train nothing, in silence."""
     if not jax.tree.leaves(params):
         kinds = sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(nnx.state(model))})
         raise ValueError(
@@ -169,7 +169,7 @@ def check_trained(model: Any, params: Any, wrt: Any, remedy: str) -> None:
 
 
 def variables(model: Any) -> dict[str, Any]:
-    """Returns the variables of a model by name, and of each what a micro-batch may not change: its type and shapes."""
+    """Each variable's name and type, mapped to its tree and shapes; a micro-batch may change none of these."""
 
     def kind(variable: Any) -> Any:
         return (jax.tree.structure(variable), [jnp.shape(leaf) for leaf in jax.tree.leaves(variable)])
@@ -181,7 +181,7 @@ def variables(model: Any) -> dict[str, Any]:
 
 
 def check_variables(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Raises unless the model has the variables that it had: each micro-batch hands them on to the next."""
+    """Raises if variables were created, removed or reshaped: they are the carry from micro-batch to micro-batch."""
     changed = {name for name in old if name in new and old[name] != new[name]}
     for what, names in {
         "made": set(new) - set(old),

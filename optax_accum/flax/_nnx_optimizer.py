@@ -137,7 +137,7 @@ class Optimizer(nnx.Optimizer):
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state))
         if type(_window.find_window(state)) is not AccumulationState:
-            self.opt_state = nnx.data(in_states_of(state, self.opt_state))  # it says that it has had its micro-step
+            self.opt_state = nnx.data(in_states_of(state, self.opt_state))  # its type says that its micro-step is over
         nnx.update(self.window, nnx.state(window))
         self.step[...] += 1
         self.updates[...] += micro_step.emitted.astype(jnp.uint32)
@@ -160,12 +160,12 @@ class Optimizer(nnx.Optimizer):
 
 
 def _placing_rows(tx: Any) -> optax.GradientTransformation:
-    """Returns `tx` whose partial sums say in their metadata that their first axis lies over the devices."""
+    """Makes `tx.init` put the device axes into the partial sums' sharding metadata, as names of the first axis."""
     axes = axes_of(tx)
 
     def over_devices(variable: Any) -> Any:
         if isinstance(variable, nnx.Variable) and (names := sharding_of(variable)):
-            set_sharding(variable, names_over_devices(axes, names) if axes else None)  # a chain does not tell axes
+            set_sharding(variable, names_over_devices(axes, names) if axes else None)  # a chain hides its axes
         return variable
 
     def is_variable(node: Any) -> bool:
@@ -178,7 +178,7 @@ def _placing_rows(tx: Any) -> optax.GradientTransformation:
 
 
 def _check_grads(grads: Tree, params: Tree, wrt: Any) -> None:
-    """Raises where a variable that is trained has no gradient."""
+    """Raises if a trained variable has no gradient."""
 
     def paths(tree: Any) -> Any:
         return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
@@ -191,7 +191,7 @@ def _check_grads(grads: Tree, params: Tree, wrt: Any) -> None:
 
 
 def _step_stats(model: Any, window: dict[str, Any], weight: jax.Array, micro_step: MicroStep) -> dict[str, Any]:
-    """Takes the statistics of a micro-batch out of the model into the window; they step when it emits."""
+    """Moves a micro-batch's statistics from the model to the window; the model's change when the window emits."""
     new, momentum = running_stats(model)
     old = window["batch_stats"]
     moments, stats = _window.add_stats(window["moments"], new, old, momentum, weight, micro_step)

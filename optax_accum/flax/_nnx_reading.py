@@ -16,12 +16,12 @@ from optax_accum.flax._versions import metadata_of, set_value, value_of
 
 
 class Form(NamedTuple):
-    """What a program is compiled for: all of a model and an optimizer but values.
+    """A model and an optimizer without the values of their variables: one program is compiled for each form.
 
     Attributes:
-      tree: what stands in them, variables being leaves.
-      places: of each leaf, its number among the variables. One may have two places, such as a tied embedding.
-      kinds: the variables, each once, values being leaves: types and metadata.
+      tree: their tree, with variables as leaves.
+      places: each leaf's index among the variables. One variable may have two places, such as a tied embedding.
+      kinds: the tree of the list of variables, each once, with values as leaves: types and metadata.
     """
 
     tree: Any
@@ -29,7 +29,7 @@ class Form(NamedTuple):
     kinds: Any
 
     def filled(self, values: list[Any]) -> Any:
-        """Returns a model and an optimizer of this form, whose variables have these values."""
+        """A new model and optimizer, whose variables have these values."""
         variables = self.kinds.unflatten(values)
         return self.tree.unflatten([variables[place] for place in self.places])
 
@@ -43,9 +43,9 @@ class Reading(NamedTuple):
       form: what a program is compiled for.
       variables: each once.
       model: the model.
-      modules: all in which something stands but the optimizer.
-      containers: all else in which something stands, such as lists, and the state of the inner optimizer.
-      content: what stood there.
+      modules: all NNX modules, without the optimizer.
+      containers: all other inner nodes, such as lists, and the state of the inner optimizer.
+      content: the children of all inner nodes, as `_content` returned them.
     """
 
     form: Form
@@ -57,17 +57,16 @@ class Reading(NamedTuple):
 
     @property
     def values(self) -> list[Any]:
-        """The values of the variables."""
         return list(map(value_of, self.variables))
 
     def set_values(self, values: list[Any], before: list[Any]) -> None:
-        """Puts values into the variables, where they are others than before: this takes the host longest."""
+        """Sets the values that differ from before; setting takes the host longest."""
         for variable, value, old in zip(self.variables, values, before, strict=True):
             if value is not old:
                 set_value(variable, value)
 
     def holds(self, model: Any, optimizer: Any) -> bool:
-        """Returns whether nothing but values has changed since, in a third of the time that reading takes."""
+        """Whether only values have changed since; takes a third of the time of `read`."""
         if model is not self.model:
             return False
         labels, things = _content([optimizer, *self.modules], self.containers, self.variables)
@@ -76,14 +75,14 @@ class Reading(NamedTuple):
 
 
 class Readings:
-    """The readings of models and optimizers, the last of each optimizer."""
+    """The last reading of each optimizer, with its model."""
 
     def __init__(self) -> None:
         self._kept = weakref.WeakKeyDictionary[Any, Reading]()  # by optimizer
-        self._forms: dict[Form, Form] = {}  # a program is found sooner by the very form that it was compiled for
+        self._forms: dict[Form, Form] = {}  # jit finds a program sooner by the same object than by an equal one
 
     def of(self, model: Any, optimizer: Any) -> Reading | None:
-        """Returns a reading that holds; None where the two are no tree of variables."""
+        """A reading that still holds, or a new one; None if the two are no tree of variables."""
         if not isinstance(optimizer, nnx.Pytree):
             return None
         kept = self._kept.get(optimizer)
@@ -96,7 +95,7 @@ class Readings:
 
 
 def read(model: Any, optimizer: Any) -> Reading | None:
-    """Returns what stands in a model and an optimizer, or None if they are no tree of variables."""
+    """Flattens a model and an optimizer to their variables; None if they are no tree of variables."""
     modules: dict[int, Any] = {}
     containers: list[Any] = []
 
@@ -116,13 +115,13 @@ def read(model: Any, optimizer: Any) -> Reading | None:
     numbers = {id(variable): number for number, variable in enumerate(variables)}
     kinds = jax.tree.structure(variables, is_leaf=lambda node: node is not variables and not is_variable(node))
     form = Form(tree, tuple([numbers[id(leaf)] for leaf in leaves]), kinds)
-    del containers[0], modules[id(optimizer)]  # the pair of them, and what the reading is not to keep alive
+    del containers[0], modules[id(optimizer)]  # the outer tuple; and a reading must not keep the optimizer alive
     content = _content([optimizer, *modules.values()], containers, variables)
     return Reading(form, variables, model, list(modules.values()), containers, content)
 
 
 def _content(modules: list[Any], containers: list[Any], variables: list[Any]) -> tuple[Any, list[Any]]:
-    """Returns labels, which are the same if they are equal, and the things themselves: equal ones may be two."""
+    """Labels, to be compared by equality, and children, to be compared by identity."""
     attributes = list(map(vars, modules))  # a tenth of the time that flattening them takes
     flat = list(map(default_registry.flatten_one_level, containers))
     children = [tuple(children) for children, _ in flat]
@@ -134,7 +133,7 @@ def _content(modules: list[Any], containers: list[Any], variables: list[Any]) ->
 
 
 def values_of(form: Form, model: Any, optimizer: Any) -> list[Any]:
-    """Returns the values of the variables after a step; raises if it has changed something else."""
+    """The values of the variables after a step; raises if the step has changed anything else."""
     after = read(model, optimizer)
     if after is None or after.form != form:
         raise ValueError(
@@ -145,12 +144,11 @@ def values_of(form: Form, model: Any, optimizer: Any) -> list[Any]:
 
 
 def variables_in(tree: Any) -> list[Any]:
-    """Returns the variables that are the leaves of a tree."""
     return jax.tree.leaves(tree, is_leaf=is_variable)
 
 
 def in_states_of(like: Tree, tree: Tree) -> Any:
-    """Returns a tree with states of windows of the types that they have in another one; its variables stay the same."""
+    """Gives window states in `tree` the types (`Decided` or plain) that they have in `like`; variables stay."""
     of = iter(states_in(like))
 
     def change(node: Any) -> Any:

@@ -75,7 +75,7 @@ def train_step(
     def with_metrics(model: Any, batch: Tree) -> tuple[Any, Any]:
         out = fun(model, batch)
         loss, metrics = _calls.pair(out) if has_aux else (out, {})
-        sums_of(loss, metrics, batch, lambda: weight_fn and weight_fn(batch))  # its errors come in this trace
+        sums_of(loss, metrics, batch, lambda: weight_fn and weight_fn(batch))  # raises its errors in this trace
         return loss, (as_ratio(loss), metrics)
 
     def with_sums(weighing: Weighing) -> Callable[..., tuple[Any, tuple[WeightedSum, jax.Array]]]:
@@ -92,12 +92,12 @@ def train_step(
         return _calls.measured(loss, metrics, batch, weigh), _calls.weight_of(batch)
 
     own: dict[str, Any] = {"wrt": wrt, "has_aux": True}
-    # Their errors come when this is built.
+    # Both raise their errors now, when the step is built.
     value_and_grad(with_metrics, **own, **options)
     one_by_one(with_sums(Weighing(weight_fn)), weight_fn=weight_fn, aux_reduction="sum", **own, **options)
 
     def computed(options: dict[str, Any], weighing: Weighing, model: Any, batch: Tree) -> tuple[Any, Any]:
-        """Returns sums, weight and gradient of the call: of all its rows at once, if its loss is read."""
+        """The sums, the number of rows and the gradient of the call: of all rows together, if the loss can be read."""
         if not _calls.has_partial_sums(options):
             with contextlib.suppress(UnreadableError):
                 (_, (loss, metrics)), grads = whole_batch(with_metrics, **own, **options)(model, batch)

@@ -20,17 +20,16 @@ _SHARDING = ("out_sharding", "sharding_names")  # before Flax 0.12.4 the latter
 
 
 def modules(model: Any) -> Iterator[tuple[tuple[Any, ...], nnx.Module]]:
-    """Yields each module inside a model, itself included, with its path."""
+    """Yields each module in a model, itself included, with its path."""
     return ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
 
 
 def value_of(variable: Any) -> Any:
-    """Returns the value of a variable, no matter from where it is asked."""
+    """The stored value, without Flax's hooks, from any trace."""
     return variable.raw_value if _OLD else variable.get_raw_value()
 
 
 def set_value(variable: Any, value: Any) -> None:
-    """Puts a value into a variable."""
     if _OLD:
         variable.raw_value = value
     else:
@@ -45,13 +44,13 @@ metadata_of: Any = _copied_metadata if _OLD else nnx.Variable.get_metadata  # a 
 
 
 def sharding_of(variable: Any) -> Any:
-    """Returns the names of the axes that the metadata of a variable tell: `()` where they tell nothing."""
+    """The axis names in a variable's metadata: `()` if there are none."""
     metadata = variable.get_metadata()
     return next((metadata[name] for name in _SHARDING if name in metadata), ())
 
 
 def set_sharding(variable: Any, names: tuple[Any, ...] | None) -> None:
-    """Lets the metadata of a variable tell other axes, or with None nothing."""
+    """Changes the axis names in a variable's metadata; None deletes them."""
     metadata = variable.get_metadata()
     name = next(name for name in _SHARDING if name in metadata)
     if _OLD:

@@ -40,19 +40,19 @@ class MicroStep(NamedTuple):
 
     @classmethod
     def between(cls, before: AccumulationState | None, after: AccumulationState | None) -> "MicroStep":
-        """Reads it off two states; an optimizer that does not accumulate updates at every call."""
+        """Compares two states; an optimizer that does not accumulate updates at every call."""
         if before is None or after is None:
             return cls(first=True, counts=True, emitted=jnp.array(True))
-        begins = (before.mini_step == 0) & (after.batches != before.batches)  # not where an empty window is flushed
+        begins = (before.mini_step == 0) & (after.batches != before.batches)  # false if an empty window is flushed
         return cls(begins, after.skipped == before.skipped, after.emitted)
 
     def stepped(self, new: Tree, old: Tree) -> Tree:
-        """Returns what steps once per update: the new if this made one."""
+        """`new` if this micro-step made an update, else `old`."""
         return jax.tree.map(lambda new, old: jnp.where(self.emitted, new, old), new, old)
 
 
 def find_window(opt_state: Tree) -> AccumulationState | None:
-    """Returns the one `AccumulationState` in an optimizer's state, or None if it does not accumulate."""
+    """The one `AccumulationState` in an optimizer's state; None if it does not accumulate."""
     check_no_other_window(opt_state, "A train state or an optimizer of optax_accum.flax")
     found = states_in(opt_state)
     if len(found) > 1:
@@ -64,7 +64,7 @@ def find_window(opt_state: Tree) -> AccumulationState | None:
 
 
 def with_partial_sums(opt_state: Tree, changed: Callable[[Tree], Tree]) -> Tree:
-    """Returns an optimizer's state with other partial sums in place of those that it holds, if it holds any."""
+    """Applies `changed` to the partial sums in an optimizer's state, if it holds any."""
 
     def convert(state: AccumulationState) -> AccumulationState:
         partial = holds_partial_sums(state) and holds_sum(state)
@@ -75,7 +75,7 @@ def with_partial_sums(opt_state: Tree, changed: Callable[[Tree], Tree]) -> Tree:
 
 @functools.cache
 def warn_once() -> None:
-    """Says that window features were asked of an optimizer that does not accumulate."""
+    """Warns that `weight`, `flush` and `metrics` do nothing without a window."""
     messages.warn(
         "weight, flush and metrics belong to a window, and this optimizer has none: each call is an update. Wrap it in "
         "optax_accum.accumulate_gradients."
@@ -83,24 +83,23 @@ def warn_once() -> None:
 
 
 def zero_sums(values: Tree) -> WeightedSum:
-    """Returns sums of nothing yet, in at least float32."""
+    """Zeros of the shapes of `values`, in at least float32, with weight 0."""
     return WeightedSum(jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), values), jnp.zeros([]))
 
 
 def zero_metrics(names: Iterable[str]) -> dict[str, WeightedSum]:
-    """Returns a sum for each named metric."""
     if isinstance(names, str):
         raise TypeError(f"metrics must be a tuple of names: metrics={names!r}. Pass ({names!r},).")
     return {name: zero_sums(jnp.zeros([])) for name in names}
 
 
 def weighted(values: Tree, weight: Any) -> WeightedSum:
-    """Returns the sums of one micro-batch, in at least float32."""
+    """One micro-batch's `weight * values`, in at least float32."""
     return WeightedSum(jax.tree.map(lambda leaf: weight * wide(leaf), values), weight)
 
 
 def wide(value: Any) -> jax.Array:
-    """Returns a number or an array in at least float32; 2^40 of Python or NumPy is no int32."""
+    """Casts a number or an array to at least float32. A Python or NumPy int of 2^40 would overflow int32."""
     if not isinstance(value, jax.Array):
         value = np.asarray(value, float)
     return jnp.asarray(value, dtypes.wide(jnp.result_type(value)))
@@ -114,7 +113,7 @@ def add(totals: WeightedSum, values: Tree, weight: jax.Array, micro_step: MicroS
 def add_metrics(
     totals: dict[str, WeightedSum], metrics: Mapping[str, Any] | None, weight: jax.Array, micro_step: MicroStep
 ) -> dict[str, WeightedSum]:
-    """Adds the metrics of a micro-batch, or nothing, to the window's; raises if they were not announced."""
+    """Adds a micro-batch's metrics (nothing for None) to the window's; raises if other names were announced."""
     if metrics is None:
         metrics, weight = dict.fromkeys(totals, 0.0), jnp.zeros([])
     if sorted(metrics) != sorted(totals):
@@ -128,7 +127,7 @@ def add_metrics(
 
 
 def check_given(totals: dict[str, WeightedSum], metrics: Any, weight: Any) -> None:
-    """Raises where metrics that a window averages do not come with a micro-batch that may count."""
+    """Raises if metrics were announced and a micro-batch that may count comes without them."""
     may_count = weight is None or isinstance(weight, Tracer) or np.any(weight)
     if totals and metrics is None and may_count:
         raise ValueError(
@@ -141,13 +140,12 @@ def check_given(totals: dict[str, WeightedSum], metrics: Any, weight: Any) -> No
 def add_stats(
     moments: WeightedSum, new: Tree, old: Tree, momentum: Tree, weight: jax.Array, micro_step: MicroStep
 ) -> tuple[WeightedSum, Tree]:
-    """Adds the statistics that a micro-batch left to the moments of the window; they step when it emits."""
+    """Adds a micro-batch's statistics to the moments; returns them, and the statistics, which an update changes."""
     moments = add(moments, batch_moments(new, old, momentum), weight, micro_step)
     return moments, micro_step.stepped(merge_batch_stats(sums.mean(moments), old, momentum), old)
 
 
 def check_metrics(metrics: Any) -> None:
-    """Raises unless metrics are a dict of real scalars."""
 
     def kind(value: Any) -> Any:
         return "number" if isinstance(value, jax.Array) else type(value).__name__
@@ -166,9 +164,9 @@ def check_metrics(metrics: Any) -> None:
 def extra_args(
     window: AccumulationState | None, kwargs: dict[str, Any], own: Sequence[str], metrics: Any, **given: Any
 ) -> dict[str, Any]:
-    """Returns what the optimizer is given by keyword: `given` as far as it is, where there is a window.
+    """The optimizer's keyword arguments: `kwargs`; with a window also `given`, without None.
 
-    Raises for a misspelt argument of our `own`, which would pass for one of the optimizer and be lost.
+    Raises for a misspelling of one of our `own` arguments, which would go to the optimizer and be lost.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if window is None and (given or metrics is not None):
@@ -182,12 +180,12 @@ def extra_args(
 
 
 def mean_metrics(totals: dict[str, WeightedSum]) -> dict[str, jax.Array]:
-    """Returns the weighted means of the metrics; NaN where no micro-batch has counted."""
+    """The weighted means of the metrics; NaN if no micro-batch has counted."""
     return {name: sums.mean(totals[name], empty=jnp.nan) for name in totals}
 
 
 def own_buffers(state: Tree, params: Tree) -> Tree:
-    """Copies arrays that a new state shares with the parameters or holds twice: a buffer is donated only once."""
+    """Copies arrays that a new state shares with the parameters or holds twice: a buffer can be donated only once."""
     seen = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def own(leaf: Any) -> Any:
@@ -200,5 +198,5 @@ def own_buffers(state: Tree, params: Tree) -> Tree:
 
 
 def as_weight(weight: Any) -> jax.Array:
-    """Returns the weight of a whole micro-batch, given as one number or as one for each device."""
+    """The weight of a whole micro-batch, given as one number or one per device; None is 1."""
     return jnp.sum(jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float)))
