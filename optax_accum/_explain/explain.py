@@ -178,7 +178,7 @@ def sites_of(levels: Levels, times: int = 1) -> Iterator[Site]:
     kept = kept_by(levels)
     for equation in levels.coupling:
         if is_over_layers(equation, levels):
-            yield from sites_of(inside_layers(equation, levels), times * equation.long.params["length"])
+            yield from sites_of(inside_layers(equation, levels), times * equation.single.params["length"])
         else:
             touched = kept.intersection((*equation.ins, *equation.outs))
             yield Site(equation, levels.kinds[equation], times, frozenset(touched))
@@ -213,12 +213,12 @@ def bytes_on_host(levels: Levels) -> int:
 
 def _inner(levels: Levels) -> list[tuple[Levels, int]]:
     over = [equation for equation in levels.coupling if is_over_layers(equation, levels)]
-    return [(inside_layers(equation, levels), equation.long.params["length"]) for equation in over]
+    return [(inside_layers(equation, levels), equation.single.params["length"]) for equation in over]
 
 
 def bytes_of(value: Value) -> int:
     """The bytes of a value, for all rows."""
-    return math.prod(value.long.shape) * value.long.dtype.itemsize
+    return math.prod(value.aval.shape) * value.aval.dtype.itemsize
 
 
 def couplings_of(levels: Levels) -> list[Coupling]:
@@ -239,8 +239,8 @@ def _coupling(sites: list[Site]) -> Coupling:
         place=first.equation.place,
         primitives=tuple(dict.fromkeys(site.equation.name for site in sites)),
         in_parts=all(site.kind is Kind.PARTIAL for site in sites),
-        shape=tuple(largest.long.shape),
-        dtype=str(largest.long.dtype),
+        shape=tuple(largest.aval.shape),
+        dtype=str(largest.aval.dtype),
         kept_bytes=first.times * sum(map(bytes_of, kept)),
         times=first.times,
         unknown=tuple(dict.fromkeys(unknown)),

@@ -47,10 +47,10 @@ class Denominator(NamedTuple):
         def read(value: Value) -> Any:
             if isinstance(value, Constant | Number):
                 return value.array if isinstance(value, Constant) else value.number
-            return env[value] if value in env else jnp.reshape(count, value.long.shape).astype(value.long.dtype)
+            return env[value] if value in env else jnp.reshape(count, value.aval.shape).astype(value.aval.dtype)
 
         for equation in self.keeps:
-            env.update(zip(equation.outs, compilers.bind(equation.long, list(map(read, equation.ins))), strict=True))
+            env.update(zip(equation.outs, compilers.bind(equation.single, list(map(read, equation.ins))), strict=True))
         return jnp.reshape(env[self.keeps[-1].outs[0]], ()).astype(count.dtype) if self.keeps else count
 
 
@@ -158,7 +158,7 @@ def _value_of(of: Sum, program: Program, values: Sequence[Any]) -> jax.Array:
 
     for equation in program.equations:
         if equation in needed:
-            env.update(zip(equation.outs, compilers.bind(equation.long, list(map(read, equation.ins))), strict=True))
+            env.update(zip(equation.outs, compilers.bind(equation.single, list(map(read, equation.ins))), strict=True))
     count = jnp.reshape(read(of.value), ())
     count = count.astype(jnp.promote_types(count.dtype, jnp.float32))
     for base, exponent in of.powers:

@@ -20,7 +20,7 @@ def is_drawn_by_rows(view: View) -> bool:
     """Whether an equation draws random bits, and each row can be drawn alone."""
     if view.name != "random_bits" or view.has_rows or view.outs[0] in (None, COUPLED):
         return False
-    key = view.long.invars[0].aval
+    key = view.single.invars[0].aval
     small = math.prod(view.params["shape"]) < 2**32 and view.params["bit_width"] in _DTYPES
     return _is_threefry(key) and small and key.shape == () and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
 

@@ -87,7 +87,7 @@ class Levels:
     @property
     def has_while(self) -> bool:
         """Whether there is a loop of a length that only the device knows, which has no backward pass."""
-        inside = (each for equation in self.kinds for each in every_equation(equation.long))
+        inside = (each for equation in self.kinds for each in every_equation(equation.single))
         return any(each.primitive.name == "while" for each in inside)
 
     @property
@@ -118,14 +118,14 @@ def _with_passes(stages: Sequence[Stage]) -> list[Stage]:
 
 def is_over_layers(equation: Equation, levels: Levels) -> bool:
     """Returns whether an equation is a loop over layers, or tokens, that can be evaluated level by level."""
-    is_scan = equation.name == "scan" and equation.long.params["length"] == equation.short.params["length"]
+    is_scan = equation.name == "scan" and equation.single.params["length"] == equation.double.params["length"]
     return is_scan and not levels.model.isdisjoint(equation.ins) and any(v.axis is not None for v in equation.ins)
 
 
 def inside_layers(equation: Equation, levels: Levels) -> Levels:
     """Returns how the body of a loop over layers runs."""
-    consts, carried = compilers.sizes_of_scan(equation.long)
-    body = paired(equation.long.params["jaxpr"], equation.short.params["jaxpr"], equation.rows, equation)
+    consts, carried = compilers.sizes_of_scan(equation.single)
+    body = paired(equation.single.params["jaxpr"], equation.double.params["jaxpr"], equation.rows, equation)
     is_model = [value in levels.model for value in equation.ins]
     is_model[consts : consts + carried] = [True] * carried
     # What a scan stacks of its iterations lies on the device: XLA has no layout for it on the host.
@@ -189,15 +189,15 @@ class _Reading:
         """Returns whether an equation makes narrow parameters: loops make them again, and add their gradient wide."""
         if self.model.isdisjoint(equation.ins) or not equation.outs or locality.has_backward(equation):
             return False
-        begins = is_cast_down(equation.long)
-        goes_on = any(value in self.made for value in equation.ins) and is_narrow(equation.outs[0].long.dtype)
+        begins = is_cast_down(equation.single)
+        goes_on = any(value in self.made for value in equation.ins) and is_narrow(equation.outs[0].aval.dtype)
         return begins or goes_on
 
     def _shares_ties(self, equation: Equation) -> bool:
         """Returns whether an extreme has a gradient: rows that attain it share that, which only all rows tell."""
         if equation.name not in ("reduce_max", "reduce_min") or self.model.isdisjoint(equation.ins):
             return False
-        if not jnp.issubdtype(equation.outs[0].long.dtype, jnp.inexact):
+        if not jnp.issubdtype(equation.outs[0].aval.dtype, jnp.inexact):
             return False
         uses = self.used_by.get(equation.outs[0], [])
         return equation.outs[0] in self.program.outputs or any(use.name != "stop_gradient" for use in uses)
@@ -265,7 +265,7 @@ class _Reading:
         if value not in self.origins:
             self.origins[value] = [value]
             equation = self.made.get(value)
-            if equation is not None and value in self.model and is_cheap(equation.long):
+            if equation is not None and value in self.model and is_cheap(equation.single):
                 origins = dict.fromkeys(origin for taken in equation.ins for origin in self._origins(taken))
                 rows = [each for each in origins if each in self.made and each in self.model and each.axis is not None]
                 if len(rows) <= MOST_ORIGINS and all(size_of(each) <= size_of(value) for each in rows):
@@ -296,7 +296,7 @@ def is_cheap(equation: Any) -> bool:
 
 def size_of(value: Value) -> int:
     """Returns the bytes of a value."""
-    return value.long.size * value.long.dtype.itemsize
+    return value.aval.size * value.aval.dtype.itemsize
 
 
 def _needed(program: Program) -> list[Equation]:
@@ -304,7 +304,7 @@ def _needed(program: Program) -> list[Equation]:
     wanted = set(program.outputs)
     needed: list[Equation] = []
     for equation in reversed(program.equations):
-        if equation.long.effects or not wanted.isdisjoint(equation.outs):
+        if equation.single.effects or not wanted.isdisjoint(equation.outs):
             needed.append(equation)
             wanted.update(equation.ins)
     return needed[::-1]

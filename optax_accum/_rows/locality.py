@@ -43,32 +43,32 @@ def _is_call_local(view: View) -> bool:
     """Whether a function, a checkpoint, a branch or a `while` treats rows one by one, and so does its derivative."""
     if view.name == "cond" and view.ins[0] is not None:
         return False
-    programs = programs_inside(view.long, view.short)
+    programs = programs_inside(view.single, view.double)
     return bool(programs) and all(are_local(*pair, view.rows, view.asks) for pair in programs) and _rule_is_local(view)
 
 
-def programs_inside(long: Any, short: Any) -> list[tuple[Any, Any]]:
+def programs_inside(single: Any, double: Any) -> list[tuple[Any, Any]]:
     """The programs inside an equation, each for n rows and for 2 n."""
-    pairs = [(long.params[key], short.params[key]) for key in _INNER if key in long.params]
-    return pairs + list(zip(long.params.get("branches", ()), short.params.get("branches", ()), strict=True))
+    pairs = [(single.params[key], double.params[key]) for key in _INNER if key in single.params]
+    return pairs + list(zip(single.params.get("branches", ()), double.params.get("branches", ()), strict=True))
 
 
 def _is_body_local(view: View) -> bool:
-    return are_local(view.params["jaxpr"], view.short.params["jaxpr"], view.rows, view.asks)
+    return are_local(view.params["jaxpr"], view.double.params["jaxpr"], view.rows, view.asks)
 
 
 def _is_map_over_rows(view: View) -> bool:
     """Whether a loop goes over rows, without a carry from one to the next."""
-    consts, carried = compilers.sizes_of_scan(view.long)
-    body, of_short = (compilers.opened(eqn.params["jaxpr"])[0] for eqn in (view.long, view.short))
-    alike = [var.aval for var in body.invars] == [var.aval for var in of_short.invars]
+    consts, carried = compilers.sizes_of_scan(view.single)
+    body, of_double = (compilers.opened(eqn.params["jaxpr"])[0] for eqn in (view.single, view.double))
+    alike = [var.aval for var in body.invars] == [var.aval for var in of_double.invars]
     over_rows = all(axis == 0 for axis in view.ins[consts:]) and not any(axis is not None for axis in view.ins[:consts])
     return not carried and alike and over_rows and all(axis == 0 for axis in view.outs)
 
 
 def _is_scan_local(view: View) -> bool:
     """Whether a loop over layers or tokens treats rows one by one, or a loop over rows has no carry."""
-    same = view.params["length"] == view.short.params["length"]
+    same = view.params["length"] == view.double.params["length"]
     return _is_body_local(view) if same else _is_map_over_rows(view)
 
 
@@ -79,25 +79,25 @@ _CALLS = (
 NESTED: dict[str, primitives.Rule] = {"scan": _is_scan_local, **dict.fromkeys(_CALLS, _is_call_local)}
 
 
-def are_local(long: Any, short: Any, rows: Rows, asks: bool = True) -> bool:
+def are_local(single: Any, double: Any, rows: Rows, asks: bool = True) -> bool:
     """Whether every equation of a program treats rows one by one, or takes none.
 
     `asks`: the user's derivative rules must do so, too. A rule often calls its own function, so rules inside rules are
     not asked.
     """
-    (of_long, consts), (of_short, short_consts) = compilers.opened(long), compilers.opened(short)
-    if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, short_consts, strict=True)):
+    (of_single, consts), (of_double, double_consts) = compilers.opened(single), compilers.opened(double)
+    if any(jnp.shape(a) != jnp.shape(b) for a, b in zip(consts, double_consts, strict=True)):
         return False
     try:
-        return all(_is_free_or_local(a, b, rows, asks) for a, b in in_step(of_long, of_short))
+        return all(_is_free_or_local(a, b, rows, asks) for a, b in in_step(of_single, of_double))
     except OtherProgramError:
         return False
 
 
-def _is_free_or_local(long: Any, short: Any, rows: Rows, asks: bool) -> bool:
-    if not _same_literals(long, short):
+def _is_free_or_local(single: Any, double: Any, rows: Rows, asks: bool) -> bool:
+    if not _same_literals(single, double):
         return False
-    view = view_of(long, short, rows, asks)
+    view = view_of(single, double, rows, asks)
     if not view.has_rows and all(axis is None for axis in view.outs):
         # A rule for a parameter's gradient takes the whole gradient: in a loop it would get each micro-batch's.
         return primitives.same_numbers(view) and not (asks and view.name.startswith("custom_vjp_call"))
@@ -106,9 +106,9 @@ def _is_free_or_local(long: Any, short: Any, rows: Rows, asks: bool) -> bool:
     return is_local(view) or (not view.has_rows and is_alike(view))
 
 
-def _same_literals(long: Any, short: Any) -> bool:
+def _same_literals(single: Any, double: Any) -> bool:
     """Whether the numbers in two equations are the same: 1 / n differs with the rows."""
-    return all(_same_atom(a, b) for a, b in zip(long.invars, short.invars, strict=True))
+    return all(_same_atom(a, b) for a, b in zip(single.invars, double.invars, strict=True))
 
 
 def _same_atom(a: Any, b: Any) -> bool:
@@ -119,10 +119,10 @@ def _same_atom(a: Any, b: Any) -> bool:
 
 def unknown(view: View) -> Iterator[str]:
     """Yields the primitives, in an equation and inside it, that take rows and are in no table."""
-    pairs = programs_inside(view.long, view.short) if view.name in NESTED else []
-    for long, short in pairs:
+    pairs = programs_inside(view.single, view.double) if view.name in NESTED else []
+    for single, double in pairs:
         try:
-            for a, b in in_step(compilers.opened(long)[0], compilers.opened(short)[0]):
+            for a, b in in_step(compilers.opened(single)[0], compilers.opened(double)[0]):
                 yield from unknown(view_of(a, b, view.rows))
         except OtherProgramError:
             return
@@ -139,21 +139,21 @@ def _rule_is_local(view: View) -> bool:
     if not view.asks:
         return True
     if view.name == "custom_jvp_call":
-        return are_local(*derivative_of(view.long, view.short, forward), view.rows, asks=False)
+        return are_local(*derivative_of(view.single, view.double, forward), view.rows, asks=False)
     if view.name.startswith("custom_vjp_call"):
-        return _adds_up(*derivative_of(view.long, view.short, backward), view.rows)
+        return _adds_up(*derivative_of(view.single, view.double, backward), view.rows)
     return True
 
 
 def has_backward(equation: Any) -> bool:
     """Whether an equation, or one inside it, has a backward pass by the user."""
-    inner = (eqn for program in inner_programs(equation.long) for eqn in all_equations(program))
-    return any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in (equation.long, *inner))
+    inner = (eqn for program in inner_programs(equation.single) for eqn in all_equations(program))
+    return any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in (equation.single, *inner))
 
 
-def derivative_of(long: Any, short: Any, derivative: Callable[..., Any]) -> tuple[Any, Any]:
+def derivative_of(single: Any, double: Any, derivative: Callable[..., Any]) -> tuple[Any, Any]:
     """The traces of a derivative of two equations: functions of operands, and of tangents or cotangents."""
-    return traced_derivative(long, derivative), traced_derivative(short, derivative)
+    return traced_derivative(single, derivative), traced_derivative(double, derivative)
 
 
 def traced_derivative(eqn: Any, derivative: Callable[..., Any]) -> Any:
@@ -214,15 +214,15 @@ _LINEAR = {
 }
 
 
-def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
+def _adds_up(single: Any, double: Any, rows: Rows) -> bool:
     """Whether a derivative, computed for some rows at a time, adds up to the derivative of all rows.
 
     An output with rows must be computed row by row; any other must be a sum over rows.
     """
-    of_long, of_short = long.jaxpr, short.jaxpr
+    of_single, of_double = single.jaxpr, double.jaxpr
     sums: set[Any] = set()  # variables that are sums over rows
     zeros: set[Any] = set()
-    for a, b in in_step(of_long, of_short):
+    for a, b in in_step(of_single, of_double):
         view = view_of(a, b, rows)
         variables = [atom for atom in a.invars if not isinstance(atom, core.Literal)]
         of_sums = [var in sums for var in variables]
@@ -245,14 +245,14 @@ def _adds_up(long: Any, short: Any, rows: Rows) -> bool:
             return False
         elif a.primitive.name == "broadcast_in_dim" and isinstance(a.invars[0], core.Literal) and not a.invars[0].val:
             zeros.update(a.outvars)
-    outputs = list(zip(of_long.outvars, of_short.outvars, strict=True))
+    outputs = list(zip(of_single.outvars, of_double.outvars, strict=True))
     return all(_may_leave(a, b, sums | zeros, rows) for a, b in outputs)
 
 
-def _may_leave(long: Any, short: Any, sums: set[Any], rows: Rows) -> bool:
-    if long.aval.dtype == jax.dtypes.float0:
+def _may_leave(single: Any, double: Any, sums: set[Any], rows: Rows) -> bool:
+    if single.aval.dtype == jax.dtypes.float0:
         return True
-    axis = axis_of(long.aval, short.aval, rows)
-    if isinstance(long, core.Literal):
-        return not np.any(long.val)
-    return axis not in (None, COUPLED) or long in sums
+    axis = axis_of(single.aval, double.aval, rows)
+    if isinstance(single, core.Literal):
+        return not np.any(single.val)
+    return axis not in (None, COUPLED) or single in sums

@@ -33,7 +33,7 @@ def _linear(*operands: int) -> Rule:
 
 
 def _cast(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Form | None:
-    is_inexact = [jnp.issubdtype(value.long.dtype, jnp.inexact) for value in (equation.ins[0], equation.outs[0])]
+    is_inexact = [jnp.issubdtype(value.aval.dtype, jnp.inexact) for value in (equation.ins[0], equation.outs[0])]
     return None if is_inexact == [True, False] else forms[0]
 
 
@@ -61,13 +61,13 @@ def _quotient(reading: Reading, equation: Equation, forms: Sequence[Form]) -> Fo
     (form, by), value = forms, equation.ins[1]
     is_power = len(by.terms) == 1 and not by.sums
     scalar = by.terms[0].powers if is_power else reading.scalar(value)
-    if scalar is not None and jnp.issubdtype(value.long.dtype, jnp.inexact):
+    if scalar is not None and jnp.issubdtype(value.aval.dtype, jnp.inexact):
         guards = by.terms[0].guards if is_power else reading.guards_of(value)
         return form.times(power(scalar, -1), guards).because(*by.reasons)
-    if not by.sums or not jnp.issubdtype(value.long.dtype, jnp.inexact):
+    if not by.sums or not jnp.issubdtype(value.aval.dtype, jnp.inexact):
         return None
     text = f"divided by a {name_of(by.sums[0])} and something else"
-    if value.long.size > 1:
+    if value.aval.size > 1:
         text = f"each entry is divided by a {name_of(by.sums[0])} of its own"
     if value in reading.model:
         text = f"divided by a {name_of(by.sums[0])} that the model decides: return a Ratio of the two sums"
@@ -78,7 +78,7 @@ def _integer_power(reading: Reading, equation: Equation, forms: Sequence[Form]) 
     scalar = reading.scalar(equation.ins[0])
     if scalar is None:
         return None
-    powers, guards = power(scalar, equation.long.params["y"]), reading.guards_of(equation.ins[0])
+    powers, guards = power(scalar, equation.single.params["y"]), reading.guards_of(equation.ins[0])
     return Form((Term(powers, guards=guards),), forms[0].reasons)
 
 

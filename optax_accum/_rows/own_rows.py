@@ -25,7 +25,7 @@ def of_own_rows(gather: Any, before: Sequence[Any]) -> OwnRows | None:
     if operand.axis in (None, COUPLED) or indices.axis in (None, COUPLED):
         return None
     made = {value: equation for equation in before for value in equation.outs}
-    params, columns = gather.long.params, _columns(indices, made)
+    params, columns = gather.single.params, _columns(indices, made)
     numbers = params["dimension_numbers"]
     if numbers.operand_batching_dims or len(columns) != len(numbers.start_index_map):
         return None
@@ -33,7 +33,7 @@ def of_own_rows(gather: Any, before: Sequence[Any]) -> OwnRows | None:
         return None
     place = numbers.start_index_map.index(operand.axis)
     others = [column for column in columns if column is not columns[place]]
-    if not others or not _numbers_rows(columns[place], operand.long.shape[operand.axis], gather.rows, made):
+    if not others or not _numbers_rows(columns[place], operand.aval.shape[operand.axis], gather.rows, made):
         return None
     along = numbers._replace(
         collapsed_slice_dims=tuple(dim for dim in numbers.collapsed_slice_dims if dim != operand.axis),
@@ -53,10 +53,14 @@ def _gather(numbers: Any, options: Mapping[str, Any], operand: jax.Array, *colum
 def _columns(indices: Any, made: Made) -> list[Any]:
     """The indices along each axis, [..., 1], before they were concatenated; empty if they were not."""
     equation = made.get(indices)
-    if equation is None or equation.name != "concatenate" or equation.long.params["dimension"] != indices.long.ndim - 1:
+    if (
+        equation is None
+        or equation.name != "concatenate"
+        or equation.single.params["dimension"] != indices.aval.ndim - 1
+    ):
         return []
     columns = list(equation.ins)
-    return columns if all(column.long.shape[-1] == 1 for column in columns) else []
+    return columns if all(column.aval.shape[-1] == 1 for column in columns) else []
 
 
 def _numbers_rows(value: Any, length: int, rows: Rows, made: Made) -> bool:
@@ -64,12 +68,12 @@ def _numbers_rows(value: Any, length: int, rows: Rows, made: Made) -> bool:
     equation = made.get(value)
     if equation is None or value.axis in (None, COUPLED):
         return False
-    name, params = equation.name, equation.long.params
+    name, params = equation.name, equation.single.params
     goes_on = functools.partial(_numbers_rows, length=length, rows=rows, made=made)
     if name == "iota":
-        return params["dimension"] == value.axis and value.long.shape[value.axis] == length
+        return params["dimension"] == value.axis and value.aval.shape[value.axis] == length
     if name in ("broadcast_in_dim", "convert_element_type", "reshape", "expand_dims"):
-        return value.long.shape[value.axis] == length and goes_on(equation.ins[0])
+        return value.aval.shape[value.axis] == length and goes_on(equation.ins[0])
     if name == "select_n":  # index + length, if an index is negative
         test = made.get(equation.ins[0])
         if test is None or test.name != "lt" or getattr(test.ins[1], "number", None) != 0:

@@ -27,8 +27,8 @@ _SHAPES = _names(  # parameters that may differ with the number of rows: shapes,
 
 def same_numbers(view: View) -> bool:
     """Whether the traces for n rows and for 2 n differ only in shapes."""
-    short = view.short.params
-    return all(key in _SHAPES or _equal(value, short.get(key)) for key, value in view.params.items())
+    double = view.double.params
+    return all(key in _SHAPES or _equal(value, double.get(key)) for key, value in view.params.items())
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -262,7 +262,7 @@ def _reduced(view: View) -> bool:
 
 
 def _flags(view: View) -> bool:
-    return _reduced(view) and view.long.invars[0].aval.dtype == bool  # of integers, these are sums of bits
+    return _reduced(view) and view.single.invars[0].aval.dtype == bool  # of integers, these are sums of bits
 
 
 def _contracted(view: View) -> bool:

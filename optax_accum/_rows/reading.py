@@ -54,13 +54,13 @@ class Reading:
 
     def _of_literal(self, value: Constant | Number) -> Form:
         """The form of a literal: a power (-2 to 2) of the number of rows, or any other number."""
-        array, other = value.array if isinstance(value, Constant) else np.asarray(value.number), value.other
+        array, other = value.array if isinstance(value, Constant) else np.asarray(value.number), value.double
         if value.axis is not None:
             return Form().because(Reason("an array in the program has a place for each row of the batch", _HERE))
         if array is other or not _is_known(array):
             return Form()
         if other is not None and np.array_equal(array, other, equal_nan=True):
-            return Form() if value.long.shape or array else ZERO
+            return Form() if value.aval.shape or array else ZERO
         for exponent in (-2, -1, 1, 2):
             grown = array * (self.rows[1] / self.rows[0]) ** exponent
             if other is not None and np.allclose(other, grown, rtol=1e-5, atol=0):
@@ -90,7 +90,7 @@ class Reading:
         if not of_model:
             self._find_again(equation)
         form = self._of(equation, kind)
-        if of_model and any(nonlinear_rules(equation.long)):
+        if of_model and any(nonlinear_rules(equation.single)):
             form = form.because(Reason("a derivative of yours that is not linear", equation.place))
         if any(reason.place is _HERE for reason in form.reasons):
             reasons = tuple(r._replace(place=equation.place) if r.place is _HERE else r for r in form.reasons)
@@ -100,7 +100,7 @@ class Reading:
     def _find_again(self, equation: Equation) -> None:
         """Notes if an equation repeats an earlier one, or only casts its operand."""
         first = self.first(equation)
-        if first is not equation and _equal(first.long.params, equation.long.params):
+        if first is not equation and _equal(first.single.params, equation.single.params):
             pairs = zip(equation.outs, first.outs, strict=True)
             self.same.update((value, self.same.get(other, other)) for value, other in pairs)
         elif equation.name in _CASTS and len(equation.ins) == 1 and equation.outs[0].axis is None:
@@ -114,7 +114,7 @@ class Reading:
 
     def _key(self, value: Value) -> Any:
         if isinstance(value, Number):
-            return str(value.long), str(value.number), str(value.other)
+            return str(value.aval), str(value.number), str(value.double)
         return self.same.get(value, value)
 
     def _of(self, equation: Equation, kind: Kind) -> Form:
@@ -168,7 +168,7 @@ class Reading:
     def scalar(self, value: Value) -> Powers | None:
         """A value as powers; None unless it is one number, and a sum over rows that the batch alone decides."""
         form = self.form(value)
-        if value in self.model or len(form.terms) != 1 or not form.sums or value.long.size != 1:
+        if value in self.model or len(form.terms) != 1 or not form.sums or value.aval.size != 1:
             return None
         value, (term,) = self.same.get(value, value), form.terms
         return product(term.powers, frozenset([(Sum(value, term.powers), 1)]))

@@ -40,74 +40,74 @@ class Some(NamedTuple):
         return jnp.where(jnp.expand_dims(real, [dim for dim in range(value.ndim) if dim != axis]), value, 0)
 
 
-def evaluate(long: Any, other: Any, some: Some, values: Values) -> Values:
-    """Evaluates an equation on values of some rows; `other` is its second trace."""
-    of_name = NESTED.get(long.primitive.name)
+def evaluate(single: Any, double: Any, some: Some, values: Values) -> Values:
+    """Evaluates an equation on values of some rows; `double` is its second trace."""
+    of_name = NESTED.get(single.primitive.name)
     if of_name is not None:
-        return of_name(long, other, some, compilers.varying_together(values))
-    params = {key: _resized(value, other.params.get(key), some) for key, value in long.params.items()}
-    return compilers.bind(long.replace(params=params), values)
+        return of_name(single, double, some, compilers.varying_together(values))
+    params = {key: _resized(value, double.params.get(key), some) for key, value in single.params.items()}
+    return compilers.bind(single.replace(params=params), values)
 
 
-def run(long: Any, other: Any, some: Some, values: Values, taken: Callable[..., Values] | None = None) -> list[Any]:
+def run(single: Any, double: Any, some: Some, values: Values, taken: Callable[..., Values] | None = None) -> list[Any]:
     """Evaluates a program that treats rows one by one; `taken` may change an equation's operands."""
-    (program, consts), (of_other, _) = compilers.opened(long), compilers.opened(other)
+    (program, consts), (of_double, _) = compilers.opened(single), compilers.opened(double)
     env: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else env[atom]
 
-    for a, b in in_step(program, of_other):
+    for a, b in in_step(program, of_double):
         operands = list(map(read, a.invars))
         operands = taken(a, b, operands) if taken else operands
         env.update(zip(a.outvars, evaluate(a, b, some, operands), strict=True))
     return compilers.varying_together(list(map(read, program.outvars)), like=values)
 
 
-def _resized(long: Any, other: Any, some: Some) -> Any:
+def _resized(single: Any, double: Any, some: Some) -> Any:
     """A parameter for fewer rows: if the traces differ, it grows in proportion to the rows."""
-    if type(long) is tuple and type(other) is tuple and len(long) == len(other):
-        return tuple(_resized(a, b, some) for a, b in zip(long, other, strict=True))
-    if isinstance(long, int) and isinstance(other, int) and long != other:
-        return long * some.size // some.rows[0]
-    return long
+    if type(single) is tuple and type(double) is tuple and len(single) == len(double):
+        return tuple(_resized(a, b, some) for a, b in zip(single, double, strict=True))
+    if isinstance(single, int) and isinstance(double, int) and single != double:
+        return single * some.size // some.rows[0]
+    return single
 
 
 # Programs inside equations
 
 
-def _called(long: Any, other: Any, some: Some, values: Values) -> Values:
-    key = next(key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in long.params)
-    return run(long.params[key], other.params[key], some, values)
+def _called(single: Any, double: Any, some: Some, values: Values) -> Values:
+    key = next(key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in single.params)
+    return run(single.params[key], double.params[key], some, values)
 
 
-def _checkpoint(long: Any, other: Any, some: Some, values: Values) -> Values:
-    options = {key: long.params[key] for key in ("policy", "prevent_cse") if key in long.params}
-    body = functools.partial(run, long.params["jaxpr"], other.params["jaxpr"], some)
+def _checkpoint(single: Any, double: Any, some: Some, values: Values) -> Values:
+    options = {key: single.params[key] for key in ("policy", "prevent_cse") if key in single.params}
+    body = functools.partial(run, single.params["jaxpr"], double.params["jaxpr"], some)
     return jax.checkpoint(body, **options)(values)
 
 
-def _scan(long: Any, other: Any, some: Some, values: Values) -> Values:
-    params = long.params
-    consts, carried = compilers.sizes_of_scan(long)
+def _scan(single: Any, double: Any, some: Some, values: Values) -> Values:
+    params = single.params
+    consts, carried = compilers.sizes_of_scan(single)
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = run(params["jaxpr"], other.params["jaxpr"], some, [*fixed, *carry, *x])
+        out = run(params["jaxpr"], double.params["jaxpr"], some, [*fixed, *carry, *x])
         return out[:carried], out[carried:]
 
     options = {key: params[key] for key in ("reverse", "unroll")}
-    length = _resized(params["length"], other.params["length"], some)
+    length = _resized(params["length"], double.params["length"], some)
     carry, ys = jax.lax.scan(step, list(start), list(xs), length=length, **options)
     return [*carry, *ys]
 
 
-def _while(long: Any, other: Any, some: Some, values: Values) -> Values:
-    params = long.params
+def _while(single: Any, double: Any, some: Some, values: Values) -> Values:
+    params = single.params
     of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
     def run_inside(key: str, fixed: Values, carry: list[Any]) -> list[Any]:
-        return run(params[key], other.params[key], some, [*fixed, *carry])
+        return run(params[key], double.params[key], some, [*fixed, *carry])
 
     def goes_on(carry: list[Any]) -> jax.Array:
         return run_inside("cond_jaxpr", values[:of_cond], carry)[0]
@@ -125,38 +125,38 @@ def _where(more: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return jax.lax.select(more, new, old)
 
 
-def _cond(long: Any, other: Any, some: Some, values: Values) -> Values:
+def _cond(single: Any, double: Any, some: Some, values: Values) -> Values:
     index, *operands = values
-    pairs = zip(long.params["branches"], other.params["branches"], strict=True)
+    pairs = zip(single.params["branches"], double.params["branches"], strict=True)
     branches = [functools.partial(run, *pair, some) for pair in pairs]
     return jax.lax.switch(jnp.asarray(index).astype(jnp.int32), branches, operands)
 
 
-def _custom(derivative: Callable[..., Any], long: Any, other: Any, some: Some, values: Values) -> Values:
-    return derivative(functools.partial(_called, long, other, some), long, other, some)(*values)
+def _custom(derivative: Callable[..., Any], single: Any, double: Any, some: Some, values: Values) -> Values:
+    return derivative(functools.partial(_called, single, double, some), single, double, some)(*values)
 
 
-def _custom_jvp(fun: Callable[[Values], Values], long: Any, other: Any, some: Some) -> Callable[..., Values]:
+def _custom_jvp(fun: Callable[[Values], Values], single: Any, double: Any, some: Some) -> Callable[..., Values]:
     """A function with the user's derivative, which is traced, too."""
     called = jax.custom_jvp(lambda *values: fun(values))
-    traces = locality.derivative_of(long, other, locality.forward)
+    traces = locality.derivative_of(single, double, locality.forward)
 
     @called.defjvp
     def _(primals: Values, tangents: Values) -> tuple[Values, Values]:
         moving = [tangent for tangent in tangents if tangent.dtype != jax.dtypes.float0]
         outs = run(*traces, some, [*primals, *moving])
-        half = len(long.outvars)
+        half = len(single.outvars)
         return outs[:half], outs[half:]
 
     return called
 
 
-def _custom_vjp(fun: Callable[[Values], Values], long: Any, other: Any, some: Some) -> Callable[..., Values]:
+def _custom_vjp(fun: Callable[[Values], Values], single: Any, double: Any, some: Some) -> Callable[..., Values]:
     """A function with the user's backward pass, which is traced, too, and recomputes its residuals."""
     called = jax.custom_vjp(lambda real, *values: fun(values))
-    traces = locality.derivative_of(long, other, locality.backward)
-    inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in long.invars]
-    of_inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in long.outvars]
+    traces = locality.derivative_of(single, double, locality.backward)
+    inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in single.invars]
+    of_inexact = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in single.outvars]
 
     def backward(kept: tuple[Any, Values], cotangents: Values) -> tuple[Any, ...]:
         real, values = kept
@@ -168,14 +168,14 @@ def _custom_vjp(fun: Callable[[Values], Values], long: Any, other: Any, some: So
     return functools.partial(called, some.real)
 
 
-def _added_up(long: Any, other: Any, some: Some, values: Values) -> list[Any]:
+def _added_up(single: Any, double: Any, some: Some, values: Values) -> list[Any]:
     """Evaluates a user's backward pass; rows that are not in the batch add nothing to its sums over rows."""
 
     def taken(a: Any, b: Any, operands: Values) -> Values:
         view = view_of(a, b, some.rows)
         return list(map(some.without_filling, operands, view.ins)) if locality.is_partial(view) else operands
 
-    results = zip(long.jaxpr.outvars, other.jaxpr.outvars, run(long, other, some, values, taken), strict=True)
+    results = zip(single.jaxpr.outvars, double.jaxpr.outvars, run(single, double, some, values, taken), strict=True)
     return [some.without_filling(result, axis_of(a.aval, b.aval, some.rows)) for a, b, result in results]
 
 

@@ -19,13 +19,13 @@ class OtherProgramError(ValueError):
 
 
 class View(NamedTuple):
-    """An equation, for n rows (`long`) and for 2 n (`short`), with the axes of rows of its operands and results.
+    """An equation, for n rows (`single`) and for 2 n (`double`), with the axes of rows of its operands and results.
 
     Parameters and shapes are those for n rows.
     """
 
-    long: Any
-    short: Any
+    single: Any
+    double: Any
     ins: Sequence[Axis]
     outs: Sequence[Axis]
     rows: Rows
@@ -33,29 +33,29 @@ class View(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.long.primitive.name
+        return self.single.primitive.name
 
     @property
     def params(self) -> dict[str, Any]:
-        return self.long.params
+        return self.single.params
 
     def shape_in(self, operand: int) -> tuple[int, ...]:
-        return self.long.invars[operand].aval.shape
+        return self.single.invars[operand].aval.shape
 
     def shape_out(self, result: int = 0) -> tuple[int, ...]:
-        return self.long.outvars[result].aval.shape
+        return self.single.outvars[result].aval.shape
 
     @property
     def has_rows(self) -> bool:
         return any(axis is not None for axis in self.ins)
 
 
-def axis_of(long: Any, short: Any, rows: Rows) -> Axis:
+def axis_of(single: Any, double: Any, rows: Rows) -> Axis:
     """The axis along which two types differ in proportion to the rows; None without rows.
 
     `COUPLED` if several axes differ, or one does not grow in proportion to the rows, as in `v[1:]`.
     """
-    pairs = list(zip(getattr(long, "shape", ()), getattr(short, "shape", ()), strict=True))
+    pairs = list(zip(getattr(single, "shape", ()), getattr(double, "shape", ()), strict=True))
     differ = [axis for axis, (a, b) in enumerate(pairs) if a != b]
     if not differ:
         return None
@@ -63,23 +63,23 @@ def axis_of(long: Any, short: Any, rows: Rows) -> Axis:
     return differ[0] if len(differ) == 1 and a * m == b * n else COUPLED
 
 
-def view_of(long: Any, short: Any, rows: Rows, asks: bool = True) -> View:
+def view_of(single: Any, double: Any, rows: Rows, asks: bool = True) -> View:
     """Two equations as the tables of primitives take them."""
 
     def axes(a: Sequence[Any], b: Sequence[Any]) -> list[Axis]:
         return [axis_of(x.aval, y.aval, rows) for x, y in zip(a, b, strict=True)]
 
-    return View(long, short, axes(long.invars, short.invars), axes(long.outvars, short.outvars), rows, asks)
+    return View(single, double, axes(single.invars, double.invars), axes(single.outvars, double.outvars), rows, asks)
 
 
-def in_step(long: Any, short: Any) -> Iterator[tuple[Any, Any]]:
+def in_step(single: Any, double: Any) -> Iterator[tuple[Any, Any]]:
     """Yields the equations of two programs in pairs; raises if the primitives, or the numbers of operands, differ."""
-    for a, b in zip(long.eqns, short.eqns, strict=False):
+    for a, b in zip(single.eqns, double.eqns, strict=False):
         if a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
             raise OtherProgramError(
-                f"at {place_of(a)} it has {a.primitive.name}, and for fewer rows {b.primitive.name}"
+                f"at {place_of(a)} it has {a.primitive.name}, and for twice as many rows {b.primitive.name}"
             )
         yield a, b
-    if len(long.eqns) != len(short.eqns):
-        more = max(long.eqns, short.eqns, key=len)[min(len(long.eqns), len(short.eqns))]
+    if len(single.eqns) != len(double.eqns):
+        more = max(single.eqns, double.eqns, key=len)[min(len(single.eqns), len(double.eqns))]
         raise OtherProgramError(f"at {place_of(more)} only one of the two has {more.primitive.name}")

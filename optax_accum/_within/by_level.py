@@ -54,7 +54,7 @@ class Store:
             return value.array if isinstance(value, Constant) else value.number
         if value not in self.values:
             joined = self.units.joined(self.parts[value], axis_of(value))
-            self.values[value] = compilers.sharded_as(value.long, joined)
+            self.values[value] = compilers.sharded_as(value.aval, joined)
         return self.values[value]
 
     def shared(self, value: Value) -> Any:
@@ -87,7 +87,7 @@ def run_once(equation: Equation, levels: Levels, store: Store) -> None:
     if is_over_layers(equation, levels):
         results = over_layers(equation, levels, store, values)
     elif store.device.is_alone:
-        results = compilers.bind(equation.long, values)
+        results = compilers.bind(equation.single, values)
     else:
         results = _over_devices(equation, levels.kinds[equation], store, values)
     store.values.update(zip(equation.outs, results, strict=True))
@@ -108,7 +108,7 @@ def _over_devices(equation: Equation, kind: Kind, store: Store, values: list[Any
     pairs = zip(values, equation.ins, strict=True)
     values = [device.gathered(v, axis_of(value)) if has_own_rows(value) else v for v, value in pairs]
     # Programs inside it are traced again: to types their values differ between devices now.
-    results = resized.evaluate(equation.long, equation.short, resized.Some(equation.rows, equation.rows[0]), values)
+    results = resized.evaluate(equation.single, equation.double, resized.Some(equation.rows, equation.rows[0]), values)
     results = map(device.with_whole_cotangent, results) if has_rule else results
     results = zip(results, equation.outs, strict=True)
     return [device.own(result, axis_of(value)) if has_own_rows(value) else result for result, value in results]
@@ -151,7 +151,7 @@ def results_of(loop: Loop, levels: Levels, store: Store) -> tuple[list[Any], lis
         rows, parts = of_micro_batch(loop, units, env, units.of_part(index))
         return [*rows, *parts]
 
-    part = convolutions.fast_in_loops(part, [equation.long for equation in loop.equations])
+    part = convolutions.fast_in_loops(part, [equation.single for equation in loop.equations])
     given, xs = (constants, interleaved), [store.cut(value) for value in moving]
     if store.once and tracing.is_staged():
         offloads = levels.crossing is Crossing.OFFLOAD
@@ -173,7 +173,7 @@ def finished(equation: Equation, total: jax.Array, store: Store) -> jax.Array:
     """Returns the result of an equation whose parts are joined: a scatter adds them to its operand."""
     if equation.name.startswith("scatter"):
         total = total + store.whole(equation.ins[0])
-    return total.astype(equation.outs[0].long.dtype)
+    return total.astype(equation.outs[0].aval.dtype)
 
 
 def _same(leaf: Any) -> Any:
@@ -200,11 +200,11 @@ def of_micro_batch(loop: Loop, units: Units, env: dict[Value, Any], numbers: jax
 def _of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.Array) -> Sequence[Any]:
     """Evaluates an equation for the rows of one micro-batch."""
     if equation.name == "random_bits" and equation.ins[0].axis is None and equation.outs[0].axis is not None:
-        axis, shape = axis_of(equation.outs[0]), equation.long.params["shape"]
+        axis, shape = axis_of(equation.outs[0]), equation.single.params["shape"]
         places = units.places(numbers, shape[axis])
-        return [draws.bits(values[0], shape, axis, places, equation.long.params["bit_width"])]
+        return [draws.bits(values[0], shape, axis, places, equation.single.params["bit_width"])]
     some = resized.Some(equation.rows, len(numbers) * units.block, numbers < units.number if units.fills else None)
-    return resized.evaluate(equation.long, equation.short, some, values)
+    return resized.evaluate(equation.single, equation.double, some, values)
 
 
 # Loops over layers whose bodies take rows together
@@ -212,8 +212,8 @@ def _of_rows(equation: Equation, units: Units, values: list[Any], numbers: jax.A
 
 def over_layers(equation: Equation, levels: Levels, store: Store, values: Sequence[Any]) -> list[Any]:
     """Evaluates a loop over layers whose body takes rows together: the loop as it is, its body level by level."""
-    params, inner = equation.long.params, inside_layers(equation, levels)
-    consts, carried = compilers.sizes_of_scan(equation.long)
+    params, inner = equation.single.params, inside_layers(equation, levels)
+    consts, carried = compilers.sizes_of_scan(equation.single)
     values = compilers.varying_together(values)
     fixed, start, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
 

@@ -51,9 +51,9 @@ class End:
         self.gradient = jax.make_jaxpr(jax.grad(self._loss, argnums=(0, 2)))(given, others, params)
 
     def _type_of_rows(self, value: Value) -> Any:
-        shape = list(value.long.shape)
+        shape = list(value.aval.shape)
         shape[axis_of(value)] //= self.traced.units.devices
-        return value.long.update(shape=tuple(shape))
+        return value.aval.update(shape=tuple(shape))
 
     def outputs(self, given: Given, params: Leaves) -> Leaves:
         """Returns the outputs of the loss."""
@@ -154,7 +154,7 @@ def evaluate(equations: Sequence[Equation], env: dict[Value, Any]) -> None:
 
     for equation in equations:
         every = resized.Some(equation.rows, equation.rows[0])
-        results = resized.evaluate(equation.long, equation.short, every, list(map(read, equation.ins)))
+        results = resized.evaluate(equation.single, equation.double, every, list(map(read, equation.ins)))
         env.update(zip(equation.outs, results, strict=True))
 
 

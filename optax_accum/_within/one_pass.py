@@ -152,7 +152,7 @@ def one_pass(traced: TracedCall) -> OnePass | None:
     for equation in first.once:
         if equation not in before:
             by_level.run_once(equation, levels, store)
-    printed = [equation for equation in before if equation.long.effects and not equation.outs]
+    printed = [equation for equation in before if equation.single.effects and not equation.outs]
     if printed:  # once, and not wherever its operands are made again
         evaluate(before, dict(store.values))
         before = [equation for equation in before if equation not in printed]

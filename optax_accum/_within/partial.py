@@ -14,7 +14,7 @@ from optax_accum._rows.units import Units
 
 def type_of_part(equation: Equation) -> Any:
     """Returns the type of what `part_of` returns."""
-    result = equation.outs[0].long
+    result = equation.outs[0].aval
     adds_up = REDUCTIONS[equation.name].name == "sum"
     return result.update(dtype=_wide(result.dtype)) if adds_up else result
 
@@ -32,19 +32,19 @@ def part_of(equation: Equation, units: Units, values: list[Any], numbers: jax.Ar
 
     if name == "dot_general":
         left, right = filled(values[0], axes[0] or 0, 0), filled(values[1], axes[1] or 0, 0)
-        wide = _wide(equation.outs[0].long.dtype)
-        params = equation.long.params
+        wide = _wide(equation.outs[0].aval.dtype)
+        params = equation.single.params
         return jax.lax.dot_general(
             left, right, params["dimension_numbers"], params["precision"], preferred_element_type=wide
         )
     if name.startswith("scatter"):
         operand = jnp.zeros(values[0].shape, _wide(values[0].dtype))
         updates = filled(values[2], axes[2] or 0, 0).astype(operand.dtype)
-        options = {key: equation.long.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
+        options = {key: equation.single.params[key] for key in ("dimension_numbers", "unique_indices", "mode")}
         return jax.lax.scatter_add(operand, values[1], updates, **options)  # rows that fill up are not in order
     operand = filled(values[0], axes[0] or 0, REDUCTIONS[name].nothing(values[0].dtype))
     operand = operand.astype(_wide(operand.dtype)) if name == "reduce_sum" else operand
-    return REDUCTIONS[name].over(operand, axis=equation.long.params["axes"])
+    return REDUCTIONS[name].over(operand, axis=equation.single.params["axes"])
 
 
 def _sum(rows: jax.Array, axis: Any) -> jax.Array:

@@ -45,8 +45,8 @@ def operand(spec, rows, random):
 class Found:
     """An equation for n rows and for 2 n."""
 
-    long: Any
-    short: Any
+    single: Any
+    double: Any
     operands: list
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class Found:
 
     @property
     def view(self):
-        return view_of(self.long, self.short, ROWS)
+        return view_of(self.single, self.double, ROWS)
 
     @property
     def says(self):
@@ -117,18 +117,18 @@ def some(array, axis, units):
 
 def of_some(found):
     """The results of the equation for some rows, and these rows of its results for all: (got, want)."""
-    view, whole, units = found.view, compilers.bind(found.long, found.values), [2, 0]
+    view, whole, units = found.view, compilers.bind(found.single, found.values), [2, 0]
     values = [some(value, axis, units) for value, axis in zip(found.values, view.ins, strict=True)]
-    got = resized.evaluate(found.long, found.short, resized.Some(ROWS, 4), values)
+    got = resized.evaluate(found.single, found.double, resized.Some(ROWS, 4), values)
     return list(got), [some(all_rows, axis, units) for all_rows, axis in zip(whole, view.outs, strict=True)]
 
 
 def of_parts(found):
     """The parts of the equation, joined, and the equation: (got, want). Filled rows count for nothing."""
     view = found.view
-    axes = zip((found.long.invars, found.long.outvars), (view.ins, view.outs), strict=True)
+    axes = zip((found.single.invars, found.single.outvars), (view.ins, view.outs), strict=True)
     ins, outs = ([Value(var.aval, axis) for var, axis in zip(vars, of, strict=True)] for vars, of in axes)
-    equation = Equation(found.long, found.short, ins, outs, ROWS)
+    equation = Equation(found.single, found.double, ins, outs, ROWS)
     units = Units(ROWS[0], 4)
     store = by_level.Store(units, Device(), dict(zip(ins, found.values, strict=True)))
     parts = []
@@ -137,7 +137,7 @@ def of_parts(found):
         parts.append(partial.part_of(equation, units, values, units.of_part(index)))
     total = partial.REDUCTIONS[equation.name].over(jnp.stack(parts), axis=0)
     assert parts[0].dtype == partial.type_of_part(equation).dtype
-    return [by_level.finished(equation, total, store)], compilers.bind(found.long, found.values)
+    return [by_level.finished(equation, total, store)], compilers.bind(found.single, found.values)
 
 
 def assert_true(founds):
@@ -147,7 +147,7 @@ def assert_true(founds):
     pairs = jax.jit(lambda: [pair[found.says](found) for found in founds])()
     for found, (got, want) in zip(founds, pairs, strict=True):
         for a, b in zip(got, want, strict=True):
-            assert_equal(a, b, str(found.long))
+            assert_equal(a, b, str(found.single))
 
 
 def assert_equal(got, want, equation):
